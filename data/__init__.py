@@ -1,0 +1,1 @@
+"""Stores, manifests, labels, views and loaders: arrays with a case behind them, not yet slides."""

@@ -1,0 +1,1 @@
+"""Bytes between ranks, no autograd."""

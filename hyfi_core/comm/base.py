@@ -1,0 +1,92 @@
+"""The protocol that every adapter speaks: tensors between ranks, no autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn, Protocol
+
+import torch
+
+ReduceOp = Literal["sum", "max", "min"]
+
+
+@dataclass(frozen=True)
+class Message:
+    """One tensor to or from one rank of the group.
+
+    Attributes:
+        peer: rank of the group.
+        tensor: contiguous; the sender owns it until the exchange is finished, the receiver's is written in place.
+        tag: pairs a send with its receive; between two ranks, messages of one tag arrive in order.
+    """
+
+    peer: int
+    tensor: torch.Tensor
+    tag: int = 0
+
+
+class Pending(Protocol):
+    """Communication under way."""
+
+    def test(self) -> bool:
+        """Make progress without blocking; whether all of it is finished."""
+        ...
+
+    def wait(self) -> None:
+        """Return when all of it is finished. Backs off instead of spinning where the wait is long."""
+        ...
+
+
+class Communicator(Protocol):
+    """A group of ranks. All tensors live on the host unless the adapter says otherwise."""
+
+    @property
+    def rank(self) -> int:
+        """This rank, counted in the group."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+        ...
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """Start sends and receives, receives first; nothing blocks."""
+        ...
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
+        """Reduce in place over the group; the same bits on every rank."""
+        ...
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
+        """Overwrite ``tensor`` with the root's."""
+        ...
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        """Return the root's value (JSON-like; small; never on a hot path)."""
+        ...
+
+    def gather_objects(self, value: Any, root: int = 0) -> list[Any] | None:
+        """Return all ranks' values in rank order on the root, None elsewhere."""
+        ...
+
+    def send_object(self, value: Any, peer: int, tag: int) -> Pending:
+        """Start sending a small value; the value is copied before this returns."""
+        ...
+
+    def poll_object(self, tag: int, peer: int | None = None) -> tuple[int, Any] | None:
+        """Return (peer, value) of one object that has arrived under ``tag``, None if there is none. Never blocks."""
+        ...
+
+    def barrier(self) -> None:
+        """Return when every rank of the group has come here."""
+        ...
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        """Return the group of all ranks that gave the same ``color`` (collective); None for ``color=None``."""
+        ...
+
+    def abort(self, code: int) -> NoReturn:
+        """End every rank of the job within seconds."""
+        ...

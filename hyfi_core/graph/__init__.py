@@ -1,0 +1,1 @@
+"""What the model is: capture, program, rules."""

@@ -1,0 +1,1 @@
+"""Plain PyTorch classifiers; nothing parallel in them."""

@@ -1,0 +1,1 @@
+"""Autograd pairs over communication."""

@@ -1,0 +1,1 @@
+"""Launch, engine, executor, gradients, checkpoints."""

@@ -1,0 +1,1 @@
+"""Slides: read, ingest, predict, report."""

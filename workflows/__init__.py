@@ -1,0 +1,1 @@
+"""What a user runs: commands, configuration, training, the demo."""

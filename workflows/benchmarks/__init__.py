@@ -1,0 +1,1 @@
+"""Benchmarks: each prints a ratio against something measured in the same run."""
