@@ -1,0 +1,30 @@
+"""Exact five-dimensional parallel training of ordinary PyTorch classifiers on whole images."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hyfi_core.plan.box import Box as Box
+    from hyfi_core.plan.parallel_plan import ParallelPlan as ParallelPlan
+    from hyfi_core.runtime.engine import Engine as Engine
+    from hyfi_core.runtime.engine import parallelize as parallelize
+    from hyfi_core.runtime.launch import init as init
+
+_WHERE = {
+    "Box": "hyfi_core.plan.box",
+    "ParallelPlan": "hyfi_core.plan.parallel_plan",
+    "Engine": "hyfi_core.runtime.engine",
+    "parallelize": "hyfi_core.runtime.engine",
+    "init": "hyfi_core.runtime.launch",
+}
+__all__ = ["Box", "Engine", "ParallelPlan", "init", "parallelize"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name when it is first asked for, so that importing a plan loads no torch."""
+    if name not in _WHERE:
+        raise AttributeError(f"module 'hyfi_core' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_WHERE[name]), name)

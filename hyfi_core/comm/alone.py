@@ -1,0 +1,71 @@
+"""A group of one rank: nothing to send, nothing to install."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from hyfi_core.comm.base import Message, ReduceOp
+
+
+class _Done:
+    def test(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+
+class AloneCommunicator:
+    """The only rank."""
+
+    rank = 0
+    size = 1
+
+    def __init__(self) -> None:
+        self._objects: dict[int, deque[Any]] = {}
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> _Done:
+        """Copy what this rank sends to itself."""
+        for send, receive in zip(sends, receives, strict=True):
+            receive.tensor.copy_(send.tensor)
+        return _Done()
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
+        """Nothing to add."""
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
+        """Nobody to tell."""
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        """Return the value."""
+        return value
+
+    def gather_objects(self, value: Any, root: int = 0) -> list[Any] | None:
+        """Return the only value."""
+        return [value]
+
+    def send_object(self, value: Any, peer: int, tag: int) -> _Done:
+        """Leave a value for ``poll_object``."""
+        self._objects.setdefault(tag, deque()).append(value)
+        return _Done()
+
+    def poll_object(self, tag: int, peer: int | None = None) -> tuple[int, Any] | None:
+        """Return (0, value) of one that was left."""
+        box = self._objects.get(tag)
+        return (0, box.popleft()) if box else None
+
+    def barrier(self) -> None:
+        """Return at once."""
+
+    def split(self, color: int | None, key: int = 0) -> AloneCommunicator | None:
+        """Return this group, or None."""
+        return None if color is None else AloneCommunicator()
+
+    def abort(self, code: int) -> NoReturn:
+        """End the process."""
+        os._exit(code)

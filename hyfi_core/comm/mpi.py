@@ -1,0 +1,201 @@
+"""MPI through mpi4py: CPU ranks, and everything that hosts say to each other.
+
+Every operation is started non-blocking and then waited for with a back-off (spin, yield, sleep), because MPICH's own
+blocking calls burn a core while they wait, which slows down the ranks that work.
+
+Messages travel as bytes at the tensors' own addresses; a tensor must be contiguous and stay alive until its request is
+done, which the pending object takes care of.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from mpi4py import MPI
+
+from hyfi_core.comm.base import Message, ReduceOp
+
+_SPIN_S = 100e-6
+_YIELD_S = 2e-3
+_SLEEP_FIRST_S = 50e-6
+_SLEEP_MOST_S = 2e-3
+
+_DATATYPES = {
+    torch.float32: MPI.FLOAT,
+    torch.float64: MPI.DOUBLE,
+    torch.int64: MPI.INT64_T,
+    torch.int32: MPI.INT32_T,
+    torch.uint8: MPI.UINT8_T,
+}
+_OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
+
+
+def backed_off(ready: Callable[[], bool]) -> None:
+    """Return when ``ready`` says so, spinning first, then yielding the core, then sleeping ever longer."""
+    start = time.perf_counter()
+    sleep_s = _SLEEP_FIRST_S
+    while not ready():
+        waited_s = time.perf_counter() - start
+        if waited_s < _SPIN_S:
+            continue
+        if waited_s < _YIELD_S:
+            os.sched_yield()
+        else:
+            time.sleep(sleep_s)
+            sleep_s = min(_SLEEP_MOST_S, sleep_s * 1.5)
+
+
+def _buffer(tensor: torch.Tensor) -> Any:
+    """Return the tensor's bytes for MPI.
+
+    Raises:
+        ValueError: the tensor is not dense, or not on the host.
+    """
+    if tensor.device.type != "cpu":
+        raise ValueError(f"a tensor on {tensor.device} cannot be sent by host MPI; move it to the host first")
+    if not (tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)):
+        raise ValueError(f"a message must be contiguous, got strides {tensor.stride()} for {tuple(tensor.shape)}")
+    return MPI.memory.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+
+class _Requests:
+    """Requests under way, and the tensors that must outlive them."""
+
+    def __init__(self, requests: list[Any], keep: Sequence[Any] = ()) -> None:
+        self._requests = requests
+        self._keep: Sequence[Any] | None = keep
+
+    def test(self) -> bool:
+        if self._keep is not None and MPI.Request.Testall(self._requests):
+            self._keep = None
+        return self._keep is None
+
+    def wait(self) -> None:
+        backed_off(self.test)
+
+
+class MpiCommunicator:
+    """A group of MPI ranks."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+        self._rank: int = comm.Get_rank()
+        self._size: int = comm.Get_size()
+
+    @property
+    def rank(self) -> int:
+        """This rank, counted in the group."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+        return self._size
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> _Requests:
+        """Start sends and receives, receives first."""
+        requests = [self._comm.Irecv([_buffer(m.tensor), MPI.BYTE], m.peer, m.tag) for m in receives]
+        requests += [self._comm.Isend([_buffer(m.tensor), MPI.BYTE], m.peer, m.tag) for m in sends]
+        return _Requests(requests, [*sends, *receives])
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
+        """Reduce in place; narrow floats travel and add as float32."""
+        if self._size == 1:
+            return
+        wide = tensor if tensor.dtype in _DATATYPES and tensor.is_contiguous() else tensor.float().contiguous()
+        spec = [_buffer(wide), wide.numel(), _DATATYPES[wide.dtype]]
+        _Requests([self._comm.Iallreduce(MPI.IN_PLACE, spec, _OPS[op])], [wide]).wait()
+        if wide is not tensor:
+            tensor.copy_(wide)
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
+        """Overwrite ``tensor`` with the root's."""
+        if self._size == 1:
+            return
+        dense = tensor.detach().contiguous()
+        _Requests([self._comm.Ibcast([_buffer(dense), MPI.BYTE], root)], [dense]).wait()
+        if dense.data_ptr() != tensor.data_ptr():
+            with torch.no_grad():
+                tensor.copy_(dense)
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        """Return the root's value."""
+        data = _encode(value) if self._rank == root else torch.empty(0, dtype=torch.uint8)
+        size = torch.tensor([data.numel()])
+        self.broadcast(size, root)
+        if self._rank != root:
+            data = torch.empty(int(size), dtype=torch.uint8)
+        self.broadcast(data, root)
+        return _decode(data)
+
+    def gather_objects(self, value: Any, root: int = 0) -> list[Any] | None:
+        """Return all values on the root."""
+        data = _encode(value)
+        sizes = torch.zeros(self._size, dtype=torch.int64)
+        sizes[self._rank] = data.numel()
+        self.all_reduce(sizes)
+        if self._rank != root:
+            self.exchange([Message(root, data, _GATHER_TAG)], []).wait()
+            return None
+        boxes = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
+        boxes[root].copy_(data)
+        peers = [peer for peer in range(self._size) if peer != root]
+        self.exchange([], [Message(peer, boxes[peer], _GATHER_TAG) for peer in peers]).wait()
+        return [_decode(box) for box in boxes]
+
+    def send_object(self, value: Any, peer: int, tag: int) -> _Requests:
+        """Start sending a small value."""
+        return self.exchange([Message(peer, _encode(value), tag)], [])
+
+    def poll_object(self, tag: int, peer: int | None = None) -> tuple[int, Any] | None:
+        """Return (peer, value) of one that has arrived."""
+        status = MPI.Status()
+        found = self._comm.Improbe(MPI.ANY_SOURCE if peer is None else peer, tag, status)
+        if found is None:
+            return None
+        data = torch.empty(status.Get_count(MPI.BYTE), dtype=torch.uint8)
+        found.Recv([_buffer(data), MPI.BYTE])
+        return status.Get_source(), _decode(data)
+
+    def barrier(self) -> None:
+        """Return when every rank has come here."""
+        _Requests([self._comm.Ibarrier()]).wait()
+
+    def split(self, color: int | None, key: int = 0) -> MpiCommunicator | None:
+        """Return the group of all ranks that gave the same color, ordered by (key, rank)."""
+        comm = self._comm.Split(MPI.UNDEFINED if color is None else color, key)
+        return None if color is None else MpiCommunicator(comm)
+
+    def abort(self, code: int) -> NoReturn:
+        """End every rank of the job."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        MPI.COMM_WORLD.Abort(code)
+        os._exit(code)
+
+
+_GATHER_TAG = 32_000
+
+
+def _encode(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _decode(data: torch.Tensor) -> Any:
+    return json.loads(data.numpy().tobytes().decode())
+
+
+def world() -> MpiCommunicator:
+    """Return all ranks of the job, on a context of the library's own so that users' messages never mix with ours."""
+    return MpiCommunicator(MPI.COMM_WORLD.Dup())
+
+
+def flavour() -> str:
+    """Return the MPI library's name and version, first line."""
+    return str(MPI.Get_library_version()).splitlines()[0].strip()
