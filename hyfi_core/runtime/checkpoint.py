@@ -102,10 +102,12 @@ def save_checkpoint(
         for path in beside.iterdir():
             _sync(path)
         _sync(beside)
+        replaced = folder.parent / f".{folder.name}.tmp-{uuid.uuid4().hex[:8]}"
         if folder.exists():
-            shutil.rmtree(folder)
+            folder.rename(replaced)
         beside.rename(folder)
         _sync(folder.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
