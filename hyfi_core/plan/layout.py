@@ -1,0 +1,73 @@
+"""Layouts: which part of a map each rank of a grid owns.
+
+Layout(rows=(0, 3, 5), columns=(0, 4, 9))        rank 0 │ rank 1
+                                                 ───────┼───────
+                                                 rank 2 │ rank 3
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from hyfi_core.plan.box import Box
+from hyfi_core.plan.window import Window, Window1d
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A map cut into a grid of parts, ranks in row-major order; parts may be uneven, and empty.
+
+    Attributes:
+        rows: where rows of ranks begin, then the height: ``len(rows) - 1`` rows of ranks.
+        columns: the same along x.
+    """
+
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+
+    @classmethod
+    def even(cls, height: int, width: int, grid: tuple[int, int]) -> Layout:
+        """Cut a map as evenly as whole pixels allow."""
+        return cls(_even(height, grid[0]), _even(width, grid[1]))
+
+    @property
+    def height(self) -> int:
+        """Rows of the whole map."""
+        return self.rows[-1]
+
+    @property
+    def width(self) -> int:
+        """Columns of the whole map."""
+        return self.columns[-1]
+
+    @property
+    def map(self) -> Box:
+        """The whole map."""
+        return Box.of_size(self.height, self.width)
+
+    @cached_property
+    def parts(self) -> tuple[Box, ...]:
+        """The box of each rank."""
+        return tuple(
+            Box(y0, y1, x0, x1)
+            for y0, y1 in zip(self.rows[:-1], self.rows[1:], strict=True)
+            for x0, x1 in zip(self.columns[:-1], self.columns[1:], strict=True)
+        )
+
+    def through(self, window: Window, height: int, width: int) -> Layout:
+        """Return the layout of a window operator's output, of this size, for which fewest pixels move."""
+        return Layout(_through(self.rows, window.y, height), _through(self.columns, window.x, width))
+
+
+def _even(length: int, count: int) -> tuple[int, ...]:
+    return tuple(length * index // count for index in range(count + 1))
+
+
+def _through(cuts: tuple[int, ...], window: Window1d, outputs: int) -> tuple[int, ...]:
+    balanced = _even(outputs, len(cuts) - 1)
+    inner = [window.cut(cut, cuts[-1], outputs, even) for cut, even in zip(cuts[1:-1], balanced[1:-1], strict=True)]
+    result = [0]
+    for cut in inner:
+        result.append(max(cut, result[-1]))
+    return (*result, outputs)

@@ -1,0 +1,76 @@
+"""Transfers: who sends which box to whom so that every rank holds what it needs.
+
+    have   │ rank 0  │ rank 1  │ rank 2  │        what each rank owns
+    need         └─────────────────┘              what rank 1 wants: a strip of either neighbour
+
+The need of a rank may hang over the border of the map: that is padding, nobody sends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hyfi_core.plan.box import Box
+
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """A box that travels between this rank and a peer."""
+
+    peer: int
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One rank's share of a redistribution.
+
+    Attributes:
+        have: what this rank owns before.
+        need: what it holds afterwards, padding included.
+        map: the whole map.
+        sends: boxes of ``have`` for others, in rank order.
+        receives: boxes of ``need`` from others, in rank order.
+        kept: the part of ``need`` that this rank owns itself; may be empty.
+    """
+
+    have: Box
+    need: Box
+    map: Box
+    sends: tuple[Strip, ...]
+    receives: tuple[Strip, ...]
+    kept: Box
+
+    @property
+    def idle(self) -> bool:
+        """Whether this rank keeps exactly what it has and talks to nobody."""
+        same = self.have == self.need or (self.have.empty and self.need.empty)
+        return same and not self.sends and not self.receives
+
+    @property
+    def received_px(self) -> int:
+        """Pixels that come from others."""
+        return sum(strip.box.area for strip in self.receives)
+
+
+def plan_transfer(have: Sequence[Box], need: Sequence[Box], whole: Box, rank: int) -> Transfer:
+    """Return ``rank``'s share of bringing every rank what it needs.
+
+    Args:
+        have: what each rank owns; the boxes do not overlap and cover the map.
+        need: what each rank wants to hold; boxes may overlap and hang over the map.
+        whole: the map.
+        rank: whose share.
+    """
+    sends = tuple(
+        Strip(peer, box)
+        for peer, wanted in enumerate(need)
+        if peer != rank and not (box := have[rank].intersect(wanted)).empty
+    )
+    receives = tuple(
+        Strip(peer, box)
+        for peer, owned in enumerate(have)
+        if peer != rank and not (box := owned.intersect(need[rank])).empty
+    )
+    return Transfer(have[rank], need[rank], whole, sends, receives, have[rank].intersect(need[rank]))

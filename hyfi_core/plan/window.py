@@ -1,0 +1,84 @@
+"""Windows: which input an output needs.
+
+kernel 3, stride 2, one row of padding (p) on either side of an input of 8 rows:
+
+input      p 0 1 2 3 4 5 6 7 p
+output 0   └─┬─┘
+output 1       └─┬─┘
+output 2           └─┬─┘
+output 3               └─┬─┘       the padding at the end is never touched
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hyfi_core.plan.box import Box
+
+
+@dataclass(frozen=True, slots=True)
+class Window1d:
+    """A sliding window along one axis.
+
+    Attributes:
+        kernel: taps.
+        stride: step between outputs.
+        padding: positions added before the first input; those after the last follow from the number of outputs.
+        dilation: distance between taps.
+    """
+
+    kernel: int
+    stride: int = 1
+    padding: int = 0
+    dilation: int = 1
+
+    @property
+    def extent(self) -> int:
+        """Positions from the first to behind the last tap."""
+        return (self.kernel - 1) * self.dilation + 1
+
+    def input_interval(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the half-open input interval that outputs ``[start, stop)`` touch, not clipped to the map."""
+        if stop <= start:
+            return start, start
+        first = start * self.stride - self.padding
+        return first, (stop - 1) * self.stride - self.padding + self.extent
+
+    def cut(self, cut: int, inputs: int, outputs: int, balanced: int) -> int:
+        """Return the output cut that moves fewest positions over the input cut; the most balanced one of several.
+
+        Args:
+            cut: first input position of the second of two neighbours.
+            inputs: input positions.
+            outputs: output positions.
+            balanced: where an even division would cut.
+        """
+        if cut <= 0 or cut >= inputs:
+            return 0 if cut <= 0 else outputs
+        # The taps of output `near` begin at the cut; those of every output that straddles it lie just before.
+        near = (cut + self.padding) // self.stride
+        reach = self.extent // self.stride + 1
+        candidates = {min(max(near + step, 0), outputs) for step in range(-reach, 2)}
+        return min(sorted(candidates), key=lambda out: (self._crossing(out, cut, inputs, outputs), abs(out - balanced)))
+
+    def _crossing(self, out: int, cut: int, inputs: int, outputs: int) -> int:
+        """Return how many input positions cross the input cut when outputs are cut at ``out``."""
+        before = max(0, min(self.input_interval(0, out)[1], inputs) - cut) if out > 0 else 0
+        after = max(0, cut - max(self.input_interval(out, outputs)[0], 0)) if out < outputs else 0
+        return before + after
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A sliding window over a map: one along each axis."""
+
+    y: Window1d
+    x: Window1d
+
+    def input_box(self, output: Box) -> Box:
+        """Return the input that ``output`` needs; it hangs over the map where padding is meant."""
+        if output.empty:
+            return Box(0, 0, 0, 0)
+        y0, y1 = self.y.input_interval(output.y0, output.y1)
+        x0, x1 = self.x.input_interval(output.x0, output.x1)
+        return Box(y0, y1, x0, x1)
