@@ -1,0 +1,125 @@
+"""What commands say to the person who typed them: lines, warnings, progress, one JSON object."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+LINES_PER_PROGRESS = 10
+LEAST_SECONDS_BETWEEN_LINES = 2.0
+
+
+class Progress(Protocol):
+    """How far a long job has come."""
+
+    def advance(self, steps: float = 1, note: str = "") -> None:
+        """Say that ``steps`` more are done; ``note`` is shown beside the bar."""
+        ...
+
+
+def say(text: str = "") -> None:
+    """Print a line to standard output, at once (logs are read while the job runs)."""
+    print(text, flush=True)
+
+
+def warn(text: str) -> None:
+    """Print a line to standard error, at once."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def emit_json(value: Mapping[str, Any] | Sequence[Any]) -> None:
+    """Print one JSON object as the last line of standard output; NaN and infinities become null."""
+    print(json.dumps(plain_json(value), ensure_ascii=False, allow_nan=False), flush=True)
+
+
+def plain_json(value: Any) -> Any:
+    """Return ``value`` in JSON's own types: paths as text, tuples as lists, undefined numbers as None."""
+    if isinstance(value, Mapping):
+        return {str(key): plain_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain_json(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    number = value.item() if hasattr(value, "item") else value
+    if isinstance(number, float):
+        return number if math.isfinite(number) else None
+    return number if isinstance(number, (str, bool, int)) else str(number)
+
+
+@contextmanager
+def progress(total: float | None, label: str) -> Iterator[Progress]:
+    """Show how far a job of ``total`` steps has come, on standard error.
+
+    On a terminal this is a moving bar; in a log about ten plain lines, never closer than two seconds.
+    ``total=None``: unknown.
+    """
+    if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+        with _bar(total, label) as shown:
+            yield shown
+    else:
+        lines = _Lines(total, label)
+        yield lines
+        lines.finish()
+
+
+@contextmanager
+def _bar(total: float | None, label: str) -> Iterator[Progress]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress as RichProgress
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}", markup=False),
+    )
+    with RichProgress(*columns, console=Console(stderr=True)) as bars:
+        yield _Bar(bars, bars.add_task(label, total=total, note=""))
+
+
+class _Bar:
+    """A task of a rich progress display."""
+
+    def __init__(self, bars: Any, task: Any) -> None:
+        self._bars, self._task = bars, task
+
+    def advance(self, steps: float = 1, note: str = "") -> None:
+        self._bars.update(self._task, advance=steps, note=note)
+
+
+class _Lines:
+    """The same for a log: a line for every tenth of the job, no more often than every two seconds."""
+
+    def __init__(self, total: float | None, label: str) -> None:
+        self._total, self._label = total, label
+        self._done = 0.0
+        self._printed = 0.0
+        self._started_s = self._printed_s = time.monotonic()
+
+    def advance(self, steps: float = 1, note: str = "") -> None:
+        self._done += steps
+        now_s = time.monotonic()
+        share = (self._total or self._done * 2) / LINES_PER_PROGRESS
+        if self._done - self._printed >= share and now_s - self._printed_s >= LEAST_SECONDS_BETWEEN_LINES:
+            self._print(note)
+
+    def finish(self) -> None:
+        if self._done > self._printed:
+            self._print("")
+
+    def _print(self, note: str) -> None:
+        self._printed, self._printed_s = self._done, time.monotonic()
+        of = f"/{self._total:g}" if self._total is not None else ""
+        warn(f"{self._label}: {self._done:g}{of} after {self._printed_s - self._started_s:.0f} s {note}".rstrip())

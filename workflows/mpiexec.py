@@ -1,0 +1,139 @@
+"""The process manager of an MPI: found, spoken to, its noise kept from the user."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TextIO
+
+from hyfi_core.errors import RequestError
+
+NO_MPI = (
+    "no mpiexec here, so several ranks cannot be started. Install one beside Python with "
+    "`pip install 'hyfi[local]'` (MPICH), or load your cluster's MPI (`module load mpich` or `openmpi`) and start "
+    "the command yourself: `srun hyfi …` or `mpiexec -n N hyfi …`"
+)
+
+
+@dataclass(frozen=True)
+class MpiExec:
+    """A process manager: where it is and whose."""
+
+    path: Path
+    flavour: str
+
+    def command(self, ranks: int) -> list[str]:
+        """Return the words that start ``ranks`` processes on this node; the program follows."""
+        words = [str(self.path), "-n", str(ranks)]
+        if self.flavour == "Open MPI":
+            # It refuses more ranks than cores, and root, unless told; a loader needs no core of its own.
+            words.append("--oversubscribe")
+            if os.geteuid() == 0:
+                words.append("--allow-run-as-root")
+        return words
+
+
+def find() -> MpiExec:
+    """Return the mpiexec beside this Python, or else the first on the PATH.
+
+    Raises:
+        RequestError: there is none.
+    """
+    beside = Path(sys.executable).parent / "mpiexec"
+    found = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpiexec")
+    if found is None:
+        raise RequestError(NO_MPI)
+    return MpiExec(Path(found), _flavour(found))
+
+
+def _flavour(path: str) -> str:
+    """Return the name of the MPI that a process manager belongs to."""
+    try:
+        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise RequestError(f"{path} does not answer --version ({error}). {NO_MPI}") from None
+    text = said.stdout + said.stderr
+    names = {"Open MPI": "Open MPI", "OpenRTE": "Open MPI", "Intel": "Intel MPI", "HYDRA": "MPICH (Hydra)"}
+    return next((name for mark, name in names.items() if mark in text), "unknown")
+
+
+@dataclass(frozen=True)
+class Died:
+    """A process that the process manager saw end badly."""
+
+    pid: int
+    how: str
+
+
+# What Hydra prints when a rank ends with anything but 0; the launcher says it better.
+_BANNER = re.compile(
+    r"^(={20,}|=   .*|YOUR APPLICATION TERMINATED WITH.*|This typically refers to a problem with your application\.|"
+    r"Please see the FAQ page for debugging suggestions)$"
+)
+_MANAGER = re.compile(r"^(\[(proxy|mpiexec).*\] .*|Abort\(\d+\) on node .*|Press Ctrl-C again to force abort)$")
+_PID = re.compile(r"^=   PID (\d+) RUNNING AT")
+_EXIT = re.compile(r"^=   EXIT CODE: (\d+)")
+
+
+class Output:
+    """What mpiexec's ranks write, passed on line by line; what mpiexec itself says is held back."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None and process.stderr is not None
+        self._held: list[str] = []
+        self._pid: int | None = None
+        self._exit: int | None = None
+        streams: list[tuple[IO[bytes], TextIO]] = [(process.stdout, sys.stdout), (process.stderr, sys.stderr)]
+        self._pumps = [threading.Thread(target=self._pump, args=pair, daemon=True) for pair in streams]
+        for pump in self._pumps:
+            pump.start()
+
+    @property
+    def died(self) -> Died | None:
+        """The process that ended badly, where the process manager named one."""
+        if self._pid is None or self._exit is None:
+            return None
+        how = f"signal {self._exit}" if self._exit < 64 else f"exit code {self._exit}"
+        if self._exit == 9:
+            how += " (killed from outside; where memory ran out, that is how the kernel does it)"
+        return Died(self._pid, how)
+
+    def held_back(self) -> str:
+        """Return the process manager's own words, for when nothing better is known."""
+        return "\n".join(line for line in self._held if not line.startswith("=" * 20)).strip()
+
+    def finish(self) -> None:
+        """Return when everything written has been passed on."""
+        for pump in self._pumps:
+            pump.join(timeout=5)
+
+    def _pump(self, source: IO[bytes], target: TextIO) -> None:
+        blank = False  # the banner comes with an empty line before it
+        for raw in source:
+            line = raw.decode("utf-8", errors="replace").rstrip("\n")
+            if self._is_noise(line):
+                blank = False
+                continue
+            if blank:
+                print(file=target, flush=True)
+            blank = line == ""
+            if not blank:
+                print(line, file=target, flush=True)
+        if blank:
+            print(file=target, flush=True)
+
+    def _is_noise(self, line: str) -> bool:
+        if _BANNER.match(line) is None and _MANAGER.match(line) is None:
+            return False
+        self._held.append(line)
+        if (pid := _PID.match(line)) is not None:
+            self._pid = int(pid[1])
+        if (code := _EXIT.match(line)) is not None:
+            self._exit = int(code[1])
+        return True

@@ -1,0 +1,29 @@
+"""Checks of the places that a command was told to write to."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from hyfi_core.errors import RequestError
+
+
+def require_writable(target: Path) -> None:
+    """Check that ``target``, a file or a folder, can be made or written; leaves nothing behind.
+
+    Raises:
+        RequestError: a part of the path is a file, or its nearest existing folder refuses new files.
+    """
+    folder = target if target.is_dir() else target.parent
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if not folder.is_dir():
+        raise RequestError(f"{target}: cannot be written: {folder} is a file, not a folder; choose another path")
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise RequestError(
+            f"{target}: cannot be written: the folder {folder.absolute()} takes no files ({reason}); choose another path"
+        ) from None

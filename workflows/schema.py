@@ -1,0 +1,205 @@
+"""The shape of a run's YAML: its sections, keys, defaults and what each may hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Rate = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+def _user_path(value: Any) -> Any:
+    return Path(value).expanduser() if isinstance(value, str) and value else value
+
+
+def _pair(value: Any) -> Any:
+    return (value, value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+UserPath = Annotated[Path, BeforeValidator(_user_path)]
+Size = Annotated[tuple[Positive, Positive], BeforeValidator(_pair)]
+
+
+class Section(BaseModel):
+    """One block of the file: frozen, no key that is not named here."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
+
+
+class AugmentConfig(Section):
+    """How training images are varied; each is a function of (seed, epoch, slide) alone."""
+
+    flips: bool = Field(True, description="true or false: mirror and turn by 90 degrees")
+    stain: Rate = Field(0.1, description="a number ≥ 0: spread of the haematoxylin and eosin amounts; 0 turns it off")
+    colour: Rate = Field(0.05, description="a number ≥ 0: spread of brightness and contrast; 0 turns it off")
+
+
+def _augment(value: Any) -> Any:
+    if value is True:
+        return AugmentConfig()
+    return AugmentConfig(flips=False, stain=0.0, colour=0.0) if value is False or value is None else value
+
+
+class DataConfig(Section):
+    """Which slides, which labels, and how one training image is made of a slide."""
+
+    store: UserPath = Field(description="the folder that `hyfi ingest --out` wrote")
+    labels: UserPath | None = Field(
+        None, description="a CSV keyed by slide_id or case_id; left out: the store's own manifest.csv"
+    )
+    target: str = Field("label", min_length=1, description="the column of the labels that holds the class")
+    task: Literal["multiclass"] = Field("multiclass", description="multiclass")
+    splits: UserPath | None = Field(None, description="a CSV of `hyfi split`; left out: a column of the labels")
+    split_column: str = Field("split", min_length=1, description="the column that says train, val or test")
+    size_px: Size = Field(description="a whole number of pixels, or [height, width], of one training image")
+    mpp: float = Field(1.0, gt=0, allow_inf_nan=False, description="microns per pixel > 0 that a level of the store has")
+    view: Literal["pack", "crop"] = Field("pack", description="pack or crop: how a slide becomes one image")
+    align_px: Positive = Field(64, description="a whole number ≥ 1: grid on which tissue pieces are moved (the stride)")
+    min_coverage: Share = Field(0.9, description="a number from 0 to 1: least share of the tissue in each image")
+    batch_size: Positive = Field(1, description="a whole number ≥ 1: slides of one step, over all replicas")
+    augment: Annotated[AugmentConfig, BeforeValidator(_augment)] = Field(
+        default_factory=AugmentConfig, description="true, false, or the keys flips, stain, colour"
+    )
+    class_weights: Literal["none", "balanced"] = Field("none", description="none or balanced")
+    prefetch: Positive = Field(2, description="a whole number ≥ 1: batches made ready ahead of time")
+
+
+class ModelConfig(Section):
+    """The classifier: an ordinary PyTorch module."""
+
+    name: str = Field("resnet18", min_length=1, description="a built-in model, or package.module:factory")
+    classes: Positive | tuple[str, ...] | None = Field(
+        None, description="number of classes, or their names in order; left out: those of the labels, sorted"
+    )
+    weights: UserPath | None = Field(None, description="a local file of weights under torchvision's names")
+    norm: Literal["train", "frozen", "group"] = Field("train", description="train, frozen or group")
+    pool: Literal["avg", "max"] = Field("avg", description="avg or max")
+    options: dict[str, Any] = Field(default_factory=dict, description="further arguments of the model, by name")
+
+
+class PlanConfig(Section):
+    """The fields of ``hyfi_core.ParallelPlan``."""
+
+    grids: tuple[tuple[Positive, Positive], ...] = Field(
+        ((1, 1),), min_length=1, description="[rows, columns] of ranks for each stage, as in [[1, 2]]"
+    )
+    cuts: tuple[str, ...] | Literal["auto"] = Field((), description="modules that end a stage, or auto")
+    microbatches: Positive = Field(1, description="a whole number ≥ 1: micro-batches of one replica")
+    schedule: Literal["sequential", "gpipe", "1f1b", "gems_mast", "gems_master", "chimera"] = Field(
+        "sequential", description="sequential, gpipe, 1f1b, gems_mast, gems_master or chimera"
+    )
+    replicas: Positive = Field(1, description="a whole number ≥ 1: data-parallel copies")
+    fused_halo: Positive | Literal["auto"] = Field(1, description="auto, or most window operators for one exchange")
+
+    @property
+    def ranks(self) -> int:
+        """Trainers: replicas × Σ rows × columns."""
+        return self.replicas * sum(rows * columns for rows, columns in self.grids)
+
+
+class RolesConfig(Section):
+    """Ranks beside the trainers; without them trainers do that work themselves, with the same numbers."""
+
+    loaders: Count = Field(0, description="a whole number ≥ 0: ranks that read slides ahead of time")
+    validators: Count = Field(0, description="a whole number ≥ 0: ranks that validate while training goes on")
+
+
+class OptimizerConfig(Section):
+    """How gradients change weights."""
+
+    name: Literal["sgd", "adamw"] = Field("adamw", description="sgd or adamw")
+    lr: float = Field(1e-3, gt=0, allow_inf_nan=False, description="a number > 0: learning rate after the warm-up")
+    momentum: Share = Field(0.9, description="a number from 0 to 1 (sgd)")
+    betas: tuple[Share, Share] = Field((0.9, 0.999), description="two numbers from 0 to 1 (adamw)")
+    weight_decay: Rate = Field(0.0, description="a number ≥ 0")
+    max_norm: float | None = Field(None, gt=0, description="a number > 0: gradients are clipped to this global norm")
+    accumulate: Positive = Field(1, description="a whole number ≥ 1: batches whose gradients make one update")
+
+
+class LrScheduleConfig(Section):
+    """How the learning rate moves; counted in steps (updates)."""
+
+    name: Literal["constant", "cosine", "step", "linear"] = Field(
+        "constant", description="constant, cosine, step or linear"
+    )
+    warmup_steps: Count = Field(0, description="a whole number ≥ 0: steps of linear rise at the start")
+    end_factor: Share = Field(0.0, description="a number from 0 to 1: last rate / first rate (cosine, linear)")
+    every_steps: Positive | None = Field(None, description="a whole number ≥ 1: steps between two drops (step)")
+    gamma: float = Field(0.1, gt=0, le=1, description="a number above 0, at most 1: factor of each drop (step)")
+
+    @model_validator(mode="after")
+    def _drops_are_placed(self) -> LrScheduleConfig:
+        if self.name == "step" and self.every_steps is None:
+            raise ValueError("name: step needs every_steps, the steps between two drops")
+        return self
+
+
+class ValidationConfig(Section):
+    """When and on what the weights are judged."""
+
+    every_steps: Positive | None = Field(None, description="a whole number ≥ 1; left out: after every epoch")
+    split: Literal["val", "train"] = Field("val", description="val or train (test is for `hyfi validate`)")
+    metric: Literal["auroc", "balanced_accuracy", "loss"] = Field(
+        "auroc", description="auroc, balanced_accuracy or loss: what makes checkpoints/best the best"
+    )
+
+
+class RunConfig(Section):
+    """Where the run writes, how long it is, how it computes."""
+
+    dir: UserPath = Field(description="a folder for the run; must not exist unless --resume is given")
+    epochs: Positive | None = Field(None, description="a whole number ≥ 1; either this or steps")
+    steps: Positive | None = Field(None, description="a whole number ≥ 1; either this or epochs")
+    seed: Count = Field(0, description="a whole number ≥ 0")
+    precision: Literal["float32", "bfloat16", "float64"] = Field(
+        "float32", description="float32, bfloat16 (autocast) or float64"
+    )
+    memory_format: Literal["channels_last", "contiguous"] = Field(
+        "channels_last", description="channels_last or contiguous"
+    )
+    threads: Positive | None = Field(None, description="threads of each rank; left out: cores / ranks of the node")
+    checkpoint_every_steps: Positive | None = Field(
+        None, description="a whole number ≥ 1; left out: whenever the weights are validated"
+    )
+    keep: Positive = Field(3, description="a whole number ≥ 1: checkpoints kept beside latest and best")
+    tensorboard: bool = Field(True, description="true or false: write TensorBoard events")
+
+    @model_validator(mode="after")
+    def _one_length(self) -> RunConfig:
+        if (self.epochs is None) == (self.steps is None):
+            given = "neither" if self.epochs is None else f"epochs: {self.epochs} and steps: {self.steps}"
+            raise ValueError(f"give exactly one of epochs and steps (given: {given})")
+        return self
+
+
+class Config(Section):
+    """A whole run. Built by :func:`workflows.config.load_config`; never changed."""
+
+    data: DataConfig
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    plan: PlanConfig = Field(default_factory=PlanConfig)
+    roles: RolesConfig = Field(default_factory=RolesConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    lr_schedule: LrScheduleConfig = Field(default_factory=LrScheduleConfig)
+    validation: ValidationConfig = Field(default_factory=ValidationConfig)
+    run: RunConfig
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the whole run: trainers, loaders, validators."""
+        return self.plan.ranks + self.roles.loaders + self.roles.validators
+
+    @model_validator(mode="after")
+    def _batch_fits_plan(self) -> Config:
+        parts = self.plan.replicas * self.plan.microbatches
+        if self.data.batch_size % parts:
+            raise ValueError(
+                f"data.batch_size: given {self.data.batch_size}; allowed: a multiple of plan.replicas × "
+                f"plan.microbatches = {self.plan.replicas} × {self.plan.microbatches} = {parts}"
+            )
+        return self

@@ -1,0 +1,81 @@
+"""The folder through which ranks tell their launcher how they ended.
+
+Signals and exit codes do not survive every process manager: some send one code for all ranks, some kill the others as
+soon as one leaves with anything but 0. A few small files do.
+
+    pid-<rank>     written when a rank begins
+    exit-<rank>    its exit code, written when it ends by itself
+    failure.json   rank and error of the first that failed; only one rank can create it
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "HYFI_STATUS"
+FAILURE = "failure.json"
+
+
+class RunStatus:
+    """The files of one launch; cheap to make, holds no state of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @classmethod
+    def of_environment(cls) -> RunStatus | None:
+        """Return the folder that a launcher on this node named; None where there is none."""
+        folder = os.environ.get(VARIABLE)
+        return cls(Path(folder)) if folder and Path(folder).is_dir() else None
+
+    def begin(self, rank: int) -> None:
+        """Note that ``rank`` is this process."""
+        self._write(f"pid-{rank}", str(os.getpid()))
+
+    def end(self, rank: int, code: int) -> None:
+        """Note the exit code of ``rank``."""
+        self._write(f"exit-{rank}", str(code))
+
+    def claim_failure(self, rank: int, error: str) -> bool:
+        """Note a failure; whether it is the first, whose rank alone speaks of it."""
+        try:
+            descriptor = os.open(self.folder / FAILURE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            return False
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump({"rank": rank, "error": error}, file)
+        return True
+
+    @property
+    def failed(self) -> bool:
+        """Whether a rank has claimed a failure."""
+        return (self.folder / FAILURE).exists()
+
+    def failure(self) -> dict[str, Any] | None:
+        """Return {"rank", "error"} of the first failure, None if there was none."""
+        try:
+            found: dict[str, Any] = json.loads((self.folder / FAILURE).read_text(encoding="utf-8"))
+        except (FileNotFoundError, json.JSONDecodeError):
+            return None
+        return found
+
+    def codes(self) -> dict[int, int]:
+        """Return {rank: exit code} of the ranks that ended by themselves."""
+        return self._numbers("exit-")
+
+    def pids(self) -> dict[int, int]:
+        """Return {rank: process id} of the ranks that began."""
+        return self._numbers("pid-")
+
+    def _numbers(self, prefix: str) -> dict[int, int]:
+        files = sorted(self.folder.glob(f"{prefix}*"))
+        return {int(file.name.removeprefix(prefix)): int(file.read_text()) for file in files}
+
+    def _write(self, name: str, text: str) -> None:
+        # Whole or not at all: the launcher may look at any moment.
+        beside = self.folder / f".{name}.tmp"
+        beside.write_text(text)
+        beside.replace(self.folder / name)
