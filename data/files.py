@@ -1,0 +1,92 @@
+"""Files that are whole or absent: written beside, synced, renamed."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+
+def temporary_beside(path: Path) -> Path:
+    """Return the name under which this process prepares ``path``: ``.name.tmp-<host>-<pid>`` in the same folder."""
+    return path.with_name(f".{path.name}.tmp-{socket.gethostname()}-{os.getpid()}")
+
+
+def sync_file(path: Path) -> None:
+    """Return when the file's or the folder's content has reached the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace ``path`` by ``data``: a reader sees the old content or the new, also after a crash."""
+    beside = temporary_beside(path)
+    try:
+        with beside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+        sync_file(path.parent)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def write_json_atomically(path: Path, value: dict[str, Any]) -> None:
+    """Replace ``path`` by this object as JSON."""
+    write_atomically(path, (json.dumps(value, ensure_ascii=False, indent=1) + "\n").encode())
+
+
+def publish_directory(prepared: Path, final: Path) -> None:
+    """Rename a finished directory to its name, in place of an older one if there is one."""
+    old = prepared.with_name(prepared.name.replace(".tmp-", ".old-"))
+    if final.exists():
+        final.rename(old)
+    prepared.rename(final)
+    sync_file(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_leftovers(final: Path) -> None:
+    """Remove what processes of this host that no longer run left beside ``final``; put back what a crash displaced."""
+    host = socket.gethostname()
+    for kind in ("tmp", "old"):
+        prefix = f".{final.name}.{kind}-{host}-"
+        for path in final.parent.glob(f"{_escape(prefix)}*"):
+            if _is_running(path.name.removeprefix(prefix)):
+                continue
+            if kind == "old" and not final.exists():
+                path.rename(final)
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def sha256_of(path: Path) -> str:
+    """Return the file's SHA-256 as hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _escape(text: str) -> str:
+    return "".join(f"[{c}]" if c in "*?[" else c for c in text)
+
+
+def _is_running(pid: str) -> bool:
+    if not pid.isdigit() or int(pid) == os.getpid():
+        return False
+    with contextlib.suppress(ProcessLookupError):
+        try:
+            os.kill(int(pid), 0)
+        except PermissionError:
+            return True
+        return True
+    return False
