@@ -1,0 +1,209 @@
+"""What a store holds: one record per slide, which are the truth, and the table compiled from them.
+
+```
+STORE/.records/<slide_id>.json     one slide, done or failed; replaced atomically
+STORE/manifest.csv                 all of them, one row a slide, sorted by slide_id
+```
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from data.errors import StoreError
+from data.files import write_atomically, write_json_atomically
+from data.sharded_array import read_json
+from hyfi_core.errors import RequestError
+
+COLUMNS = (
+    "slide_id",
+    "source_path",
+    "source_mpp",
+    "store_mpp",
+    "height_px",
+    "width_px",
+    "tissue_fraction",
+    "bad_tiles",
+    "status",
+    "reason",
+    "flags",
+    "sharpness",
+)
+"""Columns of ``manifest.csv`` that this project writes; the user's own follow."""
+
+DONE = "done"
+FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class SlideRecord:
+    """What became of one slide.
+
+    Attributes:
+        slide_id: Its name in the store.
+        source_path: The file it was read from.
+        status: ``done`` or ``failed``.
+        reason: Why it failed; empty when done.
+        source_mpp: Microns per pixel of the source's finest level (mean of both axes).
+        store_mpp: Microns per pixel of the store's finest level.
+        height_px, width_px: Size of the store's finest level.
+        tissue_fraction: Share of the slide's area that is tissue.
+        bad_tiles: Source tiles that could not be decoded and are white in the store.
+        flags: Warnings a reader of the table should see, e.g. ``pen``, ``blur``, ``upsampled``.
+        sharpness: Median sharpness of the tissue, see `pathology.quality`.
+        identity: Parameters, size, mtime and digest that this record belongs to.
+        extra: The user's own columns.
+    """
+
+    slide_id: str
+    source_path: str
+    status: str
+    reason: str = ""
+    source_mpp: float | None = None
+    store_mpp: float | None = None
+    height_px: int | None = None
+    width_px: int | None = None
+    tissue_fraction: float | None = None
+    bad_tiles: int | None = None
+    flags: tuple[str, ...] = ()
+    sharpness: float | None = None
+    identity: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, str] = field(default_factory=dict)
+
+    def row(self) -> dict[str, str]:
+        """Return the record as a row of ``manifest.csv``; what is not known is empty."""
+        values = asdict(self)
+        own = {name: _text(values[name]) for name in COLUMNS}
+        return own | {k: v for k, v in self.extra.items() if k not in own}
+
+    def save(self, store: Path) -> None:
+        """Replace this slide's record in ``store``."""
+        path = record_path(store, self.slide_id)
+        path.parent.mkdir(exist_ok=True)
+        write_json_atomically(path, {**asdict(self), "flags": list(self.flags)})
+
+    @classmethod
+    def load(cls, path: Path) -> SlideRecord:
+        """Read a record.
+
+        Raises:
+            StoreError: It is unreadable or not a record.
+        """
+        value = read_json(path)
+        known = {f.name for f in fields(cls)}
+        if not {"slide_id", "source_path", "status"} <= value.keys() <= known:
+            raise StoreError(f"{path}: not a slide's record of this version")
+        return cls(**{**value, "flags": tuple(value.get("flags", ()))})
+
+
+def record_path(store: Path, slide_id: str) -> Path:
+    """Return where the record of this slide lies."""
+    return store / ".records" / f"{slide_id}.json"
+
+
+def load_records(store: Path) -> dict[str, SlideRecord]:
+    """Return all records of ``store`` by slide id, sorted; none when there is no store yet."""
+    paths = sorted((store / ".records").glob("*.json"))
+    records = (SlideRecord.load(p) for p in paths if not p.name.startswith("."))
+    return {r.slide_id: r for r in records}
+
+
+def compile_manifest(store: Path) -> Path:
+    """Write ``manifest.csv`` from the records and return its path; replaced atomically."""
+    path = store / "manifest.csv"
+    rows = [record.row() for record in load_records(store).values()]
+    write_atomically(path, _to_csv(rows))
+    return path
+
+
+class StoreManifest:
+    """The table of a store's slides."""
+
+    @staticmethod
+    def load(store: Path) -> list[dict[str, str]]:
+        """Return one row a slide, done and failed, from the records, or from ``manifest.csv`` where they are not kept.
+
+        Raises:
+            StoreError: There is no store in this folder.
+        """
+        records = load_records(store)
+        if records:
+            return [record.row() for record in records.values()]
+        path = store / "manifest.csv"
+        if not path.is_file():
+            raise StoreError(f"{store}: not a store (it has no manifest.csv); `hyfi ingest … --out {store}` makes one")
+        return _read_rows(path)
+
+
+def read_user_manifest(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a user's manifest, each with ``source_path`` resolved against the CSV's own folder.
+
+    The separator may be a comma, a semicolon or a tab. Column names lose surrounding blanks.
+
+    Raises:
+        RequestError: The file is unreadable, has no path column, no rows, an empty path or a slide id twice.
+    """
+    rows = _read_rows(path)
+    if not rows:
+        raise RequestError(f"{path}: the manifest has no rows")
+    column = next((c for c in ("source_path", "path") if c in rows[0]), None)
+    if column is None:
+        found = ", ".join(rows[0])
+        raise RequestError(f"{path}: the manifest needs a column `path` (or `source_path`); it has {found}")
+    for number, row in enumerate(rows, start=2):
+        if not row[column]:
+            raise RequestError(f"{path}: line {number} has no {column}")
+        located = Path(row.pop(column))
+        row.pop("path", None)
+        row["source_path"] = str(located if located.is_absolute() else path.absolute().parent / located)
+    _refuse_twice(path, (row.get("slide_id", "") for row in rows))
+    return rows
+
+
+def _refuse_twice(path: Path, names: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name and name in seen:
+            raise RequestError(f"{path}: slide_id {name!r} stands in two rows; each slide needs its own")
+        seen.add(name)
+
+
+def _read_rows(path: Path) -> list[dict[str, str]]:
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise RequestError(f"{path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{path}: not a CSV in UTF-8 ({error.reason} at byte {error.start})") from error
+    header = text.partition("\n")[0]
+    separator = max(",;\t", key=header.count)
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator)
+    return [_clean(row) for row in reader]
+
+
+def _clean(row: Mapping[str | None, str | list[str] | None]) -> dict[str, str]:
+    return {k.strip(): v.strip() if isinstance(v, str) else "" for k, v in row.items() if k is not None}
+
+
+def _to_csv(rows: list[dict[str, str]]) -> bytes:
+    extra = sorted({name for row in rows for name in row} - set(COLUMNS))
+    file = io.StringIO(newline="")
+    writer = csv.DictWriter(file, [*COLUMNS, *extra], restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue().encode()
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, (list, tuple)):
+        return ";".join(str(v) for v in value)
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return str(value)
