@@ -1,0 +1,47 @@
+"""From stored bytes to what a network sees; done on the trainer, so that only bytes travel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """(pixel / 255 − mean) / std, for each band.
+
+    Attributes:
+        mean: of the bands R, G, B, in 0 … 1. The default is that of torchvision's pretrained weights.
+        std: likewise.
+    """
+
+    mean: tuple[float, float, float] = IMAGENET_MEAN
+    std: tuple[float, float, float] = IMAGENET_STD
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Normalisation:
+        """Build from ``model.json``'s ``normalisation``."""
+        mean, std = (tuple(float(number) for number in value[key]) for key in ("mean", "std"))
+        return cls(mean, std)  # type: ignore[arg-type]
+
+    def to_json(self) -> dict[str, list[float]]:
+        """Return what ``from_json`` takes."""
+        return {key: list(value) for key, value in asdict(self).items()}
+
+    def __call__(
+        self,
+        pixels: torch.Tensor,
+        dtype: torch.dtype = torch.float32,
+        memory_format: torch.memory_format = torch.contiguous_format,
+    ) -> torch.Tensor:
+        """Return ``(B, 3, h, w)`` of ``dtype``, newly allocated, for uint8 ``pixels`` of that shape."""
+        scale = torch.tensor([1 / (255 * std) for std in self.std], dtype=dtype).view(3, 1, 1)
+        shift = torch.tensor([-mean / std for mean, std in zip(self.mean, self.std, strict=True)], dtype=dtype)
+        images = pixels.to(dtype=dtype, memory_format=memory_format, copy=True)
+        return images.mul_(scale).add_(shift.view(3, 1, 1))
