@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -75,7 +76,8 @@ def job(
             service = LoaderService(comm, range(trainers), images, stream, layout, workers=2)
             return service.serve(), service.read_samples
         share = share_of(comm.rank, layout, turns)
-        feed = RemoteFeed(comm, range(trainers, trainers + loaders), share, prefetch)
+        notice = partial(comm.poll_object, 999)  # raises when another rank has failed
+        feed = RemoteFeed(comm, range(trainers, trainers + loaders), share, prefetch, notice)
         received = []
         for turn in range(turns[0], turns[1] if leave_after is None else leave_after):
             time.sleep(pause_s)
