@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 LINES_PER_PROGRESS = 10
 LEAST_SECONDS_BETWEEN_LINES = 2.0
@@ -26,17 +26,23 @@ class Progress(Protocol):
 
 def say(text: str = "") -> None:
     """Print a line to standard output, at once (logs are read while the job runs)."""
-    print(text, flush=True)
+    _write(sys.stdout, text)
 
 
 def warn(text: str) -> None:
     """Print a line to standard error, at once."""
-    print(text, file=sys.stderr, flush=True)
+    _write(sys.stderr, text)
+
+
+def _write(stream: TextIO, text: str) -> None:
+    # One write for text and line end: several ranks write into one pipe.
+    stream.write(text + "\n")
+    stream.flush()
 
 
 def emit_json(value: Mapping[str, Any] | Sequence[Any]) -> None:
     """Print one JSON object as the last line of standard output; NaN and infinities become null."""
-    print(json.dumps(plain_json(value), ensure_ascii=False, allow_nan=False), flush=True)
+    _write(sys.stdout, json.dumps(plain_json(value), ensure_ascii=False, allow_nan=False))
 
 
 def plain_json(value: Any) -> Any:

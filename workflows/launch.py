@@ -12,6 +12,7 @@ it would kill the others at the first that does not.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -24,37 +25,23 @@ from pathlib import Path
 from types import FrameType
 
 from hyfi_core.errors import RequestError
+from hyfi_core.runtime.launch import inside_launcher
 from workflows import mpiexec
 from workflows.console import warn
 from workflows.processes import die_with_parent, kill_session
 from workflows.status import VARIABLE, RunStatus
+
+__all__ = ["inside_launcher", "launch", "launch_program", "own_rank", "run_as_rank"]
 
 FAULT, STOPPED = 70, 3
 SECONDS_TO_END_AFTER_FAILURE = 5.0
 POLL_SECONDS = 0.05
 
 
-def inside_launcher() -> bool:
-    """Whether this process is a rank that mpiexec, srun or torchrun started."""
-    return _rank_and_size() is not None
-
-
 def own_rank() -> int:
-    """This process's rank, from the environment; 0 outside any launcher."""
-    found = _rank_and_size()
-    return found[0] if found else 0
-
-
-def _rank_and_size() -> tuple[int, int] | None:
-    environment = os.environ
-    pairs = [("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("RANK", "WORLD_SIZE")]
-    # A batch script has a SLURM_PROCID too; only a step of several tasks is a parallel program.
-    if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        pairs.append(("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
-    for rank, size in pairs:
-        if rank in environment and size in environment:
-            return int(environment[rank]), int(environment[size])
-    return None
+    """Return this process's rank, from the environment; 0 outside any launcher."""
+    names = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID", "RANK")
+    return next((int(os.environ[name]) for name in names if name in os.environ), 0) if inside_launcher() else 0
 
 
 def launch(argv: Sequence[str], ranks: int) -> int:
@@ -198,4 +185,9 @@ def _fail(status: RunStatus | None, rank: int) -> None:
         warn(f"hyfi: rank {rank} failed, so all ranks end:\n{error}")
     sys.stdout.flush()
     sys.stderr.flush()
+    # A rank that merely leaves ends the others under mpiexec, not under every srun; MPI's abort does everywhere.
+    mpi = sys.modules.get("hyfi_core.comm.mpi")
+    if mpi is not None:
+        with contextlib.suppress(Exception):
+            mpi.world().abort(FAULT)
     os._exit(FAULT)

@@ -120,13 +120,12 @@ class Output:
             if self._is_noise(line):
                 blank = False
                 continue
-            if blank:
-                print(file=target, flush=True)
+            target.write("\n" if blank else "")
             blank = line == ""
-            if not blank:
-                print(line, file=target, flush=True)
-        if blank:
-            print(file=target, flush=True)
+            target.write("" if blank else line + "\n")
+            target.flush()
+        target.write("\n" if blank else "")
+        target.flush()
 
     def _is_noise(self, line: str) -> bool:
         if _BANNER.match(line) is None and _MANAGER.match(line) is None:

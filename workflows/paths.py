@@ -25,5 +25,6 @@ def require_writable(target: Path) -> None:
     except OSError as error:
         reason = error.strerror or str(error)
         raise RequestError(
-            f"{target}: cannot be written: the folder {folder.absolute()} takes no files ({reason}); choose another path"
+            f"{target}: cannot be written: the folder {folder.absolute()} takes no files ({reason}); "
+            "choose another path"
         ) from None

@@ -1,0 +1,55 @@
+# Needs make and Python 3.11 or newer; everything else goes into .venv with pip.
+#   make demo     the whole job on a small synthetic archive, into ./demo
+#   make test     all tests but the long ones      make soak    the long ones
+#   make lint     ruff and mypy                    make clean   remove what was made here (not .venv, not your runs)
+# Without an NVIDIA GPU, torch is a tenth of the size with
+#   make demo PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+
+PYTHON ?= python3
+PIP_FLAGS ?=
+PYTEST_FLAGS ?=
+BIN := .venv/bin
+INSTALL = $(BIN)/python -m pip install --quiet $(PIP_FLAGS)
+
+.PHONY: demo test soak lint clean
+.DELETE_ON_ERROR:
+
+demo: .venv/.installed
+	$(BIN)/hyfi demo --out demo
+
+test: .venv/.installed-test
+	$(BIN)/python -m pytest -m "not soak" $(PYTEST_FLAGS)
+
+soak: .venv/.installed-test
+	$(BIN)/python -m pytest -m soak $(PYTEST_FLAGS)
+
+lint: .venv/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path "./.venv/*" -prune -exec rm -rf {} +
+	if [ -f demo/.hyfi-demo ]; then rm -rf demo; fi
+
+# A stamp for each set of extras: a second call finds it and costs nothing.
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "$(PYTHON) is older than 3.11 or missing; say which to use: make PYTHON=python3.12 …" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+
+.venv/.installed: pyproject.toml | .venv/bin/python
+	@echo "installing into .venv (a minute or two) …"
+	@$(INSTALL) -e ".[local]"
+	@touch $@
+
+.venv/.installed-test: pyproject.toml | .venv/bin/python
+	@echo "installing into .venv (a minute or two) …"
+	@$(INSTALL) -e ".[local,test,bench]"
+	@touch $@ .venv/.installed
+
+.venv/.installed-dev: pyproject.toml | .venv/bin/python
+	@echo "installing into .venv (a minute or two) …"
+	@$(INSTALL) -e ".[local,test,bench,dev]"
+	@touch $@ .venv/.installed .venv/.installed-test

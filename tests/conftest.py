@@ -1,0 +1,41 @@
+"""What every test may use."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+Hyfi = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="session")
+def real_slides() -> Path:
+    """The folder of real slides; skips where there is none."""
+    folder = os.environ.get("HYFI_TEST_SLIDES")
+    if not folder:
+        pytest.skip("HYFI_TEST_SLIDES names no folder of real slides")
+    return Path(folder)
+
+
+@pytest.fixture
+def hyfi(tmp_path: Path) -> Hyfi:
+    """Runs ``hyfi WORDS…`` as a user would, in ``tmp_path``, and returns what it said and its exit code."""
+
+    def run(*words: str | Path, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "workflows.cli", *map(str, words)],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"} | environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+
+    return run
