@@ -1,0 +1,135 @@
+"""A picture of the slide that shows where its prediction came from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw
+
+from pathology.colors import heat_ramp
+from pathology.heatmap import Heatmap
+from pathology.legend import Key, LegendItem, ScaleBar, add_legend, font
+from pathology.regions import Region, outline
+
+OUTLINE_RGB = (52, 64, 84)
+REGION_RGB = (17, 24, 39)
+SATURATION = 0.45  # of the tissue under the colours, so that stain and heat cannot be confused
+STRONGEST_ALPHA = 0.88
+BRIGHTEST_QUANTILE = 0.998  # one outlying cell shall not pale all others
+
+
+@dataclass(frozen=True, eq=False)
+class Overlay:
+    """What is drawn.
+
+    Attributes:
+        thumbnail: (h, w, 3) uint8, the whole slide.
+        heatmap: on the same slide.
+        class_index: whose contributions are shown; only what speaks for it.
+        tissue: bool mask of the whole slide, any resolution.
+        regions: numbered outlines.
+    """
+
+    thumbnail: NDArray[np.uint8]
+    heatmap: Heatmap
+    class_index: int
+    tissue: NDArray[np.bool_]
+    regions: Sequence[Region]
+
+
+def draw_overlay(overlay: Overlay) -> Image.Image:
+    """Return the thumbnail under translucent colours, with the tissue's outline, the regions and a legend below."""
+    heat, strongest = resampled_heat(overlay)
+    shape = overlay.thumbnail.shape[:2]
+    tissue = _resize(overlay.tissue.astype(np.float32), shape)
+    seen = _resize(overlay.heatmap.looked_at.astype(np.float32), shape, overlay.heatmap)
+    unseen = np.clip(tissue * 2 - 1, 0, 1) * (1 - np.clip(seen, 0, 1))
+    canvas = _greyed(overlay.thumbnail)
+    canvas = _blend(canvas, np.full(3, 255.0), 0.65 * unseen * _hatching(shape))
+    ramp = heat_ramp().astype(np.float64)
+    canvas = _blend(canvas, ramp[np.round(heat * 255).astype(int)], STRONGEST_ALPHA * np.sqrt(heat) * seen)
+    canvas = _blend(canvas, np.array(OUTLINE_RGB, dtype=np.float64), 0.8 * _line(tissue))
+    image = Image.fromarray(np.round(canvas).clip(0, 255).astype(np.uint8))
+    _draw_regions(image, overlay)
+    return add_legend(image, _legend(overlay, strongest, bool((unseen > 0.5).mean() > 1e-4)))
+
+
+def resampled_heat(overlay: Overlay) -> tuple[NDArray[np.float64], float]:
+    """Return what speaks for the class, 0 to 1, in pixels of the thumbnail, and the contribution that is shown as 1."""
+    values = np.nan_to_num(overlay.heatmap.values[overlay.class_index])
+    positive = np.maximum(values, 0.0).astype(np.float32)
+    spread = positive[positive > 0]
+    strongest = float(np.quantile(spread, BRIGHTEST_QUANTILE)) if spread.size else 0.0
+    heat = _resize(positive, overlay.thumbnail.shape[:2], overlay.heatmap)
+    return (np.clip(heat / strongest, 0, 1) if strongest > 0 else np.zeros_like(heat)), strongest
+
+
+def _resize(values: NDArray[np.float32], shape: Sequence[int], cells: Heatmap | None = None) -> NDArray[np.float64]:
+    """Resample to (h, w); cells that hang over the slide's border are cut where the slide ends."""
+    box = None
+    if cells is not None:
+        box = (0.0, 0.0, cells.slide_size_px[1] / cells.cell_px, cells.slide_size_px[0] / cells.cell_px)
+    image = Image.fromarray(values).resize((shape[1], shape[0]), Image.Resampling.BILINEAR, box=box)
+    return np.asarray(image, dtype=np.float64)
+
+
+def _greyed(thumbnail: NDArray[np.uint8]) -> NDArray[np.float64]:
+    """Take most of the stain's colour away; keep structure and lightness."""
+    rgb = thumbnail.astype(np.float64)
+    grey = (rgb @ np.array([0.299, 0.587, 0.114]))[..., None]
+    mixed: NDArray[np.float64] = grey + SATURATION * (rgb - grey)
+    return mixed
+
+
+def _blend(canvas: NDArray[np.float64], color: NDArray[np.float64], alpha: NDArray[np.float64]) -> NDArray[np.float64]:
+    return canvas + (color - canvas) * alpha[..., None]
+
+
+def _hatching(shape: Sequence[int]) -> NDArray[np.float64]:
+    y, x = np.ogrid[: shape[0], : shape[1]]
+    return np.where((y + x) % 8 < 4, 1.0, 0.55)
+
+
+def _line(soft_mask: NDArray[np.float64], width_px: float = 1.6) -> NDArray[np.float64]:
+    """Return how much of each pixel a line along the mask's border covers, smooth at its edges."""
+    from skimage.filters import gaussian
+
+    smooth = gaussian(soft_mask, 1.2)
+    slope = np.hypot(*np.gradient(smooth))
+    distance_px = np.abs(smooth - 0.5) / np.maximum(slope, 1e-3)
+    return np.clip(width_px / 2 + 0.5 - distance_px, 0.0, 1.0)
+
+
+def _draw_regions(image: Image.Image, overlay: Overlay) -> None:
+    draw = ImageDraw.Draw(image)
+    scale = image.width / overlay.heatmap.slide_size_px[1] * overlay.heatmap.cell_px
+    size = max(12, round(image.width / 110))
+    for region in overlay.regions:
+        for ring in outline(region.cells):
+            draw.line([(x * scale, y * scale) for x, y in ring], fill=REGION_RGB, width=2, joint="curve")
+    for region in reversed(overlay.regions):
+        x = float(region.cells[1].max() + 1) * scale + size * 0.7
+        y = float(region.cells[0].min()) * scale - size * 0.2
+        x, y = min(x, image.width - size), max(y, size)
+        radius = size * 0.78
+        draw.ellipse(
+            (x - radius, y - radius, x + radius, y + radius), fill=(255, 255, 255), outline=REGION_RGB, width=2
+        )
+        draw.text((x, y), str(region.rank), fill=REGION_RGB, font=font(size), anchor="mm")
+
+
+def _legend(overlay: Overlay, strongest: float, some_unseen: bool) -> list[LegendItem]:
+    name = overlay.heatmap.class_names[overlay.class_index]
+    items: list[LegendItem] = [
+        Key("ramp", f"speaks for “{name}”: 0 to {strongest:.2g} per cell"),
+        Key("outline", "tissue"),
+    ]
+    if overlay.regions:
+        items.append(Key("region", "regions that speak most, ranked"))
+    if some_unseen:
+        items.append(Key("unseen", "tissue not looked at"))
+    um_per_px = overlay.heatmap.mpp[1] * overlay.heatmap.slide_size_px[1] / overlay.thumbnail.shape[1]
+    return [*items, ScaleBar(um_per_px)]
