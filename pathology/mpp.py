@@ -1,0 +1,101 @@
+"""Microns per pixel: read with care, checked for sense, and taken from the user where the file is silent."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pathology.errors import SlideError
+
+SENSIBLE_UM = (0.05, 20.0)
+SQUARE_TOLERANCE = 0.05
+AGREE_TOLERANCE = 0.05
+_UM_PER_UNIT = {"inch": 25_400.0, "centimeter": 10_000.0, "millimeter": 1_000.0, "micrometer": 1.0}
+
+HOW_TO_GIVE = "give it in the column `source_mpp` of a manifest CSV, or for all such slides with --slide-mpp"
+
+
+@dataclass(frozen=True, slots=True)
+class SourceMpp:
+    """Microns per pixel (y, x) of a source's finest level and where they come from: file, manifest or flag."""
+
+    um: tuple[float, float]
+    origin: str
+
+
+def parse_mpp(text: str) -> float:
+    """Return a number that people may have written with a decimal comma.
+
+    Raises:
+        ValueError: It is no finite number.
+    """
+    value = float(text.strip().replace(",", "."))
+    if not math.isfinite(value):
+        raise ValueError(f"{text!r} is not a finite number")
+    return value
+
+
+def mpp_of_resolution(pixels_per_unit: float, unit: str) -> float | None:
+    """Return microns per pixel of a TIFF resolution tag; None where the unit says nothing or there is no resolution."""
+    if unit not in _UM_PER_UNIT or not pixels_per_unit > 0:
+        return None
+    return _UM_PER_UNIT[unit] / pixels_per_unit
+
+
+def is_sensible(mpp: tuple[float, float] | None) -> bool:
+    """Whether both axes lie in 0.05–20 µm and within 5 % of each other."""
+    if mpp is None or not all(SENSIBLE_UM[0] <= v <= SENSIBLE_UM[1] for v in mpp):
+        return False
+    return max(mpp) <= (1 + SQUARE_TOLERANCE) * min(mpp)
+
+
+def resolve_mpp(file_mpp: tuple[float, float] | None, manifest_mpp: str, flag_mpp: float | None) -> SourceMpp:
+    """Decide a slide's microns per pixel.
+
+    Args:
+        file_mpp: (y, x) as the file states them, None where it does not.
+        manifest_mpp: The cell ``source_mpp`` of the slide's manifest row; may be empty.
+        flag_mpp: ``--slide-mpp``: fills in what neither file nor manifest states.
+
+    Raises:
+        SlideError: Nothing sensible is known, or file and manifest are more than 5 % apart.
+    """
+    stated = _manifest_value(manifest_mpp)
+    if is_sensible(file_mpp):
+        assert file_mpp is not None
+        mean = sum(file_mpp) / 2
+        if stated is not None and abs(stated - mean) > AGREE_TOLERANCE * mean:
+            raise SlideError(
+                f"the file says {mean:.4g} µm/px, the column source_mpp {stated:.4g}: more than 5 % apart; "
+                "correct the cell or leave it empty"
+            )
+        return SourceMpp(file_mpp, "file")
+    if stated is not None:
+        return SourceMpp((stated, stated), "manifest")
+    if flag_mpp is not None:
+        return SourceMpp((flag_mpp, flag_mpp), "flag")
+    raise SlideError(f"{_what_the_file_says(file_mpp)}; {HOW_TO_GIVE}")
+
+
+def _manifest_value(text: str) -> float | None:
+    if not text.strip():
+        return None
+    try:
+        value = parse_mpp(text)
+    except ValueError as error:
+        raise SlideError(f"the column source_mpp holds {text!r}, which is no number of microns per pixel") from error
+    if not is_sensible((value, value)):
+        raise SlideError(f"the column source_mpp holds {text!r}; a value of {_range()} is expected")
+    return value
+
+
+def _what_the_file_says(file_mpp: tuple[float, float] | None) -> str:
+    if file_mpp is None:
+        return "the file does not state its microns per pixel"
+    y, x = file_mpp
+    stated = f"{x:.4g}" if x == y else f"{x:.4g} × {y:.4g} (x, y)"
+    return f"the file states {stated} µm/px, which makes no sense (expected: {_range()}, square within 5 %)"
+
+
+def _range() -> str:
+    return f"{SENSIBLE_UM[0]:g} to {SENSIBLE_UM[1]:g} µm"
