@@ -1,0 +1,186 @@
+"""A whole synthetic archive: which slide belongs to which case, label and split, and its files."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from hyfi_core.errors import RequestError
+from pathology.synthetic.anatomy import SlideSpec, focus_boxes
+from pathology.synthetic.placing import make_anatomy
+from pathology.synthetic.tiff import write_slide
+
+NEGATIVE, POSITIVE = "benign", "malignant"
+SMALLEST_PX, LARGEST_PX = 512, 200_000
+COLUMNS = ("path", "slide_id", "case_id", "label", "split", "source_mpp")
+_SPLIT_SHARES = (("test", 0.4), ("val", 0.1))  # of the cases of each label; the rest trains
+
+
+@dataclass(frozen=True)
+class ArchiveSlide:
+    """One slide of an archive: what it is drawn from and its row in the manifest."""
+
+    spec: SlideSpec
+    split: str
+
+    @property
+    def slide_id(self) -> str:
+        """Name of the slide and of its file, without the ending."""
+        return f"slide-{self.spec.index:04d}"
+
+    @property
+    def row(self) -> dict[str, str]:
+        """The manifest's row, keys ``COLUMNS``."""
+        return {
+            "path": f"{self.slide_id}.tiff",
+            "slide_id": self.slide_id,
+            "case_id": f"case-{self.spec.case:04d}",
+            "label": POSITIVE if self.spec.positive else NEGATIVE,
+            "split": self.split,
+            "source_mpp": f"{self.spec.mpp_um:g}",
+        }
+
+
+def plan_archive(
+    slides: int, size_px: int, seed: int = 0, *, mpp_um: float = 0.5, pen: bool = False, blur: bool = False
+) -> list[ArchiveSlide]:
+    """Return the slides of an archive; the same arguments give the same archive.
+
+    Cases have one to three slides and one label; labels are balanced over slides. 40 % of the cases of each label are
+    for testing, 10 % for validation.
+
+    Raises:
+        RequestError: no slides are asked for, or a size that cannot be drawn.
+    """
+    if slides < 1:
+        raise RequestError(f"--slides is {slides}; ask for at least 1")
+    if not SMALLEST_PX <= size_px <= LARGEST_PX:
+        raise RequestError(f"--size is {size_px} pixels; it can be {SMALLEST_PX} to {LARGEST_PX}")
+    if seed < 0:
+        raise RequestError(f"--seed is {seed}; it can be 0 or any larger whole number")
+    rng = np.random.default_rng([seed, 77])
+    cases = _cases(rng, slides)
+    splits = _splits(rng, cases)
+    planned: list[ArchiveSlide] = []
+    for case, (count, positive) in enumerate(cases):
+        for _ in range(count):
+            spec = SlideSpec(seed, len(planned), case, size_px, positive, mpp_um, pen, blur)
+            planned.append(ArchiveSlide(spec, splits[case]))
+    return planned
+
+
+def _cases(rng: np.random.Generator, slides: int) -> list[tuple[int, bool]]:
+    """Return (number of slides, positive) of each case; the label with fewer slides so far gets the next case."""
+    cases: list[tuple[int, bool]] = []
+    have = [0, 0]
+    while sum(have) < slides:
+        count = min(int(rng.choice([1, 2, 3], p=[0.5, 0.3, 0.2])), slides - sum(have))
+        positive = bool(rng.integers(0, 2)) if have[0] == have[1] else have[1] < have[0]
+        have[positive] += count
+        cases.append((count, positive))
+    return cases
+
+
+def _splits(rng: np.random.Generator, cases: list[tuple[int, bool]]) -> list[str]:
+    """Return each case's split, shares taken by slides within each label."""
+    splits = ["train"] * len(cases)
+    for label in (False, True):
+        members = [number for number, case in enumerate(cases) if case[1] == label]
+        total = sum(cases[number][0] for number in members)
+        order = iter(rng.permutation(members).tolist())
+        for name, share in _SPLIT_SHARES:
+            taken = 0
+            while taken < round(share * total):
+                case = next(order)
+                splits[case] = name
+                taken += cases[case][0]
+    return splits
+
+
+def write_archive_slide(slide: ArchiveSlide, folder: Path, *, truth: bool = False) -> Path:
+    """Draw one slide into ``folder`` and return its path; a file of that name is replaced.
+
+    Args:
+        slide: what to draw.
+        folder: exists already.
+        truth: also write ``truth/<slide_id>.json`` with the boxes of the foci, ``[y0, y1, x0, x1]`` in pixels.
+    """
+    anatomy = make_anatomy(slide.spec)
+    path = folder / f"{slide.slide_id}.tiff"
+    write_slide(anatomy, path)
+    if truth:
+        boxes = [[box.y0, box.y1, box.x0, box.x1] for box in focus_boxes(anatomy)]
+        (folder / "truth").mkdir(exist_ok=True)
+        text = json.dumps({"slide_id": slide.slide_id, "label": slide.row["label"], "foci": boxes})
+        _replace(folder / "truth" / f"{slide.slide_id}.json", text + "\n")
+    return path
+
+
+def write_manifest(slides: list[ArchiveSlide], folder: Path) -> Path:
+    """Write ``manifest.csv`` with one row a slide, paths relative to it; returns its path."""
+    lines: list[str] = []
+
+    class _Lines:
+        def write(self, line: str) -> int:
+            lines.append(line)
+            return len(line)
+
+    writer = csv.DictWriter(_Lines(), COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(slide.row for slide in slides)
+    return _replace(folder / "manifest.csv", "".join(lines))
+
+
+def _replace(path: Path, text: str) -> Path:
+    beside = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    beside.write_text(text)
+    beside.replace(path)
+    return path
+
+
+def make_archive(
+    slides: list[ArchiveSlide],
+    folder: Path,
+    *,
+    workers: int = 1,
+    truth: bool = False,
+    done: Callable[[Path], None] = lambda path: None,
+) -> Path:
+    """Draw all slides and write the manifest last; returns the manifest's path.
+
+    Args:
+        slides: from ``plan_archive``.
+        folder: created if missing.
+        workers: processes that draw; with 1 this process draws.
+        truth: see ``write_archive_slide``.
+        done: called here with the path of each finished slide.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if workers > 1 and len(slides) > 1:
+        _draw_together(slides, folder, min(workers, len(slides)), truth, done)
+    else:
+        for slide in slides:
+            done(write_archive_slide(slide, folder, truth=truth))
+    return write_manifest(slides, folder)
+
+
+def _draw_together(
+    slides: list[ArchiveSlide], folder: Path, workers: int, truth: bool, done: Callable[[Path], None]
+) -> None:
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor, as_completed
+
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        try:
+            for future in as_completed([pool.submit(write_archive_slide, s, folder, truth=truth) for s in slides]):
+                done(future.result())
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise

@@ -1,0 +1,84 @@
+"""What goes wrong with slides: marks of a felt pen, and tissue out of focus."""
+
+from __future__ import annotations
+
+import numpy as np
+from scipy import ndimage
+
+from hyfi_core.plan.box import Box
+from pathology.synthetic.anatomy import SlideSpec
+from pathology.synthetic.fields import Array
+
+BLUR_REACH_PX = 20
+_INKS = np.array(
+    [[0.16, 0.28, 0.62], [0.12, 0.42, 0.24], [0.15, 0.15, 0.17]]
+)  # blue, green, black: what passes through
+
+
+class Artefacts:
+    """Pen marks and the out-of-focus area of one slide, as its spec asks; without them everything passes unchanged."""
+
+    def __init__(self, spec: SlideSpec) -> None:
+        rng = spec.rng(3)
+        self.ink = _INKS[int(rng.integers(0, len(_INKS)))].astype(np.float32)
+        self.strokes = _strokes(rng, spec.size_px) if spec.pen else []
+        self.half_width_px = 0.011 * spec.size_px
+        self.centre = rng.uniform(0.3, 0.7, 2) * spec.size_px
+        self.radius_px = rng.uniform(0.18, 0.26) * spec.size_px if spec.blur else 0.0
+        self.sigma_px = 2.2 / spec.mpp_um
+
+    def blur(self, h: Array, e: Array, box: Box) -> tuple[Array, Array]:
+        """Return the planes of ``box``, out of focus inside the slide's blurred disc."""
+        if not self.radius_px:
+            return h, e
+        y = np.arange(box.y0, box.y1, dtype=np.float32)[:, None] - np.float32(self.centre[0])
+        x = np.arange(box.x0, box.x1, dtype=np.float32)[None, :] - np.float32(self.centre[1])
+        share = np.clip((self.radius_px - np.hypot(y, x)) / 60, 0, 1)
+        if not share.any():
+            return h, e
+        return self._mixed(h, share), self._mixed(e, share)
+
+    def _mixed(self, plane: Array, share: Array) -> Array:
+        sharp = plane.astype(np.float32)
+        soft = ndimage.gaussian_filter(sharp, self.sigma_px, mode="nearest", truncate=3)
+        result: Array = (sharp + share * (soft - sharp) + 0.5).astype(np.uint8)
+        return result
+
+    def pen(self, pixels: Array, block: Box) -> Array:
+        """Return the pixels of ``block`` with the ink that lies over them; the same array where there is none."""
+        for points in self.strokes:
+            for start, end in zip(points[:-1], points[1:], strict=True):
+                near = _distance(block, start, end) if self._touches(block, start, end) else None
+                if near is None:
+                    continue
+                share = np.clip((self.half_width_px - near) / 3, 0, 1)[..., None] * np.float32(0.93)
+                inked = np.minimum(pixels, 245 * self.ink + 0.1 * pixels)
+                pixels = (pixels + share * (inked - pixels)).astype(np.uint8)
+        return pixels
+
+    def _touches(self, block: Box, start: Array, end: Array) -> bool:
+        low, high = np.minimum(start, end) - self.half_width_px, np.maximum(start, end) + self.half_width_px
+        return bool(high[0] > block.y0 and low[0] < block.y1 and high[1] > block.x0 and low[1] < block.x1)
+
+
+def _distance(block: Box, start: Array, end: Array) -> Array:
+    """Return each pixel's distance to a line segment, in pixels."""
+    y = np.arange(block.y0, block.y1, dtype=np.float32)[:, None] - np.float32(start[0])
+    x = np.arange(block.x0, block.x1, dtype=np.float32)[None, :] - np.float32(start[1])
+    dy, dx = (end - start).astype(np.float32)
+    t = np.clip((y * dy + x * dx) / max(float(dy * dy + dx * dx), 1e-6), 0, 1)
+    result: Array = np.hypot(y - t * dy, x - t * dx)
+    return result
+
+
+def _strokes(rng: np.random.Generator, size_px: int) -> list[Array]:
+    """Return one or two hand-drawn lines along an edge of the slide, (n, 2) of y, x in pixels."""
+    strokes = []
+    for _ in range(int(rng.integers(1, 3))):
+        t = np.linspace(0, 1, 12)
+        away, start, length = rng.uniform(0.04, 0.16), rng.uniform(0.1, 0.4), rng.uniform(0.3, 0.5)
+        wave = 0.02 * np.sin(t * rng.uniform(4, 9) + rng.uniform(0, 6)) + 0.006 * rng.standard_normal(12)
+        points = np.stack([away + wave, start + length * t], 1)
+        points = points if rng.random() < 0.5 else 1 - points
+        strokes.append((points if rng.random() < 0.5 else points[:, ::-1]) * size_px)
+    return strokes

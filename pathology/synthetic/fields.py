@@ -1,0 +1,67 @@
+"""Smooth random fields, evaluated anywhere: every region of a slide can be made alone from the seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+_PERIOD = 64  # knots of a field before it repeats
+
+
+@dataclass(frozen=True)
+class Noise:
+    """A cubic B-spline through random knots, mean 0, standard deviation 1, periodic after 64 knots.
+
+    Attributes:
+        knots: (64, 64) float32.
+        wavelength_um: distance of two knots.
+    """
+
+    knots: Array
+    wavelength_um: float
+
+    @classmethod
+    def make(cls, rng: np.random.Generator, wavelength_um: float) -> Noise:
+        """Draw the knots from ``rng``."""
+        knots = rng.standard_normal((_PERIOD, _PERIOD)).astype(np.float32)
+        return cls(knots / np.float32(0.48), wavelength_um)  # 0.48: what the spline leaves of the knots' deviation
+
+    def grid(self, ys_um: Array, xs_um: Array) -> Array:
+        """Return the field on the grid ``ys_um × xs_um`` of coordinates, (len(ys), len(xs)) float32."""
+        iy, wy = _taps(ys_um / self.wavelength_um)
+        ix, wx = _taps(xs_um / self.wavelength_um)
+        rows = sum(wy[k][:, None] * self.knots[(iy + k) % _PERIOD] for k in range(4))
+        result: Array = sum(wx[k][None, :] * rows[:, (ix + k) % _PERIOD] for k in range(4))
+        return result
+
+    def at(self, y_um: Array, x_um: Array) -> Array:
+        """Return the field at points, one value each."""
+        iy, wy = _taps(np.asarray(y_um) / self.wavelength_um)
+        ix, wx = _taps(np.asarray(x_um) / self.wavelength_um)
+        result = np.zeros(iy.shape, np.float32)
+        for j in range(4):
+            for k in range(4):
+                result += wy[j] * wx[k] * self.knots[(iy + j) % _PERIOD, (ix + k) % _PERIOD]
+        return result
+
+
+def _taps(position: Array) -> tuple[Array, Array]:
+    """Return the first of the four knots that a position needs and their B-spline weights, (4, n) float32."""
+    first = np.floor(position)
+    t = (position - first).astype(np.float32)
+    weights = np.stack([(1 - t) ** 3, 3 * t**3 - 6 * t**2 + 4, -3 * t**3 + 3 * t**2 + 3 * t + 1, t**3]) / np.float32(6)
+    return first.astype(np.int64) - 1, weights
+
+
+def enlarge(nodes: Array, factor: int) -> Array:
+    """Interpolate linearly between nodes ``(n + 1, m + 1)`` to ``(n * factor, m * factor)``; the first node is pixel 0."""
+    t = (np.arange(factor, dtype=np.float32) / np.float32(factor))[None, :, None]
+    down = nodes[:-1, None, :] + (nodes[1:] - nodes[:-1])[:, None, :] * t
+    down = down.reshape(-1, nodes.shape[1])
+    right = down[:, :-1, None] + (down[:, 1:] - down[:, :-1])[:, :, None] * t.reshape(1, 1, factor)
+    return right.reshape(down.shape[0], -1)

@@ -1,0 +1,231 @@
+"""Places tissue pieces, glands, nests and nuclei on a slide."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pathology.synthetic.anatomy import FAT, GLAND, VESSEL, Anatomy, SlideSpec, Tissue
+from pathology.synthetic.fields import Array, Noise
+from pathology.synthetic.sprites import ANGLES, LYMPHOCYTE, OVAL, OWL, PLUMP, RED_CELL, SPINDLE
+
+_CELL_UM = 8.0  # raster on which objects are kept apart
+
+# Objects for each mm² of tissue.
+_GLANDS, _VESSELS, _NESTS, _SPINDLES, _SCATTERED, _AGGREGATES = 75.0, 14.0, 130.0, 1500.0, 450.0, 7.0
+
+
+def make_anatomy(spec: SlideSpec) -> Anatomy:
+    """Place everything on the slide; the same spec gives the same slide."""
+    rng = spec.rng(1)
+    tissue = _tissue(spec, rng)
+    fields = {
+        "across": Noise.make(rng, 210.0),
+        "along": Noise.make(rng, 230.0),
+        "cells": Noise.make(rng, 140.0),
+        "wobble": Noise.make(rng, 34.0),
+    }
+    angle = rng.uniform(0, np.pi)
+    raster = _Raster(spec, tissue)
+    hollows = _hollows(rng, raster, fields["cells"])
+    nests = _nests(rng, raster)
+    count = min(len(nests), int(rng.integers(5, 9)))
+    foci = np.sort(rng.choice(len(nests), count, replace=False)) if count else np.zeros(0, np.int64)
+    bare = Anatomy(spec, tissue, fields, angle, hollows, nests, np.zeros((0, 4), np.int32), foci)
+    nuclei = np.concatenate(
+        [_stroma(bare, rng, raster), _around_hollows(bare, rng), _in_nests(bare, rng), _aggregates(rng, raster)]
+    )
+    return Anatomy(spec, tissue, fields, angle, hollows, nests, _pixels(spec, nuclei), foci)
+
+
+def _tissue(spec: SlideSpec, rng: np.random.Generator) -> Tissue:
+    """Spread two to four pieces: candidates are tried and the ones that lie farthest apart are kept."""
+    size, count = spec.size_um, int(rng.integers(2, 5))
+    pieces: list[tuple[float, ...]] = []
+    for _ in range(count):
+        tries = rng.uniform(0.2, 0.8, (40, 2)) * size
+        if pieces:
+            centres = np.array(pieces)[:, :2]
+            gaps = np.hypot(*(tries[:, None] - centres[None]).transpose(2, 0, 1)).min(axis=1)
+            tries = tries[np.argmax(gaps)][None]
+        area = 0.46 * size * size / count * rng.uniform(0.75, 1.2)
+        aspect = rng.uniform(1.05, 1.9)
+        short = np.sqrt(area / np.pi / aspect)
+        pieces.append((tries[0, 0], tries[0, 1], short * aspect, short, rng.uniform(0, np.pi)))
+    return Tissue(np.array(pieces), Noise.make(rng, size / 9), Noise.make(rng, 24.0))
+
+
+class _Raster:
+    """The slide in cells of 8 µm: how deep in the tissue each lies and whether an object has it."""
+
+    def __init__(self, spec: SlideSpec, tissue: Tissue) -> None:
+        self.n = max(1, int(np.ceil(spec.size_um / _CELL_UM)))
+        centres = (np.arange(self.n) + 0.5) * _CELL_UM
+        self.depth = np.concatenate([tissue.grid(rows, centres) for rows in np.array_split(centres, self.n // 256 + 1)])
+        self.taken = np.zeros((self.n, self.n), bool)
+        self.tissue_mm2 = float((self.depth > 0).sum()) * _CELL_UM**2 / 1e6
+
+    def count(self, rng: np.random.Generator, per_mm2: float) -> int:
+        """Return how many objects of a density fit this slide, at random."""
+        return int(rng.poisson(per_mm2 * self.tissue_mm2))
+
+    def points(self, rng: np.random.Generator, count: int, depth_um: float) -> Array:
+        """Return ``count`` random points (y, x) in µm at least ``depth_um`` deep in the tissue."""
+        inside = np.flatnonzero(self.depth > depth_um)
+        if not len(inside):
+            return np.zeros((0, 2))
+        cell = rng.choice(inside, count)
+        return (np.stack([cell // self.n, cell % self.n], 1) + rng.uniform(0, 1, (count, 2))) * _CELL_UM
+
+    def take(self, y_um: float, x_um: float, radius_um: float) -> bool:
+        """Reserve a disc; False, and nothing reserved, where another object or the edge is in the way."""
+        low = [max(0, int((v - radius_um) / _CELL_UM)) for v in (y_um, x_um)]
+        high = [min(self.n, int((v + radius_um) / _CELL_UM) + 1) for v in (y_um, x_um)]
+        window = (slice(low[0], high[0]), slice(low[1], high[1]))
+        y = (np.arange(low[0], high[0]) + 0.5)[:, None] * _CELL_UM - y_um
+        x = (np.arange(low[1], high[1]) + 0.5)[None, :] * _CELL_UM - x_um
+        disc = y * y + x * x <= radius_um**2
+        if (self.taken[window] & disc).any() or (self.depth[window][disc] < 3).any():
+            return False
+        self.taken[window] |= disc
+        return True
+
+    def free(self, points: Array) -> Array:
+        """Return which points (y, x) in µm no object has reserved."""
+        cell = np.clip((points / _CELL_UM).astype(np.int64), 0, self.n - 1)
+        result: Array = ~self.taken[cell[:, 0], cell[:, 1]]
+        return result
+
+
+def _hollows(rng: np.random.Generator, raster: _Raster, cells: Noise) -> Array:
+    rows: list[tuple[float, ...]] = []
+    for y, x in raster.points(rng, 3 * raster.count(rng, _GLANDS), 30):
+        radius, aspect = rng.uniform(22, 48), rng.uniform(1, 1.8)
+        shape = (radius, aspect, rng.uniform(0, np.pi), rng.uniform(0.3, 0.58), rng.uniform(0, 1))
+        if cells.at(y, x) > -0.4 and raster.take(y, x, radius * np.sqrt(aspect) + 7):
+            rows.append((GLAND, y, x, *shape))
+    for y, x in raster.points(rng, raster.count(rng, _VESSELS), 20):
+        radius, aspect = rng.uniform(9, 24), rng.uniform(1, 2.2)
+        shape = (radius, aspect, rng.uniform(0, np.pi), 0.78, rng.uniform(0, 1))
+        if raster.take(y, x, radius * np.sqrt(aspect) + 4):
+            rows.append((VESSEL, y, x, *shape))
+    for y, x in raster.points(rng, 1 + int(raster.tissue_mm2), 10):  # a few islands of fat
+        for dy, dx in rng.normal(0, 75, (90, 2)):
+            radius = rng.uniform(14, 30)
+            inside = 0 <= y + dy < raster.n * _CELL_UM and 0 <= x + dx < raster.n * _CELL_UM
+            if inside and raster.take(y + dy, x + dx, radius):
+                rows.append((FAT, y + dy, x + dx, radius + 2, rng.uniform(1, 1.25), rng.uniform(0, np.pi), 0.93, 0.5))
+    return np.array(rows, np.float64).reshape(-1, 8)
+
+
+def _nests(rng: np.random.Generator, raster: _Raster) -> Array:
+    rows = []
+    for y, x in raster.points(rng, 2 * raster.count(rng, _NESTS), 24):
+        radius = rng.uniform(17, 27)
+        if raster.take(y, x, radius + 5):
+            rows.append((y, x, radius))
+    return np.array(rows, np.float64).reshape(-1, 3)
+
+
+def _rows(points: Array, kind: Array | int, drawing: Array) -> Array:
+    return np.column_stack([points, np.broadcast_to(kind, len(points)), drawing])
+
+
+def _aligned(angle: Array, rng: np.random.Generator, variants: int) -> Array:
+    """Return drawings of elongated nuclei that lie along ``angle``."""
+    turn = np.round(angle / np.pi * ANGLES).astype(np.int64) % ANGLES
+    return turn * variants + rng.integers(0, variants, len(turn))
+
+
+def _stroma(anatomy: Anatomy, rng: np.random.Generator, raster: _Raster) -> Array:
+    spindles = raster.points(rng, raster.count(rng, _SPINDLES), 2)
+    spindles = spindles[raster.free(spindles)]
+    along = anatomy.fibre_direction(spindles[:, 0], spindles[:, 1]) + rng.normal(0, 0.25, len(spindles))
+    round_ones = raster.points(rng, raster.count(rng, _SCATTERED), 2)
+    round_ones = round_ones[raster.free(round_ones)]
+    plump = rng.random(len(round_ones)) < 0.45
+    kind = np.where(plump, PLUMP, LYMPHOCYTE)
+    return np.concatenate(
+        [
+            _rows(spindles, SPINDLE, _aligned(along, rng, 6)),
+            _rows(round_ones, kind, np.where(plump, rng.integers(0, 48, len(plump)), rng.integers(0, 24, len(plump)))),
+        ]
+    )
+
+
+def _around_hollows(anatomy: Anatomy, rng: np.random.Generator) -> Array:
+    parts = [np.zeros((0, 4))]
+    for kind, y, x, radius, aspect, angle, lumen, _ in anatomy.hollows:
+        if kind == FAT:
+            continue
+        spacing, at = (6.6, 0.78) if kind == GLAND else (22.0, 0.93)
+        n = max(4, int(6.28 * radius * at * np.sqrt(aspect) / spacing))
+        turn = np.arange(n) / n * 2 * np.pi + rng.normal(0, 0.25 / n * 6.28, n)
+        share = at + rng.normal(0, 0.045, n) if kind == GLAND else np.full(n, at)
+        points, outward = _on_ring(anatomy, (y, x, radius, aspect, angle), turn, share)
+        along = outward if kind == GLAND else outward + np.pi / 2
+        parts.append(_rows(points, OVAL if kind == GLAND else SPINDLE, _aligned(along, rng, 6)))
+        if kind == VESSEL:
+            blood = rng.integers(4, 26)
+            points, _ = _on_ring(
+                anatomy,
+                (y, x, radius, aspect, angle),
+                rng.uniform(0, 6.28, blood),
+                lumen * 0.85 * np.sqrt(rng.uniform(0, 1, blood)),
+            )
+            parts.append(_rows(points, RED_CELL, rng.integers(0, 12, blood)))
+    return np.concatenate(parts)
+
+
+def _on_ring(anatomy: Anatomy, shape: tuple[float, ...], turn: Array, share: Array) -> tuple[Array, Array]:
+    """Return points at ``share`` of a hollow's wobbly radius in direction ``turn``, and the angle outward there."""
+    y, x, radius, aspect, angle = shape
+    long, short = radius * np.sqrt(aspect), radius / np.sqrt(aspect)
+    reach = share.copy()
+    for _ in range(3):  # the radius at a point depends on the wobble at that point
+        along, across = np.cos(turn) * long * reach, np.sin(turn) * short * reach
+        px = x + along * np.cos(angle) - across * np.sin(angle)
+        py = y + along * np.sin(angle) + across * np.cos(angle)
+        reach = share / (1 + WOBBLE * anatomy.fields["wobble"].at(py, px))
+    return np.stack([py, px], 1), np.arctan2(py - y, px - x)
+
+
+WOBBLE = 0.11
+"""Relative standard deviation of a gland's radius along its outline."""
+
+
+def _in_nests(anatomy: Anatomy, rng: np.random.Generator) -> Array:
+    """Fill each nest with plump nuclei on a loose hexagonal lattice; owl's-eye ones in the foci of a positive slide."""
+    parts = [np.zeros((0, 4))]
+    step = 12.5
+    lattice = np.array([(i * step * 0.87, (j + i % 2 / 2) * step) for i in range(-3, 4) for j in range(-3, 4)])
+    foci = set(anatomy.foci.tolist()) if anatomy.spec.positive else set()
+    for number, (y, x, radius) in enumerate(anatomy.nests):
+        turn = rng.uniform(0, np.pi)
+        rotation = np.array([[np.cos(turn), -np.sin(turn)], [np.sin(turn), np.cos(turn)]])
+        offsets = lattice @ rotation + rng.normal(0, 1.0, lattice.shape)
+        offsets = offsets[np.hypot(*offsets.T) < radius - 4]
+        drawing, odd = rng.integers(0, 48, len(offsets)), rng.random(len(offsets)) < 0.85
+        kind = np.where(odd & (number in foci), OWL, PLUMP)
+        parts.append(_rows(offsets + (y, x), kind, drawing))
+    return np.concatenate(parts)
+
+
+def _aggregates(rng: np.random.Generator, raster: _Raster) -> Array:
+    parts = [np.zeros((0, 4))]
+    for y, x in raster.points(rng, raster.count(rng, _AGGREGATES), 15):
+        n = int(rng.integers(25, 140))
+        points = np.array([y, x]) + rng.normal(0, 3.2 * np.sqrt(n) * 0.7, (n, 2))
+        cell = (points / _CELL_UM).astype(np.int64)
+        keep = (points >= 0).all(1) & (cell < raster.n).all(1)
+        points, cell = points[keep], cell[keep]
+        points = points[raster.free(points) & (raster.depth[cell[:, 0], cell[:, 1]] > 2)]
+        parts.append(_rows(points, LYMPHOCYTE, rng.integers(0, 24, len(points))))
+    return np.concatenate(parts)
+
+
+def _pixels(spec: SlideSpec, nuclei: Array) -> Array:
+    """Return nuclei with positions in level-0 pixels, sorted by row, without those off the slide."""
+    rows = np.column_stack([np.round(nuclei[:, :2] / spec.mpp_um), nuclei[:, 2:]]).astype(np.int32)
+    rows = rows[((rows[:, :2] >= 0) & (rows[:, :2] < spec.size_px)).all(1)]
+    result: Array = rows[np.argsort(rows[:, 0], kind="stable")]
+    return result

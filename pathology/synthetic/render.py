@@ -1,0 +1,184 @@
+"""Draws any box of a placed slide.
+
+The slide is drawn in blocks of 512 pixels, each with a margin wide enough for every drawing that hangs into it, so a
+block's pixels do not depend on which box was asked for, and memory does not depend on the slide's size.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hyfi_core.plan.box import Box
+from pathology.synthetic import artefacts
+from pathology.synthetic.anatomy import BEND_UM, FAT, GLAND, Anatomy
+from pathology.synthetic.fields import Array, enlarge
+from pathology.synthetic.placing import WOBBLE
+from pathology.synthetic.sprites import RED_CELL, TEXTURE_PX, fibres, grains, library
+from pathology.synthetic.stain import stain_table
+
+BLOCK_PX = 512
+_NODE_PX = 16  # smooth fields are evaluated this far apart and interpolated
+
+
+class Renderer:
+    """Draws boxes of one slide; holds the sorted objects and the slide's colours (a few MB).
+
+    Args:
+        anatomy: the placed slide.
+    """
+
+    def __init__(self, anatomy: Anatomy) -> None:
+        self.anatomy = anatomy
+        self.mpp = anatomy.spec.mpp_um
+        self.library = library(self.mpp)
+        self.colours = stain_table(anatomy.spec)
+        self.artefacts = artefacts.Artefacts(anatomy.spec)
+        reach = self.library.reach_px + (artefacts.BLUR_REACH_PX if anatomy.spec.blur else 0)
+        self.margin_px = -(-reach // _NODE_PX) * _NODE_PX
+
+    def read(self, box: Box) -> Array:
+        """Return the pixels of ``box``, which lies on the slide: (h, w, 3) uint8, the caller owns them."""
+        out = np.empty((box.height, box.width, 3), np.uint8)
+        for y in range(box.y0 // BLOCK_PX * BLOCK_PX, box.y1, BLOCK_PX):
+            for x in range(box.x0 // BLOCK_PX * BLOCK_PX, box.x1, BLOCK_PX):
+                block = Box(y, y + BLOCK_PX, x, x + BLOCK_PX)
+                part = block.intersect(box)
+                out[part.relative_to(box).slices()] = self._block(block)[part.relative_to(block).slices()]
+        return out
+
+    def _block(self, block: Box) -> Array:
+        m = self.margin_px
+        planes = _Planes(self, Box(block.y0 - m, block.y1 + m, block.x0 - m, block.x1 + m))
+        if planes.tissue:
+            planes.hollows()
+            planes.nests()
+            planes.nuclei()
+        inner = (slice(m, m + BLOCK_PX), slice(m, m + BLOCK_PX))
+        h, e = self.artefacts.blur(planes.h, planes.e, planes.box)
+        index = h[inner].astype(np.uint16) << 8 | e[inner]
+        pixels = self.colours[index].view(np.uint8).reshape(BLOCK_PX, BLOCK_PX, 4)[..., :3]
+        return self.artefacts.pen(pixels, block)
+
+
+class _Planes:
+    """The haematoxylin and eosin planes of one box, float32 until nuclei are stamped, then uint8."""
+
+    def __init__(self, renderer: Renderer, box: Box) -> None:
+        self.renderer, self.anatomy, self.box, self.mpp = renderer, renderer.anatomy, box, renderer.mpp
+        self.rows_um = np.arange(box.y0, box.y1 + 1, _NODE_PX) * self.mpp
+        self.columns_um = np.arange(box.x0, box.x1 + 1, _NODE_PX) * self.mpp
+        nodes = self.anatomy.tissue.grid(self.rows_um, self.columns_um)
+        self.tissue = bool((nodes > -20).any())
+        self.grain = self._texture()
+        if self.tissue:
+            self._base(enlarge(nodes, _NODE_PX))
+        else:
+            self.h = np.zeros(box.shape, np.uint8)
+            self.e = (2.5 + 1.2 * np.clip(self.grain, -2, 2)).astype(np.uint8)
+
+    def _texture(self) -> Array:
+        y, x = np.arange(self.box.y0, self.box.y1) % TEXTURE_PX, np.arange(self.box.x0, self.box.x1) % TEXTURE_PX
+        result: Array = grains()[y][:, x]
+        return result
+
+    def _field(self, name: str) -> Array:
+        return self.anatomy.fields[name].grid(self.rows_um, self.columns_um)
+
+    def _fibres(self) -> Array:
+        """Return the fibre texture where the bent coordinates of this box point into it."""
+        angle = self.anatomy.angle
+        y, x = self.rows_um[:, None], self.columns_um[None, :]
+        across = y * np.cos(angle) - x * np.sin(angle) + BEND_UM * self._field("across")
+        along = y * np.sin(angle) + x * np.cos(angle) + BEND_UM * self._field("along")
+        scale = np.float32(2)  # texture pixels per µm
+        v = enlarge((across * scale).astype(np.float32), _NODE_PX).astype(np.int32)
+        u = enlarge((along * scale).astype(np.float32), _NODE_PX).astype(np.int32)
+        index = (v & (TEXTURE_PX - 1)) * TEXTURE_PX + (u & (TEXTURE_PX - 1))
+        return fibres().reshape(-1)[index]
+
+    def _base(self, depth: Array) -> None:
+        """Stroma on glass: fibres, frayed edges, the shadow that tissue throws on the glass beside it."""
+        fibre = self._fibres()
+        self.wobble = enlarge(self._field("wobble"), _NODE_PX)
+        cells = enlarge(self._field("cells"), _NODE_PX)
+        depth = depth + (fibre - 0.5) * 16 + self.grain * 0.6
+        self.cover = np.clip(depth / 2.5 + 0.5, 0, 1)
+        rim = np.clip(1 - depth / 9, 0, 1)  # edges take more eosin
+        density = np.clip(0.50 + 0.06 * cells, 0.3, 0.75)
+        self.e_f = self.cover * 235 * (density * (0.30 + 1.05 * fibre) + 0.05 * self.grain * fibre + 0.12 * rim)
+        self.h_f = self.cover * (13 + 7 * np.clip(cells, -1, 2) + 4 * self.grain)
+        self.h_f += (1 - self.cover) * 7 * np.clip(1 + depth / 14, 0, 1)
+        self.e_f += 2.5 + np.clip(self.grain, -2, 2)
+
+    def hollows(self) -> None:
+        """Paint glands, vessels and fat over the stroma."""
+        for kind, y, x, radius, aspect, angle, lumen, tint in self.anatomy.hollows:
+            view = self._near(y, x, radius * np.sqrt(aspect) * 1.5 + 6)
+            if view is not None:
+                self._hollow(view, int(kind), (y, x, radius, aspect, angle), lumen, tint)
+
+    def _near(self, y_um: float, x_um: float, reach_um: float) -> tuple[slice, slice] | None:
+        """Return the part of the planes within reach of a point, None where there is none."""
+        y, x, r = y_um / self.mpp, x_um / self.mpp, reach_um / self.mpp
+        area = Box(int(y - r), int(y + r) + 1, int(x - r), int(x + r) + 1).intersect(self.box)
+        return None if area.empty else area.relative_to(self.box).slices()
+
+    def _coordinates(self, view: tuple[slice, slice], y_um: float, x_um: float) -> tuple[Array, Array]:
+        rows = (np.arange(view[0].start, view[0].stop, dtype=np.float32) + self.box.y0) * self.mpp - y_um
+        columns = (np.arange(view[1].start, view[1].stop, dtype=np.float32) + self.box.x0) * self.mpp - x_um
+        return rows.astype(np.float32)[:, None], columns.astype(np.float32)[None, :]
+
+    def _hollow(
+        self, view: tuple[slice, slice], kind: int, shape: tuple[float, ...], lumen: float, tint: float
+    ) -> None:
+        y_um, x_um, radius, aspect, angle = shape
+        y, x = self._coordinates(view, y_um, x_um)
+        along, across = x * np.cos(angle) + y * np.sin(angle), y * np.cos(angle) - x * np.sin(angle)
+        rho = np.hypot(along / np.sqrt(aspect), across * np.sqrt(aspect)) / radius
+        rho *= 1 + (WOBBLE if kind != FAT else 0.03) * self.wobble[view]
+        grain, soft = self.grain[view], np.float32(radius / 1.4)
+        inside = np.clip((1 - rho) * soft + 0.5, 0, 1)
+        frayed = lumen + 0.035 * grain * (kind == GLAND)
+        hole = np.clip((frayed - rho) * soft + 0.5, 0, 1)
+        e_wall, h_wall = _WALLS[kind]
+        content = 30 * max(0.0, tint - 0.55) if kind == GLAND else 0.0
+        self.e_f[view] += inside * (e_wall * (1 + 0.10 * grain) - self.e_f[view])
+        self.h_f[view] += inside * (h_wall * (1 + 0.12 * grain) - self.h_f[view])
+        self.e_f[view] += hole * (3 + content * (1 + 0.3 * grain) - self.e_f[view])
+        self.h_f[view] += hole * (0.3 * content - self.h_f[view])
+        if kind == GLAND:  # the cleft that shrinking leaves around a gland
+            cleft = np.exp(-np.square((rho - 1.0) * radius - 2.0) / 2.5) * 0.55
+            self.e_f[view] *= 1 - cleft
+            self.h_f[view] *= 1 - cleft
+
+    def nests(self) -> None:
+        """Paint the pale cytoplasm that nests of plump cells share."""
+        for y_um, x_um, radius in self.anatomy.nests:
+            view = self._near(y_um, x_um, radius * 1.4)
+            if view is None:
+                continue
+            y, x = self._coordinates(view, y_um, x_um)
+            rho = np.hypot(y, x) / radius * (1 + 0.13 * self.wobble[view])
+            inside = np.clip((1 - rho) * radius / 3 + 0.5, 0, 1) * 0.85
+            grain = self.grain[view]
+            self.e_f[view] += inside * (82 * (1 + 0.12 * grain) - self.e_f[view])
+            self.h_f[view] += inside * (24 * (1 + 0.2 * grain) - self.h_f[view])
+
+    def nuclei(self) -> None:
+        """Stamp nuclei and red cells: of two drawings the darker one shows."""
+        self.e = np.clip(self.e_f, 0, 255).astype(np.uint8)
+        self.h = np.clip(self.h_f, 0, 255).astype(np.uint8)
+        reach, stamps, all_nuclei = self.renderer.library.reach_px, self.renderer.library.stamps, self.anatomy.nuclei
+        low, high = np.searchsorted(all_nuclei[:, 0], [self.box.y0 + reach, self.box.y1 - reach])
+        near = all_nuclei[low:high]
+        near = near[(near[:, 1] >= self.box.x0 + reach) & (near[:, 1] < self.box.x1 - reach)]
+        for y, x, kind, drawing in (near - [self.box.y0, self.box.x0, 0, 0]).tolist():
+            stamp = stamps[kind][drawing]
+            r = stamp.shape[0] // 2
+            plane = self.e if kind == RED_CELL else self.h
+            view = plane[y - r : y + r + 1, x - r : x + r + 1]
+            np.maximum(view, stamp, out=view)
+
+
+_WALLS = {GLAND: (95.0, 42.0), 1: (150.0, 16.0), FAT: (120.0, 8.0)}
+"""Eosin and haematoxylin of the walls of glands, vessels and fat droplets."""

@@ -1,0 +1,137 @@
+"""Writes a rendered slide as a pyramidal, tiled JPEG TIFF in bounded memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import imagecodecs
+import numpy as np
+import tifffile
+
+from hyfi_core.plan.box import Box
+from pathology.synthetic.anatomy import Anatomy
+from pathology.synthetic.fields import Array
+from pathology.synthetic.render import BLOCK_PX, Renderer
+
+TILE_PX = 256
+_QUALITY = 88
+_SMALLEST_LEVEL_PX = 256
+
+
+def write_slide(anatomy: Anatomy, path: Path) -> None:
+    """Write the slide to ``path``: written beside, synced, renamed.
+
+    Levels are halves of each other down to 256 pixels or more; the resolution stands in the TIFF's own tags. Memory:
+    one row of blocks (512 lines of the slide) and the encoded tiles of the reduced levels.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    size = anatomy.spec.size_px
+    levels = _levels(size)
+    beside = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    try:
+        with tifffile.TiffWriter(beside, bigtiff=size > 40_000) as tiff:
+            for number, level in enumerate(levels):
+                tiles = _full_level(anatomy, levels) if number == 0 else level.drain()
+                _write_level(tiff, tiles, level.size_px, anatomy.spec.mpp_um * 2**number, reduced=number > 0)
+        with beside.open("rb") as file:
+            os.fsync(file.fileno())
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _levels(size_px: int) -> list[_Level]:
+    """Return the levels, finest first, each linked to the next."""
+    sizes = [size_px]
+    while sizes[-1] // 2 >= _SMALLEST_LEVEL_PX:
+        sizes.append(sizes[-1] // 2)
+    levels: list[_Level] = []
+    for edge in reversed(sizes):
+        levels.insert(0, _Level(edge, levels[0] if levels else None))
+    return levels
+
+
+def _write_level(
+    tiff: tifffile.TiffWriter, tiles: Iterator[bytes], size_px: int, mpp_um: float, *, reduced: bool
+) -> None:
+    tiff.write(
+        tiles,
+        shape=(size_px, size_px, 3),
+        dtype=np.uint8,
+        photometric="ycbcr",
+        subsampling=(2, 2),
+        compression="jpeg",
+        tile=(TILE_PX, TILE_PX),
+        resolution=(10_000 / mpp_um, 10_000 / mpp_um),
+        resolutionunit="CENTIMETER",
+        subfiletype=1 if reduced else 0,
+        metadata=None,
+        software="hyfi synth",
+    )
+
+
+def _full_level(anatomy: Anatomy, levels: list[_Level]) -> Iterator[bytes]:
+    """Render row after row of blocks and yield level 0's tiles; the reduced levels fill as it goes."""
+    renderer, size = Renderer(anatomy), levels[0].size_px
+    for y in range(0, size, BLOCK_PX):
+        levels[0].feed(renderer.read(Box(y, min(y + BLOCK_PX, size), 0, size)))
+        yield from levels[0].drain()
+    levels[0].finish()
+    yield from levels[0].drain()
+
+
+class _Level:
+    """A level that grows from the top; holds less than one row of tiles as pixels, the finished ones encoded."""
+
+    def __init__(self, size_px: int, below: _Level | None) -> None:
+        self.size_px, self.below = size_px, below
+        self.encoded: list[bytes] = []
+        self._rows = np.empty((0, size_px, 3), np.uint8)
+
+    def feed(self, rows: Array) -> None:
+        """Take further rows ``(n, size_px, 3)``; full rows of tiles are encoded and handed, halved, to the level below."""
+        self._rows = np.concatenate([self._rows, rows])
+        while len(self._rows) >= TILE_PX:
+            band, self._rows = self._rows[:TILE_PX], self._rows[TILE_PX:]
+            self._finish_band(band)
+
+    def finish(self) -> None:
+        """Encode what is left, here and below."""
+        if len(self._rows):
+            self._finish_band(self._rows)
+        if self.below is not None:
+            self.below.finish()
+
+    def drain(self) -> Iterator[bytes]:
+        """Yield the encoded tiles and forget them."""
+        tiles, self.encoded = self.encoded, []
+        yield from tiles
+
+    def _finish_band(self, band: Array) -> None:
+        self.encoded += _tiles(band)
+        if self.below is not None:
+            self.below.feed(_halved(band, self.below.size_px))
+
+
+def _halved(rows: Array, width: int) -> Array:
+    """Return the mean of 2 × 2 pixels; a last odd row or column is dropped."""
+    even = rows[: rows.shape[0] // 2 * 2, : width * 2].astype(np.uint16)
+    total = even[0::2, 0::2] + even[1::2, 0::2] + even[0::2, 1::2] + even[1::2, 1::2]
+    return ((total + 2) >> 2).astype(np.uint8)
+
+
+def _tiles(rows: Array) -> Iterator[bytes]:
+    """Yield the encoded tiles of a band of rows, row-major; ragged ones are filled up with their edge."""
+    for y in range(0, rows.shape[0], TILE_PX):
+        for x in range(0, rows.shape[1], TILE_PX):
+            tile = rows[y : y + TILE_PX, x : x + TILE_PX]
+            short = (TILE_PX - tile.shape[0], TILE_PX - tile.shape[1])
+            if any(short):
+                tile = np.pad(tile, ((0, short[0]), (0, short[1]), (0, 0)), mode="edge")
+            yield imagecodecs.jpeg8_encode(
+                np.ascontiguousarray(tile), level=_QUALITY, colorspace="RGB", outcolorspace="YCBCR", subsampling="420"
+            )
