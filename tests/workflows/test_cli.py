@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hyfi_core.errors import RequestError
+from tests.conftest import ROOT, Hyfi
+from workflows.cli import app, exit_code_of
+from workflows.console import emit_json, progress, say
+
+COMMANDS = ["doctor", "demo", "synth", "ingest", "inspect", "split", "train", "validate", "predict"]
+
+
+def test_every_command_is_there() -> None:
+    assert [command.callback.__name__ for command in app.registered_commands if command.callback] == COMMANDS
+
+
+@pytest.mark.parametrize("words", [[], *[[name] for name in COMMANDS]])
+def test_help_at_every_level(hyfi: Hyfi, words: list[str]) -> None:
+    done = hyfi(*words, "--help")
+    assert done.returncode == 0
+    assert "Usage: " in done.stdout
+    assert all(name in done.stdout for name in (words or COMMANDS))
+
+
+def test_help_is_quick() -> None:
+    """The best of some tries: other work on the machine must not decide."""
+    seconds = []
+    for _ in range(5):
+        began_s = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "workflows.cli", "--help"], cwd=ROOT, check=True, capture_output=True)
+        seconds.append(time.perf_counter() - began_s)
+    assert min(seconds) < 0.5
+
+
+@pytest.mark.parametrize("words", [["trian"], ["train"], ["synth", "here", "--slide", "3"], ["ingest", "x", "--out"]])
+def test_wrong_words_are_a_wrong_request(hyfi: Hyfi, tmp_path: Path, words: list[str]) -> None:
+    done = hyfi(*words)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_each_end_has_its_code(capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse() -> int:
+        raise RequestError("x.csv: no column label")
+
+    def stop() -> int:
+        raise KeyboardInterrupt
+
+    def break_down() -> int:
+        return 1 // 0
+
+    assert [exit_code_of(lambda: 0), exit_code_of(lambda: 1)] == [0, 1]
+    assert exit_code_of(refuse) == 2
+    assert capsys.readouterr().err == "hyfi: x.csv: no column label\n"
+    assert exit_code_of(stop) == 3
+    capsys.readouterr()
+    assert exit_code_of(break_down) == 70
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["TERM", "USR1", "INT"])
+def test_signals_stop_a_command(name: str) -> None:
+    code = f"""
+import os, signal, sys, time
+from workflows.cli import exit_code_of
+def body():
+    os.kill(os.getpid(), signal.SIG{name})
+    time.sleep(20)
+    return 0
+sys.exit(exit_code_of(body))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=15)
+    assert (done.returncode, done.stderr) == (3, "hyfi: stopped on request\n")
+
+
+def test_json_is_the_last_line_and_strict(capsys: pytest.CaptureFixture[str]) -> None:
+    import numpy as np
+
+    say("working")
+    emit_json({"path": Path("a/b"), "auroc": float("nan"), "n": np.int64(3), "x": (np.float32(0.5), None), "ö": True})
+    lines = capsys.readouterr().out.splitlines()
+    assert json.loads(lines[-1]) == {"path": "a/b", "auroc": None, "n": 3, "x": [0.5, None], "ö": True}
+
+
+def test_progress_in_a_log_is_plain_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    clock_s = iter(range(0, 10_000, 3))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock_s)))
+    with progress(40, "slides") as shown:
+        for _ in range(40):
+            shown.advance()
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert out == ""
+    assert 5 <= len(lines) <= 11
+    assert lines[-1].startswith("slides: 40/40 after")
+    assert "\x1b" not in err
+
+
+def test_nothing_is_left_where_writing_was_tried(tmp_path: Path) -> None:
+    from workflows.paths import require_writable
+
+    require_writable(tmp_path / "new" / "deep")
+    assert list(tmp_path.iterdir()) == []
