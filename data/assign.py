@@ -1,0 +1,81 @@
+"""Dealing groups of slides into parts of given shares: whole groups, every class spread alike, the same each time.
+
+Groups are dealt one by one, those of the rarest class first and among them the largest. Each goes to the part that
+lacks most: the one for which Σ over classes of (what it has − its share)² falls most (or grows least), classes counted
+in shares of their own total so that a rare one weighs as much as a common one. Ties and equals are broken by the seed.
+While a class has no more groups left than there are parts without it, its groups go to those parts alone: so every
+part gets every class that has enough groups.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data.keyed import keyed_permutation
+from hyfi_core.errors import RequestError
+
+
+def assign_groups(
+    members: Mapping[str, Sequence[str]], shares: Mapping[str, float], seed: int, *, strict: bool = True
+) -> dict[str, str]:
+    """Deal groups into parts.
+
+    Args:
+        members: group to the class of each of its members (``""``: none); equal classes everywhere: not stratified.
+        shares: part to its share; they need not add up to 1.
+        seed: another one, another deal.
+        strict: refuse a class that has fewer groups than there are parts.
+
+    Returns:
+        group to part.
+
+    Raises:
+        RequestError: fewer groups than parts, or than parts for some class.
+    """
+    groups, parts = list(members), list(shares)
+    if len(groups) < len(parts):
+        raise RequestError(f"{len(groups)} groups cannot fill {len(parts)} parts ({', '.join(parts)})")
+    classes = sorted({name for names in members.values() for name in names})
+    counts = np.array([[Counter(members[group])[name] for name in classes] for group in groups], dtype=np.int64)
+    if strict:
+        _check_every_class(classes, counts, parts)
+    of_shares = np.array([shares[part] for part in parts]) / sum(shares.values())
+    dealt = _deal(counts, of_shares, seed)
+    return {group: parts[part] for group, part in zip(groups, dealt, strict=True)}
+
+
+def _check_every_class(classes: Sequence[str], counts: NDArray[np.int64], parts: Sequence[str]) -> None:
+    for name, groups in zip(classes, (counts > 0).sum(axis=0), strict=True):
+        if name and groups < len(parts):
+            raise RequestError(
+                f"class {name!r} is in {groups} groups, which cannot fill {len(parts)} parts ({', '.join(parts)}); "
+                "ask for fewer folds, or leave out --stratify"
+            )
+
+
+def _deal(counts: NDArray[np.int64], shares: NDArray[np.float64], seed: int) -> list[int]:
+    """Return the part of each group; ``counts`` is (groups, classes)."""
+    groups, n_classes = counts.shape
+    has = counts > 0
+    rarest = np.array([min((has[:, c].sum(), c) for c in range(n_classes) if has[g, c])[1] for g in range(groups)])
+    shuffled = keyed_permutation(groups, "split", int(seed))
+    order = sorted(shuffled, key=lambda g: (has[:, rarest[g]].sum(), rarest[g], -counts[g].sum()))
+    weight = 1.0 / counts.sum(axis=0)
+    lack = shares[:, None] * counts.sum(axis=0)[None, :]
+    without = np.ones((len(shares), n_classes), bool)
+    left = Counter(rarest.tolist())
+    result = [0] * groups
+    for g in order:
+        c = int(rarest[g])
+        gain = (((2 * lack - counts[g]) * counts[g]) * weight**2).sum(axis=1)
+        if without[:, c].any() and left[c] <= without[:, c].sum():
+            gain = np.where(without[:, c], gain, -np.inf)
+        part = int(np.argmax(np.round(gain, 12)))
+        result[g], left[c] = part, left[c] - 1
+        lack[part] -= counts[g]
+        without[part] &= ~has[g]
+    return result

@@ -1,0 +1,36 @@
+"""Random numbers that are a function of a key: the same on every rank, in every order, after every resume."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def keyed_bits(count: int, *key: int | str) -> NDArray[np.uint64]:
+    """Return ``count`` random 64-bit words that depend on ``key`` alone.
+
+    BLAKE2b of the key is the 128-bit key of the counter-based generator Philox 4x64-10 (Salmon et al., SC'11). Only
+    raw words are used: NumPy promises those for ever, the numbers that its distributions make of them it does not.
+
+    Args:
+        count: how many words.
+        key: whole numbers and texts; ``(1, "a")`` and ``("1", "a")`` are different keys.
+    """
+    exact = tuple(part if isinstance(part, str) else int(part) for part in key)
+    digest = hashlib.blake2b(repr(exact).encode(), digest_size=16, person=b"hyfi").digest()
+    words: NDArray[np.uint64] = np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(count)
+    return words
+
+
+def keyed_uniforms(count: int, *key: int | str) -> NDArray[np.float64]:
+    """Return ``count`` numbers, uniform in [0, 1), that depend on ``key`` alone (53 random bits each)."""
+    return (keyed_bits(count, *key) >> np.uint64(11)).astype(np.float64) * np.float64(2.0**-53)
+
+
+def keyed_permutation(count: int, *key: int | str) -> NDArray[np.int64]:
+    """Return a permutation of ``range(count)``, int64, that depends on ``key`` alone."""
+    if count == 0:
+        return np.zeros(0, np.int64)
+    return np.argsort(keyed_bits(count, *key), kind="stable").astype(np.int64)

@@ -1,0 +1,101 @@
+"""How much tissue lies in the blocks of a slide, counted exactly in the slide's own pixels.
+
+The tissue mask is coarser than the image (seldom finer). A pixel of the image is tissue where the mask's pixel under
+its *centre* is: both grids begin at the slide's corner, so pixel y of the image lies on mask row
+⌊(y + ½) · image_mpp / mask_mpp⌋, the last row where that is beyond the mask::
+
+    image   |0|1|2|3|4|5|6|7|8|9|      mpp 1.0
+    mask    |   0   |   1   |   2 …|   mpp 4.0: pixels 0–3 on row 0, 4–7 on row 1
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+LARGEST_DENOMINATOR = 100_000
+
+
+def first_pixels(length_px: int, pixel_mpp: float, mask_length: int, mask_mpp: float) -> NDArray[np.int64]:
+    """Return, for each mask row (or column) and one beyond, the first image pixel that lies on it; int64.
+
+    Exact: the ratio of the two mpp is taken as the nearest fraction with a denominator up to 100 000, and compared as
+    whole numbers. Rows under which no pixel's centre lies begin where the next one does.
+    """
+    ratio = (Fraction(pixel_mpp) / Fraction(mask_mpp)).limit_denominator(LARGEST_DENOMINATOR)
+    rows = np.arange(mask_length + 1, dtype=np.int64)
+    p, q = ratio.numerator, ratio.denominator
+    first = -((p - 2 * q * rows) // (2 * p))  # ⌈(row · q/p) − ½⌉: the first y with (y + ½) · p/q ≥ row
+    first = np.clip(first, 0, length_px)
+    first[-1] = length_px
+    return first
+
+
+@dataclass(frozen=True)
+class TissueGrid:
+    """A tissue mask laid under an image.
+
+    Attributes:
+        mask: (h, w) bool, not owned.
+        rows: (h + 1,) first image row on each mask row; ends with the image's height.
+        columns: (w + 1,) the same for columns.
+    """
+
+    mask: NDArray[np.bool_]
+    rows: NDArray[np.int64]
+    columns: NDArray[np.int64]
+
+    @classmethod
+    def under(
+        cls,
+        mask: NDArray[np.bool_],
+        mask_mpp: tuple[float, float],
+        size_px: tuple[int, int],
+        mpp: tuple[float, float],
+    ) -> TissueGrid:
+        """Lay ``mask`` under an image of ``size_px`` (height, width) with ``mpp`` (y, x) micrometres per pixel."""
+        ends = [first_pixels(size_px[i], mpp[i], mask.shape[i], mask_mpp[i]) for i in (0, 1)]
+        return cls(mask, ends[0], ends[1])
+
+    @property
+    def size_px(self) -> tuple[int, int]:
+        """(height, width) of the image."""
+        return int(self.rows[-1]), int(self.columns[-1])
+
+    def total_px(self) -> int:
+        """Return the number of tissue pixels of the image."""
+        height, width = self.size_px
+        return int(self.counts(np.array([0, height]), np.array([0, width])).sum())
+
+    def counts(self, y_ends: NDArray[np.int64], x_ends: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the tissue pixels of each block between consecutive ends, int64 (len(y) − 1, len(x) − 1).
+
+        Ends rise (two may be equal) and lie within the image. Memory: 64 mask rows, and (blocks down, mask columns), as
+        int64.
+        """
+        strips = np.zeros((len(y_ends) - 1, self.mask.shape[1]), np.int64)
+        for i, (y0, y1) in enumerate(pairwise(y_ends.tolist())):
+            rows = slice(max(0, int(np.searchsorted(self.rows, y0, "right")) - 1), int(np.searchsorted(self.rows, y1)))
+            inside = np.clip(self.rows[rows.start : rows.stop + 1], y0, y1)
+            if len(inside) > 1:
+                strips[i] = self._weighted_rows(np.diff(inside), rows.start)
+        return np.diff(self._until(strips, x_ends), axis=1)
+
+    def _weighted_rows(self, weights: NDArray[np.int64], first: int) -> NDArray[np.int64]:
+        """Return Σ of weight · mask row over the rows from ``first`` on, for each mask column."""
+        total = np.zeros(self.mask.shape[1], np.int64)
+        for i in range(0, len(weights), 64):
+            some = weights[i : i + 64]
+            total += some @ self.mask[first + i : first + i + len(some)].astype(np.int64)
+        return total
+
+    def _until(self, strips: NDArray[np.int64], x_ends: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return, for each strip, the tissue pixels left of each end."""
+        before = np.zeros((len(strips), strips.shape[1] + 1), np.int64)
+        np.cumsum(strips * np.diff(self.columns), axis=1, out=before[:, 1:])
+        column = np.clip(np.searchsorted(self.columns, x_ends, "right") - 1, 0, strips.shape[1] - 1)
+        return np.asarray(before[:, column] + strips[:, column] * (x_ends - self.columns[column]), dtype=np.int64)

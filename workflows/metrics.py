@@ -1,0 +1,84 @@
+"""How good a classifier is on held-out slides: metrics that do not depend on the loss; None where undefined.
+
+Numbers come from torchmetrics. What is not defined is None and never 0: everything for no samples or for outputs that
+are not finite, and all but accuracy while all targets are of one class.
+"""
+
+from __future__ import annotations
+
+import torch
+
+METRICS = ("auroc", "balanced_accuracy", "accuracy", "f1")
+Metrics = dict[str, float | None]
+
+
+def metrics_of_logits(logits: torch.Tensor, targets: torch.Tensor) -> Metrics:
+    """Return the metrics of unnormalised outputs.
+
+    Samples are ranked by the log-odds of each class, in float64: probabilities near 1 would tie where logits do not.
+
+    Args:
+        logits: (N, K), K ≥ 2.
+        targets: (N,) class indices; unlabelled samples are left out beforehand.
+
+    Returns:
+        ``auroc`` (of class 1 against class 0; with more classes the mean over the classes present of each against the
+        rest), ``balanced_accuracy`` (mean recall of the classes present), ``accuracy``, ``f1`` (of class 1; with more
+        classes the mean over the classes present).
+
+    Raises:
+        ValueError: the shapes do not fit, or a target is not a class.
+    """
+    logits = logits.detach().cpu().double()
+    _check(logits, targets)
+    others = logits.unsqueeze(1).expand(-1, logits.shape[1], -1).clone()
+    others.diagonal(dim1=1, dim2=2).fill_(-torch.inf)
+    return _metrics(logits - others.logsumexp(dim=2), logits, targets.detach().cpu().long())
+
+
+def metrics_of_probabilities(probabilities: torch.Tensor, targets: torch.Tensor) -> Metrics:
+    """Return the metrics of probabilities (N, K); see :func:`metrics_of_logits`."""
+    probabilities = probabilities.detach().cpu().double()
+    _check(probabilities, targets)
+    return _metrics(probabilities, probabilities, targets.detach().cpu().long())
+
+
+def _check(outputs: torch.Tensor, targets: torch.Tensor) -> None:
+    if outputs.ndim != 2 or outputs.shape[1] < 2 or targets.shape != outputs.shape[:1]:
+        raise ValueError(f"outputs (N, K ≥ 2) and targets (N,) needed, given {outputs.shape} and {targets.shape}")
+    if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < outputs.shape[1]:
+        raise ValueError(f"targets must be in 0 … {outputs.shape[1] - 1}, given {targets.min()} … {targets.max()}")
+
+
+def _metrics(scores: torch.Tensor, outputs: torch.Tensor, targets: torch.Tensor) -> Metrics:
+    from torchmetrics.functional.classification import multiclass_f1_score, multiclass_recall
+
+    if not len(targets) or not bool(outputs.isfinite().all()):
+        return dict.fromkeys(METRICS)
+    predicted, classes = outputs.argmax(dim=1), outputs.shape[1]
+    accuracy = float((predicted == targets).double().mean())
+    present = targets.unique()
+    if len(present) == 1:
+        return dict.fromkeys(METRICS) | {"accuracy": accuracy}
+    recall = multiclass_recall(predicted, targets, classes, average=None)
+    f1 = multiclass_f1_score(predicted, targets, classes, average=None)
+    return {
+        "auroc": _auroc(scores, targets, present),
+        "balanced_accuracy": float(recall[present].mean()),
+        "accuracy": accuracy,
+        "f1": float(f1[1] if classes == 2 else f1[present].mean()),
+    }
+
+
+def _auroc(scores: torch.Tensor, targets: torch.Tensor, present: torch.Tensor) -> float:
+    from torchmetrics.functional.classification import binary_auroc
+
+    positive = [1] if scores.shape[1] == 2 else present.tolist()
+    areas = [binary_auroc(_ranks(scores[:, c]), (targets == c).long()) for c in positive]
+    return float(torch.stack(areas).double().mean())
+
+
+def _ranks(scores: torch.Tensor) -> torch.Tensor:
+    """Return the order of the scores as numbers in [0, 1]: torchmetrics squashes others, which can make ties."""
+    ranks = scores.unique(return_inverse=True)[1].double()
+    return ranks / max(1.0, float(ranks.max()))
