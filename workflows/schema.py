@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from hyfi_core.plan.parallel_plan import ParallelPlan
+
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
@@ -35,8 +37,10 @@ class AugmentConfig(Section):
     """How training images are varied; each is a function of (seed, epoch, slide) alone."""
 
     flips: bool = Field(True, description="true or false: mirror and turn by 90 degrees")
-    stain: Rate = Field(0.1, description="a number ≥ 0: spread of the haematoxylin and eosin amounts; 0 turns it off")
-    colour: Rate = Field(0.05, description="a number ≥ 0: spread of brightness and contrast; 0 turns it off")
+    stain: Share = Field(
+        0.1, description="a number from 0 to 1: spread of the haematoxylin and eosin amounts; 0 turns it off"
+    )
+    colour: Share = Field(0.05, description="a number from 0 to 1: spread of brightness and contrast; 0 turns it off")
 
 
 def _augment(value: Any) -> Any:
@@ -57,7 +61,9 @@ class DataConfig(Section):
     splits: UserPath | None = Field(None, description="a CSV of `hyfi split`; left out: a column of the labels")
     split_column: str = Field("split", min_length=1, description="the column that says train, val or test")
     size_px: Size = Field(description="a whole number of pixels, or [height, width], of one training image")
-    mpp: float = Field(1.0, gt=0, allow_inf_nan=False, description="microns per pixel > 0 that a level of the store has")
+    mpp: float = Field(
+        1.0, gt=0, allow_inf_nan=False, description="microns per pixel > 0 that a level of the store has"
+    )
     view: Literal["pack", "crop"] = Field("pack", description="pack or crop: how a slide becomes one image")
     align_px: Positive = Field(64, description="a whole number ≥ 1: grid on which tissue pieces are moved (the stride)")
     min_coverage: Share = Field(0.9, description="a number from 0 to 1: least share of the tissue in each image")
@@ -83,23 +89,34 @@ class ModelConfig(Section):
 
 
 class PlanConfig(Section):
-    """The fields of ``hyfi_core.ParallelPlan``."""
+    """The fields of ``hyfi_core.ParallelPlan``, which checks how they fit together."""
 
     grids: tuple[tuple[Positive, Positive], ...] = Field(
         ((1, 1),), min_length=1, description="[rows, columns] of ranks for each stage, as in [[1, 2]]"
     )
-    cuts: tuple[str, ...] | Literal["auto"] = Field((), description="modules that end a stage, or auto")
+    cuts: tuple[str, ...] | Literal["auto"] = Field("auto", description="modules that end a stage, or auto")
     microbatches: Positive = Field(1, description="a whole number ≥ 1: micro-batches of one replica")
     schedule: Literal["sequential", "gpipe", "1f1b", "gems_mast", "gems_master", "chimera"] = Field(
-        "sequential", description="sequential, gpipe, 1f1b, gems_mast, gems_master or chimera"
+        "1f1b", description="sequential, gpipe, 1f1b, gems_mast, gems_master or chimera"
     )
     replicas: Positive = Field(1, description="a whole number ≥ 1: data-parallel copies")
-    fused_halo: Positive | Literal["auto"] = Field(1, description="auto, or most window operators for one exchange")
+    fused_halo: Positive | Literal["auto"] = Field(
+        "auto", description="auto, or a whole number ≥ 1: most window operators for one exchange"
+    )
+
+    @model_validator(mode="after")
+    def _is_a_plan(self) -> PlanConfig:
+        self.build()
+        return self
+
+    def build(self) -> ParallelPlan:
+        """Return the plan itself."""
+        return ParallelPlan(**self.model_dump())
 
     @property
     def ranks(self) -> int:
         """Trainers: replicas × Σ rows × columns."""
-        return self.replicas * sum(rows * columns for rows, columns in self.grids)
+        return self.build().ranks
 
 
 class RolesConfig(Section):

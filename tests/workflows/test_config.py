@@ -53,7 +53,15 @@ def test_augment_is_also_a_plain_switch(path: Path, given: bool) -> None:
 
 
 def test_resolved_file_gives_the_same_run(path: Path, tmp_path: Path) -> None:
-    config = load_config(path, ["data.size_px=[512, 1024]", "plan.cuts=[layer2]", "model.classes=[benign, malignant]"])
+    config = load_config(
+        path,
+        [
+            "data.size_px=[512, 1024]",
+            "plan.grids=[[1, 2], [1, 1]]",
+            "plan.cuts=[layer2]",
+            "model.classes=[benign, malignant]",
+        ],
+    )
     written = tmp_path / "resolved.yaml"
     written.write_text(dump_resolved(config))
     assert load_config(written) == config
@@ -78,6 +86,7 @@ def test_config_cannot_be_changed(path: Path) -> None:
         ("optimizer.name=adam", ["optimizer.name", "'adam'", "sgd or adamw"]),
         ("plan.grids=[[0, 2]]", ["plan.grids", "[[0, 2]]", "[[1, 2]]"]),
         ("plan.schedule=1F1B", ["plan.schedule", "'1F1B'", "1f1b"]),
+        ("plan.cuts=[layer2]", ["plan", "names 1 module(s), but 1 stage(s) need 0"]),
         ("plan.microbatches=3", ["data.batch_size", "given 1", "1 × 3 = 3"]),
         ("run.steps=5", ["exactly one of epochs and steps", "epochs: 3 and steps: 5"]),
         ("run.epochs=null", ["exactly one of epochs and steps", "neither"]),
