@@ -57,7 +57,7 @@ class SlideSource(Protocol):
     icc: bytes | None
 
     def read(self, box: Box, level: int) -> RGB:
-        """Return ``(h, w, 3)`` uint8 of a box inside the level; the caller owns it.
+        """Return ``(h, w, 3)`` uint8 of a box inside the level; the caller's own, of any strides, maybe read-only.
 
         Raises:
             TileError: Something in the box cannot be decoded. The source stays usable.
@@ -142,7 +142,7 @@ class OpenSlideSource:
 
     def _opaque(self, rgba: RGB) -> RGB:
         alpha = rgba[..., 3:]
-        colours: RGB = np.ascontiguousarray(rgba[..., :3])
+        colours = rgba[..., :3]
         if alpha.min() == 255:
             return colours
         share = alpha.astype(np.float32) / 255

@@ -1,0 +1,85 @@
+"""The pyramid in one pass and bounded memory: depth first, from the shards of level 0 upwards.
+
+```
+level 2                 ┌───┐  made of four halved shards of level 1, when the last of them is there
+level 1           ┌───┬─┴─┐
+level 0     ┌──┬──┤ 1 │ 2 │ …      order: 0.0 0.1 0.2 0.3 → 1.0, 0.4 … → 1.1, … → 2.0
+```
+
+Shards have an even size, so each half lies whole inside one quarter of its parent: no halo, no second pass. At any
+time one shard of each level is held, whatever the slide's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from data.store_writer import SHARD_PX, LevelSize
+from hyfi_core.plan.box import Box
+from pathology.resample import Planes, halve
+
+SMALLEST_PX = 512
+
+
+def level_sizes(height_px: int, width_px: int, at_least: int) -> tuple[LevelSize, ...]:
+    """Return the sizes of a pyramid whose levels halve (ceil).
+
+    Args:
+        height_px: Rows of level 0.
+        width_px: Columns of level 0.
+        at_least: Levels to make; more until the longer side is ``SMALLEST_PX`` or less.
+    """
+    sizes = [LevelSize(height_px, width_px)]
+    while len(sizes) < at_least or max(sizes[-1].height_px, sizes[-1].width_px) > SMALLEST_PX:
+        sizes.append(LevelSize(-(-sizes[-1].height_px // 2), -(-sizes[-1].width_px // 2)))
+    return tuple(sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class PyramidBuilder:
+    """Makes all levels from the boxes of level 0.
+
+    Attributes:
+        sizes: From `level_sizes`.
+        read: Gives the ``(3, h, w)`` uint8 pixels of a box of level 0, called once for every shard.
+        write: Takes (level, y0, x0, block) for every shard of every level.
+        shard_px: Side of a shard, even.
+    """
+
+    sizes: Sequence[LevelSize]
+    read: Callable[[Box], Planes]
+    write: Callable[[int, int, int, Planes], None]
+    shard_px: int = SHARD_PX
+
+    def build(self) -> None:
+        """Make and write every shard of every level once."""
+        top = self.sizes[-1]
+        for row in range(-(-top.height_px // self.shard_px)):
+            for column in range(-(-top.width_px // self.shard_px)):
+                self._build(len(self.sizes) - 1, row, column)
+
+    def _build(self, level: int, row: int, column: int) -> Planes:
+        box = self._shard_box(level, row, column)
+        block = self.read(box) if level == 0 else self._from_below(level, box, row, column)
+        self.write(level, box.y0, box.x0, block)
+        return block
+
+    def _from_below(self, level: int, box: Box, row: int, column: int) -> Planes:
+        block: Planes = np.empty((3, *box.shape), np.uint8)
+        half = self.shard_px // 2
+        for y in (0, 1):
+            for x in (0, 1):
+                if self._shard_box(level - 1, 2 * row + y, 2 * column + x).empty:
+                    continue
+                quarter = halve(self._build(level - 1, 2 * row + y, 2 * column + x))
+                _, height, width = quarter.shape
+                block[:, y * half : y * half + height, x * half : x * half + width] = quarter
+        return block
+
+    def _shard_box(self, level: int, row: int, column: int) -> Box:
+        size, side = self.sizes[level], self.shard_px
+        whole = Box(row * side, (row + 1) * side, column * side, (column + 1) * side)
+        return whole.intersect(Box.of_size(size.height_px, size.width_px))
