@@ -189,5 +189,5 @@ def _fail(status: RunStatus | None, rank: int) -> None:
     mpi = sys.modules.get("hyfi_core.comm.mpi")
     if mpi is not None:
         with contextlib.suppress(Exception):
-            mpi.world().abort(FAULT)
+            mpi.MPI.COMM_WORLD.Abort(FAULT)
     os._exit(FAULT)

@@ -25,7 +25,10 @@ pytestmark = pytest.mark.mpi
 RANKS = """
 import os, signal, sys, time
 from pathlib import Path
-from mpi4py import MPI
+if sys.argv[2] == "fail":
+    from hyfi_core.comm.mpi import MPI  # as in a real command: ends through MPI's abort
+else:
+    from mpi4py import MPI
 from hyfi_core.errors import RequestError
 from workflows.launch import own_rank, run_as_rank
 
