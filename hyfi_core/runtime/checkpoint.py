@@ -193,7 +193,8 @@ def load_optimizer_state(
     ):
         raise RequestError(
             "the checkpoint's optimiser holds other parameters than the model's: "
-            f"{sum(len(group['names']) for group in groups)} saved, {sum(map(len, here))} now; resume with the same model"
+            f"{sum(len(group['names']) for group in groups)} saved, {sum(map(len, here))} now; "
+            "resume with the same model"
         )
     for group, wanted in zip(optimizer.param_groups, groups, strict=True):
         group.update(
@@ -205,7 +206,7 @@ def load_optimizer_state(
             for key, value in saved["tensors"].items():
                 owner, _, entry = key.rpartition("/")
                 if owner == name:
-                    state[entry] = value.clone() if value.dim() == 0 else value.to(parameter.device, copy=True)
+                    state[entry] = _like(parameter, value)
             if state:
                 optimizer.state[parameter] = state
 
@@ -250,6 +251,13 @@ def prune(checkpoints: Path, keep: int, spare: Iterable[int] = ()) -> list[int]:
             shutil.rmtree(folder)
             removed.append(step)
     return removed
+
+
+def _like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return a copy of ``value`` where the optimiser wants it: beside its parameter, in the parameter's strides."""
+    if value.shape != parameter.shape:
+        return value.clone()  # counters stay on the host
+    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
 def _restored(current: Any, saved: Any) -> Any:

@@ -1,0 +1,213 @@
+"""What a run is, before anything starts: slides, classes, sizes, order; built alike on every rank, written nowhere."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from data.augment import Augment
+from data.batches import BatchLayout
+from data.dataset import SlideDataset, SlideRef, select_slides
+from data.labels import Labels, class_weights, load_labels
+from data.manifest import StoreManifest
+from data.normalise import Normalisation
+from data.order import SampleStream
+from data.splits import load_splits
+from hyfi_core.errors import RequestError
+from hyfi_core.plan.parallel_plan import ParallelPlan
+from workflows.config import Config
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run's data and dimensions; a *step* is one update of the weights, counted from 1 in everything written.
+
+    Attributes:
+        config: as resolved.
+        classes: names, in the order of the logits.
+        train: training slides, augmented.
+        val: the slides that validate, never augmented.
+        class_weights: one for each class, mean 1 over the training split.
+    """
+
+    config: Config
+    classes: tuple[str, ...]
+    train: SlideDataset
+    val: SlideDataset
+    class_weights: tuple[float, ...]
+
+    @cached_property
+    def plan(self) -> ParallelPlan:
+        """How the model is spread over the trainers."""
+        return ParallelPlan.from_json(self.config.plan.model_dump())
+
+    @cached_property
+    def layout(self) -> BatchLayout:
+        """How the stream of samples is cut into batches."""
+        return BatchLayout(self.config.data.batch_size // self.plan.replicas, self.plan.replicas)
+
+    @cached_property
+    def stream(self) -> SampleStream:
+        """The order of all training samples."""
+        return SampleStream(len(self.train), self.config.run.seed)
+
+    @property
+    def step_samples(self) -> int:
+        """Samples of one step, over replicas and accumulated batches."""
+        return self.layout.turn_samples * self.config.optimizer.accumulate
+
+    def steps_of(self, epochs: int) -> int:
+        """Return the steps that ``epochs`` epochs take; the last one may begin the next epoch."""
+        return math.ceil(epochs * len(self.train) / self.step_samples)
+
+    @cached_property
+    def steps(self) -> int:
+        """Length of the whole run."""
+        return self.config.run.steps or self.steps_of(self.config.run.epochs or 1)
+
+    @cached_property
+    def every_steps(self) -> int:
+        """Steps between two validations."""
+        return self.config.validation.every_steps or self.steps_of(1)
+
+    def epoch_of(self, step: int) -> int:
+        """Return the epoch, from 0, of the first sample of a step."""
+        return (step - 1) * self.step_samples // len(self.train)
+
+    def validates_after(self, step: int) -> bool:
+        """Whether the weights that ``step`` made are validated."""
+        return len(self.val) > 0 and (step % self.every_steps == 0 or step == self.steps)
+
+    def saves_after(self, step: int) -> bool:
+        """Whether the weights that ``step`` made become a checkpoint."""
+        every = self.config.run.checkpoint_every_steps or self.every_steps
+        return self.validates_after(step) or step % every == 0 or step == self.steps
+
+    def batch_labels(self, turn: int, replica: int) -> list[int]:
+        """Return the classes of one replica's batch."""
+        indices = [self.stream.at(number)[1] for number in self.layout.numbers(turn, replica)]
+        return [_label(self.train.samples[index]) for index in indices]
+
+    def targets(self) -> list[int]:
+        """Return the classes of the validation slides."""
+        return [_label(sample) for sample in self.val.samples]
+
+    def model_json(self) -> dict[str, Any]:
+        """Return what ``model.json`` says apart from the step: all that prediction needs."""
+        data, model = self.config.data, self.config.model
+        described = {
+            "name": model.name,
+            "classes": len(self.classes),
+            "norm": model.norm,
+            "pool": model.pool,
+            "options": model.options,
+        }
+        return {
+            "model": described,
+            "class_names": list(self.classes),
+            "class_weights": list(self.class_weights),
+            "target": data.target,
+            "task": data.task,
+            "mpp": data.mpp,
+            "size_px": list(data.size_px),
+            "view": data.view,
+            "align_px": data.align_px,
+            "min_coverage": data.min_coverage,
+            "tissue": _tissue(self.train),
+            "normalisation": Normalisation().to_json(),
+            "precision": self.config.run.precision,
+            "thresholds": {},
+            "versions": versions(),
+        }
+
+
+def prepare(config: Config) -> Job:
+    """Read labels, splits and the store's table, and name the slides of the run; no pixel is read.
+
+    Raises:
+        RequestError: something of it is missing or contradicts the rest.
+    """
+    data = config.data
+    rows = StoreManifest.load(data.store)
+    labels_path = data.labels or data.store / "manifest.csv"
+    labels = read_labels(config, labels_path)
+    splits = load_splits(data.splits or labels_path, rows, column=data.split_column)
+    train = select_slides(rows, labels, splits, "train")
+    val = select_slides(rows, labels, splits, config.validation.split)
+    if not train:
+        where = data.splits or labels_path
+        raise RequestError(
+            f"no slide to train on: none of the {len(rows)} slides of {data.store} is done, has a {data.target} in "
+            f"{labels_path} and is in 'train' of {where}"
+        )
+    augment = Augment(data.augment.flips, data.augment.stain, data.augment.colour)
+    return Job(
+        config,
+        labels.classes,
+        dataset_of(config, train, augment),
+        dataset_of(config, val, None),
+        _weights(config, labels, train),
+    )
+
+
+def dataset_of(config: Config, slides: tuple[SlideRef, ...], augment: Augment | None) -> SlideDataset:
+    """Return the training images of ``slides`` as the run makes them."""
+    data = config.data
+    return SlideDataset(
+        data.store,
+        slides,
+        size_px=data.size_px,
+        mpp=data.mpp,
+        view=data.view,
+        align_px=data.align_px,
+        seed=config.run.seed,
+        augment=augment,
+    )
+
+
+def read_labels(config: Config, path: Path) -> Labels:
+    """Read the labels; their classes must be those of the model.
+
+    Raises:
+        RequestError: as :func:`data.labels.load_labels`; also fewer than two classes, or not as many as configured.
+    """
+    wanted = config.model.classes
+    labels = load_labels(path, config.data.target, classes=wanted if isinstance(wanted, tuple) else None)
+    found = len(labels.classes)
+    if isinstance(wanted, int) and wanted != found:
+        names = ", ".join(labels.classes)
+        raise RequestError(f"model.classes: given {wanted}; {path} has {found} in {config.data.target!r}: {names}")
+    if found < 2:
+        raise RequestError(f"{path}: {config.data.target!r} has {found} class; a classifier needs at least two")
+    return labels
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a checkpoint was made with."""
+    import platform
+    from importlib.metadata import version
+
+    return {"hyfi": version("hyfi"), "torch": version("torch"), "python": platform.python_version()}
+
+
+def _weights(config: Config, labels: Labels, train: tuple[SlideRef, ...]) -> tuple[float, ...]:
+    if config.data.class_weights == "none":
+        return (1.0,) * len(labels.classes)
+    return class_weights([sample.label for sample in train], labels.classes)
+
+
+def _tissue(dataset: SlideDataset) -> dict[str, Any]:
+    """Return the parameters with which tissue was found in the store, as its first slide has them."""
+    attributes = getattr(dataset.slide(0), "attributes", {})
+    parameters = attributes.get("parameters", {})
+    found = parameters.get("tissue", {}) if isinstance(parameters, dict) else {}
+    return dict(found)
+
+
+def _label(sample: SlideRef) -> int:
+    if sample.label is None:
+        raise ValueError(f"slide {sample.slide_id} has no label")
+    return sample.label

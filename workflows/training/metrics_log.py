@@ -1,0 +1,71 @@
+"""``metrics.jsonl``: one line for every step and every validation, written when it happens."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from workflows.console import plain_json
+
+Record = dict[str, Any]
+
+
+def read_metrics(path: Path) -> list[Record]:
+    """Return the records of a log; a last line that was cut short by a crash is left out."""
+    if not path.is_file():
+        return []
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return records
+
+
+class MetricsLog:
+    """The log of a run, open for appending; every line is flushed.
+
+    Undefined numbers (NaN, infinities) are written as null.
+    """
+
+    def __init__(self, path: Path, until_step: int) -> None:
+        """Open ``path``; lines of steps after ``until_step``, whose weights are lost, are dropped (atomically)."""
+        self.path = path
+        self.records = [record for record in read_metrics(path) if record["step"] <= until_step]
+        if path.exists():
+            _replace(path, self.records)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def write(self, kind: str, **values: Any) -> None:
+        """Append one record of ``kind``."""
+        record = plain_json({"kind": kind, **values})
+        self.records.append(record)
+        self._file.write(_line(record))
+        self._file.flush()
+
+    def validations(self) -> dict[int, Record]:
+        """Return the validation records by step."""
+        return {record["step"]: record for record in self.records if record["kind"] == "validation"}
+
+    def close(self) -> None:
+        """Bring everything to the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, allow_nan=False) + "\n"
+
+
+def _replace(path: Path, records: Iterable[Record]) -> None:
+    beside = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    with beside.open("w", encoding="utf-8") as file:
+        file.writelines(_line(record) for record in records)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)

@@ -1,0 +1,104 @@
+"""The folder of a run: may it be begun or gone on with, what stands in it, which checkpoint is the best."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hyfi_core.errors import RequestError
+from hyfi_core.runtime import checkpoint as checkpoints
+from workflows.config import Config, dump_resolved, load_config, refuse_changes
+from workflows.paths import require_writable
+
+
+def check_run(config: Config, resume: bool) -> int:
+    """Return the step to go on after, 0 for a new run; writes nothing.
+
+    Raises:
+        RequestError: the run exists and ``resume`` is False; its settings were others; the folder is something else or
+            cannot be written.
+    """
+    folder = config.run.dir
+    require_writable(folder / "config.yaml")
+    if not folder.exists() or not any(folder.iterdir()):
+        return 0
+    if not (folder / "config.yaml").is_file():
+        raise RequestError(f"run.dir {folder}: exists and is not a run (no config.yaml in it); give another run.dir")
+    if not resume:
+        raise RequestError(f"run.dir {folder}: this run exists; go on with it by --resume, or give another run.dir")
+    refuse_changes(load_config(folder / "config.yaml"), config)
+    latest = folder / "checkpoints" / "latest"
+    if not latest.exists():
+        return 0
+    step = checkpoints.read_model_json(latest).get("step")
+    if not isinstance(step, int):
+        raise RequestError(f"checkpoint {latest}: says no step; use another checkpoint")
+    return step
+
+
+class RunFolder:
+    """What rank 0 writes apart from the metrics."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.checkpoints = folder / "checkpoints"
+
+    def begin(self, config: Config, plan: Mapping[str, Any]) -> None:
+        """Write ``config.yaml`` and ``plan.json`` (roles beside the plan's fields), each whole or not at all."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        _write(self.folder / "config.yaml", dump_resolved(config))
+        _write(self.folder / "plan.json", json.dumps(plan, indent=2) + "\n")
+
+    def save(
+        self,
+        step: int,
+        weights: Mapping[str, torch.Tensor],
+        model: Mapping[str, Any],
+        optimizer: Mapping[str, Any],
+        state: Mapping[str, Any],
+    ) -> None:
+        """Write the checkpoint of a step and point ``latest`` at it."""
+        folder = checkpoints.step_folder(self.checkpoints, step)
+        checkpoints.save_checkpoint(
+            folder, weights=weights, model={**model, "step": step}, optimizer=optimizer, state=state
+        )
+        checkpoints.point_link(self.checkpoints / "latest", folder.name)
+
+    def choose_best(self, validations: Mapping[int, Mapping[str, Any]], metric: str) -> int | None:
+        """Point ``best`` at the best of the validated steps and return it; None where none has a checkpoint.
+
+        The same records give the same answer, whenever they came in.
+        """
+        here = set(checkpoints.saved_steps(self.checkpoints))
+        steps = [step for step in sorted(validations) if step in here]
+        if not steps:
+            return None
+        best = max(steps, key=lambda step: (*merit(validations[step], metric), -step))
+        name = checkpoints.step_folder(self.checkpoints, best).name
+        link = self.checkpoints / "best"
+        if not link.is_symlink() or str(link.readlink()) != name:
+            checkpoints.point_link(link, name)
+        return best
+
+
+def merit(record: Mapping[str, Any], metric: str) -> tuple[float, float]:
+    """Return what makes one validation better than another: the metric, then the lower loss; undefined is worst."""
+    worst = float("-inf")
+    loss = record.get("loss")
+    low = worst if loss is None else -float(loss)
+    value = record.get(metric)
+    return (low if metric == "loss" else worst if value is None else float(value)), low
+
+
+def _write(path: Path, text: str) -> None:
+    beside = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    with beside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
