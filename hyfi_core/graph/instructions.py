@@ -1,0 +1,89 @@
+"""The lowered program: what one rank does, in the order that all ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hyfi_core.graph.program import Program, ValueInfo
+from hyfi_core.ops.base import Collective
+from hyfi_core.plan.box import Box
+from hyfi_core.plan.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A value of which every rank holds its part.
+
+    Attributes:
+        layout: who holds what.
+        dims: which tensor dims are (y, x).
+    """
+
+    layout: Layout
+    dims: tuple[int, int] = (2, 3)
+
+    def local_shape(self, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
+        """Return the shape of ``rank``'s part of a value of this global shape."""
+        sides = list(shape)
+        sides[self.dims[0]], sides[self.dims[1]] = self.layout.parts[rank].shape
+        return tuple(sides)
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """A local call, differentiated by autograd.
+
+    Attributes:
+        function: takes the inputs, returns one tensor or as many as there are outputs.
+        inputs: value names.
+        outputs: value names; None for a result that nothing uses.
+        empty: shapes to return without a call where this rank owns nothing of the result; None: always call.
+    """
+
+    function: Callable[..., Any]
+    inputs: tuple[str, ...]
+    outputs: tuple[str | None, ...]
+    empty: tuple[tuple[int, ...], ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Communicate:
+    """A communicating operator: every rank of the stage is there, whatever it owns."""
+
+    collective: Collective
+    inputs: tuple[str | None, ...]
+    outputs: tuple[str | None, ...]
+    kind: str
+
+
+Instruction = Compute | Communicate
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """One rank's share of a program.
+
+    Attributes:
+        instructions: what it does.
+        read_box: the box of the image that it starts from, clipped to the image.
+        splits: how each split value is laid out; a value that is not in it is replicated.
+        outputs: the leaves of the model's answer, gathered where they were split.
+        program: what it was lowered from.
+        values: shapes of the program's values and of those that lowering made.
+    """
+
+    instructions: tuple[Instruction, ...]
+    read_box: Box
+    splits: Mapping[str, Split]
+    outputs: tuple[Any, ...]
+    program: Program
+    values: Mapping[str, ValueInfo]
+
+    def floating(self, name: str) -> bool:
+        """Whether a value can carry a gradient."""
+        info = self.values.get(name)
+        return info is None or info.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -1,0 +1,229 @@
+"""Lowering: a captured program and a grid become what each rank does.
+
+Every value is *split* (each rank holds its part) or *replicated* (each holds it whole). Rules, one for each operator, say which it
+is and what it takes; what they refuse is refused here, before any rank talks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+from hyfi_core.errors import RequestError
+from hyfi_core.graph.instructions import Communicate, Compute, Instruction, RankProgram, Split
+from hyfi_core.graph.program import Operator, Program, Ref, ValueInfo, refs_in, substitute
+from hyfi_core.ops.base import Collective
+from hyfi_core.ops.redistribute import Redistribute
+from hyfi_core.plan.box import Box, hull
+from hyfi_core.plan.layout import Layout
+from hyfi_core.plan.transfer import Transfer, plan_transfer
+
+Rule = Callable[["Lowering", Operator], None]
+
+
+@dataclass(frozen=True)
+class _ReadImage:
+    """Stands for a cut-out of the image until all cut-outs, and so what the rank reads, are known."""
+
+    name: str
+    need: Box
+    fill: float
+
+
+class Lowering:
+    """Builds one rank's instructions; rules call its methods.
+
+    Args:
+        program: the captured model.
+        grid: rows and columns of ranks.
+        rank: whose instructions.
+        rules: text form of an operator -> its rule.
+    """
+
+    def __init__(self, program: Program, grid: tuple[int, int], rank: int, rules: dict[str, Rule]) -> None:
+        self.program = program
+        self.grid = grid
+        self.rank = rank
+        self.values: dict[str, ValueInfo] = dict(program.values)
+        self.splits: dict[str, Split] = {}
+        self._rules = rules
+        self._steps: list[Instruction | _ReadImage] = []
+        self._made = 0
+        height, width = program.values[program.image].shape[-2:]
+        self.splits[program.image] = Split(Layout.even(height, width, grid))
+
+    def run(self, wanted: tuple[Any, ...]) -> RankProgram:
+        """Return the instructions that compute the ``wanted`` outputs and every mutation."""
+        program = self.program
+        roots = {*refs_in(wanted), *program.mutations.values()}
+        alive = program.needed(roots)
+        for op in program.operators:
+            if any(output in alive for output in op.outputs if output is not None):
+                self._lower(op)
+        outputs = tuple(Ref(self.whole(item.name)) if isinstance(item, Ref) else item for item in wanted)
+        for name in program.mutations.values():
+            if name in self.splits:
+                raise RequestError("the model stores a whole map in a buffer, which no rank holds")
+        instructions, read_box = self._finish()
+        return RankProgram(instructions, read_box, self.splits, outputs, program, self.values)
+
+    def _lower(self, op: Operator) -> None:
+        if not any(name in self.splits for name in op.inputs):
+            lower_replicated(self, op)
+            return
+        rule = self._rules.get(op.text)
+        if rule is None:
+            self.refuse(
+                op, "is not known for maps that are split over ranks", "a plan with one rank, or another operator"
+            )
+        rule(self, op)
+
+    # -- what rules ask
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the global shape of a value."""
+        return self.values[name].shape
+
+    def split_of(self, argument: Any) -> Split | None:
+        """Return how an argument is split, None for a replicated value or a constant."""
+        return self.splits.get(argument.name) if isinstance(argument, Ref) else None
+
+    def refuse(self, op: Operator, what: str, instead: str) -> NoReturn:
+        """Refuse an operator by name.
+
+        Raises:
+            RequestError: always.
+        """
+        where = f" in module {op.module!r}" if op.module else ""
+        raise RequestError(f"{op.text}{where} {what}; what works: {instead}")
+
+    # -- what rules emit
+
+    def part(self, name: str, split: Split) -> str:
+        """Return the name of the value laid out as ``split``, moved there if it is laid out otherwise."""
+        here = self.splits[name]
+        if here == split and name != self.program.image:
+            return name
+        if here.dims != split.dims:
+            raise AssertionError(f"{name} has space in dims {here.dims}, asked for {split.dims}")
+        return self.moved(name, split.layout.parts, Split(split.layout, split.dims))
+
+    def moved(self, name: str, need: Sequence[Box], split: Split | None = None, fill: float = 0.0) -> str:
+        """Return the name of a value that holds, on each rank, the box that it needs.
+
+        Args:
+            name: a split value.
+            need: one box for each rank; outside the map is filled with ``fill``.
+            split: how the result is split, if it is a value that other rules may use.
+            fill: value outside the map.
+        """
+        here = self.splits[name]
+        if name != self.program.image and tuple(need) == here.layout.parts:
+            return name
+        result = self.fresh(name)
+        if split is not None:
+            self.splits[result] = split
+        if name == self.program.image:
+            self._steps.append(_ReadImage(result, need[self.rank], fill))
+        else:
+            transfer = plan_transfer(here.layout.parts, need, here.layout.map, self.rank)
+            self.communicate(Redistribute(transfer, here.dims, fill), (name,), (result,), "halo")
+        return result
+
+    def whole(self, name: str) -> str:
+        """Return the name of a replicated value: the map gathered on every rank if it was split."""
+        split = self.splits.get(name)
+        if split is None:
+            return name
+        ranks = len(split.layout.parts)
+        result = self.moved(name, [split.layout.map] * ranks)
+        if result == name:  # one rank holds all of it anyway
+            result = self.fresh(name)
+            self.compute(_itself, (name,), (result,))
+        return result
+
+    def fresh(self, name: str) -> str:
+        """Return a new name for something made from ``name``; global shape and type are taken over."""
+        self._made += 1
+        result = f"{name}~{self._made}"
+        self.values[result] = self.values[name]
+        return result
+
+    def compute(
+        self,
+        function: Callable[..., Any],
+        inputs: tuple[str, ...],
+        outputs: tuple[str | None, ...],
+        split: Split | None = None,
+    ) -> None:
+        """Emit a local call; with ``split`` its outputs are split so, and ranks that own nothing of them do not call."""
+        empty = None
+        if split is not None:
+            for output in outputs:
+                if output is not None:
+                    self.splits[output] = split
+            if split.layout.parts[self.rank].empty:
+                empty = tuple(split.local_shape(self.shape(o), self.rank) if o is not None else () for o in outputs)
+        self._steps.append(Compute(function, inputs, outputs, empty))
+
+    def communicate(
+        self, collective: Collective, inputs: tuple[str | None, ...], outputs: tuple[str | None, ...], kind: str
+    ) -> None:
+        """Emit a communicating operator; ``kind`` is what traffic counts it as."""
+        self._steps.append(Communicate(collective, inputs, outputs, kind))
+
+    def _finish(self) -> tuple[tuple[Instruction, ...], Box]:
+        """Fix what is read of the image, and turn cut-outs of the image into local copies."""
+        image = self.program.image
+        whole = self.splits[image].layout.map
+        reads = [step.need.intersect(whole) for step in self._steps if isinstance(step, _ReadImage)]
+        read_box = hull(box for box in reads if not box.empty)
+        done: list[Instruction] = []
+        for step in self._steps:
+            if isinstance(step, _ReadImage):
+                transfer = Transfer(read_box, step.need, whole, (), (), read_box.intersect(step.need))
+                done.append(Communicate(Redistribute(transfer, fill=step.fill), (image,), (step.name,), "input"))
+            else:
+                done.append(step)
+        return tuple(done), read_box
+
+
+def bound(op: Operator, values_first: tuple[str, ...] | None = None) -> tuple[Callable[..., Any], tuple[str, ...]]:
+    """Return (function, inputs): the operator's call as a function of the values it takes, constants bound."""
+    names = tuple(dict.fromkeys(op.inputs)) if values_first is None else values_first
+
+    def call(*tensors: Any) -> Any:
+        values = dict(zip(names, tensors, strict=True))
+        return op.target(*substitute(op.args, values), **{k: substitute(v, values) for k, v in op.kwargs.items()})
+
+    return call, names
+
+
+def lower_replicated(lowering: Lowering, op: Operator) -> None:
+    """No map left: every rank of the stage computes the same, on the same values."""
+    if op.text in ("aten.native_dropout.default", "aten.bernoulli.p", "aten.rand_like.default"):
+        train = op.args[2] if op.text == "aten.native_dropout.default" else True
+        if train and op.args[1] != 0.0:
+            lowering.refuse(
+                op, "draws random numbers, which ranks would draw differently", "dropout with p=0, or evaluation mode"
+            )
+    function, inputs = bound(op)
+    lowering.compute(function, inputs, op.outputs)
+
+
+def renamed(op: Operator, names: dict[str, str]) -> Operator:
+    """Return the operator with some of its values replaced by others."""
+
+    def swap(argument: Any) -> Any:
+        if isinstance(argument, Ref):
+            return Ref(names.get(argument.name, argument.name))
+        if isinstance(argument, (list, tuple)):
+            return type(argument)(swap(item) for item in argument)
+        return argument
+
+    return replace(op, args=swap(op.args), kwargs={key: swap(item) for key, item in op.kwargs.items()})
+
+
+def _itself(tensor: Any) -> Any:
+    return tensor.view_as(tensor)

@@ -1,0 +1,224 @@
+"""Rules for statistics and reductions over space: partial sums on every rank, one small all-reduce, a local finish."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from hyfi_core.graph.instructions import Split
+from hyfi_core.graph.lowering import Lowering, bound, renamed
+from hyfi_core.graph.program import Operator, ValueInfo
+from hyfi_core.ops.reduce import BatchNorm, MaxOverSpace, SumOverRanks
+
+
+def _accumulator(tensor: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _over_space(lowering: Lowering, op: Operator) -> tuple[str, tuple[int, ...], bool]:
+    """Return (input, dims, keepdim) of a reduction that takes at least both dims of space.
+
+    Raises:
+        RequestError: it leaves one of them.
+    """
+    name = op.args[0].name
+    rank = len(lowering.shape(name))
+    given = op.args[1] if len(op.args) > 1 and op.args[1] is not None else range(rank)
+    dims = tuple(sorted(dim % rank for dim in ([given] if isinstance(given, int) else given)))
+    keepdim = bool(op.args[2]) if len(op.args) > 2 else bool(op.kwargs.get("keepdim", False))
+    return name, dims, keepdim
+
+
+def _reduction(lowering: Lowering, op: Operator, mean: bool) -> None:
+    name, dims, keepdim = _over_space(lowering, op)
+    space = lowering.splits[name].dims
+    output = op.outputs[0]
+    if not set(space) & set(dims):  # over channels: every pixel by itself
+        split = lowering.splits[name]
+        if not keepdim:
+            split = Split(split.layout, tuple(d - sum(r < d for r in dims) for d in space))  # type: ignore[arg-type]
+        part = lowering.part(name, lowering.splits[name])
+        function, inputs = bound(renamed(op, {name: part}))
+        lowering.compute(function, inputs, op.outputs, split)
+    elif not set(space) <= set(dims):
+        lowering.refuse(op, f"reduces dims {dims} of a map whose space is {space}", "both dims of space, or neither")
+    else:
+        _sum_over_space(lowering, name, output, dims, keepdim, mean)
+
+
+def _sum_over_space(
+    lowering: Lowering, name: str, output: str | None, dims: tuple[int, ...], keepdim: bool, mean: bool
+) -> None:
+    shape = lowering.shape(name)
+    count = 1
+    for dim in dims:
+        count *= shape[dim]
+    partial, summed = lowering.fresh(name), lowering.fresh(name)
+    lowering.compute(
+        lambda tensor: tensor.sum(dims, keepdim=keepdim, dtype=_accumulator(tensor)),
+        (lowering.part(name, lowering.splits[name]),),
+        (partial,),
+    )
+    lowering.communicate(SumOverRanks(), (partial,), (summed,), "reduce")
+    lowering.compute(lambda tensor: tensor / count if mean else tensor.clone(), (summed,), (output,))
+
+
+def mean_over_space(lowering: Lowering, name: str, output: str | None, keepdim: bool) -> None:
+    """Emit the mean over the whole map."""
+    _sum_over_space(lowering, name, output, lowering.splits[name].dims, keepdim, mean=True)
+
+
+def mean(lowering: Lowering, op: Operator) -> None:
+    """Mean over space (and other dims), or over channels alone."""
+    _reduction(lowering, op, mean=True)
+
+
+def total(lowering: Lowering, op: Operator) -> None:
+    """Sum over space (and other dims), or over channels alone."""
+    _reduction(lowering, op, mean=False)
+
+
+def maximum(lowering: Lowering, op: Operator) -> None:
+    """Maximum over space; ties share the gradient wherever they are."""
+    name, dims, keepdim = _over_space(lowering, op)
+    if dims != lowering.splits[name].dims:
+        lowering.refuse(
+            op, f"takes the maximum over dims {dims}", f"exactly the dims of space {lowering.splits[name].dims}"
+        )
+    part = lowering.part(name, lowering.splits[name])
+    lowering.communicate(MaxOverSpace((dims[0], dims[1]), keepdim), (part,), op.outputs, "reduce")
+
+
+def _pixels(lowering: Lowering, name: str) -> int:
+    batch, _, height, width = lowering.shape(name)
+    return batch * height * width
+
+
+def batch_norm_training(lowering: Lowering, op: Operator) -> None:
+    """Batch norm with statistics of the whole map; one rank alone uses the native kernel."""
+    x, weight, bias, running_mean, running_var, _, momentum, eps = op.args
+    part = lowering.part(x.name, lowering.splits[x.name])
+    split = lowering.splits[part]
+    normalised, _, _, new_mean, new_var = (*op.outputs, None, None)[:5]
+    affine = tuple(item.name if item is not None else None for item in (weight, bias))
+    if lowering.grid == (1, 1):
+        inputs = tuple(name for name in (part, *affine, running_mean.name, running_var.name) if name is not None)
+        function = _native_batch_norm(weight is not None, bias is not None, momentum, eps)
+        lowering.compute(function, inputs, (normalised, new_mean, new_var))
+        if normalised is not None:
+            lowering.splits[normalised] = split
+        return
+    count = _pixels(lowering, x.name)
+    batch_mean, batch_var = lowering.fresh(running_mean.name), lowering.fresh(running_var.name)
+    lowering.communicate(BatchNorm(count, eps), (part, *affine), (normalised, batch_mean, batch_var), "reduce")
+    if normalised is not None:
+        lowering.splits[normalised] = split
+    unbias = count / max(count - 1, 1)
+    for running, batch, new, factor in (
+        (running_mean.name, batch_mean, new_mean, 1.0),
+        (running_var.name, batch_var, new_var, unbias),
+    ):
+        if new is not None:
+            lowering.compute(_running(momentum, factor), (running, batch), (new,))
+
+
+def _native_batch_norm(has_weight: bool, has_bias: bool, momentum: float, eps: float) -> Any:
+    def call(x: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        values = list(rest)
+        weight = values.pop(0) if has_weight else None
+        bias = values.pop(0) if has_bias else None
+        running_mean, running_var = values[0].clone(), values[1].clone()
+        result = F.batch_norm(x, running_mean, running_var, weight, bias, True, momentum, eps)
+        return result, running_mean, running_var
+
+    return call
+
+
+def _running(momentum: float, factor: float) -> Any:
+    def call(running: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        return running * (1.0 - momentum) + batch.to(running.dtype) * (momentum * factor)
+
+    return call
+
+
+def batch_norm_evaluation(lowering: Lowering, op: Operator) -> None:
+    """Batch norm on running statistics: pixel by pixel, nothing to exchange."""
+    x = op.args[0]
+    part = lowering.part(x.name, lowering.splits[x.name])
+    function, inputs = bound(renamed(op, {x.name: part}))
+    lowering.compute(lambda *tensors: function(*tensors)[0], inputs, op.outputs[:1], lowering.splits[part])
+
+
+def batch_norm(lowering: Lowering, op: Operator) -> None:
+    """``batch_norm`` as evaluation mode leaves it in the graph."""
+    x, training = op.args[0], op.args[5]
+    if training:
+        lowering.refuse(op, "keeps no running statistics in training mode", "track_running_stats=True, or group norm")
+    part = lowering.part(x.name, lowering.splits[x.name])
+    function, inputs = bound(renamed(op, {x.name: part}))
+    lowering.compute(function, inputs, op.outputs, lowering.splits[part])
+
+
+def group_norm(lowering: Lowering, op: Operator) -> None:
+    """Group norm: statistics of each image and group over the whole map."""
+    x, groups, weight, bias, eps = (*op.args, None, None, 1e-5)[:5] if len(op.args) < 5 else op.args[:5]
+    _grouped(lowering, op, x.name, groups, weight, bias, eps)
+
+
+def instance_norm(lowering: Lowering, op: Operator) -> None:
+    """Instance norm is group norm with one channel a group."""
+    x, weight, bias, running_mean, _, use_input_stats = op.args[:6]
+    if running_mean is not None or not use_input_stats:
+        lowering.refuse(op, "keeps running statistics", "track_running_stats=False")
+    _grouped(lowering, op, x.name, lowering.shape(x.name)[1], weight, bias, op.args[7])
+
+
+def _grouped(lowering: Lowering, op: Operator, name: str, groups: int, weight: Any, bias: Any, eps: float) -> None:
+    batch, channels, height, width = lowering.shape(name)
+    count = channels // groups * height * width
+    split = lowering.splits[name]
+    part = lowering.part(name, split)
+    partial, summed = lowering.fresh(name), lowering.fresh(name)
+    lowering.values[partial] = lowering.values[summed] = ValueInfo((2, batch, groups), torch.float64)
+    lowering.compute(_group_sums(batch, groups), (part,), (partial,))
+    lowering.communicate(SumOverRanks(), (partial,), (summed,), "reduce")
+    affine = tuple(item.name for item in (weight, bias) if item is not None)
+    lowering.compute(
+        _normalise(count, eps, weight is not None, bias is not None), (part, summed, *affine), op.outputs, split
+    )
+
+
+def _group_sums(batch: int, groups: int) -> Any:
+    """Return this part's Σx and Σx² for every image and group, through its own mean so that nothing cancels."""
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        if not x.numel():
+            return x.new_zeros((2, batch, groups), dtype=torch.float64)
+        grouped = x.reshape(batch, groups, -1)
+        grouped = grouped.to(_accumulator(x))
+        variance, mean = torch.var_mean(grouped, dim=2, correction=0)
+        variance, mean = variance.double(), mean.double()
+        return torch.stack([mean, variance + mean * mean]) * grouped.shape[2]
+
+    return call
+
+
+def _normalise(count: int, eps: float, has_weight: bool, has_bias: bool) -> Any:
+    def call(x: torch.Tensor, sums: torch.Tensor, *affine: torch.Tensor) -> torch.Tensor:
+        batch, channels = x.shape[:2]
+        mean = sums[0] / count
+        inverse = (sums[1] / count - mean * mean).clamp(min=0.0).add(eps).rsqrt()
+        spread = channels // mean.shape[1]
+        mean, scale = mean.repeat_interleave(spread, 1), inverse.repeat_interleave(spread, 1)
+        if has_weight:
+            scale = scale * affine[0]
+        kind = _accumulator(x)
+        shape = (batch, channels, 1, 1)
+        result = (x - mean.to(kind).view(shape)) * scale.to(kind).view(shape)
+        if has_bias:
+            result = result + affine[-1].view(1, channels, 1, 1)
+        return result.to(x.dtype)
+
+    return call

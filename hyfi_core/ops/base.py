@@ -1,0 +1,27 @@
+"""What every communicating operator is: a forward, and a backward that is its adjoint, run by the engine and not by autograd."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from hyfi_core.comm.base import Communicator
+
+Tensors = tuple[torch.Tensor, ...]
+Cotangents = tuple[torch.Tensor | None, ...]
+
+
+class Collective(Protocol):
+    """A communicating operator. All ranks of the stage call it in the same order, whatever they own.
+
+    Inputs and outputs are local tensors, detached; what ``forward`` saves, ``backward`` is given back.
+    """
+
+    def forward(self, comm: Communicator, inputs: Tensors) -> tuple[Tensors, Any]:
+        """Return (outputs, saved)."""
+        ...
+
+    def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents) -> Cotangents:
+        """Return the cotangent of every input, None for one that has none; a cotangent of None means zero."""
+        ...

@@ -1,0 +1,126 @@
+"""Redistribution: every activation that crosses ranks; and its adjoint, which adds what comes back.
+
+forward                              backward (the adjoint)
+own ──copy──▶ need                   own ◀──add── cotangent of need
+peer's strip ──message──▶ need       peer ◀──message── cotangent of its strip, added there
+outside the map: the fill value      outside the map: dropped
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hyfi_core.comm.base import Communicator, Message
+from hyfi_core.ops.base import Cotangents, Tensors
+from hyfi_core.plan.box import Box
+from hyfi_core.plan.transfer import Strip, Transfer
+
+
+@dataclass(frozen=True)
+class Redistribute:
+    """Brings a map from what ranks have to what they need.
+
+    Attributes:
+        transfer: this rank's share.
+        dims: which tensor dims are (y, x).
+        fill: value outside the map (0 for a convolution, -inf for a maximum).
+    """
+
+    transfer: Transfer
+    dims: tuple[int, int] = (2, 3)
+    fill: float = 0.0
+
+    def forward(self, comm: Communicator, inputs: Tensors) -> tuple[Tensors, Any]:
+        """Return (what this rank needs,); nothing but shapes is saved."""
+        (own,) = inputs
+        transfer = self.transfer
+        saved = (own.shape, own.dtype)
+        if transfer.idle:
+            return (own,), saved
+        receives, boxes = self._mailboxes(own, transfer.receives)
+        sends = [Message(s.peer, self._view(own, s.box, transfer.have).contiguous()) for s in transfer.sends]
+        pending = comm.exchange(sends, receives)
+        result = self._canvas(own)
+        self._view(result, transfer.kept, transfer.need).copy_(self._view(own, transfer.kept, transfer.have))
+        pending.wait()
+        for strip, box in zip(transfer.receives, boxes, strict=True):
+            self._view(result, strip.box, transfer.need).copy_(box)
+        return (result,), saved
+
+    def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents) -> Cotangents:
+        """Return (the cotangent of what this rank owns,): its own share plus what others computed from it."""
+        shape, dtype = saved
+        transfer = self.transfer
+        (cotangent,) = cotangents
+        if transfer.idle:
+            return (cotangent,)
+        if cotangent is None:
+            cotangent = torch.zeros(self._sized(shape, transfer.need), dtype=dtype)
+        receives, boxes = self._mailboxes(cotangent, transfer.sends)
+        sends = [Message(s.peer, self._view(cotangent, s.box, transfer.need).contiguous()) for s in transfer.receives]
+        pending = comm.exchange(sends, receives)
+        result = self._own_share(cotangent, shape)
+        pending.wait()
+        for strip, box in zip(transfer.sends, boxes, strict=True):
+            self._view(result, strip.box, transfer.have).add_(box)
+        return (result,)
+
+    def _own_share(self, cotangent: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Return the cotangent of what is owned, as far as this rank computed it: zero where it did not look."""
+        transfer = self.transfer
+        kept = self._view(cotangent, transfer.kept, transfer.need)
+        if transfer.kept == transfer.have:
+            return kept.clone(memory_format=_format_of(cotangent))
+        result = _like(cotangent, self._sized(shape, transfer.have)).zero_()
+        self._view(result, transfer.kept, transfer.have).copy_(kept)
+        return result
+
+    def _canvas(self, own: torch.Tensor) -> torch.Tensor:
+        """Return the tensor to be filled; only what nothing will overwrite is set."""
+        transfer = self.transfer
+        result = _like(own, self._sized(own.shape, transfer.need))
+        if not transfer.map.contains(transfer.need):
+            self._fill_outside(result)
+        return result
+
+    def _fill_outside(self, result: torch.Tensor) -> None:
+        """Set the four bands of the need that hang over the map."""
+        need, whole = self.transfer.need, self.transfer.map
+        for band in (
+            Box(need.y0, min(whole.y0, need.y1), need.x0, need.x1),
+            Box(max(whole.y1, need.y0), need.y1, need.x0, need.x1),
+            Box(need.y0, need.y1, need.x0, min(whole.x0, need.x1)),
+            Box(need.y0, need.y1, max(whole.x1, need.x0), need.x1),
+        ):
+            if not band.empty:
+                self._view(result, band, need).fill_(self.fill)
+
+    def _mailboxes(self, like: torch.Tensor, strips: tuple[Strip, ...]) -> tuple[list[Message], list[torch.Tensor]]:
+        # On the wire dims are in plain order: neighbours need not agree on how they lay out memory.
+        boxes = [like.new_empty(self._sized(like.shape, strip.box)) for strip in strips]
+        return [Message(strip.peer, box) for strip, box in zip(strips, boxes, strict=True)], boxes
+
+    def _sized(self, shape: torch.Size, box: Box) -> list[int]:
+        sides = list(shape)
+        sides[self.dims[0]], sides[self.dims[1]] = box.shape
+        return sides
+
+    def _view(self, tensor: torch.Tensor, box: Box, origin: Box) -> torch.Tensor:
+        """Return the pixels of ``box`` in a tensor whose first pixel is that of ``origin``."""
+        if box.empty:
+            return tensor.narrow(self.dims[0], 0, 0).narrow(self.dims[1], 0, 0)
+        local = box.relative_to(origin)
+        return tensor.narrow(self.dims[0], local.y0, local.height).narrow(self.dims[1], local.x0, local.width)
+
+
+def _format_of(tensor: torch.Tensor) -> torch.memory_format:
+    """Return channels-last where the tensor is laid out so, also when it has one channel or one pixel."""
+    last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    return torch.channels_last if last and not tensor.is_contiguous() else torch.contiguous_format
+
+
+def _like(tensor: torch.Tensor, shape: list[int]) -> torch.Tensor:
+    return torch.empty(shape, dtype=tensor.dtype, device=tensor.device, memory_format=_format_of(tensor))

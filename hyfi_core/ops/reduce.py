@@ -1,0 +1,171 @@
+"""Reductions over the ranks of a stage.
+
+A value that every rank holds is *replicated*; its cotangent is the sum over ranks. So the all-reduce of partial sums is
+its own adjoint, and weight gradients are plain sums.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hyfi_core.comm.base import Communicator
+from hyfi_core.ops.base import Cotangents, Tensors
+
+
+@dataclass(frozen=True)
+class SumOverRanks:
+    """Partial sums of ranks become one replicated sum."""
+
+    def forward(self, comm: Communicator, inputs: Tensors) -> tuple[Tensors, Any]:
+        """Return (sum,)."""
+        total = inputs[0].clone(memory_format=torch.contiguous_format)
+        comm.all_reduce(total)
+        return (total,), (total.shape, total.dtype)
+
+    def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents) -> Cotangents:
+        """Return (sum of all ranks' cotangents,)."""
+        shape, dtype = saved
+        (cotangent,) = cotangents
+        total = torch.zeros(shape, dtype=dtype) if cotangent is None else cotangent.to(dtype).contiguous().clone()
+        comm.all_reduce(total)
+        return (total,)
+
+
+@dataclass(frozen=True)
+class MaxOverSpace:
+    """The maximum over the whole map: ``amax`` over space and ranks.
+
+    Pixels that tie share the cotangent equally, wherever they are, as ``torch.amax`` has it.
+
+    Attributes:
+        dims: the two tensor dims of space.
+        keepdim: whether they stay, with size 1.
+    """
+
+    dims: tuple[int, int]
+    keepdim: bool
+
+    def forward(self, comm: Communicator, inputs: Tensors) -> tuple[Tensors, Any]:
+        """Return (maximum,); the map and the maximum are saved."""
+        (own,) = inputs
+        if own.numel():
+            top = own.amax(self.dims, keepdim=True)
+        else:
+            shape = [1 if dim in self.dims else side for dim, side in enumerate(own.shape)]
+            top = own.new_full(shape, -torch.inf)
+        top = top.contiguous()
+        comm.all_reduce(top, "max")
+        return (top if self.keepdim else self._squeeze(top),), (own, top)
+
+    def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents) -> Cotangents:
+        """Return (cotangent of the map,): one all-reduce of cotangents and of how many pixels tie."""
+        own, top = saved
+        (cotangent,) = cotangents
+        hits = own == top
+        packed = torch.zeros((2, *top.shape), dtype=torch.promote_types(top.dtype, torch.float32))
+        packed[1] = hits.sum(self.dims, keepdim=True)
+        if cotangent is not None:
+            packed[0] = cotangent.reshape(top.shape)
+        comm.all_reduce(packed)
+        return (hits * (packed[0] / packed[1]).to(own.dtype),)
+
+    def _squeeze(self, top: torch.Tensor) -> torch.Tensor:
+        return top.squeeze(self.dims)
+
+
+@dataclass(frozen=True)
+class BatchNorm:
+    """Batch normalisation in training mode, over all pixels of the map, each counted once.
+
+    One all-reduce of sums forward and one backward, both in float64. Each rank gives the mean and the spread around *its*
+    mean (Chan et al., 1983): sums of squares around zero would cancel where the mean is large against the spread.
+
+    Inputs: map, weight or None, bias or None. Outputs: normalised map, mean, biased variance (the latter for running statistics).
+
+    Attributes:
+        count: pixels of the whole map times images.
+        eps: added to the variance.
+    """
+
+    count: int
+    eps: float
+
+    def forward(self, comm: Communicator, inputs: Tensors) -> tuple[Tensors, Any]:
+        """Return (normalised, mean, variance)."""
+        own, weight, bias = inputs
+        mean, variance = self._statistics(comm, own)
+        stats_dtype = torch.promote_types(own.dtype, torch.float32)
+        mean, variance = mean.to(stats_dtype), variance.to(stats_dtype)
+        if own.numel():
+            result = torch.native_batch_norm(own, weight, bias, mean, variance, False, 0.0, self.eps)[0]
+        else:
+            result = torch.empty_like(own)
+        return (result, mean, variance), (own, weight, mean, variance)
+
+    def _statistics(self, comm: Communicator, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        channels = own.shape[1]
+        sums = torch.zeros((2, channels), dtype=torch.float64)
+        pixels = own.numel() // channels
+        if pixels:
+            mean, variance = torch.batch_norm_update_stats(own, None, None, 0.0)
+            mean, variance = mean.double(), variance.double()
+            sums[0] = pixels * mean
+            sums[1] = pixels * (variance + mean * mean)
+        comm.all_reduce(sums)
+        mean = sums[0] / self.count
+        return mean, (sums[1] / self.count - mean * mean).clamp_(min=0.0)
+
+    def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents) -> Cotangents:
+        """Return the cotangents of map, weight (this rank's share), bias (this rank's share).
+
+        With x̂ the normalised map: dx = w/σ · (dy - mean(dy) - x̂ · mean(dy · x̂)). The native kernel in its evaluation form
+        gives w/σ · dy and, as gradients of bias and weight, exactly the two sums to reduce.
+        """
+        own, weight, mean, variance = saved
+        dy = cotangents[0]
+        sums = torch.zeros((2, own.shape[1]), dtype=torch.float64)
+        dx = None
+        if own.numel() and dy is not None:
+            # Without a weight the kernel still gives Σ dy and Σ dy·x̂ when asked as if it were all ones.
+            scale = torch.ones_like(mean) if weight is None else weight
+            dx, share_weight, share_bias = torch.ops.aten.native_batch_norm_backward(
+                dy, own, scale, mean, variance, None, None, False, self.eps, [True, True, True]
+            )
+            sums[0], sums[1] = share_bias, share_weight
+        local = sums.clone()
+        comm.all_reduce(sums)
+        if own.numel():
+            dx = self._subtract_means(dx, own, weight, mean, variance, sums / self.count)
+        else:
+            dx = torch.zeros_like(own)
+        kind = mean.dtype if weight is None else weight.dtype
+        return dx, local[1].to(kind), local[0].to(kind)
+
+    def _subtract_means(
+        self,
+        dx: torch.Tensor | None,
+        own: torch.Tensor,
+        weight: torch.Tensor | None,
+        mean: torch.Tensor,
+        variance: torch.Tensor,
+        means: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return dx - w/σ · (mean(dy) + x̂ · mean(dy · x̂)) as one affine of the map, added in place."""
+        inverse = (variance.double() + self.eps).rsqrt()
+        gain = inverse if weight is None else inverse * weight.double()
+        slope = -gain * means[1] * inverse
+        shift = -gain * means[0] - slope * mean.double()
+        affine = torch.native_batch_norm(
+            own,
+            slope.to(mean.dtype),
+            shift.to(mean.dtype),
+            torch.zeros_like(mean),
+            torch.ones_like(mean),
+            False,
+            0.0,
+            0.0,
+        )[0]
+        return affine if dx is None else dx.add_(affine)

@@ -1,0 +1,398 @@
+"""The engine: one classifier trained exactly by many ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hyfi_core.comm.base import Communicator
+from hyfi_core.comm.counted import CountedCommunicator
+from hyfi_core.errors import RequestError
+from hyfi_core.graph.program import Ref
+from hyfi_core.ops.redistribute import Redistribute
+from hyfi_core.plan.box import Box
+from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.plan.transfer import plan_transfer
+from hyfi_core.runtime.compiled import Compiled, compile_model, split_tape
+from hyfi_core.runtime.executor import Executor, Values
+from hyfi_core.runtime.gradients import add_back, reduce_shares, set_aside
+
+Images = torch.Tensor | Callable[[Box], torch.Tensor]
+Loss = Callable[[Any, torch.Tensor], torch.Tensor]
+OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+class Engine:
+    """A model spread over ranks; made by ``parallelize``. All ranks of the plan call its methods together.
+
+    Attributes:
+        plan: how the model is spread.
+        optimizer: this rank's ``torch.optim.Optimizer``; learning-rate schedulers take it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        shape: tuple[int, int, int, int],
+        plan: ParallelPlan,
+        comm: Communicator,
+        loss: Loss,
+        optimizer: OptimizerFactory | None,
+        output: Callable[[Any], Any] | None,
+        autocast: torch.dtype | None,
+    ) -> None:
+        self.plan = plan
+        self._model = model
+        self._shape = shape
+        self._loss = loss
+        self._output = output
+        self._autocast = autocast
+        self._all = CountedCommunicator(comm)
+        replica = comm.split(comm.rank // plan.ranks_per_replica, comm.rank)
+        assert replica is not None
+        self._stage = CountedCommunicator(replica)
+        self._cache: dict[Any, Compiled] = {}
+        self._dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        self._trained = [p for p in model.parameters() if p.requires_grad]
+        for tensor in (*model.parameters(), *model.buffers()):
+            comm.broadcast(tensor.data)
+        self._optimizer = optimizer(self._trained) if optimizer is not None else None
+
+    # -- what a user calls
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """This rank's optimiser.
+
+        Raises:
+            RequestError: the engine was made without one.
+        """
+        if self._optimizer is None:
+            raise RequestError("this engine has no optimizer; pass parallelize(..., optimizer=lambda params: ...)")
+        return self._optimizer
+
+    @property
+    def input_box(self) -> Box:
+        """The box of the image that this rank asks for: its part of the first map, halo included, within the image."""
+        return self._compiled(self._micro_shape(self._shape[0])).ranked.read_box
+
+    def predict(self, images: Images) -> Any:
+        """Return the answer for a batch in evaluation mode, the same on every rank.
+
+        Args:
+            images: the whole batch ``(B, C, H, W)``, or a callable that returns ``(B, C, h, w)`` for a box of it.
+        """
+        with self._evaluating(), torch.no_grad():
+            self._reset_traffic()
+            local, shape = self._local(images)
+            answers = []
+            compiled = self._compiled(self._micro_shape(shape[0], shape))
+            for part in local.split(self._micro_shape(shape[0], shape)[0]):
+                values = self._start(compiled, part)
+                Executor(compiled.tape, self._stage).forward(values, record=False)
+                answers.append(compiled.pick(_leaves(compiled, values)))
+            return _joined(answers)
+
+    def attribute(self, images: Images) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (logits ``(B, K)``, contributions ``(B, K, h, w)`` float32), the same on every rank.
+
+        A contribution is activation times the gradient of the logit, summed over the channels of the last map before space
+        is reduced. For a linear head behind a mean or maximum, contributions plus the bias are the logit.
+
+        Raises:
+            RequestError: the model's answer is not one tensor of logits reduced from a map.
+        """
+        with self._evaluating():
+            local, shape = self._local(images)
+            compiled = self._compiled(self._micro_shape(shape[0], shape))
+            pieces = [self._attribute(compiled, p) for p in local.split(self._micro_shape(shape[0], shape)[0])]
+        return torch.cat([piece[0] for piece in pieces]), torch.cat([piece[1] for piece in pieces])
+
+    def accumulate(self, images: Images, labels: torch.Tensor) -> float:
+        """Run forward and backward; this call's gradient is reduced and added to what is there.
+
+        Args:
+            images: the replica's whole batch, or a callable that returns any box of it.
+            labels: of the whole batch, first dim B.
+
+        Returns:
+            The loss: mean over micro-batches and replicas, the same on every rank.
+
+        Raises:
+            RequestError: the micro-batches would be unequal.
+        """
+        self._reset_traffic()
+        local, shape = self._local(images)
+        micro = self._micro_shape(shape[0], shape, strict=True)
+        compiled = self._compiled(micro)
+        parameters = self._parameters(compiled)
+        active = [p for name, p in parameters.items() if name in compiled.tape.active]
+        active = list({id(p): p for p in active}.values())
+        kept = set_aside(self._trained)
+        total = torch.zeros((), dtype=torch.float64)
+        for part, targets in zip(local.split(micro[0]), labels.split(micro[0]), strict=True):
+            total += self._micro_step(compiled, part, targets, parameters, shape[0] // micro[0])
+        self._all.kind = "reduce"
+        reduce_shares(active, self._all, 1.0 / self.plan.replicas)
+        add_back(self._trained, kept)
+        return self._mean_over_replicas(total)
+
+    def update(self, max_norm: float | None = None) -> None:
+        """Clip gradients to a global norm, let the optimiser step, and forget the gradients."""
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self._trained, max_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def train_step(self, images: Images, labels: torch.Tensor) -> float:
+        """``accumulate`` and ``update``; the loss."""
+        loss = self.accumulate(images, labels)
+        self.update()
+        return loss
+
+    def gather_gradients(self) -> dict[str, torch.Tensor] | None:
+        """Return copies of all gradients under the user's names on rank 0, None elsewhere; unused parameters have none."""
+        if self._all.rank != 0:
+            return None
+        return {name: p.grad.clone() for name, p in self._model.named_parameters() if p.grad is not None}
+
+    def gather_state_dict(self) -> dict[str, torch.Tensor] | None:
+        """Return a copy of the user's model's own ``state_dict`` on rank 0, None elsewhere."""
+        if self._all.rank != 0:
+            return None
+        return {name: value.detach().clone() for name, value in self._model.state_dict().items()}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Take over weights and buffers from such a dict, on every rank."""
+        self._model.load_state_dict(state)
+
+    def traffic(self) -> dict[str, dict[str, int]]:
+        """Return what this rank sent in the last step: messages and bytes by kind."""
+        result = self._stage.traffic()
+        for kind, counts in self._all.traffic().items():
+            for key, count in counts.items():
+                result[kind][key] += count
+        return result
+
+    # -- how it is done
+
+    def _micro_step(
+        self, compiled: Compiled, part: torch.Tensor, targets: torch.Tensor, parameters: Values, count: int
+    ) -> torch.Tensor:
+        """Run one micro-batch forward and backward; return its share of the loss."""
+        executor = Executor(compiled.tape, self._stage)
+        with self._autocasting():
+            values = self._start(compiled, part)
+            records = executor.forward(values, record=True)
+        self._store_buffers(compiled, values)
+        leaves = [leaf.requires_grad_() if _is_float(leaf) else leaf for leaf in _leaves(compiled, values)]
+        with torch.enable_grad():
+            loss = self._loss(compiled.pick(leaves), targets) / count
+        # The answer is replicated: its cotangent is a sum over ranks, so one rank gives the loss its weight and the others zero.
+        seed = torch.ones_like(loss) if self._stage.rank == 0 else torch.zeros_like(loss)
+        loss.backward(seed)
+        cotangents = {
+            item.name: leaf.grad
+            for item, leaf in zip(compiled.ranked.outputs, leaves, strict=True)
+            if isinstance(item, Ref) and leaf.grad is not None
+        }
+        executor.backward(records, cotangents, parameters)
+        return loss.detach().double()
+
+    def _attribute(self, compiled: Compiled, part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        name, body, head = split_tape(compiled.ranked)
+        with self._autocasting():
+            values = self._start(compiled, part)
+            Executor(body, self._stage).forward(values, record=False)
+            activation = values[name]
+            executor = Executor(head, self._stage)
+            records = executor.forward(values, record=True)
+        leaves = [leaf for leaf in _leaves(compiled, values) if isinstance(leaf, torch.Tensor)]
+        if len(leaves) != 1 or leaves[0].dim() != 2:
+            shapes = [tuple(leaf.shape) for leaf in leaves]
+            raise RequestError(
+                f"contributions need logits of shape (B, classes), the model returns {shapes}; pass output=..."
+            )
+        (ref,) = (item for item in compiled.ranked.outputs if isinstance(item, Ref))
+        maps = []
+        for index in range(leaves[0].shape[1]):
+            seed = torch.zeros_like(leaves[0])
+            seed[:, index] = float(self._stage.rank == 0)
+            found = executor.backward(records, {ref.name: seed}, {}, keep=True).get(name)
+            share = torch.zeros_like(activation) if found is None else activation * found
+            maps.append(share.float().sum(1, keepdim=True))
+        return leaves[0].float(), self._gathered(torch.cat(maps, 1), compiled, name)
+
+    def _gathered(self, part: torch.Tensor, compiled: Compiled, name: str) -> torch.Tensor:
+        """Return the whole of a map of which each rank has its part."""
+        layout = compiled.ranked.splits[name].layout
+        need = [layout.map] * self._stage.size
+        transfer = plan_transfer(layout.parts, need, layout.map, self._stage.rank)
+        return Redistribute(transfer).forward(self._stage, (part.contiguous(),))[0][0]
+
+    def _start(self, compiled: Compiled, part: torch.Tensor) -> Values:
+        """Return the values that are there before the first instruction."""
+        program = compiled.ranked.program
+        values: Values = dict(program.constants)
+        values.update(self._parameters(compiled))
+        buffers = dict(self._model.named_buffers(remove_duplicate=False))
+        values.update({value: buffers[name] for value, name in program.buffers.items()})
+        values[program.image] = part
+        return values
+
+    def _parameters(self, compiled: Compiled) -> Values:
+        named = dict(self._model.named_parameters(remove_duplicate=False))
+        return {value: named[name] for value, name in compiled.ranked.program.parameters.items()}
+
+    def _store_buffers(self, compiled: Compiled, values: Values) -> None:
+        buffers = dict(self._model.named_buffers(remove_duplicate=False))
+        with torch.no_grad():
+            for name, value in compiled.ranked.program.mutations.items():
+                buffers[name].copy_(values[value])
+
+    def _local(self, images: Images) -> tuple[torch.Tensor, tuple[int, int, int, int]]:
+        """Return (this rank's box of the batch, shape of the whole batch)."""
+        if isinstance(images, torch.Tensor):
+            shape = tuple(images.shape)
+            if len(shape) != 4:
+                raise RequestError(f"images have shape {shape}; give the whole batch as (B, C, H, W)")
+            box = self._compiled(self._micro_shape(shape[0], shape)).ranked.read_box
+            local = images[..., box.y0 : box.y1, box.x0 : box.x1]
+        else:
+            shape = self._shape
+            box = self.input_box
+            local = images(box)
+            if local.shape[-2:] != box.shape:
+                raise RequestError(
+                    f"images({box}) returned shape {tuple(local.shape)}; its last sides must be {box.shape}"
+                )
+            shape = (local.shape[0], *shape[1:])
+        self._stage.count("input", 0, local.numel() * local.element_size())
+        if local.dtype != self._dtype:
+            local = local.to(self._dtype)
+        return local, shape
+
+    def _micro_shape(
+        self, batch: int, shape: tuple[int, ...] | None = None, strict: bool = False
+    ) -> tuple[int, int, int, int]:
+        """Return the shape of one micro-batch; outside training a batch that does not divide is run whole."""
+        count = self.plan.microbatches
+        if batch % count and strict:
+            raise RequestError(
+                f"a batch of {batch} images cannot be cut into {count} equal micro-batches; "
+                f"use a batch of {max(1, batch // count) * count} or plan.microbatches={_divisor(batch, count)}"
+            )
+        size = batch if batch % count else batch // count
+        _, channels, height, width = shape if shape is not None else self._shape
+        return size, channels, height, width
+
+    def _compiled(self, shape: tuple[int, int, int, int]) -> Compiled:
+        flags = tuple(module.training for module in self._model.modules())
+        wanted = tuple(p.requires_grad for p in self._model.parameters())
+        key = (shape, flags, wanted)
+        if key not in self._cache:
+            self._cache[key] = compile_model(
+                self._model, shape, self._dtype, self.plan.grids[0], self._stage, self._output
+            )
+        return self._cache[key]
+
+    def _mean_over_replicas(self, loss: torch.Tensor) -> float:
+        if self.plan.replicas > 1:
+            self._all.all_reduce(loss)
+            loss = loss / self.plan.ranks
+        return float(loss)
+
+    def _reset_traffic(self) -> None:
+        self._stage.reset()
+        self._all.reset()
+
+    def _autocasting(self) -> Any:
+        if self._autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast("cpu", self._autocast)
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Evaluation mode for a while; every module gets its own flag back."""
+        flags = [(module, module.training) for module in self._model.modules()]
+        self._model.eval()
+        try:
+            with self._autocasting():
+                yield
+        finally:
+            for module, flag in flags:
+                module.training = flag
+
+
+def parallelize(
+    model: nn.Module,
+    shape: tuple[int, int, int, int],
+    plan: ParallelPlan,
+    comm: Communicator,
+    *,
+    loss: Loss = F.cross_entropy,
+    optimizer: OptimizerFactory | None = None,
+    output: Callable[[Any], Any] | None = None,
+    autocast: torch.dtype | None = None,
+) -> Engine:
+    """Spread a model over the ranks of a plan.
+
+    Args:
+        model: any ``nn.Module`` that takes one image tensor; its code is untouched. Parameters and buffers become rank 0's.
+        shape: of the whole batch of one replica, ``(B, C, H, W)``.
+        plan: how; ``plan.ranks`` must be ``comm.size``.
+        comm: from ``hyfi_core.init()``, or a group of its ranks.
+        loss: of one micro-batch, a mean over its samples.
+        optimizer: makes an optimiser of a list of parameters; needed for ``update``.
+        output: picks the logits out of what the model returns.
+        autocast: computes in this type where autocast would (``torch.bfloat16``).
+
+    Raises:
+        RequestError: plan, ranks, shape or model do not go together; nothing has been sent then.
+    """
+    if plan.ranks != comm.size:
+        raise RequestError(
+            f"the plan needs {plan.ranks} ranks, {comm.size} are here; start {plan.ranks} or change plan.grids"
+        )
+    if plan.stages != 1:
+        raise RequestError(f"the plan has {plan.stages} stages; this version runs plans of one stage, of any grid")
+    if len(shape) != 4 or any(side < 1 for side in shape):
+        raise RequestError(f"shape is {shape}; give (B, C, H, W) of the whole batch of one replica")
+    if shape[0] % plan.microbatches:
+        raise RequestError(
+            f"a batch of {shape[0]} images cannot be cut into {plan.microbatches} equal micro-batches; "
+            f"use plan.microbatches={_divisor(shape[0], plan.microbatches)}"
+        )
+    engine = Engine(model, shape, plan, comm, loss, optimizer, output, autocast)
+    _ = engine.input_box  # captures: what cannot run is refused here
+    return engine
+
+
+def _divisor(batch: int, count: int) -> int:
+    """Return the largest number of equal micro-batches not above ``count``."""
+    return max(n for n in range(1, count + 1) if batch % n == 0)
+
+
+def _leaves(compiled: Compiled, values: Values) -> list[Any]:
+    return [values[item.name] if isinstance(item, Ref) else item for item in compiled.ranked.outputs]
+
+
+def _is_float(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+
+
+def _joined(answers: list[Any]) -> Any:
+    """Put the micro-batches' answers together again, whatever structure they have."""
+    if len(answers) == 1:
+        return answers[0]
+    leaves = [torch.utils._pytree.tree_flatten(answer) for answer in answers]
+    joined = [
+        torch.cat(parts) if isinstance(parts[0], torch.Tensor) and parts[0].dim() else parts[0]
+        for parts in zip(*(flat for flat, _ in leaves), strict=True)
+    ]
+    return torch.utils._pytree.tree_unflatten(joined, leaves[0][1])

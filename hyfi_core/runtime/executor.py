@@ -1,0 +1,201 @@
+"""The executor: runs a tape forward, and backward in the one order that all ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hyfi_core.comm.counted import CountedCommunicator
+from hyfi_core.graph.segments import Meeting, Segment, Tape
+
+Values = dict[str, torch.Tensor]
+
+
+class _Entry(torch.autograd.Function):
+    """Where a value enters a segment: autograd leaves its gradient in a list.
+
+    A leaf tensor would do the same but keep the value alive until backward; this keeps it only if an operator saved it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, value: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
+        ctx.gradients = gradients
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        ctx.gradients.append(cotangents[0])
+        return None, None, None
+
+
+@dataclass
+class _SegmentRecord:
+    """What backward needs of a segment: where its graph begins and ends."""
+
+    segment: Segment
+    entries: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    exits: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class _MeetingRecord:
+    """What backward needs of a communicating operator."""
+
+    meeting: Meeting
+    saved: Any
+
+
+Record = _SegmentRecord | _MeetingRecord
+
+
+class Executor:
+    """Runs one rank's tape.
+
+    Args:
+        tape: steps and the values that carry gradients.
+        comm: the ranks of the stage.
+    """
+
+    def __init__(self, tape: Tape, comm: CountedCommunicator) -> None:
+        self.tape = tape
+        self._comm = comm
+        self._anchor = torch.zeros((), requires_grad=True)
+
+    def forward(self, values: Values, record: bool) -> list[Record]:
+        """Run all steps; ``values`` holds the inputs and is left with what nothing has dropped.
+
+        Args:
+            values: name -> local tensor; changed.
+            record: whether backward will follow; without it nothing is kept.
+
+        Returns:
+            What ``backward`` needs, in forward order; empty without ``record``.
+        """
+        records: list[Record] = []
+        for step in self.tape.steps:
+            made = self._meet(step, values) if isinstance(step, Meeting) else self._run(step, values, record)
+            if record and made is not None:
+                records.append(made)
+        return records
+
+    def _meet(self, meeting: Meeting, values: Values) -> Record | None:
+        step = meeting.step
+        self._comm.kind = step.kind
+        inputs: Any = tuple(values[name] if name is not None else None for name in step.inputs)
+        with torch.no_grad():
+            outputs, saved = step.collective.forward(self._comm, inputs)
+        values.update((n, out) for n, out in zip(step.outputs, outputs, strict=False) if n is not None)
+        for name in meeting.drops:
+            values.pop(name, None)
+        active = any(name in self.tape.active for name in step.outputs)
+        return _MeetingRecord(meeting, saved) if active else None
+
+    def _run(self, segment: Segment, values: Values, record: bool) -> Record | None:
+        made = _SegmentRecord(segment)
+        local: Values = {}
+        active = record and any(name in self.tape.active for name in segment.outputs)
+        with torch.set_grad_enabled(active):
+            for name in segment.inputs if active else ():
+                tensor = values[name]
+                if name in self.tape.active and not tensor.requires_grad:  # parameters enter as they are
+                    made.entries[name] = []
+                    local[name] = _Entry.apply(self._anchor, tensor, made.entries[name])  # type: ignore[no-untyped-call]
+            for compute, drops in zip(segment.computes, segment.drops, strict=True):
+                _call(compute, local, values)
+                for name in drops:
+                    local.pop(name, None)
+                    values.pop(name, None)
+        for name in segment.outputs:
+            tensor = local[name]
+            values[name] = tensor.detach()
+            if active and name in self.tape.active and tensor.requires_grad:
+                made.exits[name] = torch.autograd.graph.get_gradient_edge(tensor)
+        return made if active else None
+
+    def backward(
+        self,
+        records: list[Record],
+        cotangents: Mapping[str, torch.Tensor],
+        parameters: Mapping[str, torch.Tensor],
+        keep: bool = False,
+    ) -> Values:
+        """Run the records backward; gradients of parameters are added to their ``grad``.
+
+        Args:
+            records: from ``forward``; emptied from the end as they are done, so that what they saved is freed, unless ``keep``.
+            cotangents: of the answer's values.
+            parameters: value name -> parameter.
+            keep: whether the records will be run again.
+
+        Returns:
+            Cotangents of values that no record made: those that entered from outside.
+        """
+        open_cotangents = dict(cotangents)
+        todo = list(records) if keep else records
+        while todo:
+            record = todo.pop()
+            if isinstance(record, _MeetingRecord):
+                found = self._meet_back(record, open_cotangents)
+            else:
+                found = _run_back(record, open_cotangents, keep)
+            for name, cotangent in found:
+                if name in parameters:
+                    _accumulate(parameters[name], cotangent)
+                elif name in open_cotangents:
+                    open_cotangents[name] = open_cotangents[name] + cotangent
+                else:
+                    open_cotangents[name] = cotangent
+        return open_cotangents
+
+    def _meet_back(self, record: _MeetingRecord, cotangents: Values) -> list[tuple[str, torch.Tensor]]:
+        step = record.meeting.step
+        if not any(name in self.tape.active for name in step.inputs):
+            return []
+        given = tuple(cotangents.pop(name, None) if name is not None else None for name in step.outputs)
+        self._comm.kind = step.kind
+        with torch.no_grad():
+            results = step.collective.backward(self._comm, record.saved, given)
+        return [
+            (name, result)
+            for name, result in zip(step.inputs, results, strict=True)
+            if name is not None and result is not None and name in self.tape.active
+        ]
+
+
+def _call(compute: Any, local: Values, values: Values) -> None:
+    """Run one local call, or return empty tensors where this rank owns nothing of the result."""
+    inputs = [local[name] if name in local else values[name] for name in compute.inputs]
+    if compute.empty is None:
+        results = compute.function(*inputs)
+    else:
+        like = next(tensor for tensor in inputs if tensor.is_floating_point())
+        results = tuple(like.new_empty(shape) for shape in compute.empty)
+    if isinstance(results, torch.Tensor):
+        results = (results,)
+    for name, result in zip(compute.outputs, results, strict=False):
+        if name is not None:
+            local[name] = result
+
+
+def _run_back(record: _SegmentRecord, cotangents: Values, keep: bool) -> list[tuple[str, torch.Tensor]]:
+    given = {name: cotangents.pop(name) for name in record.exits if name in cotangents}
+    if given:
+        edges = [record.exits[name] for name in given]
+        torch.autograd.backward(edges, list(given.values()), retain_graph=keep)
+    found = []
+    for name, gradients in record.entries.items():
+        if gradients:
+            total = gradients[0]
+            for gradient in gradients[1:]:
+                total = total + gradient
+            found.append((name, total))
+            gradients.clear()
+    return found
+
+
+def _accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    gradient = gradient.to(parameter.dtype)
+    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
