@@ -123,12 +123,16 @@ class Anatomy:
     def across(self, y_um: Array, x_um: Array) -> Array:
         """Return the coordinate across the fibres at points, µm."""
         straight = y_um * np.cos(self.angle) - x_um * np.sin(self.angle)
-        result: Array = straight + BEND_UM * self.fields["across"].at(y_um, x_um)
+        bend = BEND_UM * self.fields["across"].at(y_um, x_um) + CRIMP_UM * self.fields["wobble"].at(y_um, x_um)
+        result: Array = straight + bend
         return result
 
 
 BEND_UM = 55.0
 """How far the fibres wander from a straight line (standard deviation)."""
+
+CRIMP_UM = 3.5
+"""How far their small waves swing."""
 
 
 def focus_boxes(anatomy: Anatomy) -> list[Box]:

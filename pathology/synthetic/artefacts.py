@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 from scipy import ndimage
 
@@ -47,7 +49,7 @@ class Artefacts:
     def pen(self, pixels: Array, block: Box) -> Array:
         """Return the pixels of ``block`` with the ink that lies over them; the same array where there is none."""
         for points in self.strokes:
-            for start, end in zip(points[:-1], points[1:], strict=True):
+            for start, end in pairwise(points):
                 near = _distance(block, start, end) if self._touches(block, start, end) else None
                 if near is None:
                     continue

@@ -59,7 +59,7 @@ def _taps(position: Array) -> tuple[Array, Array]:
 
 
 def enlarge(nodes: Array, factor: int) -> Array:
-    """Interpolate linearly between nodes ``(n + 1, m + 1)`` to ``(n * factor, m * factor)``; the first node is pixel 0."""
+    """Interpolate linearly from nodes ``(n + 1, m + 1)`` to pixels ``(n * factor, m * factor)``."""
     t = (np.arange(factor, dtype=np.float32) / np.float32(factor))[None, :, None]
     down = nodes[:-1, None, :] + (nodes[1:] - nodes[:-1])[:, None, :] * t
     down = down.reshape(-1, nodes.shape[1])

@@ -11,7 +11,7 @@ from pathology.synthetic.sprites import ANGLES, LYMPHOCYTE, OVAL, OWL, PLUMP, RE
 _CELL_UM = 8.0  # raster on which objects are kept apart
 
 # Objects for each mm² of tissue.
-_GLANDS, _VESSELS, _NESTS, _SPINDLES, _SCATTERED, _AGGREGATES = 75.0, 14.0, 130.0, 1500.0, 450.0, 7.0
+_GLANDS, _VESSELS, _NESTS, _SPINDLES, _SCATTERED, _AGGREGATES = 75.0, 14.0, 160.0, 2600.0, 1500.0, 7.0
 
 
 def make_anatomy(spec: SlideSpec) -> Anatomy:
@@ -47,7 +47,7 @@ def _tissue(spec: SlideSpec, rng: np.random.Generator) -> Tissue:
             centres = np.array(pieces)[:, :2]
             gaps = np.hypot(*(tries[:, None] - centres[None]).transpose(2, 0, 1)).min(axis=1)
             tries = tries[np.argmax(gaps)][None]
-        area = 0.46 * size * size / count * rng.uniform(0.75, 1.2)
+        area = 0.56 * size * size / count * rng.uniform(0.75, 1.2)
         aspect = rng.uniform(1.05, 1.9)
         short = np.sqrt(area / np.pi / aspect)
         pieces.append((tries[0, 0], tries[0, 1], short * aspect, short, rng.uniform(0, np.pi)))
@@ -98,8 +98,8 @@ class _Raster:
 
 def _hollows(rng: np.random.Generator, raster: _Raster, cells: Noise) -> Array:
     rows: list[tuple[float, ...]] = []
-    for y, x in raster.points(rng, 3 * raster.count(rng, _GLANDS), 30):
-        radius, aspect = rng.uniform(22, 48), rng.uniform(1, 1.8)
+    for y, x in raster.points(rng, 8 * raster.count(rng, _GLANDS), 30):
+        radius, aspect = rng.uniform(19, 46), rng.uniform(1, 1.9)
         shape = (radius, aspect, rng.uniform(0, np.pi), rng.uniform(0.3, 0.58), rng.uniform(0, 1))
         if cells.at(y, x) > -0.4 and raster.take(y, x, radius * np.sqrt(aspect) + 7):
             rows.append((GLAND, y, x, *shape))
@@ -119,9 +119,9 @@ def _hollows(rng: np.random.Generator, raster: _Raster, cells: Noise) -> Array:
 
 def _nests(rng: np.random.Generator, raster: _Raster) -> Array:
     rows = []
-    for y, x in raster.points(rng, 2 * raster.count(rng, _NESTS), 24):
-        radius = rng.uniform(17, 27)
-        if raster.take(y, x, radius + 5):
+    for y, x in raster.points(rng, 8 * raster.count(rng, _NESTS), 24):
+        radius = rng.uniform(15, 25)
+        if raster.take(y, x, radius + 2):
             rows.append((y, x, radius))
     return np.array(rows, np.float64).reshape(-1, 3)
 
@@ -138,11 +138,12 @@ def _aligned(angle: Array, rng: np.random.Generator, variants: int) -> Array:
 
 def _stroma(anatomy: Anatomy, rng: np.random.Generator, raster: _Raster) -> Array:
     spindles = raster.points(rng, raster.count(rng, _SPINDLES), 2)
-    spindles = spindles[raster.free(spindles)]
+    sparse = rng.normal(0, 0.5, len(spindles)) < anatomy.fields["cells"].at(spindles[:, 0], spindles[:, 1]) + 0.5
+    spindles = spindles[raster.free(spindles) & sparse]
     along = anatomy.fibre_direction(spindles[:, 0], spindles[:, 1]) + rng.normal(0, 0.25, len(spindles))
     round_ones = raster.points(rng, raster.count(rng, _SCATTERED), 2)
     round_ones = round_ones[raster.free(round_ones)]
-    plump = rng.random(len(round_ones)) < 0.45
+    plump = rng.random(len(round_ones)) < 0.6
     kind = np.where(plump, PLUMP, LYMPHOCYTE)
     return np.concatenate(
         [
@@ -202,11 +203,11 @@ def _in_nests(anatomy: Anatomy, rng: np.random.Generator) -> Array:
     for number, (y, x, radius) in enumerate(anatomy.nests):
         turn = rng.uniform(0, np.pi)
         rotation = np.array([[np.cos(turn), -np.sin(turn)], [np.sin(turn), np.cos(turn)]])
-        offsets = lattice @ rotation + rng.normal(0, 1.0, lattice.shape)
-        offsets = offsets[np.hypot(*offsets.T) < radius - 4]
+        offsets = lattice @ rotation + rng.normal(0, 1.7, lattice.shape)
+        offsets = offsets[(np.hypot(*offsets.T) < radius - 4) & (rng.random(len(offsets)) < 0.92)]
         drawing, odd = rng.integers(0, 48, len(offsets)), rng.random(len(offsets)) < 0.85
         kind = np.where(odd & (number in foci), OWL, PLUMP)
-        parts.append(_rows(offsets + (y, x), kind, drawing))
+        parts.append(_rows(offsets + np.array([y, x]), kind, drawing))
     return np.concatenate(parts)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from hyfi_core.plan.box import Box
 from pathology.synthetic import artefacts
-from pathology.synthetic.anatomy import BEND_UM, FAT, GLAND, Anatomy
+from pathology.synthetic.anatomy import BEND_UM, CRIMP_UM, FAT, GLAND, Anatomy
 from pathology.synthetic.fields import Array, enlarge
 from pathology.synthetic.placing import WOBBLE
 from pathology.synthetic.sprites import RED_CELL, TEXTURE_PX, fibres, grains, library
@@ -89,6 +89,7 @@ class _Planes:
         angle = self.anatomy.angle
         y, x = self.rows_um[:, None], self.columns_um[None, :]
         across = y * np.cos(angle) - x * np.sin(angle) + BEND_UM * self._field("across")
+        across = across + CRIMP_UM * self._field("wobble")
         along = y * np.sin(angle) + x * np.cos(angle) + BEND_UM * self._field("along")
         scale = np.float32(2)  # texture pixels per µm
         v = enlarge((across * scale).astype(np.float32), _NODE_PX).astype(np.int32)
@@ -101,11 +102,11 @@ class _Planes:
         fibre = self._fibres()
         self.wobble = enlarge(self._field("wobble"), _NODE_PX)
         cells = enlarge(self._field("cells"), _NODE_PX)
-        depth = depth + (fibre - 0.5) * 16 + self.grain * 0.6
+        depth = depth + (fibre - 0.5) * 9 + self.grain * 0.6
         self.cover = np.clip(depth / 2.5 + 0.5, 0, 1)
         rim = np.clip(1 - depth / 9, 0, 1)  # edges take more eosin
         density = np.clip(0.50 + 0.06 * cells, 0.3, 0.75)
-        self.e_f = self.cover * 235 * (density * (0.30 + 1.05 * fibre) + 0.05 * self.grain * fibre + 0.12 * rim)
+        self.e_f = self.cover * 235 * (density * (0.12 + 1.3 * fibre) + 0.05 * self.grain * fibre + 0.12 * rim)
         self.h_f = self.cover * (13 + 7 * np.clip(cells, -1, 2) + 4 * self.grain)
         self.h_f += (1 - self.cover) * 7 * np.clip(1 + depth / 14, 0, 1)
         self.e_f += 2.5 + np.clip(self.grain, -2, 2)
@@ -141,13 +142,18 @@ class _Planes:
         frayed = lumen + 0.035 * grain * (kind == GLAND)
         hole = np.clip((frayed - rho) * soft + 0.5, 0, 1)
         e_wall, h_wall = _WALLS[kind]
+        if kind == GLAND:  # paler towards the lumen, some glands bluer
+            apex = 0.70 + 0.34 * np.clip((rho - lumen) / (1 - lumen), 0, 1)
+            e_wall, h_wall = e_wall * apex * (1.1 - 0.25 * tint), h_wall * (0.75 + 0.6 * tint)
         content = 30 * max(0.0, tint - 0.55) if kind == GLAND else 0.0
         self.e_f[view] += inside * (e_wall * (1 + 0.10 * grain) - self.e_f[view])
         self.h_f[view] += inside * (h_wall * (1 + 0.12 * grain) - self.h_f[view])
         self.e_f[view] += hole * (3 + content * (1 + 0.3 * grain) - self.e_f[view])
         self.h_f[view] += hole * (0.3 * content - self.h_f[view])
         if kind == GLAND:  # the cleft that shrinking leaves around a gland
-            cleft = np.exp(-np.square((rho - 1.0) * radius - 2.0) / 2.5) * 0.55
+            cleft = np.exp(-np.square((rho - 1.0) * radius - 2.0) / 2.5) * np.clip(
+                0.35 + 0.3 * self.wobble[view], 0, 0.75
+            )
             self.e_f[view] *= 1 - cleft
             self.h_f[view] *= 1 - cleft
 

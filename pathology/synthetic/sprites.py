@@ -14,7 +14,7 @@ from scipy import ndimage
 from pathology.synthetic.fields import Array
 
 SPINDLE, OVAL, LYMPHOCYTE, PLUMP, OWL, RED_CELL = range(6)
-"""Kinds of drawings. PLUMP is the look-alike and OWL the structure that makes a slide positive, drawn on the same outlines."""
+"""Kinds of drawings. PLUMP is the look-alike, OWL what makes a slide positive; both are drawn on the same outlines."""
 
 ANGLES = 16
 """Directions of a half turn in which SPINDLE and OVAL nuclei are drawn."""
@@ -41,7 +41,7 @@ def library(mpp_um: float) -> Library:
     """Return the drawings for slides of this resolution (level 0)."""
     rng = np.random.default_rng(_SEED)
     stamps = [
-        _turned(rng, mpp_um, length_um=(14, 20), width_um=(2.6, 3.8), density=(0.62, 0.95), count=6),
+        _turned(rng, mpp_um, length_um=(10, 17), width_um=(2.3, 3.4), density=(0.62, 0.95), count=6),
         _turned(rng, mpp_um, length_um=(9.0, 11.5), width_um=(5.4, 7.2), density=(0.5, 0.78), count=6),
         tuple(_nucleus(rng, mpp_um, rng.uniform(5.6, 7), 1.1, 0, 0.92, 0.10) for _ in range(24)),
     ]
@@ -107,14 +107,14 @@ def _pair(rng: np.random.Generator, mpp_um: float) -> tuple[Array, Array]:
     cover = np.clip(inside / 0.9 + 0.5, 0, 1)
     clumps = _chromatin(rng, inside.shape, 0.9 / mpp_um)
     plump = cover * np.clip(0.56 + 0.12 * clumps, 0.2, 1) * rng.uniform(0.9, 1.08)
-    rim = np.exp(-np.square((inside - 0.9) / 0.8))
-    inclusion = np.clip((inside - width * 0.27) / 0.8 + 0.5, 0, 1)
-    owl = cover * np.clip(0.12 + 0.85 * rim + 1.0 * inclusion + 0.04 * clumps, 0.05, 1)
+    rim = np.exp(-np.square((inside - 0.9) / 0.9))
+    inclusion = np.clip((inside - width * 0.26) / 1.3 + 0.5, 0, 1)
+    owl = cover * np.clip(0.16 + 0.6 * rim + 0.75 * inclusion + 0.09 * clumps, 0.05, 1)
     return _plane(plump), _plane(_same_light(owl, plump))
 
 
 def _same_light(drawing: Array, reference: Array) -> Array:
-    """Return ``drawing`` scaled so that it transmits as much light as ``reference``: a thumbnail cannot tell them apart."""
+    """Return ``drawing`` scaled so that it lets as much light through as ``reference``."""
     depth = 255 * H_SCALE * 0.7  # of the green channel, where most of the contrast is
     wanted = np.exp(-depth * reference).sum()
     low, high = 0.2, 3.0
@@ -139,10 +139,10 @@ def _plane(drawing: Array) -> Array:
 def fibres() -> Array:
     """Return the fibre texture, (1024, 1024) float32 of 0…1, periodic: rows across the fibres, columns along them."""
     rng = np.random.default_rng(_SEED + 1)
-    fine = _periodic(rng, 1.3, 26)
-    bundle = _periodic(rng, 5.5, 60)
-    gaps = _periodic(rng, 4.0, 22)
-    mixed = 0.55 + 0.13 * fine + 0.17 * bundle - 0.45 * np.clip(gaps - 0.9, 0, 1.2)
+    fine = _periodic(rng, 1.2, 12)
+    bundle = _periodic(rng, 5.0, 36)
+    gaps = _periodic(rng, 2.6, 15)
+    mixed = 0.55 + 0.12 * fine + 0.16 * bundle - 0.5 * np.clip(gaps - 0.7, 0, 1.1)
     return np.clip(mixed, 0, 1).astype(np.float32)
 
 

@@ -93,7 +93,7 @@ class _Level:
         self._rows = np.empty((0, size_px, 3), np.uint8)
 
     def feed(self, rows: Array) -> None:
-        """Take further rows ``(n, size_px, 3)``; full rows of tiles are encoded and handed, halved, to the level below."""
+        """Take further rows ``(n, size_px, 3)``; full bands are encoded and go, halved, to the level below."""
         self._rows = np.concatenate([self._rows, rows])
         while len(self._rows) >= TILE_PX:
             band, self._rows = self._rows[:TILE_PX], self._rows[TILE_PX:]

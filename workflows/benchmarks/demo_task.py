@@ -1,0 +1,168 @@
+"""Does the demo's task need the whole resolution? The same network, trained the same way, on slides and on thumbnails.
+
+Plain PyTorch on one process: what it reaches is a property of the synthetic slides, not of any parallel run.
+
+    python -m workflows.benchmarks.demo_task [--slides 110] [--size 2048] [--archive-seed 7] [--seed 0 1 2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+
+from hyfi_core.models.resnet import resnet10
+from hyfi_core.plan.box import Box
+from pathology.sources import open_source
+from pathology.synthetic.archive import ArchiveSlide, make_archive, plan_archive
+
+THUMBNAIL_PX = 256
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the demo's network is trained."""
+
+    width: int = 16
+    pool: str = "max"
+    batch_size: int = 4
+    epochs: int = 14
+    lr: float = 2e-3
+    weight_decay: float = 1e-2
+    warmup_steps: int = 10
+    max_norm: float = 1.0
+
+
+@dataclass(frozen=True)
+class Slides:
+    """Images (n, h, w, 3) uint8 and labels (n,) of one split."""
+
+    images: NDArray[np.uint8]
+    labels: NDArray[np.int64]
+
+
+def read_archive(planned: list[ArchiveSlide], folder: Path, mpp_um: float = 1.0) -> dict[str, Slides]:
+    """Draw the archive into ``folder`` and read each slide whole at ``mpp_um``; returns the slides of each split."""
+    make_archive(planned, folder, workers=2)
+    found: dict[str, list[tuple[NDArray[np.uint8], int]]] = {"train": [], "val": [], "test": []}
+    for slide in planned:
+        source = open_source(folder / slide.row["path"])
+        number = round(np.log2(mpp_um / slide.spec.mpp_um))
+        level = source.levels[number]
+        image = source.read(Box.of_size(level.height_px, level.width_px), number)
+        found[slide.split].append((np.ascontiguousarray(image), int(slide.spec.positive)))
+        source.close()
+    return {name: Slides(np.stack([i for i, _ in s]), np.array([y for _, y in s])) for name, s in found.items() if s}
+
+
+def shrink(slides: Slides, size_px: int) -> Slides:
+    """Return the slides as thumbnails: means over squares of pixels."""
+    n, height, width, _ = slides.images.shape
+    factor = height // size_px
+    cut = slides.images[:, : size_px * factor, : size_px * factor].reshape(n, size_px, factor, size_px, factor, 3)
+    return Slides(np.round(cut.mean((2, 4), dtype=np.float32)).astype(np.uint8), slides.labels)
+
+
+def augmented(image: NDArray[np.uint8], rng: np.random.Generator) -> torch.Tensor:
+    """Return one image (3, h, w) float32 in 0…255, turned, mirrored and slightly restained."""
+    image = np.rot90(image, int(rng.integers(4)))
+    image = image[:, ::-1] if rng.random() < 0.5 else image
+    gain, shift = rng.uniform(0.9, 1.1, 3).astype(np.float32), rng.uniform(-0.02, 0.02, 3).astype(np.float32)
+    levels = np.arange(256, dtype=np.float32)[:, None]
+    table = np.clip(245 * (np.maximum(levels, 1) / 245) ** gain + 255 * shift, 0, 255)
+    return torch.from_numpy(np.stack([table[:, c][image[..., c]] for c in range(3)]))
+
+
+def normalised(batch: torch.Tensor) -> torch.Tensor:
+    """Return images of 0…255 as the network takes them."""
+    return (batch - 178.5) / 51.0
+
+
+def train(slides: Slides, recipe: Recipe, seed: int, log: bool = False) -> torch.nn.Module:
+    """Train the demo's network from scratch on one split."""
+    torch.manual_seed(seed)
+    model = resnet10(2, recipe.pool, "train", recipe.width)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay)
+    n = len(slides.labels)
+    per_epoch = n // recipe.batch_size
+    total = recipe.epochs * per_epoch
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda step: min((step + 1) / recipe.warmup_steps, 0.5 * (1 + np.cos(np.pi * step / total)) + 1e-3),
+    )
+    labels = torch.from_numpy(slides.labels)
+    for epoch in range(recipe.epochs):
+        rng = np.random.default_rng([seed, epoch])
+        order, losses, start = rng.permutation(n), [], time.perf_counter()
+        for step in range(per_epoch):
+            chosen = order[step * recipe.batch_size : (step + 1) * recipe.batch_size]
+            batch = normalised(torch.stack([augmented(slides.images[i], rng) for i in chosen]))
+            loss = F.cross_entropy(model(batch), labels[chosen])
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            losses.append(loss.item())
+        if log:
+            seconds = (time.perf_counter() - start) / per_epoch
+            print(f"epoch {epoch}: loss {np.mean(losses):.4f}, {seconds:.2f} s a step", flush=True)
+    return model
+
+
+def scores(model: torch.nn.Module, slides: Slides) -> NDArray[np.float64]:
+    """Return the log-odds of the positive class for each slide."""
+    model.eval()
+    with torch.no_grad():
+        images = (torch.from_numpy(image).permute(2, 0, 1).float()[None] for image in slides.images)
+        logits = torch.cat([model(normalised(image)) for image in images])
+    return (logits[:, 1] - logits[:, 0]).double().numpy()
+
+
+def auroc(score: NDArray[np.float64], labels: NDArray[np.int64]) -> float:
+    """Return the share of (positive, negative) pairs in the right order, ties half."""
+    gaps = score[labels == 1][:, None] - score[labels == 0][None, :]
+    return float(((gaps > 0) + 0.5 * (gaps == 0)).mean())
+
+
+def compare(splits: dict[str, Slides], recipe: Recipe, seed: int, log: bool = False) -> dict[str, float]:
+    """Train on whole slides and on thumbnails; returns both AUROCs on the test split and the seconds of the first."""
+    start = time.perf_counter()
+    test = splits["test"]
+    whole = auroc(scores(train(splits["train"], recipe, seed, log), test), test.labels)
+    seconds = time.perf_counter() - start
+    small = shrink(test, THUMBNAIL_PX)
+    thumbnail = auroc(scores(train(shrink(splits["train"], THUMBNAIL_PX), recipe, seed), small), small.labels)
+    return {"seed": seed, "auroc_whole": whole, "auroc_thumbnail": thumbnail, "seconds_whole": round(seconds, 1)}
+
+
+def main() -> None:
+    """Print one JSON line for each training seed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--slides", type=int, default=110)
+    parser.add_argument("--size", type=int, default=2048)
+    parser.add_argument("--archive-seed", type=int, default=7)
+    parser.add_argument("--seed", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--epochs", type=int, default=Recipe.epochs)
+    parser.add_argument("--lr", type=float, default=Recipe.lr)
+    parser.add_argument("--pool", default=Recipe.pool)
+    parser.add_argument("--batch-size", type=int, default=Recipe.batch_size)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        splits = read_archive(plan_archive(given.slides, given.size, given.archive_seed), Path(folder))
+    print({name: len(part.labels) for name, part in splits.items()}, flush=True)
+    recipe = Recipe(epochs=given.epochs, lr=given.lr, pool=given.pool, batch_size=given.batch_size)
+    for seed in given.seed:
+        print(json.dumps(compare(splits, recipe, seed, log=True)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
