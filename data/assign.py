@@ -3,8 +3,8 @@
 Groups are dealt one by one, those of the rarest class first and among them the largest. Each goes to the part that
 lacks most: the one for which Σ over classes of (what it has − its share)² falls most (or grows least), classes counted
 in shares of their own total so that a rare one weighs as much as a common one. Ties and equals are broken by the seed.
-While a class has no more groups left than there are parts without it, its groups go to those parts alone: so every
-part gets every class that has enough groups.
+While a class has no more groups left than there are parts without it, its groups go to those parts alone, and so with
+groups and empty parts: every part gets something, and every class whose own groups are enough.
 """
 
 from __future__ import annotations
@@ -69,12 +69,13 @@ def _deal(counts: NDArray[np.int64], shares: NDArray[np.float64], seed: int) -> 
     without = np.ones((len(shares), n_classes), bool)
     left = Counter(rarest.tolist())
     result = [0] * groups
-    for g in order:
+    for place, g in enumerate(order):
         c = int(rarest[g])
+        allowed = without.all(axis=1)
+        if groups - place > allowed.sum():
+            allowed = without[:, c] if 0 < left[c] <= without[:, c].sum() else np.ones(len(shares), bool)
         gain = (((2 * lack - counts[g]) * counts[g]) * weight**2).sum(axis=1)
-        if without[:, c].any() and left[c] <= without[:, c].sum():
-            gain = np.where(without[:, c], gain, -np.inf)
-        part = int(np.argmax(np.round(gain, 12)))
+        part = int(np.argmax(np.where(allowed, np.round(gain, 12), -np.inf)))
         result[g], left[c] = part, left[c] - 1
         lack[part] -= counts[g]
         without[part] &= ~has[g]

@@ -81,7 +81,7 @@ class Variation:
         """Return the box of the image that becomes ``box`` of the varied image."""
         height, width = self.size_px
         for _ in range(self.turns % 4):
-            box = Box(box.x0, box.x1, width - box.y1, width - box.y0)
+            box = Box(box.x0, box.x1, height - box.y1, height - box.y0)
             height, width = width, height
         return Box(box.y0, box.y1, width - box.x1, width - box.x0) if self.mirror else box
 
