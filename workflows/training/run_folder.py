@@ -1,4 +1,4 @@
-"""The folder of a run: may it be begun or gone on with, what stands in it, which checkpoint is the best."""
+"""The folder of a run: what stands in it, which checkpoint is the best."""
 
 from __future__ import annotations
 
@@ -10,35 +10,8 @@ from typing import Any
 
 import torch
 
-from hyfi_core.errors import RequestError
 from hyfi_core.runtime import checkpoint as checkpoints
-from workflows.config import Config, dump_resolved, load_config, refuse_changes
-from workflows.paths import require_writable
-
-
-def check_run(config: Config, resume: bool) -> int:
-    """Return the step to go on after, 0 for a new run; writes nothing.
-
-    Raises:
-        RequestError: the run exists and ``resume`` is False; its settings were others; the folder is something else or
-            cannot be written.
-    """
-    folder = config.run.dir
-    require_writable(folder / "config.yaml")
-    if not folder.exists() or not any(folder.iterdir()):
-        return 0
-    if not (folder / "config.yaml").is_file():
-        raise RequestError(f"run.dir {folder}: exists and is not a run (no config.yaml in it); give another run.dir")
-    if not resume:
-        raise RequestError(f"run.dir {folder}: this run exists; go on with it by --resume, or give another run.dir")
-    refuse_changes(load_config(folder / "config.yaml"), config)
-    latest = folder / "checkpoints" / "latest"
-    if not latest.exists():
-        return 0
-    step = checkpoints.read_model_json(latest).get("step")
-    if not isinstance(step, int):
-        raise RequestError(f"checkpoint {latest}: says no step; use another checkpoint")
-    return step
+from workflows.config import Config, dump_resolved
 
 
 class RunFolder:
@@ -79,11 +52,15 @@ class RunFolder:
         if not steps:
             return None
         best = max(steps, key=lambda step: (*merit(validations[step], metric), -step))
-        name = checkpoints.step_folder(self.checkpoints, best).name
+        self.point_best(best)
+        return best
+
+    def point_best(self, step: int) -> None:
+        """Point ``best`` at the checkpoint of ``step``."""
+        name = checkpoints.step_folder(self.checkpoints, step).name
         link = self.checkpoints / "best"
         if not link.is_symlink() or str(link.readlink()) != name:
             checkpoints.point_link(link, name)
-        return best
 
 
 def merit(record: Mapping[str, Any], metric: str) -> tuple[float, float]:

@@ -33,11 +33,15 @@ class StopFlag:
 
     def agreed(self, world: Communicator, trainers: Communicator) -> bool:
         """Return whether any rank wants to stop; the same on every trainer (collective over them)."""
-        if world.rank == 0 and world.poll_object(STOP_TAG) is not None:
-            self.wanted = True
-        vote = torch.tensor([int(self.wanted)])
+        vote = torch.tensor([int(self.asked(world))])
         trainers.all_reduce(vote, "max")
         return bool(vote.item())
+
+    def asked(self, world: Communicator) -> bool:
+        """Return whether a stop was asked for here; on trainer 0, which others tell, whether it was anywhere."""
+        if world.rank == 0 and world.poll_object(STOP_TAG) is not None:
+            self.wanted = True
+        return self.wanted
 
     def _set(self, number: int, frame: FrameType | None) -> None:
         self.wanted = True

@@ -1,0 +1,44 @@
+"""Whether a run may be begun or gone on with; answered before anything heavy is loaded, anything is written."""
+
+from __future__ import annotations
+
+from hyfi_core.errors import RequestError
+from workflows.config import Config, load_config, refuse_changes
+from workflows.paths import require_writable
+
+
+def check_run(config: Config, resume: bool) -> int:
+    """Return the step to go on after, 0 for a new run; writes nothing.
+
+    Raises:
+        RequestError: the run exists and ``resume`` is False; its settings were others; the folder is something else or
+            cannot be written.
+    """
+    folder = config.run.dir
+    require_writable(folder / "config.yaml")
+    if not folder.exists() or not any(folder.iterdir()):
+        return 0
+    if not (folder / "config.yaml").is_file():
+        raise RequestError(f"run.dir {folder}: exists and is not a run (no config.yaml in it); give another run.dir")
+    if not resume:
+        raise RequestError(f"run.dir {folder}: this run exists; go on with it by --resume, or give another run.dir")
+    refuse_changes(load_config(folder / "config.yaml"), config)
+    latest = folder / "checkpoints" / "latest"
+    if not latest.exists():
+        return 0
+    return int(latest.resolve().name.removeprefix("step-"))
+
+
+def check_ranks(config: Config, size: int) -> None:
+    """Check that the job has as many ranks as the run needs.
+
+    Raises:
+        RequestError: it has not; names the number that would be right, and where it comes from.
+    """
+    if size != config.ranks:
+        roles = config.roles
+        raise RequestError(
+            f"{size} ranks are given, the run needs {config.ranks}: {config.plan.ranks} trainers (plan), "
+            f"{roles.loaders} loaders and {roles.validators} validators (roles); "
+            f"use --ranks {config.ranks} or change these"
+        )

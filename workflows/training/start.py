@@ -1,0 +1,167 @@
+"""Bringing a run up on all ranks: checked together before anything is written, so that all refuse or none does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from data.coverage import check_coverage
+from data.normalise import Normalisation
+from hyfi_core.comm.base import Communicator
+from hyfi_core.errors import RequestError
+from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.runtime.checkpoint import (
+    Checkpoint,
+    TrainingState,
+    load_checkpoint,
+    load_optimizer_state,
+    load_training_state,
+)
+from hyfi_core.runtime.engine import Engine, parallelize
+from workflows.config import Config
+from workflows.console import say
+from workflows.evaluation import Images
+from workflows.models import build_model
+from workflows.training.job import Job
+from workflows.training.optimisation import make_loss, make_optimizer
+from workflows.weights import load_weights
+
+T = TypeVar("T")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.float32, "float64": torch.float64}
+FORMATS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
+
+
+def together(world: Communicator, check: Callable[[], T]) -> T:
+    """Return ``check()``; where any rank refuses, all refuse with the first rank's words (collective).
+
+    Raises:
+        RequestError: on every rank, where it was raised on one.
+    """
+    refusal, result = None, None
+    try:
+        result = check()
+    except RequestError as error:
+        refusal = str(error)
+    refusals = world.gather_objects(refusal)
+    first = world.broadcast_object(next((text for text in refusals if text is not None), None) if refusals else None)
+    if first is not None:
+        raise RequestError(first)
+    return result  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Who this rank is among the run's.
+
+    ::
+
+        world rank   0 … trainers−1 │ … + loaders−1 │ … + validators−1
+
+    Attributes:
+        world: all ranks.
+        trainers: the group of trainers, None on other ranks.
+        validators: the group of validators, None on other ranks.
+        loader_ranks: world ranks of the loaders.
+        validator_ranks: world ranks of the validators.
+    """
+
+    world: Communicator
+    trainers: Communicator | None
+    validators: Communicator | None
+    trainer_ranks: range
+    loader_ranks: range
+    validator_ranks: range
+
+    @classmethod
+    def of(cls, world: Communicator, config: Config) -> Roles:
+        """Divide the world (collective)."""
+        first, second = config.plan.ranks, config.plan.ranks + config.roles.loaders
+        ranks = range(first), range(first, second), range(second, world.size)
+        rank = world.rank
+        trainers = world.split(0 if rank in ranks[0] else None, rank)
+        validators = world.split(0 if rank in ranks[2] else None, rank)
+        return cls(world, trainers, validators, *ranks)
+
+
+def check_images(job: Job) -> list[dict[str, Any]]:
+    """Return the rows of ``coverage.csv``; reads every slide's tissue mask, so one rank does it for all.
+
+    Raises:
+        RequestError: an image would hold too little of its slide's tissue, or a slide is damaged.
+    """
+    for dataset in (job.train, job.val):
+        check_coverage(dataset, job.config.data.min_coverage)
+    known = {sample.slide_id for sample in job.train.samples}
+    return [*job.train.coverage_table(), *(row for row in job.val.coverage_table() if row["slide_id"] not in known)]
+
+
+def make_model(job: Job, tell: bool) -> torch.nn.Module:
+    """Return the model as the run begins with it, in its precision; ``tell``: say what a file of weights gave."""
+    torch.manual_seed(job.config.run.seed)
+    model = build_model(job.model_json()["model"])
+    path = job.config.model.weights
+    if path is not None:
+        report = load_weights(model, path)
+        if tell:
+            say(f"weights from {path}: {report}")
+    run = job.config.run
+    _lay_out(model.to(DTYPES[run.precision]), FORMATS[run.memory_format])
+    return model.train()
+
+
+def _lay_out(model: torch.nn.Module, memory_format: torch.memory_format) -> None:
+    """Give the weights of convolutions (what has four dims) this memory format, in place."""
+    for parameter in model.parameters():
+        if parameter.dim() == 4:
+            parameter.data = parameter.data.contiguous(memory_format=memory_format)
+
+
+def make_engine(job: Job, model: torch.nn.Module, plan: ParallelPlan, group: Communicator, batch: int) -> Engine:
+    """Spread ``model`` over ``group`` for batches of ``batch`` images (collective over the group)."""
+    optimizer = job.config.optimizer
+    height, width = job.config.data.size_px
+    return parallelize(
+        model,
+        (batch, 3, height, width),
+        plan,
+        group,
+        loss=make_loss(job.class_weights, optimizer.accumulate),
+        optimizer=lambda parameters: make_optimizer(optimizer, parameters),
+        autocast=torch.bfloat16 if job.config.run.precision == "bfloat16" else None,
+    )
+
+
+def validation_images(job: Job) -> Images:
+    """Return the validation slides as the engine takes them."""
+    run = job.config.run
+    return Images(job.val, Normalisation(), DTYPES[run.precision], FORMATS[run.memory_format])
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Where a run stood; read whole before anything is written."""
+
+    checkpoint: Checkpoint
+    training: TrainingState
+
+    @classmethod
+    def load(cls, job: Job, start: int) -> Saved | None:
+        """Read the latest checkpoint, None for a run that begins.
+
+        Raises:
+            RequestError: it is damaged; names the file.
+        """
+        if start == 0:
+            return None
+        latest = job.config.run.dir / "checkpoints" / "latest"
+        return cls(load_checkpoint(latest), load_training_state(latest))
+
+    def restore(self, engine: Engine, model: torch.nn.Module, scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
+        """Put weights, optimiser, learning rate and random state back as they were."""
+        engine.load_state_dict(self.checkpoint.weights)
+        load_optimizer_state(engine.optimizer, model.named_parameters(), self.training.optimizer)
+        scheduler.load_state_dict(self.training.state["lr_schedule"])
+        torch.set_rng_state(torch.tensor(list(bytes.fromhex(self.training.state["rng"])), dtype=torch.uint8))
