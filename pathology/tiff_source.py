@@ -64,7 +64,12 @@ class TiffSource:
 
     def _decode(self, page: Any, index: int) -> RGB:
         offset, length = page.dataoffsets[index], page.databytecounts[index]
-        data = os.pread(self._handle, length, offset)
+        try:
+            data = os.pread(self._handle, length, offset)
+        except OSError as error:
+            raise TileError(
+                f"tile {index} of level {page.imagewidth} × {page.imagelength}: {error.strerror}"
+            ) from error
         if length == 0 or len(data) != length:
             raise TileError(f"tile {index} of level {page.imagewidth} × {page.imagelength} is missing or cut off")
         if page.compression in _JPEG and _EOI not in data[-16:]:
