@@ -97,10 +97,11 @@ def _line(soft_mask: NDArray[np.float64], width_px: float = 1.6) -> NDArray[np.f
     """Return how much of each pixel a line along the mask's border covers, smooth at its edges."""
     from skimage.filters import gaussian
 
-    smooth = gaussian(soft_mask, 1.2)
+    smooth: NDArray[np.float64] = gaussian(soft_mask, 1.2)  # type: ignore[no-untyped-call]
     slope = np.hypot(*np.gradient(smooth))
     distance_px = np.abs(smooth - 0.5) / np.maximum(slope, 1e-3)
-    return np.clip(width_px / 2 + 0.5 - distance_px, 0.0, 1.0)
+    covered: NDArray[np.float64] = np.clip(width_px / 2 + 0.5 - distance_px, 0.0, 1.0)
+    return covered
 
 
 def _draw_regions(image: Image.Image, overlay: Overlay) -> None:

@@ -189,7 +189,7 @@ class Level0:
     """From pixels of the slide at the model's resolution to the file's level 0, as QuPath counts it.
 
     Attributes:
-        affine: ((a, b, c), (d, e, f)): the point (x, y) is (a x + b y + c, d x + e y + f) in level-0 pixels.
+        affine: (2, 3) rows: the point (y, x, 1), measured from the corner of pixel 0, becomes (y, x) of level 0.
         bounds_origin_px: (y, x) where the file says that its scanned part begins; QuPath counts from there.
     """
 
@@ -197,11 +197,10 @@ class Level0:
     bounds_origin_px: tuple[float, float] = (0.0, 0.0)
 
     def point(self, column: float, row: float, heatmap: Heatmap) -> tuple[float, float]:
-        """Return the corner of a cell as (x, y) in level-0 pixels minus the bounds; never outside the slide."""
-        x = min(column * heatmap.cell_px, heatmap.slide_size_px[1])
+        """Return the corner of a cell as GeoJSON's (x, y), in level-0 pixels minus the bounds; never off the slide."""
         y = min(row * heatmap.cell_px, heatmap.slide_size_px[0])
-        (a, b, c), (d, e, f) = self.affine
-        level0_x, level0_y = a * x + b * y + c, d * x + e * y + f
+        x = min(column * heatmap.cell_px, heatmap.slide_size_px[1])
+        level0_y, level0_x = (a * y + b * x + c for a, b, c in self.affine)
         return round(level0_x - self.bounds_origin_px[1], 2), round(level0_y - self.bounds_origin_px[0], 2)
 
 

@@ -6,13 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from pathology.heatmap import Heatmap
 from pathology.regions import Level0, find_regions, outline, to_geojson, write_regions
-
-IDENTITY = Level0(((1.0, 0.0, 0.0), (0.0, 1.0, 0.0)))
 
 
 def heatmap_of(values: np.ndarray, cell_px: int = 10, slide: tuple[int, int] | None = None) -> Heatmap:
@@ -83,7 +80,7 @@ def test_geojson_is_what_qupath_reads(tmp_path: Path) -> None:
     values[1, 2] = 3.0
     values[3, 4] = 1.0
     heatmap = heatmap_of(values, cell_px=10, slide=(35, 47))
-    affine = Level0(((2.0, 0.0, 100.0), (0.0, 2.0, 50.0)), bounds_origin_px=(50.0, 80.0))
+    affine = Level0(((2.0, 0.0, 50.0), (0.0, 2.0, 100.0)), bounds_origin_px=(50.0, 80.0))
     regions = find_regions(heatmap, 1, share=1.0)
     collection = to_geojson(regions, heatmap, 1, slide_id="s 1", level0=affine)
     write_regions(tmp_path / "regions.geojson", collection)

@@ -1,0 +1,117 @@
+"""The table of predictions: one row a slide, replaced atomically, whatever becomes of the run."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from data.files import write_atomically
+from hyfi_core.errors import RequestError
+
+FILE_NAME = "predictions.csv"
+DONE, FAILED = "done", "failed"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What became of one slide.
+
+    Attributes:
+        slide_id: its name; also that of its folder of results.
+        case_id: the patient or block that it belongs to; empty where unknown.
+        path: the input as the user named it, or as it was found in a folder of theirs.
+        status: ``done`` or ``failed``.
+        prediction: the class of highest probability; empty when failed.
+        probabilities: of each class, 0 to 1; empty when failed.
+        spread: standard deviation of the predicted class's probability over an ensemble; None for one model.
+        coverage: share of the tissue that the model has seen; None when failed before that was known.
+        flags: what a reader must know, e.g. ``cropped``.
+        reason: why it failed.
+    """
+
+    slide_id: str
+    case_id: str
+    path: str
+    status: str
+    prediction: str = ""
+    probabilities: tuple[float, ...] = ()
+    spread: float | None = None
+    coverage: float | None = None
+    flags: tuple[str, ...] = ()
+    reason: str = ""
+
+    def row(self, class_names: Sequence[str], with_spread: bool) -> dict[str, str]:
+        """Return the row of ``predictions.csv``; what is not known is empty."""
+        probabilities = [f"{value:.6f}" for value in self.probabilities] or [""] * len(class_names)
+        row = {
+            "slide_id": self.slide_id,
+            "case_id": self.case_id,
+            "path": self.path,
+            "prediction": self.prediction,
+            **{f"p_{name}": value for name, value in zip(class_names, probabilities, strict=True)},
+            "coverage": "" if self.coverage is None else f"{self.coverage:.4f}",
+            "flags": ";".join(self.flags),
+            "status": self.status,
+            "reason": self.reason,
+        }
+        return row | ({"spread": "" if self.spread is None else f"{self.spread:.6f}"} if with_spread else {})
+
+
+class PredictionTable:
+    """``predictions.csv`` of one folder. Rows of earlier runs stay until their slide is done again.
+
+    Args:
+        folder: where the table lies or will lie.
+        class_names: in the order of the model.
+        with_spread: whether an ensemble predicts.
+        keep: whether rows of an earlier run stay.
+
+    Raises:
+        RequestError: an earlier table there has other columns, or cannot be read.
+    """
+
+    def __init__(self, folder: Path, class_names: Sequence[str], *, with_spread: bool, keep: bool = True) -> None:
+        self.path = folder / FILE_NAME
+        self._class_names = tuple(class_names)
+        self._with_spread = with_spread
+        self.columns = columns(class_names, with_spread=with_spread)
+        self._rows: dict[str, dict[str, str]] = self._earlier() if keep else {}
+
+    def row(self, slide_id: str) -> Mapping[str, str] | None:
+        """Return the row of a slide, None where there is none."""
+        return self._rows.get(slide_id)
+
+    def put(self, prediction: Prediction) -> None:
+        """Set the row of a slide and replace the file."""
+        self._rows[prediction.slide_id] = prediction.row(self._class_names, self._with_spread)
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, self.columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self._rows[slide_id] for slide_id in sorted(self._rows))
+        write_atomically(self.path, text.getvalue().encode("utf-8"))
+
+    def _earlier(self) -> dict[str, dict[str, str]]:
+        if not self.path.exists():
+            return {}
+        try:
+            with self.path.open(encoding="utf-8", newline="") as file:
+                reader = csv.DictReader(file)
+                found = list(reader.fieldnames or ())
+                rows = {row["slide_id"]: row for row in reader} if found == self.columns else {}
+        except (OSError, ValueError, csv.Error) as error:
+            raise RequestError(f"{self.path}: cannot be read ({error}); choose another --out") from error
+        if found != self.columns:
+            raise RequestError(
+                f"{self.path}: has the columns {', '.join(found)}, this model would write {', '.join(self.columns)}; "
+                "choose another --out, or --overwrite to start anew"
+            )
+        return rows
+
+
+def columns(class_names: Sequence[str], *, with_spread: bool) -> list[str]:
+    """Return the header of the table."""
+    head = ["slide_id", "case_id", "path", "prediction", *(f"p_{name}" for name in class_names)]
+    return [*head, "coverage", "flags", "status", "reason", *(["spread"] if with_spread else [])]
