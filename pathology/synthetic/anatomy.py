@@ -79,7 +79,7 @@ class Tissue:
 
     def _depth(self, y: Array, x: Array, coarse: Array, fine: Array) -> Array:
         best = np.full(coarse.shape, -np.inf, np.float32)
-        for cy, cx, long, short, angle in self.pieces:
+        for cy, cx, long, short, angle in self.pieces.tolist():
             dy, dx = y - cy, x - cx
             along, across = dx * np.cos(angle) + dy * np.sin(angle), dy * np.cos(angle) - dx * np.sin(angle)
             radius = np.hypot(along / long, across / short)

@@ -64,4 +64,5 @@ def enlarge(nodes: Array, factor: int) -> Array:
     down = nodes[:-1, None, :] + (nodes[1:] - nodes[:-1])[:, None, :] * t
     down = down.reshape(-1, nodes.shape[1])
     right = down[:, :-1, None] + (down[:, 1:] - down[:, :-1])[:, :, None] * t.reshape(1, 1, factor)
-    return right.reshape(down.shape[0], -1)
+    result: Array = right.reshape(down.shape[0], -1)
+    return result

@@ -6,7 +6,7 @@ import numpy as np
 
 from pathology.synthetic.anatomy import FAT, GLAND, VESSEL, Anatomy, SlideSpec, Tissue
 from pathology.synthetic.fields import Array, Noise
-from pathology.synthetic.sprites import ANGLES, LYMPHOCYTE, OVAL, OWL, PLUMP, RED_CELL, SPINDLE
+from pathology.synthetic.sprites import ANGLES, LYMPHOCYTE, OVAL, OWL, PLUMP, RED_CELL, SPINDLE, VARIANTS
 
 _CELL_UM = 8.0  # raster on which objects are kept apart
 
@@ -130,10 +130,10 @@ def _rows(points: Array, kind: Array | int, drawing: Array) -> Array:
     return np.column_stack([points, np.broadcast_to(kind, len(points)), drawing])
 
 
-def _aligned(angle: Array, rng: np.random.Generator, variants: int) -> Array:
+def _aligned(angle: Array, rng: np.random.Generator, kind: int) -> Array:
     """Return drawings of elongated nuclei that lie along ``angle``."""
     turn = np.round(angle / np.pi * ANGLES).astype(np.int64) % ANGLES
-    return turn * variants + rng.integers(0, variants, len(turn))
+    return turn * VARIANTS[kind] + rng.integers(0, VARIANTS[kind], len(turn))
 
 
 def _stroma(anatomy: Anatomy, rng: np.random.Generator, raster: _Raster) -> Array:
@@ -147,8 +147,8 @@ def _stroma(anatomy: Anatomy, rng: np.random.Generator, raster: _Raster) -> Arra
     kind = np.where(plump, PLUMP, LYMPHOCYTE)
     return np.concatenate(
         [
-            _rows(spindles, SPINDLE, _aligned(along, rng, 6)),
-            _rows(round_ones, kind, np.where(plump, rng.integers(0, 48, len(plump)), rng.integers(0, 24, len(plump)))),
+            _rows(spindles, SPINDLE, _aligned(along, rng, SPINDLE)),
+            _rows(round_ones, kind, rng.integers(0, np.where(plump, VARIANTS[PLUMP], VARIANTS[LYMPHOCYTE]))),
         ]
     )
 
@@ -164,7 +164,8 @@ def _around_hollows(anatomy: Anatomy, rng: np.random.Generator) -> Array:
         share = at + rng.normal(0, 0.045, n) if kind == GLAND else np.full(n, at)
         points, outward = _on_ring(anatomy, (y, x, radius, aspect, angle), turn, share)
         along = outward if kind == GLAND else outward + np.pi / 2
-        parts.append(_rows(points, OVAL if kind == GLAND else SPINDLE, _aligned(along, rng, 6)))
+        lining = OVAL if kind == GLAND else SPINDLE
+        parts.append(_rows(points, lining, _aligned(along, rng, lining)))
         if kind == VESSEL:
             blood = rng.integers(4, 26)
             points, _ = _on_ring(
@@ -173,7 +174,7 @@ def _around_hollows(anatomy: Anatomy, rng: np.random.Generator) -> Array:
                 rng.uniform(0, 6.28, blood),
                 lumen * 0.85 * np.sqrt(rng.uniform(0, 1, blood)),
             )
-            parts.append(_rows(points, RED_CELL, rng.integers(0, 12, blood)))
+            parts.append(_rows(points, RED_CELL, rng.integers(0, VARIANTS[RED_CELL], blood)))
     return np.concatenate(parts)
 
 
@@ -205,7 +206,7 @@ def _in_nests(anatomy: Anatomy, rng: np.random.Generator) -> Array:
         rotation = np.array([[np.cos(turn), -np.sin(turn)], [np.sin(turn), np.cos(turn)]])
         offsets = lattice @ rotation + rng.normal(0, 1.7, lattice.shape)
         offsets = offsets[(np.hypot(*offsets.T) < radius - 4) & (rng.random(len(offsets)) < 0.92)]
-        drawing, odd = rng.integers(0, 48, len(offsets)), rng.random(len(offsets)) < 0.85
+        drawing, odd = rng.integers(0, VARIANTS[PLUMP], len(offsets)), rng.random(len(offsets)) < 0.85
         kind = np.where(odd & (number in foci), OWL, PLUMP)
         parts.append(_rows(offsets + np.array([y, x]), kind, drawing))
     return np.concatenate(parts)
@@ -220,7 +221,7 @@ def _aggregates(rng: np.random.Generator, raster: _Raster) -> Array:
         keep = (points >= 0).all(1) & (cell < raster.n).all(1)
         points, cell = points[keep], cell[keep]
         points = points[raster.free(points) & (raster.depth[cell[:, 0], cell[:, 1]] > 2)]
-        parts.append(_rows(points, LYMPHOCYTE, rng.integers(0, 24, len(points))))
+        parts.append(_rows(points, LYMPHOCYTE, rng.integers(0, VARIANTS[LYMPHOCYTE], len(points))))
     return np.concatenate(parts)
 
 

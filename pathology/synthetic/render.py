@@ -113,7 +113,7 @@ class _Planes:
 
     def hollows(self) -> None:
         """Paint glands, vessels and fat over the stroma."""
-        for kind, y, x, radius, aspect, angle, lumen, tint in self.anatomy.hollows:
+        for kind, y, x, radius, aspect, angle, lumen, tint in self.anatomy.hollows.tolist():
             view = self._near(y, x, radius * np.sqrt(aspect) * 1.5 + 6)
             if view is not None:
                 self._hollow(view, int(kind), (y, x, radius, aspect, angle), lumen, tint)
@@ -159,7 +159,7 @@ class _Planes:
 
     def nests(self) -> None:
         """Paint the pale cytoplasm that nests of plump cells share."""
-        for y_um, x_um, radius in self.anatomy.nests:
+        for y_um, x_um, radius in self.anatomy.nests.tolist():
             view = self._near(y_um, x_um, radius * 1.4)
             if view is None:
                 continue

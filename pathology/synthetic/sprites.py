@@ -16,6 +16,9 @@ from pathology.synthetic.fields import Array
 SPINDLE, OVAL, LYMPHOCYTE, PLUMP, OWL, RED_CELL = range(6)
 """Kinds of drawings. PLUMP is the look-alike, OWL what makes a slide positive; both are drawn on the same outlines."""
 
+VARIANTS = (6, 6, 24, 48, 48, 12)
+"""Drawings of each kind (of the elongated kinds: in each direction)."""
+
 ANGLES = 16
 """Directions of a half turn in which SPINDLE and OVAL nuclei are drawn."""
 
@@ -32,7 +35,6 @@ class Library:
     """Drawings by kind: ``stamps[kind][i]`` is a (s, s) uint8 square, s odd, of the stain plane it goes to."""
 
     stamps: tuple[tuple[Array, ...], ...]
-    variants: tuple[int, ...]
     reach_px: int
 
 
@@ -41,16 +43,16 @@ def library(mpp_um: float) -> Library:
     """Return the drawings for slides of this resolution (level 0)."""
     rng = np.random.default_rng(_SEED)
     stamps = [
-        _turned(rng, mpp_um, length_um=(10, 17), width_um=(2.3, 3.4), density=(0.62, 0.95), count=6),
-        _turned(rng, mpp_um, length_um=(9.0, 11.5), width_um=(5.4, 7.2), density=(0.5, 0.78), count=6),
-        tuple(_nucleus(rng, mpp_um, rng.uniform(5.6, 7), 1.1, 0, 0.92, 0.10) for _ in range(24)),
+        _turned(rng, mpp_um, length_um=(10, 17), width_um=(2.3, 3.4), density=(0.62, 0.95), count=VARIANTS[SPINDLE]),
+        _turned(rng, mpp_um, length_um=(9.0, 11.5), width_um=(5.4, 7.2), density=(0.5, 0.78), count=VARIANTS[OVAL]),
+        tuple(_nucleus(rng, mpp_um, rng.uniform(5.6, 7), 1.1, 0, 0.92, 0.10) for _ in range(VARIANTS[LYMPHOCYTE])),
     ]
-    pairs = [_pair(rng, mpp_um) for _ in range(48)]
+    pairs = [_pair(rng, mpp_um) for _ in range(VARIANTS[PLUMP])]
     stamps.append(tuple(plump for plump, _ in pairs))
     stamps.append(tuple(owl for _, owl in pairs))
-    stamps.append(tuple(_red_cell(rng, mpp_um) for _ in range(12)))
+    stamps.append(tuple(_red_cell(rng, mpp_um) for _ in range(VARIANTS[RED_CELL])))
     reach = max(stamp.shape[0] for kind in stamps for stamp in kind) // 2 + 1
-    return Library(tuple(stamps), (6, 6, 24, 48, 48, 12), reach)
+    return Library(tuple(stamps), reach)
 
 
 def _turned(
@@ -84,7 +86,8 @@ def _outline(rng: np.random.Generator, mpp_um: float, width_um: float, aspect: f
 
 def _chromatin(rng: np.random.Generator, shape: tuple[int, ...], grain_px: float) -> Array:
     noise = ndimage.gaussian_filter(rng.standard_normal(shape), grain_px)
-    return (noise / noise.std()).astype(np.float32)
+    result: Array = (noise / noise.std()).astype(np.float32)
+    return result
 
 
 def _nucleus(
@@ -156,5 +159,6 @@ def grains() -> Array:
 def _periodic(rng: np.random.Generator, across_px: float, along_px: float) -> Array:
     """Return Gaussian noise smoothed differently along the two axes, deviation 1."""
     noise = rng.standard_normal((TEXTURE_PX, TEXTURE_PX), dtype=np.float32)
-    smooth: Array = ndimage.gaussian_filter(noise, (across_px, along_px), mode="wrap")
-    return smooth / smooth.std()
+    smooth = ndimage.gaussian_filter(noise, (across_px, along_px), mode="wrap")
+    result: Array = smooth / smooth.std()
+    return result

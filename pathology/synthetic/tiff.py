@@ -132,6 +132,7 @@ def _tiles(rows: Array) -> Iterator[bytes]:
             short = (TILE_PX - tile.shape[0], TILE_PX - tile.shape[1])
             if any(short):
                 tile = np.pad(tile, ((0, short[0]), (0, short[1]), (0, 0)), mode="edge")
-            yield imagecodecs.jpeg8_encode(
+            encoded = imagecodecs.jpeg8_encode(
                 np.ascontiguousarray(tile), level=_QUALITY, colorspace="RGB", outcolorspace="YCBCR", subsampling="420"
             )
+            yield bytes(encoded)

@@ -65,7 +65,7 @@ def read_archive(planned: list[ArchiveSlide], folder: Path, mpp_um: float = 1.0)
 
 def shrink(slides: Slides, size_px: int) -> Slides:
     """Return the slides as thumbnails: means over squares of pixels."""
-    n, height, width, _ = slides.images.shape
+    n, height = slides.images.shape[:2]
     factor = height // size_px
     cut = slides.images[:, : size_px * factor, : size_px * factor].reshape(n, size_px, factor, size_px, factor, 3)
     return Slides(np.round(cut.mean((2, 4), dtype=np.float32)).astype(np.uint8), slides.labels)
