@@ -43,7 +43,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 def write_json_atomically(path: Path, value: dict[str, Any]) -> None:
     """Replace ``path`` by this object as JSON."""
-    write_atomically(path, (json.dumps(value, ensure_ascii=False, indent=1) + "\n").encode())
+    write_atomically(path, (json.dumps(value, ensure_ascii=False, indent=1) + "\n").encode("utf-8", "surrogateescape"))
 
 
 def publish_directory(prepared: Path, final: Path) -> None:

@@ -196,7 +196,7 @@ def _to_csv(rows: list[dict[str, str]]) -> bytes:
     writer = csv.DictWriter(file, [*COLUMNS, *extra], restval="", lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    return file.getvalue().encode()
+    return file.getvalue().encode("utf-8", "surrogateescape")
 
 
 def _text(value: Any) -> str:

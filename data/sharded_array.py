@@ -162,7 +162,7 @@ def read_json(path: Path) -> dict[str, Any]:
         StoreError: The file is missing, unreadable or holds no JSON object.
     """
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes().decode("utf-8", "surrogateescape"))
     except OSError as error:
         raise StoreError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:

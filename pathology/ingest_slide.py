@@ -17,6 +17,7 @@ import numpy as np
 from data.manifest import DONE, FAILED, SlideRecord, record_path
 from data.store import SlideStore, StoreError, slide_path
 from data.store_writer import LevelSize, SlideWriter
+from pathology.discover import user_columns
 from pathology.errors import SlideError
 from pathology.identity import SourceStamp, source_digest
 from pathology.ingest_options import IngestOptions
@@ -58,7 +59,7 @@ def ingest_slide(
     """
     row = dict(manifest_row or {})
     name = slide_id or row.get("slide_id") or source.stem
-    extra = {k: v for k, v in row.items() if k not in ("path", "source_path")}
+    extra = user_columns(row)
     store.mkdir(parents=True, exist_ok=True)
     (store / ".records").mkdir(exist_ok=True)
     try:

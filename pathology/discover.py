@@ -1,0 +1,130 @@
+"""Which slides are meant, and what each is called in the store."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from data.manifest import SlideRecord, read_user_manifest
+from hyfi_core.errors import RequestError
+from pathology.sources import SLIDE_SUFFIXES
+
+_LONGEST_NAME_BYTES = 160
+
+
+@dataclass(frozen=True, slots=True)
+class SlideJob:
+    """One slide to ingest: its file, its name in the store, its row of the user's manifest."""
+
+    source: Path
+    slide_id: str
+    row: dict[str, str] = field(default_factory=dict)
+
+
+def find_jobs(paths: Sequence[Path], records: Mapping[str, SlideRecord]) -> list[SlideJob]:
+    """Return the slides that ``paths`` mean, each once, each with its own name.
+
+    Args:
+        paths: Slides, folders (searched, links to folders followed once) and manifest CSVs.
+        records: What the store holds already: a slide keeps the name that it has there.
+
+    Raises:
+        RequestError: A path does not exist, a folder holds no slide, a manifest is wrong, a name is given twice.
+    """
+    rows: dict[Path, dict[str, str]] = {}
+    for path in paths:
+        for source, row in _expand(path):
+            rows[source] = rows.get(source, {}) | row
+    return _named(rows, records)
+
+
+def user_columns(row: Mapping[str, str]) -> dict[str, str]:
+    """Return what a manifest row says beyond where the slide lies."""
+    return {k: v for k, v in row.items() if k not in ("path", "source_path")}
+
+
+def _expand(path: Path) -> Iterator[tuple[Path, dict[str, str]]]:
+    if path.is_dir():
+        found = sorted(_search(path))
+        if not found:
+            looked_for = ", ".join(sorted(SLIDE_SUFFIXES))
+            raise RequestError(f"{path}: no slide in this folder or below; files ending in {looked_for} are looked for")
+        yield from ((source, {}) for source in found)
+    elif not path.exists():
+        raise RequestError(f"{path}: no such file or folder")
+    elif path.suffix.lower() in {".csv", ".tsv"}:
+        for row in read_user_manifest(path):
+            yield _tidy(Path(row["source_path"])), row
+    else:
+        yield _tidy(path), {}
+
+
+def _tidy(path: Path) -> Path:
+    """Return the absolute path without ``.`` and ``..``, links kept: one file, one text."""
+    tidy = Path(os.path.normpath(path.absolute()))
+    # Behind a link to a folder, `..` is not what the text says.
+    return tidy if not path.exists() or (tidy.exists() and tidy.samefile(path)) else path.absolute()
+
+
+def _search(folder: Path) -> Iterator[Path]:
+    visited: set[str] = set()
+    for here, folders, files in os.walk(_tidy(folder), followlinks=True):
+        real = os.path.realpath(here)
+        if real in visited:
+            folders.clear()
+            continue
+        visited.add(real)
+        folders[:] = sorted(f for f in folders if not f.startswith(".") and not f.endswith(".zarr"))
+        for name in files:
+            if not name.startswith(".") and Path(name).suffix.lower() in SLIDE_SUFFIXES:
+                yield Path(here, name)
+
+
+def _named(rows: Mapping[Path, dict[str, str]], records: Mapping[str, SlideRecord]) -> list[SlideJob]:
+    known = {record.source_path: name for name, record in records.items()}
+    given = {source: _checked(row["slide_id"]) for source, row in rows.items() if row.get("slide_id")}
+    twice = [name for name, count in Counter(given.values()).items() if count > 1]
+    if twice:
+        raise RequestError(f"slide_id {twice[0]!r} is given to two slides; each needs its own")
+    plain = {source: _plain_name(source) for source in rows if source not in given}
+    shared = Counter([*plain.values(), *given.values()])
+    jobs = []
+    for source, row in rows.items():
+        name = given.get(source) or known.get(str(source))
+        if name is None:
+            name = plain[source]
+            if shared[name] > 1 or _is_anothers(records.get(name)):
+                name = f"{name}-{_short_digest(str(source.parent))}"
+        jobs.append(SlideJob(source, name, row))
+    return jobs
+
+
+def _is_anothers(record: SlideRecord | None) -> bool:
+    """Whether the name belongs to a slide in another place; one that is no longer there has been moved here."""
+    return record is not None and Path(record.source_path).exists()
+
+
+def _checked(name: str) -> str:
+    if re.search(r"[/\\\x00-\x1f]", name) or name.startswith(".") or len(name.encode()) > _LONGEST_NAME_BYTES:
+        raise RequestError(
+            f"slide_id {name!r} cannot be a file's name: no slashes or control characters, no dot in front, "
+            f"at most {_LONGEST_NAME_BYTES} bytes"
+        )
+    return name
+
+
+def _plain_name(source: Path) -> str:
+    stem = re.sub(r"\.ome$", "", source.stem, flags=re.IGNORECASE)
+    name = re.sub(r"[\\\x00-\x1f]", "_", stem).lstrip(".") or "slide"
+    if len(name.encode("utf-8", "replace")) > _LONGEST_NAME_BYTES:
+        name = f"{name[:30]}-{_short_digest(name)}"
+    return name
+
+
+def _short_digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:8]
