@@ -20,6 +20,7 @@ HAEMATOXYLIN, EOSIN = (0.650, 0.704, 0.286), (0.072, 0.990, 0.105)
 _STEPS = 8192
 _MOST_DENSITY = 8.0
 _STRIP_PX = 32_768
+_COPIED_COLUMNS = 32
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Variation:
     def apply(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Return the varied pixels of a box, of those of its :meth:`source`; (3, h, w) uint8, a new array."""
         moved = np.rot90(pixels[:, :, ::-1] if self.mirror else pixels, self.turns, axes=(1, 2))
-        return self.recolour(np.ascontiguousarray(moved))
+        return self.recolour(_contiguous(moved))
 
     def recolour(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Return the pixels in other colours; (3, h, w) uint8, a new array. White (255) stays exactly white.
@@ -129,6 +130,15 @@ class Variation:
         values = 256.0 * np.exp(-density) - 1.0
         table: NDArray[np.float64] = np.clip(np.rint(255.0 - (255.0 - values) * self.contrast), 0, 255)
         return table.astype(np.uint8)
+
+
+def _contiguous(view: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return a copy of a turned array, row after row; written in strips whose lines of the source stay in the cache."""
+    copied = np.empty(view.shape, np.uint8)
+    for x in range(0, view.shape[2], _COPIED_COLUMNS):
+        strip = slice(x, x + _COPIED_COLUMNS)
+        copied[:, :, strip] = view[:, :, strip]
+    return copied
 
 
 def _density_table() -> NDArray[np.float32]:

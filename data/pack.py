@@ -106,6 +106,8 @@ def shrink(box: Box, occupied: NDArray[np.bool_]) -> Box:
 
 def place_all(boxes: Sequence[Box], size_px: tuple[int, int], align: int) -> list[tuple[Box, tuple[int, int]]] | None:
     """Place all boxes (pixels), tall ones first; return each with the (y, x) of its place, None if one has no room."""
+    if sum(box.area for box in boxes) > size_px[0] * size_px[1]:
+        return None
     shelves = Shelves(*size_px, align)
     placed = []
     for box in sorted(boxes, key=_tall_first):

@@ -145,7 +145,8 @@ def _pack(grid: TissueGrid, size_px: tuple[int, int], align: int) -> tuple[tuple
     """Return the pieces and how many tissue pixels they hold."""
     ends = [np.append(np.arange(0, length, align, dtype=np.int64), length) for length in grid.size_px]
     tissue = grid.counts(*ends)
-    for blocks in _attempts(tissue > 0, size_px, align):
+    hopeless = int(tissue.sum()) > size_px[0] * size_px[1]
+    for blocks in _attempts(tissue > 0, _sides(size_px, align)[-1:] if hopeless else _sides(size_px, align)):
         boxes = [_pixels(box, *ends) for box in blocks]
         placed = place_all(boxes, size_px, align)
         if placed is not None:
@@ -155,12 +156,12 @@ def _pack(grid: TissueGrid, size_px: tuple[int, int], align: int) -> tuple[tuple
     return _centred(placed, size_px, align), sum(tissue_of[box] for box, _ in placed)
 
 
-def _attempts(occupied: NDArray[np.bool_], size_px: tuple[int, int], align: int) -> Iterator[list[Box]]:
+def _attempts(occupied: NDArray[np.bool_], sides: Sequence[int]) -> Iterator[list[Box]]:
     """Yield rectangles of blocks that cover the tissue: its hull, its pieces, these cut smaller and smaller."""
     yield [shrink(Box.of_size(*occupied.shape), occupied)]
     boxes = components(occupied)
     yield boxes
-    for side in _sides(size_px, align):
+    for side in sides:
         yield [square for box in boxes for square in cut(box, occupied, side)]
 
 

@@ -57,7 +57,7 @@ def test_wrong_files_are_refused_with_their_reason(tmp_path, text, words):
 
 def test_an_unknown_class_is_named_with_the_known_ones(tmp_path):
     csv = write(tmp_path, "slide_id,label\na,x\nb,z\n")
-    with pytest.raises(RequestError, match="slide_id b: unknown class 'z'.*known: x, y"):
+    with pytest.raises(RequestError, match=r"slide_id b: unknown class 'z'.*known: x, y"):
         load_labels(csv, "label", classes=("x", "y"))
 
 
