@@ -1,8 +1,8 @@
 """Capture: the user's untouched module becomes a program, through ``torch.export`` at the image's full size.
 
-The input is a fake tensor, so that a 16384 x 16384 image costs nothing. ``run_decompositions({})`` makes the graph functional
-(no ``relu_``, no counters that change behind our back) and leaves ``conv2d`` and its like whole, which autocast knows; a full
-decomposition would give ``aten.convolution``, which it does not.
+The input is a fake tensor, so that a 16384 x 16384 image costs nothing. ``run_decompositions({})`` makes the graph
+functional (no ``relu_``, no counters that change behind our back) and leaves ``conv2d`` and its like whole, which
+autocast knows; a full decomposition would give ``aten.convolution``, which it does not.
 """
 
 from __future__ import annotations

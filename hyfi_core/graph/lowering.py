@@ -1,7 +1,7 @@
 """Lowering: a captured program and a grid become what each rank does.
 
-Every value is *split* (each rank holds its part) or *replicated* (each holds it whole). Rules, one for each operator, say which it
-is and what it takes; what they refuse is refused here, before any rank talks.
+Every value is *split* (each rank holds its part) or *replicated* (each holds it whole). Rules, one for each operator,
+say which it is and what it takes; what they refuse is refused here, before any rank talks.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
+
+import torch.nn.functional as F
 
 from hyfi_core.errors import RequestError
 from hyfi_core.graph.instructions import Communicate, Compute, Instruction, RankProgram, Split
@@ -73,11 +75,12 @@ class Lowering:
             lower_replicated(self, op)
             return
         rule = self._rules.get(op.text)
-        if rule is None:
-            self.refuse(
-                op, "is not known for maps that are split over ranks", "a plan with one rank, or another operator"
-            )
-        rule(self, op)
+        if rule is not None:
+            rule(self, op)
+        elif self.grid == (1, 1):  # one rank holds every map whole: any operator will do
+            lower_replicated(self, renamed(op, {name: self.whole(name) for name in op.inputs}))
+        else:
+            self.refuse(op, "has no rule for maps that are split over ranks", "a plan of one rank, or another operator")
 
     # -- what rules ask
 
@@ -157,7 +160,7 @@ class Lowering:
         outputs: tuple[str | None, ...],
         split: Split | None = None,
     ) -> None:
-        """Emit a local call; with ``split`` its outputs are split so, and ranks that own nothing of them do not call."""
+        """Emit a local call; with ``split`` its outputs are split so, and ranks that own nothing of them skip it."""
         empty = None
         if split is not None:
             for output in outputs:
@@ -204,12 +207,39 @@ def lower_replicated(lowering: Lowering, op: Operator) -> None:
     """No map left: every rank of the stage computes the same, on the same values."""
     if op.text in ("aten.native_dropout.default", "aten.bernoulli.p", "aten.rand_like.default"):
         train = op.args[2] if op.text == "aten.native_dropout.default" else True
-        if train and op.args[1] != 0.0:
-            lowering.refuse(
-                op, "draws random numbers, which ranks would draw differently", "dropout with p=0, or evaluation mode"
-            )
-    function, inputs = bound(op)
+        if train and op.args[1] != 0.0 and lowering.grid != (1, 1):
+            lowering.refuse(op, "draws random numbers, which ranks would draw differently", "p=0, or evaluation mode")
+    if op.text in _OWN_FUNCTION:
+        function, inputs = _OWN_FUNCTION[op.text](op)
+    else:
+        function, inputs = bound(op)
     lowering.compute(function, inputs, op.outputs)
+
+
+def _batch_norm_on_features(op: Operator) -> tuple[Callable[..., Any], tuple[str, ...]]:
+    """Return batch norm in training mode as a call that autograd can differentiate; the functional operator is not."""
+    x, weight, bias, running_mean, running_var, _, momentum, eps = op.args
+    names = tuple(item.name for item in (x, running_mean, running_var, weight, bias) if item is not None)
+    return native_batch_norm(weight is not None, bias is not None, momentum, eps), names
+
+
+def native_batch_norm(has_weight: bool, has_bias: bool, momentum: float, eps: float) -> Callable[..., Any]:
+    """Return the outputs of the functional batch norm, by the native kernel on copies of the running statistics.
+
+    The function takes map, running mean, running variance and, where there are, weight and bias.
+    """
+
+    def call(x: Any, mean: Any, variance: Any, *affine: Any) -> tuple[Any, ...]:
+        weight = affine[0] if has_weight else None
+        bias = affine[-1] if has_bias else None
+        mean, variance = mean.clone(), variance.clone()
+        result = F.batch_norm(x, mean, variance, weight, bias, True, momentum, eps)
+        return result, None, None, mean, variance
+
+    return call
+
+
+_OWN_FUNCTION = {"aten._native_batch_norm_legit_functional.default": _batch_norm_on_features}
 
 
 def renamed(op: Operator, names: dict[str, str]) -> Operator:

@@ -1,6 +1,7 @@
-"""Rules: what each operator does to a map that is split over ranks. To teach the engine an operator, add one entry.
+"""Rules: what each operator does to a map that is split over ranks. A new operator is one entry more.
 
-A rule says how the output is laid out, which box of the input each rank needs for its part of it, and what to call locally.
+A rule says how the output is laid out, which box of the input each rank needs for its part of it, and what to call
+locally.
 Rules for windows and for statistics stand in files of their own; all are collected in ``RULES``.
 """
 
@@ -14,11 +15,12 @@ from hyfi_core.graph.lowering import Lowering, Rule, bound, renamed
 from hyfi_core.graph.program import Operator, Ref
 
 _POINTWISE = """
-relu relu6 leaky_relu elu selu celu gelu silu mish hardswish hardsigmoid hardtanh sigmoid tanh softplus exp log sqrt rsqrt abs neg
-reciprocal clamp clamp_min clamp_max square pow.Tensor_Scalar sin cos erf floor log1p expm1
-add.Tensor add.Scalar sub.Tensor sub.Scalar mul.Tensor mul.Scalar div.Tensor div.Scalar rsub.Scalar rsub.Tensor maximum minimum
-prelu _prelu_kernel where.self eq.Scalar eq.Tensor gt.Scalar gt.Tensor lt.Scalar lt.Tensor ge.Scalar le.Scalar
-clone alias detach contiguous _to_copy to.dtype lerp.Tensor lerp.Scalar addcmul logical_not zeros_like ones_like
+relu relu6 leaky_relu elu selu celu gelu silu mish hardswish hardsigmoid hardtanh sigmoid tanh softplus exp
+log sqrt rsqrt abs neg reciprocal clamp clamp_min clamp_max square pow.Tensor_Scalar sin cos erf floor log1p
+expm1 add.Tensor add.Scalar sub.Tensor sub.Scalar mul.Tensor mul.Scalar div.Tensor div.Scalar rsub.Scalar
+rsub.Tensor maximum minimum prelu _prelu_kernel where.self eq.Scalar eq.Tensor gt.Scalar gt.Tensor lt.Scalar
+lt.Tensor ge.Scalar le.Scalar clone alias detach contiguous _to_copy to.dtype lerp.Tensor lerp.Scalar addcmul
+logical_not zeros_like ones_like
 """
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from hyfi_core.graph.instructions import Split
-from hyfi_core.graph.lowering import Lowering, bound, renamed
+from hyfi_core.graph.lowering import Lowering, bound, native_batch_norm, renamed
 from hyfi_core.graph.program import Operator, ValueInfo
 from hyfi_core.ops.reduce import BatchNorm, MaxOverSpace, SumOverRanks
 
@@ -104,9 +103,8 @@ def batch_norm_training(lowering: Lowering, op: Operator) -> None:
     normalised, _, _, new_mean, new_var = (*op.outputs, None, None)[:5]
     affine = tuple(item.name if item is not None else None for item in (weight, bias))
     if lowering.grid == (1, 1):
-        inputs = tuple(name for name in (part, *affine, running_mean.name, running_var.name) if name is not None)
-        function = _native_batch_norm(weight is not None, bias is not None, momentum, eps)
-        lowering.compute(function, inputs, (normalised, new_mean, new_var))
+        inputs = tuple(name for name in (part, running_mean.name, running_var.name, *affine) if name is not None)
+        lowering.compute(native_batch_norm(weight is not None, bias is not None, momentum, eps), inputs, op.outputs)
         if normalised is not None:
             lowering.splits[normalised] = split
         return
@@ -122,18 +120,6 @@ def batch_norm_training(lowering: Lowering, op: Operator) -> None:
     ):
         if new is not None:
             lowering.compute(_running(momentum, factor), (running, batch), (new,))
-
-
-def _native_batch_norm(has_weight: bool, has_bias: bool, momentum: float, eps: float) -> Any:
-    def call(x: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        values = list(rest)
-        weight = values.pop(0) if has_weight else None
-        bias = values.pop(0) if has_bias else None
-        running_mean, running_var = values[0].clone(), values[1].clone()
-        result = F.batch_norm(x, running_mean, running_var, weight, bias, True, momentum, eps)
-        return result, running_mean, running_var
-
-    return call
 
 
 def _running(momentum: float, factor: float) -> Any:

@@ -11,7 +11,7 @@ Along an axis with one rank the native padding of the operator serves and nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from hyfi_core.graph.instructions import Split
-from hyfi_core.graph.lowering import Lowering
+from hyfi_core.graph.lowering import Lowering, bound, renamed
 from hyfi_core.graph.program import Operator
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.layout import Layout
@@ -62,6 +62,18 @@ def _sliding(
     return _Sliding(layout, tuple(need), (window.y.padding if native_y else 0, window.x.padding if native_x else 0))
 
 
+def _native(lowering: Lowering, op: Operator) -> bool:
+    """Emit the operator as it is where one rank owns the whole map; whether that was so."""
+    output = op.outputs[0]
+    if lowering.grid != (1, 1) or output is None:
+        return False
+    x = op.args[0].name
+    function, inputs = bound(renamed(op, {x: lowering.part(x, lowering.splits[x])}))
+    height, width = lowering.shape(output)[2:]
+    lowering.compute(function, inputs, op.outputs, Split(Layout.even(height, width, (1, 1))))
+    return True
+
+
 def _pair(value: Any) -> tuple[int, int]:
     if isinstance(value, int):
         return value, value
@@ -70,6 +82,8 @@ def _pair(value: Any) -> tuple[int, int]:
 
 def conv2d(lowering: Lowering, op: Operator) -> None:
     """Convolution: any kernel, stride, dilation and groups; padding as numbers, "same" or "valid"."""
+    if _native(lowering, op):
+        return
     x, weight, bias, stride, padding, dilation, groups = _arguments(op.args, (None, [1, 1], [0, 0], [1, 1], 1), 2)
     kernel = lowering.shape(weight.name)[2:]
     stride, dilation = _pair(stride), _pair(dilation)
@@ -93,6 +107,8 @@ def conv2d(lowering: Lowering, op: Operator) -> None:
 
 def max_pool2d(lowering: Lowering, op: Operator) -> None:
     """Maximum over windows; outside the map is -inf, so that it never wins."""
+    if _native(lowering, op):
+        return
     x, kernel, stride, padding, dilation, ceil_mode = _arguments(op.args, ([], [0, 0], [1, 1], False), 2)
     kernel, padding, dilation = _pair(kernel), _pair(padding), _pair(dilation)
     stride = _pair(stride or kernel)
@@ -111,9 +127,9 @@ def max_pool2d(lowering: Lowering, op: Operator) -> None:
 
 def avg_pool2d(lowering: Lowering, op: Operator) -> None:
     """Mean over windows: sums over the window, divided by the true count of each."""
-    x, kernel, stride, padding, ceil_mode, include_pad, divisor = _arguments(
-        op.args, ([], [0, 0], False, True, None), 2
-    )
+    if _native(lowering, op):
+        return
+    x, kernel, stride, padding, _, include_pad, divisor = _arguments(op.args, ([], [0, 0], False, True, None), 2)
     kernel, padding = _pair(kernel), _pair(padding)
     stride = _pair(stride or kernel)
     window = Window(*(Window1d(k, s, p) for k, s, p in zip(kernel, stride, padding, strict=True)))
@@ -127,11 +143,9 @@ def avg_pool2d(lowering: Lowering, op: Operator) -> None:
     columns = _counts(window.x, part.x0, part.x1, have.width, padding[1] if include_pad else 0)
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
-        sums = F.avg_pool2d(tensor, kernel, stride, divisor_override=1)
-        if divisor:
-            return sums / divisor
+        sums: torch.Tensor = F.avg_pool2d(tensor, kernel, stride, divisor_override=1)
         counts = tensor.new_tensor(rows)[:, None] * tensor.new_tensor(columns)[None, :]
-        return sums / counts
+        return sums / (divisor or counts)
 
     lowering.compute(call, (canvas,), op.outputs, Split(plan.layout))
 
@@ -148,4 +162,3 @@ def _counts(window: Window1d, start: int, stop: int, length: int, beyond: int) -
 def _arguments(args: tuple[Any, ...], defaults: Sequence[Any], required: int) -> tuple[Any, ...]:
     """Return positional arguments with those left out filled in."""
     return (*args, *defaults[len(args) - required :])
-

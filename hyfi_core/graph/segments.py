@@ -3,8 +3,8 @@
     compute compute │ communicate │ compute │ communicate │ compute
     └── segment ──┘                └ segment ┘             └ segment ┘
 
-Autograd runs only inside a segment. The segments themselves run backward in one fixed order that all ranks share, so ranks
-cannot wait for each other crosswise, whatever autograd would have made of their graphs.
+Autograd runs only inside a segment. The segments themselves run backward in one fixed order that all ranks share, so
+ranks cannot wait for each other crosswise, whatever autograd would have made of their graphs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Tape:
 
     Attributes:
         steps: segments and meetings.
-        active: values that carry a gradient: they depend on a trained parameter (or a value made a source), and the answer on them.
+        active: values that carry a gradient: they depend on a source (a trained parameter), and the answer on them.
     """
 
     steps: tuple[Step, ...]

@@ -1,4 +1,4 @@
-"""What every communicating operator is: a forward, and a backward that is its adjoint, run by the engine and not by autograd."""
+"""Communicating operators: a forward, and a backward that is its adjoint, run by the engine and not by autograd."""
 
 from __future__ import annotations
 

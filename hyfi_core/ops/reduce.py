@@ -80,10 +80,11 @@ class MaxOverSpace:
 class BatchNorm:
     """Batch normalisation in training mode, over all pixels of the map, each counted once.
 
-    One all-reduce of sums forward and one backward, both in float64. Each rank gives the mean and the spread around *its*
-    mean (Chan et al., 1983): sums of squares around zero would cancel where the mean is large against the spread.
+    One all-reduce of sums forward and one backward, both in float64. Each rank gives the mean and the spread around
+    *its* mean (Chan et al., 1983): float32 sums of squares around zero would cancel where the mean is large.
 
-    Inputs: map, weight or None, bias or None. Outputs: normalised map, mean, biased variance (the latter for running statistics).
+    Inputs: map, weight or None, bias or None.
+    Outputs: normalised map, mean and biased variance of the whole map (for running statistics).
 
     Attributes:
         count: pixels of the whole map times images.
@@ -121,8 +122,8 @@ class BatchNorm:
     def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents) -> Cotangents:
         """Return the cotangents of map, weight (this rank's share), bias (this rank's share).
 
-        With x̂ the normalised map: dx = w/σ · (dy - mean(dy) - x̂ · mean(dy · x̂)). The native kernel in its evaluation form
-        gives w/σ · dy and, as gradients of bias and weight, exactly the two sums to reduce.
+        With x̂ the normalised map: dx = w/σ · (dy - mean(dy) - x̂ · mean(dy · x̂)). The native kernel in its
+        evaluation form gives w/σ · dy and, as gradients of bias and weight, exactly the two sums to reduce.
         """
         own, weight, mean, variance = saved
         dy = cotangents[0]

@@ -101,8 +101,8 @@ class Engine:
     def attribute(self, images: Images) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (logits ``(B, K)``, contributions ``(B, K, h, w)`` float32), the same on every rank.
 
-        A contribution is activation times the gradient of the logit, summed over the channels of the last map before space
-        is reduced. For a linear head behind a mean or maximum, contributions plus the bias are the logit.
+        A contribution is activation times the gradient of the logit, summed over the channels of the last map before
+        space is reduced. For a linear head behind a mean or maximum, contributions plus the bias are the logit.
 
         Raises:
             RequestError: the model's answer is not one tensor of logits reduced from a map.
@@ -156,7 +156,7 @@ class Engine:
         return loss
 
     def gather_gradients(self) -> dict[str, torch.Tensor] | None:
-        """Return copies of all gradients under the user's names on rank 0, None elsewhere; unused parameters have none."""
+        """Return copies of all gradients under the user's names on rank 0, None elsewhere; what is unused has none."""
         if self._all.rank != 0:
             return None
         return {name: p.grad.clone() for name, p in self._model.named_parameters() if p.grad is not None}
@@ -193,7 +193,7 @@ class Engine:
         leaves = [leaf.requires_grad_() if _is_float(leaf) else leaf for leaf in _leaves(compiled, values)]
         with torch.enable_grad():
             loss = self._loss(compiled.pick(leaves), targets) / count
-        # The answer is replicated: its cotangent is a sum over ranks, so one rank gives the loss its weight and the others zero.
+        # The answer is replicated, its cotangent a sum over ranks: one rank gives the loss its weight, the others zero.
         seed = torch.ones_like(loss) if self._stage.rank == 0 else torch.zeros_like(loss)
         loss.backward(seed)
         cotangents = {
@@ -343,7 +343,7 @@ def parallelize(
     """Spread a model over the ranks of a plan.
 
     Args:
-        model: any ``nn.Module`` that takes one image tensor; its code is untouched. Parameters and buffers become rank 0's.
+        model: any ``nn.Module`` that takes one image tensor, untouched; parameters and buffers become rank 0's.
         shape: of the whole batch of one replica, ``(B, C, H, W)``.
         plan: how; ``plan.ranks`` must be ``comm.size``.
         comm: from ``hyfi_core.init()``, or a group of its ranks.

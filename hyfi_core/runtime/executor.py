@@ -125,7 +125,7 @@ class Executor:
         """Run the records backward; gradients of parameters are added to their ``grad``.
 
         Args:
-            records: from ``forward``; emptied from the end as they are done, so that what they saved is freed, unless ``keep``.
+            records: from ``forward``; unless ``keep``, emptied from the end so that what is done is freed.
             cotangents: of the answer's values.
             parameters: value name -> parameter.
             keep: whether the records will be run again.
