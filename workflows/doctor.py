@@ -100,7 +100,7 @@ def _halo() -> str:
     if done.returncode != 0:
         raise RuntimeError(done.stderr.strip() or f"ended with code {done.returncode}")
     said = json.loads(done.stdout.splitlines()[-1])
-    return f"two ranks over {said['mpi']} equal one process (largest difference {said['difference']:.0e})"
+    return f"two ranks equal one process, over {said['mpi']} (largest difference {said['difference']:.0e})"
 
 
 def _slides() -> str:

@@ -38,7 +38,7 @@ def compare() -> int:
     if comm.rank == 0:
         from hyfi_core.comm import mpi
 
-        emit_json({"ranks": comm.size, "difference": difference, "mpi": mpi.flavour()})
+        emit_json({"ranks": comm.size, "difference": difference, "mpi": " ".join(mpi.flavour().split())})
     return 0 if difference <= TOLERANCE else 70
 
 

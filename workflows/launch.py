@@ -182,7 +182,7 @@ def _fail(status: RunStatus | None, rank: int) -> None:
     """Tell the error in hand if it is the first, and end every rank of the job."""
     error = traceback.format_exc().rstrip()
     if status is None or status.claim_failure(rank, error):
-        warn(f"hyfi: rank {rank} failed, so all ranks end:\n{error}")
+        warn(f"hyfi: rank {rank} failed, so all ranks end:\n{error}" if inside_launcher() else error)
     sys.stdout.flush()
     sys.stderr.flush()
     # A rank that merely leaves ends the others under mpiexec, not under every srun; MPI's abort does everywhere.
