@@ -45,6 +45,15 @@ def test_openslide_reads_size_levels_and_mpp(tmp_path: Path) -> None:
     source.close()
 
 
+@pytest.mark.parametrize(("size_px", "levels"), [(512, [512, 256]), (768, [768, 384]), (514, [514, 257])])
+def test_every_level_is_whole(tmp_path: Path, size_px: int, levels: list[int]) -> None:
+    """Sizes whose levels end inside, at, and just after a row of tiles."""
+    write_slide(make_anatomy(replace(SPEC, size_px=size_px)), tmp_path / "s.tiff")
+    with tifffile.TiffFile(tmp_path / "s.tiff") as file:
+        assert [page.asarray().shape for page in file.pages] == [(n, n, 3) for n in levels]
+        assert all(page.asarray()[-1].min() > 20 for page in file.pages)
+
+
 def test_file_holds_the_drawing_on_all_levels(tmp_path: Path) -> None:
     """Odd sizes, ragged last tiles; JPEG may move single pixels, not means."""
     spec = replace(SPEC, size_px=801)
