@@ -6,7 +6,8 @@ the grid of ranks that computed them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +28,10 @@ class Predictor(Protocol):
 
     def predict(self, images: Any) -> torch.Tensor:
         """Return logits (1, K), the same on every rank."""
+        ...
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Take over weights, on every rank."""
         ...
 
 
@@ -54,6 +59,28 @@ class Images:
             return self._normalisation(pixels, self._dtype, self._memory_format)
 
         return read
+
+
+@dataclass(frozen=True)
+class Exam:
+    """What weights are judged by.
+
+    Attributes:
+        images: of the slides.
+        targets: the slides' classes.
+        class_weights: one for each class, as in training.
+    """
+
+    images: Images
+    targets: tuple[int, ...]
+    class_weights: tuple[float, ...]
+
+    def judge(self, logits: Logits) -> dict[str, float | None]:
+        """Return the loss Σ w_y · ℓ / N, normalised as in training, and the metrics; undefined ones are None."""
+        outputs = torch.tensor([logits[index] for index in range(len(self.targets))], dtype=torch.float64)
+        labels = torch.tensor(self.targets)
+        loss = float(sample_losses(outputs, labels, self.class_weights).mean())
+        return {"loss": loss, **metrics_of_logits(outputs, labels)}
 
 
 class Interrupted(Exception):  # noqa: N818 (not an error: somebody asked for it)
@@ -94,9 +121,18 @@ def gather_logits(comm: Communicator, mine: Logits | None) -> Logits | None:
     return {int(index): values for part in parts for index, values in part}
 
 
-def judge(logits: Logits, targets: Sequence[int], class_weights: Sequence[float]) -> dict[str, float | None]:
-    """Return the loss Σ w_y · ℓ / N, normalised as in training, and the metrics; undefined ones are None."""
-    outputs = torch.tensor([logits[index] for index in range(len(targets))], dtype=torch.float64)
-    labels = torch.tensor(targets)
-    loss = float(sample_losses(outputs, labels, class_weights).mean())
-    return {"loss": loss, **metrics_of_logits(outputs, labels)}
+def judge_weights(
+    exam: Exam,
+    engine: Predictor,
+    group: Communicator,
+    weights: Mapping[str, torch.Tensor],
+    interrupted: Callable[[], bool] = lambda: False,
+) -> dict[str, float | None] | None:
+    """Return what weights are worth, judged by all ranks of ``group``; on its rank 0, None elsewhere.
+
+    Raises:
+        Interrupted: ``interrupted`` said so, on all ranks.
+    """
+    engine.load_state_dict(dict(weights))
+    logits = predict_slides(engine, exam.images, len(exam.targets), (0, 1), interrupted)
+    return exam.judge(logits) if group.rank == 0 else None

@@ -9,11 +9,26 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from hyfi_core.errors import RequestError
 
 BUILT_IN = ("resnet10", "resnet18", "resnet34", "resnet50", "resnet_v1", "resnet_v2")
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.float32, "float64": torch.float64}
+"""Of weights and images; with bfloat16 autocast computes in the narrow type, weights stay wide."""
+FORMATS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
+
+
+def lay_out(model: nn.Module, precision: str, memory_format: str) -> nn.Module:
+    """Give ``model`` the precision, and the weights of its convolutions (what has four dims) the format, in place."""
+    model.to(DTYPES[precision])
+    for parameter in model.parameters():
+        if parameter.dim() == 4:
+            parameter.data = parameter.data.contiguous(memory_format=FORMATS[memory_format])
+    return model
 
 
 def build_model(model: Mapping[str, Any]) -> nn.Module:

@@ -131,8 +131,8 @@ def _loader(job: Job, roles: Roles, stop: StopFlag) -> Callable[[bool], int]:
 
 def _validator(job: Job, roles: Roles, stop: StopFlag) -> Callable[[bool], int]:
     from hyfi_core.plan.parallel_plan import ParallelPlan
-    from workflows.training.loop import judge_weights
-    from workflows.training.start import make_engine, make_model
+    from workflows.evaluation import judge_weights
+    from workflows.training.start import make_engine, make_exam, make_model
     from workflows.validator import ValidationService
 
     group = roles.validators
@@ -140,11 +140,12 @@ def _validator(job: Job, roles: Roles, stop: StopFlag) -> Callable[[bool], int]:
     model = make_model(job, tell=False)
     plan = ParallelPlan(grids=((1, group.size),), fused_halo=job.plan.fused_halo)
     engine = make_engine(job, model, plan, group, batch=1)
+    exam = make_exam(job)
     service = ValidationService(
         roles.world,
         group,
         model.state_dict(),
-        lambda weights, interrupted: judge_weights(job, engine, group, weights, interrupted),
+        lambda weights, interrupted: judge_weights(exam, engine, group, weights, interrupted),
         watch=lambda: stop.pass_on(roles.world),
     )
     return lambda _: STOPPED if service.serve() else DONE

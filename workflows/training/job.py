@@ -119,6 +119,7 @@ class Job:
             "tissue": _tissue(self.train),
             "normalisation": Normalisation().to_json(),
             "precision": self.config.run.precision,
+            "memory_format": self.config.run.memory_format,
             "thresholds": {},
             "versions": versions(),
         }

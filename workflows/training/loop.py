@@ -11,16 +11,16 @@ import torch
 
 from data.feed import Feed, InlineFeed, Pixels, RemoteFeed, Share
 from data.normalise import Normalisation
-from hyfi_core.comm.base import Communicator
 from hyfi_core.plan.box import Box
 from hyfi_core.runtime.checkpoint import load_checkpoint, optimizer_state, step_folder
 from hyfi_core.runtime.engine import Engine
 from workflows.console import Progress
-from workflows.evaluation import Interrupted, gather_logits, judge, predict_slides
+from workflows.evaluation import Interrupted, gather_logits, predict_slides
+from workflows.models import DTYPES, FORMATS
 from workflows.training.job import Job
 from workflows.training.optimisation import lr_factor
 from workflows.training.recorder import Recorder
-from workflows.training.start import DTYPES, FORMATS, Roles, Saved, validation_images
+from workflows.training.start import Roles, Saved, make_exam
 from workflows.training.stop import StopFlag
 from workflows.validator import ValidationClient
 
@@ -67,7 +67,7 @@ class Trainer:
         self._feed = self._make_feed(roles)
         run = job.config.run
         self._prepare = partial(Normalisation(), dtype=DTYPES[run.precision], memory_format=FORMATS[run.memory_format])
-        self._images = validation_images(job)
+        self._exam = make_exam(job)
 
     def run(self, progress: Progress) -> bool:
         """Train to the end, or until a stop is asked for; return whether it was."""
@@ -156,12 +156,12 @@ class Trainer:
         replicas, first = self._job.plan.replicas, self._trainers.rank % self._job.plan.ranks_per_replica == 0
         share = (self._replica, replicas)
         try:
-            mine = predict_slides(self._engine, self._images, len(self._job.val), share, self._agreed)
+            mine = predict_slides(self._engine, self._exam.images, len(self._job.val), share, self._agreed)
         except Interrupted:
             return
         logits = gather_logits(self._trainers, mine if first else None)
         if self._recorder is not None and logits is not None:
-            self._recorder.validated(step, judge(logits, self._job.targets(), self._job.class_weights))
+            self._recorder.validated(step, self._exam.judge(logits))
 
     def _collect(self) -> None:
         if self._client is not None and self._recorder is not None:
@@ -188,13 +188,3 @@ class Trainer:
             self._stop.wanted = True
         self._collect()
         return self._agreed() if not stopped and self._remote else stopped
-
-
-def judge_weights(
-    job: Job, engine: Engine, group: Communicator, weights: Mapping[str, torch.Tensor], interrupted: Any
-) -> dict[str, float | None] | None:
-    """Return what weights are worth, judged by all ranks of ``group``; on its rank 0, None elsewhere."""
-    engine.load_state_dict(dict(weights))
-    mine = predict_slides(engine, validation_images(job), len(job.val), (0, 1), interrupted)
-    logits = gather_logits(group, mine if group.rank == 0 else None)
-    return None if logits is None else judge(logits, job.targets(), job.class_weights)

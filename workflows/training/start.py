@@ -23,15 +23,13 @@ from hyfi_core.runtime.checkpoint import (
 from hyfi_core.runtime.engine import Engine, parallelize
 from workflows.config import Config
 from workflows.console import say
-from workflows.evaluation import Images
-from workflows.models import build_model
+from workflows.evaluation import Exam, Images
+from workflows.models import DTYPES, FORMATS, build_model, lay_out
 from workflows.training.job import Job
 from workflows.training.optimisation import make_loss, make_optimizer
 from workflows.weights import load_weights
 
 T = TypeVar("T")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.float32, "float64": torch.float64}
-FORMATS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
 
 
 def together(world: Communicator, check: Callable[[], T]) -> T:
@@ -108,15 +106,7 @@ def make_model(job: Job, tell: bool) -> torch.nn.Module:
         if tell:
             say(f"weights from {path}: {report}")
     run = job.config.run
-    _lay_out(model.to(DTYPES[run.precision]), FORMATS[run.memory_format])
-    return model.train()
-
-
-def _lay_out(model: torch.nn.Module, memory_format: torch.memory_format) -> None:
-    """Give the weights of convolutions (what has four dims) this memory format, in place."""
-    for parameter in model.parameters():
-        if parameter.dim() == 4:
-            parameter.data = parameter.data.contiguous(memory_format=memory_format)
+    return lay_out(model, run.precision, run.memory_format).train()
 
 
 def make_engine(job: Job, model: torch.nn.Module, plan: ParallelPlan, group: Communicator, batch: int) -> Engine:
@@ -134,10 +124,11 @@ def make_engine(job: Job, model: torch.nn.Module, plan: ParallelPlan, group: Com
     )
 
 
-def validation_images(job: Job) -> Images:
-    """Return the validation slides as the engine takes them."""
+def make_exam(job: Job) -> Exam:
+    """Return what the run's weights are judged by."""
     run = job.config.run
-    return Images(job.val, Normalisation(), DTYPES[run.precision], FORMATS[run.memory_format])
+    images = Images(job.val, Normalisation(), DTYPES[run.precision], FORMATS[run.memory_format])
+    return Exam(images, tuple(job.targets()), job.class_weights)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,71 @@
+"""A small store, written by the project's own writer, and the YAML of a run on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from data.manifest import SlideRecord, compile_manifest
+from data.store_writer import LevelSize, SlideWriter
+
+SIZE_PX = 250  # odd parts: 125 columns for each of two ranks
+SPLITS = ("train",) * 6 + ("val",) * 4 + ("test",) * 2
+
+
+def make_store(folder: Path, size_px: int = SIZE_PX) -> Path:
+    """Write twelve slides of two classes: pink noise, with dark dots in those that are malignant."""
+    store = folder / "store"
+    store.mkdir(parents=True)
+    for number, split in enumerate(SPLITS):
+        label = ("benign", "malignant")[number % 2]
+        _write_slide(store, f"slide-{number:02d}", number, label == "malignant", size_px)
+        extra = {"label": label, "case_id": f"case-{number:02d}", "split": split}
+        SlideRecord(
+            slide_id=f"slide-{number:02d}",
+            source_path=f"slide-{number:02d}.tiff",
+            status="done",
+            source_mpp=0.5,
+            store_mpp=1.0,
+            height_px=size_px,
+            width_px=size_px,
+            tissue_fraction=0.9,
+            bad_tiles=0,
+            extra=extra,
+        ).save(store)
+    compile_manifest(store)
+    return store
+
+
+def _write_slide(store: Path, slide_id: str, seed: int, malignant: bool, size_px: int) -> None:
+    rng = np.random.default_rng(seed)
+    base = np.array([225, 160, 200], np.float64)[:, None, None]
+    pixels = base + rng.normal(0, 12, (3, size_px, size_px))
+    for y, x in rng.integers(0, size_px - 8, (60 if malignant else 4, 2)):
+        pixels[:, y : y + 8, x : x + 8] -= np.array([120, 110, 60])[:, None, None]
+    image = np.clip(pixels, 0, 255).astype(np.uint8)
+    with SlideWriter(store, slide_id, [LevelSize(size_px, size_px)], mpp_um=1.0) as writer:
+        writer.write(0, 0, 0, image)
+        mask = np.ones((size_px // 8, size_px // 8), bool)
+        mask[:2] = False
+        writer.write_tissue(mask, mpp_um=8.0)
+        writer.publish({"mpp": 1.0, "kind": "resampled", "parameters": {"tissue": {"threshold": 0.05}}})
+
+
+def make_config(folder: Path, store: Path, **sections: dict[str, Any]) -> Path:
+    """Write the YAML of a short run of a small network; ``sections`` go over its keys."""
+    tree: dict[str, dict[str, Any]] = {
+        "data": {"store": str(store), "size_px": SIZE_PX, "align_px": 32, "batch_size": 2, "class_weights": "balanced"},
+        "model": {"name": "resnet10", "options": {"width": 8}},
+        "optimizer": {"name": "sgd", "lr": 0.01, "momentum": 0.9, "max_norm": 5.0},
+        "lr_schedule": {"name": "cosine", "warmup_steps": 2},
+        "validation": {"every_steps": 3},
+        "run": {"dir": str(folder / "run"), "steps": 6, "seed": 3, "tensorboard": False},
+    }
+    for name, values in sections.items():
+        tree[name] = {**tree.get(name, {}), **values}
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
