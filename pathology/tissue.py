@@ -107,13 +107,13 @@ def _glass(image: Planes) -> Float:
 
 
 def _pen(density: Float, mean: Float, colour: Float, mpp_um: float) -> Mask:
-    """Return felt-tip marks: dense, in a colour that stains do not have, wider than a hair; with their faded rims."""
+    """Return felt-tip marks: dense, in a colour that stains do not have, no specks; with their faded rims."""
     red, green, blue = density
-    bluish = (red > 1.2 * green) & (red > 0.15)
+    bluish = (red > 1.1 * green) & (red > 0.12)
     reddish = (blue > 0.75 * green) & (red < 0.25 * green) & (green > 0.4)
-    black = (mean > 0.7) & (colour < 0.25 * mean)
-    core = opening(bluish | reddish | black, _disk(20.0 / mpp_um))
-    core = remove_small_objects(core, max_size=_pixels(20_000.0, mpp_um))
+    black = (mean > 0.3) & (colour < 0.25 * mean)
+    core = opening(bluish | reddish | black, _disk(8.0 / mpp_um))
+    core = remove_small_objects(core, max_size=_pixels(6_000.0, mpp_um))
     if not core.any():
         return core
     # The rim of a mark is ink too, thinner: take what joins it and is not stained like tissue.
