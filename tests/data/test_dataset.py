@@ -145,6 +145,7 @@ def test_what_is_proposed_would_fit(tmp_path):
     assert low["coverage"] < 0.9 and low["flags"] == "cropped" and low["tissue_px"] == 1440 * 1280
     height, width = map(int, low["fits_size_px"].split("x"))
     assert dataset(slides, size_px=(height, width)).view(1).coverage == 1.0
+    assert dataset(slides, size_px=(height - 384 // 8, width - 384 // 8)).view(1).coverage < 1.0
     assert images.coverage(1).fits_mpp > 1.0
     write_coverage(tmp_path / "coverage.csv", images.coverage_table())
     with (tmp_path / "coverage.csv").open() as file:

@@ -99,6 +99,14 @@ def test_classes_are_spread_alike(rare, common, folds, seed):
         assert max(sizes) - min(sizes) <= 1 and sum(sizes) == count
 
 
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("rare", [3, 4, 5])
+def test_a_small_part_gets_the_rare_class_too(seed, rare):
+    members = {f"r{i}": ["rare"] for i in range(rare)} | {f"c{i}": ["common"] for i in range(40)}
+    parts = assign_groups(members, {"train": 0.8, "val": 0.1, "test": 0.1}, seed)
+    assert {part for name, part in parts.items() if name[0] == "r"} == {"train", "val", "test"}
+
+
 def test_another_seed_deals_otherwise():
     members = {str(i): [""] for i in range(30)}
     shares = {"a": 0.5, "b": 0.5}
