@@ -24,7 +24,7 @@ from pathology.ingest_options import IngestOptions
 from pathology.level_reader import LevelChoice, LevelReader, choose_level
 from pathology.mpp import SourceMpp, resolve_mpp
 from pathology.pyramid import PyramidBuilder, level_sizes
-from pathology.quality import BLURRED_BELOW, SharpnessMeter
+from pathology.quality import BLURRED_SHARE, SharpnessMeter
 from pathology.resample import Planes
 from pathology.sources import SlideSource, open_source
 from pathology.tissue import find_tissue
@@ -129,6 +129,7 @@ def _write_content(
     return {
         "tissue": {"fraction": float(masks.tissue.mean()), "mpp": mask_mpp, "pen_fraction": float(masks.pen.mean())},
         "sharpness": sharpness.median,
+        "blurred_share": sharpness.blurred_share,
         "bad_tiles": reader.bad_tiles,
         "tiles": reader.tiles,
     }
@@ -160,13 +161,12 @@ def _provenance(slide: SlideSource, mpp: SourceMpp, choice: LevelChoice, store_m
 
 
 def _flags(attributes: dict[str, Any], mpp: SourceMpp, choice: LevelChoice) -> list[str]:
-    sharpness = attributes["sharpness"]
     found = {
         "no_tissue": attributes["tissue"]["fraction"] == 0,
         "mpp_assumed": mpp.origin == "flag",
         "upsampled": choice.upsampled,
         "pen": attributes["tissue"]["pen_fraction"] > _PEN_FRACTION,
-        "blur": sharpness is not None and sharpness < BLURRED_BELOW,
+        "blur": attributes["blurred_share"] > BLURRED_SHARE,
         "bad_tiles": attributes["bad_tiles"] > 0,
     }
     return [name for name, is_so in found.items() if is_so]

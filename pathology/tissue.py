@@ -111,7 +111,7 @@ def _pen(density: Float, mean: Float, colour: Float, mpp_um: float) -> Mask:
     red, green, blue = density
     bluish = (red > 1.1 * green) & (red > 0.12)
     reddish = (blue > 0.75 * green) & (red < 0.25 * green) & (green > 0.4)
-    black = (mean > 0.3) & (colour < 0.25 * mean)
+    black = (mean > 0.2) & (colour < 0.25 * mean)
     core = opening(bluish | reddish | black, _disk(8.0 / mpp_um))
     core = remove_small_objects(core, max_size=_pixels(6_000.0, mpp_um))
     if not core.any():
