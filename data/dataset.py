@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from data.augment import Augment, Variation
 from data.coverage import COVERAGE_COLUMNS, Coverage, check_coverage, coverage_of, write_coverage
-from data.labels import Labels
+from data.labels import Labels, with_cases
+from data.splits import check_cases
 from data.store import SlideStore, StoreLevel, slide_path
 from data.view import BACKGROUND, Kind, View, make_view
 from hyfi_core.errors import RequestError
@@ -222,11 +223,15 @@ def select_slides(
         labels: classes; slides without one are left out. None: all slides, unlabelled.
         splits: slide to split (:func:`data.splits.load_splits`).
         split: the split wanted; None: all slides.
+
+    Raises:
+        RequestError: a case is in two splits (cases may be known from rows or labels alone, not from the splits' file).
     """
     chosen = []
+    rows = with_cases(rows, labels)
+    check_cases(splits or {}, {row["slide_id"]: row["case_id"] for row in rows})
     for row in rows:
-        slide = row["slide_id"]
-        case = row.get("case_id") or (labels.case_of(slide) if labels else "")
+        slide, case = row["slide_id"], row["case_id"]
         label = labels.of(slide, case) if labels else None
         in_split = split is None or (splits or {}).get(slide) == split
         if row.get("status", "done") == "done" and in_split and (labels is None or label is not None):

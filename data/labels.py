@@ -72,6 +72,13 @@ def load_labels(csv: Path, target: str, *, classes: Sequence[str] | None = None)
     return Labels(target, key, names, indices, _cases(table), table.rows)
 
 
+def with_cases(rows: Iterable[Mapping[str, str]], labels: Labels | None) -> list[dict[str, str]]:
+    """Return copies of slides' rows whose ``case_id`` is that of the row, else of the labels, else empty."""
+    return [
+        {**row, "case_id": row.get("case_id") or (labels.case_of(row["slide_id"]) if labels else "")} for row in rows
+    ]
+
+
 def _found(table: Table, key: str, target: str) -> dict[str, str]:
     """Return slide or case to class name, refusing two names for one; rows without a key must be without a class."""
     found: dict[str, str] = {}

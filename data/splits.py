@@ -21,8 +21,8 @@ def load_splits(
 
     Args:
         path: the file.
-        rows: slides as mappings with ``slide_id`` and ``case_id`` (a manifest's rows): they give slides to cases where
-            the file is keyed by case, and the cases of slides where it is keyed by slide.
+        rows: slides as mappings with ``slide_id`` and ``case_id`` (a manifest's rows, :func:`data.labels.with_cases`):
+            they give slides to cases where the file is keyed by case, and the cases of slides where it is by slide.
         column: the column to read.
         fold: the fold that validates; turns ``column="split"`` into ``fold`` where the file has only that.
 
@@ -93,7 +93,10 @@ def _slides_by_case(table: Table, named: Sequence[str], known: Sequence[Mapping[
     if not known:
         raise RequestError(f"{table.name}: keyed by case_id, but no slide is known with its case")
     by_case = _once(table, named, "case_id")
-    return {row["slide_id"]: by_case[row["case_id"]] for row in known if row["case_id"] in by_case}
+    splits = {row["slide_id"]: by_case[row["case_id"]] for row in known if row["case_id"] in by_case}
+    if by_case and not splits:
+        raise RequestError(f"{table.name}: none of its cases, such as {next(iter(by_case))}, has a slide that is known")
+    return splits
 
 
 def _once(table: Table, named: Sequence[str], key: str) -> dict[str, str]:

@@ -80,5 +80,5 @@ def _auroc(scores: torch.Tensor, targets: torch.Tensor, present: torch.Tensor) -
 
 def _ranks(scores: torch.Tensor) -> torch.Tensor:
     """Return the order of the scores as numbers in [0, 1]: torchmetrics squashes others, which can make ties."""
-    ranks = scores.unique(return_inverse=True)[1].double()
+    ranks: torch.Tensor = scores.unique(return_inverse=True)[1].double()
     return ranks / max(1.0, float(ranks.max()))

@@ -195,6 +195,8 @@ def test_slides_are_chosen_by_status_label_and_split(tmp_path):
     splits = {"a": "train", "b": "train", "c": "val", "d": "train"}
     assert select_slides(rows, labels, splits, "train") == (SlideRef("a", "c1", 0),)
     assert select_slides(rows, labels) == (SlideRef("a", "c1", 0), SlideRef("c", "c2", 1))
+    with pytest.raises(RequestError, match=r"case c1 is in two splits: train .slide a. and test .slide b."):
+        select_slides(rows, labels, splits | {"b": "test"}, "train")
     assert [ref.slide_id for ref in select_slides(rows)] == ["a", "b", "c", "e"]
 
 

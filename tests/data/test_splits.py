@@ -65,6 +65,11 @@ def test_cases_without_slides(tmp_path):
         load_splits(write(tmp_path, "case_id,split\nc1,train\n"))
 
 
+def test_cases_of_which_no_slide_is_known(tmp_path):
+    with pytest.raises(RequestError, match="none of its cases, such as c9"):
+        load_splits(write(tmp_path, "case_id,split\nc9,train\n"), MANIFEST)
+
+
 def test_slides_without_a_case_are_cases_of_their_own():
     check_cases({"a": "train", "b": "test"}, {"a": "", "b": ""})
 
