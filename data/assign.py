@@ -1,10 +1,11 @@
 """Dealing groups of slides into parts of given shares: whole groups, every class spread alike, the same each time.
 
 Groups are dealt one by one, those of the rarest class first and among them the largest. Each goes to the part that
-lacks most: the one for which Σ over classes of (what it has − its share)² falls most (or grows least), classes counted
-in shares of their own total so that a rare one weighs as much as a common one. Ties and equals are broken by the seed.
-While a class has no more groups left than there are parts without it, its groups go to those parts alone, and so with
-groups and empty parts: every part gets something, and every class whose own groups are enough.
+lacks most: the one for which Σ over classes, and over all members as one more, of (what it has − its share)² falls most
+(or grows least), each counted in shares of its own total so that a rare class weighs as much as a common one. Ties and
+equals are broken by the seed. While a class has no more groups left than there are parts without it, its groups go to
+those parts alone, and so with groups and empty parts: every part gets something, and every class whose own groups are
+enough.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def assign_groups(
     """
     groups, parts = list(members), list(shares)
     if len(groups) < len(parts):
-        raise RequestError(f"{len(groups)} groups cannot fill {len(parts)} parts ({', '.join(parts)})")
+        raise RequestError(f"{len(groups)} groups cannot fill {len(parts)} parts")
     classes = sorted({name for names in members.values() for name in names})
     counts = np.array([[Counter(members[group])[name] for name in classes] for group in groups], dtype=np.int64)
     if strict:
@@ -52,7 +53,7 @@ def _check_every_class(classes: Sequence[str], counts: NDArray[np.int64], parts:
     for name, groups in zip(classes, (counts > 0).sum(axis=0), strict=True):
         if name and groups < len(parts):
             raise RequestError(
-                f"class {name!r} is in {groups} groups, which cannot fill {len(parts)} parts ({', '.join(parts)}); "
+                f"class {name!r} is in {groups} groups, which cannot fill {len(parts)} parts; "
                 "ask for fewer folds, or leave out --stratify"
             )
 
@@ -64,8 +65,9 @@ def _deal(counts: NDArray[np.int64], shares: NDArray[np.float64], seed: int) -> 
     rarest = np.array([min((has[:, c].sum(), c) for c in range(n_classes) if has[g, c])[1] for g in range(groups)])
     shuffled = keyed_permutation(groups, "split", int(seed))
     order = sorted(shuffled, key=lambda g: (has[:, rarest[g]].sum(), rarest[g], -counts[g].sum()))
-    weight = 1.0 / counts.sum(axis=0)
-    lack = shares[:, None] * counts.sum(axis=0)[None, :]
+    sizes = np.column_stack([counts, counts.sum(axis=1)])
+    weight = 1.0 / sizes.sum(axis=0)
+    lack = shares[:, None] * sizes.sum(axis=0)[None, :]
     without = np.ones((len(shares), n_classes), bool)
     left = Counter(rarest.tolist())
     result = [0] * groups
@@ -74,9 +76,9 @@ def _deal(counts: NDArray[np.int64], shares: NDArray[np.float64], seed: int) -> 
         allowed = without.all(axis=1)
         if groups - place > allowed.sum():
             allowed = without[:, c] if 0 < left[c] <= without[:, c].sum() else np.ones(len(shares), bool)
-        gain = (((2 * lack - counts[g]) * counts[g]) * weight**2).sum(axis=1)
+        gain = (((2 * lack - sizes[g]) * sizes[g]) * weight**2).sum(axis=1)
         part = int(np.argmax(np.where(allowed, np.round(gain, 12), -np.inf)))
         result[g], left[c] = part, left[c] - 1
-        lack[part] -= counts[g]
+        lack[part] -= sizes[g]
         without[part] &= ~has[g]
     return result

@@ -102,6 +102,8 @@ def test_classes_are_spread_alike(rare, common, folds, seed):
     for letter, count in (("r", rare), ("c", common)):
         sizes = [sum(part == fold for name, part in parts.items() if name[0] == letter) for fold in shares]
         assert max(sizes) - min(sizes) <= 1 and sum(sizes) == count
+    sizes = [sum(part == fold for part in parts.values()) for fold in shares]
+    assert max(sizes) - min(sizes) <= 1
 
 
 @pytest.mark.parametrize("seed", range(6))
