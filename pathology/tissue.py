@@ -17,6 +17,7 @@ import numpy.typing as npt
 from skimage.filters import gaussian, threshold_otsu
 from skimage.measure import label
 from skimage.morphology import closing, dilation, disk, opening, remove_small_holes, remove_small_objects
+from skimage.segmentation import clear_border
 
 Mask = npt.NDArray[np.bool_]
 Planes = npt.NDArray[np.uint8]
@@ -78,8 +79,9 @@ def find_tissue(image: Planes, mpp_um: float, parameters: TissueParameters | Non
     stained &= usable
     closed = closing(stained, _disk(p.close_um / mpp_um)) & usable
     tissue = remove_small_objects(closed, max_size=_pixels(p.smallest_um2, mpp_um))
-    tissue = remove_small_holes(tissue, max_size=_pixels(p.hole_um2, mpp_um)) & usable
-    return TissueMasks(tissue, pen)
+    holes = remove_small_holes(tissue, max_size=_pixels(p.hole_um2, mpp_um)) & ~tissue
+    # What reaches the picture's border is no hole: a small slide without tissue would be one.
+    return TissueMasks((tissue | clear_border(holes)) & usable, pen)
 
 
 def _optical_density(image: Planes, sigma_px: float) -> Float:

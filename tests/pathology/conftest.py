@@ -55,7 +55,7 @@ def stained(height: int, width: int, seed: int = 0) -> RGB:
 
 @pytest.fixture
 def make_slide(tmp_path: Path) -> MakeSlide:
-    """Return a function that writes a slide: ``make_slide(name="a.tiff", size=(700, 900), seed=0, **write_slide's)``."""
+    """Return a function that writes a slide: ``make_slide(name, size=(700, 900), seed=0, **for_write_slide)``."""
 
     def make(name: str = "a.tiff", size: tuple[int, int] = (700, 900), seed: int = 0, **how: object) -> Path:
         path = tmp_path / "slides" / name
