@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 HEAT_ANCHORS = ("#fff3c4", "#fdc75a", "#f58a34", "#dc4a35", "#ab1f4d", "#6a0f57")
 
 # Classes in reports and annotations: of equal weight, apart also for red-green blind eyes.
-CLASS_COLORS = ((214, 73, 51), (46, 116, 181), (62, 150, 81), (148, 103, 189), (201, 148, 0), (0, 150, 160))
+CLASS_COLORS = ((46, 116, 181), (214, 73, 51), (62, 150, 81), (148, 103, 189), (201, 148, 0), (0, 150, 160))
 
 # From linear sRGB to cone responses and on to OKLab (B. Ottosson, "A perceptual color space", 2020).
 _TO_CONES = np.array(

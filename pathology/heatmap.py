@@ -42,6 +42,7 @@ class Heatmap:
         class_names: names of the channels.
         logits: of each class.
         bias: of each class, ``logit - sum of the contributions``: the bias of a linear head.
+        shared: of each class, what every cell was given of the background's contribution; part of ``values``.
         exact: whether cells were mapped one to one; otherwise by their centres.
     """
 
@@ -52,12 +53,22 @@ class Heatmap:
     class_names: tuple[str, ...]
     logits: tuple[float, ...]
     bias: tuple[float, ...]
+    shared: tuple[float, ...]
     exact: bool
 
     @property
     def cell_um(self) -> tuple[float, float]:
         """Micrometres per cell as (y, x)."""
         return self.mpp[0] * self.cell_px, self.mpp[1] * self.cell_px
+
+    def speaks_for(self, class_index: int) -> NDArray[np.float64]:
+        """(rows, columns): what each cell adds to a class's logit by itself, 0 where it takes away or was not seen.
+
+        The share of the background is left out: it is the same everywhere and tells no place from another.
+        """
+        own = self.values[class_index].astype(np.float64) - self.shared[class_index]
+        positive: NDArray[np.float64] = np.maximum(np.nan_to_num(own), 0.0)
+        return positive
 
     @property
     def looked_at(self) -> NDArray[np.bool_]:
@@ -109,7 +120,8 @@ def place(
     used = (_copy_cells if exact else _scatter_centres)(summed, view, cell_px, canvas, seen)
     totals = summed.sum(axis=(1, 2))
     background = totals - np.where(used, summed, 0.0).sum(axis=(1, 2))
-    canvas += (background / max(1, int(seen.sum())))[:, None, None]
+    shared = background / max(1, int(seen.sum()))
+    canvas += shared[:, None, None]
     canvas[:, ~seen] = np.nan
     logit_values = np.asarray(logits, dtype=np.float64)
     return Heatmap(
@@ -120,6 +132,7 @@ def place(
         class_names=tuple(class_names),
         logits=tuple(logit_values.tolist()),
         bias=tuple((logit_values - totals).tolist()),
+        shared=tuple(shared.tolist()),
         exact=exact,
     )
 
@@ -194,9 +207,11 @@ def average(heatmaps: Sequence[Heatmap]) -> Heatmap:
     first = heatmaps[0]
     shape = tuple(math.ceil(side / finest) for side in first.slide_size_px)
     total = np.zeros((len(first.values), *shape))
+    shared = np.zeros(len(first.values))
     seen = np.zeros(shape, dtype=bool)
     for heatmap in heatmaps:
         values = _refine(heatmap, finest, shape)
+        shared += np.array(heatmap.shared) * (finest / heatmap.cell_px) ** 2 / len(heatmaps)
         seen |= ~np.isnan(values[0])
         total += np.nan_to_num(values)
     total /= len(heatmaps)
@@ -209,6 +224,7 @@ def average(heatmaps: Sequence[Heatmap]) -> Heatmap:
         class_names=first.class_names,
         logits=tuple(np.mean([heatmap.logits for heatmap in heatmaps], axis=0).tolist()),
         bias=tuple(np.mean([heatmap.bias for heatmap in heatmaps], axis=0).tolist()),
+        shared=tuple(shared.tolist()),
         exact=all(heatmap.exact for heatmap in heatmaps),
     )
 

@@ -67,6 +67,7 @@ def ome_metadata(heatmap: Heatmap, name: str, provenance: Mapping[str, Any]) -> 
         "class_names": list(heatmap.class_names),
         "logits": list(heatmap.logits),
         "bias": list(heatmap.bias),
+        "background_share_per_pixel": list(heatmap.shared),
         "cell_px": heatmap.cell_px,
         "model_mpp": list(heatmap.mpp),
         "slide_size_px": list(heatmap.slide_size_px),

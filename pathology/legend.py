@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,9 +32,27 @@ class ScaleBar:
 LegendItem = Key | ScaleBar
 
 
-def font(size_px: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    """Return the font that comes with Pillow; the same on every machine."""
-    return ImageFont.load_default(size_px)
+Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
+
+
+def typeset(text: str, size_px: int) -> tuple[str, Font]:
+    """Return ``text`` and a font that has all its letters.
+
+    That is the font that comes with Pillow, which knows little beyond ASCII; for other texts DejaVu Sans, where the
+    system has it; else accents are dropped and what is left of the unknown becomes a question mark.
+    """
+    own = ImageFont.load_default(size_px)
+    if all(_has(own, letter) for letter in text):
+        return text, own
+    try:
+        return text, ImageFont.truetype("DejaVuSans.ttf", size_px)
+    except OSError:
+        plain = "".join(letter for letter in unicodedata.normalize("NFKD", text) if not unicodedata.combining(letter))
+        return "".join(letter if _has(own, letter) else "?" for letter in plain), own
+
+
+def _has(font: Font, letter: str) -> bool:
+    return letter == " " or bytes(font.getmask(letter)) != bytes(font.getmask("\uffff"))
 
 
 def add_legend(image: Image.Image, items: list[LegendItem]) -> Image.Image:
@@ -82,12 +101,12 @@ def _sample_px(item: LegendItem, unit: int, width_px: int) -> int:
 def _text(item: LegendItem, width_px: int) -> str:
     if isinstance(item, Key):
         return item.text
-    length_um = bar_length_um(item.um_per_px, width_px / 8)
-    return f"{length_um / 1000:g} mm" if length_um >= 1000 else f"{length_um:g} µm"
+    return f"{bar_length_um(item.um_per_px, width_px / 8) / 1000:g} mm"
 
 
 def _width(item: LegendItem, unit: int, width_px: int) -> int:
-    return _sample_px(item, unit, width_px) + round(unit * 0.6) + round(font(unit).getlength(_text(item, width_px)))
+    text, font = typeset(_text(item, width_px), unit)
+    return _sample_px(item, unit, width_px) + round(unit * 0.6) + round(font.getlength(text))
 
 
 def _draw_item(draw: ImageDraw.ImageDraw, item: LegendItem, x: float, y: float, unit: int, width_px: int) -> None:
@@ -106,4 +125,5 @@ def _draw_item(draw: ImageDraw.ImageDraw, item: LegendItem, x: float, y: float, 
         draw.rectangle((x, y - half, x + length, y + half), outline=(17, 24, 39), width=2)
     else:
         draw.rectangle((x, y - half, x + length, y + half), fill=(228, 228, 231), outline=(180, 180, 186))
-    draw.text((x + length + unit * 0.6, y), _text(item, width_px), fill=TEXT_RGB, font=font(unit), anchor="lm")
+    text, font = typeset(_text(item, width_px), unit)
+    draw.text((x + length + unit * 0.6, y), text, fill=TEXT_RGB, font=font, anchor="lm")

@@ -11,7 +11,7 @@ from PIL import Image, ImageDraw
 
 from pathology.colors import heat_ramp
 from pathology.heatmap import Heatmap
-from pathology.legend import Key, LegendItem, ScaleBar, add_legend, font
+from pathology.legend import Key, LegendItem, ScaleBar, add_legend, typeset
 from pathology.regions import Region, outline
 
 OUTLINE_RGB = (52, 64, 84)
@@ -28,7 +28,7 @@ class Overlay:
     Attributes:
         thumbnail: (h, w, 3) uint8, the whole slide.
         heatmap: on the same slide.
-        class_index: whose contributions are shown; only what speaks for it.
+        class_index: whose contributions are shown: only what speaks for it, only in the tissue.
         tissue: bool mask of the whole slide, any resolution.
         regions: numbered outlines.
     """
@@ -50,7 +50,8 @@ def draw_overlay(overlay: Overlay) -> Image.Image:
     canvas = _greyed(overlay.thumbnail)
     canvas = _blend(canvas, np.full(3, 255.0), 0.65 * unseen * _hatching(shape))
     ramp = heat_ramp().astype(np.float64)
-    canvas = _blend(canvas, ramp[np.round(heat * 255).astype(int)], STRONGEST_ALPHA * np.sqrt(heat) * seen)
+    alpha = STRONGEST_ALPHA * np.sqrt(heat) * seen * _near(tissue)
+    canvas = _blend(canvas, ramp[np.round(heat * 255).astype(int)], alpha)
     canvas = _blend(canvas, np.array(OUTLINE_RGB, dtype=np.float64), 0.8 * _line(tissue))
     image = Image.fromarray(np.round(canvas).clip(0, 255).astype(np.uint8))
     _draw_regions(image, overlay)
@@ -59,12 +60,38 @@ def draw_overlay(overlay: Overlay) -> Image.Image:
 
 def resampled_heat(overlay: Overlay) -> tuple[NDArray[np.float64], float]:
     """Return what speaks for the class, 0 to 1, in pixels of the thumbnail, and the contribution that is shown as 1."""
-    values = np.nan_to_num(overlay.heatmap.values[overlay.class_index])
-    positive = np.maximum(values, 0.0).astype(np.float32)
+    positive = overlay.heatmap.speaks_for(overlay.class_index).astype(np.float32)
+    positive[~tissue_cells(overlay.tissue, overlay.heatmap)] = 0.0
     spread = positive[positive > 0]
     strongest = float(np.quantile(spread, BRIGHTEST_QUANTILE)) if spread.size else 0.0
     heat = _resize(positive, overlay.thumbnail.shape[:2], overlay.heatmap)
     return (np.clip(heat / strongest, 0, 1) if strongest > 0 else np.zeros_like(heat)), strongest
+
+
+def tissue_cells(tissue: NDArray[np.bool_], heatmap: Heatmap) -> NDArray[np.bool_]:
+    """Return (rows, columns): the cells of the heatmap that have some tissue in them.
+
+    Args:
+        tissue: mask of the whole slide, any resolution.
+        heatmap: of the same slide.
+    """
+    rows, columns = heatmap.values.shape[1:]
+    height, width = (side / heatmap.cell_px for side in heatmap.slide_size_px)
+    y, x = np.nonzero(tissue)
+    cells = np.zeros((rows, columns), dtype=bool)
+    cells[
+        np.minimum(((y + 0.5) * height / tissue.shape[0]).astype(int), rows - 1),
+        np.minimum(((x + 0.5) * width / tissue.shape[1]).astype(int), columns - 1),
+    ] = True
+    return cells
+
+
+def _near(soft_mask: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return 1 in the tissue and just outside it, fading to 0 on the glass."""
+    from skimage.filters import gaussian
+
+    wide: NDArray[np.float64] = gaussian(soft_mask, max(soft_mask.shape) / 400)  # type: ignore[no-untyped-call]
+    return np.clip(wide * 3, 0.0, 1.0)
 
 
 def _resize(values: NDArray[np.float32], shape: Sequence[int], cells: Heatmap | None = None) -> NDArray[np.float64]:
@@ -112,14 +139,16 @@ def _draw_regions(image: Image.Image, overlay: Overlay) -> None:
         for ring in outline(region.cells):
             draw.line([(x * scale, y * scale) for x, y in ring], fill=REGION_RGB, width=2, joint="curve")
     for region in reversed(overlay.regions):
-        x = float(region.cells[1].max() + 1) * scale + size * 0.7
-        y = float(region.cells[0].min()) * scale - size * 0.2
+        top = int(region.cells[0].min())
+        x = float(region.cells[1][region.cells[0] == top].max() + 1) * scale + size * 0.7
+        y = top * scale - size * 0.2
         x, y = min(x, image.width - size), max(y, size)
         radius = size * 0.78
         draw.ellipse(
             (x - radius, y - radius, x + radius, y + radius), fill=(255, 255, 255), outline=REGION_RGB, width=2
         )
-        draw.text((x, y), str(region.rank), fill=REGION_RGB, font=font(size), anchor="mm")
+        text, font = typeset(str(region.rank), size)
+        draw.text((x, y), text, fill=REGION_RGB, font=font, anchor="mm")
 
 
 def _legend(overlay: Overlay, strongest: float, some_unseen: bool) -> list[LegendItem]:

@@ -114,7 +114,7 @@ def predict_slides(
             outcomes.append(run.predict(inputs[index], lookers))
             if comm.rank == 0:
                 folder.note(outcomes[-1])
-                advance(f"{outcomes[-1].slide_id}: {outcomes[-1].prediction or outcomes[-1].reason}")
+                advance(f"{outcomes[-1].slide_id}: {outcomes[-1].prediction or FAILED}")
     return PredictionReport(
         done=tuple(one for one in outcomes if one.status == DONE),
         failed=tuple(one for one in outcomes if one.status == FAILED),

@@ -53,13 +53,20 @@ class Region:
 
 
 def find_regions(
-    heatmap: Heatmap, class_index: int, *, share: float = 0.5, most: int = 12, least: float = 0.05
+    heatmap: Heatmap,
+    class_index: int,
+    tissue: NDArray[np.bool_] | None = None,
+    *,
+    share: float = 0.5,
+    most: int = 12,
+    least: float = 0.05,
 ) -> list[Region]:
     """Return the regions that contribute most to a class, the strongest first.
 
     Args:
         heatmap: contributions on the slide.
         class_index: the class that they should speak for.
+        tissue: (rows, columns) of the heatmap: where regions may lie; None: anywhere.
         share: of the positive contribution that the chosen cells hold together, before the weakest regions are dropped.
         most: regions to return at most.
         least: what a region must contribute, as a share of the strongest region's contribution.
@@ -69,7 +76,8 @@ def find_regions(
     """
     from skimage.measure import label
 
-    positive = np.maximum(np.nan_to_num(heatmap.values[class_index].astype(np.float64)), 0.0)
+    everywhere = heatmap.speaks_for(class_index)
+    positive = everywhere if tissue is None else np.where(tissue, everywhere, 0.0)
     total = positive.sum()
     if total <= 0:
         return []
@@ -80,7 +88,7 @@ def find_regions(
     sums = np.bincount(groups.ravel(), weights=positive.ravel())[1:]
     strongest = [group for group in np.argsort(-sums, kind="stable")[:most] if sums[group] >= least * sums.max()]
     return [
-        _region(rank, np.nonzero(groups == group + 1), positive, total, heatmap)
+        _region(rank, np.nonzero(groups == group + 1), positive, everywhere.sum(), heatmap)
         for rank, group in enumerate(strongest, start=1)
     ]
 

@@ -59,7 +59,8 @@ class RegionPicture:
 class Report:
     """All that the page says; pictures are data URIs, ``wide`` puts them below each other.
 
-    ``facts`` and the rows of ``provenance`` are (label, value); ``first`` is the index of the predicted class.
+    ``facts`` and the rows of ``provenance`` are (label, value); ``first`` is the index of the predicted class;
+    ``off_tissue`` is the share, 0 to 1, of what speaks for it on glass.
     """
 
     slide_id: str
@@ -75,6 +76,7 @@ class Report:
     wide: bool
     logit: float
     bias: float
+    off_tissue: float
     cell: str
     regions: Sequence[RegionPicture]
     crop: str

@@ -21,7 +21,7 @@ from data.files import publish_directory, remove_leftovers, sync_file, temporary
 from data.store import SlideStore
 from hyfi_core.plan.box import Box
 from pathology.heatmap_tiff import write_heatmap
-from pathology.overlay import Overlay, draw_overlay
+from pathology.overlay import Overlay, draw_overlay, tissue_cells
 from pathology.recipe import Member, Recipe
 from pathology.regions import find_regions, to_geojson, write_regions
 from pathology.report import render_report
@@ -72,15 +72,16 @@ def _write_files(
     }
     write_heatmap(folder / "heatmap.tiff", heatmap, result.slide_id, about)
     thumb = thumbnail(result.slide, OVERLAY_PX)
-    regions = find_regions(heatmap, predicted)
     mask, _ = result.slide.tissue()
+    cells = tissue_cells(mask, heatmap)
+    regions = find_regions(heatmap, predicted, cells)
     overlay = draw_overlay(Overlay(thumb, heatmap, predicted, mask, regions))
     overlay.save(folder / "overlay.png", optimize=False, compress_level=6)
     level0 = level0_of(result)
     write_regions(
         folder / "regions.geojson", to_geojson(regions, heatmap, predicted, slide_id=result.slide_id, level0=level0)
     )
-    report = fill_report(result, members, recipe, Pictures(Image.fromarray(thumb), overlay), regions, level0)
+    report = fill_report(result, members, recipe, Pictures(Image.fromarray(thumb), overlay, cells), regions, level0)
     (folder / "report.html").write_text(render_report(report), encoding="utf-8")
     text = json.dumps({"key": dict(key), "slide_id": result.slide_id, **about}, ensure_ascii=False, indent=1)
     (folder / PREDICTION_FILE).write_text(text + "\n", encoding="utf-8")

@@ -11,6 +11,7 @@ from pathlib import PurePath
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
 from hyfi_core.plan.box import Box
@@ -26,12 +27,13 @@ CROPS = 8
 Rows = list[tuple[str, str]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Pictures:
-    """The slide, and the slide under its heatmap."""
+    """The slide, the slide under its heatmap, and (rows, columns) of the heatmap's cells with tissue."""
 
     thumbnail: Image.Image
     overlay: Image.Image
+    tissue_cells: NDArray[np.bool_]
 
 
 def fill_report(
@@ -61,6 +63,7 @@ def fill_report(
         wide=pictures.thumbnail.width > 1.4 * pictures.thumbnail.height,
         logit=heatmap.logits[predicted],
         bias=heatmap.bias[predicted],
+        off_tissue=_off_tissue(heatmap.speaks_for(predicted), pictures.tissue_cells),
         cell=f"{heatmap.cell_um[1]:.3g} × {heatmap.cell_um[0]:.3g} µm",
         regions=[_region(result, region, level0) for region in regions[:CROPS]],
         crop=f"{CROP_UM:g} µm",
@@ -72,6 +75,11 @@ def fill_report(
         made_at=f"{datetime.now(UTC):%d %B %Y, %H:%M} UTC".lstrip("0"),
         version=importlib.metadata.version("hyfi"),
     )
+
+
+def _off_tissue(speaks_for: NDArray[np.float64], tissue: NDArray[np.bool_]) -> float:
+    total = float(speaks_for.sum())
+    return float(speaks_for[~tissue].sum()) / total if total > 0 else 0.0
 
 
 def _css(index: int) -> str:

@@ -18,7 +18,7 @@ def overlay_of(height_px: int = 640, width_px: int = 960) -> Overlay:
     values[:, :, :20] = 0.0
     values[1, 10, 12] = 1.0
     values[0, 5, 5] = 1.0
-    heatmap = Heatmap(values, 32, (1.0, 1.0), (height_px, width_px), ("a", "b"), (0, 1), (0, 0), True)
+    heatmap = Heatmap(values, 32, (1.0, 1.0), (height_px, width_px), ("a", "b"), (0, 1), (0, 0), (0, 0), True)
     tissue = np.zeros((height_px // 8, width_px // 8), bool)
     tissue[15:-15, 20:-20] = True
     return Overlay(thumbnail, heatmap, 1, tissue, find_regions(heatmap, 1))
@@ -53,6 +53,7 @@ def test_nothing_positive_still_gives_a_picture() -> None:
         (1.0, 1.0),
         overlay.heatmap.slide_size_px,
         ("a", "b"),
+        (0, 0),
         (0, 0),
         (0, 0),
         True,

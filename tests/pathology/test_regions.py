@@ -15,7 +15,7 @@ from pathology.regions import Level0, find_regions, outline, to_geojson, write_r
 def heatmap_of(values: np.ndarray, cell_px: int = 10, slide: tuple[int, int] | None = None) -> Heatmap:
     size = slide or (values.shape[0] * cell_px, values.shape[1] * cell_px)
     both = np.stack([-values, values]).astype(np.float32)
-    return Heatmap(both, cell_px, (0.5, 0.5), size, ("benign", "malignant"), (0.0, 1.0), (0.0, 0.0), True)
+    return Heatmap(both, cell_px, (0.5, 0.5), size, ("benign", "malignant"), (0.0, 1.0), (0.0, 0.0), (0.0, 0.0), True)
 
 
 def area(ring: list[tuple[float, float]]) -> float:
