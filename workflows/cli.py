@@ -172,7 +172,6 @@ def predict(
 def _run(module: str, **arguments: Any) -> NoReturn:
     """Run ``workflows.<module>.run`` and leave with its exit code."""
 
-
     def body() -> int:
         if "out" in arguments and not arguments.get("dry_run"):
             require_writable(arguments["out"])

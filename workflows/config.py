@@ -47,7 +47,9 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} stands twice", key_node.start_mark
+                )
             seen.add(key)
         return super().construct_mapping(node, deep)
 
@@ -119,7 +121,9 @@ def _override(tree: dict[str, Any], override: str) -> None:
     try:
         value = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError:
-        raise RequestError(f"override {override!r}: {text!r} is not a YAML value; quote it, as in key='\"…\"'") from None
+        raise RequestError(
+            f"override {override!r}: {text!r} is not a YAML value; quote it, as in key='\"…\"'"
+        ) from None
     here: Any = tree
     for name in names[:-1]:
         if not isinstance(here.get(name), dict):

@@ -178,8 +178,8 @@ class _Demo:
 def _hyfi(*words: object) -> None:
     """Run one command as a user would; a request to stop is handed on, and waited for."""
     text = [str(word) for word in words]
-    shown = text if len(text) < 12 else [*text[:3], "…", *text[-2:]]
-    say(f"$ hyfi {shlex.join(shown)}")
+    shown = shlex.join(text) if len(text) < 12 else f"{shlex.join(text[:3])} … {shlex.join(text[-2:])}"
+    say(f"$ hyfi {shown}")
     # A session of its own: Ctrl-C reaches the demo alone, which asks the command to stop once, not twice.
     process = subprocess.Popen(
         [sys.executable, "-m", "workflows.cli", *text], start_new_session=True, preexec_fn=die_with_parent
