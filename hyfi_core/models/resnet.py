@@ -56,7 +56,10 @@ class Residual(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-        return nn.Linear(self._channels, classes)
+        head = nn.Linear(self._channels, classes)
+        nn.init.normal_(head.weight, std=0.01)  # the first loss is ln(classes), however large the pooled values are
+        nn.init.zeros_(head.bias)
+        return head
 
 
 class ResNet(Residual):

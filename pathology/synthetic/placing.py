@@ -28,7 +28,7 @@ def make_anatomy(spec: SlideSpec) -> Anatomy:
     raster = _Raster(spec, tissue)
     hollows = _hollows(rng, raster, fields["cells"])
     nests = _nests(rng, raster)
-    count = min(len(nests), int(rng.integers(5, 9)))
+    count = min(len(nests), int(rng.integers(6, 11)))
     foci = np.sort(rng.choice(len(nests), count, replace=False)) if count else np.zeros(0, np.int64)
     bare = Anatomy(spec, tissue, fields, angle, hollows, nests, np.zeros((0, 4), np.int32), foci)
     nuclei = np.concatenate(

@@ -13,7 +13,7 @@ from pathology.synthetic import artefacts
 from pathology.synthetic.anatomy import BEND_UM, CRIMP_UM, FAT, GLAND, Anatomy
 from pathology.synthetic.fields import Array, enlarge
 from pathology.synthetic.placing import WOBBLE
-from pathology.synthetic.sprites import RED_CELL, TEXTURE_PX, fibres, grains, library
+from pathology.synthetic.sprites import NEST_E, NEST_H, RED_CELL, TEXTURE_PX, fibres, grains, library
 from pathology.synthetic.stain import stain_table
 
 BLOCK_PX = 512
@@ -106,7 +106,8 @@ class _Planes:
         self.cover = np.clip(depth / 2.5 + 0.5, 0, 1)
         rim = np.clip(1 - depth / 9, 0, 1)  # edges take more eosin
         density = np.clip(0.50 + 0.06 * cells, 0.3, 0.75)
-        self.e_f = self.cover * 235 * (density * (0.12 + 1.3 * fibre) + 0.05 * self.grain * fibre + 0.12 * rim)
+        eosin = density * (0.12 + 1.3 * fibre) + 0.05 * self.grain * fibre + 0.10 * rim
+        self.e_f = self.cover * np.minimum(200 * eosin, 110 + 50 * eosin)  # nothing but red cells is redder
         self.h_f = self.cover * (13 + 7 * np.clip(cells, -1, 2) + 4 * self.grain)
         self.h_f += (1 - self.cover) * 7 * np.clip(1 + depth / 14, 0, 1)
         self.e_f += 2.5 + np.clip(self.grain, -2, 2)
@@ -167,14 +168,15 @@ class _Planes:
             rho = np.hypot(y, x) / radius * (1 + 0.13 * self.wobble[view])
             inside = np.clip((1 - rho) * radius / 3 + 0.5, 0, 1) * 0.85
             grain = self.grain[view]
-            self.e_f[view] += inside * (82 * (1 + 0.12 * grain) - self.e_f[view])
-            self.h_f[view] += inside * (24 * (1 + 0.2 * grain) - self.h_f[view])
+            self.e_f[view] += inside * (255 * NEST_E * (1 + 0.12 * grain) - self.e_f[view])
+            self.h_f[view] += inside * (255 * NEST_H * (1 + 0.2 * grain) - self.h_f[view])
 
     def nuclei(self) -> None:
         """Stamp nuclei and red cells: of two drawings the darker one shows."""
         self.e = np.clip(self.e_f, 0, 255).astype(np.uint8)
         self.h = np.clip(self.h_f, 0, 255).astype(np.uint8)
-        reach, stamps, all_nuclei = self.renderer.library.reach_px, self.renderer.library.stamps, self.anatomy.nuclei
+        reach, stamps, eosin = self.renderer.library.reach_px, self.renderer.library.stamps, self.renderer.library.eosin
+        all_nuclei = self.anatomy.nuclei
         low, high = np.searchsorted(all_nuclei[:, 0], [self.box.y0 + reach, self.box.y1 - reach])
         near = all_nuclei[low:high]
         near = near[(near[:, 1] >= self.box.x0 + reach) & (near[:, 1] < self.box.x1 - reach)]
@@ -184,6 +186,9 @@ class _Planes:
             plane = self.e if kind == RED_CELL else self.h
             view = plane[y - r : y + r + 1, x - r : x + r + 1]
             np.maximum(view, stamp, out=view)
+            if kind in eosin:
+                view = self.e[y - r : y + r + 1, x - r : x + r + 1]
+                np.maximum(view, eosin[kind][drawing], out=view)
 
 
 _WALLS = {GLAND: (95.0, 42.0), 1: (150.0, 16.0), FAT: (120.0, 8.0)}

@@ -25,6 +25,15 @@ ANGLES = 16
 H_SCALE, E_SCALE = 2.4 / 255, 1.6 / 255
 """Optical density of one unit of the haematoxylin and the eosin plane."""
 
+HAEMATOXYLIN, EOSIN = (0.60, 0.72, 0.36), (0.14, 0.83, 0.50)
+"""How much of its density each dye has in red, green and blue light, before a case varies it."""
+
+NEST_H, NEST_E = 24 / 255, 82 / 255
+"""The two planes of the cytoplasm that nests of plump cells share, as a share of the darkest."""
+
+_RED_H, _GREEN_H = 255 * H_SCALE * HAEMATOXYLIN[0], 255 * H_SCALE * HAEMATOXYLIN[1]
+_RED_E, _GREEN_E = 255 * E_SCALE * EOSIN[0], 255 * E_SCALE * EOSIN[1]
+
 TEXTURE_PX = 1024
 _SEED = 20_160_316
 _MARGIN_PX = 2
@@ -32,9 +41,13 @@ _MARGIN_PX = 2
 
 @dataclass(frozen=True)
 class Library:
-    """Drawings by kind: ``stamps[kind][i]`` is a (s, s) uint8 square, s odd, of the stain plane it goes to."""
+    """Drawings by kind: ``stamps[kind][i]`` is a (s, s) uint8 square, s odd, of haematoxylin (of eosin: RED_CELL).
+
+    ``eosin[kind][i]`` is the eosin that some kinds hold besides.
+    """
 
     stamps: tuple[tuple[Array, ...], ...]
+    eosin: dict[int, tuple[Array, ...]]
     reach_px: int
 
 
@@ -48,11 +61,12 @@ def library(mpp_um: float) -> Library:
         tuple(_nucleus(rng, mpp_um, rng.uniform(5.6, 7), 1.1, 0, 0.92, 0.10) for _ in range(VARIANTS[LYMPHOCYTE])),
     ]
     pairs = [_pair(rng, mpp_um) for _ in range(VARIANTS[PLUMP])]
-    stamps.append(tuple(plump for plump, _ in pairs))
-    stamps.append(tuple(owl for _, owl in pairs))
+    stamps.append(tuple(plump[0] for plump, _ in pairs))
+    stamps.append(tuple(owl[0] for _, owl in pairs))
+    eosin = {PLUMP: tuple(plump[1] for plump, _ in pairs), OWL: tuple(owl[1] for _, owl in pairs)}
     stamps.append(tuple(_red_cell(rng, mpp_um) for _ in range(VARIANTS[RED_CELL])))
     reach = max(stamp.shape[0] for kind in stamps for stamp in kind) // 2 + 1
-    return Library(tuple(stamps), reach)
+    return Library(tuple(stamps), eosin, reach)
 
 
 def _turned(
@@ -100,30 +114,42 @@ def _nucleus(
     return _plane(cover * body)
 
 
-def _pair(rng: np.random.Generator, mpp_um: float) -> tuple[Array, Array]:
-    """Return a plump nucleus and an owl's-eye nucleus on one outline that let the same light through on average.
+def _pair(rng: np.random.Generator, mpp_um: float) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    """Return a plump and an owl's-eye nucleus, (H, E) each, on one outline and with one mean colour.
 
-    The plump one has coarse chromatin all over. The other is a dark inclusion in a clear halo inside a dark rim.
+    The plump one has coarse chromatin and a little eosin all over. The other is a red inclusion in a clear halo inside
+    a dark rim: the same dyes, elsewhere.
     """
-    width, aspect = rng.uniform(10.5, 12.5), rng.uniform(1.0, 1.2)
+    width, aspect = rng.uniform(11.5, 13.5), rng.uniform(1.0, 1.2)
     inside = _outline(rng, mpp_um, width, aspect, rng.uniform(0, np.pi))
     cover = np.clip(inside / 0.9 + 0.5, 0, 1)
     clumps = _chromatin(rng, inside.shape, 0.9 / mpp_um)
-    plump = cover * np.clip(0.56 + 0.12 * clumps, 0.2, 1) * rng.uniform(0.9, 1.08)
     rim = np.exp(-np.square((inside - 0.9) / 0.9))
-    inclusion = np.clip((inside - width * 0.26) / 1.3 + 0.5, 0, 1)
-    owl = cover * np.clip(0.16 + 0.6 * rim + 0.75 * inclusion + 0.09 * clumps, 0.05, 1)
-    return _plane(plump), _plane(_same_light(owl, plump))
+    inclusion = np.clip((inside - width * 0.25) / 1.1 + 0.5, 0, 1)
+    owl_h = cover * np.clip(0.10 + 0.72 * rim + 0.22 * inclusion + 0.06 * clumps, 0.03, 1)
+    owl_e = cover * np.clip(0.15 + 0.85 * inclusion + 0.04 * clumps, 0, 1)
+    plump_h = cover * np.clip(0.5 + 0.12 * clumps, 0.15, 1)
+    plump_e = cover * np.clip(0.5 + 0.05 * clumps, 0, 1)
+    for _ in range(4):  # red light sees mostly haematoxylin, green light both
+        plump_h = _same_light(plump_h, plump_e, owl_h, owl_e, channel=0)
+        plump_e = _same_light(plump_e, plump_h, owl_e, owl_h, channel=1)
+    return (_plane(plump_h), _plane(plump_e)), (_plane(owl_h), _plane(owl_e))
 
 
-def _same_light(drawing: Array, reference: Array) -> Array:
-    """Return ``drawing`` scaled so that it lets as much light through as ``reference``."""
-    depth = 255 * H_SCALE * 0.7  # of the green channel, where most of the contrast is
-    wanted = np.exp(-depth * reference).sum()
-    low, high = 0.2, 3.0
+def _same_light(drawing: Array, other: Array, wanted: Array, wanted_other: Array, channel: int) -> Array:
+    """Return ``drawing`` scaled so that with ``other`` it lets as much light through as the wanted pair of planes.
+
+    ``channel`` is 0 for red light, where ``drawing`` is haematoxylin, and 1 for green, where it is eosin.
+    """
+    own, beside = ((_RED_H, _RED_E), (_GREEN_E, _GREEN_H))[channel]
+    under, under_beside = ((NEST_H, NEST_E), (NEST_E, NEST_H))[channel]
+    around = np.exp(-beside * np.maximum(other, under_beside))
+    light = np.exp(-own * np.maximum(wanted, under) - beside * np.maximum(wanted_other, under_beside)).sum()
+    low, high = 0.05, 4.0
     for _ in range(30):
         gain = (low + high) / 2
-        low, high = (gain, high) if np.exp(-depth * np.clip(drawing * gain, 0, 1)).sum() > wanted else (low, gain)
+        dark = (around * np.exp(-own * np.clip(drawing * gain, under, 1))).sum() < light
+        low, high = (low, gain) if dark else (gain, high)
     result: Array = np.clip(drawing * gain, 0, 1)
     return result
 
@@ -131,7 +157,7 @@ def _same_light(drawing: Array, reference: Array) -> Array:
 def _red_cell(rng: np.random.Generator, mpp_um: float) -> Array:
     inside = _outline(rng, mpp_um, rng.uniform(5.5, 7), rng.uniform(1, 1.3), rng.uniform(0, np.pi))
     dimple = 1 - 0.25 * np.clip((inside - 1.6) / 1.5, 0, 1)
-    return _plane(np.clip(inside / 0.8 + 0.5, 0, 1) * rng.uniform(0.62, 0.8) * dimple)
+    return _plane(np.clip(inside / 0.8 + 0.5, 0, 1) * rng.uniform(0.55, 0.68) * dimple)
 
 
 def _plane(drawing: Array) -> Array:

@@ -6,10 +6,7 @@ import numpy as np
 
 from pathology.synthetic.anatomy import SlideSpec
 from pathology.synthetic.fields import Array
-from pathology.synthetic.sprites import E_SCALE, H_SCALE
-
-_HAEMATOXYLIN = np.array([0.60, 0.72, 0.36])
-_EOSIN = np.array([0.14, 0.83, 0.50])
+from pathology.synthetic.sprites import E_SCALE, EOSIN, H_SCALE, HAEMATOXYLIN
 
 
 def stain_table(spec: SlideSpec) -> Array:
@@ -19,8 +16,8 @@ def stain_table(spec: SlideSpec) -> Array:
     """
     case = np.random.default_rng([spec.seed, 1_000_003, spec.case])
     slide = spec.rng(2)
-    h = _HAEMATOXYLIN + case.normal(0, 0.03, 3) + slide.normal(0, 0.006, 3)
-    e = _EOSIN + case.normal(0, 0.03, 3) + slide.normal(0, 0.006, 3)
+    h = np.array(HAEMATOXYLIN) + case.normal(0, 0.03, 3) + slide.normal(0, 0.006, 3)
+    e = np.array(EOSIN) + case.normal(0, 0.03, 3) + slide.normal(0, 0.006, 3)
     h_gain, e_gain = np.clip(np.exp(case.normal(0, 0.10, 2) + slide.normal(0, 0.03, 2)), 0.75, 1.3)
     glass = np.array([243.0, 242.0, 244.0]) + case.normal(0, 1.2, 3)
     levels = np.arange(256)
