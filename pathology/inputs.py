@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data.manifest import FAILED, StoreManifest, load_records, read_user_manifest
+from data.manifest import FAILED, StoreManifest, load_records
 from data.store import slide_path
 from hyfi_core.errors import RequestError
+from pathology.discover import find_jobs
 
 
 @dataclass(frozen=True)
@@ -33,74 +34,44 @@ class SlideInput:
 
 
 def find_inputs(paths: Sequence[Path]) -> list[SlideInput]:
-    """Return the slides that are meant, in the order given; what is found in folders is sorted by name.
+    """Return the slides that are meant: those of stores first, then files, folders and manifests as they are given.
+
+    Slide files are named as an ingest would name them.
 
     Raises:
-        RequestError: a path is missing, a folder holds no slide, or two slides would have the same name.
+        RequestError: a path is missing, a folder holds no slide, a manifest is wrong, or two slides have one name.
     """
-    found: list[SlideInput] = []
-    for path in paths:
-        found += _inputs_of(path)
-    places: dict[str, Path] = {}
-    for one in found:
-        if places.setdefault(one.slide_id, one.path) != one.path:
+    stored = [one for path in paths if path.is_dir() for one in _stored(path)]
+    jobs = find_jobs([path for path in paths if not (path.is_dir() and _is_stored(path))], {})
+    files = [SlideInput(job.slide_id, job.row.get("case_id", ""), job.source, False, job.row) for job in jobs]
+    found: dict[str, SlideInput] = {}
+    for one in (*stored, *files):
+        other = found.setdefault(one.slide_id, one)
+        if other.path != one.path:
             raise RequestError(
-                f"two slides are named {one.slide_id}: {places[one.slide_id]} and {one.path}; their results would lie "
-                "in one folder: predict them into different --out, or name them in a manifest's column slide_id"
+                f"two slides are named {one.slide_id}: {other.path} and {one.path}; their results would lie in one "
+                "folder: predict them into different --out, or name them in a manifest's column slide_id"
             )
-    return list({one.slide_id: one for one in found}.values())
+    return list(found.values())
 
 
-def _inputs_of(path: Path) -> list[SlideInput]:
-    if not path.exists():
-        raise RequestError(f"{path}: there is no such file or folder; give slides, folders of slides, or a store")
-    if path.name.endswith(".zarr") and path.is_dir():
-        return [_stored(path)]
-    if path.is_dir():
-        found = _store_slides(path) if _is_store(path) else [_file(file) for file in find_slides(path)]
-        if not found:
-            raise RequestError(f"{path}: no slide in this folder or below it")
-        return found
-    if path.suffix.lower() == ".csv":
-        return [_file(Path(row["source_path"]), row) for row in read_user_manifest(path)]
-    return [_file(path)]
+def _is_stored(folder: Path) -> bool:
+    """Whether a folder is a store, or one slide of a store."""
+    return folder.name.endswith(".zarr") or (folder / ".records").is_dir() or any(folder.glob("*.zarr"))
 
 
-def _is_store(folder: Path) -> bool:
-    return (folder / ".records").is_dir() or any(folder.glob("*.zarr"))
-
-
-def _store_slides(store: Path) -> list[SlideInput]:
-    """Return every slide of a store; those that its ingest failed on carry the reason."""
-    rows = StoreManifest.load(store)
+def _stored(folder: Path) -> list[SlideInput]:
+    """Return the slides of a store, or the one slide; those that the ingest failed on carry the reason."""
+    if not _is_stored(folder):
+        return []
+    if folder.name.endswith(".zarr"):
+        slide_id = folder.name.removesuffix(".zarr")
+        record = load_records(folder.parent).get(slide_id)
+        row = record.row() if record else {}
+        return [SlideInput(slide_id, row.get("case_id", ""), folder, True, row)]
     found = []
-    for row in sorted(rows, key=lambda row: row["slide_id"]):
+    for row in sorted(StoreManifest.load(folder), key=lambda row: row["slide_id"]):
         reason = f"not in the store: {row.get('reason', '')}" if row.get("status") == FAILED else ""
-        path = slide_path(store, row["slide_id"])
+        path = slide_path(folder, row["slide_id"])
         found.append(SlideInput(row["slide_id"], row.get("case_id", ""), path, True, row, reason))
-    return found
-
-
-def _stored(path: Path) -> SlideInput:
-    slide_id = path.name.removesuffix(".zarr")
-    record = load_records(path.parent).get(slide_id)
-    row = record.row() if record else {}
-    return SlideInput(slide_id, row.get("case_id", ""), path, True, row)
-
-
-def _file(path: Path, row: Mapping[str, str] | None = None) -> SlideInput:
-    row = row or {}
-    return SlideInput(row.get("slide_id") or path.stem, row.get("case_id", ""), path, False, row)
-
-
-def find_slides(folder: Path) -> list[Path]:
-    """Return the slide files in a folder and below it, sorted; hidden ones and those in ``.zarr`` are left out."""
-    from pathology.sources import SLIDE_SUFFIXES
-
-    found = []
-    for path in sorted(folder.rglob("*")):
-        inside = path.relative_to(folder).parts
-        hidden = any(part.startswith(".") or part.endswith(".zarr") for part in inside)
-        if path.suffix.lower() in SLIDE_SUFFIXES and not hidden and path.is_file():
-            found.append(path)
     return found

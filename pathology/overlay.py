@@ -29,7 +29,8 @@ class Overlay:
         thumbnail: (h, w, 3) uint8, the whole slide.
         heatmap: on the same slide.
         class_index: whose contributions are shown: only what speaks for it, only in the tissue.
-        tissue: bool mask of the whole slide, any resolution.
+        tissue: bool mask of the slide; its first pixel is the slide's, its last may hang over the slide's end.
+        tissue_mpp: (y, x) micrometres per pixel of the mask.
         regions: numbered outlines.
     """
 
@@ -37,6 +38,7 @@ class Overlay:
     heatmap: Heatmap
     class_index: int
     tissue: NDArray[np.bool_]
+    tissue_mpp: tuple[float, float]
     regions: Sequence[Region]
 
 
@@ -44,8 +46,9 @@ def draw_overlay(overlay: Overlay) -> Image.Image:
     """Return the thumbnail under translucent colours, with the tissue's outline, the regions and a legend below."""
     heat, strongest = resampled_heat(overlay)
     shape = overlay.thumbnail.shape[:2]
-    tissue = _resize(overlay.tissue.astype(np.float32), shape)
-    seen = _resize(overlay.heatmap.looked_at.astype(np.float32), shape, overlay.heatmap)
+    extent = slide_extent(overlay.tissue_mpp, overlay.heatmap)
+    tissue = _resize(overlay.tissue.astype(np.float32), shape, extent)
+    seen = _resize(overlay.heatmap.looked_at.astype(np.float32), shape, _cells_extent(overlay.heatmap))
     unseen = np.clip(tissue * 2 - 1, 0, 1) * (1 - np.clip(seen, 0, 1))
     canvas = _greyed(overlay.thumbnail)
     canvas = _blend(canvas, np.full(3, 255.0), 0.65 * unseen * _hatching(shape))
@@ -61,27 +64,40 @@ def draw_overlay(overlay: Overlay) -> Image.Image:
 def resampled_heat(overlay: Overlay) -> tuple[NDArray[np.float64], float]:
     """Return what speaks for the class, 0 to 1, in pixels of the thumbnail, and the contribution that is shown as 1."""
     positive = overlay.heatmap.speaks_for(overlay.class_index).astype(np.float32)
-    positive[~tissue_cells(overlay.tissue, overlay.heatmap)] = 0.0
+    positive[~tissue_cells(overlay.tissue, overlay.tissue_mpp, overlay.heatmap)] = 0.0
     spread = positive[positive > 0]
     strongest = float(np.quantile(spread, BRIGHTEST_QUANTILE)) if spread.size else 0.0
-    heat = _resize(positive, overlay.thumbnail.shape[:2], overlay.heatmap)
+    heat = _resize(positive, overlay.thumbnail.shape[:2], _cells_extent(overlay.heatmap))
     return (np.clip(heat / strongest, 0, 1) if strongest > 0 else np.zeros_like(heat)), strongest
 
 
-def tissue_cells(tissue: NDArray[np.bool_], heatmap: Heatmap) -> NDArray[np.bool_]:
+def slide_extent(mpp: tuple[float, float], heatmap: Heatmap) -> tuple[float, float]:
+    """Return the slide's (height, width) in pixels of ``mpp``; not whole numbers."""
+    return (
+        heatmap.slide_size_px[0] * heatmap.mpp[0] / mpp[0],
+        heatmap.slide_size_px[1] * heatmap.mpp[1] / mpp[1],
+    )
+
+
+def _cells_extent(heatmap: Heatmap) -> tuple[float, float]:
+    return slide_extent(heatmap.cell_um, heatmap)
+
+
+def tissue_cells(tissue: NDArray[np.bool_], tissue_mpp: tuple[float, float], heatmap: Heatmap) -> NDArray[np.bool_]:
     """Return (rows, columns): the cells of the heatmap that have some tissue in them.
 
     Args:
-        tissue: mask of the whole slide, any resolution.
+        tissue: mask of the slide.
+        tissue_mpp: (y, x) micrometres per pixel of the mask.
         heatmap: of the same slide.
     """
     rows, columns = heatmap.values.shape[1:]
-    height, width = (side / heatmap.cell_px for side in heatmap.slide_size_px)
+    scale_y, scale_x = (fine / coarse for fine, coarse in zip(tissue_mpp, heatmap.cell_um, strict=True))
     y, x = np.nonzero(tissue)
     cells = np.zeros((rows, columns), dtype=bool)
     cells[
-        np.minimum(((y + 0.5) * height / tissue.shape[0]).astype(int), rows - 1),
-        np.minimum(((x + 0.5) * width / tissue.shape[1]).astype(int), columns - 1),
+        np.minimum(((y + 0.5) * scale_y).astype(int), rows - 1),
+        np.minimum(((x + 0.5) * scale_x).astype(int), columns - 1),
     ] = True
     return cells
 
@@ -94,11 +110,9 @@ def _near(soft_mask: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.clip(wide * 3, 0.0, 1.0)
 
 
-def _resize(values: NDArray[np.float32], shape: Sequence[int], cells: Heatmap | None = None) -> NDArray[np.float64]:
-    """Resample to (h, w); cells that hang over the slide's border are cut where the slide ends."""
-    box = None
-    if cells is not None:
-        box = (0.0, 0.0, cells.slide_size_px[1] / cells.cell_px, cells.slide_size_px[0] / cells.cell_px)
+def _resize(values: NDArray[np.float32], shape: Sequence[int], extent: tuple[float, float]) -> NDArray[np.float64]:
+    """Resample the slide's ``extent`` (height, width) of ``values`` to (h, w); what hangs over its end is cut off."""
+    box = (0.0, 0.0, min(extent[1], values.shape[1]), min(extent[0], values.shape[0]))
     image = Image.fromarray(values).resize((shape[1], shape[0]), Image.Resampling.BILINEAR, box=box)
     return np.asarray(image, dtype=np.float64)
 

@@ -13,13 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
 from data.files import publish_directory, remove_leftovers, sync_file, temporary_beside
-from data.store import SlideStore
-from hyfi_core.plan.box import Box
 from pathology.heatmap_tiff import write_heatmap
 from pathology.overlay import Overlay, draw_overlay, tissue_cells
 from pathology.recipe import Member, Recipe
@@ -27,6 +23,7 @@ from pathology.regions import find_regions, to_geojson, write_regions
 from pathology.report import render_report
 from pathology.slide_report import Pictures, fill_report
 from pathology.slide_result import SlideResult, level0_of
+from pathology.thumbnail import thumbnail_of_store
 
 PREDICTION_FILE = "prediction.json"
 OVERLAY_PX = 1920  # the legend goes below; with it a square slide's picture stays under 2048 px
@@ -71,11 +68,11 @@ def _write_files(
         "flags": list(result.flags),
     }
     write_heatmap(folder / "heatmap.tiff", heatmap, result.slide_id, about)
-    thumb = thumbnail(result.slide, OVERLAY_PX)
-    mask, _ = result.slide.tissue()
-    cells = tissue_cells(mask, heatmap)
+    thumb = thumbnail_of_store(result.slide, OVERLAY_PX).image
+    mask, mask_mpp = result.slide.tissue()
+    cells = tissue_cells(mask, mask_mpp, heatmap)
     regions = find_regions(heatmap, predicted, cells)
-    overlay = draw_overlay(Overlay(thumb, heatmap, predicted, mask, regions))
+    overlay = draw_overlay(Overlay(thumb, heatmap, predicted, mask, mask_mpp, regions))
     overlay.save(folder / "overlay.png", optimize=False, compress_level=6)
     level0 = level0_of(result)
     write_regions(
@@ -85,17 +82,3 @@ def _write_files(
     (folder / "report.html").write_text(render_report(report), encoding="utf-8")
     text = json.dumps({"key": dict(key), "slide_id": result.slide_id, **about}, ensure_ascii=False, indent=1)
     (folder / PREDICTION_FILE).write_text(text + "\n", encoding="utf-8")
-
-
-def thumbnail(slide: SlideStore, longest_px: int) -> NDArray[np.uint8]:
-    """Return the whole slide as (h, w, 3) uint8, its longer side at most ``longest_px``; never enlarged.
-
-    Memory: the coarsest level that is not smaller, so less than ``3 * (2 * longest_px)**2`` bytes where levels halve.
-    """
-    fitting = [k for k, level in enumerate(slide.levels) if max(level.height_px, level.width_px) >= longest_px]
-    chosen = fitting[-1] if fitting else 0
-    size = slide.levels[chosen]
-    pixels = slide.read(Box.of_size(size.height_px, size.width_px), chosen).transpose(1, 2, 0)
-    image = Image.fromarray(np.ascontiguousarray(pixels))
-    image.thumbnail((longest_px, longest_px), Image.Resampling.LANCZOS, reducing_gap=None)
-    return np.asarray(image)

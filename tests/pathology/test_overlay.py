@@ -21,7 +21,7 @@ def overlay_of(height_px: int = 640, width_px: int = 960) -> Overlay:
     heatmap = Heatmap(values, 32, (1.0, 1.0), (height_px, width_px), ("a", "b"), (0, 1), (0, 0), (0, 0), True)
     tissue = np.zeros((height_px // 8, width_px // 8), bool)
     tissue[15:-15, 20:-20] = True
-    return Overlay(thumbnail, heatmap, 1, tissue, find_regions(heatmap, 1))
+    return Overlay(thumbnail, heatmap, 1, tissue, (8.0, 8.0), find_regions(heatmap, 1))
 
 
 def test_heat_lies_where_the_cell_lies_and_only_for_the_class() -> None:
@@ -58,7 +58,7 @@ def test_nothing_positive_still_gives_a_picture() -> None:
         (0, 0),
         True,
     )
-    image = draw_overlay(Overlay(overlay.thumbnail, quiet, 1, overlay.tissue, []))
+    image = draw_overlay(Overlay(overlay.thumbnail, quiet, 1, overlay.tissue, (8.0, 8.0), []))
     assert image.width == overlay.thumbnail.shape[1]
 
 
@@ -66,7 +66,7 @@ def test_nothing_positive_still_gives_a_picture() -> None:
 def test_legend_fits_any_shape(size: tuple[int, int]) -> None:
     overlay = overlay_of()
     thumbnail = np.full((*size, 3), 240, np.uint8)
-    image = draw_overlay(Overlay(thumbnail, overlay.heatmap, 1, overlay.tissue, overlay.regions))
+    image = draw_overlay(Overlay(thumbnail, overlay.heatmap, 1, overlay.tissue, (8.0, 8.0), overlay.regions))
     assert image.width == size[1]
 
 
