@@ -55,10 +55,10 @@ def _write_slide(store: Path, slide_id: str, seed: int, malignant: bool, size_px
 
 
 def make_config(folder: Path, store: Path, **sections: dict[str, Any]) -> Path:
-    """Write the YAML of a short run of a small network; ``sections`` go over its keys."""
+    """Write the YAML of a short run of a tiny network; ``sections`` go over its keys."""
     tree: dict[str, dict[str, Any]] = {
         "data": {"store": str(store), "size_px": SIZE_PX, "align_px": 32, "batch_size": 2, "class_weights": "balanced"},
-        "model": {"name": "resnet10", "options": {"width": 8}},
+        "model": {"name": "tests.workflows.faults:faulty"},
         "optimizer": {"name": "sgd", "lr": 0.01, "momentum": 0.9, "max_norm": 5.0},
         "lr_schedule": {"name": "cosine", "warmup_steps": 2},
         "validation": {"every_steps": 3},

@@ -141,8 +141,8 @@ class Trainer:
             "lr_schedule": {k: v for k, v in self._scheduler.state_dict().items() if k != "lr_lambdas"},
             "rng": bytes(torch.get_rng_state().tolist()).hex(),
         }
-        open_steps = self._client.open_steps if self._client is not None else ()
-        self._recorder.save(step, state, optimizer, where, open_steps)
+        due = (step,) if self._job.validates_after(step) else ()
+        self._recorder.save(step, state, optimizer, where, (*self._open_steps, *due))
         return state
 
     def _validate(self, step: int, state: State) -> None:
@@ -166,7 +166,7 @@ class Trainer:
     def _collect(self) -> None:
         if self._client is not None and self._recorder is not None:
             for step, metrics in self._client.collect():
-                self._recorder.validated(step, metrics)
+                self._recorder.validated(step, metrics, self._open_steps)
 
     def _catch_up(self) -> bool:
         """Validate checkpoints that a stop left without numbers; return whether a stop was asked for meanwhile."""
@@ -181,6 +181,11 @@ class Trainer:
         if missed:
             self._engine.load_state_dict(self._saved.checkpoint.weights)
         return self._agreed()
+
+    @property
+    def _open_steps(self) -> tuple[int, ...]:
+        """Steps whose checkpoints must stay, for it is not known yet what they are worth."""
+        return self._client.open_steps if self._client is not None else ()
 
     def _drain(self, stopped: bool) -> bool:
         """Wait for the validators' last results, unless a stop is asked for; return whether it was."""

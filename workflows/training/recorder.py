@@ -49,12 +49,13 @@ class Recorder:
         self._log.write("train", step=step, **values)
         self._show("train", step, values)
 
-    def validated(self, step: int, metrics: Metrics) -> None:
-        """Record what the weights of ``step`` are worth, and point ``best`` anew."""
+    def validated(self, step: int, metrics: Metrics, spare: Iterable[int] = ()) -> None:
+        """Record what the weights of ``step`` are worth, point ``best`` anew, and remove what is not needed now."""
         self._log.write("validation", step=step, **metrics)
         self._show("validation", step, metrics)
         named = ", ".join(f"{key} {'undefined' if value is None else f'{value:.4f}'}" for key, value in metrics.items())
         self.choose_best()
+        prune(self.folder.checkpoints, self._job.config.run.keep, spare)
         say(f"step {step}: validation {named}{' (best)' if self.best == step else ''}")
 
     def choose_best(self) -> None:

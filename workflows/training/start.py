@@ -154,5 +154,5 @@ class Saved:
         """Put weights, optimiser, learning rate and random state back as they were."""
         engine.load_state_dict(self.checkpoint.weights)
         load_optimizer_state(engine.optimizer, model.named_parameters(), self.training.optimizer)
-        scheduler.load_state_dict(self.training.state["lr_schedule"])
+        scheduler.load_state_dict({**self.training.state["lr_schedule"], "lr_lambdas": [None]})
         torch.set_rng_state(torch.tensor(list(bytes.fromhex(self.training.state["rng"])), dtype=torch.uint8))

@@ -1,0 +1,63 @@
+"""A model of a user's own, and what can go wrong around it; ``HYFI_TEST_FAULT`` is read by tests' ranks alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def tiny(classes: int, norm: str = "train", pool: str = "avg", width: int = 8) -> nn.Module:
+    """Return a network of three convolutions, stride 8: quick to capture, with norm, pooling and a head."""
+    return Tiny(classes, norm, width)
+
+
+class Tiny(nn.Module):
+    def __init__(self, classes: int, norm: str, width: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, width, 5, stride=2, padding=2, bias=False)
+        self.norm1 = nn.GroupNorm(2, width) if norm == "group" else nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride=2, padding=1)
+        self.fc = nn.Linear(width, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.norm1(self.conv1(x)))
+        x = torch.nn.functional.max_pool2d(torch.relu(self.conv2(x)), 3, 2, 1)
+        return self.fc(x.mean((2, 3)))
+
+
+def faulty(classes: int, norm: str = "train", pool: str = "avg", width: int = 8) -> nn.Module:
+    """Return ``tiny`` on a rank to which ``HYFI_TEST_FAULT=<rank>:<call>:<method>:<kind>`` happens.
+
+    At the ``call``-th call of the engine's ``method`` the rank raises, dies, or hangs; ``slow`` makes each call last.
+    """
+    fault = os.environ.get("HYFI_TEST_FAULT")
+    if fault:
+        rank, call, method, kind = fault.split(":")
+        if rank == os.environ.get("PMI_RANK", "0"):
+            _break(method, int(call), kind)
+    return tiny(classes, norm, pool, width)
+
+
+def _break(method: str, call: int, kind: str) -> None:
+    from hyfi_core.runtime.engine import Engine
+
+    whole = getattr(Engine, method)
+    calls = 0
+
+    def broken(self: Engine, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if kind == "slow":
+            time.sleep(0.2)
+        elif calls == call and kind == "raise":
+            raise RuntimeError("the fault that this test asked for")
+        elif calls == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return whole(self, *args, **kwargs)
+
+    setattr(Engine, method, broken)
