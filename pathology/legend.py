@@ -57,7 +57,7 @@ def _has(font: Font, letter: str) -> bool:
 
 def add_legend(image: Image.Image, items: list[LegendItem]) -> Image.Image:
     """Return ``image`` with a strip below it; items flow into as many rows as they need."""
-    unit = max(13, min(20, round(image.width / 85)))
+    unit = max(13, min(28, round(image.width / 68)))
     rows = _rows(items, image.width, unit)
     row_px = round(unit * 2.1)
     result = Image.new("RGB", (image.width, image.height + row_px * len(rows) + unit), STRIP_RGB)

@@ -96,7 +96,7 @@ def render_report(report: Report) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template("report.html").render(report=report, percent=percent)
+    return environment.get_template("report.html").render(report=report, percent=percent, signed=signed)
 
 
 def percent(share: float) -> str:
@@ -106,6 +106,11 @@ def percent(share: float) -> str:
     if 0.999 < share < 1:
         return "> 99.9 %"
     return f"{share * 100:.1f} %"
+
+
+def signed(value: float) -> str:
+    """Return a number with its sign and three decimals; what rounds to nothing has a plus."""
+    return f"{round(value, 3) + 0.0:+.3f}"
 
 
 def area_text(area_um2: float) -> str:

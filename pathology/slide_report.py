@@ -119,7 +119,7 @@ def _region(result: SlideResult, region: Region, level0: Level0) -> RegionPictur
 
 
 def _crop(result: SlideResult, region: Region) -> str:
-    """Read a square of ``CROP_UM`` around the region's strongest cell, at the store's finest level."""
+    """Read a square of ``CROP_UM`` with the region's strongest cell, inside the slide, at the store's finest level."""
     finest, looked = result.slide.levels[0], result.slide.levels[result.level]
     cell_px = result.heatmap.cell_px
     sides = [max(32, round(CROP_UM / mpp)) for mpp in finest.mpp]
@@ -127,7 +127,10 @@ def _crop(result: SlideResult, region: Region) -> str:
         round((peak + 0.5) * cell_px * coarse / fine)
         for peak, coarse, fine in zip(region.peak, looked.mpp, finest.mpp, strict=True)
     ]
-    y0, x0 = (middle - side // 2 for middle, side in zip(centre, sides, strict=True))
+    y0, x0 = (
+        max(0, min(middle - side // 2, length - side))
+        for middle, side, length in zip(centre, sides, (finest.height_px, finest.width_px), strict=True)
+    )
     pixels = result.slide.read(Box(y0, y0 + sides[0], x0, x0 + sides[1]))
     return data_uri(Image.fromarray(np.ascontiguousarray(pixels.transpose(1, 2, 0))), 512)
 

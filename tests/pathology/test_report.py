@@ -7,7 +7,17 @@ from html.parser import HTMLParser
 import pytest
 from PIL import Image
 
-from pathology.report import ClassBar, RegionPicture, Report, area_text, data_uri, flags_of, percent, render_report
+from pathology.report import (
+    ClassBar,
+    RegionPicture,
+    Report,
+    area_text,
+    data_uri,
+    flags_of,
+    percent,
+    render_report,
+    signed,
+)
 
 PICTURE = data_uri(Image.new("RGB", (64, 48), (200, 120, 160)), 32)
 
@@ -110,6 +120,10 @@ def test_single_model_has_no_spread_and_a_page_without_regions_has_no_empty_sect
 )
 def test_percent_never_rounds_to_certainty(share: float, text: str) -> None:
     assert percent(share) == text
+
+
+def test_numbers_have_a_sign_unless_they_are_nothing() -> None:
+    assert [signed(value) for value in (-0.0004, 0.0, 2.5, -1.0)] == ["+0.000", "+0.000", "+2.500", "-1.000"]
 
 
 def test_areas_and_pictures() -> None:
