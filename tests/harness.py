@@ -1,0 +1,154 @@
+"""Everything parallel is held against one process: the reference, the run on thread-ranks, and how equal is equal."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hyfi_core
+from hyfi_core.comm.threads import run_ranks
+from hyfi_core.graph.capture import capture
+from hyfi_core.graph.program import Program
+
+Loss = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+@dataclass
+class Result:
+    """What a training step left behind."""
+
+    loss: float
+    gradients: dict[str, torch.Tensor]
+    state: dict[str, torch.Tensor]
+    logits: torch.Tensor
+    traffic: list[dict[str, dict[str, int]]]
+
+
+_LOCK = threading.Lock()
+_PROGRAMS: dict[Any, Program] = {}
+
+
+def captured_once(model: nn.Module, shape: Any, dtype: torch.dtype) -> Program:
+    """Capture for all thread-ranks: their modules are copies of one, and an export takes a second."""
+    flags = tuple((name, module.training, repr(module)) for name, module in model.named_modules())
+    grads = tuple(p.requires_grad for p in model.parameters())
+    with _LOCK:
+        key = (type(model), flags, grads, shape, dtype)
+        if key not in _PROGRAMS:
+            _PROGRAMS[key] = capture(model, shape, dtype)
+        return _PROGRAMS[key]
+
+
+def run_copies(model: nn.Module, ranks: int, body: Callable[[Any, nn.Module], Any]) -> list[Any]:
+    """Run ``body(comm, module)`` on thread-ranks, each with its own copy of the module."""
+    copies = [copy.deepcopy(model) for _ in range(ranks)]
+    with mock.patch("hyfi_core.runtime.compiled.capture", captured_once):
+        return run_ranks(ranks, lambda comm: body(comm, copies[comm.rank]))
+
+
+def identity(out: Any) -> Any:
+    return out
+
+
+def one_process(
+    model: nn.Module,
+    images: torch.Tensor,
+    labels: torch.Tensor,
+    microbatches: int,
+    loss: Loss,
+    output: Callable[[Any], Any],
+) -> Result:
+    """The reference: the unmodified module on whole images, gradients accumulated over the same micro-batches."""
+    total = 0.0
+    for part, targets in zip(images.chunk(microbatches), labels.chunk(microbatches), strict=True):
+        share = loss(output(model(part)), targets) / microbatches
+        share.backward()
+        total += share.item()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    flags = [(module, module.training) for module in model.modules()]
+    with torch.no_grad():
+        logits = output(model.eval()(images))
+    for module, flag in flags:
+        module.training = flag
+    return Result(total, gradients, state, logits, [])
+
+
+def parallel(
+    model: nn.Module,
+    images: torch.Tensor,
+    labels: torch.Tensor,
+    plan: hyfi_core.ParallelPlan,
+    loss: Loss,
+    output: Callable[[Any], Any] | None,
+) -> Result:
+    """The same on thread-ranks, each with a copy of the module."""
+
+    def body(comm: Any, module: nn.Module) -> Any:
+        engine = hyfi_core.parallelize(module, tuple(images.shape), plan, comm, loss=loss, output=output)
+        value = engine.accumulate(images, labels)
+        traffic = engine.traffic()
+        logits = engine.predict(images)
+        return value, engine.gather_gradients(), engine.gather_state_dict(), logits, traffic
+
+    results = run_copies(model, plan.ranks, body)
+    assert len({result[0] for result in results}) == 1, "ranks disagree on the loss"
+    for result in results[1:]:
+        assert torch.equal(result[3], results[0][3]), "ranks disagree on the logits"
+    loss_value, gradients, state, logits, _ = results[0]
+    return Result(loss_value, gradients, state, logits, [result[4] for result in results])
+
+
+def assert_equal_to_one_process(
+    model: nn.Module,
+    shape: tuple[int, int, int, int],
+    grid: tuple[int, int],
+    *,
+    microbatches: int = 1,
+    classes: int = 2,
+    loss: Loss = F.cross_entropy,
+    output: Callable[[Any], Any] | None = None,
+    tolerance: float = 1e-10,
+    seed: int = 0,
+) -> Result:
+    """Train one step both ways in float64 and compare loss, logits, every gradient, every buffer.
+
+    The bound is the one the project promises: for each parameter the error stays below 1e-10 of its gradient's norm, or
+    of a thousandth of all gradients' norm where its own is smaller still.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randn(shape, dtype=torch.float64, generator=generator)
+    labels = torch.randint(0, classes, (shape[0],), generator=generator)
+    model = model.double()
+    plan = hyfi_core.ParallelPlan(grids=(grid,), microbatches=microbatches)
+    found = parallel(model, images, labels, plan, loss, output)
+    wanted = one_process(copy.deepcopy(model), images, labels, microbatches, loss, output or identity)
+    compare(found, wanted, tolerance)
+    return found
+
+
+def compare(found: Result, wanted: Result, tolerance: float = 1e-10) -> None:
+    """Assert that two results are equal to the tolerance."""
+    assert abs(found.loss - wanted.loss) <= tolerance * max(1.0, abs(wanted.loss))
+    assert (found.logits - wanted.logits).abs().max() <= tolerance * max(1.0, float(wanted.logits.abs().max()))
+    assert set(found.gradients) == set(wanted.gradients)
+    everything = torch.cat([g.flatten() for g in wanted.gradients.values()]).norm()
+    for name, gradient in wanted.gradients.items():
+        error = (found.gradients[name] - gradient).norm()
+        assert error <= tolerance * max(gradient.norm(), 1e-3 * everything), (
+            f"{name}: {error:.1e} of {gradient.norm():.1e}"
+        )
+    assert set(found.state) == set(wanted.state)
+    for name, value in wanted.state.items():
+        if value.is_floating_point():
+            assert (found.state[name] - value).abs().max() <= tolerance * max(1.0, float(value.abs().max())), name
+        else:
+            assert torch.equal(found.state[name], value), name

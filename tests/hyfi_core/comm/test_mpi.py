@@ -1,0 +1,73 @@
+"""Ranks as processes: the same engine over MPI equals one process, and a failing rank ends all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+pytestmark = [pytest.mark.mpi, pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec: pip install 'hyfi[local]'")]
+
+EQUALS = """
+import copy, torch, torch.nn.functional as F, hyfi_core
+from hyfi_core.models.resnet import resnet18
+torch.manual_seed(0)
+comm = hyfi_core.init()
+assert comm.size == 2
+model = resnet18(2, width=4).double()
+reference = copy.deepcopy(model)
+images, labels = torch.randn(1, 3, 63, 70, dtype=torch.float64), torch.tensor([1])
+engine = hyfi_core.parallelize(model, (1, 3, 63, 70), hyfi_core.ParallelPlan(grids=((1, 2),)), comm)
+loss = engine.accumulate(images, labels)
+gradients = engine.gather_gradients()
+if comm.rank == 0:
+    F.cross_entropy(reference(images), labels).backward()
+    total = torch.cat([p.grad.flatten() for p in reference.parameters()]).norm()
+    for name, p in reference.named_parameters():
+        assert (gradients[name] - p.grad).norm() <= 1e-10 * max(p.grad.norm(), 1e-3 * total), name
+    print("equal", comm.gather_objects(comm.rank), comm.broadcast_object({"a": [1, None]}))
+else:
+    comm.gather_objects(comm.rank), comm.broadcast_object(None)
+    assert comm.poll_object(5) is None
+odd = comm.split(comm.rank)
+assert odd.size == 1
+"""
+
+ABORTS = """
+import time, hyfi_core
+comm = hyfi_core.init()
+if comm.rank == 1:
+    comm.abort(70)
+comm.barrier()
+"""
+
+
+def mpiexec(program: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    assert MPIEXEC is not None
+    return subprocess.run(
+        [MPIEXEC, "-n", "2", sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def test_two_processes_equal_one() -> None:
+    done = mpiexec(EQUALS)
+    assert done.returncode == 0, done.stderr
+    assert "equal [0, 1] {'a': [1, None]}" in done.stdout
+
+
+def test_one_rank_that_aborts_ends_the_other_which_waits() -> None:
+    start = time.monotonic()
+    done = mpiexec(ABORTS)
+    assert done.returncode not in (0, 3)
+    assert time.monotonic() - start < 60  # starting Python and MPI included; without the abort it would wait for ever

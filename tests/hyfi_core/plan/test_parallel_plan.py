@@ -1,0 +1,42 @@
+import json
+
+import pytest
+
+from hyfi_core import ParallelPlan
+from hyfi_core.errors import RequestError
+
+
+def test_a_plan_counts_its_ranks_and_survives_json() -> None:
+    plan = ParallelPlan(grids=((2, 2), (1, 1)), cuts=("layer2",), microbatches=2, replicas=3)
+    assert plan.ranks == 15 and plan.ranks_per_replica == 5
+    assert ParallelPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+
+
+def test_describe_draws_every_rank_once() -> None:
+    text = ParallelPlan(grids=((2, 3),), replicas=2).describe()
+    assert "12 trainers" in text
+    assert " 3 │  4 │  5" in text and " 9 │ 10 │ 11" in text
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"grids": ()}, "grids is empty"),
+        ({"grids": ((0, 2),)}, "whole numbers from 1"),
+        ({"grids": (2, 2)}, "rows x columns"),
+        ({"grids": ((1, 2),), "microbatches": 0}, "microbatches is 0"),
+        ({"grids": ((1, 2),), "replicas": True}, "replicas is True"),
+        ({"grids": ((1, 2),), "schedule": "zigzag"}, "gems_mast"),
+        ({"grids": ((1, 2), (1, 1)), "cuts": ()}, "2 stage(s) need 1"),
+        ({"grids": ((1, 2),), "cuts": "layer1"}, "names of modules"),
+        ({"grids": ((1, 2),), "fused_halo": 0}, '"auto"'),
+    ],
+)
+def test_an_illegal_field_is_named_with_what_would_work(fields: dict, words: str) -> None:
+    with pytest.raises(RequestError, match=words.replace("(", r"\(").replace(")", r"\)")):
+        ParallelPlan(**fields)
+
+
+def test_json_with_an_unknown_field_names_the_known_ones() -> None:
+    with pytest.raises(RequestError, match=r"'grid'.*grids, cuts"):
+        ParallelPlan.from_json({"grid": [[1, 2]]})

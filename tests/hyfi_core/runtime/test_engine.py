@@ -1,0 +1,260 @@
+"""The engine as its users call it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hyfi_core
+from hyfi_core.comm.alone import AloneCommunicator
+from hyfi_core.comm.threads import run_ranks
+from hyfi_core.errors import RequestError
+from tests.harness import run_copies
+
+
+class Small(nn.Module):
+    def __init__(self, classes: int = 3) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(6)
+        self.down = nn.Conv2d(6, 6, 3, stride=2, padding=1)
+        self.fc = nn.Linear(6, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.norm(self.conv(x)))
+        return self.fc(F.relu(self.down(x)).mean((2, 3)))
+
+
+def batch(seed: int = 0, count: int = 2, size: tuple[int, int] = (17, 22)) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randn(count, 3, *size, dtype=torch.float64, generator=generator)
+    return images, torch.randint(0, 3, (count,), generator=generator)
+
+
+def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def test_images_may_be_a_callable_that_is_asked_only_for_this_ranks_box() -> None:
+    images, labels = batch()
+    asked: list[hyfi_core.Box] = []
+
+    def body(comm: Any, module: nn.Module) -> Any:
+        plan = hyfi_core.ParallelPlan(grids=((2, 2),))
+        engine = hyfi_core.parallelize(module, (2, 3, 17, 22), plan, comm)
+
+        def read(box: hyfi_core.Box) -> torch.Tensor:
+            asked.append(box)
+            assert box == engine.input_box
+            return images[:, :, box.y0 : box.y1, box.x0 : box.x1]
+
+        return engine.accumulate(read, labels), engine.accumulate(images, labels)
+
+    for read_loss, whole_loss in run_copies(Small().double(), 4, body):
+        assert read_loss == whole_loss
+    assert set(asked) == {
+        hyfi_core.Box(0, 9, 0, 12),
+        hyfi_core.Box(0, 9, 10, 22),
+        hyfi_core.Box(7, 17, 0, 12),
+        hyfi_core.Box(7, 17, 10, 22),
+    }  # each part and one row or column of halo, so that the first convolution exchanges nothing
+
+
+def test_gradients_of_two_calls_add_up() -> None:
+    def body(comm: Any, module: nn.Module) -> Any:
+        module.eval()  # running statistics: the two calls differ in nothing
+        plan = hyfi_core.ParallelPlan(grids=((1, 2),))
+        engine = hyfi_core.parallelize(module, (2, 3, 17, 22), plan, comm)
+        engine.accumulate(*batch())
+        once = engine.gather_gradients()
+        engine.accumulate(*batch())
+        return once, engine.gather_gradients()
+
+    once, twice = run_copies(Small().double(), 2, body)[0]
+    assert all(torch.allclose(2 * once[name], twice[name], rtol=1e-12, atol=0) for name in once)
+
+
+def test_replicas_average() -> None:
+    model = Small().double()
+    batches = [batch(seed) for seed in (0, 1)]
+
+    def body(comm: Any, module: nn.Module) -> Any:
+        plan = hyfi_core.ParallelPlan(grids=((1, 2),), replicas=2)
+        engine = hyfi_core.parallelize(module, (2, 3, 17, 22), plan, comm, optimizer=sgd)
+        loss = engine.accumulate(*batches[comm.rank // 2])
+        return loss, engine.gather_gradients(), engine.gather_state_dict()
+
+    results = run_copies(model, 4, body)
+    copies = [copy.deepcopy(model) for _ in batches]
+    losses = [F.cross_entropy(m(images), labels) for m, (images, labels) in zip(copies, batches, strict=True)]
+    for loss in losses:
+        (loss / 2).backward()
+    assert {result[0] for result in results} == {results[0][0]}
+    assert results[0][0] == pytest.approx(sum(loss.item() for loss in losses) / 2, abs=1e-12)
+    for (name, a), b in zip(copies[0].named_parameters(), copies[1].parameters(), strict=True):
+        torch.testing.assert_close(results[0][1][name], a.grad + b.grad, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(results[0][2]["norm.running_mean"], copies[0].norm.running_mean)  # replica 0's
+
+
+def test_ranks_start_from_rank_0_and_stay_together() -> None:
+    def body(comm: Any) -> Any:
+        torch.manual_seed(comm.rank)
+        plan = hyfi_core.ParallelPlan(grids=((2, 1),))
+        module = Small().double()
+        engine = hyfi_core.parallelize(module, (2, 3, 17, 22), plan, comm, optimizer=sgd)
+        for seed in range(3):
+            engine.accumulate(*batch(seed))
+            engine.update(max_norm=0.5)
+        return module.state_dict()
+
+    first, second = run_ranks(2, body)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_clipping_is_by_the_global_norm() -> None:
+    model = Small().double()
+    engine = hyfi_core.parallelize(
+        model,
+        (2, 3, 17, 22),
+        hyfi_core.ParallelPlan(grids=((1, 1),)),
+        AloneCommunicator(),
+        optimizer=lambda params: torch.optim.SGD(params, lr=1.0),
+    )
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    engine.accumulate(*batch())
+    engine.update(max_norm=1e-3)
+    moved = torch.cat([(p.detach() - before[name]).flatten() for name, p in model.named_parameters()])
+    assert moved.norm() == pytest.approx(1e-3, rel=1e-4)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_predict_leaves_flags_gradients_and_statistics_alone() -> None:
+    model = Small().double()
+    model.norm.eval()
+    plan = hyfi_core.ParallelPlan(grids=((1, 1),))
+    engine = hyfi_core.parallelize(model, (2, 3, 17, 22), plan, AloneCommunicator())
+    state = engine.gather_state_dict()
+    images = batch(count=3)[0]  # another batch size than declared
+    logits = engine.predict(images)
+    assert state is not None and all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert model.training and not model.norm.training
+    torch.testing.assert_close(logits, copy.deepcopy(model).eval()(images))
+
+
+@pytest.mark.parametrize("grid", [(1, 1), (2, 2)])
+def test_contributions_and_bias_sum_to_the_logit_and_point_to_the_pixels(grid: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    model = Small().double()
+    images, _ = batch()
+
+    def body(comm: Any, module: nn.Module) -> Any:
+        engine = hyfi_core.parallelize(module, (2, 3, 17, 22), hyfi_core.ParallelPlan(grids=(grid,)), comm)
+        return engine.attribute(images)
+
+    results = run_copies(model, grid[0] * grid[1], body)
+    _, maps = results[0]
+    assert maps.shape == (2, 3, 9, 11)
+    with torch.no_grad():
+        model.eval()
+        features = F.relu(model.down(F.relu(model.norm(model.conv(images)))))
+        wanted = torch.einsum("bchw,kc->bkhw", features, model.fc.weight) / (9 * 11)
+    torch.testing.assert_close(maps, wanted.float(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(maps.double().sum((2, 3)) + model.fc.bias, model(images), rtol=1e-5, atol=1e-5)
+    assert all(torch.equal(result[1], maps) for result in results)
+
+
+def test_a_three_by_three_of_stride_two_sends_one_row_and_a_one_by_one_nothing() -> None:
+    class Windows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.point, self.down = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 3, 2, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(self.point(x)).mean((2, 3))
+
+    def body(comm: Any, module: nn.Module) -> Any:
+        plan = hyfi_core.ParallelPlan(grids=((2, 1),))
+        engine = hyfi_core.parallelize(module, (1, 3, 16, 10), plan, comm)
+        engine.accumulate(torch.randn(1, 3, 16, 10, dtype=torch.float64), torch.tensor([1]))
+        return engine.traffic()["halo"]
+
+    sent = run_copies(Windows().double(), 2, body)
+    row_bytes = 4 * 10 * 8
+    assert sent == [{"messages": 1, "bytes": row_bytes}] * 2  # rank 0 its last row; rank 1 that row's gradient
+
+
+def test_bfloat16_autocast_stays_near_float32() -> None:
+    images, labels = batch(size=(40, 48))
+
+    def body(comm: Any, module: nn.Module) -> Any:
+        plan = hyfi_core.ParallelPlan(grids=((1, 2),))
+        engine = hyfi_core.parallelize(module, (2, 3, 40, 48), plan, comm, autocast=torch.bfloat16)
+        engine.accumulate(images.float(), labels)
+        return engine.gather_gradients(), engine.predict(images.float())
+
+    model = Small()
+    gradients, logits = run_copies(model, 2, body)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        F.cross_entropy(model(images.float()), labels).backward()
+    assert logits.dtype == torch.bfloat16
+    for name, parameter in model.named_parameters():
+        assert (gradients[name] - parameter.grad).norm() <= 0.05 * parameter.grad.norm() + 1e-3, name
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"plan": hyfi_core.ParallelPlan(grids=((2, 2),))}, "needs 4 ranks, 1 are here"),
+        ({"plan": hyfi_core.ParallelPlan(grids=((1, 1),), microbatches=2), "shape": (3, 3, 8, 8)}, "microbatches=1"),
+        ({"shape": (3, 8, 8)}, r"give \(B, C, H, W\)"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(change: dict[str, Any], words: str) -> None:
+    given = {"plan": hyfi_core.ParallelPlan(grids=((1, 1),)), "shape": (2, 3, 8, 8)} | change
+    with pytest.raises(RequestError, match=words):
+        hyfi_core.parallelize(Small(), given["shape"], given["plan"], AloneCommunicator())
+
+
+def test_an_operator_without_a_rule_is_refused_at_capture_by_name_and_module() -> None:
+    class Rolls(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(Roll())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x).mean((2, 3))
+
+    class Roll(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.roll(x, 1, 2)
+
+    def body(comm: Any, module: nn.Module) -> None:
+        hyfi_core.parallelize(module, (1, 3, 8, 8), hyfi_core.ParallelPlan(grids=((2, 1),)), comm)
+
+    with pytest.raises(RequestError, match=r"aten\.roll\.default in module 'inner\.0'"):
+        run_copies(Rolls(), 2, body)
+    alone = hyfi_core.ParallelPlan(grids=((1, 1),))  # one rank takes any operator
+    hyfi_core.parallelize(Rolls(), (1, 3, 8, 8), alone, AloneCommunicator())
+
+
+def test_a_model_that_cannot_be_captured_says_why() -> None:
+    class Branches(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.mean((2, 3)) if float(x.sum()) > 0 else x.amax((2, 3))
+
+    with pytest.raises(RequestError, match="Branches cannot be captured"):
+        hyfi_core.parallelize(Branches(), (1, 3, 8, 8), hyfi_core.ParallelPlan(grids=((1, 1),)), AloneCommunicator())
+
+
+def test_ranks_with_different_models_are_refused_before_they_talk() -> None:
+    def body(comm: Any) -> None:
+        module = nn.Sequential(nn.Conv2d(3, 2, 3, padding=1 + comm.rank), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        hyfi_core.parallelize(module, (1, 3, 8, 8), hyfi_core.ParallelPlan(grids=((1, 2),)), comm)
+
+    with pytest.raises(RequestError, match="captured different models"):
+        run_ranks(2, body)
