@@ -58,7 +58,7 @@ def test_an_empty_slide_has_no_tissue(value: int) -> None:
 
 
 def test_holes_smaller_than_a_vessel_are_filled() -> None:
-    image, truth = scene()
+    image, _ = scene()
     image[:, 85:95, 85:95] = GLASS.astype(np.uint8)[:, None, None]
     assert find_tissue(image, MPP).tissue[85:95, 85:95].all()
     image[:, 60:120, 65:115] = GLASS.astype(np.uint8)[:, None, None]

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tifffile
+
+from hyfi_core.plan.box import Box
+from pathology.errors import SlideError, TileError
+from pathology.sources import OpenSlideSource, open_source, snapped_levels
+from pathology.tiff_source import TiffSource
+from tests.pathology.tiffs import MakeSlide
+
+
+def write_ome(path: Path, image: np.ndarray, unit: str, size: float) -> None:
+    meta = {"axes": "YXS", "PhysicalSizeX": size, "PhysicalSizeY": size}
+    meta |= {"PhysicalSizeXUnit": unit, "PhysicalSizeYUnit": unit}
+    with tifffile.TiffWriter(path, ome=True) as tiff:
+        tiff.write(image, subifds=1, tile=(128, 128), photometric="rgb", metadata=meta, compression="zlib")
+        tiff.write(image[::2, ::2], subfiletype=1, tile=(128, 128), photometric="rgb", compression="zlib")
+
+
+@pytest.mark.parametrize("compression", ["jpeg", "zlib", "lzw", "none"])
+def test_both_readers_show_the_same_pixels(make_slide: MakeSlide, compression: str) -> None:
+    path = make_slide(levels=3, compression=None if compression == "none" else compression)
+    ours, theirs = TiffSource(path), OpenSlideSource(path)
+    assert ours.levels == theirs.levels and [v.downsample for v in ours.levels] == [(1, 1), (2, 2), (4, 4)]
+    assert ours.mpp == pytest.approx((0.5, 0.5)) and theirs.mpp == pytest.approx((0.5, 0.5))
+    for level, size in enumerate(ours.levels):
+        for box in (Box.of_size(size.height_px, size.width_px), Box(3, 130, 7, 160), Box(100, 101, 50, 51)):
+            assert np.array_equal(ours.read(box, level), theirs.read(box, level))
+
+
+@pytest.mark.parametrize(("unit", "size"), [("µm", 0.5), ("nm", 500.0), ("mm", 0.0005)])
+def test_ome_tiff_shows_its_levels_in_subifds(tmp_path: Path, unit: str, size: float) -> None:
+    image = np.random.default_rng(0).integers(0, 256, (300, 400, 3), dtype=np.uint8)
+    write_ome(tmp_path / "a.ome.tiff", image, unit, size)
+    source = open_source(tmp_path / "a.ome.tiff")
+    assert source.mpp == pytest.approx((0.5, 0.5)) and len(source.levels) == 2
+    assert np.array_equal(source.read(Box(10, 290, 5, 399), 0), image[10:290, 5:399])
+    assert np.array_equal(source.read(Box(0, 150, 0, 200), 1), image[::2, ::2])
+
+
+def test_a_striped_tiff_is_read_though_openslide_does_not(tmp_path: Path) -> None:
+    image = np.random.default_rng(0).integers(0, 256, (90, 70, 3), dtype=np.uint8)
+    tifffile.imwrite(tmp_path / "a.tif", image, photometric="rgb", rowsperstrip=16, resolution=(20_000, 20_000))
+    source = open_source(tmp_path / "a.tif")
+    assert isinstance(source, TiffSource)
+    assert np.array_equal(source.read(Box(5, 80, 3, 70), 0), image[5:80, 3:70])
+
+
+@pytest.mark.parametrize(
+    ("full", "part", "factor"),
+    [((13812, 29382), (3453, 7346), 4.0), ((3567, 4443), (1783, 2221), 2.0), ((1000, 1000), (300, 300), None)],
+)
+def test_downsamples_are_whole_where_sizes_say_so(
+    full: tuple[int, int], part: tuple[int, int], factor: float | None
+) -> None:
+    found = snapped_levels([full, part])[1].downsample
+    assert found == ((factor, factor) if factor else (1000 / 300, 1000 / 300))
+
+
+def test_bad_files_are_named_in_plain_words(tmp_path: Path, make_slide: MakeSlide) -> None:
+    whole = make_slide(compression="jpeg").read_bytes()
+    cases = {
+        "empty.svs": (b"", "empty"),
+        "text.svs": (b"this is no slide at all", "neither OpenSlide nor tifffile"),
+        "png.svs": (b"\x89PNG\r\n\x1a\n" + b"0" * 99, "PNG"),
+    }
+    for name, (data, words) in cases.items():
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(SlideError, match=words):
+            open_source(tmp_path / name)
+    end_first = b"II*\0" + (len(whole) + 100).to_bytes(4, "little") + whole[8:]
+    (tmp_path / "cut.svs").write_bytes(end_first)
+    with pytest.raises(SlideError, match="cut off"):
+        open_source(tmp_path / "cut.svs")
+    with pytest.raises(SlideError, match="No such file"):
+        open_source(tmp_path / "nothing.svs")
+
+
+def test_grey_and_deep_pictures_are_refused(tmp_path: Path) -> None:
+    tifffile.imwrite(tmp_path / "grey.tif", np.zeros((64, 64), np.uint8))
+    tifffile.imwrite(tmp_path / "deep.tif", np.zeros((64, 64, 3), np.uint16), photometric="rgb")
+    for name in ("grey.tif", "deep.tif"):
+        with pytest.raises(SlideError, match=r"not 8-bit RGB|not RGB"):
+            TiffSource(tmp_path / name)
+
+
+def _damage(path: Path, how: str) -> None:
+    with tifffile.TiffFile(path) as tiff:
+        offset, length = tiff.pages[0].dataoffsets[3], tiff.pages[0].databytecounts[3]
+    data = bytearray(path.read_bytes())
+    if how == "garbage":
+        data[offset : offset + 20] = b"\x99" * 20
+    else:
+        data[offset + length // 2 : offset + length] = bytes(length - length // 2)
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("how", ["garbage", "zeroed tail"])
+@pytest.mark.parametrize("reader", [OpenSlideSource, TiffSource])
+def test_a_damaged_tile_is_an_error_and_the_rest_is_read(make_slide: MakeSlide, how: str, reader: type) -> None:
+    path = make_slide(compression="jpeg")
+    good = OpenSlideSource(path).read(Box(0, 256, 0, 256), 0).copy()
+    _damage(path, how)
+    source = reader(path)
+    for _ in range(2):
+        with pytest.raises(TileError):
+            source.read(Box(0, 256, 512, 900), 0)  # tile 3 ends the first row
+        assert np.array_equal(source.read(Box(0, 256, 0, 256), 0), good)
