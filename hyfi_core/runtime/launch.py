@@ -25,7 +25,8 @@ def inside_launcher() -> str | None:
 def init() -> Communicator:
     """Return this rank's communicator over all ranks of the job.
 
-    Started by ``mpiexec`` or ``srun`` it is MPI's world; started by hand it is a group of one, and no MPI is needed.
+    Started by ``mpiexec`` or ``srun`` it is MPI's world, by ``torchrun`` that of ``torch.distributed``; started by hand
+    it is a group of one, and no MPI is needed.
 
     Raises:
         RequestError: a launcher started several ranks and no MPI can be loaded.
@@ -36,9 +37,9 @@ def init() -> Communicator:
 
         return AloneCommunicator()
     if launcher == "torchrun":
-        raise RequestError(
-            "started by torchrun, but ranks talk over MPI here: start with `mpiexec -n N` or `srun` instead"
-        )
+        from hyfi_core.comm.torchdist import world as torch_world
+
+        return torch_world()
     try:
         from hyfi_core.comm.mpi import world
     except (ImportError, RuntimeError) as error:

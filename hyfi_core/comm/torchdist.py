@@ -1,0 +1,179 @@
+"""``torch.distributed`` with gloo: for jobs that ``torchrun`` starts, where there is no MPI.
+
+Gloo tells that a message is done only to whoever waits for it, so ``test`` lets a helper thread wait. Small values
+travel through the rendezvous store, which can be asked without blocking.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from hyfi_core.comm.base import Message, ReduceOp
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_WAITERS = ThreadPoolExecutor(max_workers=16, thread_name_prefix="gloo-wait")
+
+
+class _Works:
+    """Sends and receives under way, and the tensors that must outlive them."""
+
+    def __init__(self, works: list[Any], keep: Sequence[Message]) -> None:
+        self._works = works
+        self._keep = keep
+        self._waiting: Future[None] | None = None
+
+    def test(self) -> bool:
+        if self._waiting is None:
+            self._waiting = _WAITERS.submit(self._wait_for_all)
+        if self._waiting.done():
+            self._waiting.result()
+            return True
+        return False
+
+    def wait(self) -> None:
+        if self._waiting is None:
+            self._wait_for_all()
+        else:
+            self._waiting.result()
+
+    def _wait_for_all(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+class _Done:
+    def test(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+
+class TorchCommunicator:
+    """A group of ranks that gloo connects.
+
+    Args:
+        group: the process group.
+        members: global ranks in the order in which the group counts them.
+        name: unique for the group, the same on all its ranks; keeps its small values apart from others'.
+    """
+
+    def __init__(self, group: Any, members: list[int], name: str = "world") -> None:
+        self._group = group
+        self._name = name
+        self._members = members
+        self._store = dist.distributed_c10d._get_default_store()
+        self._taken: dict[int, int] = {}
+        self._aside: dict[int, deque[tuple[int, Any]]] = {}
+        self._splits = 0
+
+    @property
+    def rank(self) -> int:
+        """This rank, counted in the group."""
+        return self._members.index(dist.get_rank())
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+        return len(self._members)
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> _Works:
+        """Start sends and receives, receives first."""
+        works = [dist.irecv(m.tensor, self._members[m.peer], self._group, m.tag) for m in receives]
+        works += [dist.isend(m.tensor, self._members[m.peer], self._group, m.tag) for m in sends]
+        return _Works(works, [*sends, *receives])
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
+        """Reduce in place; narrow floats travel and add as float32."""
+        wide = tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.contiguous()
+        dist.all_reduce(wide, _OPS[op], self._group)
+        if wide.data_ptr() != tensor.data_ptr():
+            tensor.copy_(wide)
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
+        """Overwrite ``tensor`` with the root's."""
+        dense = tensor.detach().contiguous()
+        dist.broadcast(dense, self._members[root], self._group)
+        if dense.data_ptr() != tensor.data_ptr():
+            with torch.no_grad():
+                tensor.copy_(dense)
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        """Return the root's value."""
+        return self._texts(value)[root]
+
+    def gather_objects(self, value: Any, root: int = 0) -> list[Any] | None:
+        """Return all values on the root."""
+        values = self._texts(value)
+        return values if self.rank == root else None
+
+    def _texts(self, value: Any) -> list[Any]:
+        """Return every rank's value, in rank order."""
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = torch.zeros(self.size, dtype=torch.int64)
+        sizes[self.rank] = data.numel()
+        self.all_reduce(sizes)
+        boxes = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
+        boxes[self.rank].copy_(data)
+        for root, box in enumerate(boxes):
+            self.broadcast(box, root)
+        return [json.loads(box.numpy().tobytes().decode()) for box in boxes]
+
+    def send_object(self, value: Any, peer: int, tag: int) -> _Done:
+        """Leave a small value for a peer in the store."""
+        lane = f"hyfi/{self._name}/{peer}/{tag}"
+        slot = self._store.add(f"{lane}/count", 1)
+        self._store.set(f"{lane}/{slot}", json.dumps([self.rank, value]))
+        return _Done()
+
+    def poll_object(self, tag: int, peer: int | None = None) -> tuple[int, Any] | None:
+        """Return (peer, value) of one that has arrived."""
+        aside = self._aside.setdefault(tag, deque())
+        key = f"hyfi/{self._name}/{self.rank}/{tag}/{self._taken.get(tag, 0) + 1}"
+        if self._store.check([key]):
+            sender, value = json.loads(self._store.get(key))
+            self._store.delete_key(key)
+            self._taken[tag] = self._taken.get(tag, 0) + 1
+            aside.append((sender, value))
+        for item in aside:
+            if peer is None or item[0] == peer:
+                aside.remove(item)
+                return item
+        return None
+
+    def barrier(self) -> None:
+        """Return when every rank of the group has come here."""
+        self.all_reduce(torch.zeros(1))
+
+    def split(self, color: int | None, key: int = 0) -> TorchCommunicator | None:
+        """Return the group of all ranks that gave the same color, ordered by (key, rank)."""
+        votes = self._texts([color, key])
+        self._splits += 1
+        if color is None:
+            return None
+        members = sorted((vote[1], rank) for rank, vote in enumerate(votes) if vote[0] == color)
+        ranks = [self._members[rank] for _, rank in members]
+        group = dist.new_group(ranks, use_local_synchronization=True)
+        return TorchCommunicator(group, ranks, f"{self._name}.{self._splits}.{color}")
+
+    def abort(self, code: int) -> NoReturn:
+        """End this process; ``torchrun`` then ends all others."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def world() -> TorchCommunicator:
+    """Return all ranks that ``torchrun`` started."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    return TorchCommunicator(dist.group.WORLD, list(range(dist.get_world_size())))

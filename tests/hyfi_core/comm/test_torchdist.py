@@ -1,0 +1,55 @@
+"""Ranks that ``torchrun`` started: the same engine over gloo equals one process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+
+PROGRAM = """
+import copy, torch, torch.nn.functional as F, hyfi_core
+from hyfi_core.comm.base import Message
+comm = hyfi_core.init()
+assert comm.size == 2
+model = torch.nn.Sequential(
+    torch.nn.Conv2d(3, 4, 3, 2, 1), torch.nn.BatchNorm2d(4), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()
+).double()
+torch.manual_seed(0)
+torch.nn.init.normal_(model[0].weight)
+images, labels = torch.randn(1, 3, 21, 18, dtype=torch.float64), torch.tensor([1])
+reference = copy.deepcopy(model)
+engine = hyfi_core.parallelize(model, (1, 3, 21, 18), hyfi_core.ParallelPlan(grids=((2, 1),)), comm)
+engine.accumulate(images, labels)
+gradients = engine.gather_gradients()
+comm.send_object({"from": comm.rank}, 1 - comm.rank, 4)
+while (found := comm.poll_object(4)) is None:
+    pass
+assert found == (1 - comm.rank, {"from": 1 - comm.rank})
+box = torch.empty(3)
+pending = comm.exchange([Message(1 - comm.rank, torch.full((3,), float(comm.rank)))], [Message(1 - comm.rank, box)])
+while not pending.test():
+    pass
+assert box[0] == 1 - comm.rank
+mirrored = comm.split(0, key=-comm.rank)
+assert mirrored.rank == 1 - comm.rank and mirrored.broadcast_object(comm.rank) == 1
+if comm.rank == 0:
+    F.cross_entropy(reference(images), labels).backward()
+    for name, p in reference.named_parameters():
+        assert (gradients[name] - p.grad).norm() <= 1e-10, name
+    print("equal", comm.gather_objects(comm.rank))
+else:
+    comm.gather_objects(comm.rank)
+"""
+
+
+def test_two_processes_equal_one(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "equal [0, 1]" in done.stdout
