@@ -97,7 +97,7 @@ class SlideRecord:
         value = read_json(path)
         known = {f.name for f in fields(cls)}
         if not {"slide_id", "source_path", "status"} <= value.keys() <= known:
-            raise StoreError(f"{path}: not a slide's record of this version")
+            raise StoreError(f"{path}: not a slide's record of this version; remove it to ingest its slide again")
         return cls(**{**value, "flags": tuple(value.get("flags", ()))})
 
 

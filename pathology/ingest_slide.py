@@ -66,7 +66,9 @@ def ingest_slide(
         record = _ingest(source, store, options, row.get("source_mpp", ""), name)
     except SlideError as error:
         record = SlideRecord(name, str(source.absolute()), FAILED, reason=str(error))
-    except (MemoryError, ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as error:
+    except OSError:
+        raise
+    except Exception as error:
         # A reader met a file that its authors did not think of. The slide fails, the archive goes on.
         record = SlideRecord(name, str(source.absolute()), FAILED, reason=f"{type(error).__name__}: {error}")
     record = replace(record, extra=extra)

@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 import openslide
+from PIL import ImageCms
 
 from hyfi_core.plan.box import Box
 from pathology.errors import SlideError, TileError
@@ -136,7 +137,7 @@ class OpenSlideSource:
             rgba = np.asarray(self._slide.read_region((x, y), level, (box.width, box.height)))
         except openslide.OpenSlideError as error:
             self._slide.close()
-            self._slide = openslide.OpenSlide(self._path)
+            self._slide = _reopened(self._path)
             raise TileError(f"OpenSlide cannot decode rows {box.y0}–{box.y1} of level {level}: {error}") from error
         return self._opaque(rgba)
 
@@ -153,6 +154,13 @@ class OpenSlideSource:
     def close(self) -> None:
         """Close OpenSlide's handle."""
         self._slide.close()
+
+
+def _reopened(path: Path) -> openslide.OpenSlide:
+    try:
+        return openslide.OpenSlide(path)
+    except openslide.OpenSlideError as error:
+        raise SlideError(f"the file cannot be opened any more: {error}") from error
 
 
 def _check_file(path: Path) -> None:
@@ -238,6 +246,6 @@ def _background(properties: openslide._PropertyMap) -> npt.NDArray[np.float32]:
 def _icc_profile(slide: openslide.OpenSlide) -> bytes | None:
     try:
         profile = slide.color_profile
-    except openslide.OpenSlideError:
-        return None
+    except (openslide.OpenSlideError, ImageCms.PyCMSError, OSError, ValueError):
+        return None  # a broken profile is no profile, its slide is still a slide
     return None if profile is None else bytes(profile.tobytes())

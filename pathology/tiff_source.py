@@ -46,7 +46,10 @@ class TiffSource:
         self.mpp = self.mpp or _tag_mpp(first)
         self.objective_power: float | None = None
         self.icc: bytes | None = getattr(first, "iccprofile", None) or None
-        self._handle = os.open(path, os.O_RDONLY)
+        try:
+            self._handle = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise SlideError(f"the file cannot be read: {error.strerror}") from error
 
     def read(self, box: Box, level: int) -> RGB:
         """Return ``(h, w, 3)``; see `pathology.sources.SlideSource.read`."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ import pytest
 
 from data.manifest import DONE, FAILED, SlideRecord, StoreManifest, load_records, record_path
 from data.store import SlideStore, slide_path
+from data.store_writer import SlideWriter
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box
 from pathology.discover import SlideJob
@@ -269,6 +271,39 @@ def test_workers_give_the_same_store_and_fail_alone(tmp_path: Path, make_slide: 
     assert sorted(r.slide_id for r in two.done) == sorted(r.slide_id for r in one.done) == ["0", "1", "2", "3"]
     assert [r.slide_id for r in two.failed] == ["bad"]
     assert digests(tmp_path / "one") == digests(tmp_path / "two")
+
+
+def test_a_full_disk_stops_all_and_keeps_what_is_finished(
+    tmp_path: Path, make_slide: MakeSlide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, store = make_slide("a.tiff").parent, tmp_path / "store"
+    for name in ("b.tiff", "c.tiff"):
+        make_slide(name)
+    write = SlideWriter.write
+
+    def full(writer: SlideWriter, level: int, y0: int, x0: int, block: np.ndarray) -> None:
+        if writer.final.name == "b.zarr" and level == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(writer, level, y0, x0, block)
+
+    monkeypatch.setattr(SlideWriter, "write", full)
+    report = run([folder], store)
+    assert [r.slide_id for r in report.done] == ["a"] and "No space left" in report.stopped
+    assert sorted(p.name for p in store.iterdir()) == [".records", "a.zarr", "manifest.csv"]
+    monkeypatch.undo()
+    again = run([folder], store)
+    assert again.skipped == ["a"] and len(again.done) == 2
+
+
+def test_what_a_reader_did_not_foresee_fails_its_slide_alone(
+    tmp_path: Path, make_slide: MakeSlide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(path: Path) -> None:
+        raise KeyError("PhotometricInterpretation")
+
+    monkeypatch.setattr("pathology.ingest_slide.open_source", broken)
+    report = run([make_slide()], tmp_path / "store")
+    assert report.failed[0].reason == "KeyError: 'PhotometricInterpretation'"
 
 
 class Bomb:
