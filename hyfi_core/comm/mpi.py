@@ -1,4 +1,4 @@
-"""MPI through mpi4py: CPU ranks, and everything that hosts say to each other.
+"""MPI through mpi4py: CPU ranks, everything that hosts say to each other, and GPU ranks by way of host memory.
 
 Every operation is started non-blocking and then waited for with a back-off (spin, yield, sleep), because MPICH's own
 blocking calls burn a core while they wait, which slows down the ranks that work.
@@ -64,15 +64,36 @@ def _buffer(tensor: torch.Tensor) -> Any:
     return MPI.memory.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which MPI adds."""
+    return dtype if dtype in _DATATYPES else torch.float32
+
+
+def _host(tensor: torch.Tensor, copy: bool) -> torch.Tensor:
+    """Return the tensor itself if it is on the host, else a pinned host box for it, filled if asked."""
+    if tensor.device.type == "cpu":
+        return tensor
+    box = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+    return box.copy_(tensor) if copy else box
+
+
 class _Requests:
     """Requests under way, and the tensors that must outlive them."""
 
-    def __init__(self, requests: list[Any], keep: Sequence[Any] = ()) -> None:
+    def __init__(
+        self,
+        requests: list[Any],
+        keep: Sequence[Any] = (),
+        staged: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+    ) -> None:
         self._requests = requests
         self._keep: Sequence[Any] | None = keep
+        self._staged = staged
 
     def test(self) -> bool:
         if self._keep is not None and MPI.Request.Testall(self._requests):
+            for tensor, box in self._staged:
+                tensor.copy_(box)
             self._keep = None
         return self._keep is None
 
@@ -100,15 +121,23 @@ class MpiCommunicator:
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> _Requests:
         """Start sends and receives, receives first."""
-        requests = [self._comm.Irecv([_buffer(m.tensor), MPI.BYTE], m.peer, m.tag) for m in receives]
-        requests += [self._comm.Isend([_buffer(m.tensor), MPI.BYTE], m.peer, m.tag) for m in sends]
-        return _Requests(requests, [*sends, *receives])
+        landing = [_host(m.tensor, copy=False) for m in receives]
+        requests = [
+            self._comm.Irecv([_buffer(box), MPI.BYTE], m.peer, m.tag) for m, box in zip(receives, landing, strict=True)
+        ]
+        leaving = [_host(m.tensor, copy=True) for m in sends]
+        requests += [
+            self._comm.Isend([_buffer(box), MPI.BYTE], m.peer, m.tag) for m, box in zip(sends, leaving, strict=True)
+        ]
+        staged = [(m.tensor, box) for m, box in zip(receives, landing, strict=True) if box is not m.tensor]
+        return _Requests(requests, [*leaving, *landing], staged)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
         """Reduce in place; narrow floats travel and add as float32."""
         if self._size == 1:
             return
-        wide = tensor if tensor.dtype in _DATATYPES and tensor.is_contiguous() else tensor.float().contiguous()
+        plain = tensor.dtype in _DATATYPES and tensor.is_contiguous() and tensor.device.type == "cpu"
+        wide = tensor if plain else tensor.to("cpu", _wide(tensor.dtype)).contiguous()
         spec = [_buffer(wide), wide.numel(), _DATATYPES[wide.dtype]]
         _Requests([self._comm.Iallreduce(MPI.IN_PLACE, spec, _OPS[op])], [wide]).wait()
         if wide is not tensor:
@@ -118,7 +147,7 @@ class MpiCommunicator:
         """Overwrite ``tensor`` with the root's."""
         if self._size == 1:
             return
-        dense = tensor.detach().contiguous()
+        dense = tensor.detach().to("cpu").contiguous()
         _Requests([self._comm.Ibcast([_buffer(dense), MPI.BYTE], root)], [dense]).wait()
         if dense.data_ptr() != tensor.data_ptr():
             with torch.no_grad():

@@ -37,7 +37,7 @@ class Redistribute:
         """Return (what this rank needs,); nothing but shapes is saved."""
         (own,) = inputs
         transfer = self.transfer
-        saved = (own.shape, own.dtype)
+        saved = (own.shape, own.dtype, own.device)
         if transfer.idle:
             return (own,), saved
         receives, boxes = self._mailboxes(own, transfer.receives)
@@ -52,13 +52,13 @@ class Redistribute:
 
     def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents) -> Cotangents:
         """Return (the cotangent of what this rank owns,): its own share plus what others computed from it."""
-        shape, dtype = saved
+        shape, dtype, device = saved
         transfer = self.transfer
         (cotangent,) = cotangents
         if transfer.idle:
             return (cotangent,)
         if cotangent is None:
-            cotangent = torch.zeros(self._sized(shape, transfer.need), dtype=dtype)
+            cotangent = torch.zeros(self._sized(shape, transfer.need), dtype=dtype, device=device)
         receives, boxes = self._mailboxes(cotangent, transfer.sends)
         sends = [Message(s.peer, self._view(cotangent, s.box, transfer.need).contiguous()) for s in transfer.receives]
         pending = comm.exchange(sends, receives)

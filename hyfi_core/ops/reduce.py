@@ -23,13 +23,12 @@ class SumOverRanks:
         """Return (sum,)."""
         total = inputs[0].clone(memory_format=torch.contiguous_format)
         comm.all_reduce(total)
-        return (total,), (total.shape, total.dtype)
+        return (total,), total
 
     def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents) -> Cotangents:
         """Return (sum of all ranks' cotangents,)."""
-        shape, dtype = saved
         (cotangent,) = cotangents
-        total = torch.zeros(shape, dtype=dtype) if cotangent is None else cotangent.to(dtype).contiguous().clone()
+        total = torch.zeros_like(saved) if cotangent is None else cotangent.to(saved.dtype).contiguous().clone()
         comm.all_reduce(total)
         return (total,)
 
@@ -65,7 +64,7 @@ class MaxOverSpace:
         own, top = saved
         (cotangent,) = cotangents
         hits = own == top
-        packed = torch.zeros((2, *top.shape), dtype=torch.promote_types(top.dtype, torch.float32))
+        packed = top.new_zeros((2, *top.shape), dtype=torch.promote_types(top.dtype, torch.float32))
         packed[1] = hits.sum(self.dims, keepdim=True)
         if cotangent is not None:
             packed[0] = cotangent.reshape(top.shape)
@@ -108,7 +107,7 @@ class BatchNorm:
 
     def _statistics(self, comm: Communicator, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         channels = own.shape[1]
-        sums = torch.zeros((2, channels), dtype=torch.float64)
+        sums = own.new_zeros((2, channels), dtype=torch.float64)
         pixels = own.numel() // channels
         if pixels:
             mean, variance = torch.batch_norm_update_stats(own, None, None, 0.0)
@@ -127,7 +126,7 @@ class BatchNorm:
         """
         own, weight, mean, variance = saved
         dy = cotangents[0]
-        sums = torch.zeros((2, own.shape[1]), dtype=torch.float64)
+        sums = own.new_zeros((2, own.shape[1]), dtype=torch.float64)
         dx = None
         if own.numel() and dy is not None:
             # Without a weight the kernel still gives Σ dy and Σ dy·x̂ when asked as if it were all ones.

@@ -57,6 +57,7 @@ class Engine:
         assert replica is not None
         self._stage = CountedCommunicator(replica)
         self._cache: dict[Any, Compiled] = {}
+        self._device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
         self._dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         self._trained = [p for p in model.parameters() if p.requires_grad]
         for tensor in (*model.parameters(), *model.buffers()):
@@ -134,7 +135,8 @@ class Engine:
         active = [p for name, p in parameters.items() if name in compiled.tape.active]
         active = list({id(p): p for p in active}.values())
         kept = set_aside(self._trained)
-        total = torch.zeros((), dtype=torch.float64)
+        labels = labels.to(self._device)
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
         for part, targets in zip(local.split(micro[0]), labels.split(micro[0]), strict=True):
             total += self._micro_step(compiled, part, targets, parameters, shape[0] // micro[0])
         self._all.kind = "reduce"
@@ -273,9 +275,7 @@ class Engine:
                 )
             shape = (local.shape[0], *shape[1:])
         self._stage.count("input", 0, local.numel() * local.element_size())
-        if local.dtype != self._dtype:
-            local = local.to(self._dtype)
-        return local, shape
+        return local.to(device=self._device, dtype=self._dtype), shape
 
     def _micro_shape(
         self, batch: int, shape: tuple[int, ...] | None = None, strict: bool = False
@@ -314,7 +314,7 @@ class Engine:
     def _autocasting(self) -> Any:
         if self._autocast is None:
             return contextlib.nullcontext()
-        return torch.autocast("cpu", self._autocast)
+        return torch.autocast(self._device.type, self._autocast)
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
