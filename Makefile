@@ -2,8 +2,6 @@
 #   make demo     the whole job on a small synthetic archive, into ./demo
 #   make test     all tests but the long ones      make soak    the long ones
 #   make lint     ruff and mypy                    make clean   remove what was made here (not .venv, not your runs)
-# Without an NVIDIA GPU, torch is a tenth of the size with
-#   make demo PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 
 PYTHON ?= python3
 PIP_FLAGS ?=
