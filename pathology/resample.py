@@ -59,7 +59,8 @@ def make_taps(start: int, stop: int, ratio: float, source_px: int) -> Taps:
     total = covered.sum(0)
     covered[0, total == 0] = 1
     first, end = int(index.min()), int(index.max()) + 1
-    whole = count if bool(np.all(covered == 1)) else 0
+    # Not whole where a last target pixel lies beyond the source and shows its last pixel once more.
+    whole = count if bool(np.all(covered == 1)) and end - first == count * (stop - start) else 0
     return Taps(first, end, index - first, (covered / covered.sum(0)).astype(np.float32), whole)
 
 

@@ -23,6 +23,7 @@ Mask = npt.NDArray[np.bool_]
 
 OUTLINE = (0, 160, 60)
 _MASK_MPP_UM = 8.0
+_STRIP_SOURCE_PX = 32_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +110,9 @@ def _overview(source: SlideSource, longest_px: int) -> Planes:
     height, width = max(1, size.height_px // factor), max(1, size.width_px // factor)
     across = make_taps(0, width, factor, size.width_px)
     strips = []
-    for y in range(0, height, 256):
-        down = make_taps(y, min(y + 256, height), factor, size.height_px)
+    step = max(1, _STRIP_SOURCE_PX // (size.width_px * factor))
+    for y in range(0, height, step):
+        down = make_taps(y, min(y + step, height), factor, size.height_px)
         strip = source.read(Box(down.first, down.end, across.first, across.end), level)
         strips.append(resample(np.ascontiguousarray(strip.transpose(2, 0, 1)), down, across))
     return np.concatenate(strips, axis=1)

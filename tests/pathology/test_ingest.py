@@ -98,6 +98,20 @@ def test_the_coarsest_level_that_is_fine_enough_is_read(
     assert facts["mpp"] == [asked, asked] and record.height_px == round(700 * 0.5 / asked)
 
 
+@pytest.mark.parametrize("size", [(701, 903), (702, 901), (1023, 517)])
+def test_the_last_row_and_column_of_odd_slides_are_there(
+    tmp_path: Path, make_slide: MakeSlide, size: tuple[int, int]
+) -> None:
+    source = make_slide(size=size, levels=2)
+    ingest_slide(source, tmp_path / "store", IngestOptions(mpp=1.0))
+    slide = SlideStore.open(slide_path(tmp_path / "store", "a"))
+    height, width = slide.levels[0].height_px, slide.levels[0].width_px
+    assert abs(height - size[0] / 2) <= 0.5 and abs(width - size[1] / 2) <= 0.5
+    for level in slide.levels:
+        pixels = slide.read(Box.of_size(level.height_px, level.width_px), int(level.path))
+        assert (pixels[:, -1] == 243).all() and (pixels[:, :, -1] == 243).all()
+
+
 def test_a_source_too_coarse_is_refused_with_what_would_work(tmp_path: Path, make_slide: MakeSlide) -> None:
     record = ingest_slide(make_slide(), tmp_path / "store", IngestOptions(mpp=0.25))
     assert record.status == FAILED and "--mpp 0.5" in record.reason

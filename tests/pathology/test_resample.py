@@ -61,6 +61,17 @@ def test_parts_join_to_the_whole(ratio: float) -> None:
         assert np.array_equal(joined, whole[:, :height])
 
 
+@pytest.mark.parametrize("ratio", [1.0, 2.0, 3.0])
+def test_a_target_pixel_beyond_the_source_shows_its_last_pixel(ratio: float) -> None:
+    size = int(ratio) * 7
+    source = np.random.default_rng(2).integers(0, 256, (3, size, size), dtype=np.uint8)
+    taps = make_taps(0, 8, ratio, size)
+    found = resample(source, taps, taps)
+    assert found.shape == (3, 8, 8)
+    assert found[0, 7, 7] == source[0, -1, -1]
+    assert np.array_equal(found[:, :7, :7], resample(source, *[make_taps(0, 7, ratio, size)] * 2))
+
+
 def test_positions_do_not_drift_over_a_hundred_thousand_pixels() -> None:
     ratio = 1.0 / 0.2527
     taps = make_taps(99_000, 100_000, ratio, 10**7)
