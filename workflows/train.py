@@ -11,6 +11,7 @@ from workflows.config import Config, load_config
 from workflows.console import emit_json, progress, say
 
 if TYPE_CHECKING:
+    from hyfi_core.comm.base import Communicator
     from workflows.training.job import Job
     from workflows.training.start import Roles, Saved
     from workflows.training.stop import StopFlag
@@ -52,7 +53,7 @@ def _argv(config: Path, overrides: list[str], resume: bool, as_json: bool) -> li
 
 
 def train_rank(config: Config, resume: bool, as_json: bool) -> int:
-    """Do this rank's share of a run and return the exit code."""
+    """Do this process's share of a run and return the exit code."""
     from workflows.training.stop import StopFlag
 
     stop = StopFlag()
@@ -61,13 +62,22 @@ def train_rank(config: Config, resume: bool, as_json: bool) -> int:
     import torch
 
     import hyfi_core
+
+    if config.run.threads is not None:
+        torch.set_num_threads(config.run.threads)
+    return train_in(hyfi_core.init(), config, resume, as_json, stop)
+
+
+def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, stop: StopFlag) -> int:
+    """Do this rank's share of a run whose ranks are ``world`` and return the exit code.
+
+    Raises:
+        RequestError: on all ranks, where one of them refuses; nothing is written then.
+    """
     from workflows.training.job import prepare
     from workflows.training.request import check_ranks, check_run
     from workflows.training.start import Roles, Saved, check_images, together
 
-    if config.run.threads is not None:
-        torch.set_num_threads(config.run.threads)
-    world = hyfi_core.init()
     together(world, lambda: check_ranks(config, world.size))
     start = together(world, lambda: check_run(config, resume))
     job = together(world, lambda: prepare(config))

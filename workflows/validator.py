@@ -41,14 +41,15 @@ def flatten(state: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def unflatten(flat: torch.Tensor, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors over the bytes of ``flat``, with names, shapes and types of ``like``; copies only to align."""
+    """Return the tensors of ``flatten``, copied, with names, shapes and types of ``like``."""
+    size = sum(value.numel() * value.element_size() for value in like.values())
+    if size != flat.numel():
+        raise ValueError(f"a snapshot of {flat.numel()} bytes does not fit a model of {size} bytes")
     result, start = {}, 0
     for name, value in like.items():
         end = start + value.numel() * value.element_size()
         result[name] = flat[start:end].clone().view(value.dtype).reshape(value.shape)
         start = end
-    if start != flat.numel():
-        raise ValueError(f"a snapshot of {flat.numel()} bytes does not fit a model of {start} bytes")
     return result
 
 

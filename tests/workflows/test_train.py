@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,20 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
+from hyfi_core.comm.base import Communicator
+from hyfi_core.comm.threads import run_ranks
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.checkpoint import load_checkpoint
 from tests.workflows.archive import make_config, make_store
-from workflows import launch, train
+from workflows import launch, train, validate
 from workflows.config import load_config
 from workflows.models import build_model
+from workflows.training import start
 from workflows.training.metrics_log import read_metrics
 from workflows.training.optimisation import lr_factor, make_loss
 from workflows.training.run_folder import merit
-from workflows.training.stop import SIGNALS
+from workflows.training.start import together
+from workflows.training.stop import SIGNALS, StopFlag
 
 CONSTANT = {"name": "constant", "warmup_steps": 2}
 FOUR = ["plan.grids=[[1,2]]", "roles.loaders=1", "roles.validators=1"]
@@ -41,11 +45,22 @@ def _one_thread_and_own_signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     before = {number: signal.getsignal(number) for number in SIGNALS}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    monkeypatch.setattr(start, "make_model", _one_at_a_time(start.make_model))
     monkeypatch.setattr(launch, "_fail", _raise_on)  # a fault ends its process, which is pytest here
     yield
     torch.set_num_threads(threads)
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+def _one_at_a_time(function: Callable[..., Any]) -> Callable[..., Any]:
+    lock = threading.Lock()
+
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return function(*args, **kwargs)
+
+    return guarded
 
 
 def _raise_on(*_: object) -> None:
@@ -112,17 +127,17 @@ def test_six_steps_are_three_and_three_more(tmp_path: Path, store: Path) -> None
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_a_stopped_run_goes_on_as_if_nothing_had_been(tmp_path: Path, store: Path, optimizer: str) -> None:
-    config = make_config(tmp_path, store, optimizer={"name": optimizer, "accumulate": 2}, run={"steps": 30})
+    config = make_config(tmp_path, store, optimizer={"name": optimizer, "accumulate": 2}, run={"steps": 16})
     assert run_here(config, f"run.dir={tmp_path / 'straight'}") == 0
     stopper = threading.Thread(target=_signal_after, args=(tmp_path / "run" / "metrics.jsonl", 4))
     stopper.start()
     assert run_here(config) == 3
     stopper.join()
     stopped_at = max(r["step"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl"))
-    assert 3 <= stopped_at < 30
+    assert 3 <= stopped_at < 16
     assert (tmp_path / "run" / "checkpoints" / "latest").resolve().name == f"step-{stopped_at:08d}"
     assert run_here(config, resume=True) == 0
-    assert_same_run(tmp_path / "straight", tmp_path / "run", 30)
+    assert_same_run(tmp_path / "straight", tmp_path / "run", 16)
 
 
 def _signal_after(metrics: Path, lines: int) -> None:
@@ -308,26 +323,89 @@ def test_the_loss_is_the_sum_of_weighted_losses_over_the_batch() -> None:
     assert torch.allclose(parts, expected)
 
 
-@pytest.mark.mpi
-def test_ranks_with_roles_compute_what_one_rank_computes(tmp_path: Path, store: Path, hyfi: Any) -> None:
-    """One trainer with a loader and a validator is the inline run bit for bit; two trainers are it but for rounding."""
+def run_on(ranks: int, config: Path, *overrides: str, resume: bool = False) -> list[int]:
+    """Train on thread-ranks of this process; return their exit codes.
+
+    Threads share one random generator: only one of them may draw a model's first weights at a time.
+    """
+    settings = load_config(config, overrides)
+    return run_ranks(ranks, lambda world: train.train_in(world, settings, resume, False, StopFlag()), timeout_s=120)
+
+
+@pytest.mark.parametrize(("loaders", "validators"), [(1, 1), (2, 1)])
+def test_other_ranks_feed_and_validate_as_the_trainer_itself(
+    tmp_path: Path, store: Path, loaders: int, validators: int
+) -> None:
+    """Bit for bit: order, pixels, weights, validation."""
     config = make_config(tmp_path, store)
     assert run_here(config, f"run.dir={tmp_path / 'inline'}") == 0
-    roles = hyfi("train", config, "roles.loaders=1", "roles.validators=1", OMP_NUM_THREADS="1")
-    assert roles.returncode == 0, roles.stderr
+    roles = [f"roles.loaders={loaders}", f"roles.validators={validators}"]
+    assert run_on(1 + loaders + validators, config, *roles) == [0] * (1 + loaders + validators)
     assert_same_run(tmp_path / "inline", tmp_path / "run", 6)
-    spatial = hyfi("train", config, f"run.dir={tmp_path / 'four'}", *FOUR, "--json", OMP_NUM_THREADS="1")
-    assert spatial.returncode == 0, spatial.stderr
-    assert json.loads(spatial.stdout.splitlines()[-1])["status"] == "done"
-    assert losses(tmp_path / "four") == pytest.approx(losses(tmp_path / "inline"), abs=1e-3)
-    judged = hyfi("validate", tmp_path / "run/checkpoints/latest", "--store", store, "--split", "val", "--json")
-    assert judged.returncode == 0, judged.stderr
+
+
+def test_validators_of_the_trainers_grid_give_the_same_numbers(tmp_path: Path, store: Path) -> None:
+    config = make_config(tmp_path, store)
+    grid = "plan.grids=[[1,2]]"
+    assert run_on(2, config, f"run.dir={tmp_path / 'inline'}", grid) == [0, 0]
+    assert run_on(5, config, grid, "roles.loaders=1", "roles.validators=2") == [0] * 5
+    assert_same_run(tmp_path / "inline", tmp_path / "run", 6)
+
+
+@pytest.mark.parametrize(
+    "plan", [["plan.grids=[[2,2]]"], ["plan.replicas=2"], ["plan.grids=[[1,2]]", "plan.replicas=2"]]
+)
+def test_any_plan_computes_what_one_rank_computes(tmp_path: Path, store: Path, plan: list[str]) -> None:
+    """Group norm: with batch norm, replicas have statistics of their own (as in DDP)."""
+    config = make_config(tmp_path, store, model={"norm": "group"}, run={"precision": "float64"})
+    assert run_here(config, f"run.dir={tmp_path / 'inline'}") == 0
+    settings = load_config(config, plan)
+    assert run_on(settings.ranks, config, *plan) == [0] * settings.ranks
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "inline"), rel=1e-9)
+    one, other = (weights_of(tmp_path / name, 6) for name in ("inline", "run"))
+    assert all(torch.allclose(other[key], one[key], rtol=1e-8, atol=1e-10) for key in one)
+
+
+def test_a_run_goes_on_with_other_ranks(tmp_path: Path, store: Path) -> None:
+    config = make_config(tmp_path, store, lr_schedule=CONSTANT, run={"precision": "float64"})
+    assert run_here(config, f"run.dir={tmp_path / 'inline'}") == 0
+    assert run_here(config, "run.steps=3") == 0
+    assert run_on(4, config, *FOUR, resume=True) == [0] * 4
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "inline"), rel=1e-8)
+
+
+def test_what_one_rank_refuses_all_refuse(tmp_path: Path, store: Path) -> None:
+    def body(world: Communicator) -> str:
+        def check() -> None:
+            if world.rank == 2:
+                raise RequestError("no such thing")
+
+        with pytest.raises(RequestError) as refusal:
+            together(world, check)
+        return str(refusal.value)
+
+    assert run_ranks(3, body) == ["no such thing"] * 3
+    with pytest.raises(RequestError, match="2 ranks are given, the run needs 4: 2 trainers"):
+        run_on(2, make_config(tmp_path, store), *FOUR)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_checkpoint_is_worth_afterwards_what_it_was_worth(
+    tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(tmp_path, store)
+    assert run_here(config) == 0
+    checkpoint = tmp_path / "run" / "checkpoints" / "latest"
+    capfd.readouterr()
+    assert validate.run(checkpoint, store, None, None, "val", None, as_json=True) == 0
+    answer = json.loads(capfd.readouterr().out.splitlines()[-1])
     recorded = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "validation"][-1]
-    answer = json.loads(judged.stdout.splitlines()[-1])
-    assert answer["step"] == 6 and answer["slides"] == 4
-    assert {k: answer[k] for k in ("loss", "auroc", "balanced_accuracy")} == pytest.approx(
-        {k: recorded[k] for k in ("loss", "auroc", "balanced_accuracy")}, abs=1e-6
-    )
+    assert (answer["step"], answer["slides"]) == (6, 4)
+    assert {key: answer[key] for key in recorded if key != "kind"} == {k: v for k, v in recorded.items() if k != "kind"}
+    assert validate.run(checkpoint, store, None, None, "test", None, as_json=True) == 0
+    assert json.loads(capfd.readouterr().out.splitlines()[-1])["slides"] == 2
+    with pytest.raises(RequestError, match="--split"):
+        validate.validate_rank(checkpoint, store, None, None, "holdout", as_json=False)
 
 
 def test_what_is_written_is_yaml_that_loads(tmp_path: Path, store: Path) -> None:
