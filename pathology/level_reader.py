@@ -94,12 +94,13 @@ class LevelReader:
         columns = [make_taps(a, b, rx, width) for a, b in _steps(box.x0, box.x1, rx)]
         y = 0
         for down in rows:
+            below = y + down.index.shape[1]
             x = 0
             for across in columns:
-                cell = self._cell(down, across)
-                out[:, y : y + cell.shape[1], x : x + cell.shape[2]] = cell
-                x += cell.shape[2]
-            y += down.index.shape[1]
+                beyond = x + across.index.shape[1]
+                out[:, y:below, x:beyond] = self._cell(down, across)
+                x = beyond
+            y = below
         return out
 
     def _cell(self, rows: Taps, columns: Taps) -> Planes:

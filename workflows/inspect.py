@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hyfi_core.errors import RequestError
 from workflows import console
+
+if TYPE_CHECKING:
+    from pathology.sources import SlideSource
 
 _MOST_PICTURES = 120
 
@@ -81,34 +84,33 @@ def _file(path: Path, png: Path | None) -> dict[str, Any]:
 
     try:
         source = open_source(path)
+        try:
+            mpp = source.mpp if is_sensible(source.mpp) else None
+            thumbnail, tissue = thumbnail_of_source(source, mpp)
+        finally:
+            source.close()
     except SlideError as error:
         return {"kind_of_path": "file", "status": "failed", "reason": str(error), "lines": [], "drawn": False}
-    try:
-        mpp = source.mpp if is_sensible(source.mpp) else None
-        thumbnail, tissue = thumbnail_of_source(source, mpp)
-        if png is not None:
-            save_png(thumbnail.drawn(), png)
-    except SlideError as error:
-        return {"kind_of_path": "file", "status": "failed", "reason": str(error), "lines": [], "drawn": False}
-    finally:
-        source.close()
-    levels = [
-        {
-            "height_px": v.height_px,
-            "width_px": v.width_px,
-            "mpp": None if mpp is None else [m * d for m, d in zip(mpp, v.downsample, strict=True)],
-        }
-        for v in source.levels
-    ]
+    if png is not None:
+        save_png(thumbnail.drawn(), png)
+    facts = _facts_of_file(source, mpp, tissue)
     lines = [
         f"{path.name}: {source.vendor}, {_power(source.objective_power)}{_mpp_text(source.mpp)}",
-        *_level_lines(levels),
+        *_level_lines(facts["levels"]),
         f"  tissue    {'not known' if tissue is None else f'{tissue:.1%} of the slide'}",
     ]
     try:
         resolve_mpp(source.mpp, "", None)
     except SlideError as error:
         lines.append(f"  note      {error}")
+    return facts | {"lines": lines}
+
+
+def _facts_of_file(source: SlideSource, mpp: tuple[float, float] | None, tissue: float | None) -> dict[str, Any]:
+    levels = []
+    for level in source.levels:
+        at = None if mpp is None else [m * d for m, d in zip(mpp, level.downsample, strict=True)]
+        levels.append({"height_px": level.height_px, "width_px": level.width_px, "mpp": at})
     return {
         "kind_of_path": "file",
         "status": "done",
@@ -117,7 +119,6 @@ def _file(path: Path, png: Path | None) -> dict[str, Any]:
         "objective_power": source.objective_power,
         "levels": levels,
         "tissue": {"fraction": tissue},
-        "lines": lines,
     }
 
 
