@@ -2,8 +2,8 @@
 
 Three families, one head (global pooling over the map, then a linear layer ``fc``):
 
-* ``resnet18``, ``resnet34``, ``resnet50`` and the small ``resnet10``: the ImageNet networks under torchvision's
-  parameter names (``conv1``, ``layer1.0.conv1``, ``layer2.0.downsample.0``, ``fc``), so its weight files load.
+* ``resnet18``, ``resnet34``, ``resnet50``, the small ``resnet6`` and ``resnet10``: the ImageNet networks under
+  torchvision's parameter names (``conv1``, ``layer1.0.conv1``, ``layer2.0.downsample.0``, ``fc``), so its weight files load.
 * ``resnet_v1(depth)``: the three-stage networks of "Deep residual learning" (2015), depth 6n + 2.
 * ``resnet_v2(depth)``: the pre-activation networks of "Identity mappings" (2016), depth 9n + 2 or 6n + 2.
 """
@@ -63,11 +63,13 @@ class Residual(nn.Module):
 
 
 class ResNet(Residual):
-    """Four stages after a 7×7 stem and a max-pool: ``(B, in_channels, H, W) -> (B, classes)``, stride 32.
+    """Stages after a 7×7 stem and a max-pool: ``(B, in_channels, H, W) -> (B, classes)``.
+
+    Its stride is 4, doubled by each stage after the first: 32 for the usual four stages.
 
     Args:
         block: the block of all stages.
-        blocks: number of blocks in each stage.
+        blocks: number of blocks in each stage, one entry a stage.
         classes: number of logits.
         pool: ``avg`` or ``max`` over the last map.
         norm: ``train``, ``frozen`` or ``group``, see ``make_norm``.
@@ -93,16 +95,16 @@ class ResNet(Residual):
         self.bn1 = make_norm(norm, width)
         self.relu = nn.ReLU(inplace=True)
         self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
-        self.layer1 = self._stage(block, width, blocks[0], 1)
-        self.layer2 = self._stage(block, width * 2, blocks[1], 2)
-        self.layer3 = self._stage(block, width * 4, blocks[2], 2)
-        self.layer4 = self._stage(block, width * 8, blocks[3], 2)
+        self._layers = [f"layer{number}" for number in range(1, len(blocks) + 1)]
+        for stage, (name, count) in enumerate(zip(self._layers, blocks, strict=True)):
+            self.add_module(name, self._stage(block, width * 2**stage, count, 1 if stage == 0 else 2))
         self.fc = self._head(classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits ``(B, classes)`` of images ``(B, in_channels, H, W)``, any H and W."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
-        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        for name in self._layers:
+            x = self.get_submodule(name)(x)
         return self.fc(pool_map(x, self.pool))  # type: ignore[no-any-return]
 
 
@@ -160,6 +162,13 @@ class ResNetV2(Residual):
         """Return logits ``(B, classes)`` of images ``(B, in_channels, H, W)``, any H and W."""
         x = self.layer3(self.layer2(self.layer1(self.conv1(x))))
         return self.fc(pool_map(self.relu(self.bn(x)), self.pool))  # type: ignore[no-any-return]
+
+
+def resnet6(
+    classes: int = 1000, pool: str = "avg", norm: str = "train", width: int = 64, in_channels: int = 3
+) -> ResNet:
+    """Return the first two stages of ResNet-18 with one block each: stride 8, for structures of a few cells."""
+    return ResNet(BasicBlock, (1, 1), classes, pool, norm, width, in_channels)
 
 
 def resnet10(
