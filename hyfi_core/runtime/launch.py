@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
-from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
+
+if TYPE_CHECKING:  # the launcher only asks where it stands; it needs no torch
+    from hyfi_core.comm.base import Communicator
 
 # What Hydra (MPICH, Intel MPI), Open MPI and Slurm set for every rank they start.
 _MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_SIZE", "MPI_LOCALNRANKS")
