@@ -3,7 +3,8 @@
 Three families, one head (global pooling over the map, then a linear layer ``fc``):
 
 * ``resnet18``, ``resnet34``, ``resnet50``, the small ``resnet6`` and ``resnet10``: the ImageNet networks under
-  torchvision's parameter names (``conv1``, ``layer1.0.conv1``, ``layer2.0.downsample.0``, ``fc``), so its weight files load.
+  torchvision's parameter names (``conv1``, ``layer1.0.conv1``, ``layer2.0.downsample.0``, ``fc``), so that its
+  weight files load.
 * ``resnet_v1(depth)``: the three-stage networks of "Deep residual learning" (2015), depth 6n + 2.
 * ``resnet_v2(depth)``: the pre-activation networks of "Identity mappings" (2016), depth 9n + 2 or 6n + 2.
 """
