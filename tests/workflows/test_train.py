@@ -344,12 +344,12 @@ def test_other_ranks_feed_and_validate_as_the_trainer_itself(
     assert_same_run(tmp_path / "inline", tmp_path / "run", 6)
 
 
-def test_validators_of_the_trainers_grid_give_the_same_numbers(tmp_path: Path, store: Path) -> None:
-    config = make_config(tmp_path, store)
+def test_validators_share_the_work(tmp_path: Path, store: Path) -> None:
+    config = make_config(tmp_path, store, run={"precision": "float64"})
     grid = "plan.grids=[[1,2]]"
     assert run_on(2, config, f"run.dir={tmp_path / 'inline'}", grid) == [0, 0]
     assert run_on(5, config, grid, "roles.loaders=1", "roles.validators=2") == [0] * 5
-    assert_same_run(tmp_path / "inline", tmp_path / "run", 6)
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "inline"), rel=1e-12)
 
 
 @pytest.mark.parametrize(
