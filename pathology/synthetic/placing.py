@@ -11,7 +11,7 @@ from pathology.synthetic.sprites import ANGLES, LYMPHOCYTE, OVAL, OWL, PLUMP, RE
 _CELL_UM = 8.0  # raster on which objects are kept apart
 
 # Objects for each mm² of tissue.
-_GLANDS, _VESSELS, _NESTS, _SPINDLES, _SCATTERED, _AGGREGATES = 75.0, 14.0, 160.0, 2600.0, 1500.0, 7.0
+_GLANDS, _VESSELS, _NESTS, _SPINDLES, _SCATTERED, _AGGREGATES = 75.0, 14.0, 70.0, 2600.0, 1500.0, 7.0
 
 
 def make_anatomy(spec: SlideSpec) -> Anatomy:
@@ -28,7 +28,7 @@ def make_anatomy(spec: SlideSpec) -> Anatomy:
     raster = _Raster(spec, tissue)
     hollows = _hollows(rng, raster, fields["cells"])
     nests = _nests(rng, raster)
-    count = min(len(nests), int(rng.integers(6, 11)))
+    count = min((len(nests) + 1) // 2, int(rng.integers(7, 11)))
     foci = np.sort(rng.choice(len(nests), count, replace=False)) if count else np.zeros(0, np.int64)
     bare = Anatomy(spec, tissue, fields, angle, hollows, nests, np.zeros((0, 4), np.int32), foci)
     nuclei = np.concatenate(
@@ -98,7 +98,7 @@ class _Raster:
 
 def _hollows(rng: np.random.Generator, raster: _Raster, cells: Noise) -> Array:
     rows: list[tuple[float, ...]] = []
-    for y, x in raster.points(rng, 8 * raster.count(rng, _GLANDS), 30):
+    for y, x in raster.points(rng, 4 * raster.count(rng, _GLANDS), 30):
         radius, aspect = rng.uniform(19, 46), rng.uniform(1, 1.9)
         shape = (radius, aspect, rng.uniform(0, np.pi), rng.uniform(0.3, 0.58), rng.uniform(0, 1))
         if cells.at(y, x) > -0.4 and raster.take(y, x, radius * np.sqrt(aspect) + 7):
@@ -119,8 +119,8 @@ def _hollows(rng: np.random.Generator, raster: _Raster, cells: Noise) -> Array:
 
 def _nests(rng: np.random.Generator, raster: _Raster) -> Array:
     rows = []
-    for y, x in raster.points(rng, 8 * raster.count(rng, _NESTS), 24):
-        radius = rng.uniform(15, 25)
+    for y, x in raster.points(rng, 12 * raster.count(rng, _NESTS), 24):
+        radius = rng.uniform(22, 38)
         if raster.take(y, x, radius + 2):
             rows.append((y, x, radius))
     return np.array(rows, np.float64).reshape(-1, 3)
@@ -199,14 +199,14 @@ def _in_nests(anatomy: Anatomy, rng: np.random.Generator) -> Array:
     """Fill each nest with plump nuclei on a loose hexagonal lattice; owl's-eye ones in the foci of a positive slide."""
     parts = [np.zeros((0, 4))]
     step = 12.5
-    lattice = np.array([(i * step * 0.87, (j + i % 2 / 2) * step) for i in range(-3, 4) for j in range(-3, 4)])
+    lattice = np.array([(i * step * 0.87, (j + i % 2 / 2) * step) for i in range(-4, 5) for j in range(-4, 5)])
     foci = set(anatomy.foci.tolist()) if anatomy.spec.positive else set()
     for number, (y, x, radius) in enumerate(anatomy.nests):
         turn = rng.uniform(0, np.pi)
         rotation = np.array([[np.cos(turn), -np.sin(turn)], [np.sin(turn), np.cos(turn)]])
         offsets = lattice @ rotation + rng.normal(0, 1.7, lattice.shape)
         offsets = offsets[(np.hypot(*offsets.T) < radius - 4) & (rng.random(len(offsets)) < 0.92)]
-        drawing, odd = rng.integers(0, VARIANTS[PLUMP], len(offsets)), rng.random(len(offsets)) < 0.85
+        drawing, odd = rng.integers(0, VARIANTS[PLUMP], len(offsets)), rng.random(len(offsets)) < 0.95
         kind = np.where(odd & (number in foci), OWL, PLUMP)
         parts.append(_rows(offsets + np.array([y, x]), kind, drawing))
     return np.concatenate(parts)

@@ -126,7 +126,7 @@ def _pair(rng: np.random.Generator, mpp_um: float) -> tuple[tuple[Array, Array],
     clumps = _chromatin(rng, inside.shape, 0.9 / mpp_um)
     rim = np.exp(-np.square((inside - 0.9) / 0.9))
     inclusion = np.clip((inside - width * 0.25) / 1.1 + 0.5, 0, 1)
-    owl_h = cover * np.clip(0.10 + 0.72 * rim + 0.22 * inclusion + 0.06 * clumps, 0.03, 1)
+    owl_h = cover * np.clip(0.10 + 0.72 * rim + 0.08 * inclusion + 0.06 * clumps, 0.03, 1)
     owl_e = cover * np.clip(0.15 + 0.85 * inclusion + 0.04 * clumps, 0, 1)
     plump_h = cover * np.clip(0.5 + 0.12 * clumps, 0.15, 1)
     plump_e = cover * np.clip(0.5 + 0.05 * clumps, 0, 1)
