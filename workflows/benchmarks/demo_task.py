@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from hyfi_core.models.resnet import resnet10
+from hyfi_core.models.resnet import resnet6
 from hyfi_core.plan.box import Box
 from pathology.sources import open_source
 from pathology.synthetic.archive import ArchiveSlide, make_archive, plan_archive
@@ -32,10 +32,10 @@ class Recipe:
     """How the demo's network is trained."""
 
     width: int = 16
-    pool: str = "max"
+    pool: str = "avg"
     batch_size: int = 4
-    epochs: int = 14
-    lr: float = 2e-3
+    epochs: int = 40
+    lr: float = 1e-3
     weight_decay: float = 1e-2
     warmup_steps: int = 10
     max_norm: float = 1.0
@@ -75,7 +75,7 @@ def augmented(image: NDArray[np.uint8], rng: np.random.Generator) -> torch.Tenso
     """Return one image (3, h, w) float32 in 0…255, turned, mirrored and slightly restained."""
     image = np.rot90(image, int(rng.integers(4)))
     image = image[:, ::-1] if rng.random() < 0.5 else image
-    gain, shift = rng.uniform(0.9, 1.1, 3).astype(np.float32), rng.uniform(-0.02, 0.02, 3).astype(np.float32)
+    gain, shift = rng.uniform(0.95, 1.05, 3).astype(np.float32), rng.uniform(-0.01, 0.01, 3).astype(np.float32)
     levels = np.arange(256, dtype=np.float32)[:, None]
     table = np.clip(245 * (np.maximum(levels, 1) / 245) ** gain + 255 * shift, 0, 255)
     return torch.from_numpy(np.stack([table[:, c][image[..., c]] for c in range(3)]))
@@ -89,7 +89,7 @@ def normalised(batch: torch.Tensor) -> torch.Tensor:
 def train(slides: Slides, recipe: Recipe, seed: int, log: bool = False) -> torch.nn.Module:
     """Train the demo's network from scratch on one split."""
     torch.manual_seed(seed)
-    model = resnet10(2, recipe.pool, "train", recipe.width)
+    model = resnet6(2, recipe.pool, "train", recipe.width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay)
     n = len(slides.labels)
     per_epoch = n // recipe.batch_size
