@@ -329,26 +329,30 @@ def run_on(ranks: int, config: Path, *overrides: str, resume: bool = False) -> l
     Threads share one random generator: only one of them may draw a model's first weights at a time.
     """
     settings = load_config(config, overrides)
-    return run_ranks(ranks, lambda world: train.train_in(world, settings, resume, False, StopFlag()), timeout_s=120)
+
+    def body(world: Communicator) -> int:
+        torch.set_num_threads(1)  # each thread has a number of its own
+        return train.train_in(world, settings, resume, False, StopFlag())
+
+    return run_ranks(ranks, body, timeout_s=120)
 
 
-@pytest.mark.parametrize(("loaders", "validators"), [(1, 1), (2, 1)])
-def test_other_ranks_feed_and_validate_as_the_trainer_itself(
-    tmp_path: Path, store: Path, loaders: int, validators: int
-) -> None:
-    """Bit for bit: order, pixels, weights, validation."""
+@pytest.mark.mpi
+def test_other_ranks_feed_and_validate_as_the_trainer_itself(tmp_path: Path, store: Path, hyfi: Any) -> None:
+    """Bit for bit: order, pixels, weights, validation. In processes: in threads, kernels round as they like."""
     config = make_config(tmp_path, store)
     assert run_here(config, f"run.dir={tmp_path / 'inline'}") == 0
-    roles = [f"roles.loaders={loaders}", f"roles.validators={validators}"]
-    assert run_on(1 + loaders + validators, config, *roles) == [0] * (1 + loaders + validators)
+    done = hyfi("train", config, "roles.loaders=1", "roles.validators=1", "--json", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["status"] == "done"
     assert_same_run(tmp_path / "inline", tmp_path / "run", 6)
 
 
-def test_validators_share_the_work(tmp_path: Path, store: Path) -> None:
+def test_more_loaders_and_validators_share_the_work(tmp_path: Path, store: Path) -> None:
     config = make_config(tmp_path, store, run={"precision": "float64"})
     grid = "plan.grids=[[1,2]]"
     assert run_on(2, config, f"run.dir={tmp_path / 'inline'}", grid) == [0, 0]
-    assert run_on(5, config, grid, "roles.loaders=1", "roles.validators=2") == [0] * 5
+    assert run_on(6, config, grid, "roles.loaders=2", "roles.validators=2") == [0] * 6
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "inline"), rel=1e-12)
 
 
