@@ -145,72 +145,6 @@ def load_training_state(path: Path) -> TrainingState:
     return TrainingState({"tensors": tensors, "groups": groups}, _read_json(folder, STATE_FILE, model))
 
 
-def optimizer_state(
-    optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.nn.Parameter]]
-) -> dict[str, Any]:
-    """Return the optimiser's state by parameter *name*, so that it fits any plan.
-
-    Args:
-        optimizer: whose parameters are among ``named``.
-        named: the model's ``named_parameters()``.
-
-    Returns:
-        ``{"tensors": {"<name>/<key>": tensor}, "groups": [{hyper-parameters, "names": [...], "values": {...}}]}``;
-        ``values`` holds the entries that are not tensors. The tensors are the optimiser's own, not copies.
-    """
-    names = {id(parameter): name for name, parameter in named}
-    tensors: dict[str, torch.Tensor] = {}
-    groups: list[dict[str, Any]] = []
-    for group in optimizer.param_groups:
-        values: dict[str, dict[str, Any]] = {}
-        for parameter in group["params"]:
-            name = names[id(parameter)]
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor):
-                    tensors[f"{name}/{key}"] = value
-                else:
-                    values.setdefault(name, {})[key] = value
-        hyper = {key: value for key, value in group.items() if key != "params"}
-        groups.append({**hyper, "names": [names[id(p)] for p in group["params"]], "values": values})
-    return {"tensors": tensors, "groups": groups}
-
-
-def load_optimizer_state(
-    optimizer: torch.optim.Optimizer,
-    named: Iterable[tuple[str, torch.nn.Parameter]],
-    saved: Mapping[str, Any],
-) -> None:
-    """Give ``optimizer`` what ``optimizer_state`` saved; parameters are found by name.
-
-    Raises:
-        RequestError: the optimiser has other parameters or other groups than the saved one.
-    """
-    names = {id(parameter): name for name, parameter in named}
-    groups = saved["groups"]
-    here = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    if len(here) != len(groups) or any(
-        not set(mine) <= set(group["names"]) for mine, group in zip(here, groups, strict=True)
-    ):
-        raise RequestError(
-            "the checkpoint's optimiser holds other parameters than the model's: "
-            f"{sum(len(group['names']) for group in groups)} saved, {sum(map(len, here))} now; "
-            "resume with the same model"
-        )
-    for group, wanted in zip(optimizer.param_groups, groups, strict=True):
-        group.update(
-            {key: _restored(group.get(key), value) for key, value in wanted.items() if key not in ("names", "values")}
-        )
-        for parameter in group["params"]:
-            name = names[id(parameter)]
-            state = dict(wanted["values"].get(name, {}))
-            for key, value in saved["tensors"].items():
-                owner, _, entry = key.rpartition("/")
-                if owner == name:
-                    state[entry] = _like(parameter, value)
-            if state:
-                optimizer.state[parameter] = state
-
-
 def point_link(link: Path, target: str) -> None:
     """Make ``link`` point at its neighbour ``target`` in one atomic step."""
     beside = link.parent / f".{link.name}.tmp-{uuid.uuid4().hex[:8]}"
@@ -251,18 +185,6 @@ def prune(checkpoints: Path, keep: int, spare: Iterable[int] = ()) -> list[int]:
             shutil.rmtree(folder)
             removed.append(step)
     return removed
-
-
-def _like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return a copy of ``value`` where the optimiser wants it: beside its parameter, in the parameter's strides."""
-    if value.shape != parameter.shape:
-        return value.clone()  # counters stay on the host
-    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
-
-
-def _restored(current: Any, saved: Any) -> Any:
-    """Return ``saved`` in the type that the optimiser uses: JSON knows no tuples."""
-    return tuple(saved) if isinstance(current, tuple) and isinstance(saved, list) else saved
 
 
 def _storable(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

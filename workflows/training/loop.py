@@ -12,8 +12,9 @@ import torch
 from data.feed import Feed, InlineFeed, Pixels, RemoteFeed, Share
 from data.normalise import Normalisation
 from hyfi_core.plan.box import Box
-from hyfi_core.runtime.checkpoint import load_checkpoint, optimizer_state, step_folder
+from hyfi_core.runtime.checkpoint import load_checkpoint, step_folder
 from hyfi_core.runtime.engine import Engine
+from hyfi_core.runtime.optimizer_state import optimizer_state
 from workflows.console import Progress
 from workflows.evaluation import Interrupted, gather_logits, predict_slides
 from workflows.models import DTYPES, FORMATS

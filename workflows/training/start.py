@@ -17,10 +17,10 @@ from hyfi_core.runtime.checkpoint import (
     Checkpoint,
     TrainingState,
     load_checkpoint,
-    load_optimizer_state,
     load_training_state,
 )
 from hyfi_core.runtime.engine import Engine, parallelize
+from hyfi_core.runtime.optimizer_state import load_optimizer_state
 from workflows.config import Config
 from workflows.console import say
 from workflows.evaluation import Exam, Images

@@ -9,6 +9,7 @@ import torch
 
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime import checkpoint as cp
+from hyfi_core.runtime.optimizer_state import load_optimizer_state, optimizer_state
 
 
 def tied_model(seed: int = 0) -> torch.nn.Module:
@@ -43,7 +44,7 @@ def save(folder: Path, kind: str = "sgd", **more: object) -> torch.nn.Module:
         folder,
         weights=model.state_dict(),
         model={"model": {"name": "tied"}, "step": 3},
-        optimizer=cp.optimizer_state(optimizer, model.named_parameters()),
+        optimizer=optimizer_state(optimizer, model.named_parameters()),
         state={"step": 3, **more},
     )
     return model
@@ -56,7 +57,7 @@ def test_training_goes_on_bit_for_bit(tmp_path: Path, kind: str) -> None:
         tmp_path / "c",
         weights=model.state_dict(),
         model={"step": 3},
-        optimizer=cp.optimizer_state(optimizer, model.named_parameters()),
+        optimizer=optimizer_state(optimizer, model.named_parameters()),
         state={"step": 3},
     )
     other = tied_model(seed=5)
@@ -67,7 +68,7 @@ def test_training_goes_on_bit_for_bit(tmp_path: Path, kind: str) -> None:
         again = torch.optim.AdamW(other.parameters(), lr=5.0, betas=(0.1, 0.2))
     other.load_state_dict(cp.load_checkpoint(tmp_path / "c").weights)
     saved = cp.load_training_state(tmp_path / "c")
-    cp.load_optimizer_state(again, other.named_parameters(), saved.optimizer)
+    load_optimizer_state(again, other.named_parameters(), saved.optimizer)
     for k in range(3):
         x = torch.randn(8, 4, generator=torch.Generator().manual_seed(k))
         step(model, optimizer, x)
@@ -150,4 +151,4 @@ def test_an_optimiser_of_another_model_is_refused(tmp_path: Path) -> None:
     other = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
     with pytest.raises(RequestError, match="other parameters"):
-        cp.load_optimizer_state(optimizer, other.named_parameters(), cp.load_training_state(tmp_path / "c").optimizer)
+        load_optimizer_state(optimizer, other.named_parameters(), cp.load_training_state(tmp_path / "c").optimizer)
