@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hyfi_core.runtime.launch import inside_launcher
 from workflows.config import Config, load_config
-from workflows.console import emit_json, progress, say
+from workflows.console import emit_json, progress, say, warn
 
 if TYPE_CHECKING:
     from hyfi_core.comm.base import Communicator
@@ -111,6 +111,8 @@ def _trainer(job: Job, roles: Roles, saved: Saved | None, coverage: Any, stop: S
         recorder = Recorder(job, start, coverage) if first else None
         if first:
             say(_opening(job, start))
+            for doubt in job.doubts():
+                warn(f"hyfi: {doubt}")
         trainer = Trainer(job, roles, engine, model, recorder, saved, stop)
         if recorder is None:
             return STOPPED if trainer.run(_Silent()) else DONE

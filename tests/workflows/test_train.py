@@ -263,6 +263,19 @@ def test_a_batch_is_a_batch_however_it_is_cut(tmp_path: Path, store: Path) -> No
         assert all(torch.allclose(other[key], whole[key], rtol=1e-9, atol=1e-11) for key in whole)
 
 
+def test_a_run_without_validation_slides_says_so(
+    tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    splits = tmp_path / "splits.csv"
+    splits.write_text("slide_id,split\n" + "".join(f"slide-{n:02d},train\n" for n in range(0, 12, 2)))
+    config = make_config(tmp_path, store, data={"splits": str(splits), "class_weights": "none"}, run={"steps": 2})
+    assert run_here(config) == 0
+    said = capfd.readouterr().err
+    assert "no training slide is malignant" in said and "no slide in 'val'" in said
+    assert (tmp_path / "run" / "checkpoints" / "best").resolve().name == "step-00000002"
+    assert {kind for kind, _ in losses(tmp_path / "run")} == {"train"}
+
+
 def test_bfloat16_and_few_checkpoints(tmp_path: Path, store: Path) -> None:
     config = make_config(
         tmp_path, store, run={"precision": "bfloat16", "keep": 1, "checkpoint_every_steps": 1, "steps": 5}

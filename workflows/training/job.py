@@ -95,6 +95,19 @@ class Job:
         """Return the classes of the validation slides."""
         return [_label(sample) for sample in self.val.samples]
 
+    def doubts(self) -> list[str]:
+        """Return what a user should know about the slides before waiting for the run's end."""
+        doubts = []
+        trained = {sample.label for sample in self.train.samples}
+        absent = [name for index, name in enumerate(self.classes) if index not in trained]
+        if absent:
+            doubts.append(f"no training slide is {' or '.join(absent)}: the network cannot learn it")
+        if not len(self.val):
+            doubts.append(f"no slide in {self.config.validation.split!r}: nothing is validated, best is the latest")
+        elif len(set(self.targets())) == 1:
+            doubts.append("all validation slides are of one class: auroc and balanced accuracy are undefined")
+        return doubts
+
     def model_json(self) -> dict[str, Any]:
         """Return what ``model.json`` says apart from the step: all that prediction needs."""
         data, model = self.config.data, self.config.model
