@@ -7,9 +7,12 @@ autocast knows; a full decomposition would give ``aten.convolution``, which it d
 
 from __future__ import annotations
 
+import contextlib
+import math
 import operator
 import threading
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -41,7 +44,8 @@ def capture(model: nn.Module, shape: tuple[int, int, int, int], dtype: torch.dty
         with FakeTensorMode(allow_non_fake_inputs=True):
             image = torch.empty(shape, dtype=dtype)
         try:
-            exported = torch.export.export(model, (image,), strict=False).run_decompositions({})
+            with _cumulative_averages(model):
+                exported = torch.export.export(model, (image,), strict=False).run_decompositions({})
         except Exception as error:
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise RequestError(
@@ -50,6 +54,26 @@ def capture(model: nn.Module, shape: tuple[int, int, int, int], dtype: torch.dty
                 f"torch.export.export(model, (images,)) shows where it fails"
             ) from error
     return _parse(exported)
+
+
+@contextlib.contextmanager
+def _cumulative_averages(model: nn.Module) -> Iterator[None]:
+    """Let batch norms with ``momentum=None`` be captured: their momentum is data, 1 / batches; nan stands for it."""
+    found = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        and module.momentum is None
+        and module.training
+        and module.track_running_stats
+    ]
+    for module in found:
+        module.momentum = math.nan
+    try:
+        yield
+    finally:
+        for module in found:
+            module.momentum = None
 
 
 def _parse(exported: ExportedProgram) -> Program:

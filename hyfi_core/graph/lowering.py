@@ -6,10 +6,12 @@ say which it is and what it takes; what they refuse is refused here, before any 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
+import torch
 import torch.nn.functional as F
 
 from hyfi_core.errors import RequestError
@@ -71,16 +73,29 @@ class Lowering:
         return RankProgram(instructions, read_box, self.splits, outputs, program, self.values)
 
     def _lower(self, op: Operator) -> None:
-        if not any(name in self.splits for name in op.inputs):
-            lower_replicated(self, op)
-            return
         rule = self._rules.get(op.text)
-        if rule is not None:
+        if not any(name in self.splits for name in op.inputs):
+            if rule is not None and draws_numbers(op):
+                rule(self, op)
+            else:
+                lower_replicated(self, op)
+        elif self.grid == (1, 1):
+            self._lower_alone(op, rule)
+        elif rule is not None:
             rule(self, op)
-        elif self.grid == (1, 1):  # one rank holds every map whole: any operator will do
-            lower_replicated(self, renamed(op, {name: self.whole(name) for name in op.inputs}))
         else:
             self.refuse(op, "has no rule for maps that are split over ranks", "a plan of one rank, or another operator")
+
+    def _lower_alone(self, op: Operator, rule: Rule | None) -> None:
+        """One rank holds every map whole: where no rule takes the operator as it is, the operator itself will do."""
+        emitted = len(self._steps)
+        try:
+            if rule is not None:
+                rule(self, op)
+                return
+        except RequestError:
+            del self._steps[emitted:]
+        lower_replicated(self, renamed(op, {name: self.whole(name) for name in op.inputs}))
 
     # -- what rules ask
 
@@ -192,6 +207,14 @@ class Lowering:
         return tuple(done), read_box
 
 
+def draws_numbers(op: Operator) -> bool:
+    """Whether the operator takes numbers from a generator; attention does only where it drops something."""
+    tags = getattr(op.target, "tags", ())
+    if op.text == "aten.scaled_dot_product_attention.default":
+        return bool(op.args[4] if len(op.args) > 4 else op.kwargs.get("dropout_p", 0.0))
+    return torch.Tag.nondeterministic_seeded in tags
+
+
 def bound(op: Operator, values_first: tuple[str, ...] | None = None) -> tuple[Callable[..., Any], tuple[str, ...]]:
     """Return (function, inputs): the operator's call as a function of the values it takes, constants bound."""
     names = tuple(dict.fromkeys(op.inputs)) if values_first is None else values_first
@@ -205,41 +228,69 @@ def bound(op: Operator, values_first: tuple[str, ...] | None = None) -> tuple[Ca
 
 def lower_replicated(lowering: Lowering, op: Operator) -> None:
     """No map left: every rank of the stage computes the same, on the same values."""
-    if op.text in ("aten.native_dropout.default", "aten.bernoulli.p", "aten.rand_like.default"):
-        train = op.args[2] if op.text == "aten.native_dropout.default" else True
-        if train and op.args[1] != 0.0 and lowering.grid != (1, 1):
-            lowering.refuse(op, "draws random numbers, which ranks would draw differently", "p=0, or evaluation mode")
-    if op.text in _OWN_FUNCTION:
-        function, inputs = _OWN_FUNCTION[op.text](op)
+    if draws_numbers(op) and lowering.grid != (1, 1):
+        lowering.refuse(
+            op, "draws random numbers, which ranks would draw differently", "dropout, bernoulli, rand, randn, or none"
+        )
+    if op.text == "aten._native_batch_norm_legit_functional.default":
+        function, inputs = _batch_norm_on_features(lowering, op)
+    elif op.text == "aten._native_batch_norm_legit.no_stats":
+        function, inputs = batch_norm_alone(op)
     else:
         function, inputs = bound(op)
     lowering.compute(function, inputs, op.outputs)
 
 
-def _batch_norm_on_features(op: Operator) -> tuple[Callable[..., Any], tuple[str, ...]]:
+def _batch_norm_on_features(lowering: Lowering, op: Operator) -> tuple[Callable[..., Any], tuple[str, ...]]:
     """Return batch norm in training mode as a call that autograd can differentiate; the functional operator is not."""
     x, weight, bias, running_mean, running_var, _, momentum, eps = op.args
     names = tuple(item.name for item in (x, running_mean, running_var, weight, bias) if item is not None)
+    batches = cumulative_count(lowering, op, momentum)
+    names = names if batches is None else (*names, batches)
     return native_batch_norm(weight is not None, bias is not None, momentum, eps), names
 
 
 def native_batch_norm(has_weight: bool, has_bias: bool, momentum: float, eps: float) -> Callable[..., Any]:
     """Return the outputs of the functional batch norm, by the native kernel on copies of the running statistics.
 
-    The function takes map, running mean, running variance and, where there are, weight and bias.
+    The function takes map, running mean, running variance and, where there are, weight, bias, and number of batches
+    (for the cumulative average that ``momentum=None`` asks for).
     """
 
-    def call(x: Any, mean: Any, variance: Any, *affine: Any) -> tuple[Any, ...]:
-        weight = affine[0] if has_weight else None
-        bias = affine[-1] if has_bias else None
+    def call(x: Any, mean: Any, variance: Any, *rest: Any) -> tuple[Any, ...]:
+        weight = rest[0] if has_weight else None
+        bias = rest[has_weight] if has_bias else None
+        count = rest[has_weight + has_bias :]
         mean, variance = mean.clone(), variance.clone()
-        result = F.batch_norm(x, mean, variance, weight, bias, True, momentum, eps)
+        share = 1.0 / float(count[0]) if count else momentum
+        result = F.batch_norm(x, mean, variance, weight, bias, True, share, eps)
         return result, None, None, mean, variance
 
     return call
 
 
-_OWN_FUNCTION = {"aten._native_batch_norm_legit_functional.default": _batch_norm_on_features}
+def batch_norm_alone(op: Operator) -> tuple[Callable[..., Any], tuple[str, ...]]:
+    """Return batch norm that keeps no statistics as a call on (map, weight, bias)."""
+    x, weight, bias, _, _, eps = op.args
+    names = tuple(item.name for item in (x, weight, bias) if item is not None)
+
+    def call(x: Any, *affine: Any) -> Any:
+        first = affine[0] if weight is not None else None
+        return F.batch_norm(x, None, None, first, affine[-1] if bias is not None else None, True, 0.0, eps)
+
+    return call, names
+
+
+def cumulative_count(lowering: Lowering, op: Operator, momentum: float) -> str | None:
+    """Return the value that counts a batch norm's batches where ``momentum=None`` (captured as nan) asks for it."""
+    if not math.isnan(momentum):
+        return None
+    counts = [
+        other.outputs[0]
+        for other in lowering.program.operators[: lowering.program.operators.index(op)]
+        if other.module == op.module and other.text == "aten.add.Tensor"
+    ]
+    return counts[-1]
 
 
 def renamed(op: Operator, names: dict[str, str]) -> Operator:

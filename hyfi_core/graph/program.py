@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+KEY = "~key"
+"""Name of the value that random operators are keyed by: int64 (seed, step, micro-batch), given with the image."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ref:

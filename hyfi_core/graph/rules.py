@@ -9,10 +9,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from hyfi_core.graph import rules_norm, rules_window
+from hyfi_core.graph import (
+    rules_channel,
+    rules_norm,
+    rules_place,
+    rules_resize,
+    rules_shape,
+    rules_spread,
+    rules_window,
+)
 from hyfi_core.graph.instructions import Split
 from hyfi_core.graph.lowering import Lowering, Rule, bound, renamed
 from hyfi_core.graph.program import Operator, Ref
+from hyfi_core.graph.rules_random import RANDOM
 
 _POINTWISE = """
 relu relu6 leaky_relu elu selu celu gelu silu mish hardswish hardsigmoid hardtanh sigmoid tanh softplus exp
@@ -20,26 +29,41 @@ log sqrt rsqrt abs neg reciprocal clamp clamp_min clamp_max square pow.Tensor_Sc
 expm1 add.Tensor add.Scalar sub.Tensor sub.Scalar mul.Tensor mul.Scalar div.Tensor div.Scalar rsub.Scalar
 rsub.Tensor maximum minimum prelu _prelu_kernel where.self eq.Scalar eq.Tensor gt.Scalar gt.Tensor lt.Scalar
 lt.Tensor ge.Scalar le.Scalar clone alias detach contiguous _to_copy to.dtype lerp.Tensor lerp.Scalar addcmul
-logical_not zeros_like ones_like
+logical_not zeros_like ones_like empty_like full_like sign sgn log_sigmoid threshold hardshrink softshrink
+where.ScalarSelf where.ScalarOther where.Scalar ne.Scalar logical_and logical_or isnan trunc ceil round frac
+pow.Tensor_Tensor pow.Scalar log2 log10 exp2 tan atan asin acos sinh cosh addcdiv erfc fmod.Scalar remainder.Scalar
+le.Tensor ge.Tensor ne.Tensor masked_fill.Scalar fill.Scalar type_as bitwise_not
 """
 
 
 def pointwise(lowering: Lowering, op: Operator) -> None:
     """Each output pixel comes from the input pixels at the same place; replicated operands broadcast over space."""
     names = {}
-    anchor = next(split for name in op.inputs if (split := lowering.splits.get(name)) is not None)
+    full = len(lowering.shape(_first_output(op)))
+    maps = {name: _from_right(lowering, name, full) for name in dict.fromkeys(op.inputs) if name in lowering.splits}
+    anchor = next(iter(maps.values()))
     for name in dict.fromkeys(op.inputs):
-        split = lowering.splits.get(name)
-        if split is not None:
+        if name in maps:
+            split = maps[name]
             if split.dims != anchor.dims or split.layout.map != anchor.layout.map:
                 lowering.refuse(
-                    op, f"mixes maps of sizes {split.layout.map.shape} and {anchor.layout.map.shape}", "equal sizes"
+                    op,
+                    f"mixes a map of {split.layout.map.shape} in dims {split.dims} with one of "
+                    f"{anchor.layout.map.shape} in dims {anchor.dims}",
+                    "equal sizes in equal dims",
                 )
-            names[name] = lowering.part(name, anchor)
+            names[name] = lowering.part(name, Split(anchor.layout, lowering.splits[name].dims))
         elif _reaches_space(lowering.shape(name), lowering.shape(_first_output(op)), anchor):
             names[name] = _cut_out(lowering, name, anchor, len(lowering.shape(_first_output(op))))
     function, inputs = bound(renamed(op, names))
     lowering.compute(function, inputs, op.outputs, anchor)
+
+
+def _from_right(lowering: Lowering, name: str, rank: int) -> Split:
+    """Return how a map is split, its dims counted as broadcasting to ``rank`` dims counts them."""
+    split = lowering.splits[name]
+    more = rank - len(lowering.shape(name))
+    return Split(split.layout, (split.dims[0] + more, split.dims[1] + more))
 
 
 def _first_output(op: Operator) -> str:
@@ -86,6 +110,7 @@ _DIM_ARGUMENT = {
     "split_with_sizes": 2,
     "chunk": 2,
     "slice.Tensor": 1,
+    "cumsum": 1,
     "softmax.int": 1,
     "_softmax": 1,
     "log_softmax.int": 1,
@@ -93,27 +118,44 @@ _DIM_ARGUMENT = {
 }
 
 
-def identity_pool(lowering: Lowering, op: Operator) -> None:
+def adaptive_avg_pool(lowering: Lowering, op: Operator) -> None:
     """Adaptive pooling to one pixel is a mean over space; to the size that is there it does nothing."""
-    size = op.args[1]
-    name = op.args[0].name
-    if tuple(size) == (1, 1):
+    size, name = tuple(op.args[1]), op.args[0].name
+    if size == (1, 1):
         rules_norm.mean_over_space(lowering, name, op.outputs[0], keepdim=True)
-    elif tuple(size) == lowering.shape(name)[-2:]:
+    elif size == lowering.shape(name)[-2:]:
         split = lowering.splits[name]
         lowering.compute(lambda tensor: tensor.clone(), (lowering.part(name, split),), op.outputs, split)
     else:
-        lowering.refuse(op, f"pools to {tuple(size)}", "pooling to 1 x 1, or a pool with kernel and stride")
+        rules_resize.adaptive_avg_pool2d(lowering, op)
 
 
-def dropout(lowering: Lowering, op: Operator) -> None:
-    """Dropout that drops nothing passes; one that does is refused, since ranks would draw differently."""
-    probability, train = op.args[1], op.args[2]
-    if train and probability != 0.0:
-        lowering.refuse(op, f"drops with p={probability} in training mode", "p=0, or evaluation mode")
-    split = lowering.split_of(op.args[0])
-    assert split is not None
-    lowering.compute(lambda tensor: tensor.clone(), (lowering.part(op.args[0].name, split),), op.outputs[:1], split)
+def on_maps(rule: Rule) -> Rule:
+    """Return the rule for maps laid out as ``(B, C, H, W)`` and no other way."""
+
+    def checked(lowering: Lowering, op: Operator) -> None:
+        split = lowering.split_of(op.args[0])
+        if split is None:
+            lowering.refuse(op, "takes a map as its weight", "a map as its first argument")
+        if split.dims != (2, 3) or len(lowering.shape(op.args[0].name)) != 4:
+            shape = lowering.shape(op.args[0].name)
+            lowering.refuse(op, f"takes {shape} with space in dims {split.dims}", "(B, C, H, W), space in dims (2, 3)")
+        for name in op.inputs[1:]:
+            if name in lowering.splits and name != op.args[0].name:
+                lowering.refuse(op, f"takes the map {name} as a parameter", "parameters that are not maps")
+        rule(lowering, op)
+
+    return checked
+
+
+def sliced(lowering: Lowering, op: Operator) -> None:
+    """A slice along space moves pixels; along another dim it does not."""
+    name = op.args[0].name
+    dim = (op.args[1] if len(op.args) > 1 else 0) % len(lowering.shape(name))
+    if dim in lowering.splits[name].dims:
+        rules_place.slice_of_space(lowering, op, dim)
+    else:
+        channelwise(lowering, op)
 
 
 def _text(name: str) -> str:
@@ -124,21 +166,70 @@ RULES: dict[str, Rule] = {_text(name): pointwise for name in _POINTWISE.split()}
 RULES.update({_text(name): channelwise for name in _DIM_ARGUMENT})
 RULES.update(
     {
-        "aten.conv2d.default": rules_window.conv2d,
-        "aten.conv2d.padding": rules_window.conv2d,
-        "aten.max_pool2d.default": rules_window.max_pool2d,
-        "aten.avg_pool2d.default": rules_window.avg_pool2d,
-        "aten.adaptive_avg_pool2d.default": identity_pool,
-        "aten.native_dropout.default": dropout,
-        "aten.mean.dim": rules_norm.mean,
-        "aten.sum.dim_IntList": rules_norm.total,
-        "aten.amax.default": rules_norm.maximum,
-        "aten.batch_norm.default": rules_norm.batch_norm,
-        "aten._native_batch_norm_legit_functional.default": rules_norm.batch_norm_training,
-        "aten._native_batch_norm_legit_no_training.default": rules_norm.batch_norm_evaluation,
-        "aten.group_norm.default": rules_norm.group_norm,
-        "aten.instance_norm.default": rules_norm.instance_norm,
+        _text(name): on_maps(rule)
+        for name, rule in {
+            "conv2d": rules_window.conv2d,
+            "conv2d.padding": rules_window.conv2d,
+            "conv_transpose2d.input": rules_resize.conv_transpose2d,
+            "max_pool2d": rules_window.max_pool2d,
+            "avg_pool2d": rules_window.avg_pool2d,
+            "adaptive_avg_pool2d": adaptive_avg_pool,
+            "adaptive_max_pool2d": rules_resize.adaptive_max_pool2d,
+            "upsample_nearest2d.vec": rules_place.upsample_nearest,
+            "_upsample_nearest_exact2d.vec": rules_place.upsample_nearest,
+            "upsample_bilinear2d.vec": rules_resize.upsample_bilinear,
+            "pixel_shuffle": rules_place.pixel_shuffle,
+            "pixel_unshuffle": rules_place.pixel_unshuffle,
+            "batch_norm": rules_norm.batch_norm,
+            "_native_batch_norm_legit_functional": rules_norm.batch_norm_training,
+            "_native_batch_norm_legit.no_stats": rules_norm.batch_norm_without_statistics,
+            "_native_batch_norm_legit_no_training": rules_norm.batch_norm_evaluation,
+            "group_norm": rules_norm.group_norm,
+            "instance_norm": rules_norm.instance_norm,
+        }.items()
     }
 )
+RULES.update(
+    {
+        _text(name): rule
+        for name, rule in {
+            "slice.Tensor": sliced,
+            "pad": rules_place.pad,
+            "constant_pad_nd": rules_place.pad,
+            "view": rules_shape.view,
+            "_unsafe_view": rules_shape.view,
+            "reshape": rules_shape.view,
+            "permute": rules_shape.permute,
+            "transpose.int": rules_shape.permute,
+            "unsqueeze": rules_shape.unsqueeze,
+            "squeeze": rules_shape.squeeze,
+            "squeeze.dim": rules_shape.squeeze,
+            "squeeze.dims": rules_shape.squeeze,
+            "select.int": rules_shape.select,
+            "unbind.int": rules_shape.select,
+            "stack": rules_shape.stack,
+            "expand": rules_shape.expand,
+            "layer_norm": rules_channel.channel_norm,
+            "rms_norm": rules_channel.channel_norm,
+            "linear": rules_channel.linear,
+            "glu": rules_channel.along(1, None),
+            "max.dim": rules_channel.along(1, 2),
+            "min.dim": rules_channel.along(1, 2),
+            "argmax": rules_channel.along(1, 2),
+            "mean": rules_norm.mean,
+            "mean.dim": rules_norm.mean,
+            "sum": rules_norm.total,
+            "sum.dim_IntList": rules_norm.total,
+            "amax": rules_norm.maximum,
+            "linalg_vector_norm": rules_spread.vector_norm,
+            "var.dim": rules_spread.variance,
+            "var.correction": rules_spread.variance,
+            "std.dim": rules_spread.variance,
+            "std.correction": rules_spread.variance,
+            **{f"new_{kind}": rules_shape.new_like for kind in ("zeros", "ones", "empty", "full")},
+        }.items()
+    }
+)
+RULES.update(RANDOM)
 
 __all__ = ["RULES", "Ref", "pointwise"]

@@ -7,7 +7,14 @@ from typing import Any
 import torch
 
 from hyfi_core.graph.instructions import Split
-from hyfi_core.graph.lowering import Lowering, bound, native_batch_norm, renamed
+from hyfi_core.graph.lowering import (
+    Lowering,
+    batch_norm_alone,
+    bound,
+    cumulative_count,
+    native_batch_norm,
+    renamed,
+)
 from hyfi_core.graph.program import Operator, ValueInfo
 from hyfi_core.ops.reduce import BatchNorm, MaxOverSpace, SumOverRanks
 
@@ -82,6 +89,9 @@ def total(lowering: Lowering, op: Operator) -> None:
 def maximum(lowering: Lowering, op: Operator) -> None:
     """Maximum over space; ties share the gradient wherever they are."""
     name, dims, keepdim = _over_space(lowering, op)
+    if not set(dims) & set(lowering.splits[name].dims):
+        _reduction(lowering, op, mean=False)  # over channels: the operator itself, pixel by pixel
+        return
     if dims != lowering.splits[name].dims:
         lowering.refuse(
             op, f"takes the maximum over dims {dims}", f"exactly the dims of space {lowering.splits[name].dims}"
@@ -98,12 +108,14 @@ def _pixels(lowering: Lowering, name: str) -> int:
 def batch_norm_training(lowering: Lowering, op: Operator) -> None:
     """Batch norm with statistics of the whole map; one rank alone uses the native kernel."""
     x, weight, bias, running_mean, running_var, _, momentum, eps = op.args
+    batches = cumulative_count(lowering, op, momentum)
     part = lowering.part(x.name, lowering.splits[x.name])
     split = lowering.splits[part]
     normalised, _, _, new_mean, new_var = (*op.outputs, None, None)[:5]
     affine = tuple(item.name if item is not None else None for item in (weight, bias))
     if lowering.grid == (1, 1):
-        inputs = tuple(name for name in (part, running_mean.name, running_var.name, *affine) if name is not None)
+        names = (part, running_mean.name, running_var.name, *affine, batches)
+        inputs = tuple(name for name in names if name is not None)
         lowering.compute(native_batch_norm(weight is not None, bias is not None, momentum, eps), inputs, op.outputs)
         if normalised is not None:
             lowering.splits[normalised] = split
@@ -119,14 +131,33 @@ def batch_norm_training(lowering: Lowering, op: Operator) -> None:
         (running_var.name, batch_var, new_var, unbias),
     ):
         if new is not None:
-            lowering.compute(_running(momentum, factor), (running, batch), (new,))
+            inputs = (running, batch) if batches is None else (running, batch, batches)
+            lowering.compute(_running(momentum, factor), inputs, (new,))
 
 
 def _running(momentum: float, factor: float) -> Any:
-    def call(running: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
-        return running * (1.0 - momentum) + batch.to(running.dtype) * (momentum * factor)
+    def call(running: torch.Tensor, batch: torch.Tensor, *batches: torch.Tensor) -> torch.Tensor:
+        share = 1.0 / float(batches[0]) if batches else momentum
+        return running * (1.0 - share) + batch.to(running.dtype) * (share * factor)
 
     return call
+
+
+def batch_norm_without_statistics(lowering: Lowering, op: Operator) -> None:
+    """Batch norm on statistics of the whole map that are not kept."""
+    x, weight, bias, _, _, eps = op.args
+    part = lowering.part(x.name, lowering.splits[x.name])
+    split = lowering.splits[part]
+    affine = tuple(item.name if item is not None else None for item in (weight, bias))
+    if lowering.grid == (1, 1):
+        function, inputs = batch_norm_alone(op)
+        names = tuple(part if name == x.name else name for name in inputs)
+        lowering.compute(function, names, op.outputs[:1], split)
+        return
+    lowering.communicate(BatchNorm(_pixels(lowering, x.name), eps), (part, *affine), op.outputs[:1], "reduce")
+    for output in op.outputs[:1]:
+        if output is not None:
+            lowering.splits[output] = split
 
 
 def batch_norm_evaluation(lowering: Lowering, op: Operator) -> None:
@@ -141,7 +172,7 @@ def batch_norm(lowering: Lowering, op: Operator) -> None:
     """``batch_norm`` as evaluation mode leaves it in the graph."""
     x, training = op.args[0], op.args[5]
     if training:
-        lowering.refuse(op, "keeps no running statistics in training mode", "track_running_stats=True, or group norm")
+        lowering.refuse(op, "is in training mode and not functional", "a model exported by this engine")
     part = lowering.part(x.name, lowering.splits[x.name])
     function, inputs = bound(renamed(op, {x.name: part}))
     lowering.compute(function, inputs, op.outputs, lowering.splits[part])

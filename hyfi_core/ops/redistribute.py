@@ -72,7 +72,7 @@ class Redistribute:
         """Return the cotangent of what is owned, as far as this rank computed it: zero where it did not look."""
         transfer = self.transfer
         kept = self._view(cotangent, transfer.kept, transfer.need)
-        if transfer.kept == transfer.have:
+        if transfer.kept == transfer.have and not transfer.have.empty:
             return kept.clone(memory_format=_format_of(cotangent))
         result = _like(cotangent, self._sized(shape, transfer.have)).zero_()
         self._view(result, transfer.kept, transfer.have).copy_(kept)

@@ -13,7 +13,7 @@ from torch import nn
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.counted import CountedCommunicator
 from hyfi_core.errors import RequestError
-from hyfi_core.graph.program import Ref
+from hyfi_core.graph.program import KEY, Ref
 from hyfi_core.ops.redistribute import Redistribute
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.parallel_plan import ParallelPlan
@@ -21,6 +21,7 @@ from hyfi_core.plan.transfer import plan_transfer
 from hyfi_core.runtime.compiled import Compiled, compile_model, split_tape
 from hyfi_core.runtime.executor import Executor, Values
 from hyfi_core.runtime.gradients import add_back, reduce_shares, set_aside
+from hyfi_core.runtime.random_key import RandomKey
 
 Images = torch.Tensor | Callable[[Box], torch.Tensor]
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
@@ -33,6 +34,7 @@ class Engine:
     Attributes:
         plan: how the model is spread.
         optimizer: this rank's ``torch.optim.Optimizer``; learning-rate schedulers take it.
+        random: what dropout and its like are keyed by, the same on all ranks of a replica.
     """
 
     def __init__(
@@ -62,6 +64,8 @@ class Engine:
         self._trained = [p for p in model.parameters() if p.requires_grad]
         for tensor in (*model.parameters(), *model.buffers()):
             comm.broadcast(tensor.data)
+        seed = int(comm.broadcast_object(torch.initial_seed() & (2**63 - 1)))
+        self.random = RandomKey(seed, first=comm.rank // plan.ranks_per_replica * plan.microbatches)
         self._optimizer = optimizer(self._trained) if optimizer is not None else None
 
     # -- what a user calls
@@ -93,8 +97,8 @@ class Engine:
             local, shape = self._local(images)
             answers = []
             compiled = self._compiled(self._micro_shape(shape[0], shape))
-            for part in local.split(self._micro_shape(shape[0], shape)[0]):
-                values = self._start(compiled, part)
+            for index, part in enumerate(local.split(self._micro_shape(shape[0], shape)[0])):
+                values = self._start(compiled, part, index)
                 Executor(compiled.tape, self._stage).forward(values, record=False)
                 answers.append(compiled.pick(_leaves(compiled, values)))
             return _joined(answers)
@@ -137,8 +141,10 @@ class Engine:
         kept = set_aside(self._trained)
         labels = labels.to(self._device)
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for part, targets in zip(local.split(micro[0]), labels.split(micro[0]), strict=True):
-            total += self._micro_step(compiled, part, targets, parameters, shape[0] // micro[0])
+        for index, (part, targets) in enumerate(zip(local.split(micro[0]), labels.split(micro[0]), strict=True)):
+            values = self._start(compiled, part, index)
+            total += self._micro_step(compiled, values, targets, parameters, shape[0] // micro[0])
+        self.random.step += 1
         self._all.kind = "reduce"
         reduce_shares(active, self._all, 1.0 / self.plan.replicas)
         add_back(self._trained, kept)
@@ -184,12 +190,11 @@ class Engine:
     # -- how it is done
 
     def _micro_step(
-        self, compiled: Compiled, part: torch.Tensor, targets: torch.Tensor, parameters: Values, count: int
+        self, compiled: Compiled, values: Values, targets: torch.Tensor, parameters: Values, count: int
     ) -> torch.Tensor:
         """Run one micro-batch forward and backward; return its share of the loss."""
         executor = Executor(compiled.tape, self._stage)
         with self._autocasting():
-            values = self._start(compiled, part)
             records = executor.forward(values, record=True)
         self._store_buffers(compiled, values)
         leaves = [leaf.requires_grad_() if _is_float(leaf) else leaf for leaf in _leaves(compiled, values)]
@@ -237,7 +242,7 @@ class Engine:
         transfer = plan_transfer(layout.parts, need, layout.map, self._stage.rank)
         return Redistribute(transfer).forward(self._stage, (part.contiguous(),))[0][0]
 
-    def _start(self, compiled: Compiled, part: torch.Tensor) -> Values:
+    def _start(self, compiled: Compiled, part: torch.Tensor, microbatch: int = 0) -> Values:
         """Return the values that are there before the first instruction."""
         program = compiled.ranked.program
         values: Values = dict(program.constants)
@@ -245,6 +250,7 @@ class Engine:
         buffers = dict(self._model.named_buffers(remove_duplicate=False))
         values.update({value: buffers[name] for value, name in program.buffers.items()})
         values[program.image] = part
+        values[KEY] = self.random.words(microbatch)
         return values
 
     def _parameters(self, compiled: Compiled) -> Values:

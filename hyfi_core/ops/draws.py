@@ -1,0 +1,98 @@
+"""Random numbers without a state: each is a hash of (key, position in the whole value).
+
+    position   0 1 2 3 │ 4 5 6 7        a rank that owns the right half hashes the positions 4 … 7 and gets
+    number     a b c d │ e f g h        what one process would have drawn there
+
+The hash is splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014): the
+position is spread by the golden ratio, and two rounds of shift and multiply mix it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_FIRST = 0xBF58476D1CE4E5B9
+_SECOND = 0x94D049BB133111EB
+_MASK = (1 << 64) - 1
+
+
+def mixed(*words: int) -> int:
+    """Return one 64-bit word that depends on every bit of all ``words``."""
+    state = 0
+    for word in words:
+        state = (state + word * _GOLDEN + _GOLDEN) & _MASK
+        state = ((state ^ (state >> 30)) * _FIRST) & _MASK
+        state = ((state ^ (state >> 27)) * _SECOND) & _MASK
+        state ^= state >> 31
+    return state
+
+
+def positions(
+    shape: Sequence[int], dims: tuple[int, int] | None, box: tuple[int, int, int, int], device: torch.device, first: int
+) -> torch.Tensor:
+    """Return the position of every element of a part in the whole value, int64.
+
+    Args:
+        shape: of the whole value.
+        dims: of space; None for a value that is not split.
+        box: (y0, y1, x0, x1) of the part.
+        device: where to.
+        first: position of the whole value's first element.
+    """
+    result = torch.full((), first, dtype=torch.int64, device=device)
+    stride = 1
+    for dim in reversed(range(len(shape))):
+        start, stop = 0, shape[dim]
+        if dims is not None and dim in dims:
+            start, stop = box[:2] if dim == dims[0] else box[2:]
+        along = torch.arange(start, stop, dtype=torch.int64, device=device) * stride
+        result = result + along.view(-1, *[1] * (len(shape) - 1 - dim))
+        stride *= shape[dim]
+    return result
+
+
+def uniform(key: int, where: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return numbers in [0, 1) of a floating type, one for each position; float64 has 53 random bits, others 24.
+
+    Args:
+        key: 64 bits; another key, other numbers.
+        where: int64 positions.
+        dtype: of the result.
+    """
+    bits = _hashed(key, where)
+    if dtype == torch.float64:
+        return _shifted(bits, 11).to(dtype).mul_(2.0**-53)
+    number = _shifted(bits, 40).to(torch.float32).mul_(2.0**-24)
+    if dtype == torch.float32:
+        return number
+    return number.to(dtype).clamp_(max=1.0 - torch.finfo(dtype).eps)
+
+
+def normal(key: int, where: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return standard normal numbers, one for each position (Box and Muller, 1958)."""
+    radius = (-2.0 * torch.log1p(-uniform(mixed(key, 1), where, torch.float64))).sqrt()
+    angle = uniform(mixed(key, 2), where, torch.float64) * (2.0 * math.pi)
+    return (radius * angle.cos()).to(dtype)
+
+
+def _hashed(key: int, where: torch.Tensor) -> torch.Tensor:
+    state = where * _signed(_GOLDEN)
+    state += _signed(key)
+    state ^= _shifted(state, 30)
+    state *= _signed(_FIRST)
+    state ^= _shifted(state, 27)
+    state *= _signed(_SECOND)
+    return state.bitwise_xor_(_shifted(state, 31))
+
+
+def _shifted(words: torch.Tensor, by: int) -> torch.Tensor:
+    """Shift right as if the words had no sign."""
+    return (words >> by).bitwise_and_((1 << (64 - by)) - 1)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
