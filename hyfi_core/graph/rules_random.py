@@ -53,7 +53,7 @@ def dropout(lowering: Lowering, op: Operator) -> None:
 
     def call(tensor: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         kept = numbers(draws.uniform, key, tensor.device, torch.float64) >= probability
-        result: torch.Tensor = tensor * (kept * scale).to(tensor.dtype)
+        result: torch.Tensor = tensor * (kept.to(tensor.dtype) * scale)
         return result
 
     lowering.compute(call, (name, KEY), op.outputs[:1], split)
