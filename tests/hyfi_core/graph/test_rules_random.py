@@ -160,7 +160,7 @@ def test_the_hash_is_the_published_one() -> None:
 def test_numbers_are_uniform_and_independent(dtype: torch.dtype) -> None:
     count = 1 << 16
     numbers = draws.uniform(draws.mixed(1, 2, 3), torch.arange(count), dtype).double()
-    assert 0.0 <= float(numbers.min()) and float(numbers.max()) < 1.0
+    assert float(numbers.min()) >= 0.0 and float(numbers.max()) < 1.0
     histogram = torch.histc(numbers, 64, 0.0, 1.0)
     chi2 = float(((histogram - count / 64) ** 2 / (count / 64)).sum())
     assert chi2 < 120  # 63 degrees of freedom: beyond 120 lies one in 10^5
