@@ -25,7 +25,7 @@ class SlideSpec:
         index: of the slide in the archive; (seed, index) is the source of all its randomness but the stain of its case.
         case: number of the case; slides of a case are stained alike.
         size_px: height and width of level 0.
-        positive: whether its foci hold owl's-eye nuclei.
+        positive: whether the chromatin in its foci is coarse.
         mpp_um: microns per pixel of level 0.
         pen: draw pen marks on the glass.
         blur: leave a part of the tissue out of focus.
@@ -100,7 +100,7 @@ class Anatomy:
         hollows: (n, 8) glands, vessels and fat droplets: kind, y, x, radius, aspect, angle, lumen share, tint; µm.
         nests: (n, 3) clusters of plump cells: y, x, radius; µm.
         nuclei: (n, 4) int32, sorted by row: y_px, x_px, kind, drawing.
-        foci: nests whose cells are owl's-eye cells on a positive slide, indices into ``nests``.
+        foci: nests whose nuclei have coarse chromatin on a positive slide, indices into ``nests``.
     """
 
     spec: SlideSpec

@@ -29,16 +29,16 @@ class Artefacts:
         self.radius_px = rng.uniform(0.18, 0.26) * spec.size_px if spec.blur else 0.0
         self.sigma_px = 2.2 / spec.mpp_um
 
-    def blur(self, h: Array, e: Array, box: Box) -> tuple[Array, Array]:
+    def blur(self, planes: tuple[Array, ...], box: Box) -> tuple[Array, ...]:
         """Return the planes of ``box``, out of focus inside the slide's blurred disc."""
         if not self.radius_px:
-            return h, e
+            return planes
         y = np.arange(box.y0, box.y1, dtype=np.float32)[:, None] - np.float32(self.centre[0])
         x = np.arange(box.x0, box.x1, dtype=np.float32)[None, :] - np.float32(self.centre[1])
         share = np.clip((self.radius_px - np.hypot(y, x)) / 60, 0, 1)
         if not share.any():
-            return h, e
-        return self._mixed(h, share), self._mixed(e, share)
+            return planes
+        return tuple(self._mixed(plane, share) for plane in planes)
 
     def _mixed(self, plane: Array, share: Array) -> Array:
         sharp = plane.astype(np.float32)

@@ -6,7 +6,7 @@ import numpy as np
 
 from pathology.synthetic.anatomy import FAT, GLAND, VESSEL, Anatomy, SlideSpec, Tissue
 from pathology.synthetic.fields import Array, Noise
-from pathology.synthetic.sprites import ANGLES, LYMPHOCYTE, OVAL, OWL, PLUMP, RED_CELL, SPINDLE, VARIANTS
+from pathology.synthetic.sprites import ANGLES, COARSE, DUSTY, LYMPHOCYTE, OVAL, RED_CELL, SPINDLE, VARIANTS
 
 _CELL_UM = 8.0  # raster on which objects are kept apart
 
@@ -28,7 +28,7 @@ def make_anatomy(spec: SlideSpec) -> Anatomy:
     raster = _Raster(spec, tissue)
     hollows = _hollows(rng, raster, fields["cells"])
     nests = _nests(rng, raster)
-    count = min((len(nests) + 1) // 2, int(rng.integers(7, 11)))
+    count = min((len(nests) + 2) // 3, int(rng.integers(5, 8)))
     foci = np.sort(rng.choice(len(nests), count, replace=False)) if count else np.zeros(0, np.int64)
     bare = Anatomy(spec, tissue, fields, angle, hollows, nests, np.zeros((0, 4), np.int32), foci)
     nuclei = np.concatenate(
@@ -144,11 +144,11 @@ def _stroma(anatomy: Anatomy, rng: np.random.Generator, raster: _Raster) -> Arra
     round_ones = raster.points(rng, raster.count(rng, _SCATTERED), 2)
     round_ones = round_ones[raster.free(round_ones)]
     plump = rng.random(len(round_ones)) < 0.6
-    kind = np.where(plump, PLUMP, LYMPHOCYTE)
+    kind = np.where(plump, DUSTY, LYMPHOCYTE)
     return np.concatenate(
         [
             _rows(spindles, SPINDLE, _aligned(along, rng, SPINDLE)),
-            _rows(round_ones, kind, rng.integers(0, np.where(plump, VARIANTS[PLUMP], VARIANTS[LYMPHOCYTE]))),
+            _rows(round_ones, kind, rng.integers(0, np.where(plump, VARIANTS[DUSTY], VARIANTS[LYMPHOCYTE]))),
         ]
     )
 
@@ -196,7 +196,7 @@ WOBBLE = 0.11
 
 
 def _in_nests(anatomy: Anatomy, rng: np.random.Generator) -> Array:
-    """Fill each nest with plump nuclei on a loose hexagonal lattice; owl's-eye ones in the foci of a positive slide."""
+    """Fill each nest with plump nuclei on a loose lattice; in the foci of a positive slide their chromatin is coarse."""
     parts = [np.zeros((0, 4))]
     step = 12.5
     lattice = np.array([(i * step * 0.87, (j + i % 2 / 2) * step) for i in range(-4, 5) for j in range(-4, 5)])
@@ -206,8 +206,8 @@ def _in_nests(anatomy: Anatomy, rng: np.random.Generator) -> Array:
         rotation = np.array([[np.cos(turn), -np.sin(turn)], [np.sin(turn), np.cos(turn)]])
         offsets = lattice @ rotation + rng.normal(0, 1.7, lattice.shape)
         offsets = offsets[(np.hypot(*offsets.T) < radius - 4) & (rng.random(len(offsets)) < 0.92)]
-        drawing, odd = rng.integers(0, VARIANTS[PLUMP], len(offsets)), rng.random(len(offsets)) < 0.95
-        kind = np.where(odd & (number in foci), OWL, PLUMP)
+        drawing, odd = rng.integers(0, VARIANTS[DUSTY], len(offsets)), rng.random(len(offsets)) < 0.95
+        kind = np.where(odd & (number in foci), COARSE, DUSTY)
         parts.append(_rows(offsets + np.array([y, x]), kind, drawing))
     return np.concatenate(parts)
 

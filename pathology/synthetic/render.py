@@ -1,6 +1,6 @@
 """Draws any box of a placed slide.
 
-The slide is drawn in blocks of 512 pixels, each with a margin wide enough for every drawing that hangs into it, so a
+The slide is drawn in blocks of 1024 pixels, each with a margin wide enough for every drawing that hangs into it, so a
 block's pixels do not depend on which box was asked for, and memory does not depend on the slide's size.
 """
 
@@ -13,10 +13,20 @@ from pathology.synthetic import artefacts
 from pathology.synthetic.anatomy import BEND_UM, CRIMP_UM, FAT, GLAND, Anatomy
 from pathology.synthetic.fields import Array, enlarge
 from pathology.synthetic.placing import WOBBLE
-from pathology.synthetic.sprites import NEST_E, NEST_H, RED_CELL, TEXTURE_PX, fibres, grains, library
+from pathology.synthetic.sprites import (
+    NEST_E,
+    NEST_H,
+    NUCLEOPLASM_E,
+    RED_CELL,
+    TEXTURE_PX,
+    fibres,
+    grains,
+    library,
+    pigment_light,
+)
 from pathology.synthetic.stain import stain_table
 
-BLOCK_PX = 512
+BLOCK_PX = 1024
 _NODE_PX = 16  # smooth fields are evaluated this far apart and interpolated
 
 
@@ -32,8 +42,10 @@ class Renderer:
         self.mpp = anatomy.spec.mpp_um
         self.library = library(self.mpp)
         self.colours = stain_table(anatomy.spec)
+        self.pigment = pigment_light(self.library.dust)
         self.artefacts = artefacts.Artefacts(anatomy.spec)
-        reach = self.library.reach_px + (artefacts.BLUR_REACH_PX if anatomy.spec.blur else 0)
+        # A drawing whose centre lies outside may hang in, and only drawings wholly inside the margin can be stamped.
+        reach = 2 * self.library.reach_px + (artefacts.BLUR_REACH_PX if anatomy.spec.blur else 0)
         self.margin_px = -(-reach // _NODE_PX) * _NODE_PX
 
     def read(self, box: Box) -> Array:
@@ -54,9 +66,13 @@ class Renderer:
             planes.nests()
             planes.nuclei()
         inner = (slice(m, m + BLOCK_PX), slice(m, m + BLOCK_PX))
-        h, e = self.artefacts.blur(planes.h, planes.e, planes.box)
-        index = h[inner].astype(np.uint16) << 8 | e[inner]
+        h, e, pigment = (
+            plane[inner] for plane in self.artefacts.blur((planes.h, planes.e, planes.pigment), planes.box)
+        )
+        index = h.astype(np.uint16) << 8 | e
         pixels = self.colours[index].view(np.uint8).reshape(BLOCK_PX, BLOCK_PX, 4)[..., :3]
+        where = np.nonzero(pigment)
+        pixels[where] = pixels[where] * self.pigment[pigment[where]] + np.float32(0.5)
         return self.artefacts.pen(pixels, block)
 
 
@@ -75,6 +91,7 @@ class _Planes:
         else:
             self.h = np.zeros(box.shape, np.uint8)
             self.e = (2.5 + 1.2 * np.clip(self.grain, -2, 2)).astype(np.uint8)
+        self.pigment = np.zeros(box.shape, np.uint8)
 
     def _texture(self) -> Array:
         y, x = np.arange(self.box.y0, self.box.y1) % TEXTURE_PX, np.arange(self.box.x0, self.box.x1) % TEXTURE_PX
@@ -175,7 +192,9 @@ class _Planes:
         """Stamp nuclei and red cells: of two drawings the darker one shows."""
         self.e = np.clip(self.e_f, 0, 255).astype(np.uint8)
         self.h = np.clip(self.h_f, 0, 255).astype(np.uint8)
-        reach, stamps, eosin = self.renderer.library.reach_px, self.renderer.library.stamps, self.renderer.library.eosin
+        library = self.renderer.library
+        reach, stamps, pigment = library.reach_px, library.stamps, library.pigment
+        cover = [shape.astype(np.uint16) for shape in library.cover]
         all_nuclei = self.anatomy.nuclei
         low, high = np.searchsorted(all_nuclei[:, 0], [self.box.y0 + reach, self.box.y1 - reach])
         near = all_nuclei[low:high]
@@ -183,12 +202,16 @@ class _Planes:
         for y, x, kind, drawing in (near - [self.box.y0, self.box.x0, 0, 0]).tolist():
             stamp = stamps[kind][drawing]
             r = stamp.shape[0] // 2
+            if kind in pigment:  # the nucleoplasm is clear: what lies under it does not show
+                for plane, level in ((self.e, NUCLEOPLASM_E), (self.h, 0), (self.pigment, 0)):
+                    view = plane[y - r : y + r + 1, x - r : x + r + 1]
+                    view[:] = (view * (255 - cover[drawing]) + level * cover[drawing]) // 255
             plane = self.e if kind == RED_CELL else self.h
             view = plane[y - r : y + r + 1, x - r : x + r + 1]
             np.maximum(view, stamp, out=view)
-            if kind in eosin:
-                view = self.e[y - r : y + r + 1, x - r : x + r + 1]
-                np.maximum(view, eosin[kind][drawing], out=view)
+            if kind in pigment:
+                view = self.pigment[y - r : y + r + 1, x - r : x + r + 1]
+                np.maximum(view, pigment[kind][drawing], out=view)
 
 
 _WALLS = {GLAND: (95.0, 42.0), 1: (150.0, 16.0), FAT: (120.0, 8.0)}

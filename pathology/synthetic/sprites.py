@@ -5,6 +5,7 @@ All are made once a process from a seed of their own, so a slide differs from an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -13,8 +14,9 @@ from scipy import ndimage
 
 from pathology.synthetic.fields import Array
 
-SPINDLE, OVAL, LYMPHOCYTE, PLUMP, OWL, RED_CELL = range(6)
-"""Kinds of drawings. PLUMP is the look-alike, OWL what makes a slide positive; both are drawn on the same outlines."""
+SPINDLE, OVAL, LYMPHOCYTE, DUSTY, COARSE, RED_CELL = range(6)
+"""Kinds of drawings. DUSTY is the look-alike, COARSE what makes a slide positive: the same plump
+nuclei with the same mean colour, their chromatin fine as dust or in coarse clumps on clear nucleoplasm."""
 
 VARIANTS = (6, 6, 24, 48, 48, 12)
 """Drawings of each kind (of the elongated kinds: in each direction)."""
@@ -31,8 +33,16 @@ HAEMATOXYLIN, EOSIN = (0.60, 0.72, 0.36), (0.14, 0.83, 0.50)
 NEST_H, NEST_E = 24 / 255, 82 / 255
 """The two planes of the cytoplasm that nests of plump cells share, as a share of the darkest."""
 
-_RED_H, _GREEN_H = 255 * H_SCALE * HAEMATOXYLIN[0], 255 * H_SCALE * HAEMATOXYLIN[1]
-_RED_E, _GREEN_E = 255 * E_SCALE * EOSIN[0], 255 * E_SCALE * EOSIN[1]
+PIGMENT = (2.1, 2.8, 1.25)
+"""Optical density of a clump of chromatin in red, green and blue light."""
+
+NUCLEOPLASM_E = 10
+"""Value of the eosin plane inside a plump nucleus."""
+
+DUST_ONE, DUST_MOST = 40, 70
+"""Values of the pigment plane: dust of density one, and the most of it; above are coarse granules."""
+
+_RED_GREEN_BLUE_H = np.array([H_SCALE * share for share in HAEMATOXYLIN], np.float32)
 
 TEXTURE_PX = 1024
 _SEED = 20_160_316
@@ -43,12 +53,24 @@ _MARGIN_PX = 2
 class Library:
     """Drawings by kind: ``stamps[kind][i]`` is a (s, s) uint8 square, s odd, of haematoxylin (of eosin: RED_CELL).
 
-    ``eosin[kind][i]`` is the eosin that some kinds hold besides.
+    ``pigment[kind][i]`` is the chromatin of plump nuclei, ``cover[i]`` what they cover, ``dust`` the density of dust.
     """
 
     stamps: tuple[tuple[Array, ...], ...]
-    eosin: dict[int, tuple[Array, ...]]
+    pigment: dict[int, tuple[Array, ...]]
+    cover: tuple[Array, ...]
+    dust: Array
     reach_px: int
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """One plump nucleus: its outline, what it covers, and where its chromatin lies (0…1), as dust and as granules."""
+
+    nucleus: Array
+    cover: Array
+    dust: Array
+    granules: Array
 
 
 @lru_cache(maxsize=4)
@@ -56,17 +78,17 @@ def library(mpp_um: float) -> Library:
     """Return the drawings for slides of this resolution (level 0)."""
     rng = np.random.default_rng(_SEED)
     stamps = [
-        _turned(rng, mpp_um, length_um=(10, 17), width_um=(2.3, 3.4), density=(0.62, 0.95), count=VARIANTS[SPINDLE]),
+        _turned(rng, mpp_um, length_um=(10, 17), width_um=(2.3, 3.4), density=(0.5, 0.72), count=VARIANTS[SPINDLE]),
         _turned(rng, mpp_um, length_um=(9.0, 11.5), width_um=(5.4, 7.2), density=(0.5, 0.78), count=VARIANTS[OVAL]),
-        tuple(_nucleus(rng, mpp_um, rng.uniform(5.6, 7), 1.1, 0, 0.92, 0.10) for _ in range(VARIANTS[LYMPHOCYTE])),
+        tuple(_nucleus(rng, mpp_um, rng.uniform(5.6, 7), 1.1, 0, 0.74, 0.10) for _ in range(VARIANTS[LYMPHOCYTE])),
     ]
-    pairs = [_pair(rng, mpp_um) for _ in range(VARIANTS[PLUMP])]
-    stamps.append(tuple(plump[0] for plump, _ in pairs))
-    stamps.append(tuple(owl[0] for _, owl in pairs))
-    eosin = {PLUMP: tuple(plump[1] for plump, _ in pairs), OWL: tuple(owl[1] for _, owl in pairs)}
+    pairs = [_pair(rng, mpp_um) for _ in range(VARIANTS[DUSTY])]
+    dust, fine, coarse = _even_out(pairs)
+    stamps += [tuple(pair.nucleus for pair in pairs)] * 2
+    pigment = {DUSTY: tuple(fine), COARSE: tuple(coarse)}
     stamps.append(tuple(_red_cell(rng, mpp_um) for _ in range(VARIANTS[RED_CELL])))
     reach = max(stamp.shape[0] for kind in stamps for stamp in kind) // 2 + 1
-    return Library(tuple(stamps), eosin, reach)
+    return Library(tuple(stamps), pigment, tuple(pair.cover for pair in pairs), dust, reach)
 
 
 def _turned(
@@ -114,44 +136,83 @@ def _nucleus(
     return _plane(cover * body)
 
 
-def _pair(rng: np.random.Generator, mpp_um: float) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    """Return a plump and an owl's-eye nucleus, (H, E) each, on one outline and with one mean colour.
-
-    The plump one has coarse chromatin and a little eosin all over. The other is a red inclusion in a clear halo inside
-    a dark rim: the same dyes, elsewhere.
-    """
+def _pair(rng: np.random.Generator, mpp_um: float) -> _Pair:
+    """Return a plump nucleus and its chromatin, once as fine dust all over it and once in coarse clumps."""
     width, aspect = rng.uniform(11.5, 13.5), rng.uniform(1.0, 1.2)
     inside = _outline(rng, mpp_um, width, aspect, rng.uniform(0, np.pi))
     cover = np.clip(inside / 0.9 + 0.5, 0, 1)
-    clumps = _chromatin(rng, inside.shape, 0.9 / mpp_um)
-    rim = np.exp(-np.square((inside - 0.9) / 0.9))
-    inclusion = np.clip((inside - width * 0.25) / 1.1 + 0.5, 0, 1)
-    owl_h = cover * np.clip(0.10 + 0.72 * rim + 0.08 * inclusion + 0.06 * clumps, 0.03, 1)
-    owl_e = cover * np.clip(0.15 + 0.85 * inclusion + 0.04 * clumps, 0, 1)
-    plump_h = cover * np.clip(0.5 + 0.12 * clumps, 0.15, 1)
-    plump_e = cover * np.clip(0.5 + 0.05 * clumps, 0, 1)
-    for _ in range(4):  # red light sees mostly haematoxylin, green light both
-        plump_h = _same_light(plump_h, plump_e, owl_h, owl_e, channel=0)
-        plump_e = _same_light(plump_e, plump_h, owl_e, owl_h, channel=1)
-    return (_plane(plump_h), _plane(plump_e)), (_plane(owl_h), _plane(owl_e))
+    rim = np.exp(-np.square((inside - 0.4) / 0.5))
+    haematoxylin = _plane(cover * np.clip(0.07 + 0.45 * rim, 0, 1))
+    dust = cover * np.clip(1 + 0.2 * _chromatin(rng, inside.shape, 0.7 / mpp_um), 0.4, 1.7)
+    return _Pair(haematoxylin, _plane(cover), dust.astype(np.float32), _granules(rng, mpp_um, inside))
 
 
-def _same_light(drawing: Array, other: Array, wanted: Array, wanted_other: Array, channel: int) -> Array:
-    """Return ``drawing`` scaled so that with ``other`` it lets as much light through as the wanted pair of planes.
+def _granules(rng: np.random.Generator, mpp_um: float, inside: Array) -> Array:
+    """Return how much of each pixel coarse granules cover: discs that keep their distance, on a loose lattice."""
+    half = inside.shape[0] // 2
+    y, x = np.mgrid[-half : half + 1, -half : half + 1].astype(np.float32) * np.float32(mpp_um)
+    turn = rng.uniform(0, np.pi)
+    apart, radius = rng.uniform(3.5, 4.6), rng.uniform(1.1, 1.4)
+    result = np.zeros_like(inside)
+    ragged = 0.16 * _chromatin(rng, inside.shape, 0.5 / mpp_um)
+    for i in range(-2, 3):
+        for j in range(-2, 3):
+            v, u = np.array([i * 0.87 * apart, (j + i % 2 / 2) * apart]) + rng.normal(0, 0.55, 2)
+            v, u = v * np.cos(turn) - u * np.sin(turn), v * np.sin(turn) + u * np.cos(turn)
+            grain = radius * rng.uniform(0.75, 1.15) - np.hypot(y - v, (x - u) * rng.uniform(0.75, 1.3)) + ragged
+            result = np.maximum(result, np.clip(grain / 0.9 + 0.5, 0, 1) * rng.uniform(0.9, 1))
+    return (result * np.clip((inside - 0.3) / 0.8, 0, 1)).astype(np.float32)
 
-    ``channel`` is 0 for red light, where ``drawing`` is haematoxylin, and 1 for green, where it is eosin.
+
+def _even_out(pairs: list[_Pair]) -> tuple[Array, list[Array], list[Array]]:
+    """Return (density of the dust in red, green and blue, dust stamps, granule stamps), with one mean colour for both.
+
+    The dust's colour makes all pairs together equal in all three lights; its strength makes each pair equal in green.
     """
-    own, beside = ((_RED_H, _RED_E), (_GREEN_E, _GREEN_H))[channel]
-    under, under_beside = ((NEST_H, NEST_E), (NEST_E, NEST_H))[channel]
-    around = np.exp(-beside * np.maximum(other, under_beside))
-    light = np.exp(-own * np.maximum(wanted, under) - beside * np.maximum(wanted_other, under_beside)).sum()
-    low, high = 0.05, 4.0
-    for _ in range(30):
-        gain = (low + high) / 2
-        dark = (around * np.exp(-own * np.clip(drawing * gain, under, 1))).sum() < light
-        low, high = (low, gain) if dark else (gain, high)
-    result: Array = np.clip(drawing * gain, 0, 1)
-    return result
+    coarse = [_coarse_codes(pair.granules) for pair in pairs]
+    plain = pigment_light(np.ones(3, np.float32))
+    clear = np.array([NUCLEOPLASM_E * E_SCALE * share for share in EOSIN], np.float32)
+    light = [np.exp(-clear - _RED_GREEN_BLUE_H * pair.nucleus[..., None].astype(np.float32)) for pair in pairs]
+    wanted = [(base * plain[codes]).sum((0, 1)) for base, codes in zip(light, coarse, strict=True)]
+    density = np.zeros(3)
+    for channel in range(3):
+        density[channel] = _solve(
+            lambda d, c=channel: sum(
+                (b[..., c] * np.exp(-d * pair.dust)).sum() for b, pair in zip(light, pairs, strict=True)
+            ),
+            sum(total[channel] for total in wanted),
+        )
+    dust = []
+    for base, pair, total in zip(light, pairs, wanted, strict=True):
+        gain = _solve(lambda g, b=base, p=pair: (b[..., 1] * np.exp(-g * density[1] * p.dust)).sum(), total[1])
+        dust.append(np.clip(gain * pair.dust * DUST_ONE + 0.5, 0, DUST_MOST).astype(np.uint8))
+    return density.astype(np.float32), dust, coarse
+
+
+def _coarse_codes(granules: Array) -> Array:
+    codes = np.where(granules > 0.04, DUST_MOST + granules * (255 - DUST_MOST), 0)
+    return np.clip(codes + 0.5, 0, 255).astype(np.uint8)
+
+
+def _solve(light: Callable[[float], float], wanted: float) -> float:
+    """Return the density at which so much light passes; more density, less light."""
+    low, high = 0.0, 8.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if light(middle) > wanted else (low, middle)
+    return (low + high) / 2
+
+
+def pigment_light(dust: Array) -> Array:
+    """Return the share of red, green and blue light that passes each value of the pigment plane, (256, 3) float32.
+
+    Args:
+        dust: optical density of the dust at value ``DUST_ONE``.
+    """
+    codes = np.arange(256, dtype=np.float32)[:, None]
+    fine = codes / DUST_ONE * dust
+    coarse = (codes - DUST_MOST) / (255 - DUST_MOST) * np.array(PIGMENT, np.float32)
+    return np.exp(-np.where(codes <= DUST_MOST, fine, coarse)).astype(np.float32)
 
 
 def _red_cell(rng: np.random.Generator, mpp_um: float) -> Array:

@@ -2,7 +2,7 @@
 
 Plain PyTorch on one process: what it reaches is a property of the synthetic slides, not of any parallel run.
 
-    python -m workflows.benchmarks.demo_task [--slides 110] [--size 2048] [--archive-seed 7] [--seed 0 1 2]
+    python -m workflows.benchmarks.demo_task [--slides N] [--size PX] [--archive-seed S] [--seed 0 1 2]
 """
 
 from __future__ import annotations
@@ -17,28 +17,48 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+import yaml
 from numpy.typing import NDArray
 
-from hyfi_core.models.resnet import resnet6
+from hyfi_core.models import resnet
 from hyfi_core.plan.box import Box
 from pathology.sources import open_source
 from pathology.synthetic.archive import ArchiveSlide, make_archive, plan_archive
+from workflows.demo import RECIPE, Archive
 
 THUMBNAIL_PX = 256
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the demo's network is trained."""
+    """How the demo's network is trained: what the demo's own YAML says."""
 
-    width: int = 16
-    pool: str = "avg"
-    batch_size: int = 4
-    epochs: int = 40
-    lr: float = 1e-3
-    weight_decay: float = 1e-2
-    warmup_steps: int = 10
-    max_norm: float = 1.0
+    name: str
+    width: int
+    pool: str
+    batch_size: int
+    epochs: int
+    lr: float
+    weight_decay: float
+    warmup_steps: int
+    max_norm: float
+
+    @classmethod
+    def of_demo(cls) -> Recipe:
+        """Return the recipe that ``hyfi demo`` trains."""
+        given = yaml.safe_load(RECIPE.read_text())
+        model, optimizer = given["model"], given["optimizer"]
+        return cls(
+            name=model["name"],
+            width=model["options"]["width"],
+            pool=model["pool"],
+            batch_size=given["data"]["batch_size"],
+            epochs=given["run"]["epochs"],
+            lr=optimizer["lr"],
+            weight_decay=optimizer["weight_decay"],
+            warmup_steps=given["lr_schedule"]["warmup_steps"],
+            max_norm=optimizer["max_norm"],
+        )
 
 
 @dataclass(frozen=True)
@@ -89,7 +109,7 @@ def normalised(batch: torch.Tensor) -> torch.Tensor:
 def train(slides: Slides, recipe: Recipe, seed: int, log: bool = False) -> torch.nn.Module:
     """Train the demo's network from scratch on one split."""
     torch.manual_seed(seed)
-    model = resnet6(2, recipe.pool, "train", recipe.width)
+    model = getattr(resnet, recipe.name)(2, recipe.pool, "train", recipe.width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay)
     n = len(slides.labels)
     per_epoch = n // recipe.batch_size
@@ -147,19 +167,16 @@ def compare(splits: dict[str, Slides], recipe: Recipe, seed: int, log: bool = Fa
 def main() -> None:
     """Print one JSON line for each training seed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--slides", type=int, default=110)
-    parser.add_argument("--size", type=int, default=2048)
-    parser.add_argument("--archive-seed", type=int, default=7)
+    archive = Archive()
+    parser.add_argument("--slides", type=int, default=archive.slides)
+    parser.add_argument("--size", type=int, default=archive.size_px)
+    parser.add_argument("--archive-seed", type=int, default=archive.seed)
     parser.add_argument("--seed", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--epochs", type=int, default=Recipe.epochs)
-    parser.add_argument("--lr", type=float, default=Recipe.lr)
-    parser.add_argument("--pool", default=Recipe.pool)
-    parser.add_argument("--batch-size", type=int, default=Recipe.batch_size)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         splits = read_archive(plan_archive(given.slides, given.size, given.archive_seed), Path(folder))
     print({name: len(part.labels) for name, part in splits.items()}, flush=True)
-    recipe = Recipe(epochs=given.epochs, lr=given.lr, pool=given.pool, batch_size=given.batch_size)
+    recipe = Recipe.of_demo()
     for seed in given.seed:
         print(json.dumps(compare(splits, recipe, seed, log=True)), flush=True)
 
