@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from hyfi_core.graph.instructions import Split
 from hyfi_core.graph.lowering import (
@@ -49,24 +50,49 @@ def _reduction(lowering: Lowering, op: Operator, mean: bool) -> None:
         function, inputs = bound(renamed(op, {name: part}))
         lowering.compute(function, inputs, op.outputs, split)
     elif not set(space) <= set(dims):
-        lowering.refuse(op, f"reduces dims {dims} of a map whose space is {space}", "both dims of space, or neither")
+        _sum_over_space(lowering, name, output, dims, keepdim, mean, _rest_of_whole(lowering, name, dims, keepdim))
     else:
         _sum_over_space(lowering, name, output, dims, keepdim, mean)
 
 
+def _rest_of_whole(lowering: Lowering, name: str, dims: tuple[int, ...], keepdim: bool) -> Any:
+    """Return what puts this rank's sums along one dim of space into the whole profile along the other, zero elsewhere.
+
+    Profiles are small (H or W long), so every rank holds them whole from there on.
+    """
+    split = lowering.splits[name]
+    box, whole = split.layout.parts[lowering.rank], split.layout.map
+    along_y = split.dims[1] in dims
+    left = split.dims[0] if along_y else split.dims[1]
+    before, behind = (box.y0, whole.height - box.y1) if along_y else (box.x0, whole.width - box.x1)
+    rank = len(lowering.shape(name))
+    if not keepdim:
+        left -= sum(dim < left for dim in dims)
+        rank -= len(dims)
+    widths = (0, 0) * (rank - 1 - left) + (before, behind)
+    return lambda sums: F.pad(sums, widths)
+
+
 def _sum_over_space(
-    lowering: Lowering, name: str, output: str | None, dims: tuple[int, ...], keepdim: bool, mean: bool
+    lowering: Lowering,
+    name: str,
+    output: str | None,
+    dims: tuple[int, ...],
+    keepdim: bool,
+    mean: bool,
+    placed: Any = None,
 ) -> None:
     shape = lowering.shape(name)
     count = 1
     for dim in dims:
         count *= shape[dim]
     partial, summed = lowering.fresh(name), lowering.fresh(name)
-    lowering.compute(
-        lambda tensor: tensor.sum(dims, keepdim=keepdim, dtype=_accumulator(tensor)),
-        (lowering.part(name, lowering.splits[name]),),
-        (partial,),
-    )
+
+    def sums(tensor: torch.Tensor) -> torch.Tensor:
+        own = tensor.sum(dims, keepdim=keepdim, dtype=_accumulator(tensor))
+        return own if placed is None else placed(own)
+
+    lowering.compute(sums, (lowering.part(name, lowering.splits[name]),), (partial,))
     lowering.communicate(SumOverRanks(), (partial,), (summed,), "reduce")
     lowering.compute(lambda tensor: tensor / count if mean else tensor.clone(), (summed,), (output,))
 

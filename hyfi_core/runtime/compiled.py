@@ -102,10 +102,15 @@ def last_map(ranked: RankProgram) -> tuple[str, int]:
         if not outputs:
             continue
         made = next((o for o in outputs if o in ranked.splits and o in ranked.program.values), None)
-        if made is not None and ranked.floating(made):
+        if made is not None and ranked.floating(made) and _is_map(ranked, made):
             return made, index + 1
         wanted.update(name for name in instruction.inputs if name is not None)
     raise RequestError("this model's answer is not reduced from a map, so its pixels have no contributions to show")
+
+
+def _is_map(ranked: RankProgram, name: str) -> bool:
+    """Whether a split value is ``(B, C, H, W)``, not some other shape with space in it."""
+    return ranked.splits[name].dims == (2, 3) and len(ranked.values[name].shape) == 4
 
 
 def split_tape(ranked: RankProgram) -> tuple[str, Tape, Tape]:

@@ -73,6 +73,30 @@ def test_space_survives_permutations_views_and_stacks(grid: tuple[int, int]) -> 
     assert_equal_to_one_process(Shapes(), (2, 3, 20, 26), grid)
 
 
+class Profiles(nn.Module):
+    """Means along one dim of space, as coordinate attention takes them (Hou et al., 2021)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 6, 3, 2, 1)
+        self.mix = nn.Conv2d(6, 6, 1)
+        self.fc = nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        rows, columns = x.mean(3, keepdim=True), x.sum(-2, keepdim=True).transpose(2, 3)
+        both = torch.tanh(self.mix(torch.cat([rows, columns], 2)))
+        rows, columns = both.split([x.shape[2], x.shape[3]], 2)
+        x = x * torch.sigmoid(rows) + columns.transpose(2, 3)
+        return self.fc(torch.tanh(x.mean(-1)).mean(-1) + x.flatten(2).mean(-1))
+
+
+@pytest.mark.parametrize("grid", [(2, 2), (4, 3), (7, 1)])
+def test_profiles_along_one_dim_of_space(grid: tuple[int, int]) -> None:
+    torch.manual_seed(2)
+    assert_equal_to_one_process(Profiles(), (2, 3, 11, 18), grid)
+
+
 class Batchless(nn.Module):
     """Batch norms that keep nothing, and that average over all batches; a head that leaves space."""
 
@@ -118,7 +142,7 @@ def test_ranks_of_a_head_hold_only_small_maps_whole() -> None:
     ("move", "words"),
     [
         (lambda x: F.conv2d(x.permute(0, 2, 1, 3), torch.ones(1, 12, 1, 1)), r"conv2d.*space in dims \(1, 3\)"),
-        (lambda x: x.mean(3), r"mean.dim.*reduces dims \(3,\)"),
+        (lambda x: x.amax(3), r"amax.*over dims \(3,\)"),
         (lambda x: F.linear(x, torch.ones(2, 9)), r"linear.*mixes the pixels of a row"),
         (lambda x: x.cumsum(2), r"cumsum.*dim 2, which is space"),
         (lambda x: torch.einsum("bchw,dc->bdhw", x, torch.ones(2, 3)), r"einsum.*no rule"),
