@@ -20,7 +20,7 @@ from hyfi_core.graph import (
 )
 from hyfi_core.graph.instructions import Split
 from hyfi_core.graph.lowering import Lowering, Rule, bound, renamed
-from hyfi_core.graph.program import Operator, Ref
+from hyfi_core.graph.program import Operator, Ref, refs_in
 from hyfi_core.graph.rules_random import RANDOM
 
 _POINTWISE = """
@@ -130,19 +130,27 @@ def adaptive_avg_pool(lowering: Lowering, op: Operator) -> None:
         rules_resize.adaptive_avg_pool2d(lowering, op)
 
 
+def one_map(rule: Rule) -> Rule:
+    """Return the rule for a map as first argument and none as any other: a rule looks at the first alone."""
+
+    def checked(lowering: Lowering, op: Operator) -> None:
+        for argument in (*op.args[1:], *op.kwargs.values()):
+            if any(name in lowering.splits for name in refs_in(argument)):
+                lowering.refuse(op, "takes a map where a weight belongs", "a map as its first argument alone")
+        rule(lowering, op)
+
+    return checked
+
+
 def on_maps(rule: Rule) -> Rule:
-    """Return the rule for maps laid out as ``(B, C, H, W)`` and no other way."""
+    """Return the rule for one map, laid out as ``(B, C, H, W)`` and no other way."""
+    rule = one_map(rule)
 
     def checked(lowering: Lowering, op: Operator) -> None:
         split = lowering.split_of(op.args[0])
-        if split is None:
-            lowering.refuse(op, "takes a map as its weight", "a map as its first argument")
-        if split.dims != (2, 3) or len(lowering.shape(op.args[0].name)) != 4:
+        if split is not None and (split.dims != (2, 3) or len(lowering.shape(op.args[0].name)) != 4):
             shape = lowering.shape(op.args[0].name)
             lowering.refuse(op, f"takes {shape} with space in dims {split.dims}", "(B, C, H, W), space in dims (2, 3)")
-        for name in op.inputs[1:]:
-            if name in lowering.splits and name != op.args[0].name:
-                lowering.refuse(op, f"takes the map {name} as a parameter", "parameters that are not maps")
         rule(lowering, op)
 
     return checked
@@ -191,7 +199,7 @@ RULES.update(
 )
 RULES.update(
     {
-        _text(name): rule
+        _text(name): one_map(rule)
         for name, rule in {
             "slice.Tensor": sliced,
             "pad": rules_place.pad,
@@ -212,6 +220,7 @@ RULES.update(
             "layer_norm": rules_channel.channel_norm,
             "rms_norm": rules_channel.channel_norm,
             "linear": rules_channel.linear,
+            "matmul": rules_channel.matmul,
             "glu": rules_channel.along(1, None),
             "max.dim": rules_channel.along(1, 2),
             "min.dim": rules_channel.along(1, 2),

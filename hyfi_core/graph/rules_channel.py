@@ -73,6 +73,13 @@ def linear(lowering: Lowering, op: Operator) -> None:
     _per_pixel(lowering, op, here)
 
 
+def matmul(lowering: Lowering, op: Operator) -> None:
+    """A map times a matrix, which is a linear layer without a bias; batches of matrices mix more than channels."""
+    if len(lowering.shape(op.args[1].name)) != 2:
+        lowering.refuse(op, "multiplies a map by more than one matrix", "one matrix, (B, H, W, C) times (C, D)")
+    linear(lowering, op)
+
+
 def along(at: int, keepdim_at: int | None) -> Rule:
     """Return the rule of an operator that works along one dim that is not space.
 

@@ -64,6 +64,7 @@ class Shapes(nn.Module):
         chosen = (pair * share).sum(1)
         x = torch.cat([chosen, second.unsqueeze(0).expand(3, -1, -1, -1, -1).sum(0)], 1)
         x = x * torch.sigmoid(x.max(1, keepdim=True)[0] + x[:, 0].unsqueeze(1).squeeze(1)[:, None])
+        x = (x.movedim(1, -1) @ self.fc.weight.T @ self.fc.weight).movedim(-1, 1) + x
         return self.fc(F.normalize(x, dim=1).mean((2, 3)) + x.std((2, 3)))
 
 
@@ -145,6 +146,8 @@ def test_ranks_of_a_head_hold_only_small_maps_whole() -> None:
         (lambda x: x.amax(3), r"amax.*over dims \(3,\)"),
         (lambda x: F.linear(x, torch.ones(2, 9)), r"linear.*mixes the pixels of a row"),
         (lambda x: x.cumsum(2), r"cumsum.*dim 2, which is space"),
+        (lambda x: F.linear(torch.ones(4, 9), x[0, 0]), r"linear.*where a weight belongs"),
+        (lambda x: x.permute(0, 2, 3, 1) @ torch.ones(2, 12, 3, 4), r"matmul.*more than one matrix"),
         (lambda x: torch.einsum("bchw,dc->bdhw", x, torch.ones(2, 3)), r"einsum.*no rule"),
     ],
 )
