@@ -28,7 +28,7 @@ from hyfi_core.errors import RequestError
 from hyfi_core.runtime.launch import inside_launcher
 from workflows import mpiexec
 from workflows.console import warn
-from workflows.processes import die_with_parent, kill_session
+from workflows.processes import Ends, die_with_parent, kill_session
 from workflows.status import VARIABLE, RunStatus
 
 __all__ = ["inside_launcher", "launch", "launch_program", "own_rank", "run_as_rank"]
@@ -87,6 +87,7 @@ class _Watch:
     def __init__(self, process: subprocess.Popen[bytes], status: RunStatus, ranks: int) -> None:
         self._process, self._status, self._ranks = process, status, ranks
         self._stops = 0
+        self._ends = Ends()
 
     def until_all_have_ended(self) -> int:
         """Wait, then return the exit code of the whole."""
@@ -98,6 +99,7 @@ class _Watch:
         finally:
             kill_session(self._process.pid)
             output.finish()
+            self._ends.close()
             for number, handler in before.items():
                 signal.signal(number, handler)
         return self._code(output)
@@ -105,7 +107,11 @@ class _Watch:
     def _wait(self) -> None:
         failed_s: float | None = None
         while self._process.poll() is None:
-            time.sleep(POLL_SECONDS)
+            started = self._status.pids()
+            if started:
+                self._ends.wait(started.values(), POLL_SECONDS)
+            else:
+                time.sleep(POLL_SECONDS)
             if failed_s is None and self._status.failed:
                 failed_s = time.monotonic()
             if failed_s is not None and time.monotonic() - failed_s > SECONDS_TO_END_AFTER_FAILURE:
@@ -130,13 +136,15 @@ class _Watch:
 
     def _say_what_died(self, output: mpiexec.Output) -> int:
         """Name the rank that left without a word; where nothing is known, give what the process manager said."""
-        ranks = {pid: rank for rank, pid in self._status.pids().items()}
+        ended = self._status.codes()
+        ranks = {pid: rank for rank, pid in self._status.pids().items() if rank not in ended}
         died = output.died
         if died is None:
             text = output.held_back() or f"mpiexec ended with code {self._process.returncode}"
             warn(f"hyfi: not every rank came to its end: {text}")
         else:
-            who = f"rank {ranks[died.pid]}" if died.pid in ranks else f"the process {died.pid}"
+            first = next((pid for pid in self._ends.pids if pid in ranks), died.pid)
+            who = f"rank {ranks[first]}" if first in ranks else f"the process {first}"
             warn(f"hyfi: {who} was ended by {died.how}; all ranks were stopped")
         return FAULT
 

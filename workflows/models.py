@@ -14,7 +14,11 @@ from torch import nn
 
 from hyfi_core.errors import RequestError
 
-BUILT_IN = ("resnet10", "resnet18", "resnet34", "resnet50", "resnet_v1", "resnet_v2")
+_RESNETS = ("resnet6", "resnet10", "resnet18", "resnet34", "resnet50", "resnet_v1", "resnet_v2")
+BUILT_IN = {name: f"hyfi_core.models.resnet:{name}" for name in _RESNETS} | {
+    "amoebanet_d": "hyfi_core.models.amoebanet:amoebanet_d"
+}
+"""Name -> where its factory is."""
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.float32, "float64": torch.float64}
@@ -64,12 +68,7 @@ def build_model(model: Mapping[str, Any]) -> nn.Module:
 
 
 def _factory(name: str) -> Callable[..., Any]:
-    if name in BUILT_IN:
-        from hyfi_core.models import resnet
-
-        found: Callable[..., Any] = getattr(resnet, name)
-        return found
-    module_name, colon, attribute = name.partition(":")
+    module_name, colon, attribute = BUILT_IN.get(name, name).partition(":")
     if not colon:
         known = ", ".join(BUILT_IN)
         raise RequestError(f"model.name: given {name!r}; allowed: {known}, or package.module:factory of your own")

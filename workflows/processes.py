@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -45,3 +47,39 @@ def _state_and_session(pid: int) -> tuple[str, int]:
         return "Z", -1
     fields = text.rpartition(")")[2].split()
     return fields[0], int(fields[3])
+
+
+class Ends:
+    """Tells in which order some processes ended.
+
+    A process manager that loses one rank kills the others within milliseconds and may name any of them; the kernel
+    tells whoever waits on a process's descriptor at once.
+
+    Attributes:
+        pids: those that have ended so far, the first first.
+    """
+
+    def __init__(self) -> None:
+        self._poll = select.poll()
+        self._open: dict[int, int] = {}
+        self._known: set[int] = set()
+        self.pids: list[int] = []
+
+    def wait(self, pids: Iterable[int], timeout_s: float) -> None:
+        """Wait until one more process ends, at most ``timeout_s``; ``pids`` are those to watch so far."""
+        for pid in set(pids) - self._known:
+            self._known.add(pid)
+            with contextlib.suppress(OSError, AttributeError):  # ended already, or a kernel without pidfd
+                descriptor = os.pidfd_open(pid)
+                self._open[descriptor] = pid
+                self._poll.register(descriptor, select.POLLIN)
+        for descriptor, _ in self._poll.poll(timeout_s * 1000):
+            self._poll.unregister(descriptor)
+            os.close(descriptor)
+            self.pids.append(self._open.pop(descriptor))
+
+    def close(self) -> None:
+        """Give back what is still open."""
+        for descriptor in self._open:
+            os.close(descriptor)
+        self._open.clear()

@@ -56,6 +56,8 @@ class _Receipt:
 
     def test(self) -> bool:
         with self._world.changed:
+            if self._world.failed.is_set():
+                raise PeerFailedError("another rank has failed")
             return self._take()
 
     def wait(self) -> None:

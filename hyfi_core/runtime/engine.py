@@ -67,6 +67,8 @@ class Engine:
         seed = int(comm.broadcast_object(torch.initial_seed() & (2**63 - 1)))
         self.random = RandomKey(seed, first=comm.rank // plan.ranks_per_replica * plan.microbatches)
         self._optimizer = optimizer(self._trained) if optimizer is not None else None
+        # Captures the model: what cannot run is refused here.
+        self._input_box = self._compiled(self._micro_shape(shape[0])).ranked.read_box
 
     # -- what a user calls
 
@@ -84,7 +86,7 @@ class Engine:
     @property
     def input_box(self) -> Box:
         """The box of the image that this rank asks for: its part of the first map, halo included, within the image."""
-        return self._compiled(self._micro_shape(self._shape[0])).ranked.read_box
+        return self._input_box
 
     def predict(self, images: Images) -> Any:
         """Return the answer for a batch in evaluation mode, the same on every rank.
@@ -272,14 +274,11 @@ class Engine:
             box = self._compiled(self._micro_shape(shape[0], shape)).ranked.read_box
             local = images[..., box.y0 : box.y1, box.x0 : box.x1]
         else:
-            shape = self._shape
-            box = self.input_box
-            local = images(box)
-            if local.shape[-2:] != box.shape:
-                raise RequestError(
-                    f"images({box}) returned shape {tuple(local.shape)}; its last sides must be {box.shape}"
-                )
-            shape = (local.shape[0], *shape[1:])
+            local = _read(images, self._input_box)
+            shape = (local.shape[0], *self._shape[1:])
+            box = self._compiled(self._micro_shape(shape[0], shape)).ranked.read_box
+            if box != self._input_box:  # in this mode the model begins with another window
+                local = _read(images, box)
         self._stage.count("input", 0, local.numel() * local.element_size())
         return local.to(device=self._device, dtype=self._dtype), shape
 
@@ -374,9 +373,14 @@ def parallelize(
             f"a batch of {shape[0]} images cannot be cut into {plan.microbatches} equal micro-batches; "
             f"use plan.microbatches={_divisor(shape[0], plan.microbatches)}"
         )
-    engine = Engine(model, shape, plan, comm, loss, optimizer, output, autocast)
-    _ = engine.input_box  # captures: what cannot run is refused here
-    return engine
+    return Engine(model, shape, plan, comm, loss, optimizer, output, autocast)
+
+
+def _read(images: Callable[[Box], torch.Tensor], box: Box) -> torch.Tensor:
+    local = images(box)
+    if local.shape[-2:] != box.shape:
+        raise RequestError(f"images({box}) returned shape {tuple(local.shape)}; its last sides must be {box.shape}")
+    return local
 
 
 def _divisor(batch: int, count: int) -> int:

@@ -196,7 +196,7 @@ WOBBLE = 0.11
 
 
 def _in_nests(anatomy: Anatomy, rng: np.random.Generator) -> Array:
-    """Fill each nest with plump nuclei on a loose lattice; in the foci of a positive slide their chromatin is coarse."""
+    """Fill each nest with plump nuclei on a loose lattice; in a positive slide's foci their chromatin is coarse."""
     parts = [np.zeros((0, 4))]
     step = 12.5
     lattice = np.array([(i * step * 0.87, (j + i % 2 / 2) * step) for i in range(-4, 5) for j in range(-4, 5)])
