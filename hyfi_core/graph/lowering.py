@@ -6,17 +6,16 @@ say which it is and what it takes; what they refuse is refused here, before any 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
-import torch.nn.functional as F
 
 from hyfi_core.errors import RequestError
 from hyfi_core.graph.instructions import Communicate, Compute, Instruction, RankProgram, Split
 from hyfi_core.graph.program import Operator, Program, Ref, ValueInfo, refs_in, substitute
+from hyfi_core.graph.rules_features import batch_norm_alone, batch_norm_on_features
 from hyfi_core.ops.base import Collective
 from hyfi_core.ops.redistribute import Redistribute
 from hyfi_core.plan.box import Box, hull
@@ -233,64 +232,12 @@ def lower_replicated(lowering: Lowering, op: Operator) -> None:
             op, "draws random numbers, which ranks would draw differently", "dropout, bernoulli, rand, randn, or none"
         )
     if op.text == "aten._native_batch_norm_legit_functional.default":
-        function, inputs = _batch_norm_on_features(lowering, op)
+        function, inputs = batch_norm_on_features(lowering.program, op)
     elif op.text == "aten._native_batch_norm_legit.no_stats":
         function, inputs = batch_norm_alone(op)
     else:
         function, inputs = bound(op)
     lowering.compute(function, inputs, op.outputs)
-
-
-def _batch_norm_on_features(lowering: Lowering, op: Operator) -> tuple[Callable[..., Any], tuple[str, ...]]:
-    """Return batch norm in training mode as a call that autograd can differentiate; the functional operator is not."""
-    x, weight, bias, running_mean, running_var, _, momentum, eps = op.args
-    names = tuple(item.name for item in (x, running_mean, running_var, weight, bias) if item is not None)
-    batches = cumulative_count(lowering, op, momentum)
-    names = names if batches is None else (*names, batches)
-    return native_batch_norm(weight is not None, bias is not None, momentum, eps), names
-
-
-def native_batch_norm(has_weight: bool, has_bias: bool, momentum: float, eps: float) -> Callable[..., Any]:
-    """Return the outputs of the functional batch norm, by the native kernel on copies of the running statistics.
-
-    The function takes map, running mean, running variance and, where there are, weight, bias, and number of batches
-    (for the cumulative average that ``momentum=None`` asks for).
-    """
-
-    def call(x: Any, mean: Any, variance: Any, *rest: Any) -> tuple[Any, ...]:
-        weight = rest[0] if has_weight else None
-        bias = rest[has_weight] if has_bias else None
-        count = rest[has_weight + has_bias :]
-        mean, variance = mean.clone(), variance.clone()
-        share = 1.0 / float(count[0]) if count else momentum
-        result = F.batch_norm(x, mean, variance, weight, bias, True, share, eps)
-        return result, None, None, mean, variance
-
-    return call
-
-
-def batch_norm_alone(op: Operator) -> tuple[Callable[..., Any], tuple[str, ...]]:
-    """Return batch norm that keeps no statistics as a call on (map, weight, bias)."""
-    x, weight, bias, _, _, eps = op.args
-    names = tuple(item.name for item in (x, weight, bias) if item is not None)
-
-    def call(x: Any, *affine: Any) -> Any:
-        first = affine[0] if weight is not None else None
-        return F.batch_norm(x, None, None, first, affine[-1] if bias is not None else None, True, 0.0, eps)
-
-    return call, names
-
-
-def cumulative_count(lowering: Lowering, op: Operator, momentum: float) -> str | None:
-    """Return the value that counts a batch norm's batches where ``momentum=None`` (captured as nan) asks for it."""
-    if not math.isnan(momentum):
-        return None
-    counts = [
-        other.outputs[0]
-        for other in lowering.program.operators[: lowering.program.operators.index(op)]
-        if other.module == op.module and other.text == "aten.add.Tensor"
-    ]
-    return counts[-1]
 
 
 def renamed(op: Operator, names: dict[str, str]) -> Operator:

@@ -8,15 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from hyfi_core.graph.instructions import Split
-from hyfi_core.graph.lowering import (
-    Lowering,
-    batch_norm_alone,
-    bound,
-    cumulative_count,
-    native_batch_norm,
-    renamed,
-)
+from hyfi_core.graph.lowering import Lowering, bound, renamed
 from hyfi_core.graph.program import Operator, ValueInfo
+from hyfi_core.graph.rules_features import batch_norm_alone, cumulative_count, native_batch_norm
 from hyfi_core.ops.reduce import BatchNorm, MaxOverSpace, SumOverRanks
 
 
@@ -134,7 +128,7 @@ def _pixels(lowering: Lowering, name: str) -> int:
 def batch_norm_training(lowering: Lowering, op: Operator) -> None:
     """Batch norm with statistics of the whole map; one rank alone uses the native kernel."""
     x, weight, bias, running_mean, running_var, _, momentum, eps = op.args
-    batches = cumulative_count(lowering, op, momentum)
+    batches = cumulative_count(lowering.program, op, momentum)
     part = lowering.part(x.name, lowering.splits[x.name])
     split = lowering.splits[part]
     normalised, _, _, new_mean, new_var = (*op.outputs, None, None)[:5]
