@@ -16,9 +16,15 @@ def tiny(classes: int, norm: str = "train", pool: str = "avg", width: int = 8) -
     return Tiny(classes, norm, width)
 
 
+def dropping(classes: int, norm: str = "train", pool: str = "avg", width: int = 8) -> nn.Module:
+    """Return ``tiny`` with dropout before its head."""
+    return Tiny(classes, norm, width, drop=0.5)
+
+
 class Tiny(nn.Module):
-    def __init__(self, classes: int, norm: str, width: int) -> None:
+    def __init__(self, classes: int, norm: str, width: int, drop: float = 0.0) -> None:
         super().__init__()
+        self.drop = nn.Dropout(drop)
         self.conv1 = nn.Conv2d(3, width, 5, stride=2, padding=2, bias=False)
         self.norm1 = nn.GroupNorm(2, width) if norm == "group" else nn.BatchNorm2d(width)
         self.conv2 = nn.Conv2d(width, width, 3, stride=2, padding=1)
@@ -27,7 +33,7 @@ class Tiny(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.relu(self.norm1(self.conv1(x)))
         x = torch.nn.functional.max_pool2d(torch.relu(self.conv2(x)), 3, 2, 1)
-        return self.fc(x.mean((2, 3)))
+        return self.fc(self.drop(x.mean((2, 3))))
 
 
 def faulty(classes: int, norm: str = "train", pool: str = "avg", width: int = 8) -> nn.Module:

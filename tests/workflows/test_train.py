@@ -117,8 +117,10 @@ def test_a_run_writes_what_is_promised(tmp_path: Path, store: Path) -> None:
     module.load_state_dict(load_checkpoint(run / "checkpoints" / "best").weights)
 
 
-def test_six_steps_are_three_and_three_more(tmp_path: Path, store: Path) -> None:
-    straight = make_config(tmp_path, store, lr_schedule=CONSTANT)
+@pytest.mark.parametrize("factory", ["tiny", "dropping"])
+def test_six_steps_are_three_and_three_more(tmp_path: Path, store: Path, factory: str) -> None:
+    model = {"name": f"tests.workflows.faults:{factory}"}
+    straight = make_config(tmp_path, store, lr_schedule=CONSTANT, model=model)
     assert run_here(straight) == 0
     assert run_here(straight, f"run.dir={tmp_path / 'parts'}", "run.steps=3") == 0
     assert run_here(straight, f"run.dir={tmp_path / 'parts'}", resume=True) == 0

@@ -141,6 +141,7 @@ class Trainer:
             "seed": self._job.config.run.seed,
             "lr_schedule": {k: v for k, v in self._scheduler.state_dict().items() if k != "lr_lambdas"},
             "rng": bytes(torch.get_rng_state().tolist()).hex(),
+            "random": [self._engine.random.seed, self._engine.random.step],
         }
         due = (step,) if self._job.validates_after(step) else ()
         self._recorder.save(step, state, optimizer, where, (*self._open_steps, *due))

@@ -156,3 +156,4 @@ class Saved:
         load_optimizer_state(engine.optimizer, model.named_parameters(), self.training.optimizer)
         scheduler.load_state_dict({**self.training.state["lr_schedule"], "lr_lambdas": [None]})
         torch.set_rng_state(torch.tensor(list(bytes.fromhex(self.training.state["rng"])), dtype=torch.uint8))
+        engine.random.seed, engine.random.step = self.training.state["random"]
