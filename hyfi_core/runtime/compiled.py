@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,9 @@ from torch import nn
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
 from hyfi_core.graph.capture import capture
-from hyfi_core.graph.instructions import Compute, RankProgram
+from hyfi_core.graph.instructions import RankProgram
 from hyfi_core.graph.lowering import Lowering
-from hyfi_core.graph.program import Program, Ref, refs_in
+from hyfi_core.graph.program import Program, Ref
 from hyfi_core.graph.rules import RULES
 from hyfi_core.graph.segments import Tape, build_tape
 
@@ -34,6 +34,10 @@ class Compiled:
     ranked: RankProgram
     tape: Tape
     pick: Callable[[list[Any]], Any]
+
+    def leaves(self, values: Mapping[str, torch.Tensor]) -> list[Any]:
+        """Return the leaves of the answer after a run."""
+        return [values[item.name] if isinstance(item, Ref) else item for item in self.ranked.outputs]
 
 
 def compile_model(
@@ -87,38 +91,3 @@ def _wanted(program: Program, output: Output | None) -> tuple[tuple[Any, ...], C
     if isinstance(picked, Ref):
         return (picked,), lambda tensors: tensors[0]
     return leaves, lambda tensors: output(program.unflatten(tensors))
-
-
-def last_map(ranked: RankProgram) -> tuple[str, int]:
-    """Return (name, index of the instruction behind it) of the last split map on which the answer depends.
-
-    Raises:
-        RequestError: no map is reduced to the answer.
-    """
-    wanted = set(refs_in(ranked.outputs))
-    for index in range(len(ranked.instructions) - 1, -1, -1):
-        instruction = ranked.instructions[index]
-        outputs = [o for o in instruction.outputs if o in wanted and o is not None]
-        if not outputs:
-            continue
-        made = next((o for o in outputs if o in ranked.splits and o in ranked.program.values), None)
-        if made is not None and ranked.floating(made) and _is_map(ranked, made):
-            return made, index + 1
-        wanted.update(name for name in instruction.inputs if name is not None)
-    raise RequestError("this model's answer is not reduced from a map, so its pixels have no contributions to show")
-
-
-def _is_map(ranked: RankProgram, name: str) -> bool:
-    """Whether a split value is ``(B, C, H, W)``, not some other shape with space in it."""
-    return ranked.splits[name].dims == (2, 3) and len(ranked.values[name].shape) == 4
-
-
-def split_tape(ranked: RankProgram) -> tuple[str, Tape, Tape]:
-    """Return (map, tape up to the last map, tape from there to the answer), the latter with gradients of the map."""
-    name, index = last_map(ranked)
-    body = build_tape(ranked, (), stop=index)
-    head = build_tape(ranked, (name,), start=index)
-    return name, body, head
-
-
-__all__ = ["Compiled", "Compute", "compile_model", "last_map", "split_tape"]

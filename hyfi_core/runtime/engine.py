@@ -14,11 +14,10 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.counted import CountedCommunicator
 from hyfi_core.errors import RequestError
 from hyfi_core.graph.program import KEY, Ref
-from hyfi_core.ops.redistribute import Redistribute
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.parallel_plan import ParallelPlan
-from hyfi_core.plan.transfer import plan_transfer
-from hyfi_core.runtime.compiled import Compiled, compile_model, split_tape
+from hyfi_core.runtime.attribution import attribute
+from hyfi_core.runtime.compiled import Compiled, compile_model
 from hyfi_core.runtime.executor import Executor, Values
 from hyfi_core.runtime.gradients import add_back, reduce_shares, set_aside
 from hyfi_core.runtime.random_key import RandomKey
@@ -102,7 +101,7 @@ class Engine:
             for index, part in enumerate(local.split(self._micro_shape(shape[0], shape)[0])):
                 values = self._start(compiled, part, index)
                 Executor(compiled.tape, self._stage).forward(values, record=False)
-                answers.append(compiled.pick(_leaves(compiled, values)))
+                answers.append(compiled.pick(compiled.leaves(values)))
             return _joined(answers)
 
     def attribute(self, images: Images) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,7 +116,10 @@ class Engine:
         with self._evaluating():
             local, shape = self._local(images)
             compiled = self._compiled(self._micro_shape(shape[0], shape))
-            pieces = [self._attribute(compiled, p) for p in local.split(self._micro_shape(shape[0], shape)[0])]
+            pieces = [
+                attribute(compiled, self._start(compiled, p), self._stage)
+                for p in local.split(self._micro_shape(shape[0], shape)[0])
+            ]
         return torch.cat([piece[0] for piece in pieces]), torch.cat([piece[1] for piece in pieces])
 
     def accumulate(self, images: Images, labels: torch.Tensor) -> float:
@@ -199,7 +201,7 @@ class Engine:
         with self._autocasting():
             records = executor.forward(values, record=True)
         self._store_buffers(compiled, values)
-        leaves = [leaf.requires_grad_() if _is_float(leaf) else leaf for leaf in _leaves(compiled, values)]
+        leaves = [leaf.requires_grad_() if _is_float(leaf) else leaf for leaf in compiled.leaves(values)]
         with torch.enable_grad():
             loss = self._loss(compiled.pick(leaves), targets) / count
         # The answer is replicated, its cotangent a sum over ranks: one rank gives the loss its weight, the others zero.
@@ -212,37 +214,6 @@ class Engine:
         }
         executor.backward(records, cotangents, parameters)
         return loss.detach().double()
-
-    def _attribute(self, compiled: Compiled, part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        name, body, head = split_tape(compiled.ranked)
-        with self._autocasting():
-            values = self._start(compiled, part)
-            Executor(body, self._stage).forward(values, record=False)
-            activation = values[name]
-            executor = Executor(head, self._stage)
-            records = executor.forward(values, record=True)
-        leaves = [leaf for leaf in _leaves(compiled, values) if isinstance(leaf, torch.Tensor)]
-        if len(leaves) != 1 or leaves[0].dim() != 2:
-            shapes = [tuple(leaf.shape) for leaf in leaves]
-            raise RequestError(
-                f"contributions need logits of shape (B, classes), the model returns {shapes}; pass output=..."
-            )
-        (ref,) = (item for item in compiled.ranked.outputs if isinstance(item, Ref))
-        maps = []
-        for index in range(leaves[0].shape[1]):
-            seed = torch.zeros_like(leaves[0])
-            seed[:, index] = float(self._stage.rank == 0)
-            found = executor.backward(records, {ref.name: seed}, {}, keep=True).get(name)
-            share = torch.zeros_like(activation) if found is None else activation * found
-            maps.append(share.float().sum(1, keepdim=True))
-        return leaves[0].float(), self._gathered(torch.cat(maps, 1), compiled, name)
-
-    def _gathered(self, part: torch.Tensor, compiled: Compiled, name: str) -> torch.Tensor:
-        """Return the whole of a map of which each rank has its part."""
-        layout = compiled.ranked.splits[name].layout
-        need = [layout.map] * self._stage.size
-        transfer = plan_transfer(layout.parts, need, layout.map, self._stage.rank)
-        return Redistribute(transfer).forward(self._stage, (part.contiguous(),))[0][0]
 
     def _start(self, compiled: Compiled, part: torch.Tensor, microbatch: int = 0) -> Values:
         """Return the values that are there before the first instruction."""
@@ -386,10 +357,6 @@ def _read(images: Callable[[Box], torch.Tensor], box: Box) -> torch.Tensor:
 def _divisor(batch: int, count: int) -> int:
     """Return the largest number of equal micro-batches not above ``count``."""
     return max(n for n in range(1, count + 1) if batch % n == 0)
-
-
-def _leaves(compiled: Compiled, values: Values) -> list[Any]:
-    return [values[item.name] if isinstance(item, Ref) else item for item in compiled.ranked.outputs]
 
 
 def _is_float(leaf: Any) -> bool:
