@@ -78,7 +78,8 @@ def launch_program(program: Sequence[str], ranks: int) -> int:
 def _environment(ranks: int) -> dict[str, str]:
     """Return the ranks' environment: cores are shared out, unless the user has said how."""
     cores = len(os.sched_getaffinity(0))
-    return {"OMP_NUM_THREADS": str(max(1, cores // ranks))} | os.environ
+    # Large tensors on huge pages: the same memory, a fraction of the page faults (benchmarks/RESULTS.md).
+    return {"OMP_NUM_THREADS": str(max(1, cores // ranks)), "THP_MEM_ALLOC_ENABLE": "1"} | os.environ
 
 
 class _Watch:

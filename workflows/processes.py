@@ -52,15 +52,15 @@ def _state_and_session(pid: int) -> tuple[str, int]:
 class Ends:
     """Tells in which order some processes ended.
 
-    A process manager that loses one rank kills the others within milliseconds and may name any of them; the kernel
-    tells whoever waits on a process's descriptor at once.
+    A process manager that loses one rank kills the others within milliseconds and may name any of them. The kernel
+    queues the ends of watched processes as they come, however late one asks.
 
     Attributes:
         pids: those that have ended so far, the first first.
     """
 
     def __init__(self) -> None:
-        self._poll = select.poll()
+        self._queue = select.epoll()
         self._open: dict[int, int] = {}
         self._known: set[int] = set()
         self.pids: list[int] = []
@@ -69,12 +69,17 @@ class Ends:
         """Wait until one more process ends, at most ``timeout_s``; ``pids`` are those to watch so far."""
         for pid in set(pids) - self._known:
             self._known.add(pid)
-            with contextlib.suppress(OSError, AttributeError):  # ended already, or a kernel without pidfd
+            try:
                 descriptor = os.pidfd_open(pid)
+            except ProcessLookupError:
+                self.pids.append(pid)  # before anybody watched: among several such, the order is not known
+            except (OSError, AttributeError):
+                continue  # a kernel without pidfd
+            else:
                 self._open[descriptor] = pid
-                self._poll.register(descriptor, select.POLLIN)
-        for descriptor, _ in self._poll.poll(timeout_s * 1000):
-            self._poll.unregister(descriptor)
+                self._queue.register(descriptor, select.EPOLLIN)
+        for descriptor, _ in self._queue.poll(timeout_s):
+            self._queue.unregister(descriptor)
             os.close(descriptor)
             self.pids.append(self._open.pop(descriptor))
 
@@ -83,3 +88,4 @@ class Ends:
         for descriptor in self._open:
             os.close(descriptor)
         self._open.clear()
+        self._queue.close()

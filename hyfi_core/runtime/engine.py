@@ -243,7 +243,9 @@ class Engine:
             if len(shape) != 4:
                 raise RequestError(f"images have shape {shape}; give the whole batch as (B, C, H, W)")
             box = self._compiled(self._micro_shape(shape[0], shape)).ranked.read_box
-            local = images[..., box.y0 : box.y1, box.x0 : box.x1]
+            last = images.is_contiguous(memory_format=torch.channels_last) and not images.is_contiguous()
+            order = torch.channels_last if last else torch.contiguous_format
+            local = images[..., box.y0 : box.y1, box.x0 : box.x1].contiguous(memory_format=order)
         else:
             local = _read(images, self._input_box)
             shape = (local.shape[0], *self._shape[1:])

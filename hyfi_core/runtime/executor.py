@@ -23,7 +23,8 @@ class _Entry(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, value: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
         ctx.gradients = gradients
-        return value.view_as(value)
+        # Not view_as: for a batch of one it makes up another stride, by which channels-last is not recognised any more.
+        return value.detach()
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:

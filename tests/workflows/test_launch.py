@@ -48,6 +48,7 @@ def body():
     if what == "all-fail":
         raise ValueError(f"bad part {rank}")
     if what == "killed" and rank == 1:
+        time.sleep(0.3)  # the launcher has seen all ranks begin
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "loop":
         while not stopped:
