@@ -36,6 +36,7 @@ __all__ = ["inside_launcher", "launch", "launch_program", "own_rank", "run_as_ra
 FAULT, STOPPED = 70, 3
 SECONDS_TO_END_AFTER_FAILURE = 5.0
 POLL_SECONDS = 0.05
+FAILED = "hyfi: rank {rank} failed, so all ranks end:\n{error}"
 
 
 def own_rank() -> int:
@@ -127,6 +128,8 @@ class _Watch:
 
     def _code(self, output: mpiexec.Output) -> int:
         if self._status.failed:
+            failure = self._status.failure() or {"rank": "?", "error": "it was killed before it could say why"}
+            warn(FAILED.format(**failure))
             return FAULT
         codes = self._status.codes()
         if len(codes) == self._ranks and self._process.returncode == 0:
@@ -190,8 +193,10 @@ def _speaks(status: RunStatus | None, rank: int) -> bool:
 def _fail(status: RunStatus | None, rank: int) -> None:
     """Tell the error in hand if it is the first, and end every rank of the job."""
     error = traceback.format_exc().rstrip()
-    if status is None or status.claim_failure(rank, error):
-        warn(f"hyfi: rank {rank} failed, so all ranks end:\n{error}" if inside_launcher() else error)
+    if status is not None:  # the launcher tells it: what a rank prints now may be lost with the process manager's pipes
+        status.claim_failure(rank, error)
+    else:
+        warn(FAILED.format(rank=rank, error=error) if inside_launcher() else error)
     sys.stdout.flush()
     sys.stderr.flush()
     # A rank that merely leaves ends the others under mpiexec, not under every srun; MPI's abort does everywhere.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,13 @@ class RunStatus:
         self._write(f"exit-{rank}", str(code))
 
     def claim_failure(self, rank: int, error: str) -> bool:
-        """Note a failure; whether it is the first, whose rank alone speaks of it."""
+        """Note a failure; whether it is the first. A later one returns when the first has been noted whole."""
         try:
             descriptor = os.open(self.folder / FAILURE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
+            deadline_s = time.monotonic() + 1.0
+            while self.failure() is None and time.monotonic() < deadline_s:
+                time.sleep(0.01)
             return False
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             json.dump({"rank": rank, "error": error}, file)
