@@ -1,0 +1,80 @@
+"""What once broke, each with the smallest thing that shows it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hyfi_core
+from hyfi_core.comm.base import Communicator
+from hyfi_core.comm.threads import run_ranks
+from hyfi_core.ops.redistribute import Redistribute
+from hyfi_core.plan import Box, plan_transfer
+from hyfi_core.runtime import executor
+from tests.harness import run_copies
+
+
+def test_channels_last_is_still_recognised_behind_the_entry_of_a_segment() -> None:
+    """``view_as`` gave a batch of one another stride, and every pool behind it copied its map to the plain layout."""
+    image = torch.randn(1, 8, 6, 6).contiguous(memory_format=torch.channels_last)
+    anchor = torch.zeros((), requires_grad=True)
+    entered = executor._Entry.apply(anchor, image, [])
+    assert entered.stride() == image.stride()
+    assert F.max_pool2d(entered, 2).is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_part_that_owns_nothing_keeps_the_shape_of_what_it_owns() -> None:
+    """Its cotangent came back as 0 x 0 where it owns 3 x 0 pixels, and autograd refused it."""
+    have, need = [Box(0, 3, 0, 4), Box(0, 3, 4, 4)], [Box(0, 3, 0, 4), Box(0, 3, 2, 4)]
+
+    def body(comm: Communicator) -> Any:
+        op = Redistribute(plan_transfer(have, need, Box(0, 3, 0, 4), comm.rank))
+        own = torch.zeros(1, 2, *have[comm.rank].shape)
+        (out,), saved = op.forward(comm, (own,))
+        (back,) = op.backward(comm, saved, (torch.ones_like(out),))
+        assert back is not None
+        return out.shape[2:] == need[comm.rank].shape, back.shape == own.shape
+
+    assert run_ranks(2, body) == [(True, True), (True, True)]
+
+
+def test_half_empty_boxes_of_other_shapes_are_not_the_same_need() -> None:
+    """A rank that owns 0 x 3 and needs 4 x 0 pixels got its own back, with the wrong height."""
+
+    def body(comm: Communicator) -> torch.Size:
+        boxes = [Box(0, 2, 0, 3), Box(2, 2, 0, 3)], [Box(0, 2, 0, 3), Box(0, 4, 1, 1)]
+        op = Redistribute(plan_transfer(*boxes, Box(0, 2, 0, 3), comm.rank))
+        return op.forward(comm, (torch.zeros(1, 1, *boxes[0][comm.rank].shape),))[0][0].shape
+
+    assert tuple(run_ranks(2, body)[1]) == (1, 1, 4, 0)
+
+
+def test_a_shared_norm_folds_its_statistics_twice() -> None:
+    """One batch norm used twice in a forward chains its running statistics, as in one process."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(self.conv(self.norm(x))).mean((2, 3))
+
+    model = Twice().double()
+    images = torch.randn(2, 3, 9, 11, dtype=torch.float64)
+
+    def body(comm: Communicator, module: nn.Module) -> Any:
+        plan = hyfi_core.ParallelPlan(grids=((2, 2),))
+        engine = hyfi_core.parallelize(module, (2, 3, 9, 11), plan, comm)
+        engine.accumulate(images, torch.tensor([0, 1]))
+        return engine.gather_state_dict()
+
+    state = run_copies(model, 4, body)[0]
+    alone = copy.deepcopy(model)
+    alone(images)
+    torch.testing.assert_close(state["norm.running_mean"], alone.norm.running_mean)
+    assert state["norm.num_batches_tracked"] == 2
