@@ -1,0 +1,110 @@
+"""Two ranks of one thread against plain PyTorch with two threads: the same step on the same cores, taken in turns.
+
+    python -m workflows.benchmarks.spatial [--size 1024 2048] [--model resnet18] [--rounds 3] [--steps 3]
+
+Prints a JSON line for each size: seconds of a training step (median) and the ratio of ours to plain. Batch 1, float32,
+channels-last, batch norm in training mode, no optimiser step on either side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+import hyfi_core
+from hyfi_core.models import resnet
+from workflows.launch import own_rank
+from workflows.mpiexec import find
+
+
+def main() -> None:
+    """Run the whole comparison, or, as a child, one side of one round."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=int, nargs="+", default=[1024, 2048])
+    parser.add_argument("--model", default="resnet18")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--side", choices=["plain", "ours", "alone"], help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.side:
+        _report(_side(given.side, given.model, given.size[0]), given.steps)
+        return
+    for size in given.size:
+        print(json.dumps(compare(given.model, size, given.rounds, given.steps)), flush=True)
+
+
+def compare(model: str, size: int, rounds: int, steps: int) -> dict[str, object]:
+    """Return the medians of all sides, which take turns so that a noisy neighbour hits all of them."""
+    seconds: dict[str, list[float]] = {"plain": [], "ours": [], "alone": []}
+    for _ in range(rounds):
+        for side, found in seconds.items():
+            found += _run(side, model, size, steps)
+    medians = {side: statistics.median(found) for side, found in seconds.items()}
+    return {
+        "model": model,
+        "size_px": size,
+        "plain_two_threads_s": round(medians["plain"], 3),
+        "two_ranks_s": round(medians["ours"], 3),
+        "one_rank_two_threads_s": round(medians["alone"], 3),
+        "two_ranks_to_plain": round(medians["ours"] / medians["plain"], 3),
+        "one_rank_to_plain": round(medians["alone"] / medians["plain"], 3),
+    }
+
+
+def _run(side: str, model: str, size: int, steps: int) -> list[float]:
+    ranks = 2 if side == "ours" else 1
+    command = [sys.executable, "-m", "workflows.benchmarks.spatial", "--side", side, "--model", model]
+    command += ["--size", str(size), "--steps", str(steps)]
+    environment = os.environ | {"OMP_NUM_THREADS": str(2 // ranks)}
+    start = find().command(ranks) if ranks > 1 else []
+    done = subprocess.run([*start, *command], env=environment, capture_output=True, text=True, check=True)
+    times: list[float] = json.loads(done.stdout.strip().splitlines()[-1])
+    return times
+
+
+def _side(side: str, name: str, size: int) -> Callable[[], None]:
+    """Return one training step of one side."""
+    torch.manual_seed(0)
+    model = getattr(resnet, name)(2).to(memory_format=torch.channels_last)
+    images = torch.randn(1, 3, size, size).contiguous(memory_format=torch.channels_last)
+    labels = torch.tensor([1])
+    if side == "plain":
+
+        def plain() -> None:
+            model.zero_grad()
+            F.cross_entropy(model(images), labels).backward()
+
+        return plain
+    comm = hyfi_core.init()
+    plan = hyfi_core.ParallelPlan(grids=((1, comm.size),))
+    engine = hyfi_core.parallelize(model, (1, 3, size, size), plan, comm)
+
+    def ours() -> None:
+        model.zero_grad()
+        engine.accumulate(images, labels)
+
+    return ours
+
+
+def _report(step: Callable[[], None], steps: int) -> None:
+    step()  # warms caches and captures
+    times = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - start)
+    if own_rank() == 0:
+        print(json.dumps(times), flush=True)
+
+
+if __name__ == "__main__":
+    main()
