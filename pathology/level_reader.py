@@ -9,7 +9,8 @@ import numpy as np
 from hyfi_core.plan.box import Box
 from pathology.errors import SlideError, TileError
 from pathology.resample import Planes, Taps, make_taps, resample, source_box, target_size
-from pathology.sources import RGB, SlideSource
+from pathology.source_level import RGB
+from pathology.sources import SlideSource
 
 FINE_ENOUGH = 1.02
 """A level this much coarser than asked still counts as fine enough."""

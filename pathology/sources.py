@@ -8,7 +8,6 @@ does not know to `pathology.tiff_source`.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -20,22 +19,13 @@ from PIL import ImageCms
 from hyfi_core.plan.box import Box
 from pathology.errors import SlideError, TileError
 from pathology.mpp import is_sensible, mpp_of_resolution, parse_mpp
-
-RGB = npt.NDArray[np.uint8]
+from pathology.source_level import RGB, SourceLevel, snapped_levels
+from pathology.tiff_source import TiffSource
 
 SLIDE_SUFFIXES = frozenset(
     (".svs", ".tif", ".tiff", ".btf", ".ndpi", ".mrxs", ".scn", ".vms", ".vmu", ".bif", ".svslide", ".qptiff", ".czi")
 )
 """What a folder is searched for."""
-
-
-@dataclass(frozen=True, slots=True)
-class SourceLevel:
-    """One level of a source: its size and how many finest pixels one of its pixels spans, (y, x)."""
-
-    height_px: int
-    width_px: int
-    downsample: tuple[float, float]
 
 
 class SlideSource(Protocol):
@@ -74,8 +64,6 @@ def open_source(path: Path) -> SlideSource:
     Raises:
         SlideError: No reader knows the file, or it is damaged; the message says why.
     """
-    from pathology.tiff_source import TiffSource
-
     _check_file(path)
     if path.name.lower().endswith((".ome.tif", ".ome.tiff", ".ome.btf")):
         return TiffSource(path)
@@ -85,21 +73,6 @@ def open_source(path: Path) -> SlideSource:
         return TiffSource(path)
     except openslide.OpenSlideError as error:
         raise SlideError(f"OpenSlide cannot open it: {error}") from error
-
-
-def snapped_levels(sizes: list[tuple[int, int]]) -> tuple[SourceLevel, ...]:
-    """Return levels of these (height, width) with their downsample.
-
-    Scanners halve and drop or keep the odd pixel: where both sizes fit a whole factor (rounded down or up) that is
-    the factor. Anything else would let registration drift: 13812 / 3453 px is 4, and so is 29382 / 7346.
-    """
-    levels = []
-    for height, width in sizes:
-        ratios = (sizes[0][0] / height, sizes[0][1] / width)
-        factor = max(1, round(sum(ratios) / 2))
-        whole = all(abs(full / factor - part) < 1 for full, part in zip(sizes[0], (height, width), strict=True))
-        levels.append(SourceLevel(height, width, (float(factor), float(factor)) if whole else ratios))
-    return tuple(levels)
 
 
 class OpenSlideSource:

@@ -13,7 +13,7 @@ import tifffile
 from hyfi_core.plan.box import Box
 from pathology.errors import SlideError, TileError
 from pathology.mpp import mpp_of_resolution, parse_mpp
-from pathology.sources import RGB, SourceLevel, snapped_levels
+from pathology.source_level import RGB, SourceLevel, snapped_levels
 
 _JPEG = {6, 7}
 _EOI = b"\xff\xd9"

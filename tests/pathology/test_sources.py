@@ -8,7 +8,8 @@ import tifffile
 
 from hyfi_core.plan.box import Box
 from pathology.errors import SlideError, TileError
-from pathology.sources import OpenSlideSource, open_source, snapped_levels
+from pathology.source_level import snapped_levels
+from pathology.sources import OpenSlideSource, open_source
 from pathology.tiff_source import TiffSource
 from tests.pathology.tiffs import MakeSlide
 
