@@ -8,17 +8,27 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from torch import nn
 
 import hyfi_core
 from hyfi_core.models import resnet
 from tests.harness import assert_equal_to_one_process, run_copies
+from workflows.demo import RECIPE
+from workflows.models import build_model
 
 
 @pytest.mark.parametrize("grid", [(1, 1), (1, 2), (2, 1), (1, 3), (2, 2), (2, 3)])
 def test_resnet_18_with_odd_sizes(grid: tuple[int, int]) -> None:
     torch.manual_seed(0)
     assert_equal_to_one_process(resnet.resnet18(2, width=8), (2, 3, 101, 77), grid)
+
+
+@pytest.mark.parametrize("grid", [(1, 2), (2, 2), (2, 3)])
+def test_the_demos_network_with_odd_sizes(grid: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    model = yaml.safe_load(RECIPE.read_text())["model"] | {"classes": 2}
+    assert_equal_to_one_process(build_model(model), (2, 3, 121, 93), grid)
 
 
 @pytest.mark.parametrize(
