@@ -11,19 +11,12 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from hyfi_core.files import sync_file
+
 
 def temporary_beside(path: Path) -> Path:
     """Return the name under which this process prepares ``path``: ``.name.tmp-<host>-<pid>`` in the same folder."""
     return path.with_name(f".{path.name}.tmp-{socket.gethostname()}-{os.getpid()}")
-
-
-def sync_file(path: Path) -> None:
-    """Return when the file's or the folder's content has reached the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -14,9 +14,10 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from data.files import publish_directory, remove_leftovers, sha256_of, sync_file, temporary_beside
+from data.files import publish_directory, remove_leftovers, sha256_of, temporary_beside
 from data.sharded_array import Pixels
 from data.store import BACKGROUND, FORMAT, slide_path
+from hyfi_core.files import sync_file
 
 CHUNK_PX = 512
 SHARD_PX = 4096

@@ -101,13 +101,13 @@ def predict_slides(
     flags = ("mpp_changed",) if options.mpp is not None and options.mpp != recipe.mpp else ()
     recipe = replace(recipe, mpp=options.mpp if options.mpp is not None else recipe.mpp)
     folder = OutFolder(out, members, recipe, slide_mpp=options.slide_mpp, overwrite=options.overwrite)
-    todo = _decided(comm, lambda: folder.open(inputs))
-    lookers = Lookers(members, recipe, comm) if any(not inputs[k].reason for k in todo) else None
+    chosen = _decided(comm, lambda: folder.open(inputs))
+    lookers = Lookers(members, recipe, comm) if any(not inputs[k].reason for k in chosen) else None
     outcomes: list[Prediction] = []
     stopped = False
-    with _scratch(folder, comm, bool(todo)) as scratch:
+    with _scratch(folder, comm, bool(chosen)) as scratch:
         run = _Run(folder, recipe, comm, scratch, _ingest_options(members, recipe, options), flags)
-        for index in todo:
+        for index in chosen:
             stopped = any(comm.broadcast_object(comm.gather_objects(stop_wanted())))
             if stopped:
                 break
@@ -118,7 +118,7 @@ def predict_slides(
     return PredictionReport(
         done=tuple(one for one in outcomes if one.status == DONE),
         failed=tuple(one for one in outcomes if one.status == FAILED),
-        skipped=tuple(one.slide_id for k, one in enumerate(inputs) if k not in set(todo)),
+        skipped=tuple(one.slide_id for k, one in enumerate(inputs) if k not in set(chosen)),
         stopped=stopped,
     )
 

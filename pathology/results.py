@@ -15,7 +15,8 @@ from typing import Any
 
 from PIL import Image
 
-from data.files import publish_directory, remove_leftovers, sync_file, temporary_beside
+from data.files import publish_directory, remove_leftovers, temporary_beside
+from hyfi_core.files import sync_file
 from pathology.heatmap_tiff import write_heatmap
 from pathology.overlay import Overlay, draw_overlay, tissue_cells
 from pathology.recipe import Member, Recipe

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import uuid
 from collections.abc import Iterable, Mapping
@@ -30,6 +29,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from hyfi_core.errors import RequestError
+from hyfi_core.files import sync_file
 
 FORMAT = 1
 WEIGHTS_FILE = "model.safetensors"
@@ -100,13 +100,13 @@ def save_checkpoint(
         files = {path.name: _fingerprint(path) for path in sorted(beside.iterdir())}
         _write_json(beside / MODEL_FILE, {"format": FORMAT, **model, "files": files})
         for path in beside.iterdir():
-            _sync(path)
-        _sync(beside)
+            sync_file(path)
+        sync_file(beside)
         replaced = folder.parent / f".{folder.name}.tmp-{uuid.uuid4().hex[:8]}"
         if folder.exists():
             folder.rename(replaced)
         beside.rename(folder)
-        _sync(folder.parent)
+        sync_file(folder.parent)
         shutil.rmtree(replaced, ignore_errors=True)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
@@ -150,7 +150,7 @@ def point_link(link: Path, target: str) -> None:
     beside = link.parent / f".{link.name}.tmp-{uuid.uuid4().hex[:8]}"
     beside.symlink_to(target)
     beside.replace(link)
-    _sync(link.parent)
+    sync_file(link.parent)
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
@@ -267,11 +267,3 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

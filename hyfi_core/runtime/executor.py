@@ -135,9 +135,9 @@ class Executor:
             Cotangents of values that no record made: those that entered from outside.
         """
         open_cotangents = dict(cotangents)
-        todo = list(records) if keep else records
-        while todo:
-            record = todo.pop()
+        remaining = list(records) if keep else records
+        while remaining:
+            record = remaining.pop()
             if isinstance(record, _MeetingRecord):
                 found = self._meet_back(record, open_cotangents)
             else:

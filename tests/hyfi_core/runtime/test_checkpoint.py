@@ -127,7 +127,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cp, "_sync", full)
+    monkeypatch.setattr(cp, "sync_file", full)
     with pytest.raises(OSError, match="No space"):
         save(tmp_path / "step-00000002")
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
