@@ -9,6 +9,9 @@ from typing import Any, Literal, get_args
 from hyfi_core.errors import RequestError
 
 Schedule = Literal["sequential", "gpipe", "1f1b", "gems_mast", "gems_master", "chimera"]
+Mirror = Literal["all_reduce", "point_to_point"]
+BIDIRECTIONAL = ("gems_mast", "gems_master", "chimera")
+"""Schedules in which two pipelines run through the same ranks in opposite order."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,12 @@ class ParallelPlan:
         schedule: the order of forwards and backwards.
         replicas: data-parallel copies.
         fused_halo: most window operators for one exchange; 1 = an exchange before each; "auto" = by cost.
+        interleave: how often the grids are gone through: stage s sits on grid s mod their number (schedule 1f1b).
+        recompute: whether activations are computed again in backward: all stages, none, or the stages named.
+        mirror: how two directions share weights: gradients summed over both, or sent to direction 0, which alone
+            holds the optimiser's state and sends the new weights back.
+        reduce_dtype: type of gradients on the wire; None = their own.
+        sync_batch_norm: whether batch norm takes its statistics over all replicas, not over each alone.
 
     Raises:
         RequestError: a field is not legal; the message names it and what would be.
@@ -33,23 +42,60 @@ class ParallelPlan:
     schedule: Schedule = "1f1b"
     replicas: int = 1
     fused_halo: int | Literal["auto"] = "auto"
+    interleave: int = 1
+    recompute: bool | tuple[int, ...] = False
+    mirror: Mirror = "all_reduce"
+    reduce_dtype: Literal["bfloat16"] | None = None
+    sync_batch_norm: bool = False
 
     def __post_init__(self) -> None:
         """Check every field against the others."""
         object.__setattr__(self, "grids", _parse_grids(self.grids))
         if self.cuts != "auto":
-            object.__setattr__(self, "cuts", _parse_cuts(self.cuts, len(self.grids)))
-        for name in ("microbatches", "replicas"):
+            object.__setattr__(self, "cuts", _parse_cuts(self.cuts, self.stages))
+        for name in ("microbatches", "replicas", "interleave"):
             _check_count(name, getattr(self, name))
-        if self.schedule not in get_args(Schedule):
-            raise RequestError(f"plan.schedule is {self.schedule!r}; use one of {', '.join(get_args(Schedule))}")
+        for name, kind in (("schedule", Schedule), ("mirror", Mirror)):
+            if getattr(self, name) not in get_args(kind):
+                raise RequestError(f"plan.{name} is {getattr(self, name)!r}; use one of {', '.join(get_args(kind))}")
         if self.fused_halo != "auto":
             _check_count("fused_halo", self.fused_halo, '"auto" or a whole number from 1')
+        if self.reduce_dtype not in (None, "bfloat16"):
+            raise RequestError(f"plan.reduce_dtype is {self.reduce_dtype!r}; use null or bfloat16")
+        object.__setattr__(self, "recompute", _parse_recompute(self.recompute, self.stages))
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Check what is legal only beside other fields."""
+        if self.directions == 2 and self.microbatches % 2:
+            raise RequestError(
+                f"plan.schedule {self.schedule} has two directions with half of the micro-batches each, and "
+                f"plan.microbatches is {self.microbatches}; use {self.microbatches + 1}"
+            )
+        if self.interleave > 1 and (self.schedule != "1f1b" or len(self.grids) == 1):
+            raise RequestError(
+                f"plan.interleave is {self.interleave} with schedule {self.schedule} and {len(self.grids)} grid(s); "
+                "stages interleave with schedule 1f1b on two grids or more; use 1"
+            )
+        if self.mirror == "point_to_point" and self.directions == 1:
+            raise RequestError(
+                f"plan.mirror is point_to_point, but schedule {self.schedule} has one direction and nothing to mirror; "
+                f"use all_reduce, or one of {', '.join(BIDIRECTIONAL)}"
+            )
 
     @property
     def stages(self) -> int:
         """Number of stages."""
-        return len(self.grids)
+        return len(self.grids) * self.interleave
+
+    @property
+    def directions(self) -> int:
+        """2 where two pipelines run through the same ranks in opposite order, else 1."""
+        return 2 if self.schedule in BIDIRECTIONAL else 1
+
+    def recomputes(self, stage: int) -> bool:
+        """Whether a stage computes its activations again in backward."""
+        return self.recompute if isinstance(self.recompute, bool) else stage in self.recompute
 
     @property
     def ranks_per_replica(self) -> int:
@@ -66,6 +112,7 @@ class ParallelPlan:
         fields = asdict(self)
         fields["grids"] = [list(grid) for grid in self.grids]
         fields["cuts"] = self.cuts if self.cuts == "auto" else list(self.cuts)
+        fields["recompute"] = self.recompute if isinstance(self.recompute, bool) else list(self.recompute)
         return fields
 
     @classmethod
@@ -85,18 +132,9 @@ class ParallelPlan:
 
     def describe(self) -> str:
         """Return stages, grids and ranks as text for people."""
-        head = f"{self.ranks} trainers: {self.replicas} replica(s) of {self.ranks_per_replica}, {self.stages} stage(s)"
-        lines = [f"{head}, {self.microbatches} micro-batch(es), schedule {self.schedule}"]
-        for replica in range(self.replicas):
-            first = replica * self.ranks_per_replica
-            for stage, (rows, columns) in enumerate(self.grids):
-                lines.append(f"replica {replica}, stage {stage}: {rows} x {columns} ranks")
-                width = len(str(self.ranks - 1))
-                for row in range(rows):
-                    ranks = range(first + row * columns, first + (row + 1) * columns)
-                    lines.append("    " + " │ ".join(f"{rank:>{width}}" for rank in ranks))
-                first += rows * columns
-        return "\n".join(lines)
+        from hyfi_core.plan.drawing import draw  # it needs this class
+
+        return draw(self)
 
 
 def _check_count(name: str, value: Any, allowed: str = "a whole number from 1") -> None:
@@ -124,3 +162,12 @@ def _parse_cuts(cuts: Any, stages: int) -> tuple[str, ...]:
     if len(cuts) != stages - 1:
         raise RequestError(f"plan.cuts names {len(cuts)} module(s), but {stages} stage(s) need {stages - 1}")
     return tuple(cuts)
+
+
+def _parse_recompute(recompute: Any, stages: int) -> bool | tuple[int, ...]:
+    if isinstance(recompute, bool):
+        return recompute
+    allowed = f"true, false, or stages from 0 to {stages - 1}"
+    if isinstance(recompute, (str, int)) or not all(type(s) is int and 0 <= s < stages for s in recompute):
+        raise RequestError(f"plan.recompute is {recompute!r}; use {allowed}")
+    return tuple(sorted(set(recompute)))

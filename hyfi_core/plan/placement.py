@@ -1,0 +1,72 @@
+"""The placement: which ranks hold which stage of which direction.
+
+Ranks of one replica go stage by stage, row-major in each grid. In the second direction rank r takes the place of rank
+k - 1 - r, so that the two pipelines run through the same ranks in opposite order:
+
+    grids ((2, 1), (1, 1), (1, 1))      rank          0      1      2      3
+                                        direction 0   s0     s0     s1     s2
+                                        direction 1   s2     s1     s0     s0
+
+With ``interleave`` v, the D grids are gone through v times: stage s sits on grid s mod D.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hyfi_core.plan.parallel_plan import ParallelPlan
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the stages of one replica are.
+
+    Attributes:
+        grids: rows x columns of ranks for each stage.
+        ranks: for each direction, for each stage, its ranks within the replica, row-major in the stage's grid.
+    """
+
+    grids: tuple[tuple[int, int], ...]
+    ranks: tuple[tuple[tuple[int, ...], ...], ...]
+
+    @classmethod
+    def of(cls, plan: ParallelPlan) -> Placement:
+        """Return the placement of a plan."""
+        groups: list[tuple[int, ...]] = []
+        first = 0
+        for rows, columns in plan.grids:
+            groups.append(tuple(range(first, first + rows * columns)))
+            first += rows * columns
+        forward = tuple(groups) * plan.interleave
+        directions = [forward]
+        if plan.directions == 2:
+            directions.append(tuple(tuple(first - 1 - rank for rank in group) for group in forward))
+        return cls(plan.grids * plan.interleave, tuple(directions))
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return len(self.grids)
+
+    @property
+    def directions(self) -> int:
+        """1, or 2 where two pipelines run through the same ranks in opposite order."""
+        return len(self.ranks)
+
+    @property
+    def size(self) -> int:
+        """Ranks of one replica."""
+        return 1 + max(rank for group in self.ranks[0] for rank in group)
+
+    def group(self, stage: int, direction: int = 0) -> tuple[int, ...]:
+        """Return the ranks of a stage, in the order of its grid's parts."""
+        return self.ranks[direction][stage]
+
+    def hosted(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """Return (stage, direction) of all that a rank holds, direction 0 first."""
+        return tuple(
+            (stage, direction)
+            for direction, groups in enumerate(self.ranks)
+            for stage, group in enumerate(groups)
+            if rank in group
+        )
