@@ -38,6 +38,10 @@ class AloneCommunicator:
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
         """Nothing to add."""
 
+    def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> _Done:
+        """Nothing to add."""
+        return _Done()
+
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Nobody to tell."""
 

@@ -59,6 +59,13 @@ class Communicator(Protocol):
         """Reduce in place over the group; the same bits on every rank."""
         ...
 
+    def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
+        """Start reducing in place; the tensor is the communicator's until ``wait`` returns or ``test`` says so.
+
+        Several may be under way; all ranks start them in the same order, and so with other collective calls.
+        """
+        ...
+
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Overwrite ``tensor`` with the root's."""
         ...

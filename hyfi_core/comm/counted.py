@@ -54,9 +54,17 @@ class CountedCommunicator:
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
         """Reduce in place; counts as one message of the tensor's bytes."""
+        self._count_reduction(tensor)
+        self._comm.all_reduce(tensor, op)
+
+    def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
+        """Start reducing in place; counts as one message of the tensor's bytes."""
+        self._count_reduction(tensor)
+        return self._comm.start_all_reduce(tensor, op)
+
+    def _count_reduction(self, tensor: torch.Tensor) -> None:
         if self._comm.size > 1:
             self.count(self.kind, 1, tensor.numel() * tensor.element_size())
-        self._comm.all_reduce(tensor, op)
 
     def __getattr__(self, name: str) -> Any:
         """Everything else is passed on uncounted."""

@@ -134,14 +134,17 @@ class MpiCommunicator:
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
         """Reduce in place; narrow floats travel and add as float32."""
+        self.start_all_reduce(tensor, op).wait()
+
+    def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> _Requests:
+        """Start reducing in place; narrow floats travel and add as float32."""
         if self._size == 1:
-            return
+            return _Requests([])
         plain = tensor.dtype in _DATATYPES and tensor.is_contiguous() and tensor.device.type == "cpu"
         wide = tensor if plain else tensor.to("cpu", _wide(tensor.dtype)).contiguous()
         spec = [_buffer(wide), wide.numel(), _DATATYPES[wide.dtype]]
-        _Requests([self._comm.Iallreduce(MPI.IN_PLACE, spec, _OPS[op])], [wide]).wait()
-        if wide is not tensor:
-            tensor.copy_(wide)
+        request = self._comm.Iallreduce(MPI.IN_PLACE, spec, _OPS[op])
+        return _Requests([request], [wide], [] if wide is tensor else [(tensor, wide)])
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Overwrite ``tensor`` with the root's."""

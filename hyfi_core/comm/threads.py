@@ -1,7 +1,8 @@
 """Ranks as threads of one process: what tests run on.
 
 Semantics are those of MPI: messages between two ranks under one tag arrive in order, a send finishes when its tensor
-may be used again (at once here: it is copied), and one rank's failure ends all of them.
+may be used again (at once here: it is copied), and one rank's failure ends all of them. In strict mode they are those
+of NCCL: see :mod:`hyfi_core.comm.mailroom`.
 """
 
 from __future__ import annotations
@@ -11,78 +12,75 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
 import torch
 
 from hyfi_core.comm.base import Communicator, Message, ReduceOp
+from hyfi_core.comm.mailroom import Call, DeadlockError, Job, Mailroom, PeerFailedError, Post
+
+__all__ = ["DeadlockError", "PeerFailedError", "ThreadCommunicator", "run_ranks"]
 
 T = TypeVar("T")
-_WAIT_S = 0.05  # how long a waiting rank sleeps before it looks whether another has failed
 
 
-class PeerFailedError(RuntimeError):
-    """Another rank has failed; this one ends because of it. Never the first error."""
+class _Posts:
+    """Sends and receives under way."""
 
-
-@dataclass
-class _World:
-    """What the ranks of one group share."""
-
-    size: int
-    failed: threading.Event
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    mail: dict[tuple[int, int, int], deque[torch.Tensor]] = field(default_factory=dict)
-    objects: dict[tuple[int, int], deque[tuple[int, str]]] = field(default_factory=dict)
-    slots: dict[int, list[Any]] = field(default_factory=dict)
-    taken: dict[int, int] = field(default_factory=dict)
-
-    def wait_for(self, ready: Callable[[], bool]) -> None:
-        """Wait, under ``changed``, until ``ready``; raise if a rank has failed meanwhile."""
-        while not ready():
-            if self.failed.is_set():
-                raise PeerFailedError("another rank has failed")
-            self.changed.wait(_WAIT_S)
-
-
-class _Receipt:
-    """Receives under way; sends were finished when they were started."""
-
-    def __init__(self, world: _World, rank: int, receives: Sequence[Message]) -> None:
-        self._world = world
-        self._rank = rank
-        self._open = list(receives)
+    def __init__(self, room: Mailroom, rank: int, sends: list[Post], receives: list[Post]) -> None:
+        self._room, self._rank = room, rank
+        self._sends, self._receives = sends, receives
 
     def test(self) -> bool:
-        with self._world.changed:
-            if self._world.failed.is_set():
-                raise PeerFailedError("another rank has failed")
-            return self._take()
+        with self._room.job.changed:
+            self._room.job.check()
+            return self._done()
 
     def wait(self) -> None:
-        with self._world.changed:
-            self._world.wait_for(self._take)
+        job = self._room.job
+        with job.changed:
+            job.wait_for(self._room.members[self._rank], self._done, self._open)
 
-    def _take(self) -> bool:
-        still_open = []
-        blocked: set[tuple[int, int]] = set()
-        for message in self._open:
-            lane = (message.peer, message.tag)
-            box = self._world.mail.get((message.peer, self._rank, message.tag))
-            if lane in blocked or not box:
-                blocked.add(lane)  # later messages of this lane may not overtake
-                still_open.append(message)
-                continue
-            sent = box.popleft()
-            if sent.shape != message.tensor.shape or sent.dtype != message.tensor.dtype:
-                raise RuntimeError(
-                    f"rank {self._rank} expects {tuple(message.tensor.shape)} {message.tensor.dtype} from rank "
-                    f"{message.peer} under tag {message.tag}, which sent {tuple(sent.shape)} {sent.dtype}"
-                )
-            message.tensor.copy_(sent)
-        self._open = still_open
-        return not still_open
+    def _done(self) -> bool:
+        return all(post.done for post in self._sends) and all(post.done for post in self._receives)
+
+    def _open(self) -> str:
+        to = [f"rank {p.message.peer} to receive (tag {p.message.tag})" for p in self._sends if not p.done]
+        to += [f"rank {p.message.peer} to send (tag {p.message.tag})" for p in self._receives if not p.done]
+        return " and ".join(to)
+
+
+class _Reduction:
+    """A reduction under way: the last rank's share may still be on its way."""
+
+    def __init__(self, comm: ThreadCommunicator, tensor: torch.Tensor, op: ReduceOp) -> None:
+        self._tensor: torch.Tensor | None = tensor
+        self._op = op
+        self._comm = comm
+        what = f"all_reduce {op} of {tuple(tensor.shape)} {tensor.dtype}"
+        self._number, self._call = comm._join(what, tensor.detach().clone())
+
+    def test(self) -> bool:
+        job = self._comm._room.job
+        with job.changed:
+            job.check()
+            if self._tensor is not None and not self._comm._room.full(self._call):
+                return False
+        self.wait()
+        return True
+
+    def wait(self) -> None:
+        if self._tensor is None:
+            return
+        parts = self._comm._leave(self._number, self._call)
+        total = parts[0].clone()
+        for part in parts[1:]:
+            if self._op == "sum":
+                total += part
+            else:
+                total = torch.maximum(total, part) if self._op == "max" else torch.minimum(total, part)
+        self._tensor.copy_(total)
+        self._tensor = None
 
 
 class _Done:
@@ -96,8 +94,8 @@ class _Done:
 class ThreadCommunicator:
     """One rank's view of a group of threads."""
 
-    def __init__(self, world: _World, rank: int) -> None:
-        self._world = world
+    def __init__(self, room: Mailroom, rank: int) -> None:
+        self._room = room
         self._rank = rank
         self._calls = 0
 
@@ -109,70 +107,69 @@ class ThreadCommunicator:
     @property
     def size(self) -> int:
         """Ranks in the group."""
-        return self._world.size
+        return len(self._room.members)
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> _Receipt:
-        """Start sends (copied at once) and receives."""
-        with self._world.changed:
-            for message in sends:
-                key = (self._rank, message.peer, message.tag)
-                self._world.mail.setdefault(key, deque()).append(message.tensor.detach().clone())
-            self._world.changed.notify_all()
-        return _Receipt(self._world, self._rank, receives)
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> _Posts:
+        """Start receives and sends (copied at once unless strict)."""
+        with self._room.job.changed:
+            landing = [self._room.receive(self._rank, message) for message in receives]
+            leaving = [self._room.send(self._rank, message) for message in sends]
+        return _Posts(self._room, self._rank, leaving, landing)
 
-    def _share(self, value: Any) -> list[Any]:
-        """Return what every rank gave in the same collective call, in rank order."""
-        world, call = self._world, self._calls
+    def _join(self, what: str, value: Any) -> tuple[int, Call]:
+        """Come to the group's next collective call; return its number and the call."""
+        number = self._calls
         self._calls += 1
-        with world.changed:
-            slots = world.slots.setdefault(call, [None] * world.size)
-            slots[self._rank] = (value,)
-            world.changed.notify_all()
-            world.wait_for(lambda: all(slot is not None for slot in slots))
-            world.taken[call] = world.taken.get(call, 0) + 1
-            if world.taken[call] == world.size:
-                del world.slots[call], world.taken[call]
-        return [slot[0] for slot in slots]
+        with self._room.job.changed:
+            return number, self._room.join(number, self._rank, what, value)
+
+    def _leave(self, number: int, call: Call) -> list[Any]:
+        """Return what every rank gave to a call, in rank order."""
+        room = self._room
+        with room.job.changed:
+            room.job.wait_for(room.members[self._rank], lambda: room.full(call), lambda: room.missing(call))
+            return room.take(number, call)
+
+    def _share(self, what: str, value: Any) -> list[Any]:
+        return self._leave(*self._join(what, value))
+
+    def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> _Reduction:
+        """Start reducing in place, in rank order: the same bits on every rank."""
+        return _Reduction(self, tensor, op)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
         """Reduce in place, in rank order: the same bits on every rank."""
-        parts = self._share(tensor.detach().clone())
-        total = parts[0].clone()
-        for part in parts[1:]:
-            if op == "sum":
-                total += part
-            else:
-                total = torch.maximum(total, part) if op == "max" else torch.minimum(total, part)
-        tensor.copy_(total)
+        self.start_all_reduce(tensor, op).wait()
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Overwrite ``tensor`` with the root's."""
-        parts = self._share(tensor.detach().clone() if self._rank == root else None)
+        what = f"broadcast from {root} of {tuple(tensor.shape)} {tensor.dtype}"
+        parts = self._share(what, tensor.detach().clone() if self._rank == root else None)
         if self._rank != root:
             tensor.copy_(parts[root])
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         """Return the root's value."""
-        return json.loads(self._share(json.dumps(value) if self._rank == root else None)[root])
+        what = f"broadcast_object from {root}"
+        return json.loads(self._share(what, json.dumps(value) if self._rank == root else None)[root])
 
     def gather_objects(self, value: Any, root: int = 0) -> list[Any] | None:
         """Return all values on the root."""
-        texts = self._share(json.dumps(value))
+        texts = self._share(f"gather_objects to {root}", json.dumps(value))
         return [json.loads(text) for text in texts] if self._rank == root else None
 
     def send_object(self, value: Any, peer: int, tag: int) -> _Done:
         """Send a small value."""
-        with self._world.changed:
-            self._world.objects.setdefault((peer, tag), deque()).append((self._rank, json.dumps(value)))
-            self._world.changed.notify_all()
+        with self._room.job.changed:
+            self._room.objects.setdefault((peer, tag), deque()).append((self._rank, json.dumps(value)))
+            self._room.job.announce()
         return _Done()
 
     def poll_object(self, tag: int, peer: int | None = None) -> tuple[int, Any] | None:
         """Return (peer, value) of one that has arrived."""
-        with self._world.changed:
-            if self._world.failed.is_set():
-                raise PeerFailedError("another rank has failed")
-            box = self._world.objects.get((self._rank, tag), deque())
+        with self._room.job.changed:
+            self._room.job.check()
+            box = self._room.objects.get((self._rank, tag), deque())
             for item in box:
                 if peer is None or item[0] == peer:
                     box.remove(item)
@@ -181,39 +178,52 @@ class ThreadCommunicator:
 
     def barrier(self) -> None:
         """Return when every rank has come here."""
-        self._share(None)
+        self._share("barrier", None)
 
     def split(self, color: int | None, key: int = 0) -> ThreadCommunicator | None:
         """Return the group of all ranks that gave the same color, ordered by (key, rank)."""
-        votes = self._share((color, key, self._rank))
+        votes = self._share("split", (color, key, self._rank))
         members = [rank for vote, _, rank in sorted(votes, key=lambda v: v[1:]) if color is not None and vote == color]
         first = bool(members) and members[0] == self._rank
-        worlds = self._share(_World(len(members), self._world.failed) if first else None)
-        return None if color is None else ThreadCommunicator(worlds[members[0]], members.index(self._rank))
+        room = Mailroom(self._room.job, [self._room.members[rank] for rank in members]) if first else None
+        rooms = self._share("split", room)
+        return None if color is None else ThreadCommunicator(rooms[members[0]], members.index(self._rank))
 
     def abort(self, code: int) -> NoReturn:
         """End all ranks: each raises in whatever it waits for."""
-        self._world.failed.set()
+        self._room.job.failed.set()
         raise PeerFailedError(f"aborted with code {code} by rank {self._rank}")
 
 
-def run_ranks(size: int, body: Callable[[Communicator], T], timeout_s: float = 240.0) -> list[T]:
+def run_ranks(
+    size: int, body: Callable[[Communicator], T], timeout_s: float = 240.0, *, strict: bool = False
+) -> list[T]:
     """Run ``body`` on ``size`` thread-ranks and return what each returned, in rank order.
+
+    Args:
+        size: how many.
+        body: what each does with its communicator.
+        timeout_s: after which they are taken to be dead-locked.
+        strict: whether sends are rendezvous, paired in order and not by tag: what NCCL would demand.
 
     Raises:
         BaseException: the first error of any rank, as that rank raised it.
+        DeadlockError: strict, and no rank can go on; told at once, with what each waits for.
         TimeoutError: the ranks did not end in time: a dead-lock.
     """
-    world = _World(size, threading.Event())
+    job = Job(size, strict)
+    room = Mailroom(job, list(range(size)))
     results: list[Any] = [None] * size
     errors: list[BaseException] = []
 
     def target(rank: int) -> None:
+        failed = True
         try:
-            results[rank] = body(ThreadCommunicator(world, rank))
+            results[rank] = body(ThreadCommunicator(room, rank))
+            failed = False
         except BaseException as error:
             errors.append(error)
-            world.failed.set()
+        job.end(rank, failed)
 
     threads = [threading.Thread(target=target, args=(rank,), daemon=True, name=f"rank-{rank}") for rank in range(size)]
     for thread in threads:
@@ -224,6 +234,6 @@ def run_ranks(size: int, body: Callable[[Communicator], T], timeout_s: float = 2
     if errors:
         raise next((error for error in errors if not isinstance(error, PeerFailedError)), errors[0])
     if any(thread.is_alive() for thread in threads):
-        world.failed.set()
+        job.failed.set()
         raise TimeoutError(f"{size} ranks did not end within {timeout_s:.0f} s")
     return results

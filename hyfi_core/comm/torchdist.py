@@ -26,16 +26,19 @@ _WAITERS = ThreadPoolExecutor(max_workers=16, thread_name_prefix="gloo-wait")
 class _Works:
     """Sends and receives under way, and the tensors that must outlive them."""
 
-    def __init__(self, works: list[Any], keep: Sequence[Message]) -> None:
+    def __init__(
+        self, works: list[Any], keep: Sequence[Message] = (), staged: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> None:
         self._works = works
         self._keep = keep
+        self._staged = staged  # (where the result belongs, where it lands)
         self._waiting: Future[None] | None = None
 
     def test(self) -> bool:
         if self._waiting is None:
             self._waiting = _WAITERS.submit(self._wait_for_all)
         if self._waiting.done():
-            self._waiting.result()
+            self.wait()
             return True
         return False
 
@@ -44,6 +47,10 @@ class _Works:
             self._wait_for_all()
         else:
             self._waiting.result()
+        if self._staged is not None:
+            target, box = self._staged
+            target.copy_(box)
+            self._staged = None
 
     def _wait_for_all(self) -> None:
         for work in self._works:
@@ -94,10 +101,13 @@ class TorchCommunicator:
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
         """Reduce in place; narrow floats travel and add as float32."""
+        self.start_all_reduce(tensor, op).wait()
+
+    def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> _Works:
+        """Start reducing in place; narrow floats travel and add as float32."""
         wide = tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.contiguous()
-        dist.all_reduce(wide, _OPS[op], self._group)
-        if wide.data_ptr() != tensor.data_ptr():
-            tensor.copy_(wide)
+        work = dist.all_reduce(wide, _OPS[op], self._group, async_op=True)
+        return _Works([work], staged=None if wide.data_ptr() == tensor.data_ptr() else (tensor, wide))
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Overwrite ``tensor`` with the root's."""

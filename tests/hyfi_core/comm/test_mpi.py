@@ -36,6 +36,11 @@ if comm.rank == 0:
 else:
     comm.gather_objects(comm.rank), comm.broadcast_object(None)
     assert comm.poll_object(5) is None
+many, narrow = torch.full((3,), 1.0 + comm.rank), torch.full((2,), 0.5 + comm.rank, dtype=torch.bfloat16)
+started = [comm.start_all_reduce(many), comm.start_all_reduce(narrow, "max")]
+while not all(pending.test() for pending in started):
+    pass
+assert many.tolist() == [3.0] * 3 and narrow.tolist() == [1.5] * 2
 odd = comm.split(comm.rank)
 assert odd.size == 1
 """

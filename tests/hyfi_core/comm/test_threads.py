@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hyfi_core.comm.base import Communicator, Message
-from hyfi_core.comm.threads import run_ranks
+from hyfi_core.comm.threads import DeadlockError, run_ranks
 
 
 def test_messages_of_one_lane_arrive_in_order() -> None:
@@ -79,3 +79,94 @@ def test_objects_wait_until_they_are_asked_for() -> None:
         return comm.poll_object(7), comm.poll_object(7), comm.poll_object(8)
 
     assert run_ranks(2, body)[1] == ((0, {"step": 3}), None, None)
+
+
+def test_several_reductions_may_be_under_way() -> None:
+    def body(comm: Communicator) -> list[float]:
+        first, second = torch.tensor([1.0 + comm.rank]), torch.tensor([float(comm.rank)])
+        pending = [comm.start_all_reduce(first), comm.start_all_reduce(second, "max")]
+        comm.barrier()
+        assert pending[1].test()
+        for one in reversed(pending):
+            one.wait()
+        return [float(first), float(second)]
+
+    assert run_ranks(3, body, strict=True) == [[6.0, 2.0]] * 3
+
+
+def test_ranks_that_make_different_calls_are_told_which() -> None:
+    def body(comm: Communicator) -> None:
+        comm.all_reduce(torch.zeros(3 + comm.rank))
+
+    with pytest.raises(RuntimeError, match=r"rank \d calls all_reduce sum of .* where rank \d calls all_reduce sum of"):
+        run_ranks(2, body)
+
+
+def test_strict_sends_wait_for_their_receives() -> None:
+    def body(comm: Communicator) -> bool:
+        if comm.rank == 0:
+            pending = comm.exchange([Message(1, torch.ones(2))], [])
+            before = pending.test()
+            comm.barrier()
+            pending.wait()
+            return before
+        box = torch.zeros(2)
+        comm.barrier()
+        comm.exchange([], [Message(0, box)]).wait()
+        return bool(box.sum() == 2)
+
+    assert run_ranks(2, body, strict=True) == [False, True]
+
+
+def test_strict_ranks_that_both_send_before_they_receive_are_told_that_they_are_dead_locked() -> None:
+    def body(comm: Communicator) -> None:
+        peer = 1 - comm.rank
+        comm.exchange([Message(peer, torch.ones(2))], []).wait()
+        comm.exchange([], [Message(peer, torch.ones(2))]).wait()
+
+    run_ranks(2, body)  # buffered, it runs
+    with pytest.raises(
+        DeadlockError, match=r"rank 0 waits for rank 1 to receive .*; rank 1 waits for rank 0 to receive"
+    ):
+        run_ranks(2, body, strict=True)
+
+
+def test_strict_ranks_may_not_lean_on_tags() -> None:
+    def body(comm: Communicator) -> float:
+        if comm.rank == 0:
+            comm.exchange([Message(1, torch.ones(1), tag=1), Message(1, torch.zeros(1), tag=2)], []).wait()
+            return 0.0
+        first, second = torch.empty(1), torch.empty(1)
+        comm.exchange([], [Message(0, second, tag=2), Message(0, first, tag=1)]).wait()
+        return float(first)
+
+    assert run_ranks(2, body)[1] == 1.0
+    with pytest.raises(RuntimeError, match=r"rank 1 expects .* under tag . from rank 0, which sent .* under tag"):
+        run_ranks(2, body, strict=True)
+
+
+def test_a_tensor_that_is_changed_while_it_is_sent_is_found_out() -> None:
+    def body(comm: Communicator) -> None:
+        tensor = torch.ones(2)
+        if comm.rank == 0:
+            pending = comm.exchange([Message(1, tensor)], [])
+            tensor += 1
+            comm.barrier()
+            pending.wait()
+        else:
+            comm.barrier()
+            comm.exchange([], [Message(0, tensor)]).wait()
+
+    with pytest.raises(RuntimeError, match="rank 0 changed"):
+        run_ranks(2, body, strict=True)
+
+
+def test_a_rank_that_waits_for_one_that_has_ended_is_told_so() -> None:
+    def body(comm: Communicator) -> None:
+        group = comm.split(comm.rank // 2)
+        assert group is not None
+        if comm.rank == 3:
+            group.barrier()
+
+    with pytest.raises(DeadlockError, match=r"rank 3 waits for barrier with ranks \[0\]; rank 0 has ended"):
+        run_ranks(4, body, strict=True)

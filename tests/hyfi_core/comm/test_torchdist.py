@@ -33,6 +33,11 @@ pending = comm.exchange([Message(1 - comm.rank, torch.full((3,), float(comm.rank
 while not pending.test():
     pass
 assert box[0] == 1 - comm.rank
+many, narrow = torch.full((3,), 1.0 + comm.rank), torch.full((2,), 0.5 + comm.rank, dtype=torch.bfloat16)
+started = [comm.start_all_reduce(many), comm.start_all_reduce(narrow, "max")]
+while not all(pending.test() for pending in started):
+    pass
+assert many.tolist() == [3.0] * 3 and narrow.tolist() == [1.5] * 2
 mirrored = comm.split(0, key=-comm.rank)
 assert mirrored.rank == 1 - comm.rank and mirrored.broadcast_object(comm.rank) == 1
 if comm.rank == 0:

@@ -1,0 +1,232 @@
+"""Where thread-ranks meet: lanes that pair sends with receives, calls that all ranks make, and who waits for what.
+
+    usual    a send is copied and done at once; it meets the receive with its tag
+    strict   a send is done when its receive has been posted (rendezvous); between two ranks the first send meets the
+             first receive, whatever their tags: what NCCL would demand of a program
+
+In strict mode a program that leans on tags or on buffering is told so, with both sides named, and so is a dead-lock.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hyfi_core.comm.base import Message
+
+_WAIT_S = 0.05  # how long a waiting rank sleeps before it looks whether another has failed
+_STUCK_S = 1.0  # how long all ranks wait, and nothing happens, before that is called a dead-lock
+
+
+class PeerFailedError(RuntimeError):
+    """Another rank has failed; this one ends because of it. Never the first error."""
+
+
+class DeadlockError(RuntimeError):
+    """Every rank waits, or has ended, and nothing is under way that could wake one."""
+
+
+class Job:
+    """All ranks of one run: one lock for everything they share, and what each of them waits for.
+
+    Attributes:
+        size: ranks of the whole job.
+        strict: whether sends are rendezvous in one order for each pair.
+        changed: the lock; told whenever a waiting rank might go on.
+        failed: set when a rank has failed.
+    """
+
+    def __init__(self, size: int, strict: bool) -> None:
+        self.size = size
+        self.strict = strict
+        self.changed = threading.Condition()
+        self.failed = threading.Event()
+        self._waiting: dict[int, tuple[Callable[[], bool], Callable[[], str]]] = {}
+        self._ended: set[int] = set()
+        self._still_since_s = time.monotonic()
+
+    def announce(self) -> None:
+        """Say, under ``changed``, that something happened."""
+        self._still_since_s = time.monotonic()
+        self.changed.notify_all()
+
+    def end(self, rank: int, failed: bool) -> None:
+        """Take note that a rank of the whole job is done."""
+        with self.changed:
+            self._ended.add(rank)
+            if failed:
+                self.failed.set()
+            self.announce()
+
+    def check(self) -> None:
+        """Raise if another rank has failed.
+
+        Raises:
+            PeerFailedError: one has.
+        """
+        if self.failed.is_set():
+            raise PeerFailedError("another rank has failed")
+
+    def wait_for(self, rank: int, ready: Callable[[], bool], what: Callable[[], str]) -> None:
+        """Wait, under ``changed``, until ``ready``.
+
+        Args:
+            rank: of the whole job.
+            ready: asked whenever something happened.
+            what: says what the rank waits for; like ``ready`` it may be asked by other ranks, under ``changed``.
+
+        Raises:
+            PeerFailedError: another rank has failed meanwhile.
+            DeadlockError: strict, and nobody can ever make it ready.
+        """
+        while not ready():
+            self.check()
+            self._waiting[rank] = (ready, what)
+            self._look_for_dead_lock()
+            self.changed.wait(_WAIT_S)
+        self._waiting.pop(rank, None)
+
+    def _look_for_dead_lock(self) -> None:
+        still_s = time.monotonic() - self._still_since_s
+        if not self.strict or still_s < _STUCK_S or len(self._waiting.keys() | self._ended) < self.size:
+            return
+        if any(ready() for ready, _ in self._waiting.values()):
+            return
+        lines = [f"rank {rank} waits for {what()}" for rank, (_, what) in sorted(self._waiting.items())]
+        lines += [f"rank {rank} has ended" for rank in sorted(self._ended)]
+        raise DeadlockError("no rank can go on: " + "; ".join(lines))
+
+
+@dataclass
+class Post:
+    """One send or receive that waits for its other side.
+
+    Attributes:
+        message: as it was given; a send's tensor is a copy unless the job is strict.
+        version: of the tensor when it was posted; None where torch counts none.
+        done: whether it has met its other side.
+    """
+
+    message: Message
+    version: int | None = None
+    done: bool = False
+
+
+@dataclass
+class _Lane:
+    sends: deque[Post] = field(default_factory=deque)
+    receives: deque[Post] = field(default_factory=deque)
+
+
+@dataclass
+class Call:
+    """One collective call of a group: what each rank gave."""
+
+    what: str
+    first: int
+    given: dict[int, Any] = field(default_factory=dict)
+    taken: int = 0
+
+
+class Mailroom:
+    """What the ranks of one group share. Its methods are called under ``job.changed``.
+
+    Args:
+        job: the run.
+        members: ranks of the whole job, in the order in which the group counts them.
+    """
+
+    def __init__(self, job: Job, members: list[int]) -> None:
+        self.job = job
+        self.members = members
+        self.objects: dict[tuple[int, int], deque[tuple[int, str]]] = {}
+        self._lanes: dict[tuple[int, int, int], _Lane] = {}
+        self._calls: dict[int, Call] = {}
+
+    def send(self, rank: int, message: Message) -> Post:
+        """Post a send; done at once unless the job is strict."""
+        lane = self._lane(rank, message.peer, message.tag)
+        post = Post(message, _version(message.tensor))
+        lane.sends.append(post)
+        self._pair(rank, message.peer, lane)
+        if not self.job.strict and not post.done:  # the sender may use its tensor again
+            lane.sends[-1] = Post(Message(message.peer, message.tensor.detach().clone(), message.tag))
+            post.done = True
+        return post
+
+    def receive(self, rank: int, message: Message) -> Post:
+        """Post a receive; its tensor is written when the send is there."""
+        lane = self._lane(message.peer, rank, message.tag)
+        post = Post(message)
+        lane.receives.append(post)
+        self._pair(message.peer, rank, lane)
+        return post
+
+    def join(self, number: int, rank: int, what: str, value: Any) -> Call:
+        """Give this rank's share of the group's call of that number.
+
+        Raises:
+            RuntimeError: another rank makes another call there.
+        """
+        call = self._calls.setdefault(number, Call(what, rank))
+        if call.what != what:
+            raise RuntimeError(f"rank {rank} calls {what} where rank {call.first} calls {call.what}")
+        call.given[rank] = value
+        self.job.announce()
+        return call
+
+    def full(self, call: Call) -> bool:
+        """Whether every rank has come to the call."""
+        return len(call.given) == len(self.members)
+
+    def missing(self, call: Call) -> str:
+        """Say who has not come to a call."""
+        return f"{call.what} with ranks {[rank for rank in range(len(self.members)) if rank not in call.given]}"
+
+    def take(self, number: int, call: Call) -> list[Any]:
+        """Return what all ranks gave, in rank order; the last one to ask clears it away."""
+        call.taken += 1
+        if call.taken == len(self.members):
+            del self._calls[number]
+        return [call.given[rank] for rank in range(len(self.members))]
+
+    def _lane(self, source: int, target: int, tag: int) -> _Lane:
+        return self._lanes.setdefault((source, target, 0 if self.job.strict else tag), _Lane())
+
+    def _pair(self, source: int, target: int, lane: _Lane) -> None:
+        """Let sends and receives of a lane meet, first with first."""
+        while lane.sends and lane.receives:
+            sent, received = lane.sends.popleft(), lane.receives.popleft()
+            self._refuse_mismatch(source, target, sent, received)
+            with torch.inference_mode():  # whatever modes the two ranks are in
+                received.message.tensor.copy_(sent.message.tensor)
+            sent.done = received.done = True
+            self.job.announce()
+
+    def _refuse_mismatch(self, source: int, target: int, sent: Post, received: Post) -> None:
+        ours, theirs = received.message, sent.message
+        if (ours.tensor.shape, ours.tensor.dtype) != (
+            theirs.tensor.shape,
+            theirs.tensor.dtype,
+        ) or ours.tag != theirs.tag:
+            raise RuntimeError(
+                f"rank {target} expects {_described(ours)} from rank {source}, which sent {_described(theirs)}"
+            )
+        if self.job.strict and sent.version != _version(theirs.tensor):
+            raise RuntimeError(
+                f"rank {source} changed {_described(theirs)} before its send to rank {target} was finished"
+            )
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def _described(message: Message) -> str:
+    return f"{tuple(message.tensor.shape)} {message.tensor.dtype} under tag {message.tag}"
