@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hyfi_core.graph.program import Program, ValueInfo
+from hyfi_core.graph.program import Program, ValueInfo, refs_in
 from hyfi_core.ops.base import Collective
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.layout import Layout
@@ -74,6 +74,7 @@ class RankProgram:
         outputs: the leaves of the model's answer, gathered where they were split.
         program: what it was lowered from.
         values: shapes of the program's values and of those that lowering made.
+        exits: values that other stages need; a split one leaves as its parts.
     """
 
     instructions: tuple[Instruction, ...]
@@ -82,6 +83,12 @@ class RankProgram:
     outputs: tuple[Any, ...]
     program: Program
     values: Mapping[str, ValueInfo]
+    exits: tuple[str, ...] = ()
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """Names of all values that are needed after the run: answer, exits and new buffers."""
+        return (*refs_in(self.outputs), *self.exits, *self.program.mutations.values())
 
     def floating(self, name: str) -> bool:
         """Whether a value can carry a gradient."""

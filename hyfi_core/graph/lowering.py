@@ -6,7 +6,7 @@ say which it is and what it takes; what they refuse is refused here, before any 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -42,9 +42,17 @@ class Lowering:
         grid: rows and columns of ranks.
         rank: whose instructions.
         rules: text form of an operator -> its rule.
+        entries: values that come from other stages -> how they are split here, None for a replicated one.
     """
 
-    def __init__(self, program: Program, grid: tuple[int, int], rank: int, rules: dict[str, Rule]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        grid: tuple[int, int],
+        rank: int,
+        rules: dict[str, Rule],
+        entries: Mapping[str, Split | None] | None = None,
+    ) -> None:
         self.program = program
         self.grid = grid
         self.rank = rank
@@ -55,11 +63,15 @@ class Lowering:
         self._made = 0
         height, width = program.values[program.image].shape[-2:]
         self.splits[program.image] = Split(Layout.even(height, width, grid))
+        self.splits.update({name: split for name, split in (entries or {}).items() if split is not None})
 
-    def run(self, wanted: tuple[Any, ...]) -> RankProgram:
-        """Return the instructions that compute the ``wanted`` outputs and every mutation."""
+    def run(self, wanted: tuple[Any, ...], exits: tuple[str, ...] = ()) -> RankProgram:
+        """Return the instructions that compute the ``wanted`` outputs, the ``exits`` and every mutation.
+
+        Outputs are gathered where they are split; exits go on to other stages as they are.
+        """
         program = self.program
-        roots = {*refs_in(wanted), *program.mutations.values()}
+        roots = {*refs_in(wanted), *exits, *program.mutations.values()}
         alive = program.needed(roots)
         for op in program.operators:
             if any(output in alive for output in op.outputs if output is not None):
@@ -69,7 +81,7 @@ class Lowering:
             if name in self.splits:
                 raise RequestError("the model stores a whole map in a buffer, which no rank holds")
         instructions, read_box = self._finish()
-        return RankProgram(instructions, read_box, self.splits, outputs, program, self.values)
+        return RankProgram(instructions, read_box, self.splits, outputs, program, self.values, exits)
 
     def _lower(self, op: Operator) -> None:
         rule = self._rules.get(op.text)

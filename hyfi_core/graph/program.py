@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -73,6 +73,7 @@ class Program:
         outputs: the leaves of what the model returns, ``Ref`` or a plain constant.
         mutations: name of a buffer in the user's module -> the value that replaces it after the run.
         unflatten: puts leaves back into what the model returns (tuple, dict, dataclass).
+        ordinals: place of each operator in the whole model, where this is a part of one; random numbers hang on it.
     """
 
     operators: tuple[Operator, ...]
@@ -84,6 +85,13 @@ class Program:
     outputs: tuple[Any, ...]
     mutations: Mapping[str, str]
     unflatten: Callable[[list[Any]], Any]
+    ordinals: Mapping[str, int] = field(default_factory=dict)
+
+    def ordinal(self, op: Operator) -> int:
+        """Return the operator's place in the whole model."""
+        if self.ordinals:
+            return self.ordinals[op.name]
+        return next(at for at, other in enumerate(self.operators) if other.name == op.name)
 
     def digest(self) -> str:
         """Return a digest that is equal on all ranks exactly when they captured the same program."""

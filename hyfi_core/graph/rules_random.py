@@ -24,7 +24,7 @@ class _Numbers:
     """The numbers that one operator draws on this rank."""
 
     def __init__(self, lowering: Lowering, op: Operator, shape: tuple[int, ...], split: Split | None) -> None:
-        self._operator = next(at for at, other in enumerate(lowering.program.operators) if other.name == op.name)
+        self._operator = lowering.program.ordinal(op)
         self._shape = shape
         self._dims = split.dims if split is not None else None
         box = split.layout.parts[lowering.rank] if split is not None else None

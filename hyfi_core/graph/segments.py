@@ -94,7 +94,7 @@ def _last_uses(ranked: RankProgram) -> dict[str, int]:
             if name is not None:
                 last[name] = index
     program = ranked.program
-    for name in (*refs_in(ranked.outputs), *program.mutations.values()):
+    for name in ranked.results:
         last[name] = len(ranked.instructions)
     for name in (*program.parameters, *program.buffers, *program.constants):
         last[name] = len(ranked.instructions)
@@ -112,7 +112,7 @@ def _active(ranked: RankProgram, chosen: tuple[Instruction, ...], sources: set[s
     for instruction in chosen:
         if any(name in reached for name in instruction.inputs):
             reached.update(o for o in instruction.outputs if o is not None and ranked.floating(o))
-    wanted = set(refs_in(ranked.outputs))
+    wanted = {*refs_in(ranked.outputs), *ranked.exits}
     for instruction in reversed(chosen):
         if any(output in wanted for output in instruction.outputs):
             wanted.update(name for name in instruction.inputs if name is not None)
