@@ -1,0 +1,132 @@
+"""Actions and schedules: what each rank of a replica does, in its order, as data that is also text."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from hyfi_core.errors import RequestError
+
+
+class Verb(StrEnum):
+    """What an action does.
+
+    F and B of a stage are gang actions: all ranks of the stage must be there. Receives are posted and sends are
+    started without waiting for the other side; F and B wait for the data that they need.
+    """
+
+    F = "F"
+    """Forward of one micro-batch through one stage."""
+    B = "B"
+    """Backward of it."""
+    SEND_F = "SEND_F"
+    """Start sending the values that ``peer``, a later stage, takes from this one."""
+    RECV_F = "RECV_F"
+    """Post the receives of the values that this stage takes from ``peer``, an earlier one."""
+    SEND_B = "SEND_B"
+    """Start sending the gradients of what this stage took from ``peer``, an earlier stage."""
+    RECV_B = "RECV_B"
+    """Post the receives of the gradients of what ``peer``, a later stage, took from this one."""
+    REDUCE = "REDUCE"
+    """Start the reduction of a stage's gradients over all ranks that hold it."""
+    SEND_G = "SEND_G"
+    """Start sending a stage's gradients to the ranks that hold it in direction ``peer``."""
+    RECV_G = "RECV_G"
+    """Post the receives of a stage's gradients from the ranks that hold it in direction ``peer``."""
+
+
+COMPUTE = frozenset({Verb.F, Verb.B})
+_COUNTED = re.compile(r"(F|B)(\d+)\.s(\d+)\.d(\d+)")
+_MESSAGE = re.compile(r"(SEND_F|SEND_B|RECV_F|RECV_B)(\d+)\.s(\d+)\.d(\d+)([<>])s(\d+)")
+_GRADIENT = re.compile(r"(SEND_G|RECV_G)\.s(\d+)\.d(\d+)([<>])d(\d+)")
+_REDUCE = re.compile(r"REDUCE\.s(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing that a rank does.
+
+    Attributes:
+        verb: what.
+        stage: the stage that does it.
+        direction: 0, or 1 for the pipeline that runs the other way; 0 for REDUCE, which is of both.
+        microbatch: counted over both directions; None for REDUCE, SEND_G and RECV_G.
+        peer: the other stage of a SEND or RECV of F or B, the other direction of SEND_G and RECV_G, else None.
+    """
+
+    verb: Verb
+    stage: int
+    direction: int
+    microbatch: int | None = None
+    peer: int | None = None
+
+    def __str__(self) -> str:
+        """Return the text form: ``F0.s1.d0``, ``SEND_F0.s1.d0>s2``, ``RECV_F0.s2.d0<s1``, ``REDUCE.s1``."""
+        if self.verb is Verb.REDUCE:
+            return f"REDUCE.s{self.stage}"
+        count = "" if self.microbatch is None else self.microbatch
+        head = f"{self.verb}{count}.s{self.stage}.d{self.direction}"
+        if self.verb in COMPUTE:
+            return head
+        arrow = "<" if self.verb.startswith("RECV") else ">"
+        return f"{head}{arrow}{'d' if self.verb.endswith('_G') else 's'}{self.peer}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Return the action of its text form.
+
+        Raises:
+            RequestError: the text is not one of an action.
+        """
+        if found := _COUNTED.fullmatch(text):
+            action = cls(Verb(found[1]), int(found[3]), int(found[4]), int(found[2]))
+        elif found := _MESSAGE.fullmatch(text):
+            action = cls(Verb(found[1]), int(found[3]), int(found[4]), int(found[2]), int(found[6]))
+        elif found := _GRADIENT.fullmatch(text):
+            action = cls(Verb(found[1]), int(found[2]), int(found[3]), None, int(found[5]))
+        elif found := _REDUCE.fullmatch(text):
+            action = cls(Verb.REDUCE, int(found[1]), 0)
+        else:
+            action = None
+        if action is None or str(action) != text:
+            example = "F0.s1.d0, SEND_F0.s1.d0>s2, RECV_F0.s2.d0<s1, SEND_G.s1.d1>d0 or REDUCE.s1"
+            raise RequestError(f"{text!r} is not an action; write it like {example}")
+        return action
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What every rank of one replica does.
+
+    Attributes:
+        name: of the algorithm.
+        actions: for each rank, its actions in order.
+    """
+
+    name: str
+    actions: tuple[tuple[Action, ...], ...]
+
+    def to_text(self) -> str:
+        """Return one line for the name and one for each rank; ``from_text`` gives the schedule back."""
+        lines = [f"schedule {self.name}"]
+        lines += [" ".join([f"{rank}:", *map(str, row)]) for rank, row in enumerate(self.actions)]
+        return "\n".join(lines) + "\n"
+
+    @classmethod
+    def from_text(cls, text: str) -> Schedule:
+        """Return the schedule of ``to_text``.
+
+        Raises:
+            RequestError: the text is not one of a schedule; the message names the line.
+        """
+        lines = text.splitlines()
+        if not lines or not lines[0].startswith("schedule "):
+            raise RequestError("the text of a schedule begins with the line 'schedule NAME'")
+        rows = []
+        for rank, line in enumerate(lines[1:]):
+            head, *words = line.split()
+            if head != f"{rank}:":
+                raise RequestError(f"line {rank + 2} of a schedule begins with {head!r}; write '{rank}:' for its rank")
+            rows.append(tuple(Action.parse(word) for word in words))
+        return cls(lines[0].removeprefix("schedule "), tuple(rows))

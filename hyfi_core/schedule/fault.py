@@ -1,0 +1,46 @@
+"""What is wrong with a schedule, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hyfi_core.schedule.action import Action, Schedule
+
+MARK = "<-- ERROR HERE"
+
+
+@dataclass(frozen=True)
+class Blame:
+    """One faulty place of a schedule.
+
+    Attributes:
+        rank: of the replica.
+        index: of the action in the rank's list; its length where an action lacks at the end.
+        why: what the action waits for, or what is wrong with it.
+    """
+
+    rank: int
+    index: int
+    why: str
+
+
+class ScheduleError(Exception):
+    """A schedule cannot be run: it dead-locks, or lacks, repeats or misdirects an action.
+
+    Attributes:
+        blames: the faulty places, the first one first; of a dead-lock all that wait for each other in a circle.
+    """
+
+    def __init__(self, schedule: Schedule, problem: str, blames: Sequence[Blame], grid: str = "") -> None:
+        self.blames = tuple(blames)
+        lines = [f"schedule {schedule.name}: {problem}"]
+        for blame in self.blames:
+            lines.append(f"  rank {blame.rank}, action {blame.index}, {name_at(schedule, blame)}: {blame.why}")
+        super().__init__("\n".join([*lines, grid] if grid else lines))
+
+
+def name_at(schedule: Schedule, blame: Blame) -> str:
+    """Return the text of the action that a blame points at, "end" behind the last one."""
+    row: Sequence[Action] = schedule.actions[blame.rank]
+    return str(row[blame.index]) if blame.index < len(row) else "end"

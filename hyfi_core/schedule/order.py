@@ -1,0 +1,109 @@
+"""One order of all gang actions of a replica: what the lists of its ranks have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hyfi_core.plan.placement import Placement
+from hyfi_core.schedule.action import Action, Schedule, Verb
+from hyfi_core.schedule.fault import Blame, ScheduleError
+
+_NOMINAL = {Verb.F: 1, Verb.B: 2}  # a backward is about two forwards: gradients of inputs and of weights
+
+
+class Edges:
+    """The pairs of stages that exchange values.
+
+    Attributes:
+        sources: for each stage, the earlier stages that it takes values from, ascending.
+        targets: for each stage, the later stages that take values from it, ascending.
+    """
+
+    def __init__(self, edges: Iterable[tuple[int, int]], stages: int) -> None:
+        self.sources: list[list[int]] = [[] for _ in range(stages)]
+        self.targets: list[list[int]] = [[] for _ in range(stages)]
+        for source, target in sorted(set(edges)):
+            if not 0 <= source < target < stages:
+                raise ValueError(f"edge ({source}, {target}) does not go forward among stages 0 to {stages - 1}")
+            self.sources[target].append(source)
+            self.targets[source].append(target)
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A gang action and when it would run if a forward took 1, a backward 2, and messages nothing."""
+
+    action: Action
+    start: int
+    end: int
+
+
+def common_order(schedule: Schedule, placement: Placement, edges: Edges) -> list[Timed]:
+    """Return the gang actions of a schedule of only F and B, by their time: from cause to effect, each once.
+
+    Raises:
+        ScheduleError: the ranks' lists have no common order, or an action comes before what it needs.
+    """
+    rows = schedule.actions
+    cursor = [0] * len(rows)
+    clock = [0] * len(rows)
+    ended: dict[Action, int] = {}
+    waiting: dict[Action, list[int]] = {}
+    done: list[Timed] = []
+    ready = list(range(len(rows)))
+    while ready:
+        rank = ready.pop()
+        if cursor[rank] == len(rows[rank]):
+            continue
+        action = rows[rank][cursor[rank]]
+        gang = placement.group(action.stage, action.direction)
+        if any(_current(rows[other], cursor[other]) != action for other in gang):
+            continue  # the last rank of the gang to come here goes on
+        needs = _needs(action, edges)
+        missing = next((need for need in needs if need not in ended), None)
+        if missing is not None:
+            waiting.setdefault(missing, []).append(rank)
+            continue
+        start = max([clock[other] for other in gang] + [ended[need] for need in needs])
+        end = start + _NOMINAL[action.verb]
+        ended[action] = end
+        done.append(Timed(action, start, end))
+        for other in gang:
+            cursor[other] += 1
+            clock[other] = end
+        ready += gang
+        ready += waiting.pop(action, ())
+    if any(cursor[rank] < len(row) for rank, row in enumerate(rows)):
+        raise _stuck(schedule, placement, edges, cursor, ended)
+    return sorted(done, key=lambda timed: timed.start)
+
+
+def _current(row: tuple[Action, ...], cursor: int) -> Action | None:
+    return row[cursor] if cursor < len(row) else None
+
+
+def _needs(action: Action, edges: Edges) -> list[Action]:
+    """Return the gang actions whose results a gang action takes."""
+    stage, direction, microbatch = action.stage, action.direction, action.microbatch
+    if action.verb is Verb.F:
+        return [Action(Verb.F, source, direction, microbatch) for source in edges.sources[stage]]
+    later = [Action(Verb.B, target, direction, microbatch) for target in edges.targets[stage]]
+    return [Action(Verb.F, stage, direction, microbatch), *later]
+
+
+def _stuck(
+    schedule: Schedule, placement: Placement, edges: Edges, cursor: list[int], ended: dict[Action, int]
+) -> ScheduleError:
+    blames = []
+    for rank, row in enumerate(schedule.actions):
+        if cursor[rank] == len(row):
+            continue
+        action = row[cursor[rank]]
+        why = [f"{need} is not done" for need in _needs(action, edges) if need not in ended]
+        for other in placement.group(action.stage, action.direction):
+            current = _current(schedule.actions[other], cursor[other])
+            if current != action:
+                why.append(f"rank {other} is at {current or 'its end'}")
+        blames.append(Blame(rank, cursor[rank], "waits: " + ", ".join(why)))
+    return ScheduleError(schedule, "its ranks' lists have no common order", blames)
