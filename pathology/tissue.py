@@ -2,9 +2,9 @@
 
 All is decided in optical density relative to the slide's own glass, so a scanner's grey or yellowish background is
 no tissue. Stained tissue absorbs, in different measure for the three channels, and most in green (haematoxylin and
-eosin both do). Dust, shadows and black ink absorb alike in all three; blue and green ink most in red; red ink hardly
-in red and as much in blue as in green. How far density and colour must stand out is Otsu's threshold, held between
-a floor (an empty slide has no tissue) and a ceiling (dark nuclei do not make pale stroma glass).
+eosin both do). Dust, shadows and ink absorb otherwise (see `pathology.pen`). How far density and colour must stand out
+is Otsu's threshold, held between a floor (an empty slide has no tissue) and a ceiling (dark nuclei do not make pale
+stroma glass). Fat, which is nearly as clear as glass, is found by its walls (see `pathology.fat`).
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from skimage.filters import gaussian, threshold_otsu
-from skimage.measure import label
-from skimage.morphology import closing, dilation, disk, opening, remove_small_holes, remove_small_objects
+from skimage.filters import threshold_otsu
+from skimage.morphology import closing, disk, remove_small_holes, remove_small_objects
 from skimage.segmentation import clear_border
+
+from pathology.density import Float, density_strips, glass_colour
+from pathology.fat import find_fat
+from pathology.pen import ink, pen_marks
 
 Mask = npt.NDArray[np.bool_]
 Planes = npt.NDArray[np.uint8]
-Float = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ class TissueParameters:
         close_um: Gaps up to about twice this are bridged.
         smallest_um2: Smaller pieces are specks.
         hole_um2: Smaller holes are filled.
+        fat: Whether areas of fat count as tissue.
     """
 
     mpp_um: float = 8.0
@@ -44,7 +47,8 @@ class TissueParameters:
     colour: tuple[float, float] = (0.018, 0.025)
     close_um: float = 24.0
     smallest_um2: float = 30_000.0
-    hole_um2: float = 60_000.0
+    hole_um2: float = 120_000.0
+    fat: bool = True
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object of the fields."""
@@ -62,68 +66,42 @@ class TissueMasks:
 def find_tissue(image: Planes, mpp_um: float, parameters: TissueParameters | None = None) -> TissueMasks:
     """Find the tissue and the pen marks of a slide.
 
+    Memory: about 25 bytes a pixel besides the image.
+
     Args:
         image: ``(3, h, w)`` uint8, the whole slide at a low resolution.
         mpp_um: Its microns per pixel.
         parameters: See there; default values suit H&E.
     """
     p = parameters or TissueParameters()
-    density = _optical_density(image, p.smooth_um / mpp_um)
-    mean = density.mean(0)
-    colour = density.max(0) - density.min(0)
-    pen = _pen(density, mean, colour, mpp_um)
+    glass = glass_colour(image)
+    stained, pen = _stained_and_pen(image, glass, mpp_um, p)
     usable = ~pen
-    stained = (mean > _threshold(mean[usable], p.density)) & (colour > _threshold(colour[usable], p.colour))
-    # What absorbs alike in all channels has no stain: shadows, dust, the coverslip's edge.
-    stained &= colour > 0.2 * mean
-    stained &= usable
-    closed = closing(stained, _disk(p.close_um / mpp_um)) & usable
-    tissue = remove_small_objects(closed, max_size=_pixels(p.smallest_um2, mpp_um))
+    tissue = closing(stained, _disk(p.close_um / mpp_um)) & usable
+    if p.fat:
+        solid = remove_small_objects(tissue, max_size=_pixels(p.smallest_um2, mpp_um))
+        fat = find_fat(image, glass, solid | pen, mpp_um)
+        tissue = closing(tissue | fat, _disk(p.close_um / mpp_um)) & usable if fat.any() else tissue
+    tissue = remove_small_objects(tissue, max_size=_pixels(p.smallest_um2, mpp_um))
     holes = remove_small_holes(tissue, max_size=_pixels(p.hole_um2, mpp_um)) & ~tissue
     # What reaches the picture's border is no hole: a small slide without tissue would be one.
     return TissueMasks((tissue | clear_border(holes)) & usable, pen)
 
 
-def _optical_density(image: Planes, sigma_px: float) -> Float:
-    """Return ``(3, h, w)``: log10(glass / light), smoothed, not below 0."""
-    glass = _glass(image)
-    light = np.stack([gaussian(c, sigma_px, preserve_range=True) for c in image.astype(np.float32)])
-    density: Float = np.log10((glass[:, None, None] + 1) / (light + 1)).astype(np.float32)
-    return np.maximum(density, 0)
-
-
-def _glass(image: Planes) -> Float:
-    """Return the colour of the slide's glass: the mode of the bright pixels of each channel.
-
-    A slide that is tissue all over has no glass in sight: nothing darker than 200 is taken for it unless the
-    brightest pixels are darker still (a grey scanner).
-    """
-    found = []
-    for channel in image:
-        counts = np.bincount(channel.ravel(), minlength=256).astype(np.float64)
-        smooth = np.convolve(counts, np.ones(5), mode="same")
-        brightest = int(np.searchsorted(counts.cumsum(), 0.98 * counts.sum()))
-        lowest = max(0, min(200, brightest - 20))
-        found.append(lowest + int(np.argmax(smooth[lowest:])))
-    return np.array(found, np.float32)
-
-
-def _pen(density: Float, mean: Float, colour: Float, mpp_um: float) -> Mask:
-    """Return felt-tip marks: dense, in a colour that stains do not have, no specks; with their faded rims."""
-    red, green, blue = density
-    bluish = (red > 1.1 * green) & (red > 0.12)
-    reddish = (blue > 0.75 * green) & (red < 0.25 * green) & (green > 0.4)
-    black = (mean > 0.2) & (colour < 0.25 * mean)
-    core = opening(bluish | reddish | black, _disk(8.0 / mpp_um))
-    core = remove_small_objects(core, max_size=_pixels(6_000.0, mpp_um))
-    if not core.any():
-        return core
-    # The rim of a mark is ink too, thinner: take what joins it and is not stained like tissue.
-    faint = ((red > green) | (colour < 0.2 * mean)) & (mean > 0.02)
-    joined = label(faint | core)
-    rim = np.isin(joined, np.unique(joined[core])) & dilation(core, _disk(40.0 / mpp_um))
-    result: Mask = core | rim
-    return result
+def _stained_and_pen(image: Planes, glass: Float, mpp_um: float, p: TissueParameters) -> tuple[Mask, Mask]:
+    mean: Float = np.empty(image.shape[1:], np.float32)
+    colour = np.empty_like(mean)
+    core, faint = np.empty(mean.shape, bool), np.empty(mean.shape, bool)
+    for rows, density in density_strips(image, glass, p.smooth_um / mpp_um):
+        mean[rows] = density.mean(0)
+        colour[rows] = density.max(0) - density.min(0)
+        core[rows], faint[rows] = ink(density)
+    pen = pen_marks(core, faint, mpp_um)
+    usable = ~pen
+    stained = (mean > _threshold(mean[usable], p.density)) & (colour > _threshold(colour[usable], p.colour))
+    # What absorbs alike in all channels has no stain: shadows, dust, the coverslip's edge.
+    stained &= colour > 0.2 * mean
+    return stained & usable, pen
 
 
 def _threshold(values: npt.NDArray[np.float32], bounds: tuple[float, float]) -> float:
