@@ -58,6 +58,23 @@ class Artefacts:
                 pixels = (pixels + share * (inked - pixels)).astype(np.uint8)
         return pixels
 
+    def inked(self, mpp_um: float, source_mpp_um: float, side_px: int) -> Array:
+        """Return where the ink is, a bool mask ``(side_px, side_px)`` of the whole slide at ``mpp_um``."""
+        scale = source_mpp_um / mpp_um
+        whole = Box.of_size(side_px, side_px)
+        found = np.zeros((side_px, side_px), bool)
+        for points in self.strokes:
+            for start, end in pairwise(points * scale - 0.5):
+                found |= _distance(whole, start, end) < self.half_width_px * scale
+        return found
+
+    def unsharp(self, mpp_um: float, source_mpp_um: float, side_px: int) -> Array:
+        """Return where it is out of focus, a bool mask ``(side_px, side_px)`` of the whole slide at ``mpp_um``."""
+        centres = (np.arange(side_px) + 0.5) * mpp_um / source_mpp_um
+        y, x = centres[:, None] - self.centre[0], centres[None, :] - self.centre[1]
+        result: Array = np.hypot(y, x) < self.radius_px
+        return result
+
     def _touches(self, block: Box, start: Array, end: Array) -> bool:
         low, high = np.minimum(start, end) - self.half_width_px, np.maximum(start, end) + self.half_width_px
         return bool(high[0] > block.y0 and low[0] < block.y1 and high[1] > block.x0 and low[1] < block.x1)
