@@ -41,7 +41,8 @@ def write_json_atomically(path: Path, value: dict[str, Any]) -> None:
 
 def publish_directory(prepared: Path, final: Path) -> None:
     """Rename a finished directory to its name, in place of an older one if there is one."""
-    old = prepared.with_name(prepared.name.replace(".tmp-", ".old-"))
+    beside = temporary_beside(final)
+    old = beside.with_name(beside.name.replace(".tmp-", ".old-"))
     if final.exists():
         final.rename(old)
     prepared.rename(final)

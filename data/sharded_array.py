@@ -1,46 +1,49 @@
-"""Boxes out of a sharded zarr 3 array, by positional reads, with every chunk under its checksum.
+"""Boxes out of a zarr 3 array, by positional reads, with every chunk under its checksum.
 
 A shard is one file::
 
     [chunk][chunk][chunk] … [index: one (offset, length) pair for each chunk of the shard][crc32c of the index]
-     └ zstd(pixels) + crc32c                                   little-endian uint64
+     └ codec(pixels) + crc32c                                  little-endian uint64
 
-Specification: zarr core 3.0 and its `sharding_indexed` codec. Only the codecs that this project
-writes are read; whatever is missing or altered is an error, never background. No file stays open
-between reads and nothing is shared but a cache of indexes, so a reader may be forked or pickled.
+Without shards a chunk is a file. Specification: zarr core 3.0 and its `sharding_indexed` codec; only the layouts of
+`data.store_layout` are read. Whatever is missing or altered is an error, never background: a chunk that was left
+out on purpose is listed as such. No file stays open between reads and nothing is shared but a cache of indexes and
+a pool of threads that knows its process, so a reader may be forked or pickled.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import google_crc32c
 import numpy as np
 import numpy.typing as npt
-from imagecodecs import zstd_decode
 
 from data.errors import StoreError
+from data.store_codec import Pixels, unsealed
+from data.store_layout import ArrayLayout
 from hyfi_core.plan.box import Box
 
-_ABSENT = np.uint64(2**64 - 1)
-_CRC_BYTES = 4
+ABSENT = np.uint64(2**64 - 1)
+_LONGEST_READ_BYTES = 2**22
+_LONGEST_RUN = 8
+"""Chunks that one task reads and decodes: few enough to keep threads equally busy."""
 
-Pixels = npt.NDArray[np.uint8]
+Index = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """One chunk of a read: where it lies in its shard and which box of the array it holds."""
+class _Run:
+    """Chunks of one file that lie next to each other in it, in a row of the array."""
 
-    shard: tuple[int, int]
-    slot: int
-    box: Box
+    file: tuple[int, int]
+    slots: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -49,19 +52,17 @@ class ShardedArray:
 
     Attributes:
         path: The array's directory.
-        shape: Its shape in pixels; all but the last two axes lie whole in every chunk.
-        chunk_px: Height and width of a chunk.
-        shard_px: Height and width of a shard, multiples of those of a chunk.
+        layout: Its shape, chunks, shards and codec.
+        blank: For each file by name, the slots that were left out on purpose and read as background.
     """
 
     path: Path
-    shape: tuple[int, ...]
-    chunk_px: tuple[int, int]
-    shard_px: tuple[int, int]
-    _index: dict[tuple[int, int], npt.NDArray[np.uint64]] = field(default_factory=dict, repr=False)
+    layout: ArrayLayout
+    blank: Mapping[str, Collection[int]] = field(default_factory=dict, repr=False)
+    _index: dict[tuple[int, int], Index] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def open(cls, path: Path) -> ShardedArray:
+    def open(cls, path: Path, blank: Mapping[str, Collection[int]] | None = None) -> ShardedArray:
         """Read the metadata of the array in ``path``.
 
         Raises:
@@ -69,13 +70,20 @@ class ShardedArray:
         """
         meta = read_json(path / "zarr.json")
         try:
-            shape, chunk, shard = _parse_metadata(meta)
+            layout = ArrayLayout.from_json(meta)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise StoreError(f"{path / 'zarr.json'}: not an array of this project's stores ({error})") from error
-        return cls(path, shape, chunk, shard)
+        return cls(path, layout, blank or {})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array."""
+        return self.layout.shape
 
     def read_into(self, box: Box, out: Pixels, threads: int = 1) -> None:
         """Fill ``out`` with the pixels of ``box``, which must lie inside the array.
+
+        Memory: beside ``out``, for each thread one chunk and a read of at most a few MB.
 
         Args:
             box: Rectangle of the array.
@@ -85,74 +93,159 @@ class ShardedArray:
         Raises:
             StoreError: A shard or a chunk is missing, cut short or altered; names file and cause.
         """
-        pieces = list(self._pieces(box))
-        if threads <= 1 or len(pieces) <= 2:
-            for piece in pieces:
-                self._read_piece(piece, box, out)
+        runs = list(self._runs(box))
+        if threads <= 1 or len(runs) <= 1:
+            for run in runs:
+                self._read_run(run, box, out)
             return
-        with ThreadPoolExecutor(threads) as pool:
-            for _ in pool.map(lambda piece: self._read_piece(piece, box, out), pieces):
-                pass
+        for _ in _pool(threads).map(lambda run: self._read_run(run, box, out), runs):
+            pass
 
-    def _pieces(self, box: Box) -> Iterator[_Piece]:
-        (ch, cw), (sh, sw) = self.chunk_px, self.shard_px
-        rows, columns = sh // ch, sw // cw
-        for y in range(box.y0 // ch, -(-box.y1 // ch)):
-            for x in range(box.x0 // cw, -(-box.x1 // cw)):
-                slot = (y % rows) * columns + x % columns
-                yield _Piece((y // rows, x // columns), slot, Box(y * ch, (y + 1) * ch, x * cw, (x + 1) * cw))
+    def _runs(self, box: Box) -> Iterator[_Run]:
+        layout = self.layout
+        (ch, cw), columns = layout.chunk_px, layout.slots[1]
+        for file in layout.files(box):
+            inside = layout.file_box(file).intersect(box)
+            y0, x0 = file[0] * layout.shard_px[0], file[1] * layout.shard_px[1]
+            first, end = (inside.x0 - x0) // cw, -(-(inside.x1 - x0) // cw)
+            for row in range((inside.y0 - y0) // ch, -(-(inside.y1 - y0) // ch)):
+                for start in range(first, end, _LONGEST_RUN):
+                    stop = min(end, start + _LONGEST_RUN)
+                    yield _Run(file, tuple(range(row * columns + start, row * columns + stop)))
 
-    def _read_piece(self, piece: _Piece, box: Box, out: Pixels) -> None:
-        chunk = self._read_chunk(piece)
-        common = piece.box.intersect(box)
-        here, there = common.relative_to(piece.box).slices(), common.relative_to(box).slices()
-        out[(..., *there)] = chunk[(..., *here)]
+    def _read_run(self, run: _Run, box: Box, out: Pixels) -> None:
+        layout = self.layout
+        for slot, data in self._read_chunks(run):
+            whole = layout.chunk_box(run.file, slot)
+            common = whole.intersect(box)
+            target = out[(..., *common.relative_to(box).slices())]
+            if data is None:
+                target[...] = layout.fill
+            else:
+                chunk = self._decode(data, self.file_path(run.file), slot)
+                target[...] = chunk[(..., *common.relative_to(whole).slices())]
 
-    def shard_path(self, shard: tuple[int, int]) -> Path:
-        """Return the file of the shard in this (row, column) of shards."""
-        leading = ["0"] * (len(self.shape) - 2)
-        return self.path.joinpath("c", *leading, str(shard[0]), str(shard[1]))
+    def file_path(self, file: tuple[int, int]) -> Path:
+        """Return the file in this (row, column) of files."""
+        return self.path / self.layout.file_name(file)
 
-    def _read_chunk(self, piece: _Piece) -> Pixels:
-        path = self.shard_path(piece.shard)
+    def _read_chunks(self, run: _Run) -> Iterator[tuple[int, bytes | None]]:
+        """Yield (slot, bytes) of each chunk; None for one that was left out on purpose."""
+        path = self.file_path(run.file)
+        blank = self.blank.get(self.layout.file_name(run.file), ())
+        if not self.layout.sharded and 0 in blank:
+            yield 0, None
+            return
         try:
             handle = os.open(path, os.O_RDONLY)
         except OSError as error:
             raise StoreError(f"{path}: the shard cannot be read ({error.strerror})") from error
         try:
-            offset, length = self._index_of(handle, path, piece.shard)[piece.slot]
-            if offset == _ABSENT or length == _ABSENT:
-                raise StoreError(f"{path}: chunk {piece.slot} is not in its shard; ingest the slide again")
-            data = os.pread(handle, int(length), int(offset))
+            index = self._index_of(handle, path, run.file)
+            here = [slot for slot in run.slots if not self._is_blank(index, slot, blank, path)]
+            yield from ((slot, None) for slot in run.slots if slot not in here)
+            for group in _adjacent(index, here):
+                yield from _slices(_read(handle, path, index, group), index, group)
         except OSError as error:
             raise StoreError(f"{path}: the shard cannot be read ({error.strerror})") from error
         finally:
             os.close(handle)
-        if len(data) != length:
-            raise StoreError(f"{path}: the shard is cut short; ingest the slide again")
-        return self._decode(data, path, piece.slot)
+
+    def _is_blank(self, index: Index, slot: int, blank: Collection[int], path: Path) -> bool:
+        if index[slot, 0] != ABSENT and index[slot, 1] != ABSENT:
+            return False
+        if slot not in blank:
+            raise StoreError(f"{path}: chunk {slot} is not in its shard; ingest the slide again")
+        return True
 
     def _decode(self, data: bytes, path: Path, slot: int) -> Pixels:
-        body = _checked(data, path, f"chunk {slot}")
-        shape = (*self.shape[:-2], *self.chunk_px)
+        shape = self.layout.chunk_shape
         try:
-            pixels = np.frombuffer(zstd_decode(body), np.uint8)
-            return pixels.reshape(shape)
+            body = unsealed(data)
+        except ValueError as error:
+            raise StoreError(f"{path}: {error} in chunk {slot}, the file is damaged; ingest the slide again") from error
+        try:
+            return self.layout.codec.decode(body, shape, _scratch(int(np.prod(shape))))
         except (ValueError, RuntimeError) as error:
             raise StoreError(f"{path}: chunk {slot} does not decode ({error}); ingest the slide again") from error
 
-    def _index_of(self, handle: int, path: Path, shard: tuple[int, int]) -> npt.NDArray[np.uint64]:
-        index = self._index.get(shard)
+    def _index_of(self, handle: int, path: Path, file: tuple[int, int]) -> Index:
+        index = self._index.get(file)
         if index is None:
-            slots = (self.shard_px[0] // self.chunk_px[0]) * (self.shard_px[1] // self.chunk_px[1])
-            length = slots * 16 + _CRC_BYTES
-            size = os.fstat(handle).st_size
-            if size < length:
-                raise StoreError(f"{path}: {size} bytes are too few for a shard; ingest the slide again")
-            body = _checked(os.pread(handle, length, size - length), path, "its index")
-            index = np.frombuffer(body, "<u8").reshape(slots, 2)
-            self._index[shard] = index
+            index = read_index(handle, path, self.layout)
+            self._index[file] = index
         return index
+
+
+def read_index(handle: int, path: Path, layout: ArrayLayout) -> Index:
+    """Return (offset, length) of each slot of an open file, ``ABSENT`` twice where there is no chunk.
+
+    Raises:
+        StoreError: The file is too short or its index altered.
+    """
+    size = os.fstat(handle).st_size
+    if not layout.sharded:
+        return np.array([[0, size]], np.uint64)
+    length = layout.index_bytes
+    if size < length:
+        raise StoreError(f"{path}: {size} bytes are too few for a shard; ingest the slide again")
+    try:
+        body = unsealed(os.pread(handle, length, size - length))
+    except ValueError as error:
+        raise StoreError(f"{path}: {error} in its index, the file is damaged; ingest the slide again") from error
+    return np.frombuffer(body, "<u8").reshape(-1, 2)
+
+
+def _adjacent(index: Index, slots: list[int]) -> Iterator[list[int]]:
+    """Group slots whose chunks follow each other in the file, up to a few MB: one read for each group."""
+    group: list[int] = []
+    length = 0
+    for slot in slots:
+        offset, size = (int(n) for n in index[slot])
+        follows = group and offset == int(index[group[-1]].sum()) and length + size <= _LONGEST_READ_BYTES
+        if group and not follows:
+            yield group
+            group, length = [], 0
+        group.append(slot)
+        length += size
+    if group:
+        yield group
+
+
+def _read(handle: int, path: Path, index: Index, group: list[int]) -> bytes:
+    start, end = int(index[group[0], 0]), int(index[group[-1]].sum())
+    data = os.pread(handle, end - start, start)
+    if len(data) != end - start:
+        raise StoreError(f"{path}: the shard is cut short; ingest the slide again")
+    return data
+
+
+def _slices(data: bytes, index: Index, group: list[int]) -> Iterator[tuple[int, bytes]]:
+    start = int(index[group[0], 0])
+    for slot in group:
+        offset, size = (int(n) for n in index[slot])
+        yield slot, data[offset - start : offset - start + size]
+
+
+_local = threading.local()
+_pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
+
+
+def _scratch(size_bytes: int) -> Pixels:
+    """Return this thread's memory for one decoded chunk: the same every time, so it stays in the cache."""
+    found: Pixels | None = getattr(_local, "scratch", None)
+    if found is None or found.size < size_bytes:
+        found = _local.scratch = np.empty(size_bytes, np.uint8)
+    return found
+
+
+def _pool(threads: int) -> ThreadPoolExecutor:
+    """Return the pool of this process: threads do not survive a fork, so a child makes its own."""
+    key = (os.getpid(), threads)
+    pool = _pools.get(key)
+    if pool is None:
+        pool = _pools.setdefault(key, ThreadPoolExecutor(threads, thread_name_prefix="store-read"))
+    return pool
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -170,29 +263,3 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise StoreError(f"{path}: holds no JSON object")
     return value
-
-
-def _checked(data: bytes, path: Path, what: str) -> bytes:
-    """Return ``data`` without the crc32c at its end, after comparing it."""
-    body, stored = data[:-_CRC_BYTES], int.from_bytes(data[-_CRC_BYTES:], "little")
-    if google_crc32c.value(body) != stored:
-        raise StoreError(f"{path}: the checksum of {what} is wrong, the file is damaged; ingest the slide again")
-    return body
-
-
-def _parse_metadata(meta: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, int], tuple[int, int]]:
-    shape = tuple(int(n) for n in meta["shape"])
-    shard = tuple(int(n) for n in meta["chunk_grid"]["configuration"]["chunk_shape"])
-    (codec,) = meta["codecs"]
-    inner = codec["configuration"]
-    chunk = tuple(int(n) for n in inner["chunk_shape"])
-    names = [c["name"] for c in inner["codecs"]]
-    if meta["zarr_format"] != 3 or meta["data_type"] != "uint8" or codec["name"] != "sharding_indexed":
-        raise ValueError("expected a sharded uint8 array of zarr format 3")
-    if names != ["bytes", "zstd", "crc32c"] or inner.get("index_location", "end") != "end":
-        raise ValueError(f"expected the inner codecs bytes, zstd, crc32c; found {', '.join(names)}")
-    if chunk[:-2] != shape[:-2] or shard[:-2] != shape[:-2]:
-        raise ValueError("expected all channels in one chunk")
-    if any(s % c for s, c in zip(shard[-2:], chunk[-2:], strict=True)):
-        raise ValueError("expected shards that are whole multiples of chunks")
-    return shape, (chunk[-2], chunk[-1]), (shard[-2], shard[-1])

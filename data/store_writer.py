@@ -1,11 +1,24 @@
-"""Write one slide into a store: prepared beside, every shard listed with size and digest, synced, renamed."""
+"""Write one slide into a store: prepared beside, every file listed with size and digest, synced, renamed.
+
+```
+write(level, y, x, block)   the caller goes on at once: chunks are encoded by threads, files written by others
+        └ chunks → encoders ─┐ in slot order
+                             └ file: written, digested, synced, renamed, noted in the journal
+```
+
+A slide whose writer is told its identity is prepared in a folder named after it. Killed, it goes on there: files that
+the journal knows and that are still whole are not written again. Unfinished slides of another identity go.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -14,15 +27,22 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from data import store_metadata as metadata
 from data.files import publish_directory, remove_leftovers, sha256_of, temporary_beside
-from data.sharded_array import Pixels
-from data.store import BACKGROUND, FORMAT, slide_path
+from data.sharded_array import ShardedArray
+from data.store import FORMAT, slide_path
+from data.store_codec import ZSTD, PixelCodec, Pixels, sealed
+from data.store_journal import Journal
+from data.store_layout import CHUNK_PX, SHARD_PX, ArrayLayout
+from data.store_shard import write_file
+from data.tissue_grid import TissueGrid
 from hyfi_core.files import sync_file
+from hyfi_core.plan.box import Box
 
-CHUNK_PX = 512
-SHARD_PX = 4096
+__all__ = ["CHUNK_PX", "SHARD_PX", "LevelSize", "Mask", "SlideWriter", "StoredLevel", "pyramid_levels"]
 
 Mask = npt.NDArray[np.bool_]
+_BLOCKS_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,35 +53,79 @@ class LevelSize:
     width_px: int
 
 
+@dataclass(frozen=True, slots=True)
+class StoredLevel:
+    """One level to write: where its pixels go, and its microns per pixel (y, x)."""
+
+    layout: ArrayLayout
+    mpp: tuple[float, float]
+
+
+def pyramid_levels(
+    sizes: Sequence[LevelSize], mpp_um: float, codec: PixelCodec = ZSTD, sharded: bool = True
+) -> tuple[StoredLevel, ...]:
+    """Return the levels of a pyramid that halves.
+
+    Args:
+        sizes: Finest first; each half of the one before.
+        mpp_um: Microns per pixel of the finest, both axes.
+        codec: Of every chunk; default ``zstd:1``.
+        sharded: Files are shards of 8 × 8 chunks; otherwise every chunk is a file.
+    """
+    side = SHARD_PX if sharded else CHUNK_PX
+    found = []
+    for k, size in enumerate(sizes):
+        shape = (3, size.height_px, size.width_px)
+        layout = ArrayLayout(shape, (CHUNK_PX, CHUNK_PX), (side, side), sharded, codec)
+        found.append(StoredLevel(layout, (mpp_um * 2**k, mpp_um * 2**k)))
+    return tuple(found)
+
+
 class SlideWriter:
     """A slide that is being written; a context manager that publishes nothing unless ``publish`` was called.
 
-    Memory: one block of at most ``SHARD_PX`` squared pixels of the caller and its encoded form.
+    To be used by one thread. Memory: two of the caller's blocks under way, and their encoded form.
 
     Args:
         store: The folder of the store; must exist.
         slide_id: Name of the slide.
-        levels: Sizes of the pyramid, finest first; each half of the one before.
-        mpp_um: Microns per pixel of level 0, both axes.
-        zstd_level: 1 (fast) to 22 (small).
+        levels: Finest first, from `pyramid_levels` or as a scanner made them.
+        glass: Tissue mask from the slide's corner and its microns per pixel: chunks without tissue are left out, and
+            listed as such. None: all are written.
+        identity: JSON that says what decides the slide's pixels (parameters, the source's size and time): a writer
+            that was killed is continued by the next of the same identity. None: every writer starts afresh.
+        threads: Chunks encoded at a time; 0: as many as this process has cores.
+
+    Raises:
+        OSError: The store cannot be written.
     """
 
     def __init__(
-        self, store: Path, slide_id: str, levels: Sequence[LevelSize], mpp_um: float, zstd_level: int = 1
+        self,
+        store: Path,
+        slide_id: str,
+        levels: Sequence[StoredLevel],
+        *,
+        glass: tuple[Mask, float] | None = None,
+        identity: Mapping[str, Any] | None = None,
+        threads: int = 0,
     ) -> None:
-        import zarr
-
         self.final = slide_path(store, slide_id)
         remove_leftovers(self.final)
-        self.path = temporary_beside(self.final)
-        self._levels = tuple(levels)
-        self._mpp_um = mpp_um
-        self._zstd_level = zstd_level
-        shutil.rmtree(self.path, ignore_errors=True)
-        self._group = zarr.create_group(str(self.path), zarr_format=3)
-        self._arrays = [
-            self._create(self._group, str(k), (3, s.height_px, s.width_px)) for k, s in enumerate(self._levels)
-        ]
+        self.levels = tuple(levels)
+        self._resumable = identity is not None
+        self.path = self._folder(identity)
+        _remove_unfinished(self.final, but=self.path if self._resumable else None)
+        self._grids = [_grid(level, glass) for level in self.levels]
+        for k, level in enumerate(self.levels):
+            self._make_array(str(k), level.layout)
+        self._journal = Journal(self.path)
+        self._flight = threading.BoundedSemaphore(_BLOCKS_IN_FLIGHT)
+        self._encoders = ThreadPoolExecutor(threads or len(os.sched_getaffinity(0)), "store-encode")
+        # One file waits for the disk while the next is written; small files all wait together.
+        self._disk = ThreadPoolExecutor(2 if self.levels[0].layout.sharded else 16, "store-write")
+        self._pending: list[Future[None]] = []
+        self._label_mpp: list[tuple[float, float]] = []
 
     def __enter__(self) -> Self:
         return self
@@ -69,11 +133,72 @@ class SlideWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        for pool in (self._encoders, self._disk):
+            pool.shutdown(wait=True, cancel_futures=True)
+        self._journal.close()
+        # What was stopped on request (not an Exception) can be gone on with; what failed would fail again.
+        stopped = kind is not None and not issubclass(kind, Exception)
+        if not (self._resumable and stopped):
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def finished(self, level: int, y0: int, x0: int) -> bool:
+        """Whether the shard that starts at ``(y0, x0)`` was finished by an earlier run: it is not written again."""
+        layout = self.levels[level].layout
+        row, column = y0 // layout.shard_px[0], x0 // layout.shard_px[1]
+        return self._journal.finished(f"{level}/{layout.file_name((row, column))}")
+
+    def read_back(self, level: int, box: Box) -> Pixels | None:
+        """Return the pixels of ``box`` ``(3, h, w)`` as they were written, by an earlier run or this one.
+
+        None where that is not possible: not all is finished, or what is stored is not exactly what was given.
+        """
+        layout = self.levels[level].layout
+        names = [f"{level}/{layout.file_name(file)}" for file in layout.files(box)]
+        if not layout.codec.exact or self._grids[level] is not None or not all(map(self._journal.finished, names)):
+            return None
+        out: Pixels = np.empty((3, *box.shape), np.uint8)
+        ShardedArray(self.path / str(level), layout).read_into(box, out, len(os.sched_getaffinity(0)))
+        return out
 
     def write(self, level: int, y0: int, x0: int, block: Pixels) -> None:
-        """Write a whole shard: ``block`` is ``(3, h, w)`` and starts at ``(y0, x0)``, multiples of ``SHARD_PX``."""
-        self._arrays[level][:, y0 : y0 + block.shape[1], x0 : x0 + block.shape[2]] = block
+        """Take whole files of a level; returns before they are written.
+
+        Args:
+            level: 0 is the finest.
+            y0: Row where the block starts, a multiple of ``SHARD_PX``.
+            x0: Column likewise.
+            block: ``(3, h, w)``, ``SHARD_PX`` squared or what is left of the level; not to be changed any more.
+
+        Raises:
+            OSError: An earlier block could not be written.
+        """
+        layout = self.levels[level].layout
+        self._write_block(str(level), layout, y0, x0, block, self._grids[level])
+
+    def write_encoded(self, level: int, file: tuple[int, int], bodies: Sequence[bytes]) -> None:
+        """Take the used chunks of one file of a level as encoded bytes without checksum; returns before it is written.
+
+        Args:
+            level: 0 is the finest.
+            file: (row, column) of the file.
+            bodies: One for each of ``layout.used_slots(file)``.
+
+        Raises:
+            OSError: An earlier file could not be written.
+        """
+        layout = self.levels[level].layout
+        slots = layout.used_slots(file)
+
+        def chunks() -> Iterator[tuple[int, bytes | None]]:
+            grid = self._grids[level]
+            for slot, body in zip(slots, bodies, strict=True):
+                yield slot, None if _is_glass(grid, layout.chunk_box(file, slot)) else sealed(body)
+
+        self._take()
+        name = f"{level}/{layout.file_name(file)}"
+        future = self._disk.submit(lambda: self._store(name, layout, chunks()))
+        future.add_done_callback(lambda _: self._flight.release())
+        self._pending.append(future)
 
     def write_tissue(self, mask: Mask, mpp_um: float) -> None:
         """Write the tissue label from its finest level, with as many levels as the image has (NGFF asks for that).
@@ -82,82 +207,164 @@ class SlideWriter:
             mask: ``(h, w)``; pixel 0 starts where the slide does.
             mpp_um: Microns per pixel of the mask.
         """
-        labels = self._group.create_group("labels", attributes={"ome": {"version": "0.5", "labels": ["tissue"]}})
-        tissue: Any = labels.create_group("tissue")
-        sizes = []
-        for k in range(len(self._levels)):
-            array = self._create(tissue, str(k), mask.shape)
-            array[:, :] = mask.astype(np.uint8)
-            sizes.append(LevelSize(*mask.shape))
+        sharded = self.levels[0].layout.sharded
+        side = SHARD_PX if sharded else CHUNK_PX
+        for k in range(len(self.levels)):
+            layout = ArrayLayout(mask.shape, shard_px=(side, side), sharded=sharded)
+            self._make_array(f"labels/tissue/{k}", layout)
+            pixels = mask.astype(np.uint8)
+            for y, x in np.ndindex(-(-mask.shape[0] // SHARD_PX), -(-mask.shape[1] // SHARD_PX)):
+                y, x = y * SHARD_PX, x * SHARD_PX
+                block = pixels[y : y + SHARD_PX, x : x + SHARD_PX]
+                self._write_block(f"labels/tissue/{k}", layout, y, x, block, None)
+            self._label_mpp.append((mpp_um * 2**k, mpp_um * 2**k))
             mask = _halve_mask(mask)
-        colours = [{"label-value": 1, "rgba": [0, 160, 80, 128]}]
-        tissue.attrs["ome"] = {
-            "version": "0.5",
-            "image-label": {"colors": colours, "source": {"image": "../../"}},
-            "multiscales": [_multiscale("tissue", ("y", "x"), len(sizes), mpp_um)],
-        }
 
     def publish(self, attributes: dict[str, Any]) -> None:
-        """List and sync what was written, then give the slide its name.
+        """Wait for what is under way, list and sync it, then give the slide its name.
 
         Args:
-            attributes: The `hyfi` attributes; ``format`` and ``shards`` are added here.
+            attributes: The `hyfi` attributes; ``format``, ``shards`` and ``metadata`` (the arrays' own JSON, with size
+                and digest) are added here, and ``metadata_sha256`` of the slide's own.
+
+        Raises:
+            OSError: Something could not be written.
         """
-        shards = {name: _entry(self.path / name) for name in _shard_names(self.path)}
-        self._group.attrs.update(
-            {
-                "ome": {
-                    "version": "0.5",
-                    "multiscales": [_multiscale("image", ("c", "y", "x"), len(self._levels), self._mpp_um)],
-                    "omero": _omero(),
-                },
-                "hyfi": {"format": FORMAT, **attributes, "shards": shards},
-            }
-        )
-        _sync_tree(self.path)
+        for future in self._pending:
+            future.result()
+        self._encoders.shutdown()
+        self._disk.shutdown()
+        self._write_groups(attributes)
+        self._journal.remove()
+        _sync_metadata(self.path)
         publish_directory(self.path, self.final)
 
-    def _create(self, group: Any, name: str, shape: tuple[int, ...]) -> Any:
-        from zarr.codecs import BytesCodec, Crc32cCodec, ZstdCodec
+    def _write_groups(self, attributes: dict[str, Any]) -> None:
+        groups = {"labels": metadata.labels_attributes()} if self._label_mpp else {}
+        if self._label_mpp:
+            groups["labels/tissue"] = metadata.label_attributes(self._label_mpp, self.levels[0].mpp)
+        for name, ome in groups.items():
+            self._write_json(name, metadata.group_json({"ome": ome}))
+        files = sorted(f.relative_to(self.path).as_posix() for f in self.path.rglob("zarr.json"))
+        listed = {name: _listed(self.path / name) for name in files if name != "zarr.json"}
+        shards = {name: entry.to_json() for name, entry in sorted(self._journal.entries.items())}
+        ours = {"format": FORMAT, **attributes, "shards": shards, "metadata": listed}
+        group = metadata.group_json({"ome": metadata.image_attributes([v.mpp for v in self.levels]), "hyfi": ours})
+        group["attributes"]["hyfi"]["metadata_sha256"] = metadata.digest_of_group(group)
+        self._write_json("", group)
 
-        leading = shape[:-2]
-        return group.create_array(
-            name,
-            shape=shape,
-            dtype="uint8",
-            chunks=(*leading, CHUNK_PX, CHUNK_PX),
-            shards=(*leading, SHARD_PX, SHARD_PX),
-            serializer=BytesCodec(),
-            compressors=[ZstdCodec(level=self._zstd_level), Crc32cCodec()],
-            fill_value=BACKGROUND if leading else 0,
-            dimension_names=("c", "y", "x")[-len(shape) :],
-            # A chunk that is all background is written too: what is absent is always damage.
-            config={"write_empty_chunks": True},
-        )
+    def _folder(self, identity: Mapping[str, Any] | None) -> Path:
+        if identity is None:
+            folder = temporary_beside(self.final)
+            shutil.rmtree(folder, ignore_errors=True)
+            return folder
+        layouts = [[level.layout.to_json(), level.mpp] for level in self.levels]
+        text = json.dumps([dict(identity), layouts, FORMAT], sort_keys=True)
+        return self.final.with_name(f"{_unfinished(self.final)}{hashlib.sha256(text.encode()).hexdigest()[:16]}")
+
+    def _make_array(self, name: str, layout: ArrayLayout) -> None:
+        self._write_json(name, layout.to_json())
+        for row in {row for row, _ in layout.files()}:
+            (self.path / name / layout.file_name((row, 0))).parent.mkdir(parents=True, exist_ok=True)
+
+    def _write_json(self, name: str, value: dict[str, Any]) -> None:
+        folder = self.path / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "zarr.json").write_bytes(metadata.encoded(value))
+
+    def _write_block(
+        self, array: str, layout: ArrayLayout, y0: int, x0: int, block: Pixels, grid: TissueGrid | None
+    ) -> None:
+        box = Box(y0, y0 + block.shape[-2], x0, x0 + block.shape[-1])
+        names = {file: f"{array}/{layout.file_name(file)}" for file in layout.files(box)}
+        new = [file for file, name in names.items() if not self._journal.finished(name)]
+        if not new:
+            return
+        self._take()
+        left = _Countdown(len(new), self._flight.release)
+        for file in new:
+            chunks = [
+                (slot, self._encode(layout, layout.chunk_box(file, slot), box, block, grid))
+                for slot in layout.used_slots(file)
+            ]
+            future = self._disk.submit(self._store, names[file], layout, _results(chunks))
+            future.add_done_callback(left)
+            self._pending.append(future)
+
+    def _encode(
+        self, layout: ArrayLayout, chunk: Box, box: Box, block: Pixels, grid: TissueGrid | None
+    ) -> Future[bytes] | None:
+        if _is_glass(grid, chunk):
+            return None
+        return self._encoders.submit(lambda: layout.codec.encode(_whole_chunk(layout, chunk, box, block)))
+
+    def _store(self, name: str, layout: ArrayLayout, chunks: Iterator[tuple[int, bytes | None]]) -> None:
+        self._journal.add(name, write_file(self.path / name, layout, chunks))
+
+    def _take(self) -> None:
+        """Wait until another block may be under way; raise what ended an earlier one."""
+        self._flight.acquire()
+        done = [future for future in self._pending if future.done()]
+        self._pending = [future for future in self._pending if not future.done()]
+        try:
+            for future in done:
+                future.result()
+        except BaseException:
+            self._flight.release()
+            raise
 
 
-def _multiscale(name: str, axes: tuple[str, ...], levels: int, mpp_um: float) -> dict[str, Any]:
-    """Return NGFF metadata of levels that halve; pixel centres line up: the translation is (s_k − s_0) / 2."""
-    channels = [1.0] * (len(axes) - 2)
-    datasets = []
-    for k in range(levels):
-        scale, shift = mpp_um * 2**k, mpp_um * (2**k - 1) / 2
-        steps = [
-            {"type": "scale", "scale": [*channels, scale, scale]},
-            {"type": "translation", "translation": [*(0.0 for _ in channels), shift, shift]},
-        ]
-        datasets.append({"path": str(k), "coordinateTransformations": steps})
-    named = [
-        {"name": a, "type": "channel"} if a == "c" else {"name": a, "type": "space", "unit": "micrometer"} for a in axes
-    ]
-    return {"name": name, "axes": named, "datasets": datasets, "type": "mean"}
+class _Countdown:
+    """Calls a function when it was called ``count`` times, by any threads."""
+
+    def __init__(self, count: int, then: Any) -> None:
+        self._count, self._then, self._lock = count, then, threading.Lock()
+
+    def __call__(self, _: object) -> None:
+        with self._lock:
+            self._count -= 1
+            last = self._count == 0
+        if last:
+            self._then()
 
 
-def _omero() -> dict[str, Any]:
-    window = {"min": 0, "max": 255, "start": 0, "end": 255}
-    colours = {"R": "FF0000", "G": "00FF00", "B": "0000FF"}
-    channels = [{"label": k, "color": v, "active": True, "window": window} for k, v in colours.items()]
-    return {"channels": channels, "rdefs": {"model": "color"}}
+def _results(chunks: list[tuple[int, Future[bytes] | None]]) -> Iterator[tuple[int, bytes | None]]:
+    """Yield (slot, bytes) in order as they come, and let go of each."""
+    chunks.reverse()
+    while chunks:
+        slot, future = chunks.pop()
+        yield slot, None if future is None else future.result()
+
+
+def _whole_chunk(layout: ArrayLayout, chunk: Box, box: Box, block: Pixels) -> Pixels:
+    """Return the pixels of a chunk; beyond the array's border they repeat its last ones (JPEG) or are background."""
+    inside = chunk.intersect(box)
+    pixels = block[(..., *inside.relative_to(box).slices())]
+    if inside == chunk:
+        return pixels
+    missing = [(0, 0)] * (pixels.ndim - 2) + [(0, chunk.y1 - inside.y1), (0, chunk.x1 - inside.x1)]
+    if layout.codec.exact:
+        return np.pad(pixels, missing, constant_values=layout.fill)
+    return np.pad(pixels, missing, mode="edge")
+
+
+def _grid(level: StoredLevel, glass: tuple[Mask, float] | None) -> TissueGrid | None:
+    if glass is None:
+        return None
+    mask, mpp_um = glass
+    size = (level.layout.shape[-2], level.layout.shape[-1])
+    return TissueGrid.under(mask, (mpp_um, mpp_um), size, level.mpp)
+
+
+def _is_glass(grid: TissueGrid | None, chunk: Box) -> bool:
+    """Whether no pixel of the chunk is tissue, nor any next to it in the mask."""
+    if grid is None:
+        return False
+    rows, columns = (
+        slice(max(0, int(np.searchsorted(ends, a, "right")) - 2), int(np.searchsorted(ends, b, "left")) + 1)
+        for ends, a, b in ((grid.rows, chunk.y0, chunk.y1), (grid.columns, chunk.x0, chunk.x1))
+    )
+    return not bool(grid.mask[rows, columns].any())
 
 
 def _halve_mask(mask: Mask) -> Mask:
@@ -168,18 +375,26 @@ def _halve_mask(mask: Mask) -> Mask:
     return result
 
 
-def _shard_names(path: Path) -> list[str]:
-    files = (f for f in path.rglob("c/**/*") if f.is_file())
-    return sorted(f.relative_to(path).as_posix() for f in files)
+def _unfinished(final: Path) -> str:
+    return f".{final.name}.part-"
 
 
-def _entry(path: Path) -> dict[str, Any]:
+def _remove_unfinished(final: Path, but: Path | None) -> None:
+    """Remove the unfinished slides of this name, but the one that is gone on with."""
+    prefix = _unfinished(final)
+    for path in final.parent.iterdir():
+        if path.name.startswith(prefix) and path != but:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _listed(path: Path) -> dict[str, Any]:
     return {"size": path.stat().st_size, "sha256": sha256_of(path)}
 
 
-def _sync_tree(path: Path) -> None:
+def _sync_metadata(path: Path) -> None:
+    """Bring folders and JSON to the disk; the pixels are there already."""
     found = list(os.walk(path))
     # Together, not one after the other: a disk takes many waiting writers in one turn.
     with ThreadPoolExecutor(16) as pool:
-        list(pool.map(sync_file, [Path(folder) / file for folder, _, files in found for file in files]))
+        list(pool.map(sync_file, [Path(folder) / "zarr.json" for folder, _, files in found if "zarr.json" in files]))
         list(pool.map(sync_file, [Path(folder) for folder, _, _ in found]))

@@ -16,7 +16,8 @@ import numpy as np
 
 from data.manifest import DONE, FAILED, SlideRecord, record_path
 from data.store import SlideStore, StoreError, slide_path
-from data.store_writer import LevelSize, SlideWriter
+from data.store_codec import PixelCodec
+from data.store_writer import LevelSize, SlideWriter, pyramid_levels
 from pathology.discover import user_columns
 from pathology.errors import SlideError
 from pathology.identity import SourceStamp, source_digest
@@ -90,7 +91,8 @@ def _ingest(source: Path, store: Path, options: IngestOptions, manifest_mpp: str
             return finished
         mask_level = max(0, round(math.log2(options.tissue.mpp_um / options.mpp)))
         sizes = level_sizes(choice.height_px, choice.width_px, at_least=mask_level + 1)
-        with SlideWriter(store, name, sizes, options.mpp, options.zstd_level) as writer:
+        levels = pyramid_levels(sizes, options.mpp, PixelCodec.parse(options.codec))
+        with SlideWriter(store, name, levels, identity=identity) as writer:
             content = _write_content(writer, LevelReader(slide, choice, options.max_bad), sizes, mask_level, options)
             attributes = {
                 "kind": "resampled",

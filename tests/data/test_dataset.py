@@ -14,7 +14,7 @@ from data.augment import Augment
 from data.dataset import COVERAGE_COLUMNS, SlideDataset, SlideRef, check_coverage, select_slides, write_coverage
 from data.labels import load_labels
 from data.store import StoreLevel
-from data.store_writer import LevelSize, SlideWriter
+from data.store_writer import LevelSize, SlideWriter, pyramid_levels
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box
 
@@ -203,7 +203,7 @@ def test_slides_are_chosen_by_status_label_and_split(tmp_path):
 def test_a_true_store_gives_the_same_pixels(tmp_path):
     source = slide(7)
     height, width = source.pixels.shape[1:]
-    with SlideWriter(tmp_path, "s0", [LevelSize(height, width)], 1.0) as writer:
+    with SlideWriter(tmp_path, "s0", pyramid_levels([LevelSize(height, width)], 1.0)) as writer:
         writer.write(0, 0, 0, source.pixels)
         writer.write_tissue(source.mask, MASK_MPP)
         writer.publish({})

@@ -11,10 +11,11 @@ import pytest
 
 from data.errors import StoreError
 from data.store import SlideStore, slide_path
-from data.store_writer import LevelSize, SlideWriter
+from data.store_writer import LevelSize, SlideWriter, pyramid_levels
 from hyfi_core.plan.box import Box
 
 SIZES = [LevelSize(1101, 4301), LevelSize(551, 2151), LevelSize(276, 1076)]
+LEVELS = pyramid_levels(SIZES, 1.0)
 
 
 def write_store(store: Path, slide_id: str = "s") -> tuple[Path, list[np.ndarray], np.ndarray]:
@@ -23,7 +24,7 @@ def write_store(store: Path, slide_id: str = "s") -> tuple[Path, list[np.ndarray
     levels = [rng.integers(0, 256, (3, s.height_px, s.width_px), dtype=np.uint8) for s in SIZES]
     mask = rng.random((138, 538)) > 0.5
     store.mkdir(exist_ok=True)
-    with SlideWriter(store, slide_id, SIZES, 1.0) as writer:
+    with SlideWriter(store, slide_id, LEVELS) as writer:
         for k, pixels in enumerate(levels):
             for x in range(0, pixels.shape[2], 4096):
                 writer.write(k, 0, x, pixels[:, :, x : x + 4096])
@@ -175,7 +176,7 @@ def test_what_is_no_slide_is_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_nothing_appears_when_writing_fails(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), SlideWriter(tmp_path, "s", SIZES, 1.0) as writer:
+    with pytest.raises(ZeroDivisionError), SlideWriter(tmp_path, "s", LEVELS) as writer:
         writer.write(0, 0, 0, np.zeros((3, 1101, 4096), np.uint8))
         _ = 1 // 0
     assert list(tmp_path.iterdir()) == []
@@ -198,7 +199,7 @@ def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
 
 
 def _die_while_writing(store: Path) -> None:
-    SlideWriter(store, "s", SIZES, 1.0)
+    SlideWriter(store, "s", LEVELS)
     os._exit(1)
 
 

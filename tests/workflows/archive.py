@@ -9,7 +9,7 @@ import numpy as np
 import yaml
 
 from data.manifest import SlideRecord, compile_manifest
-from data.store_writer import LevelSize, SlideWriter
+from data.store_writer import LevelSize, SlideWriter, pyramid_levels
 
 SIZE_PX = 250  # odd parts: 125 columns for each of two ranks
 SPLITS = ("train",) * 6 + ("val",) * 4 + ("test",) * 2
@@ -46,7 +46,7 @@ def _write_slide(store: Path, slide_id: str, seed: int, malignant: bool, size_px
     for y, x in rng.integers(0, size_px - 8, (60 if malignant else 4, 2)):
         pixels[:, y : y + 8, x : x + 8] -= np.array([120, 110, 60])[:, None, None]
     image = np.clip(pixels, 0, 255).astype(np.uint8)
-    with SlideWriter(store, slide_id, [LevelSize(size_px, size_px)], mpp_um=1.0) as writer:
+    with SlideWriter(store, slide_id, pyramid_levels([LevelSize(size_px, size_px)], 1.0)) as writer:
         writer.write(0, 0, 0, image)
         mask = np.ones((size_px // 8, size_px // 8), bool)
         mask[:2] = False

@@ -1,0 +1,143 @@
+"""How the pixels of one chunk become bytes: zstd or JPEG, and under a checksum.
+
+```
+zstd    pixels (c, y, x) → zstd → crc32c
+jpeg    pixels (c, y, x) → (y, x, c) → JPEG → crc32c
+```
+
+The JSON is that of zarr 3 (`transpose`, `bytes`, `zstd`, `crc32c` of the core specification) and, for JPEG, of the
+codec that the package imagecodecs registers as `imagecodecs_jpeg`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import google_crc32c
+import imagecodecs
+import numpy as np
+import numpy.typing as npt
+
+from hyfi_core.errors import RequestError
+
+_codecs: Any = imagecodecs  # its annotations know bytes alone; arrays are taken, too
+
+Pixels = npt.NDArray[np.uint8]
+CRC_BYTES = 4
+_CRC32C = {"name": "crc32c"}
+_MOST = {"zstd": 22, "jpeg": 100}
+_FULL_COLOUR_FROM = 90
+"""JPEG quality from which colour is kept at full resolution, as libvips does."""
+
+
+@dataclass(frozen=True, slots=True)
+class PixelCodec:
+    """One way to store chunks.
+
+    Attributes:
+        name: ``zstd`` (exact) or ``jpeg``.
+        level: zstd's level 1–22 or JPEG's quality 1–100; None for JPEG streams that somebody else made.
+    """
+
+    name: str = "zstd"
+    level: int | None = 1
+
+    @classmethod
+    def parse(cls, text: str) -> PixelCodec:
+        """Return the codec of ``zstd:N`` or ``jpeg:Q``.
+
+        Raises:
+            RequestError: It is something else.
+        """
+        name, _, level = text.partition(":")
+        if name not in _MOST or not level.isdecimal() or not 1 <= int(level) <= _MOST[name]:
+            raise RequestError(
+                f"--codec {text}: zstd:1 (fast) to zstd:22 (small), or jpeg:1 to jpeg:100 (lossy) are expected"
+            )
+        return cls(name, int(level))
+
+    def __str__(self) -> str:
+        return self.name if self.level is None else f"{self.name}:{self.level}"
+
+    @property
+    def exact(self) -> bool:
+        """Whether decoding gives the pixels that were encoded."""
+        return self.name == "zstd"
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Return the chain of zarr codecs."""
+        if self.name == "zstd":
+            zstd = {"name": "zstd", "configuration": {"level": self.level, "checksum": False}}
+            return [{"name": "bytes"}, zstd, _CRC32C]
+        jpeg: dict[str, Any] = {"name": "imagecodecs_jpeg"}
+        if self.level is not None:
+            jpeg["configuration"] = {"level": self.level}
+        return [{"name": "transpose", "configuration": {"order": [1, 2, 0]}}, jpeg, _CRC32C]
+
+    @classmethod
+    def from_json(cls, chain: list[dict[str, Any]]) -> PixelCodec:
+        """Return the codec of a chain of zarr codecs.
+
+        Raises:
+            ValueError: The chain is not one of those that `to_json` makes.
+        """
+        names = tuple(codec["name"] for codec in chain)
+        if names == ("bytes", "zstd", "crc32c"):
+            return cls("zstd", int(chain[1]["configuration"]["level"]))
+        if names == ("transpose", "imagecodecs_jpeg", "crc32c") and chain[0]["configuration"]["order"] == [1, 2, 0]:
+            level = chain[1].get("configuration", {}).get("level")
+            return cls("jpeg", None if level is None else int(level))
+        raise ValueError(f"expected the codecs bytes, zstd, crc32c or transpose, imagecodecs_jpeg, crc32c; got {names}")
+
+    def encode(self, pixels: Pixels) -> bytes:
+        """Return the bytes of a whole chunk ``(c, y, x)`` or ``(y, x)`` of any strides, its checksum at their end."""
+        if self.name == "zstd":
+            return sealed(_codecs.zstd_encode(np.ascontiguousarray(pixels), level=self.level))
+        subsampling = "444" if (self.level or 0) >= _FULL_COLOUR_FROM else "420"
+        interleaved = np.ascontiguousarray(pixels.transpose(1, 2, 0))
+        return sealed(_codecs.jpeg8_encode(interleaved, level=self.level, subsampling=subsampling))
+
+    def decode(self, body: bytes, shape: tuple[int, ...], scratch: Pixels) -> Pixels:
+        """Return the pixels of a chunk.
+
+        Args:
+            body: Its bytes without the checksum.
+            shape: Its ``(c, y, x)`` or ``(y, x)``.
+            scratch: Memory of at least its size, flat; the result lies in it.
+
+        Raises:
+            ValueError, RuntimeError: It does not decode, or to another size.
+        """
+        size = int(np.prod(shape))
+        flat = scratch[:size]
+        if self.name == "zstd":
+            # The result is the part of ``flat`` that was written.
+            if _codecs.zstd_decode(body, out=flat).size != size:
+                raise ValueError(f"its pixels are not {size} bytes")
+            return flat.reshape(shape)
+        channels, height, width = shape
+        decoded = _codecs.jpeg8_decode(body, out=flat.reshape(height, width, channels))
+        pixels: Pixels = decoded.transpose(2, 0, 1)
+        return pixels
+
+
+ZSTD = PixelCodec("zstd", 1)
+"""What is used where nothing else is asked for."""
+
+
+def sealed(body: bytes) -> bytes:
+    """Return ``body`` with its crc32c (little-endian) at its end."""
+    return body + int(google_crc32c.value(body)).to_bytes(CRC_BYTES, "little")
+
+
+def unsealed(data: bytes) -> bytes:
+    """Return ``data`` without the crc32c at its end.
+
+    Raises:
+        ValueError: The checksum is wrong.
+    """
+    body = data[:-CRC_BYTES]
+    if len(data) < CRC_BYTES or google_crc32c.value(body) != int.from_bytes(data[-CRC_BYTES:], "little"):
+        raise ValueError("the checksum is wrong")
+    return body
