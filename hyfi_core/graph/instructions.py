@@ -21,15 +21,27 @@ class Split:
     Attributes:
         layout: who holds what.
         dims: which tensor dims are (y, x).
+        boxes: what each rank holds, where a fused run has it compute more than its part; None: its part.
     """
 
     layout: Layout
     dims: tuple[int, int] = (2, 3)
+    boxes: tuple[Box, ...] | None = None
+
+    @property
+    def held(self) -> tuple[Box, ...]:
+        """The box of each rank's tensor: its part, and in a fused run perhaps a margin that others own."""
+        return self.layout.parts if self.boxes is None else self.boxes
+
+    @property
+    def owned(self) -> Split:
+        """The same without margins."""
+        return Split(self.layout, self.dims)
 
     def local_shape(self, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
-        """Return the shape of ``rank``'s part of a value of this global shape."""
+        """Return the shape of ``rank``'s tensor of a value of this global shape."""
         sides = list(shape)
-        sides[self.dims[0]], sides[self.dims[1]] = self.layout.parts[rank].shape
+        sides[self.dims[0]], sides[self.dims[1]] = self.held[rank].shape
         return tuple(sides)
 
 

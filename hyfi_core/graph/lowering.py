@@ -13,10 +13,12 @@ from typing import Any, NoReturn
 import torch
 
 from hyfi_core.errors import RequestError
+from hyfi_core.graph.fused import Runs, covers
 from hyfi_core.graph.instructions import Communicate, Compute, Instruction, RankProgram, Split
 from hyfi_core.graph.program import Operator, Program, Ref, ValueInfo, refs_in, substitute
 from hyfi_core.graph.rules_features import batch_norm_alone, batch_norm_on_features
 from hyfi_core.ops.base import Collective
+from hyfi_core.ops.cut import cut
 from hyfi_core.ops.redistribute import Redistribute
 from hyfi_core.plan.box import Box, hull
 from hyfi_core.plan.layout import Layout
@@ -61,6 +63,9 @@ class Lowering:
         self._rules = rules
         self._steps: list[Instruction | _ReadImage] = []
         self._made = 0
+        self.runs = Runs()
+        self._shared: dict[str, str] = {}
+        self._cuts: dict[tuple[str, tuple[Box, ...], float], str] = {}
         height, width = program.values[program.image].shape[-2:]
         self.splits[program.image] = Split(Layout.even(height, width, grid))
         self.splits.update({name: split for name, split in (entries or {}).items() if split is not None})
@@ -93,7 +98,7 @@ class Lowering:
         elif self.grid == (1, 1):
             self._lower_alone(op, rule)
         elif rule is not None:
-            rule(self, op)
+            rule(self, op if op.name in self.runs.inside else self._trimmed(op))
         else:
             self.refuse(op, "has no rule for maps that are split over ranks", "a plan of one rank, or another operator")
 
@@ -108,6 +113,11 @@ class Lowering:
             del self._steps[emitted:]
         lower_replicated(self, renamed(op, {name: self.whole(name) for name in op.inputs}))
 
+    def _trimmed(self, op: Operator) -> Operator:
+        """Return an operator that ends a fused run: it takes what ranks own, and no margins."""
+        wide = [name for name in dict.fromkeys(op.inputs) if name in self.splits and self.splits[name].boxes]
+        return renamed(op, {name: self._owned(name) for name in wide}) if wide else op
+
     # -- what rules ask
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -117,6 +127,14 @@ class Lowering:
     def split_of(self, argument: Any) -> Split | None:
         """Return how an argument is split, None for a replicated value or a constant."""
         return self.splits.get(argument.name) if isinstance(argument, Ref) else None
+
+    def computed(self, op: Operator, split: Split) -> Split:
+        """Return a layout of an operator's results with what each rank computes of them: in a fused run, more."""
+        return replace(split, boxes=self.runs.computed.get(op.name))
+
+    def seen(self, op: Operator, name: str) -> Split:
+        """Return how a map must be held for an operator whose results have the same pixels."""
+        return self.computed(op, self.splits[name])
 
     def refuse(self, op: Operator, what: str, instead: str) -> NoReturn:
         """Refuse an operator by name.
@@ -136,7 +154,7 @@ class Lowering:
             return name
         if here.dims != split.dims:
             raise AssertionError(f"{name} has space in dims {here.dims}, asked for {split.dims}")
-        return self.moved(name, split.layout.parts, Split(split.layout, split.dims))
+        return self.moved(name, split.held, split)
 
     def moved(self, name: str, need: Sequence[Box], split: Split | None = None, fill: float = 0.0) -> str:
         """Return the name of a value that holds, on each rank, the box that it needs.
@@ -148,8 +166,13 @@ class Lowering:
             fill: value outside the map.
         """
         here = self.splits[name]
-        if name != self.program.image and tuple(need) == here.layout.parts:
-            return name
+        if name != self.program.image:
+            if tuple(need) == here.held:
+                return name
+            source = self._covering(name, need)
+            if source is not None:
+                return self._cut(source, tuple(need), split, fill)
+            name = self._owned(name)
         result = self.fresh(name)
         if split is not None:
             self.splits[result] = split
@@ -159,6 +182,38 @@ class Lowering:
             transfer = plan_transfer(here.layout.parts, need, here.layout.map, self.rank)
             self.communicate(Redistribute(transfer, here.dims, fill), (name,), (result,), "halo")
         return result
+
+    def _covering(self, name: str, need: Sequence[Box]) -> str | None:
+        """Return a value that holds on every rank what it needs of ``name``; the exchange that a run shares is made."""
+        here = self.splits[name]
+        if here.boxes is not None and covers(here.boxes, need, here.layout.map):
+            return name
+        shared = self.runs.shared.get(name)
+        if shared is None or not covers(shared, need, here.layout.map):
+            return None
+        if name not in self._shared:
+            transfer = plan_transfer(here.layout.parts, shared, here.layout.map, self.rank)
+            self._shared[name] = wide = self.fresh(name)
+            self.splits[wide] = Split(here.layout, here.dims, shared)
+            self.communicate(Redistribute(transfer, here.dims), (self._owned(name),), (wide,), "halo")
+        return self._shared[name]
+
+    def _owned(self, name: str) -> str:
+        """Return the name of what each rank owns of a value; margins are cut off."""
+        here = self.splits[name]
+        return name if here.boxes is None else self._cut(name, here.layout.parts, here.owned, 0.0)
+
+    def _cut(self, name: str, need: tuple[Box, ...], split: Split | None, fill: float) -> str:
+        """Return the name of a smaller or padded box of what each rank holds; nothing is sent."""
+        key = (name, need, fill)
+        if key not in self._cuts:
+            here = self.splits[name]
+            self._cuts[key] = result = self.fresh(name)
+            local = cut(here.held[self.rank], need[self.rank], here.layout.map, here.dims, fill)
+            self.compute(local, (name,), (result,))
+        if split is not None:
+            self.splits[self._cuts[key]] = split
+        return self._cuts[key]
 
     def whole(self, name: str) -> str:
         """Return the name of a replicated value: the map gathered on every rank if it was split."""
@@ -192,7 +247,7 @@ class Lowering:
             for output in outputs:
                 if output is not None:
                     self.splits[output] = split
-            if split.layout.parts[self.rank].empty:
+            if split.held[self.rank].empty:
                 empty = tuple(split.local_shape(self.shape(o), self.rank) if o is not None else () for o in outputs)
         self._steps.append(Compute(function, inputs, outputs, empty))
 

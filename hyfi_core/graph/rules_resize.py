@@ -16,15 +16,15 @@ import torch.nn.functional as F
 from hyfi_core.graph.lowering import Lowering
 from hyfi_core.graph.program import Operator
 from hyfi_core.graph.rules_axis import Axis, reach, taken
-from hyfi_core.graph.rules_window import _arguments, _pair
+from hyfi_core.graph.windows import arguments, pair
 from hyfi_core.ops.first_maximum import FirstMaximum
 
 
 def conv_transpose2d(lowering: Lowering, op: Operator) -> None:
     """Transposed convolution: any stride, padding, output padding, groups and dilation."""
     defaults = (None, [1, 1], [0, 0], [0, 0], 1, [1, 1])
-    x, weight, bias, stride, padding, _, groups, dilation = _arguments(op.args, defaults, 2)
-    stride, padding, dilation = _pair(stride), _pair(padding), _pair(dilation)
+    x, weight, bias, stride, padding, _, groups, dilation = arguments(op.args, defaults, 2)
+    stride, padding, dilation = pair(stride), pair(padding), pair(dilation)
     sizes = lowering.shape(_output(op))[2:]
     spans = [d * (k - 1) for d, k in zip(dilation, lowering.shape(weight.name)[2:], strict=True)]
     axes = tuple(_scattered(size, *rest) for size, *rest in zip(sizes, stride, padding, spans, strict=True))
