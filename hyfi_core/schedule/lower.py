@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from hyfi_core.plan.parallel_plan import Mirror
 from hyfi_core.plan.placement import Placement
 from hyfi_core.schedule.action import Action, Schedule, Verb
-from hyfi_core.schedule.order import Edges, Timed, common_order
+from hyfi_core.schedule.order import Timed, common_order
+from hyfi_core.schedule.routes import Edges, senders
 
 
 def lower(
@@ -136,23 +137,11 @@ class _Lowering:
         latest: dict[int, int] = {}  # for each sending rank, the slot of the earliest of the receives that follow
         placed = []
         for key, slot, action in reversed(wanted):
-            for sender in self.senders(rank, action):
-                slot = min(slot, latest.get(sender, slot))
-            for sender in self.senders(rank, action):
-                latest[sender] = slot
+            others = [sender for sender in senders(self._placement, rank, action) if sender != rank]
+            slot = min([slot, *(latest[sender] for sender in others if sender in latest)])
+            latest.update(dict.fromkeys(others, slot))
             placed.append((slot, key, action))
         return [(slot, action) for slot, _, action in sorted(placed, key=lambda item: item[:2])]
-
-    def senders(self, rank: int, action: Action) -> Iterator[int]:
-        """Return the other ranks that a receive may be from; what a rank has itself it does not send."""
-        if action.peer is None:
-            raise ValueError(f"{action} is not a receive")
-        if action.verb is Verb.RECV_G:
-            part = self._placement.group(action.stage, 0).index(rank)
-            senders: tuple[int, ...] = (self._placement.group(action.stage, action.peer)[part],)
-        else:
-            senders = self._placement.group(action.peer, action.direction)
-        return (sender for sender in senders if sender != rank)
 
     def _wanted(self, rank: int, reduces: dict[int, int]) -> Iterator[tuple[tuple[int, int], int, Action]]:
         """Return ((place of what sends it, place among what that sends), slot at the latest, receive)."""

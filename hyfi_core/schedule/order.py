@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hyfi_core.plan.placement import Placement
 from hyfi_core.schedule.action import Action, Schedule, Verb
 from hyfi_core.schedule.fault import Blame, ScheduleError
+from hyfi_core.schedule.routes import Edges
 
 _NOMINAL = {Verb.F: 1, Verb.B: 2}  # a backward is about two forwards: gradients of inputs and of weights
-
-
-class Edges:
-    """The pairs of stages that exchange values.
-
-    Attributes:
-        sources: for each stage, the earlier stages that it takes values from, ascending.
-        targets: for each stage, the later stages that take values from it, ascending.
-    """
-
-    def __init__(self, edges: Iterable[tuple[int, int]], stages: int) -> None:
-        self.sources: list[list[int]] = [[] for _ in range(stages)]
-        self.targets: list[list[int]] = [[] for _ in range(stages)]
-        for source, target in sorted(set(edges)):
-            if not 0 <= source < target < stages:
-                raise ValueError(f"edge ({source}, {target}) does not go forward among stages 0 to {stages - 1}")
-            self.sources[target].append(source)
-            self.targets[source].append(target)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,92 @@
+"""What each rank's list must hold, and what must be before what in it: all that one list alone can have wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from hyfi_core.plan.placement import Placement
+from hyfi_core.schedule.action import Action, Schedule, Verb
+from hyfi_core.schedule.fault import Blame
+from hyfi_core.schedule.routes import Edges
+
+Needs = Mapping[Action, Sequence[Action]]
+"""For each action of a rank, what has to come before it in the rank's list."""
+
+
+def expected(
+    placement: Placement, edges: Edges, microbatches: Sequence[Sequence[int]], point_to_point: bool
+) -> list[Needs]:
+    """Return what each rank has to do; ``microbatches`` are those of each direction."""
+    ranks: list[dict[Action, Sequence[Action]]] = [{} for _ in range(placement.size)]
+    backwards: list[dict[int, list[Action]]] = [{} for _ in range(placement.size)]
+    for direction in range(placement.directions):
+        for stage in range(placement.stages):
+            needs, last = _of_stage(stage, direction, microbatches[direction], edges)
+            if point_to_point and direction == 1:
+                needs[Action(Verb.SEND_G, stage, 1, None, 0)] = last
+            for rank in placement.group(stage, direction):
+                ranks[rank].update(needs)
+                backwards[rank].setdefault(stage, []).extend(last)
+    for rank, stages in enumerate(backwards):
+        for stage, last in stages.items():
+            if not point_to_point:
+                ranks[rank][Action(Verb.REDUCE, stage, 0)] = last
+            elif rank in placement.group(stage, 0):
+                gradients = Action(Verb.RECV_G, stage, 0, None, 1)
+                ranks[rank][gradients] = ()
+                ranks[rank][Action(Verb.REDUCE, stage, 0)] = [gradients, *last]
+    return list(ranks)
+
+
+def _of_stage(
+    stage: int, direction: int, microbatches: Sequence[int], edges: Edges
+) -> tuple[dict[Action, Sequence[Action]], list[Action]]:
+    """Return the needs of all that one stage does, and its backwards."""
+    needs: dict[Action, Sequence[Action]] = {}
+    backwards = []
+    sources, targets = edges.sources[stage], edges.targets[stage]
+    for m in microbatches:
+        forward = Action(Verb.F, stage, direction, m)
+        backward = Action(Verb.B, stage, direction, m)
+        values = [Action(Verb.RECV_F, stage, direction, m, source) for source in sources]
+        gradients = [Action(Verb.RECV_B, stage, direction, m, target) for target in targets]
+        needs.update(dict.fromkeys(values, ()))
+        needs.update(dict.fromkeys(gradients, ()))
+        needs[forward] = values
+        needs[backward] = [*gradients, forward]
+        for target in targets:
+            needs[Action(Verb.SEND_F, stage, direction, m, target)] = [forward]
+        for source in sources:
+            needs[Action(Verb.SEND_B, stage, direction, m, source)] = [backward]
+        backwards.append(backward)
+    return needs, backwards
+
+
+def find_faults(schedule: Schedule, needs: Sequence[Needs]) -> list[Blame]:
+    """Return what the lists have too much, too little, or in the wrong order; too much first."""
+    extra, missing, misplaced = [], [], []
+    for rank, (row, wanted) in enumerate(zip(schedule.actions, needs, strict=True)):
+        places: dict[Action, int] = {}
+        for index, action in enumerate(row):
+            if action not in wanted:
+                extra.append(Blame(rank, index, "is not of this rank in this plan"))
+            elif action in places:
+                extra.append(Blame(rank, index, f"is there twice, first as action {places[action]}"))
+            else:
+                places[action] = index
+        if len(places) < len(wanted):
+            missing += [_missing(rank, len(row), action, wanted, places) for action in wanted if action not in places]
+        for action, index in places.items():
+            for need in wanted[action]:
+                if places.get(need, -1) > index:
+                    misplaced.append(Blame(rank, index, f"comes before {need}, which it needs"))
+    return extra + missing + misplaced
+
+
+def _missing(rank: int, end: int, action: Action, wanted: Needs, places: Mapping[Action, int]) -> Blame:
+    """Blame what needs the missing action, else what it should follow, else the end of the list."""
+    for other, index in places.items():
+        if action in wanted[other]:
+            return Blame(rank, index, f"needs {action}, which is missing")
+    after = [places[need] for need in wanted[action] if need in places]
+    return Blame(rank, max(after, default=end), f"{action} is missing" + (" after it" if after else ""))

@@ -1,0 +1,89 @@
+"""Why a machine stands still: who waits for whom, and the circle in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hyfi_core.schedule.action import Verb
+from hyfi_core.schedule.fault import Blame
+from hyfi_core.schedule.machine import FaultFound, Machine
+from hyfi_core.schedule.routes import senders
+
+Wait = tuple[int, str]
+"""The rank that is waited for, and what for."""
+
+
+def find(machine: Machine) -> FaultFound | None:
+    """Return what keeps a machine that stands still from having ended, None if it has.
+
+    Of ranks that wait for each other in a circle, all are blamed: one of their lists has the wrong order.
+    """
+    waits = {number: list(_waits(machine, number)) for number, rank in enumerate(machine.ranks) if rank.current}
+    if waits:
+        return FaultFound("dead-lock", _circle(machine, waits))
+    blames = [_unpaired(machine, pair) for pair, lane in sorted(machine.lanes.items()) if lane]
+    if blames:
+        return FaultFound("a message has only one side", blames)
+    blames = [
+        Blame(number, rank.reduces[0][1], f"waits: {_reduce_waits(machine, rank.reduces[0][0])}")
+        for number, rank in enumerate(machine.ranks)
+        if rank.reduces
+    ]
+    return FaultFound("the ranks start their reductions in different orders", blames) if blames else None
+
+
+def _waits(machine: Machine, number: int) -> Iterator[Wait]:
+    rank = machine.ranks[number]
+    action = rank.current
+    if action is None:
+        return
+    missing = None if rank.in_gang else rank.missing()
+    if missing is not None:
+        for sender in senders(machine.placement, number, missing):
+            if _unsent(machine, sender, number, missing):
+                yield (
+                    sender,
+                    f"rank {sender} to send for {missing}; it is at {machine.ranks[sender].current or 'its end'}",
+                )
+        return
+    for other in machine.placement.group(action.stage, action.direction):
+        state = machine.ranks[other]
+        if other != number and not (state.in_gang and state.current == action):
+            yield other, f"rank {other} of its stage, which is at {state.current or 'its end'}"
+
+
+def _unsent(machine: Machine, sender: int, receiver: int, receive: object) -> bool:
+    if sender == receiver:
+        return receive not in machine.ranks[receiver].own_s
+    return any(half.receive == receive for half in machine.lanes.get((sender, receiver), ()))
+
+
+def _circle(machine: Machine, waits: dict[int, list[Wait]]) -> list[Blame]:
+    """Follow who waits for whom until a rank comes again, or one that waits for a rank that has ended."""
+    path: list[int] = []
+    number = min(waits)
+    while number not in path and number in waits:
+        path.append(number)
+        number = waits[number][0][0]
+    circle = path[path.index(number) :] if number in path else path[-1:]
+    return [
+        Blame(rank, machine.ranks[rank].at, "waits for " + "; ".join(text for _, text in waits[rank]))
+        for rank in circle
+    ]
+
+
+def _unpaired(machine: Machine, pair: tuple[int, int]) -> Blame:
+    sender, receiver = pair
+    half = machine.lanes[pair][0]
+    if half.is_send:
+        return Blame(sender, half.index, f"rank {receiver} never receives it")
+    return Blame(receiver, half.index, f"rank {sender} never sends for it")
+
+
+def _reduce_waits(machine: Machine, stage: int) -> str:
+    others = []
+    for number in machine.owners[stage]:
+        first = machine.ranks[number].reduces
+        if not first or first[0][0] != stage:
+            others.append(f"rank {number} is at {Verb.REDUCE}.s{first[0][0]}" if first else f"rank {number} has ended")
+    return ", ".join(others) or "for the ranks before it"

@@ -1,0 +1,65 @@
+"""All ranks of a schedule as lines of text, time from left to right."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from hyfi_core.schedule.fault import MARK
+from hyfi_core.schedule.trace import TraceEvent
+
+_COLUMNS = 16  # what a terminal shows of long schedules before an error
+
+
+def time_grid(events: Iterable[TraceEvent], ranks: int) -> str:
+    """Return forwards and backwards: one line for each rank, one column for each moment at which one starts.
+
+    rank 0 │ F0.s0.d0  F1.s0.d0            B0.s0.d0
+    rank 1 │           F0.s1.d0  B0.s1.d0
+    """
+    rows = _cells(events, ranks)
+    return _lines(rows, {})
+
+
+def error_grid(events: Iterable[TraceEvent], current: Sequence[str], blamed: Collection[int], ranks: int) -> str:
+    """Return what was run until ranks stood still, and behind it what each is at, marked where it is at fault.
+
+    Args:
+        events: what was run.
+        current: for each rank, the action that it is at, "" at its end.
+        blamed: ranks at fault.
+        ranks: number of ranks.
+    """
+    rows = _cells(events, ranks)
+    width = max(map(len, rows), default=0)
+    for row, text in zip(rows, current, strict=True):
+        row += [""] * (width - len(row)) + [text]
+    return _lines(rows, {rank: MARK for rank in blamed})
+
+
+def list_grid(rows: Sequence[Sequence[str]], places: Mapping[int, int]) -> str:
+    """Return lists of actions by place, each faulty one cut behind its fault (``places``: rank to index) and marked."""
+    last = max(places.values())
+    shown = [list(row[max(0, last + 1 - _COLUMNS) : places.get(rank, last) + 1]) for rank, row in enumerate(rows)]
+    return _lines(shown, {rank: MARK for rank in places})
+
+
+def _cells(events: Iterable[TraceEvent], ranks: int) -> list[list[str]]:
+    compute = [event for event in events if event.kind in ("F", "B")]
+    columns = {start: column for column, start in enumerate(sorted({event.start_s for event in compute}))}
+    rows: list[list[str]] = [[""] * len(columns) for _ in range(ranks)]
+    for event in compute:
+        rows[event.rank][columns[event.start_s]] = event.name
+    return rows
+
+
+def _lines(rows: Sequence[Sequence[str]], marks: Mapping[int, str]) -> str:
+    if marks:
+        rows = [row[-_COLUMNS:] if len(row) > _COLUMNS else row for row in rows]
+    width = max((len(text) for row in rows for text in row), default=0)
+    digits = len(str(max(len(rows) - 1, 0)))
+    lines = []
+    for rank, row in enumerate(rows):
+        cells = "  ".join(f"{text:<{width}}" for text in row)
+        mark = f" {marks[rank]}" if rank in marks else ""
+        lines.append(f"rank {rank:>{digits}} │ {cells.rstrip()}{mark}".rstrip())
+    return "\n".join(lines)

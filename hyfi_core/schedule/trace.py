@@ -1,0 +1,74 @@
+"""What happened when, on which rank: simulated or measured; as JSON that Perfetto and chrome://tracing open."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+_LANES = ("compute", "communication")
+
+
+@dataclass(frozen=True, slots=True)
+class TraceEvent:
+    """One thing that one rank did.
+
+    Attributes:
+        rank: who.
+        name: what, e.g. the text of an action.
+        start_s: seconds since a moment that all ranks share.
+        end_s: likewise; not before ``start_s``.
+        kind: what sort of thing: a ``Verb``, or any other word of a measured trace.
+    """
+
+    rank: int
+    name: str
+    start_s: float
+    end_s: float
+    kind: str
+
+
+def to_chrome(events: Iterable[TraceEvent]) -> dict[str, Any]:
+    """Return a trace in the Chrome format: a process for each rank, one lane that computes and one that communicates.
+
+    Source: "Trace Event Format", complete ("X") and metadata ("M") events, microseconds.
+    """
+    events = sorted(events, key=lambda event: (event.rank, event.start_s, event.end_s))
+    rows: list[dict[str, Any]] = []
+    for rank in sorted({event.rank for event in events}):
+        rows.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+        rows.append({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})
+        for lane, name in enumerate(_LANES):
+            rows.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": lane, "args": {"name": name}})
+    for event in events:
+        rows.append(
+            {
+                "ph": "X",
+                "name": event.name,
+                "cat": event.kind,
+                "pid": event.rank,
+                "tid": 0 if event.kind in ("F", "B") else 1,
+                "ts": event.start_s * 1e6,
+                "dur": (event.end_s - event.start_s) * 1e6,
+            }
+        )
+    return {"traceEvents": rows, "displayTimeUnit": "ms"}
+
+
+def to_json(events: Iterable[TraceEvent]) -> str:
+    """Return ``to_chrome`` as text, ready for a file."""
+    return json.dumps(to_chrome(events))
+
+
+def bubble(events: Iterable[TraceEvent]) -> float:
+    """Return the share of all ranks' time in which they neither run a forward nor a backward.
+
+    Time counts from the first to the last forward or backward of any rank. A rank's own events must not overlap.
+    """
+    compute = [event for event in events if event.kind in ("F", "B")]
+    if not compute:
+        raise ValueError("a trace without a forward or a backward has no bubble")
+    span_s = max(event.end_s for event in compute) - min(event.start_s for event in compute)
+    busy_s = sum(event.end_s - event.start_s for event in compute)
+    return 1.0 - busy_s / (span_s * len({event.rank for event in compute}))
