@@ -10,6 +10,7 @@ from hyfi_core.comm.base import Communicator
 
 Tensors = tuple[torch.Tensor, ...]
 Cotangents = tuple[torch.Tensor | None, ...]
+Wanted = tuple[bool, ...]
 
 
 class Collective(Protocol):
@@ -22,6 +23,14 @@ class Collective(Protocol):
         """Return (outputs, saved)."""
         ...
 
-    def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents) -> Cotangents:
-        """Return the cotangent of every input, None for one that has none; a cotangent of None means zero."""
+    def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
+        """Return the cotangent of every input, None for one that has none; a cotangent of None means zero.
+
+        Args:
+            comm: the ranks of the stage.
+            saved: by ``forward``.
+            cotangents: of the outputs.
+            wanted: for every input, whether its cotangent is of use, the same on all ranks; empty: all are. One that is
+                not need be neither computed nor sent.
+        """
         ...

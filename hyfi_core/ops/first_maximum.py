@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hyfi_core.comm.base import Communicator
-from hyfi_core.ops.base import Cotangents, Tensors
+from hyfi_core.ops.base import Cotangents, Tensors, Wanted
 from hyfi_core.plan.box import Box
 
 _NOWHERE = torch.iinfo(torch.int64).max
@@ -46,7 +46,7 @@ class FirstMaximum:
         hits = (mine_at == where) & (where != _NOWHERE)
         return (top[:, :, None, None], where[:, :, None, None]), (own.shape, top, local, hits)
 
-    def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents) -> Cotangents:
+    def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
         """Return (cotangent of the map,): zero but for the pixel that was the first maximum."""
         shape, top, local, hits = saved
         cotangent = cotangents[0]

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from hyfi_core.comm.base import Communicator
-from hyfi_core.ops.base import Cotangents, Tensors
+from hyfi_core.ops.base import Cotangents, Tensors, Wanted
 from hyfi_core.ops.reduce import BatchNorm
 from hyfi_core.plan.box import Box
 
@@ -52,7 +52,7 @@ class FusedBatchNorm(BatchNorm):
             result = torch.empty_like(held)
         return (result, mean, variance), (held, weight, mean, variance)
 
-    def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents) -> Cotangents:
+    def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
         """Return the cotangents of all computed copies, weight and bias (the latter two are this rank's shares)."""
         held, weight, mean, variance = saved
         dy = cotangents[0]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hyfi_core.comm.base import Communicator, Message
-from hyfi_core.ops.base import Cotangents, Tensors
+from hyfi_core.ops.base import Cotangents, Tensors, Wanted
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.transfer import Strip, Transfer
 
@@ -50,7 +50,7 @@ class Redistribute:
             self._view(result, strip.box, transfer.need).copy_(box)
         return (result,), saved
 
-    def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents) -> Cotangents:
+    def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
         """Return (the cotangent of what this rank owns,): its own share plus what others computed from it."""
         shape, dtype, device = saved
         transfer = self.transfer

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hyfi_core.comm.base import Communicator
-from hyfi_core.ops.base import Cotangents, Tensors
+from hyfi_core.ops.base import Cotangents, Tensors, Wanted
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class SumOverRanks:
         comm.all_reduce(total)
         return (total,), total
 
-    def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents) -> Cotangents:
+    def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
         """Return (sum of all ranks' cotangents,)."""
         (cotangent,) = cotangents
         total = torch.zeros_like(saved) if cotangent is None else cotangent.to(saved.dtype).contiguous().clone()
@@ -59,7 +59,7 @@ class MaxOverSpace:
         comm.all_reduce(top, "max")
         return (top if self.keepdim else self._squeeze(top),), (own, top)
 
-    def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents) -> Cotangents:
+    def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
         """Return (cotangent of the map,): one all-reduce of cotangents and of how many pixels tie."""
         own, top = saved
         (cotangent,) = cotangents
@@ -118,7 +118,7 @@ class BatchNorm:
         mean = sums[0] / self.count
         return mean, (sums[1] / self.count - mean * mean).clamp_(min=0.0)
 
-    def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents) -> Cotangents:
+    def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
         """Return the cotangents of map, weight (this rank's share), bias (this rank's share).
 
         With x̂ the normalised map: dx = w/σ · (dy - mean(dy) - x̂ · mean(dy · x̂)). The native kernel in its

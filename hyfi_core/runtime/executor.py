@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,6 +122,7 @@ class Executor:
         cotangents: Mapping[str, torch.Tensor],
         parameters: Mapping[str, torch.Tensor],
         keep: bool = False,
+        complete: Callable[[Sequence[str]], None] | None = None,
     ) -> Values:
         """Run the records backward; gradients of parameters are added to their ``grad``.
 
@@ -130,12 +131,15 @@ class Executor:
             cotangents: of the answer's values.
             parameters: value name -> parameter.
             keep: whether the records will be run again.
+            complete: called after every record with the value names of parameters that get no more gradient from it
+                or those before it.
 
         Returns:
             Cotangents of values that no record made: those that entered from outside.
         """
         open_cotangents = dict(cotangents)
         remaining = list(records) if keep else records
+        last = _last_contributions(records, parameters) if complete is not None else {}
         while remaining:
             record = remaining.pop()
             if isinstance(record, _MeetingRecord):
@@ -149,6 +153,8 @@ class Executor:
                     open_cotangents[name] = open_cotangents[name] + cotangent
                 else:
                     open_cotangents[name] = cotangent
+            if complete is not None:
+                complete(last.get(len(remaining), ()))
         return open_cotangents
 
     def _meet_back(self, record: _MeetingRecord, cotangents: Values) -> list[tuple[str, torch.Tensor]]:
@@ -157,8 +163,9 @@ class Executor:
             return []
         given = tuple(cotangents.pop(name, None) if name is not None else None for name in step.outputs)
         self._comm.kind = step.kind
+        wanted = tuple(name in self.tape.active for name in step.inputs)
         with torch.no_grad():
-            results = step.collective.backward(self._comm, record.saved, given)
+            results = step.collective.backward(self._comm, record.saved, given, wanted)
         return [
             (name, result)
             for name, result in zip(step.inputs, results, strict=True)
@@ -198,5 +205,23 @@ def _run_back(record: _SegmentRecord, cotangents: Values, keep: bool) -> list[tu
 
 
 def _accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Add to a parameter's gradient as autograd does: in place where there is one."""
     gradient = gradient.to(parameter.dtype)
-    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+    if parameter.grad is None:
+        expanded = not torch.ops.aten.is_non_overlapping_and_dense(gradient)
+        parameter.grad = gradient.contiguous() if expanded else gradient
+    else:
+        parameter.grad.add_(gradient)
+
+
+def _last_contributions(records: Sequence[Record], parameters: Mapping[str, Any]) -> dict[int, list[str]]:
+    """Return record -> parameters whose gradient is complete once it has run backward: it was the first to use them."""
+    seen: set[str] = set()
+    result: dict[int, list[str]] = {}
+    for index, record in enumerate(records):
+        names = record.segment.inputs if isinstance(record, _SegmentRecord) else record.meeting.step.inputs
+        for name in names:
+            if name is not None and name in parameters and name not in seen:
+                seen.add(name)
+                result.setdefault(index, []).append(name)
+    return result
