@@ -72,6 +72,7 @@ def find_faults(schedule: Schedule, needs: Sequence[Needs]) -> list[Blame]:
                 extra.append(Blame(rank, index, "is not of this rank in this plan"))
             elif action in places:
                 extra.append(Blame(rank, index, f"is there twice, first as action {places[action]}"))
+                extra.append(Blame(rank, places[action], f"is there twice, again as action {index}"))
             else:
                 places[action] = index
         if len(places) < len(wanted):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from hyfi_core.schedule.action import Action, Schedule
 
 MARK = "<-- ERROR HERE"
+_SHOWN = 8  # faulty places that a message tells; one wrong action may leave many others wrong
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,10 @@ class ScheduleError(Exception):
     def __init__(self, schedule: Schedule, problem: str, blames: Sequence[Blame], grid: str = "") -> None:
         self.blames = tuple(blames)
         lines = [f"schedule {schedule.name}: {problem}"]
-        for blame in self.blames:
+        for blame in self.blames[:_SHOWN]:
             lines.append(f"  rank {blame.rank}, action {blame.index}, {name_at(schedule, blame)}: {blame.why}")
+        if len(self.blames) > _SHOWN:
+            lines.append(f"  and {len(self.blames) - _SHOWN} more")
         super().__init__("\n".join([*lines, grid] if grid else lines))
 
 

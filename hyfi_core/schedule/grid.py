@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from hyfi_core.schedule.fault import MARK
 from hyfi_core.schedule.trace import TraceEvent
 
-_COLUMNS = 16  # what a terminal shows of long schedules before an error
+_COLUMNS = 8  # what a terminal shows of long schedules before an error
 
 
 def time_grid(events: Iterable[TraceEvent], ranks: int) -> str:
