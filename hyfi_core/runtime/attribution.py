@@ -34,7 +34,7 @@ def attribute(compiled: Compiled, values: Values, stage: CountedCommunicator) ->
     Raises:
         RequestError: the answer is not one tensor of logits reduced from a map.
     """
-    name, body, head = split_tape(compiled.ranked)
+    name, body, head = split_tape(compiled.only.ranked)
     Executor(body, stage).forward(values, record=False)
     activation = values[name]
     executor = Executor(head, stage)
@@ -47,18 +47,18 @@ def attribute(compiled: Compiled, values: Values, stage: CountedCommunicator) ->
         found = executor.backward(records, {answer: seed}, {}, keep=True).get(name)
         share = torch.zeros_like(activation) if found is None else activation * found
         maps.append(share.float().sum(1, keepdim=True))
-    return logits.float(), _whole(torch.cat(maps, 1), compiled.ranked.splits[name].layout, stage)
+    return logits.float(), _whole(torch.cat(maps, 1), compiled.only.ranked.splits[name].layout, stage)
 
 
 def _logits(compiled: Compiled, values: Values) -> tuple[torch.Tensor, str]:
     """Return the only tensor of the answer and its name."""
-    tensors = [leaf for leaf in compiled.leaves(values) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in compiled.leaves(compiled.only, values) if isinstance(leaf, torch.Tensor)]
     if len(tensors) != 1 or tensors[0].dim() != 2:
         shapes = [tuple(tensor.shape) for tensor in tensors]
         raise RequestError(
             f"contributions need logits of shape (B, classes), the model returns {shapes}; pass output=..."
         )
-    (ref,) = (item for item in compiled.ranked.outputs if isinstance(item, Ref))
+    (ref,) = (item for item in compiled.only.ranked.outputs if isinstance(item, Ref))
     return tensors[0], ref.name
 
 

@@ -4,6 +4,7 @@ A checkpoint is a folder that appears whole or not at all::
 
     step-00000120/
         model.safetensors        weights and buffers under the names of the user's model
+        ema.safetensors          their moving average, where one is kept
         optimizer.safetensors    tensors of the optimiser, "<parameter name>/<key>"
         optimizer.json           its hyper-parameters, group by group, parameters by name
         state.json               where training stood: step, epoch, sample, random state
@@ -33,6 +34,7 @@ from hyfi_core.files import sync_file
 
 FORMAT = 1
 WEIGHTS_FILE = "model.safetensors"
+AVERAGE_FILE = "ema.safetensors"
 OPTIMIZER_TENSORS_FILE = "optimizer.safetensors"
 OPTIMIZER_FILE = "optimizer.json"
 STATE_FILE = "state.json"
@@ -47,11 +49,18 @@ class Checkpoint:
         path: the folder, links resolved.
         weights: host tensors under the names of the user's model; the caller owns them.
         model: the content of ``model.json``.
+        averaged: the weights' moving average, under the same names; None where none was kept.
     """
 
     path: Path
     weights: dict[str, torch.Tensor]
     model: dict[str, Any]
+    averaged: dict[str, torch.Tensor] | None = None
+
+    @property
+    def judged(self) -> dict[str, torch.Tensor]:
+        """What is validated and predicts: the moving average where there is one, else the weights."""
+        return self.weights if self.averaged is None else self.averaged
 
 
 @dataclass(frozen=True)
@@ -74,6 +83,7 @@ def save_checkpoint(
     model: Mapping[str, Any],
     optimizer: Mapping[str, Any] | None = None,
     state: Mapping[str, Any] | None = None,
+    averaged: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Write a checkpoint beside ``folder``, sync it, rename it to ``folder``; one that is there is replaced.
 
@@ -83,6 +93,7 @@ def save_checkpoint(
         model: goes to ``model.json``; ``format``, ``step`` apart, its content is the caller's.
         optimizer: from ``optimizer_state``.
         state: goes to ``state.json``.
+        averaged: the weights' moving average.
 
     Raises:
         OSError: nothing is left behind under ``folder`` then.
@@ -92,6 +103,8 @@ def save_checkpoint(
     beside.mkdir()
     try:
         save_file(_storable(weights), beside / WEIGHTS_FILE)
+        if averaged is not None:
+            save_file(_storable(averaged), beside / AVERAGE_FILE)
         if optimizer is not None:
             save_file(_storable(optimizer["tensors"]), beside / OPTIMIZER_TENSORS_FILE)
             _write_json(beside / OPTIMIZER_FILE, {"format": FORMAT, "groups": optimizer["groups"]})
@@ -121,7 +134,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
     """
     folder, model = _open(path)
     weights = _read_tensors(folder, WEIGHTS_FILE, model)
-    return Checkpoint(folder, weights, model)
+    kept = AVERAGE_FILE in model.get("files", {})
+    return Checkpoint(folder, weights, model, _read_tensors(folder, AVERAGE_FILE, model) if kept else None)
 
 
 def read_model_json(path: Path) -> dict[str, Any]:

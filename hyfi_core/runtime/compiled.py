@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +11,37 @@ from torch import nn
 
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
+from hyfi_core.graph.autocast import dtypes_under_autocast
 from hyfi_core.graph.capture import capture
-from hyfi_core.graph.instructions import RankProgram
+from hyfi_core.graph.instructions import RankProgram, Split
 from hyfi_core.graph.lowering import Lowering
 from hyfi_core.graph.program import Program, Ref
 from hyfi_core.graph.rules import RULES
 from hyfi_core.graph.segments import Tape, build_tape
+from hyfi_core.graph.stages import Stage, active_values, cut_program, edges
+from hyfi_core.ops.handover import Carried, Handover
+from hyfi_core.plan.layout import Layout
+from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.plan.placement import Placement
 
 Output = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class HostedStage:
+    """A stage as one of its ranks runs it.
+
+    Attributes:
+        ranked: this rank's instructions.
+        tape: the same as segments and meetings.
+        position: this rank's place in the stage's grid.
+        reads_image: whether it takes the image itself.
+    """
+
+    ranked: RankProgram
+    tape: Tape
+    position: int
+    reads_image: bool
 
 
 @dataclass(frozen=True)
@@ -26,29 +49,49 @@ class Compiled:
     """A model ready to run on this rank for one image shape and one set of flags.
 
     Attributes:
-        ranked: this rank's instructions.
-        tape: the same as segments and meetings.
+        program: the whole model.
+        hosted: (stage, direction) -> the stage, for all that this rank holds.
+        handovers: (from, to) -> what travels between two stages, the same on every rank.
+        parameters: for each stage, the user's names of the parameters that it uses.
+        buffers: the same for buffers.
+        trained: the user's names of those that get a gradient.
         pick: turns the leaves of the answer into what ``output`` returns.
     """
 
-    ranked: RankProgram
-    tape: Tape
+    program: Program
+    hosted: Mapping[tuple[int, int], HostedStage]
+    handovers: Mapping[tuple[int, int], Handover]
+    parameters: tuple[tuple[str, ...], ...]
+    buffers: tuple[tuple[str, ...], ...]
+    trained: frozenset[str]
     pick: Callable[[list[Any]], Any]
 
-    def leaves(self, values: Mapping[str, torch.Tensor]) -> list[Any]:
-        """Return the leaves of the answer after a run."""
-        return [values[item.name] if isinstance(item, Ref) else item for item in self.ranked.outputs]
+    @property
+    def names(self) -> tuple[tuple[str, ...], ...]:
+        """For each stage, the user's names of all that it uses."""
+        return tuple((*p, *b) for p, b in zip(self.parameters, self.buffers, strict=True))
+
+    @property
+    def only(self) -> HostedStage:
+        """The stage of a plan that has one."""
+        assert len(self.parameters) == 1
+        return self.hosted[0, 0]
+
+    def leaves(self, stage: HostedStage, values: Mapping[str, torch.Tensor]) -> list[Any]:
+        """Return the leaves of the answer after a run of the last stage."""
+        return [values[item.name] if isinstance(item, Ref) else item for item in stage.ranked.outputs]
 
 
 def compile_model(
     model: nn.Module,
     shape: tuple[int, int, int, int],
     dtype: torch.dtype,
-    grid: tuple[int, int],
+    plan: ParallelPlan,
     comm: Communicator,
     output: Output | None,
+    autocast: torch.dtype | None = None,
 ) -> Compiled:
-    """Capture and lower a model; all ranks of the stage call it together and agree on the program before they go on.
+    """Capture, cut and lower a model; all ranks of the replica call it together and agree before they go on.
 
     Raises:
         RequestError: the model cannot be captured, has an operator without a rule, or differs between ranks.
@@ -56,10 +99,96 @@ def compile_model(
     program = capture(model, shape, dtype)
     _agree(program, comm)
     wanted, pick = _wanted(program, output)
-    ranked = Lowering(program, grid, comm.rank, RULES).run(wanted)
     named = dict(model.named_parameters(remove_duplicate=False))
     trained = [value for value, name in program.parameters.items() if named[name].requires_grad]
-    return Compiled(ranked, build_tape(ranked, trained), pick)
+    active = active_values(program, wanted, trained)
+    assert plan.cuts != "auto" or plan.stages == 1, "cuts are chosen before"
+    stages = cut_program(program, wanted, () if plan.cuts == "auto" else plan.cuts)
+    lowered = _Lowered(stages, Placement.of(plan), comm.rank, frozenset(trained), active, plan)
+    last = any(_is_channels_last(p) for p in model.parameters())
+    dtypes = dtypes_under_autocast(program, autocast) if autocast is not None and plan.stages > 1 else {}
+    return Compiled(
+        program,
+        lowered.hosted,
+        {edge: lowered.handover(edge, dtypes, last) for edge in edges(stages)},
+        tuple(tuple(stage.program.parameters.values()) for stage in stages),
+        tuple(tuple(stage.program.buffers.values()) for stage in stages),
+        frozenset(program.parameters[name] for name in trained if name in active),
+        pick,
+    )
+
+
+class _Lowered:
+    """The stages of a program, lowered one after the other: each begins as the ones before it leave their values."""
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        placement: Placement,
+        rank: int,
+        trained: frozenset[str],
+        active: frozenset[str],
+        plan: ParallelPlan,
+    ) -> None:
+        self._stages = stages
+        self._placement = placement
+        self._active = active
+        self._trained = trained
+        self._plan = plan
+        self._splits: list[Mapping[str, Split]] = []
+        self._entries: list[dict[str, Split | None]] = []
+        self.hosted: dict[tuple[int, int], HostedStage] = {}
+        for index in range(len(stages)):
+            self._entries.append(self._entries_of(index))
+            positions = {
+                direction: placement.group(index, direction).index(rank)
+                for direction in range(placement.directions)
+                if rank in placement.group(index, direction)
+            }
+            made = {position: self._lower(index, position) for position in {*positions.values()} or {0}}
+            self._splits.append(next(iter(made.values())).ranked.splits)
+            self.hosted.update({(index, direction): made[position] for direction, position in positions.items()})
+
+    def handover(self, edge: tuple[int, int], dtypes: Mapping[str, torch.dtype], channels_last: bool) -> Handover:
+        """Return what travels between two stages."""
+        source, target = edge
+        values = self._stages[source].program.values
+        carried = []
+        for name in self._stages[source].exits[target]:
+            info = values[name]
+            have, need = self._splits[source].get(name), self._entries[target][name]
+            dtype, gradient = dtypes.get(name, info.dtype), name in self._active
+            if have is None or need is None:
+                carried.append(Carried(name, info.shape, dtype, gradient))
+            else:
+                parts, whole = (have.layout.parts, need.layout.parts), have.layout.map
+                carried.append(Carried(name, info.shape, dtype, gradient, have.dims, *parts, whole))
+        sizes = [rows * columns for rows, columns in (self._placement.grids[source], self._placement.grids[target])]
+        return Handover(tuple(carried), sizes[0], sizes[1], channels_last)
+
+    def _entries_of(self, index: int) -> dict[str, Split | None]:
+        """Return how the values from other stages are split here: evenly, where they are split there."""
+        found: dict[str, Split | None] = {}
+        for source, names in self._stages[index].entries.items():
+            for name in names:
+                split = self._splits[source].get(name)
+                if split is not None:
+                    layout = Layout.even(split.layout.height, split.layout.width, self._placement.grids[index])
+                    split = Split(layout, split.dims)
+                found[name] = split
+        return found
+
+    def _lower(self, index: int, position: int) -> HostedStage:
+        stage = self._stages[index]
+        exits = tuple(dict.fromkeys(name for names in stage.exits.values() for name in names))
+        lowering = Lowering(stage.program, self._placement.grids[index], position, RULES, self._entries[index])
+        ranked = lowering.run(stage.outputs, exits)
+        sources = {*self._trained, *self._entries[index]} & self._active
+        return HostedStage(ranked, build_tape(ranked, sources), position, stage.reads_image)
+
+
+def _is_channels_last(tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
 
 
 def _agree(program: Program, comm: Communicator) -> None:

@@ -11,18 +11,27 @@ import torch.nn.functional as F
 from torch import nn
 
 from hyfi_core.comm.base import Communicator
-from hyfi_core.comm.counted import CountedCommunicator
 from hyfi_core.errors import RequestError
-from hyfi_core.graph.program import KEY, Ref
+from hyfi_core.graph.program import KEY
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.plan.placement import Placement
 from hyfi_core.runtime.attribution import attribute
-from hyfi_core.runtime.compiled import Compiled, compile_model
+from hyfi_core.runtime.compiled import Compiled, HostedStage, compile_model
+from hyfi_core.runtime.courier import Courier
 from hyfi_core.runtime.executor import Executor, Values
-from hyfi_core.runtime.gradients import add_back, reduce_shares, set_aside
+from hyfi_core.runtime.gradients import StepGradients, clip
+from hyfi_core.runtime.groups import Groups
+from hyfi_core.runtime.holdings import Holdings
+from hyfi_core.runtime.images import Images, InputPart, read_part
+from hyfi_core.runtime.mirror import Mirror
+from hyfi_core.runtime.pipeline import Key, Pipeline, Step
 from hyfi_core.runtime.random_key import RandomKey
+from hyfi_core.runtime.statistics import FoldedStatistics, FollowingStatistics
+from hyfi_core.schedule.action import Action, Schedule
+from hyfi_core.schedule.generate import generate
+from hyfi_core.schedule.lower import lower
 
-Images = torch.Tensor | Callable[[Box], torch.Tensor]
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -31,9 +40,10 @@ class Engine:
     """A model spread over ranks; made by ``parallelize``. All ranks of the plan call its methods together.
 
     Attributes:
-        plan: how the model is spread.
+        plan: how the model is spread; its cuts are names, also where "auto" was asked for.
         optimizer: this rank's ``torch.optim.Optimizer``; learning-rate schedulers take it.
         random: what dropout and its like are keyed by, the same on all ranks of a replica.
+        events: what this rank did in the last step: (action, begin, end) in seconds of one clock.
     """
 
     def __init__(
@@ -53,27 +63,30 @@ class Engine:
         self._loss = loss
         self._output = output
         self._autocast = autocast
-        self._all = CountedCommunicator(comm)
-        replica = comm.split(comm.rank // plan.ranks_per_replica, comm.rank)
-        assert replica is not None
-        self._stage = CountedCommunicator(replica)
+        self._placement = Placement.of(plan)
+        self._groups = Groups(comm, plan, self._placement)
         self._cache: dict[Any, Compiled] = {}
+        self._gradients: dict[int, StepGradients] = {}
+        self._schedules: dict[tuple[tuple[int, int], ...], Schedule] = {}
         self._device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
         self._dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-        self._trained = [p for p in model.parameters() if p.requires_grad]
         for tensor in (*model.parameters(), *model.buffers()):
             comm.broadcast(tensor.data)
         seed = int(comm.broadcast_object(torch.initial_seed() & (2**63 - 1)))
-        self.random = RandomKey(seed, first=comm.rank // plan.ranks_per_replica * plan.microbatches)
-        self._optimizer = optimizer(self._trained) if optimizer is not None else None
+        self.random = RandomKey(seed, first=self._groups.index * plan.microbatches)
+        self.events: list[tuple[Action, float, float]] = []
         # Captures the model: what cannot run is refused here.
-        self._input_box = self._compiled(self._micro_shape(shape[0])).ranked.read_box
+        compiled = self._compiled(self._micro_shape(shape[0]))
+        self._holdings = Holdings(model, compiled, self._groups, self._placement, plan)
+        self._mirror = self._make_mirror(compiled)
+        self._optimizer = optimizer(self._holdings.optimized()) if optimizer is not None else None
+        self._input_parts = self._parts_of(compiled, shape[0])
 
     # -- what a user calls
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """This rank's optimiser.
+        """This rank's optimiser, of the parameters of its stages.
 
         Raises:
             RequestError: the engine was made without one.
@@ -83,26 +96,32 @@ class Engine:
         return self._optimizer
 
     @property
+    def input_parts(self) -> tuple[InputPart, ...]:
+        """The boxes of the image that this rank asks for in training, and of which samples; none if it reads none."""
+        return self._input_parts
+
+    @property
     def input_box(self) -> Box:
-        """The box of the image that this rank asks for: its part of the first map, halo included, within the image."""
-        return self._input_box
+        """The first of these boxes: the rank's part of the first map, halo included, within the image; may be empty."""
+        return self._input_parts[0].box if self._input_parts else Box(0, 0, 0, 0)
 
     def predict(self, images: Images) -> Any:
         """Return the answer for a batch in evaluation mode, the same on every rank.
 
         Args:
-            images: the whole batch ``(B, C, H, W)``, or a callable that returns ``(B, C, h, w)`` for a box of it.
+            images: the whole batch ``(B, C, H, W)``, a callable that returns ``(B, C, h, w)`` for a box of it, or an
+                object with ``read(box, first, stop)``.
         """
         with self._evaluating(), torch.no_grad():
-            self._reset_traffic()
-            local, shape = self._local(images)
-            answers = []
-            compiled = self._compiled(self._micro_shape(shape[0], shape))
-            for index, part in enumerate(local.split(self._micro_shape(shape[0], shape)[0])):
-                values = self._start(compiled, part, index)
-                Executor(compiled.tape, self._stage).forward(values, record=False)
-                answers.append(compiled.pick(compiled.leaves(values)))
-            return _joined(answers)
+            self._groups.reset_traffic()
+            shape = self._batch_shape(images)
+            micro = self._micro_shape(shape[0], shape)
+            compiled = self._compiled(micro)
+            local = self._read(images, self._whole_parts(compiled, shape[0]))
+            courier = self._courier(compiled)
+            answers = [self._answer(compiled, local, courier, m, micro[0]) for m in range(shape[0] // micro[0])]
+            courier.finish()
+            return _joined(self._groups_answer(compiled, answers))
 
     def attribute(self, images: Images) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (logits ``(B, K)``, contributions ``(B, K, h, w)`` float32), the same on every rank.
@@ -111,14 +130,19 @@ class Engine:
         space is reduced. For a linear head behind a mean or maximum, contributions plus the bias are the logit.
 
         Raises:
-            RequestError: the model's answer is not one tensor of logits reduced from a map.
+            RequestError: the model's answer is not one tensor of logits reduced from a map, or the plan has stages.
         """
+        if self.plan.stages > 1:
+            raise RequestError(
+                f"contributions need a plan of one stage, this one has {self.plan.stages}; use grids=((rows, columns),)"
+            )
         with self._evaluating():
-            local, shape = self._local(images)
+            shape = self._batch_shape(images)
             compiled = self._compiled(self._micro_shape(shape[0], shape))
+            local = self._read(images, self._whole_parts(compiled, shape[0]))[0, 0]
             pieces = [
-                attribute(compiled, self._start(compiled, p), self._stage)
-                for p in local.split(self._micro_shape(shape[0], shape)[0])
+                attribute(compiled, self._start(compiled.only, p, m), self._groups.stages[0, 0])
+                for m, p in enumerate(local.split(self._micro_shape(shape[0], shape)[0]))
             ]
         return torch.cat([piece[0] for piece in pieces]), torch.cat([piece[1] for piece in pieces])
 
@@ -126,7 +150,7 @@ class Engine:
         """Run forward and backward; this call's gradient is reduced and added to what is there.
 
         Args:
-            images: the replica's whole batch, or a callable that returns any box of it.
+            images: the replica's whole batch; see ``predict``. Only ``input_parts`` of it are read.
             labels: of the whole batch, first dim B.
 
         Returns:
@@ -135,31 +159,38 @@ class Engine:
         Raises:
             RequestError: the micro-batches would be unequal.
         """
-        self._reset_traffic()
-        local, shape = self._local(images)
+        self._groups.reset_traffic()
+        shape = self._batch_shape(images)
         micro = self._micro_shape(shape[0], shape, strict=True)
         compiled = self._compiled(micro)
-        parameters = self._parameters(compiled)
-        active = [p for name, p in parameters.items() if name in compiled.tape.active]
-        active = list({id(p): p for p in active}.values())
-        kept = set_aside(self._trained)
-        labels = labels.to(self._device)
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for index, (part, targets) in enumerate(zip(local.split(micro[0]), labels.split(micro[0]), strict=True)):
-            values = self._start(compiled, part, index)
-            total += self._micro_step(compiled, values, targets, parameters, shape[0] // micro[0])
+        local = self._read(images, {k: p for k, p in self._keyed_parts(compiled, shape[0])})
+        gradients = self._gradients_of(compiled)
+        statistics = self._statistics(compiled)
+        pipeline = Pipeline(
+            compiled,
+            self._groups.stages,
+            self._courier(compiled),
+            statistics,
+            gradients,
+            self._autocasting,
+            self.plan.recomputes,
+        )
+        gradients.begin()
+        pipeline.run(self._actions(compiled), self._step(compiled, local, labels.to(self._device), micro[0]))
+        statistics.finish()
+        gradients.finish()
+        self.events = pipeline.events
         self.random.step += 1
-        self._all.kind = "reduce"
-        reduce_shares(active, self._all, 1.0 / self.plan.replicas)
-        add_back(self._trained, kept)
-        return self._mean_over_replicas(total)
+        return self._shared(pipeline)
 
     def update(self, max_norm: float | None = None) -> None:
         """Clip gradients to a global norm, let the optimiser step, and forget the gradients."""
         if max_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self._trained, max_norm)
+            clip(self._holdings.optimized(), self._holdings.counted(), max_norm, self._groups)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        if self._mirror is not None:
+            self._mirror.send_weights()
 
     def train_step(self, images: Images, labels: torch.Tensor) -> float:
         """``accumulate`` and ``update``; the loss."""
@@ -169,91 +200,181 @@ class Engine:
 
     def gather_gradients(self) -> dict[str, torch.Tensor] | None:
         """Return copies of all gradients under the user's names on rank 0, None elsewhere; what is unused has none."""
-        if self._all.rank != 0:
-            return None
-        return {name: p.grad.clone() for name, p in self._model.named_parameters() if p.grad is not None}
+        return self._holdings.gather_gradients()
 
     def gather_state_dict(self) -> dict[str, torch.Tensor] | None:
         """Return a copy of the user's model's own ``state_dict`` on rank 0, None elsewhere."""
-        if self._all.rank != 0:
-            return None
-        return {name: value.detach().clone() for name, value in self._model.state_dict().items()}
+        return self._holdings.gather_state_dict()
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Take over weights and buffers from such a dict, on every rank."""
+        if self._mirror is not None:
+            self._mirror.settle()
         self._model.load_state_dict(state)
 
     def traffic(self) -> dict[str, dict[str, int]]:
         """Return what this rank sent in the last step: messages and bytes by kind."""
-        result = self._stage.traffic()
-        for kind, counts in self._all.traffic().items():
-            for key, count in counts.items():
-                result[kind][key] += count
-        return result
+        return self._groups.traffic()
+
+    def schedule(self) -> Schedule:
+        """Return the lowered schedule of a training step: every action of every rank of a replica."""
+        return self._schedule(self._compiled(self._micro_shape(self._shape[0])))
 
     # -- how it is done
 
-    def _micro_step(
-        self, compiled: Compiled, values: Values, targets: torch.Tensor, parameters: Values, count: int
-    ) -> torch.Tensor:
-        """Run one micro-batch forward and backward; return its share of the loss."""
-        executor = Executor(compiled.tape, self._stage)
-        with self._autocasting():
-            records = executor.forward(values, record=True)
-        self._store_buffers(compiled, values)
-        leaves = [leaf.requires_grad_() if _is_float(leaf) else leaf for leaf in compiled.leaves(values)]
-        with torch.enable_grad():
-            loss = self._loss(compiled.pick(leaves), targets) / count
-        # The answer is replicated, its cotangent a sum over ranks: one rank gives the loss its weight, the others zero.
-        seed = torch.ones_like(loss) if self._stage.rank == 0 else torch.zeros_like(loss)
-        loss.backward(seed)
-        cotangents = {
-            item.name: leaf.grad
-            for item, leaf in zip(compiled.ranked.outputs, leaves, strict=True)
-            if isinstance(item, Ref) and leaf.grad is not None
-        }
-        executor.backward(records, cotangents, parameters)
-        return loss.detach().double()
+    def _make_mirror(self, compiled: Compiled) -> Mirror | None:
+        if self.plan.mirror != "point_to_point":
+            return None
+        named = dict(self._model.named_parameters(remove_duplicate=False))
+        stages = [
+            list({id(named[n]): named[n] for n in names if n in compiled.trained}.values())
+            for names in compiled.parameters
+        ]
+        return Mirror(self._placement, self._groups.replica, stages)
 
-    def _start(self, compiled: Compiled, part: torch.Tensor, microbatch: int = 0) -> Values:
+    def _step(self, compiled: Compiled, local: dict[Key, torch.Tensor], labels: torch.Tensor, size: int) -> Step:
+        count = self.plan.microbatches
+        first = {direction: direction * count // self.plan.directions for direction in range(self.plan.directions)}
+        targets = labels.split(size)
+
+        def begin(key: Key, microbatch: int) -> Values:
+            if key[1] == 1 and self._mirror is not None:
+                self._mirror.settle()
+            part = None
+            if key in local:
+                start = (microbatch - first[key[1]]) * size
+                part = local[key][start : start + size]
+            return self._start(compiled.hosted[key], part, microbatch)
+
+        def loss(answer: Any, microbatch: int) -> torch.Tensor:
+            return self._loss(answer, targets[microbatch]) / count
+
+        parameters = {key: self._parameters(stage) for key, stage in compiled.hosted.items()}
+        return Step(begin, loss, parameters)
+
+    def _answer(
+        self, compiled: Compiled, local: dict[Key, torch.Tensor], courier: Courier, microbatch: int, size: int
+    ) -> list[Any] | None:
+        """Run one micro-batch forward through this rank's stages; return the leaves of the answer where it is made."""
+        leaves = None
+        for key in sorted(key for key in compiled.hosted if key[1] == 0):
+            stage = compiled.hosted[key]
+            part = local[key][microbatch * size : (microbatch + 1) * size] if key in local else None
+            for edge in compiled.handovers:
+                if edge[1] == key[0]:
+                    courier.expect(edge, 0, microbatch, back=False)
+            values = self._start(stage, part, microbatch)
+            values.update(FollowingStatistics(self._model).given(stage))
+            values.update(courier.values(*key, microbatch))
+            Executor(stage.tape, self._groups.stages[key]).forward(values, record=False)
+            for edge in compiled.handovers:
+                if edge[0] == key[0]:
+                    courier.send(edge, 0, microbatch, values, back=False)
+            if key[0] == self.plan.stages - 1:
+                leaves = compiled.leaves(stage, values)
+        return leaves
+
+    def _groups_answer(self, compiled: Compiled, answers: list[list[Any] | None]) -> list[Any]:
+        """Return every micro-batch's answer on every rank of the replica."""
+        if self.plan.stages == 1:
+            return [compiled.pick(leaves) for leaves in answers if leaves is not None]
+        root = self._placement.group(self.plan.stages - 1)[0]
+        comm, shared = self._groups.replica, []
+        for leaves in answers:
+            known = comm.broadcast_object(_described(leaves) if leaves is not None else None, root)
+            tensors = _undescribed(known, leaves if comm.rank == root else None, self._device)
+            for tensor in tensors:
+                if isinstance(tensor, torch.Tensor):
+                    comm.broadcast(tensor, root)
+            shared.append(compiled.pick(tensors))
+        return shared
+
+    def _start(self, stage: HostedStage, part: torch.Tensor | None, microbatch: int = 0) -> Values:
         """Return the values that are there before the first instruction."""
-        program = compiled.ranked.program
+        program = stage.ranked.program
         values: Values = dict(program.constants)
-        values.update(self._parameters(compiled))
+        values.update(self._parameters(stage))
         buffers = dict(self._model.named_buffers(remove_duplicate=False))
         values.update({value: buffers[name] for value, name in program.buffers.items()})
-        values[program.image] = part
+        if part is not None:
+            values[program.image] = part
         values[KEY] = self.random.words(microbatch)
         return values
 
-    def _parameters(self, compiled: Compiled) -> Values:
+    def _parameters(self, stage: HostedStage) -> Values:
         named = dict(self._model.named_parameters(remove_duplicate=False))
-        return {value: named[name] for value, name in compiled.ranked.program.parameters.items()}
+        return {value: named[name] for value, name in stage.ranked.program.parameters.items()}
 
-    def _store_buffers(self, compiled: Compiled, values: Values) -> None:
-        buffers = dict(self._model.named_buffers(remove_duplicate=False))
-        with torch.no_grad():
-            for name, value in compiled.ranked.program.mutations.items():
-                buffers[name].copy_(values[value])
+    def _courier(self, compiled: Compiled) -> Courier:
+        return Courier(compiled.handovers, self._placement, self._groups.replica, self._device)
 
-    def _local(self, images: Images) -> tuple[torch.Tensor, tuple[int, int, int, int]]:
-        """Return (this rank's box of the batch, shape of the whole batch)."""
-        if isinstance(images, torch.Tensor):
-            shape = tuple(images.shape)
-            if len(shape) != 4:
-                raise RequestError(f"images have shape {shape}; give the whole batch as (B, C, H, W)")
-            box = self._compiled(self._micro_shape(shape[0], shape)).ranked.read_box
-            last = images.is_contiguous(memory_format=torch.channels_last) and not images.is_contiguous()
-            order = torch.channels_last if last else torch.contiguous_format
-            local = images[..., box.y0 : box.y1, box.x0 : box.x1].contiguous(memory_format=order)
-        else:
-            local = _read(images, self._input_box)
-            shape = (local.shape[0], *self._shape[1:])
-            box = self._compiled(self._micro_shape(shape[0], shape)).ranked.read_box
-            if box != self._input_box:  # in this mode the model begins with another window
-                local = _read(images, box)
-        self._stage.count("input", 0, local.numel() * local.element_size())
-        return local.to(device=self._device, dtype=self._dtype), shape
+    def _statistics(self, compiled: Compiled) -> FollowingStatistics | FoldedStatistics:
+        if self.plan.directions == 1:
+            return FollowingStatistics(self._model)
+        rank = self._groups.replica.rank
+        peers = {
+            (stage, direction): self._placement.group(stage, 1 - direction)[
+                self._placement.group(stage, direction).index(rank)
+            ]
+            for stage, direction in compiled.hosted
+        }
+        return FoldedStatistics(self._model, compiled.hosted, peers, self._groups.replica, self.plan.microbatches)
+
+    def _gradients_of(self, compiled: Compiled) -> StepGradients:
+        if id(compiled) not in self._gradients:
+            self._gradients[id(compiled)] = StepGradients(
+                self._model, compiled, self._groups, self._placement, self.plan, self._mirror
+            )
+        return self._gradients[id(compiled)]
+
+    def _schedule(self, compiled: Compiled) -> Schedule:
+        edges = tuple(compiled.handovers)
+        if edges not in self._schedules:
+            bare = generate(self.plan, self._placement)
+            self._schedules[edges] = lower(bare, self._placement, edges, mirror=self.plan.mirror)
+        return self._schedules[edges]
+
+    def _actions(self, compiled: Compiled) -> tuple[Action, ...]:
+        return self._schedule(compiled).actions[self._groups.replica.rank]
+
+    # -- what is read
+
+    def _keyed_parts(self, compiled: Compiled, batch: int) -> Iterator[tuple[Key, InputPart]]:
+        """Yield what each stage that reads the image needs in training: its direction's share of the samples."""
+        share = batch // self.plan.directions
+        for key in sorted(compiled.hosted):
+            if compiled.hosted[key].reads_image:
+                box = compiled.hosted[key].ranked.read_box
+                yield key, InputPart(box, key[1] * share, (key[1] + 1) * share)
+
+    def _parts_of(self, compiled: Compiled, batch: int) -> tuple[InputPart, ...]:
+        return tuple(part for _, part in self._keyed_parts(compiled, batch))
+
+    def _whole_parts(self, compiled: Compiled, batch: int) -> dict[Key, InputPart]:
+        """Return what prediction reads: all samples, by direction 0."""
+        return {
+            key: InputPart(stage.ranked.read_box, 0, batch)
+            for key, stage in compiled.hosted.items()
+            if stage.reads_image and key[1] == 0
+        }
+
+    def _read(self, images: Images, parts: dict[Key, InputPart]) -> dict[Key, torch.Tensor]:
+        read: dict[InputPart, torch.Tensor] = {}
+        for part in parts.values():
+            if part not in read:
+                local = read_part(images, part)
+                self._groups.all.count("input", 0, local.numel() * local.element_size())
+                read[part] = local.to(device=self._device, dtype=self._dtype)
+        return {key: read[part] for key, part in parts.items()}
+
+    def _batch_shape(self, images: Images) -> tuple[int, int, int, int]:
+        """Return the shape of the whole batch; of one that is read by boxes it is that which the engine was made for."""
+        if not isinstance(images, torch.Tensor):
+            return self._shape
+        if images.dim() != 4:
+            raise RequestError(f"images have shape {tuple(images.shape)}; give the whole batch as (B, C, H, W)")
+        batch, channels, height, width = images.shape
+        return batch, channels, height, width
 
     def _micro_shape(
         self, batch: int, shape: tuple[int, ...] | None = None, strict: bool = False
@@ -275,19 +396,18 @@ class Engine:
         key = (shape, flags, wanted)
         if key not in self._cache:
             self._cache[key] = compile_model(
-                self._model, shape, self._dtype, self.plan.grids[0], self._stage, self._output
+                self._model, shape, self._dtype, self.plan, self._groups.replica, self._output, self._autocast
             )
         return self._cache[key]
 
-    def _mean_over_replicas(self, loss: torch.Tensor) -> float:
-        if self.plan.replicas > 1:
-            self._all.all_reduce(loss)
-            loss = loss / self.plan.ranks
-        return float(loss)
-
-    def _reset_traffic(self) -> None:
-        self._stage.reset()
-        self._all.reset()
+    def _shared(self, pipeline: Pipeline) -> float:
+        """Return the loss: a sum over the last stages of both directions, a mean over replicas."""
+        if self.plan.ranks == self._groups.stages[0, 0].size and self.plan.directions == 1:
+            return float(pipeline.loss)
+        total = pipeline.share.clone()
+        self._groups.all.kind = "reduce"
+        self._groups.all.all_reduce(total)
+        return float(total) / self.plan.replicas
 
     def _autocasting(self) -> Any:
         if self._autocast is None:
@@ -337,8 +457,6 @@ def parallelize(
         raise RequestError(
             f"the plan needs {plan.ranks} ranks, {comm.size} are here; start {plan.ranks} or change plan.grids"
         )
-    if plan.stages != 1:
-        raise RequestError(f"the plan has {plan.stages} stages; this version runs plans of one stage, of any grid")
     if len(shape) != 4 or any(side < 1 for side in shape):
         raise RequestError(f"shape is {shape}; give (B, C, H, W) of the whole batch of one replica")
     if shape[0] % plan.microbatches:
@@ -349,20 +467,27 @@ def parallelize(
     return Engine(model, shape, plan, comm, loss, optimizer, output, autocast)
 
 
-def _read(images: Callable[[Box], torch.Tensor], box: Box) -> torch.Tensor:
-    local = images(box)
-    if local.shape[-2:] != box.shape:
-        raise RequestError(f"images({box}) returned shape {tuple(local.shape)}; its last sides must be {box.shape}")
-    return local
-
-
 def _divisor(batch: int, count: int) -> int:
     """Return the largest number of equal micro-batches not above ``count``."""
     return max(n for n in range(1, count + 1) if batch % n == 0)
 
 
-def _is_float(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+def _described(leaves: list[Any]) -> list[Any]:
+    """Return what another rank needs to make room for the leaves of an answer."""
+    return [
+        [list(leaf.shape), str(leaf.dtype).removeprefix("torch.")] if isinstance(leaf, torch.Tensor) else leaf
+        for leaf in leaves
+    ]
+
+
+def _undescribed(known: list[Any], leaves: list[Any] | None, device: torch.device) -> list[Any]:
+    """Return the leaves, or room for them."""
+    if leaves is not None:
+        return [leaf.contiguous() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return [
+        torch.empty(item[0], dtype=getattr(torch, item[1]), device=device) if isinstance(item, list) else item
+        for item in known
+    ]
 
 
 def _joined(answers: list[Any]) -> Any:

@@ -1,0 +1,143 @@
+"""Recompute without repeating communication: what came from other ranks is kept, and played back.
+
+    first run    exchange ──▶ peers        received ──▶ log
+    second run   exchange ──▶ nobody       received ◀── log
+
+Kept is only what was received (strips of halo, sums of statistics), in the order in which it was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hyfi_core.comm.base import Communicator, Message, Pending, ReduceOp
+
+Log = list[list[torch.Tensor]]
+
+
+class RecordingCommunicator:
+    """Passes everything on to another communicator and keeps copies of what is received.
+
+    Attributes:
+        log: what was received, call by call; for ``ReplayingCommunicator``.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self.log: Log = []
+
+    @property
+    def rank(self) -> int:
+        """This rank, counted in the group."""
+        return self._comm.rank
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+        return self._comm.size
+
+    @property
+    def kind(self) -> str:
+        """What the next calls are counted as."""
+        return str(getattr(self._comm, "kind", ""))
+
+    @kind.setter
+    def kind(self, kind: str) -> None:
+        if hasattr(self._comm, "kind"):
+            self._comm.kind = kind
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """Start sends and receives; what arrives is kept when it has."""
+        return self._kept(self._comm.exchange(sends, receives), [message.tensor for message in receives])
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
+        """Reduce in place; the result is kept."""
+        self._comm.all_reduce(tensor, op)
+        self.log.append([tensor.clone()])
+
+    def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
+        """Start reducing in place; the result is kept when it is there."""
+        return self._kept(self._comm.start_all_reduce(tensor, op), [tensor])
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
+        """Overwrite ``tensor`` with the root's; it is kept."""
+        self._comm.broadcast(tensor, root)
+        self.log.append([tensor.clone()])
+
+    def _kept(self, pending: Pending, tensors: list[torch.Tensor]) -> Pending:
+        entry: list[torch.Tensor] = []
+        self.log.append(entry)  # its place is that of the call, whenever it ends
+        return _Keeping(pending, tensors, entry)
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is passed on."""
+        return getattr(self._comm, name)
+
+
+class _Keeping:
+    """Communication under way whose results are copied when they are there."""
+
+    def __init__(self, pending: Pending, tensors: list[torch.Tensor], entry: list[torch.Tensor]) -> None:
+        self._pending, self._tensors, self._entry = pending, tensors, entry
+
+    def test(self) -> bool:
+        done = self._pending.test()
+        if done:
+            self._keep()
+        return done
+
+    def wait(self) -> None:
+        self._pending.wait()
+        self._keep()
+
+    def _keep(self) -> None:
+        self._entry.extend(tensor.clone() for tensor in self._tensors)
+        self._tensors = []
+
+
+class ReplayingCommunicator:
+    """Gives again what a ``RecordingCommunicator`` kept; nothing is sent.
+
+    Args:
+        log: of the first run; taken from its beginning, and emptied.
+        rank: this rank, counted in the group.
+        size: ranks in the group.
+    """
+
+    def __init__(self, log: Log, rank: int, size: int) -> None:
+        self._log = log
+        self.rank = rank
+        self.size = size
+        self.kind = ""
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """Fill the receives with what came the first time."""
+        return self._filled([message.tensor for message in receives])
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
+        """Overwrite ``tensor`` with the first time's result."""
+        self._filled([tensor])
+
+    def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
+        """Overwrite ``tensor`` with the first time's result."""
+        return self._filled([tensor])
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
+        """Overwrite ``tensor`` with the first time's."""
+        self._filled([tensor])
+
+    def _filled(self, tensors: list[torch.Tensor]) -> Pending:
+        for tensor, kept in zip(tensors, self._log.pop(0), strict=True):
+            tensor.copy_(kept)
+        return _Done()
+
+
+class _Done:
+    def test(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None

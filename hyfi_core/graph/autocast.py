@@ -1,0 +1,33 @@
+"""Autocast decides types while the model runs; ranks that receive values have to know them before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hyfi_core.graph.program import Program, substitute
+
+
+def dtypes_under_autocast(program: Program, dtype: torch.dtype, device: str = "cpu") -> Mapping[str, torch.dtype]:
+    """Return the type that each value has when the program runs under autocast; nothing is computed.
+
+    Args:
+        program: the captured model.
+        dtype: what autocast casts to.
+        device: type of the device.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.autocast(device, dtype), torch.no_grad():
+        made = {op_output for op in program.operators for op_output in op.outputs}
+        values = {
+            name: torch.empty(info.shape, dtype=info.dtype) for name, info in program.values.items() if name not in made
+        }
+        for op in program.operators:
+            results = op.target(
+                *substitute(op.args, values), **{key: substitute(item, values) for key, item in op.kwargs.items()}
+            )
+            if isinstance(results, torch.Tensor):
+                results = (results,)
+            values.update((n, r) for n, r in zip(op.outputs, results, strict=False) if n is not None)
+    return {name: value.dtype for name, value in values.items()}

@@ -1,0 +1,254 @@
+"""Handover: the values that travel from the ranks of one stage to those of another, and their cotangents back.
+
+    stage s, grid 2 x 2          stage t, grid 1 x 2
+    ┌───┬───┐                    ┌───┬───┐
+    │ 0 │ 1 │   ── boxes ──▶     │   │   │      each piece goes straight from who has it to who needs it;
+    ├───┼───┤                    │ 0 │ 1 │      all pieces for one rank travel in one message
+    │ 2 │ 3 │   ◀── added ──     │   │   │
+    └───┴───┘                    └───┴───┘
+
+The plan of each piece is a ``Transfer`` over the ranks of both stages, first those that have, then those that need. A
+replicated value is sent to rank j of the second stage by rank j mod m of the first; its cotangent is a sum over ranks,
+so each share goes back to where the value came from and is added there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from hyfi_core.plan.box import Box
+from hyfi_core.plan.transfer import Transfer, plan_transfer
+
+ALIGNMENT_BYTES = 16
+_NOTHING = Box(0, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Carried:
+    """One value that travels.
+
+    Attributes:
+        name: of the value.
+        shape: global.
+        dtype: on the wire, and where it arrives.
+        gradient: whether its cotangent comes back.
+        dims: which tensor dims are (y, x).
+        have: the box of each rank of the first stage; None for a replicated value.
+        need: the box of each rank of the second stage; None for a replicated value.
+        whole: the map.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    gradient: bool
+    dims: tuple[int, int] = (2, 3)
+    have: tuple[Box, ...] | None = None
+    need: tuple[Box, ...] | None = None
+    whole: Box = _NOTHING
+
+    def local_shape(self, box: Box | None) -> tuple[int, ...]:
+        """Return the shape of what a rank holds of the value."""
+        sides = list(self.shape)
+        if box is not None:
+            sides[self.dims[0]], sides[self.dims[1]] = box.shape
+        return tuple(sides)
+
+    def cut(self, tensor: torch.Tensor, box: Box | None, origin: Box | None) -> torch.Tensor:
+        """Return the pixels of ``box`` in a tensor whose first pixel is that of ``origin``; a view."""
+        if box is None or origin is None:
+            return tensor
+        local = box.relative_to(origin)
+        return tensor.narrow(self.dims[0], local.y0, local.height).narrow(self.dims[1], local.x0, local.width)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a value between this rank and a position of the other stage; box None for the whole of it."""
+
+    value: Carried
+    box: Box | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape on the wire."""
+        return self.value.local_shape(self.box)
+
+    @property
+    def bytes(self) -> int:
+        """Length on the wire, without what aligns the next one."""
+        count = self.value.dtype.itemsize
+        for side in self.shape:
+            count *= side
+        return count
+
+
+Pieces = dict[int, tuple[Piece, ...]]
+
+
+@dataclass(frozen=True)
+class Handover:
+    """What travels along one edge between two stages.
+
+    Attributes:
+        values: in the order in which they lie in a message.
+        sources: number of ranks of the first stage.
+        targets: number of ranks of the second stage.
+        channels_last: whether four-dimensional values arrive so laid out.
+    """
+
+    values: tuple[Carried, ...]
+    sources: int
+    targets: int
+    channels_last: bool = False
+
+    def outgoing(self, source: int, back: bool = False) -> Pieces:
+        """Return position in the second stage -> pieces that ``source`` sends there, or takes from there ``back``."""
+        return {
+            target: found
+            for target in range(self.targets)
+            if (found := tuple(self._between(source, target, back, at_source=True)))
+        }
+
+    def incoming(self, target: int, back: bool = False) -> Pieces:
+        """Return position in the first stage -> pieces that ``target`` takes from there, or sends there ``back``."""
+        return {
+            source: found
+            for source in range(self.sources)
+            if (found := tuple(self._between(source, target, back, at_source=False)))
+        }
+
+    def origin(self, value: Carried, position: int, at_source: bool) -> Box | None:
+        """Return the box that a rank holds of a value, None for a replicated one."""
+        boxes = value.have if at_source else value.need
+        return None if boxes is None else boxes[position]
+
+    def arrived(self, target: int, parcels: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return what the rank at ``target`` holds after all its messages have come."""
+        result = {}
+        for value in self.values:
+            box = self.origin(value, target, at_source=False)
+            whole, parts = self._collect(value, box, self.incoming(target), parcels)
+            if whole is None:
+                whole = self._canvas(value, box, parcels)
+                for piece, part in parts:
+                    value.cut(whole, piece.box, box).copy_(part)
+            result[value.name] = whole
+        return result
+
+    def returned(self, source: int, parcels: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the cotangents that have come back to the rank at ``source``, added up; nothing for none."""
+        result = {}
+        for value in self.values:
+            box = self.origin(value, source, at_source=True)
+            if not value.gradient or (box is None and not parcels):
+                continue
+            whole, parts = self._collect(value, box, self.outgoing(source, back=True), parcels)
+            if whole is None and (parts or box is not None):
+                whole = self._canvas(value, box, parcels).zero_()
+                for piece, part in parts:
+                    value.cut(whole, piece.box, box).add_(part)
+            if whole is not None:
+                result[value.name] = whole
+        return result
+
+    def _collect(
+        self, value: Carried, box: Box | None, expected: Pieces, parcels: Mapping[int, torch.Tensor]
+    ) -> tuple[torch.Tensor | None, list[tuple[Piece, torch.Tensor]]]:
+        """Return (the value itself if one piece is all of it, else None; the pieces)."""
+        parts = []
+        for position, pieces in expected.items():
+            for piece, part in zip(pieces, unpack(parcels[position], pieces), strict=True):
+                if piece.value is value:
+                    parts.append((piece, part))
+        if len(parts) == 1 and parts[0][0].shape == value.local_shape(box):
+            return self._formatted(parts[0][1]), parts
+        return None, parts
+
+    def _formatted(self, tensor: torch.Tensor) -> torch.Tensor:
+        last = self.channels_last and tensor.dim() == 4
+        return tensor.contiguous(memory_format=torch.channels_last) if last else tensor
+
+    def _canvas(self, value: Carried, box: Box | None, parcels: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        device = next((parcel.device for parcel in parcels.values()), torch.device("cpu"))
+        return self._formatted(torch.empty(value.local_shape(box), dtype=value.dtype, device=device))
+
+    @cached_property
+    def _transfers(self) -> dict[tuple[str, int], Transfer]:
+        """(value, source) -> that rank's share, targets counted behind the sources."""
+        found = {}
+        for value in self.values:
+            if value.have is not None and value.need is not None:
+                have = (*value.have, *(_NOTHING for _ in value.need))
+                need = (*(_NOTHING for _ in value.have), *value.need)
+                for source in range(self.sources):
+                    found[value.name, source] = plan_transfer(have, need, value.whole, source)
+        return found
+
+    def _between(self, source: int, target: int, back: bool, at_source: bool) -> Iterator[Piece]:
+        """Yield the pieces between two positions, the same whoever asks."""
+        for value in self.values:
+            if back and not value.gradient:
+                continue
+            if value.have is None:
+                if target % self.sources == source:
+                    yield Piece(value, None)
+                continue
+            for strip in self._transfers[value.name, source].sends:
+                if strip.peer == self.sources + target:
+                    yield Piece(value, strip.box)
+
+
+def pack(
+    handover: Handover, position: int, pieces: tuple[Piece, ...], tensors: Mapping[str, torch.Tensor], at_source: bool
+) -> torch.Tensor:
+    """Return the pieces of what this rank holds as one run of bytes.
+
+    A value that is missing from ``tensors`` (a cotangent that nobody computed) is sent as zeros.
+    """
+    device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
+    parts = []
+    for piece in pieces:
+        tensor = tensors.get(piece.value.name)
+        if tensor is None:
+            part = torch.zeros(piece.shape, dtype=piece.value.dtype, device=device)
+        else:
+            origin = handover.origin(piece.value, position, at_source)
+            part = piece.value.cut(tensor, piece.box, origin).to(piece.value.dtype).contiguous()
+        parts.append(part.reshape(-1).view(torch.uint8))
+    if len(parts) == 1:
+        return parts[0]
+    parcel = torch.empty(_length(pieces), dtype=torch.uint8, device=device)
+    for (start, stop), part in zip(_places(pieces), parts, strict=True):
+        parcel[start:stop].copy_(part)
+    return parcel
+
+
+def unpack(parcel: torch.Tensor, pieces: tuple[Piece, ...]) -> list[torch.Tensor]:
+    """Return the pieces that lie in a run of bytes, as views of it."""
+    return [
+        parcel[start:stop].view(piece.value.dtype).view(piece.shape)
+        for (start, stop), piece in zip(_places(pieces), pieces, strict=True)
+    ]
+
+
+def empty_parcel(pieces: tuple[Piece, ...], device: torch.device) -> torch.Tensor:
+    """Return memory for a message of these pieces."""
+    return torch.empty(_length(pieces), dtype=torch.uint8, device=device)
+
+
+def _places(pieces: tuple[Piece, ...]) -> list[tuple[int, int]]:
+    """Return where each piece lies, each beginning at a multiple of the alignment."""
+    places, start = [], 0
+    for piece in pieces:
+        places.append((start, start + piece.bytes))
+        start += -(-piece.bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return places
+
+
+def _length(pieces: tuple[Piece, ...]) -> int:
+    return _places(pieces)[-1][1]

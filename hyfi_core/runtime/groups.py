@@ -1,0 +1,82 @@
+"""Groups: the communicators of one rank, one for each gang that it belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hyfi_core.comm.base import Communicator
+from hyfi_core.comm.counted import KINDS, CountedCommunicator
+from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.plan.placement import Placement
+
+
+class Groups:
+    """All groups of a plan, as one rank sees them. Making them is collective over ``comm``.
+
+    Attributes:
+        all: every trainer.
+        replica: the ranks of this replica; what crosses stages travels here.
+        stages: (stage, direction) -> the ranks of a stage, in the order of its parts, for all that this rank holds.
+    """
+
+    def __init__(self, comm: Communicator, plan: ParallelPlan, placement: Placement) -> None:
+        self._placement = placement
+        self._plan = plan
+        self.all = CountedCommunicator(comm)
+        self.index = comm.rank // plan.ranks_per_replica
+        self.replica = CountedCommunicator(_joined(comm, self.index, comm.rank))
+        self.stages: dict[tuple[int, int], CountedCommunicator] = {}
+        self._reductions: dict[frozenset[int], CountedCommunicator] = {}
+        grids = len(plan.grids)
+        for direction in range(plan.directions):
+            grid = next(g for g in range(grids) if self.replica.rank in placement.group(g, direction))
+            position = placement.group(grid, direction).index(self.replica.rank)
+            group = CountedCommunicator(_joined(comm, self.index * grids + grid, position))
+            for stage in range(grid, placement.stages, grids):
+                self.stages[stage, direction] = group
+
+    def holders(self, stages: Iterable[int]) -> frozenset[int]:
+        """Return the ranks of a replica that reduce the gradients of parameters used in these stages."""
+        directions = 1 if self._plan.mirror == "point_to_point" else self._plan.directions
+        return frozenset(
+            rank
+            for stage in stages
+            for direction in range(directions)
+            for rank in self._placement.group(stage, direction)
+        )
+
+    def reduction(self, holders: frozenset[int]) -> CountedCommunicator | None:
+        """Return the group of these ranks in all replicas, None on others. Collective over all trainers when new."""
+        if holders not in self._reductions:
+            inside = self.replica.rank in holders
+            if len(holders) == self.replica.size:
+                self._reductions[holders] = self.all
+            else:
+                group = _joined(self.all, int(inside), self.all.rank)
+                self._reductions[holders] = CountedCommunicator(group)
+        return self._reductions[holders] if self.replica.rank in holders else None
+
+    def counted(self) -> list[CountedCommunicator]:
+        """Return every communicator that counts, each once."""
+        every = [self.all, self.replica, *self.stages.values(), *self._reductions.values()]
+        return list({id(comm): comm for comm in every}.values())
+
+    def reset_traffic(self) -> None:
+        """Count anew."""
+        for comm in self.counted():
+            comm.reset()
+
+    def traffic(self) -> dict[str, dict[str, int]]:
+        """Return what this rank has sent since then: messages and bytes by kind."""
+        total = {kind: {"messages": 0, "bytes": 0} for kind in KINDS}
+        for comm in self.counted():
+            for kind, counts in comm.traffic().items():
+                for key, count in counts.items():
+                    total[kind][key] += count
+        return total
+
+
+def _joined(comm: Communicator, color: int, key: int) -> Communicator:
+    group = comm.split(color, key)
+    assert group is not None
+    return group

@@ -1,0 +1,119 @@
+"""Holdings: which parameters and buffers a rank keeps up to date, and how all of them come together on rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from hyfi_core.comm.base import Message
+from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.plan.placement import Placement
+from hyfi_core.runtime.compiled import Compiled
+from hyfi_core.runtime.groups import Groups
+
+
+class Holdings:
+    """Who holds what of the user's model; the same on every rank.
+
+    Args:
+        model: the user's module.
+        compiled: its stages.
+        groups: the plan's groups.
+        placement: which ranks hold which stage.
+        plan: directions and mirror.
+    """
+
+    def __init__(
+        self, model: nn.Module, compiled: Compiled, groups: Groups, placement: Placement, plan: ParallelPlan
+    ) -> None:
+        self._model = model
+        self._compiled = compiled
+        self._groups = groups
+        self._stages = _stages_by_name(model, compiled, placement.stages)
+        self._named = dict(model.named_parameters(remove_duplicate=False))
+        self._holders = {name: groups.holders(stages) for name, stages in self._stages.items()}
+
+    def optimized(self) -> list[nn.Parameter]:
+        """Return the trained parameters that this rank's optimiser updates, in the model's order.
+
+        A rank of stages without any gets one empty parameter: optimisers do not take empty lists.
+        """
+        rank = self._groups.replica.rank
+        mine = [p for name, p in self._model.named_parameters() if p.requires_grad and rank in self._holders[name]]
+        return mine or [self._placeholder()]
+
+    def counted(self) -> list[nn.Parameter]:
+        """Return those of them that this rank counts in a sum over the model: each is counted by one rank."""
+        rank = self._groups.replica.rank
+        return [p for name, p in self._model.named_parameters() if p.requires_grad and rank == min(self._holders[name])]
+
+    def owned_names(self) -> list[str]:
+        """Return the entries of the ``state_dict`` that this rank writes: each is written by one rank of replica 0."""
+        return [name for name in self._model.state_dict() if self._owner(name) == self._groups.all.rank]
+
+    def gather_gradients(self) -> dict[str, torch.Tensor] | None:
+        """Return copies of all gradients on rank 0, None elsewhere."""
+        names = [name for name, p in self._model.named_parameters() if p.requires_grad]
+        empty = {name: name not in self._compiled.trained for name in names}
+        found: dict[str, torch.Tensor] = {}
+        for name in names:
+            grad = self._named[name].grad
+            if self._owner(name) == self._groups.all.rank:
+                empty[name] = grad is None
+                if grad is not None:
+                    found[name] = grad
+        elsewhere = self._groups.all.gather_objects([name for name in found if self._owner(name) != 0])
+        wanted = [name for part in elsewhere for name in part] if elsewhere is not None else list(found)
+        return self._together(wanted, found, {name: p for name, p in self._named.items()}, names)
+
+    def gather_state_dict(self) -> dict[str, torch.Tensor] | None:
+        """Return a copy of the user's model's own ``state_dict`` on rank 0, None elsewhere."""
+        state = self._model.state_dict()
+        names = [name for name in state if self._owner(name) != 0]
+        return self._together(names, state, state, list(state))
+
+    def _together(
+        self, names: Iterable[str], mine: dict[str, torch.Tensor], like: dict[str, torch.Tensor], order: list[str]
+    ) -> dict[str, torch.Tensor] | None:
+        """Bring ``names`` from their owners to rank 0, which returns them with its own, in order."""
+        comm = self._groups.all
+        if comm.rank != 0:
+            sends = [Message(0, mine[n].detach().contiguous()) for n in names if self._owner(n) == comm.rank]
+            comm.exchange(sends, []).wait()
+            return None
+        boxes = {n: torch.empty(like[n].shape, dtype=like[n].dtype, device=like[n].device) for n in names}
+        comm.exchange([], [Message(self._owner(n), box) for n, box in boxes.items()]).wait()
+        own = {n: tensor.detach().clone() for n, tensor in mine.items() if self._owner(n) == 0}
+        return {n: boxes[n] if n in boxes else own[n] for n in order if n in boxes or n in own}
+
+    def _owner(self, name: str) -> int:
+        """Return the rank of replica 0 whose copy counts."""
+        return min(self._holders[name]) if name in self._holders else 0
+
+    def _placeholder(self) -> nn.Parameter:
+        device = next((p.device for p in self._model.parameters()), None)
+        return nn.Parameter(torch.zeros(0, device=device))
+
+
+def _stages_by_name(model: nn.Module, compiled: Compiled, stages: int) -> dict[str, set[int]]:
+    """Return name of a parameter or buffer -> stages that use it.
+
+    Names of one tensor (tied weights) share their stages. What no operator takes now (a counter in evaluation mode)
+    goes with the rest of its module, and what is used nowhere with the first stage.
+    """
+    named = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    by_tensor: dict[int, set[int]] = {}
+    by_module: dict[str, set[int]] = {}
+    for stage, names in enumerate(compiled.names):
+        for name in names:
+            by_tensor.setdefault(id(named[name]), set()).add(stage)
+            by_module.setdefault(name.rpartition(".")[0], set()).add(stage)
+    return {
+        name: by_tensor.get(id(tensor)) or by_module.get(name.rpartition(".")[0]) or {0}
+        for name, tensor in named.items()
+    }

@@ -1,0 +1,176 @@
+"""The mirror: two directions, one owner of the optimiser's state (the communication optimisation of GEMS-MASTER, exact).
+
+    direction 1, stage s, rank k-1-r   ── gradients, after its last backward ──▶   direction 0, stage s, rank r
+    direction 1, stage s, rank k-1-r   ◀── weights, after the update ──            direction 0, stage s, rank r
+
+Both travel point to point while other stages still work; nothing is summed over both directions in an all-reduce. The
+paper alternates which replica is updated; an optimiser with momentum needs one owner, so here it is always direction 0.
+A rank that holds the same stage in both directions has one gradient for both and sends nothing.
+
+Source: Jain et al., GEMS: GPU-Enabled Memory-Aware Model-Parallelism System for Distributed DNN Training, SC'20.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hyfi_core.comm.base import Message, Pending
+from hyfi_core.comm.counted import CountedCommunicator
+from hyfi_core.errors import RequestError
+from hyfi_core.plan.placement import Placement
+
+
+@dataclass
+class _Under:
+    """Tensors on their way."""
+
+    stage: int
+    pending: Pending
+    flats: list[torch.Tensor]
+
+
+class Mirror:
+    """What travels between the two directions on one rank.
+
+    Args:
+        placement: which ranks hold which stage.
+        comm: the ranks of the replica.
+        parameters: for each stage, its trained parameters in one order on all ranks.
+
+    Raises:
+        RequestError: two stages share a parameter.
+    """
+
+    def __init__(
+        self, placement: Placement, comm: CountedCommunicator, parameters: Sequence[Sequence[nn.Parameter]]
+    ) -> None:
+        seen: set[int] = set()
+        for group in parameters:
+            if seen & {id(parameter) for parameter in group}:
+                raise RequestError(
+                    "plan.mirror is point_to_point and two stages share a parameter, which then has no single owner; "
+                    "use plan.mirror=all_reduce, or cut so that one stage has all its uses"
+                )
+            seen |= {id(parameter) for parameter in group}
+        self._comm = comm
+        self._parameters = parameters
+        self._owner_of, self._mirror_of = _partners(placement, comm.rank)
+        self._gradients: list[_Under] = []
+        self._weights: list[_Under] = []
+        self._leaving: list[_Under] = []
+
+    def expected(self) -> list[nn.Parameter]:
+        """Return the parameters to whose gradients the other direction adds."""
+        return [parameter for stage in self._mirror_of for parameter in self._parameters[stage]]
+
+    def send_gradients(self, stage: int) -> None:
+        """Start sending what direction 1 has of a stage's gradients to its owner."""
+        if stage in self._owner_of:
+            flats = _flats(self._parameters[stage], [_gradient(p) for p in self._parameters[stage]])
+            self._leaving.append(self._exchange(stage, self._owner_of[stage], flats, sends=True))
+
+    def expect_gradients(self, stage: int) -> None:
+        """Post the receives of a stage's gradients."""
+        if stage in self._mirror_of:
+            self._gradients.append(self._exchange(stage, self._mirror_of[stage], _room(self._parameters[stage]), False))
+
+    def land_gradients(self, wait: bool) -> list[nn.Parameter]:
+        """Add the gradients that have come; return their parameters.
+
+        Args:
+            wait: whether to wait for all, and for what is being sent; gradients that were sent are then forgotten.
+        """
+        landed: list[nn.Parameter] = []
+        for under in list(self._gradients):
+            if wait:
+                under.pending.wait()
+            if wait or under.pending.test():
+                self._gradients.remove(under)
+                for parameter, piece in _pieces(self._parameters[under.stage], under.flats):
+                    parameter.grad = piece.clone() if parameter.grad is None else parameter.grad.add_(piece)
+                    landed.append(parameter)
+        if wait:
+            for under in self._leaving:
+                under.pending.wait()
+                for parameter in self._parameters[under.stage]:
+                    parameter.grad = None
+            self._leaving.clear()
+        return landed
+
+    def send_weights(self) -> None:
+        """Start sending the new weights to direction 1, and receiving them there; ``settle`` waits."""
+        self.settle()
+        for stage, peer in sorted(self._owner_of.items()):
+            self._weights.append(self._exchange(stage, peer, _room(self._parameters[stage]), sends=False))
+        for stage, peer in sorted(self._mirror_of.items()):
+            flats = _flats(self._parameters[stage], [p.detach() for p in self._parameters[stage]])
+            self._leaving.append(self._exchange(stage, peer, flats, sends=True))
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Return when this rank's weights of direction 1 are the new ones, and its own have left."""
+        for under in self._weights:
+            under.pending.wait()
+            for parameter, piece in _pieces(self._parameters[under.stage], under.flats):
+                parameter.copy_(piece)
+        self._weights.clear()
+        for under in self._leaving:
+            under.pending.wait()
+        self._leaving.clear()
+
+    def _exchange(self, stage: int, peer: int, flats: list[torch.Tensor], sends: bool) -> _Under:
+        self._comm.kind = "reduce"
+        messages = [Message(peer, flat) for flat in flats]
+        pending = self._comm.exchange(messages, []) if sends else self._comm.exchange([], messages)
+        return _Under(stage, pending, flats)
+
+
+def _partners(placement: Placement, rank: int) -> tuple[Mapping[int, int], Mapping[int, int]]:
+    """Return (stage -> owner, of those that this rank holds in direction 1 only; stage -> mirror, of those it owns)."""
+    owners, mirrors = {}, {}
+    for stage in range(placement.stages):
+        own, other = placement.group(stage, 0), placement.group(stage, 1)
+        if rank in other and rank not in own:
+            owners[stage] = own[other.index(rank)]
+        if rank in own and rank not in other:
+            mirrors[stage] = other[own.index(rank)]
+    return owners, mirrors
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def _kinds(parameters: Sequence[nn.Parameter]) -> list[torch.dtype]:
+    return sorted({parameter.dtype for parameter in parameters}, key=str)
+
+
+def _flats(parameters: Sequence[nn.Parameter], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return one run of numbers for each type."""
+    return [
+        torch.cat([t.reshape(-1) for p, t in zip(parameters, tensors, strict=True) if p.dtype == kind])
+        for kind in _kinds(parameters)
+    ]
+
+
+def _room(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+    return [
+        torch.empty(sum(p.numel() for p in parameters if p.dtype == kind), dtype=kind, device=parameters[0].device)
+        for kind in _kinds(parameters)
+    ]
+
+
+def _pieces(
+    parameters: Sequence[nn.Parameter], flats: Sequence[torch.Tensor]
+) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    found = []
+    for kind, flat in zip(_kinds(parameters), flats, strict=True):
+        group = [p for p in parameters if p.dtype == kind]
+        found += [
+            (p, piece.view(p.shape)) for p, piece in zip(group, flat.split([p.numel() for p in group]), strict=True)
+        ]
+    return found

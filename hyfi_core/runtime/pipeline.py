@@ -1,0 +1,231 @@
+"""The interpreter of schedules: does what a lowered schedule says, action by action, on one rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from hyfi_core.comm.counted import CountedCommunicator
+from hyfi_core.comm.replay import Log, RecordingCommunicator, ReplayingCommunicator
+from hyfi_core.runtime.compiled import Compiled, HostedStage
+from hyfi_core.runtime.courier import Courier
+from hyfi_core.runtime.executor import Executor, Record, Values
+from hyfi_core.schedule.action import Action, Verb
+
+Key = tuple[int, int]
+
+
+class Statistics(Protocol):
+    """What keeps the buffers that forwards change."""
+
+    def given(self, stage: HostedStage) -> dict[str, torch.Tensor]:
+        """Return value name -> buffer, for one forward."""
+        ...
+
+    def changed(self, key: Key, microbatch: int, stage: HostedStage, values: Mapping[str, torch.Tensor]) -> None:
+        """Take note of what a forward made of the buffers."""
+        ...
+
+
+class Gradients(Protocol):
+    """What reduces gradients."""
+
+    def complete(self, key: Key, names: Sequence[str]) -> None:
+        """Take note that a stage adds no more to these gradients on this rank."""
+        ...
+
+    def stage_done(self, stage: int) -> None:
+        """All of a stage's backwards are done on this rank."""
+        ...
+
+    def send(self, stage: int) -> None:
+        """Start sending a stage's gradients to the direction that owns them."""
+        ...
+
+    def expect(self, stage: int) -> None:
+        """Post the receives of a stage's gradients from the other direction."""
+        ...
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step works on.
+
+    Attributes:
+        begin: (stage, direction, micro-batch) -> the values that are there before the first instruction.
+        loss: (what the model returned, micro-batch) -> its share of the loss.
+        parameters: (stage, direction) -> value name -> parameter.
+    """
+
+    begin: Callable[[Key, int], Values]
+    loss: Callable[[Any, int], torch.Tensor]
+    parameters: Mapping[Key, Values]
+
+
+@dataclass
+class _Flight:
+    """One micro-batch in one stage between its forward and its backward."""
+
+    records: list[Record] = field(default_factory=list)
+    exits: Values = field(default_factory=dict)
+    leaves: list[Any] = field(default_factory=list)
+    cotangents: Values = field(default_factory=dict)
+    sends: int = 0
+    again: tuple[Values, Log] | None = None
+
+
+class Pipeline:
+    """Runs one step of a schedule.
+
+    Args:
+        compiled: the stages that this rank holds.
+        groups: (stage, direction) -> its ranks.
+        courier: what travels between stages.
+        statistics: what keeps the buffers.
+        gradients: what reduces gradients.
+        autocasting: makes the context in which operators choose their types.
+        recomputes: whether a stage computes its activations again.
+    """
+
+    def __init__(
+        self,
+        compiled: Compiled,
+        groups: Mapping[Key, CountedCommunicator],
+        courier: Courier,
+        statistics: Statistics,
+        gradients: Gradients,
+        autocasting: Callable[[], AbstractContextManager[Any]],
+        recomputes: Callable[[int], bool],
+    ) -> None:
+        self._compiled = compiled
+        self._groups = groups
+        self._courier = courier
+        self._statistics = statistics
+        self._gradients = gradients
+        self._autocasting = autocasting
+        self._recomputes = recomputes
+        self._flights: dict[tuple[Key, int], _Flight] = {}
+        self.loss = torch.zeros((), dtype=torch.float64)
+        self.share = torch.zeros((), dtype=torch.float64)
+        self._last: dict[Key, int | None] = {}
+        self.events: list[tuple[Action, float, float]] = []
+
+    def run(self, actions: Sequence[Action], step: Step) -> None:
+        """Do the actions.
+
+        Then ``loss`` is that of the last stages on this rank, ``share`` the same on the first rank of such a stage and
+        zero on others, and ``events`` holds every action with when it began and ended.
+        """
+        self._last = {(a.stage, a.direction): a.microbatch for a in actions if a.verb is Verb.B}
+        for action in actions:
+            begin = time.perf_counter()
+            self._do(action, step)
+            self.events.append((action, begin, time.perf_counter()))
+        self._courier.finish()
+
+    def _do(self, action: Action, step: Step) -> None:
+        key, m, courier = (action.stage, action.direction), action.microbatch or 0, self._courier
+        match action.verb:
+            case Verb.F:
+                self._flights[key, m] = self._forward(key, m, step)
+            case Verb.B:
+                self._backward(key, m, step)
+            case Verb.SEND_F:
+                self._send((action.stage, _peer(action)), key, m, back=False)
+            case Verb.RECV_F:
+                courier.expect((_peer(action), action.stage), key[1], m, back=False)
+            case Verb.SEND_B:
+                self._send((_peer(action), action.stage), key, m, back=True)
+            case Verb.RECV_B:
+                courier.expect((action.stage, _peer(action)), key[1], m, back=True)
+            case Verb.REDUCE:
+                self._gradients.stage_done(action.stage)
+            case Verb.SEND_G:
+                self._gradients.send(action.stage)
+            case Verb.RECV_G:
+                self._gradients.expect(action.stage)
+
+    def _send(self, edge: tuple[int, int], key: Key, microbatch: int, back: bool) -> None:
+        """Send along an edge; what no other edge needs is forgotten."""
+        flight = self._flights[key, microbatch]
+        self._courier.send(edge, key[1], microbatch, flight.cotangents if back else flight.exits, back)
+        flight.sends += 1
+        edges = sum(other[1 if back else 0] == key[0] for other in self._compiled.handovers)
+        if flight.sends == edges and back:
+            del self._flights[key, microbatch]
+        elif flight.sends == edges:
+            flight.exits.clear()
+
+    def _forward(self, key: Key, microbatch: int, step: Step) -> _Flight:
+        stage, flight = self._compiled.hosted[key], _Flight()
+        values = step.begin(key, microbatch)
+        values.update(self._statistics.given(stage))
+        values.update(self._courier.values(*key, microbatch))
+        with self._autocasting():
+            if self._recomputes(key[0]):
+                recorder = RecordingCommunicator(self._groups[key])
+                flight.again = (dict(values), recorder.log)
+                Executor(stage.tape, recorder).forward(values, record=False)
+            else:
+                flight.records = Executor(stage.tape, self._groups[key]).forward(values, record=True)
+        self._statistics.changed(key, microbatch, stage, values)
+        flight.exits = {name: values[name] for name in stage.ranked.exits}
+        flight.leaves = self._compiled.leaves(stage, values)
+        return flight
+
+    def _backward(self, key: Key, microbatch: int, step: Step) -> None:
+        stage, flight = self._compiled.hosted[key], self._flights[key, microbatch]
+        flight.sends = 0
+        cotangents = self._courier.cotangents(*key, microbatch)
+        for name, cotangent in self._from_loss(key, flight, microbatch, step).items():
+            cotangents[name] = cotangents[name] + cotangent if name in cotangents else cotangent
+        comm = self._groups[key]
+        if flight.again is not None:
+            values, log = flight.again
+            with self._autocasting():
+                replayed = Executor(stage.tape, ReplayingCommunicator(log, comm.rank, comm.size))
+                flight.records = replayed.forward(values, record=True)
+            flight.again = None
+        complete = None
+        if self._last[key] == microbatch:
+            complete = lambda names: self._gradients.complete(key, names)  # noqa: E731
+        flight.cotangents = Executor(stage.tape, comm).backward(
+            flight.records, cotangents, step.parameters[key], complete=complete
+        )
+        if not any(edge[1] == key[0] for edge in self._compiled.handovers):
+            del self._flights[key, microbatch]
+
+    def _from_loss(self, key: Key, flight: _Flight, microbatch: int, step: Step) -> Values:
+        """Return the cotangents of the answer, and add the loss; nothing where the answer is not made."""
+        outputs = self._compiled.hosted[key].ranked.outputs
+        if key[0] != len(self._compiled.parameters) - 1:
+            return {}
+        leaves = [leaf.requires_grad_() if _is_float(leaf) else leaf for leaf in flight.leaves]
+        with torch.enable_grad():
+            loss = step.loss(self._compiled.pick(leaves), microbatch)
+        # The answer is replicated, its cotangent a sum over ranks: one rank gives the loss its weight, the others zero.
+        first = self._groups[key].rank == 0
+        loss.backward(torch.ones_like(loss) if first else torch.zeros_like(loss))
+        self.loss = self.loss + loss.detach().double().cpu()
+        if first:
+            self.share = self.share + loss.detach().double().cpu()
+        flight.leaves = []
+        return {
+            item.name: leaf.grad
+            for item, leaf in zip(outputs, leaves, strict=True)
+            if isinstance(leaf, torch.Tensor) and leaf.grad is not None
+        }
+
+
+def _peer(action: Action) -> int:
+    assert action.peer is not None
+    return action.peer
+
+
+def _is_float(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()

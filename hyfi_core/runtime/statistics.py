@@ -1,0 +1,156 @@
+"""Running statistics: the buffers that a model changes while it trains, in the order of its micro-batches.
+
+With one direction every stage sees the micro-batches in order and buffers simply follow. With two, the ranks of either
+direction see one half of them: each then starts every micro-batch from zero, so that what comes out is what that
+micro-batch adds (momentum times its mean, or its mean where the average is cumulative), and after the step both
+directions fold all of it in micro-batch order, as one process would have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from hyfi_core.comm.base import Communicator, Message
+from hyfi_core.errors import RequestError
+from hyfi_core.runtime.compiled import HostedStage
+
+Hosted = Mapping[tuple[int, int], HostedStage]
+
+
+class FollowingStatistics:
+    """Buffers of one direction: changed after every forward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._buffers = dict(model.named_buffers(remove_duplicate=False))
+
+    def given(self, stage: HostedStage) -> dict[str, torch.Tensor]:
+        """Return value name -> buffer, for one forward."""
+        return {value: self._buffers[name] for value, name in stage.ranked.program.buffers.items()}
+
+    def changed(
+        self, key: tuple[int, int], microbatch: int, stage: HostedStage, values: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Take over what a forward made of the buffers."""
+        with torch.no_grad():
+            for name, value in stage.ranked.program.mutations.items():
+                self._buffers[name].copy_(values[value])
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
+
+
+class FoldedStatistics:
+    """Buffers of two directions: what each micro-batch adds is kept, exchanged and folded in order.
+
+    Args:
+        model: the user's module.
+        hosted: what this rank holds.
+        peers: (stage, direction) of this rank -> the rank that holds the same part in the other direction.
+        comm: the ranks of the replica.
+        microbatches: of both directions.
+
+    Raises:
+        RequestError: a buffer is changed by something else than a batch norm.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        hosted: Hosted,
+        peers: Mapping[tuple[int, int], int],
+        comm: Communicator,
+        microbatches: int,
+    ) -> None:
+        self._buffers = dict(model.named_buffers(remove_duplicate=False))
+        self._modules = dict(model.named_modules(remove_duplicate=False))
+        self._hosted = hosted
+        self._peers = peers
+        self._comm = comm
+        self._microbatches = microbatches
+        self._added: dict[tuple[str, int], torch.Tensor] = {}
+        for stage in hosted.values():
+            for name in stage.ranked.program.mutations:
+                self._check(name)
+
+    def given(self, stage: HostedStage) -> dict[str, torch.Tensor]:
+        """Return value name -> buffer, for one forward: zeros for those that it changes."""
+        program = stage.ranked.program
+        return {
+            value: torch.zeros_like(self._buffers[name]) if name in program.mutations else self._buffers[name]
+            for value, name in program.buffers.items()
+        }
+
+    def changed(
+        self, key: tuple[int, int], microbatch: int, stage: HostedStage, values: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Keep what a micro-batch adds."""
+        for name, value in stage.ranked.program.mutations.items():
+            self._added[name, microbatch] = values[value].detach().clone()
+
+    def finish(self) -> None:
+        """Exchange what both directions have added, and fold it."""
+        self._swap()
+        names = {name for stage in self._hosted.values() for name in stage.ranked.program.mutations}
+        with torch.no_grad():
+            for path in dict.fromkeys(name.rpartition(".")[0] for name in sorted(names)):
+                self._fold(path, names)
+        self._added.clear()
+
+    def _check(self, name: str) -> None:
+        path, _, key = name.rpartition(".")
+        module = self._modules[path]
+        known = isinstance(module, nn.modules.batchnorm._NormBase)
+        if not known or key not in ("running_mean", "running_var", "num_batches_tracked"):
+            raise RequestError(
+                f"buffer {name!r} of {type(module).__name__} changes while training, and two directions cannot agree "
+                "on its order; use a schedule of one direction, or keep such buffers to batch norms"
+            )
+
+    def _swap(self) -> None:
+        half = self._microbatches // 2
+        sends, receives, boxes = [], [], []
+        for key in sorted(self._hosted):
+            stage, direction = key
+            mine = range(direction * half, (direction + 1) * half)
+            if self._peers[key] != self._comm.rank:
+                names = sorted(self._hosted[key].ranked.program.mutations)
+                for dtype, group in self._by_type(names):
+                    flat = torch.cat([self._added[name, m].reshape(-1) for m in mine for name in group])
+                    sends.append(Message(self._peers[key], flat))
+        for key in sorted(self._hosted, key=lambda key: (key[0], 1 - key[1])):  # in the order in which peers send
+            stage, direction = key
+            theirs = range((1 - direction) * half, (2 - direction) * half)
+            if self._peers[key] != self._comm.rank:
+                names = sorted(self._hosted[key].ranked.program.mutations)
+                for dtype, group in self._by_type(names):
+                    count = sum(self._buffers[name].numel() for name in group) * half
+                    flat = torch.empty(count, dtype=dtype, device=self._buffers[group[0]].device)
+                    receives.append(Message(self._peers[key], flat))
+                    boxes.append((flat, group, theirs))
+        self._comm.exchange(sends, receives).wait()
+        for flat, group, theirs in boxes:
+            parts = iter(flat.split([self._buffers[name].numel() for _ in theirs for name in group]))
+            for m in theirs:
+                for name in group:
+                    self._added[name, m] = next(parts).view(self._buffers[name].shape)
+
+    def _by_type(self, names: Sequence[str]) -> Iterable[tuple[torch.dtype, list[str]]]:
+        kinds = sorted({self._buffers[name].dtype for name in names}, key=str)
+        return [(kind, [name for name in names if self._buffers[name].dtype == kind]) for kind in kinds]
+
+    def _fold(self, path: str, names: set[str]) -> None:
+        """Fold one batch norm's additions, counter first: a cumulative average hangs on it."""
+        module = self._modules[path]
+        count = f"{path}.num_batches_tracked" if path else "num_batches_tracked"
+        for microbatch in range(self._microbatches):
+            if count in names:
+                self._buffers[count].add_(self._added[count, microbatch])
+            share = 1.0 / float(self._buffers[count]) if module.momentum is None else module.momentum
+            for key in ("running_mean", "running_var"):
+                name = f"{path}.{key}" if path else key
+                if name in names:
+                    added = self._added[name, microbatch]
+                    self._buffers[name].mul_(1.0 - share).add_(added * share if module.momentum is None else added)
