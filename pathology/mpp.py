@@ -12,6 +12,26 @@ SQUARE_TOLERANCE = 0.05
 AGREE_TOLERANCE = 0.05
 _UM_PER_UNIT = {"inch": 25_400.0, "centimeter": 10_000.0, "millimeter": 1_000.0, "micrometer": 1.0}
 
+UM_PER_OME_UNIT = {
+    "pm": 1e-6,
+    "\u212b": 1e-4,  # the sign for ångström; the next one is the letter
+    "Å": 1e-4,
+    "nm": 1e-3,
+    "µm": 1.0,
+    "μm": 1.0,
+    "um": 1.0,
+    "mm": 1e3,
+    "cm": 1e4,
+    "dm": 1e5,
+    "m": 1e6,
+    "thou": 25.4,
+    "in": 25_400.0,
+    "ft": 304_800.0,
+    "pt": 25_400.0 / 72,
+    "li": 25_400.0 / 12,
+}
+"""Micrometres in each unit of length that OME-XML may state and that a slide could be measured in."""
+
 HOW_TO_GIVE = "give it in the column `source_mpp` of a manifest CSV, or for all such slides with --slide-mpp"
 
 

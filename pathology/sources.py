@@ -1,15 +1,22 @@
 """Slide files behind one protocol: a pyramid of RGB levels that is read by boxes.
 
-This is the only place that knows OpenSlide's ``(x, y)`` order. Which reader opens a file: OME-TIFF goes to
-`pathology.tiff_source` (OpenSlide does not see the levels in SubIFDs), all else to OpenSlide, and what OpenSlide
-does not know to `pathology.tiff_source`.
+This is the only place that knows OpenSlide's ``(x, y)`` order. Which reader opens a file:
+
+```
+OME-TIFF (OpenSlide does not see levels in SubIFDs)         → pathology.tiff_source
+what OpenSlide knows: tiled TIFFs that both readers show
+                      with the same pixels (tried on open)  → pathology.tiff_source; facts, left-out tiles: OpenSlide
+                      all else (MRXS, SCN, VMS, DICOM …)    → OpenSlide, one handle for each thread
+what OpenSlide does not know                                → pathology.tiff_source
+```
 """
 
 from __future__ import annotations
 
-import os
+import math
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,40 +25,65 @@ from PIL import ImageCms
 
 from hyfi_core.plan.box import Box
 from pathology.errors import SlideError, TileError
+from pathology.file_check import check_file
 from pathology.mpp import is_sensible, mpp_of_resolution, parse_mpp
-from pathology.source_level import RGB, SourceLevel, snapped_levels
+from pathology.per_thread import PerThread
+from pathology.source_level import RGB, Affine, BadTile, SourceLevel, moved_by, snapped_levels
+from pathology.source_threads import run_in_pool
+from pathology.tiff_facts import orientation_of_file
 from pathology.tiff_source import TiffSource
+from pathology.upright import UprightSource
 
 SLIDE_SUFFIXES = frozenset(
     (".svs", ".tif", ".tiff", ".btf", ".ndpi", ".mrxs", ".scn", ".vms", ".vmu", ".bif", ".svslide", ".qptiff", ".czi")
 )
 """What a folder is searched for."""
 
+_TILED_TIFF_VENDORS = frozenset(("aperio", "generic-tiff"))
+_BLOCK_PX = 1024
+_CACHE_BYTES = 64 * 2**20
+
 
 class SlideSource(Protocol):
-    """An open slide file. Not to be shared between threads or processes.
+    """An open slide file. Threads, forked and spawned processes may all read from one.
 
     Attributes:
         levels: Finest first. A source that states bounds counts pixels from their first one.
         mpp: Microns per pixel (y, x) of the finest level, None where the file does not state them.
         bounds: The box of the file's finest level that ``levels`` show.
+        to_file_px: From (y, x) of ``levels[0]`` to (y, x) of the file's finest level as it is stored: adds the start
+            of the bounds, undoes what Orientation did. What is put beside the file (heatmaps, outlines) counts so.
         vendor: Name of the scanner's maker or of the format.
         objective_power: As the file states it.
-        icc: The ICC profile's bytes.
+        icc: The ICC profile's bytes; pixels are as stored, `pathology.icc` converts them.
     """
 
     levels: tuple[SourceLevel, ...]
     mpp: tuple[float, float] | None
     bounds: Box
+    to_file_px: Affine
     vendor: str
     objective_power: float | None
     icc: bytes | None
 
     def read(self, box: Box, level: int) -> RGB:
-        """Return ``(h, w, 3)`` uint8 of a box inside the level; the caller's own, of any strides, maybe read-only.
+        """Return ``(h, w, 3)`` uint8 of a box inside the level, new and the caller's own.
 
         Raises:
             TileError: Something in the box cannot be decoded. The source stays usable.
+        """
+
+    def read_into(self, box: Box, level: int, out: RGB, bad: list[BadTile] | None = None) -> None:
+        """Fill the caller's memory with a box inside the level.
+
+        Args:
+            box: Pixels of the level.
+            level: Its index.
+            out: ``(h, w, 3)`` uint8 of any strides: a view of planes will do.
+            bad: Takes the tiles that cannot be decoded; their place in ``out`` is white and all others are read.
+
+        Raises:
+            TileError: Something cannot be decoded and there is no ``bad``. The source stays usable.
         """
 
     def close(self) -> None:
@@ -64,55 +96,154 @@ def open_source(path: Path) -> SlideSource:
     Raises:
         SlideError: No reader knows the file, or it is damaged; the message says why.
     """
-    _check_file(path)
+    check_file(path)
+    orientation = orientation_of_file(path)
+    source = _open(path)
+    return source if orientation == 1 else UprightSource(source, orientation)
+
+
+def _open(path: Path) -> SlideSource:
     if path.name.lower().endswith((".ome.tif", ".ome.tiff", ".ome.btf")):
         return TiffSource(path)
     try:
-        return OpenSlideSource(path)
+        slow = OpenSlideSource(path)
     except openslide.OpenSlideUnsupportedFormatError:
         return TiffSource(path)
     except openslide.OpenSlideError as error:
         raise SlideError(f"OpenSlide cannot open it: {error}") from error
+    return _faster(path, slow) or slow
+
+
+def _faster(path: Path, slow: OpenSlideSource) -> TiffSource | None:
+    """Return the fast reader where it shows what OpenSlide shows; None where it does not read the file."""
+    if slow.vendor not in _TILED_TIFF_VENDORS:
+        return None
+    try:
+        fast = TiffSource(path, known=slow, fill_missing=slow.read_into)
+    except SlideError:
+        return None
+    if all(_same_pixels(fast, slow, level) for level in range(len(slow.levels))):
+        slow.rest()
+        return fast
+    fast.close()
+    return None
+
+
+def _same_pixels(fast: TiffSource, slow: OpenSlideSource, level: int) -> bool:
+    """Whether one tile looks alike to both; on a coarse level the first, the only one that OpenSlide surely hits."""
+    size = fast.levels[level]
+    height, width = size.tile_px
+    y = size.height_px // 2 // height * height if level == 0 else 0
+    x = size.width_px // 2 // width * width if level == 0 else 0
+    box = Box(y, y + height, x, x + width).intersect(Box.of_size(size.height_px, size.width_px))
+    try:
+        expected = slow.read(box, level)
+    except TileError:
+        return True  # damaged: nothing to compare
+    try:
+        return bool(np.array_equal(fast.read(box, level), expected))
+    except TileError:
+        return False
 
 
 class OpenSlideSource:
-    """A slide read with OpenSlide; see `SlideSource`. Reopened after an error, which leaves OpenSlide's handle dead."""
+    """A slide read with OpenSlide; see `SlideSource`.
+
+    Each thread has its own handle, so that blocks of a box are decoded in parallel. An error leaves a handle dead:
+    it is replaced. Memory: the result, a block for each thread, a cache of 64 MiB of decoded tiles.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._slide = openslide.OpenSlide(path)
-        properties = self._slide.properties
+        self._handles = PerThread(self._new_handle, openslide.OpenSlide.close)
+        slide = self._handles.get()
+        properties = slide.properties
         self.mpp = _stated_mpp(properties)
         self.vendor = properties.get(openslide.PROPERTY_NAME_VENDOR, "unknown")
         self.objective_power = _number(properties.get(openslide.PROPERTY_NAME_OBJECTIVE_POWER))
-        self.icc = _icc_profile(self._slide)
-        self.bounds = _bounds(self._slide)
+        self.icc = _icc_profile(slide)
+        self.bounds = _bounds(slide)
+        self.to_file_px: Affine = moved_by((self.bounds.y0, self.bounds.x0))
         self._background = _background(properties)
-        self._downsamples = self._slide.level_downsamples
-        self.levels = self._bounded_levels()
+        self._downsamples = slide.level_downsamples
+        self.levels = tuple(self._described(slide, k, v) for k, v in enumerate(_whole_levels(slide)))
 
-    def _bounded_levels(self) -> tuple[SourceLevel, ...]:
-        whole = snapped_levels([(h, w) for w, h in self._slide.level_dimensions])
-        found = []
-        for level in whole:
-            (fy, fx) = level.downsample
-            height = min(level.height_px, max(1, int(self.bounds.height / fy + 0.999)))
-            width = min(level.width_px, max(1, int(self.bounds.width / fx + 0.999)))
-            found.append(SourceLevel(height, width, level.downsample))
-        return tuple(found)
+    def _new_handle(self) -> openslide.OpenSlide:
+        slide = openslide.OpenSlide(self._path)
+        slide.set_cache(openslide.OpenSlideCache(_CACHE_BYTES // 4))
+        return slide
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OpenSlideSource, (self._path,)
+
+    def _described(self, slide: openslide.OpenSlide, index: int, level: SourceLevel) -> SourceLevel:
+        (fy, fx) = level.downsample
+        names = [f"openslide.level[{index}].tile-{side}" for side in ("height", "width")]
+        stated = [int(slide.properties.get(name, 0)) for name in names]
+        tile = (stated[0], stated[1]) if all(16 <= v <= 4096 for v in stated) else level.tile_px
+        return replace(
+            level,
+            height_px=min(level.height_px, max(1, math.ceil(self.bounds.height / fy - 1e-3))),
+            width_px=min(level.width_px, max(1, math.ceil(self.bounds.width / fx - 1e-3))),
+            tile_px=tile,
+        )
 
     def read(self, box: Box, level: int) -> RGB:
         """Return ``(h, w, 3)``; see `SlideSource.read`. Transparent pixels show the slide's background colour."""
+        out: RGB = np.empty((*box.shape, 3), np.uint8)
+        self.read_into(box, level, out)
+        return out
+
+    def read_into(self, box: Box, level: int, out: RGB, bad: list[BadTile] | None = None) -> None:
+        """Fill ``out``; see `SlideSource.read_into`. Transparent pixels show the slide's background colour."""
+
+        def read(block: Box) -> list[BadTile]:
+            part = out[block.relative_to(box).slices()]
+            if bad is None:
+                self._read(block, level, part)
+                return []
+            return self._read_what_can_be(block, level, part)
+
+        found = run_in_pool(read, _pieces(box, (_BLOCK_PX, _BLOCK_PX)))
+        if bad is not None:
+            bad += [tile for tiles in found for tile in tiles]
+
+    def _read(self, block: Box, level: int, out: RGB) -> None:
         scale = self._downsamples[level]
-        x = self.bounds.x0 + round(box.x0 * scale)
-        y = self.bounds.y0 + round(box.y0 * scale)
+        corner = (self.bounds.x0 + round(block.x0 * scale), self.bounds.y0 + round(block.y0 * scale))
         try:
-            rgba = np.asarray(self._slide.read_region((x, y), level, (box.width, box.height)))
+            rgba = np.asarray(self._handle().read_region(corner, level, (block.width, block.height)))
         except openslide.OpenSlideError as error:
-            self._slide.close()
-            self._slide = _reopened(self._path)
-            raise TileError(f"OpenSlide cannot decode rows {box.y0}–{box.y1} of level {level}: {error}") from error
-        return self._opaque(rgba)
+            self._handles.drop()
+            place = f"rows {block.y0}–{block.y1}, columns {block.x0}–{block.x1} of level {level}"
+            raise TileError(f"OpenSlide cannot decode {place}: {error}") from error
+        out[...] = self._opaque(rgba)
+
+    def _read_what_can_be(self, block: Box, level: int, out: RGB) -> list[BadTile]:
+        """Read a block whole; where that fails, tile by tile."""
+        try:
+            self._read(block, level, out)
+            return []
+        except TileError:
+            pass
+        bad = []
+        size = self.levels[level]
+        for place in _pieces(block, size.tile_px):
+            part = out[place.relative_to(block).slices()]
+            try:
+                self._read(place, level, part)
+            except TileError as error:
+                part[...] = 255
+                (y, x), (height, width) = (place.y0, place.x0), size.tile_px
+                tile = Box.of_size(height, width).shift(y // height * height, x // width * width)
+                bad.append(BadTile(tile.intersect(Box.of_size(size.height_px, size.width_px)), str(error)))
+        return bad
+
+    def _handle(self) -> openslide.OpenSlide:
+        try:
+            return self._handles.get()
+        except openslide.OpenSlideError as error:
+            raise SlideError(f"the file cannot be opened any more: {error}") from error
 
     def _opaque(self, rgba: RGB) -> RGB:
         alpha = rgba[..., 3:]
@@ -124,50 +255,25 @@ class OpenSlideSource:
         opaque: RGB = np.rint(mixed).astype(np.uint8)
         return opaque
 
+    def rest(self) -> None:
+        """Close the handles until something is read again."""
+        self._handles.close()
+
     def close(self) -> None:
-        """Close OpenSlide's handle."""
-        self._slide.close()
+        """Close OpenSlide's handles."""
+        self._handles.close()
 
 
-def _reopened(path: Path) -> openslide.OpenSlide:
-    try:
-        return openslide.OpenSlide(path)
-    except openslide.OpenSlideError as error:
-        raise SlideError(f"the file cannot be opened any more: {error}") from error
+def _pieces(box: Box, size: tuple[int, int]) -> list[Box]:
+    """Cut a box along the lines of a grid that starts at (0, 0)."""
+    height, width = size
+    rows = range(box.y0 // height * height, box.y1, height)
+    columns = range(box.x0 // width * width, box.x1, width)
+    return [Box(y, y + height, x, x + width).intersect(box) for y in rows for x in columns]
 
 
-def _check_file(path: Path) -> None:
-    """Say in plain words what is wrong with a file that no reader will open.
-
-    Raises:
-        SlideError: The file is missing, unreadable, empty, another kind of picture, or a TIFF cut before its directory.
-    """
-    try:
-        with path.open("rb") as file:
-            head = file.read(16)
-            size = os.fstat(file.fileno()).st_size
-    except IsADirectoryError as error:
-        raise SlideError("it is a folder, not a slide file") from error
-    except OSError as error:
-        raise SlideError(f"the file cannot be read: {error.strerror}") from error
-    if size == 0:
-        raise SlideError("the file is empty (0 bytes)")
-    for magic, name in ((b"\x89PNG", "a PNG picture"), (b"\xff\xd8\xff", "a JPEG picture"), (b"%PDF", "a PDF")):
-        if head.startswith(magic) and path.suffix.lower() in {".svs", ".tif", ".tiff"}:
-            raise SlideError(f"the file is {name} under the name of a slide")
-    first = _first_directory(head)
-    if first is not None and first >= size:
-        raise SlideError(f"the file is cut off: its directory should be at byte {first}, the file has {size} bytes")
-
-
-def _first_directory(head: bytes) -> int | None:
-    """Return the offset of a TIFF's first directory; None for other files (TIFF 6.0, and BigTIFF with 43)."""
-    order = {b"II": "little", b"MM": "big"}.get(head[:2])
-    if order is None or len(head) < 16:
-        return None
-    version = int.from_bytes(head[2:4], "little" if order == "little" else "big")
-    part = {42: head[4:8], 43: head[8:16]}.get(version)
-    return None if part is None else int.from_bytes(part, "little" if order == "little" else "big")
+def _whole_levels(slide: openslide.OpenSlide) -> tuple[SourceLevel, ...]:
+    return snapped_levels([(h, w) for w, h in slide.level_dimensions])
 
 
 def _stated_mpp(properties: openslide._PropertyMap) -> tuple[float, float] | None:

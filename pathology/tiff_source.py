@@ -1,150 +1,220 @@
-"""Tiled and striped TIFF, OME-TIFF with its levels in SubIFDs included: parsed by tifffile, read tile by tile."""
+"""Tiled and striped TIFF, OME-TIFF with its levels in SubIFDs included: parsed once, read and decoded in parallel.
+
+```
+box → its tiles → one read for neighbours in the file (pread, ≤ 8 MiB) → decoded on threads → copied to their place
+```
+"""
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
-from xml.etree import ElementTree
+from typing import Any, Protocol
 
 import numpy as np
 import tifffile
 
 from hyfi_core.plan.box import Box
 from pathology.errors import SlideError, TileError
-from pathology.mpp import mpp_of_resolution, parse_mpp
-from pathology.source_level import RGB, SourceLevel, snapped_levels
+from pathology.slide_file import SlideFile, coalesced
+from pathology.source_level import RGB, Affine, BadTile, SourceLevel, moved_by, snapped_levels
+from pathology.source_threads import decode_threads, in_pool, submit
+from pathology.tiff_facts import mpp_of_tiff
+from pathology.tiff_level import TiffLevel, parse_level
 
-_JPEG = {6, 7}
-_EOI = b"\xff\xd9"
-_UNITS = {1: "", 2: "inch", 3: "centimeter", 4: "millimeter", 5: "micrometer"}
-_OME_UNITS_UM = {"µm": 1.0, "μm": 1.0, "um": 1.0, "nm": 1e-3, "mm": 1e3, "cm": 1e4, "m": 1e6}
+_TILES_A_JOB = 8
+_READS_AHEAD = 3
+_WHITE = 255
+
+FillMissing = Callable[[Box, int, RGB], None]
+"""Shows what a reader that knows the scanner's ways puts where a tile was left out: (box, level, out)."""
+
+
+class KnownSlide(Protocol):
+    """What another reader has found out about the same file."""
+
+    levels: tuple[SourceLevel, ...]
+    mpp: tuple[float, float] | None
+    vendor: str
+    objective_power: float | None
+    icc: bytes | None
 
 
 class TiffSource:
-    """A slide in a TIFF; see `pathology.sources.SlideSource`. Memory: the result and one tile.
+    """A slide in a TIFF; see `pathology.sources.SlideSource`. Memory: the result, 24 MiB of file, a tile a thread.
+
+    Args:
+        path: The file.
+        known: What OpenSlide says of it: levels are then those pages that have their sizes, and all else is as there.
+        fill_missing: Paints the places of tiles that were left out; otherwise they are white.
 
     Raises:
-        SlideError: Not a TIFF, or its pixels are not 8-bit RGB.
+        SlideError: Not a TIFF, its pixels are not 8-bit RGB, or its pages are not the levels that ``known`` has.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, known: KnownSlide | None = None, fill_missing: FillMissing | None = None) -> None:
+        self._path = path
+        self._fill_missing = fill_missing
         try:
             with tifffile.TiffFile(path) as tiff:
-                series = _largest_series(tiff)
-                self._pages = [_keyframe(level) for level in series.levels]
-                for page in self._pages:
-                    _check_page(page)
-                    _ = page.decode  # built while the file is open (it looks for a JFIF header), used after
-                self.mpp = _ome_mpp(tiff) if tiff.is_ome else None
-                self.vendor = "ome-tiff" if tiff.is_ome else "generic-tiff"
+                pages = _pages_of_series(tiff) if known is None else _pages_of_sizes(tiff, known.levels)
+                self._levels = [parse_level(page) for page in pages]
+                first = pages[0]
+                self.mpp = mpp_of_tiff(tiff, first) if known is None else known.mpp
+                self.vendor = known.vendor if known else "ome-tiff" if tiff.is_ome else "generic-tiff"
+                self.icc: bytes | None = known.icc if known else getattr(first, "iccprofile", None) or None
         except (tifffile.TiffFileError, OSError, IndexError, ValueError, KeyError) as error:
             raise SlideError(f"neither OpenSlide nor tifffile can open it: {error}") from error
-        first = self._pages[0]
-        self.levels: tuple[SourceLevel, ...] = snapped_levels([(p.imagelength, p.imagewidth) for p in self._pages])
-        self.bounds = Box.of_size(first.imagelength, first.imagewidth)
-        self.mpp = self.mpp or _tag_mpp(first)
-        self.objective_power: float | None = None
-        self.icc: bytes | None = getattr(first, "iccprofile", None) or None
-        try:
-            self._handle = os.open(path, os.O_RDONLY)
-        except OSError as error:
-            raise SlideError(f"the file cannot be read: {error.strerror}") from error
+        self.objective_power = known.objective_power if known else None
+        self.bounds = Box.of_size(self._levels[0].height_px, self._levels[0].width_px)
+        self.to_file_px: Affine = moved_by((0, 0))
+        geometry = snapped_levels([(v.height_px, v.width_px) for v in self._levels])
+        self.levels: tuple[SourceLevel, ...] = tuple(map(_described, geometry, self._levels))
+        self._file = SlideFile(path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        from pathology.sources import open_source
+
+        return open_source, (self._path,)
 
     def read(self, box: Box, level: int) -> RGB:
         """Return ``(h, w, 3)``; see `pathology.sources.SlideSource.read`."""
-        page = self._pages[level]
-        height, width = (page.tilelength, page.tilewidth) if page.is_tiled else (page.rowsperstrip, page.imagewidth)
-        columns = -(-page.imagewidth // width)
         out: RGB = np.empty((*box.shape, 3), np.uint8)
-        for row in range(box.y0 // height, -(-box.y1 // height)):
-            for column in range(box.x0 // width, -(-box.x1 // width)):
-                tile = self._decode(page, row * columns + column)
-                origin = Box(row * height, row * height + tile.shape[0], column * width, column * width + tile.shape[1])
-                common = origin.intersect(box)
-                out[common.relative_to(box).slices()] = tile[common.relative_to(origin).slices()]
+        self.read_into(box, level, out)
         return out
 
-    def _decode(self, page: Any, index: int) -> RGB:
-        offset, length = page.dataoffsets[index], page.databytecounts[index]
-        try:
-            data = os.pread(self._handle, length, offset)
-        except OSError as error:
-            raise TileError(
-                f"tile {index} of level {page.imagewidth} × {page.imagelength}: {error.strerror}"
-            ) from error
-        if length == 0 or len(data) != length:
-            raise TileError(f"tile {index} of level {page.imagewidth} × {page.imagelength} is missing or cut off")
-        if page.compression in _JPEG and _EOI not in data[-16:]:
-            raise TileError(f"tile {index} of level {page.imagewidth} × {page.imagelength}: its JPEG is cut off")
-        try:
-            decoded, _, _ = page.decode(data, index, jpegtables=page.jpegtables, jpegheader=page.jpegheader)
-        except Exception as error:  # each codec of imagecodecs has its own exception
-            raise TileError(f"tile {index} of level {page.imagewidth} × {page.imagelength}: {error}") from error
-        if decoded is None:
-            raise TileError(f"tile {index} of level {page.imagewidth} × {page.imagelength} does not decode")
-        pixels: RGB = decoded[0, ..., :3]
-        return pixels
+    def read_into(self, box: Box, level: int, out: RGB, bad: list[BadTile] | None = None) -> None:
+        """Fill ``out`` with a box of a level; see `pathology.sources.SlideSource.read_into`."""
+        found = _Reading(self._levels[level], self._file, box, out).run()
+        missing = [index for index in self._levels[level].tiles_in(box) if self._levels[level].lengths[index] == 0]
+        for index in missing:
+            self._paint_missing(index, level, box, out)
+        if found and bad is None:
+            raise TileError(f"level {level} ({self.levels[level].width_px} px wide), {found[0].reason}")
+        if bad is not None:
+            bad += found
+
+    def _paint_missing(self, index: int, level: int, box: Box, out: RGB) -> None:
+        place = self._levels[level].tile_box(index).intersect(box)
+        part = out[place.relative_to(box).slices()]
+        if self._fill_missing is None:
+            part[...] = _WHITE
+        else:
+            self._fill_missing(place, level, part)
 
     def close(self) -> None:
         """Close the file."""
-        os.close(self._handle)
+        self._file.close()
 
 
-def _largest_series(tiff: tifffile.TiffFile) -> Any:
-    """Return the series with the most pixels: labels, macros and thumbnails are smaller."""
+class _Reading:
+    """One box on its way from the file into memory."""
+
+    def __init__(self, level: TiffLevel, file: SlideFile, box: Box, out: RGB) -> None:
+        self._level, self._file, self._box, self._out = level, file, box, out
+        self._tiles = [index for index in level.tiles_in(box) if level.lengths[index] > 0]
+
+    def run(self) -> list[BadTile]:
+        """Read and decode; return the tiles that failed, in order."""
+        alone = decode_threads() == 1 or in_pool() or len(self._tiles) < 2
+        bad: list[BadTile] = []
+        under_way: list[list[Future[list[BadTile]]]] = []
+        try:
+            for jobs in self._jobs():
+                if alone:
+                    bad += [tile for job in jobs for tile in self._decode(job)]
+                    continue
+                under_way.append([submit(self._decode, job) for job in jobs])
+                if len(under_way) >= _READS_AHEAD:
+                    bad += [tile for future in under_way.pop(0) for tile in future.result()]
+        finally:  # no thread may still write into the caller's memory when an error reaches the caller
+            rest = [future for futures in under_way for future in futures]
+            for future in rest:
+                future.exception()
+        bad += [tile for future in rest for tile in future.result()]
+        return sorted(bad, key=lambda tile: (tile.box.y0, tile.box.x0))
+
+    def _jobs(self) -> Iterator[list[list[tuple[int, bytes]]]]:
+        """Yield, for every read, its tiles in groups: one group is one job."""
+        offsets = self._level.offsets[self._tiles].tolist()
+        lengths = self._level.lengths[self._tiles].tolist()
+        size = max(1, min(_TILES_A_JOB, len(self._tiles) // (2 * decode_threads())))
+        for span in coalesced(offsets, lengths):
+            data = self._bytes_of(span.offset, span.length, len(span.members) == 1)
+            tiles = []
+            for member in span.members:
+                start = offsets[member] - span.offset
+                whole = data[start : start + lengths[member]] if data is not None else None
+                # A disk that cannot read some sector of the span may still have all of most tiles.
+                tile = self._bytes_of(offsets[member], lengths[member], True) if whole is None else whole
+                tiles.append((self._tiles[member], tile or b""))
+            yield [tiles[k : k + size] for k in range(0, len(tiles), size)]
+
+    def _bytes_of(self, offset: int, length: int, last_try: bool) -> bytes | None:
+        try:
+            return self._file.read(offset, length)
+        except OSError:
+            return b"" if last_try else None
+
+    def _decode(self, tiles: Sequence[tuple[int, bytes]]) -> list[BadTile]:
+        bad = []
+        for index, data in tiles:
+            whole = self._level.tile_box(index)
+            place = whole.intersect(self._box)
+            part = self._out[place.relative_to(self._box).slices()]
+            try:
+                pixels = self._pixels(index, data, whole)
+            except ValueError as error:
+                part[...] = _WHITE
+                bad.append(BadTile(whole, f"rows {whole.y0}–{whole.y1}, columns {whole.x0}–{whole.x1}: {error}"))
+            else:
+                part[...] = pixels[place.relative_to(whole).slices()]
+        return bad
+
+    def _pixels(self, index: int, data: bytes, whole: Box) -> RGB:
+        expected = int(self._level.lengths[index])
+        if len(data) != expected:
+            raise ValueError(f"the tile is cut off or cannot be read: {len(data)} of {expected} bytes")
+        try:
+            pixels = self._level.decode(data, index)
+        except MemoryError:
+            raise
+        except Exception as error:  # each codec has its own exception
+            raise ValueError(f"the tile cannot be decoded: {error}") from error
+        if pixels.shape[0] < whole.height or pixels.shape[1] < whole.width:
+            raise ValueError(f"the tile cannot be decoded: {pixels.shape[:2]} px instead of {whole.shape}")
+        return pixels
+
+
+def _described(level: SourceLevel, tiles: TiffLevel) -> SourceLevel:
+    missing = int((tiles.lengths == 0).sum())
+    return replace(level, tile_px=(tiles.tile_height_px, tiles.tile_width_px), missing_tiles=missing)
+
+
+def _pages_of_series(tiff: tifffile.TiffFile) -> list[Any]:
+    """Return the levels of the series with the most pixels: labels, macros and thumbnails are smaller."""
     if not tiff.series:
         raise SlideError("the TIFF holds no picture")
-    return max(tiff.series, key=lambda s: int(np.prod(s.shape, dtype=np.int64)))
+    largest = max(tiff.series, key=lambda s: int(np.prod(s.shape, dtype=np.int64)))
+    for level in largest.levels:
+        if len(level.pages) != 1:
+            raise SlideError(f"the TIFF is a stack of {len(level.pages)} planes; a slide has one")
+    return [_keyframe(level.pages[0]) for level in largest.levels]
 
 
-def _keyframe(level: Any) -> Any:
-    if len(level.pages) != 1:
-        raise SlideError(f"the TIFF is a stack of {len(level.pages)} planes; a slide has one")
-    page = level.pages[0]
+def _pages_of_sizes(tiff: tifffile.TiffFile, levels: Sequence[SourceLevel]) -> list[Any]:
+    """Return the tiled page that has the size of each level."""
+    tiled = [page for page in map(_keyframe, tiff.pages) if page.is_tiled]
+    found = []
+    for level in levels:
+        same = [p for p in tiled if (p.imagelength, p.imagewidth) == (level.height_px, level.width_px)]
+        if len(same) != 1:
+            raise SlideError(f"the TIFF has {len(same)} tiled pages of {level.width_px} × {level.height_px} px")
+        found.append(same[0])
+    return found
+
+
+def _keyframe(page: Any) -> Any:
     return page.aspage() if isinstance(page, tifffile.TiffFrame) else page
-
-
-def _check_page(page: Any) -> None:
-    kind = f"{page.samplesperpixel} × {page.bitspersample} bit, {page.photometric!s}"
-    if page.samplesperpixel not in (3, 4) or page.bitspersample != 8 or page.planarconfig != 1:
-        raise SlideError(f"its pixels are not 8-bit RGB but {kind}")
-    if page.photometric not in (2, 6):
-        raise SlideError(f"its colours are not RGB or YCbCr but {kind}")
-    if page.tags.get("Orientation") is not None and int(page.tags["Orientation"].value) != 1:
-        raise SlideError("the TIFF is turned or mirrored (tag Orientation), which no reader here can show upright")
-
-
-def _tag_mpp(page: Any) -> tuple[float, float] | None:
-    tags = page.tags
-    if "XResolution" not in tags or "YResolution" not in tags:
-        return None
-    unit = _UNITS.get(int(tags["ResolutionUnit"].value) if "ResolutionUnit" in tags else 2, "")
-    y, x = (mpp_of_resolution(_ratio(tags[name].value), unit) for name in ("YResolution", "XResolution"))
-    return None if y is None or x is None else (y, x)
-
-
-def _ratio(value: tuple[int, int]) -> float:
-    return value[0] / value[1] if value[1] else 0.0
-
-
-def _ome_mpp(tiff: tifffile.TiffFile) -> tuple[float, float] | None:
-    """Return PhysicalSizeY and X of the first image of the OME-XML, in micrometres."""
-    try:
-        root = ElementTree.fromstring(tiff.ome_metadata or "")
-    except ElementTree.ParseError:
-        return None
-    pixels = next((e for e in root.iter() if e.tag.rpartition("}")[2] == "Pixels"), None)
-    if pixels is None:
-        return None
-    sizes = []
-    for axis in "YX":
-        unit = _OME_UNITS_UM.get(pixels.get(f"PhysicalSize{axis}Unit", "µm"))
-        try:
-            size = parse_mpp(pixels.get(f"PhysicalSize{axis}", ""))
-        except ValueError:
-            return None
-        if unit is None:
-            return None
-        sizes.append(size * unit)
-    return sizes[0], sizes[1]

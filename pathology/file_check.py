@@ -1,0 +1,42 @@
+"""What is wrong with a file that no reader will open, in plain words."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pathology.errors import SlideError
+
+
+def check_file(path: Path) -> None:
+    """Look at a file's size and first bytes.
+
+    Raises:
+        SlideError: The file is missing, unreadable, empty, another kind of picture, or a TIFF cut before its directory.
+    """
+    try:
+        with path.open("rb") as file:
+            head = file.read(16)
+            size = os.fstat(file.fileno()).st_size
+    except IsADirectoryError as error:
+        raise SlideError("it is a folder, not a slide file") from error
+    except OSError as error:
+        raise SlideError(f"the file cannot be read: {error.strerror}") from error
+    if size == 0:
+        raise SlideError("the file is empty (0 bytes)")
+    for magic, name in ((b"\x89PNG", "a PNG picture"), (b"\xff\xd8\xff", "a JPEG picture"), (b"%PDF", "a PDF")):
+        if head.startswith(magic) and path.suffix.lower() in {".svs", ".tif", ".tiff"}:
+            raise SlideError(f"the file is {name} under the name of a slide")
+    first = _first_directory(head)
+    if first is not None and first >= size:
+        raise SlideError(f"the file is cut off: its directory should be at byte {first}, the file has {size} bytes")
+
+
+def _first_directory(head: bytes) -> int | None:
+    """Return the offset of a TIFF's first directory; None for other files (TIFF 6.0, and BigTIFF with 43)."""
+    order = {b"II": "little", b"MM": "big"}.get(head[:2])
+    if order is None or len(head) < 16:
+        return None
+    version = int.from_bytes(head[2:4], "little" if order == "little" else "big")
+    part = {42: head[4:8], 43: head[8:16]}.get(version)
+    return None if part is None else int.from_bytes(part, "little" if order == "little" else "big")

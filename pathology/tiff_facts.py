@@ -1,0 +1,64 @@
+"""What a TIFF says about itself beside its pixels: microns per pixel, orientation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import tifffile
+
+from pathology.mpp import UM_PER_OME_UNIT, mpp_of_resolution, parse_mpp
+
+_UNITS = {1: "", 2: "inch", 3: "centimeter", 4: "millimeter", 5: "micrometer"}
+
+
+def mpp_of_tiff(tiff: tifffile.TiffFile, page: Any) -> tuple[float, float] | None:
+    """Return (y, x) microns per pixel of a page, OME-XML before resolution tags; None where neither states them."""
+    return (mpp_of_ome(tiff.ome_metadata or "") if tiff.is_ome else None) or _mpp_of_tags(page)
+
+
+def orientation_of_file(path: Path) -> int:
+    """Return the tag Orientation of a TIFF's first page; 1 (upright) for other files and values without a meaning."""
+    try:
+        with tifffile.TiffFile(path) as tiff:
+            tag = tiff.pages.first.tags.get("Orientation")
+            value = 1 if tag is None else int(tag.value)
+    except (tifffile.TiffFileError, OSError, IndexError, ValueError, KeyError, TypeError):
+        return 1  # whatever is wrong with it, the reader will say
+    return value if 1 <= value <= 8 else 1
+
+
+def _mpp_of_tags(page: Any) -> tuple[float, float] | None:
+    tags = page.tags
+    if "XResolution" not in tags or "YResolution" not in tags:
+        return None
+    unit = _UNITS.get(int(tags["ResolutionUnit"].value) if "ResolutionUnit" in tags else 2, "")
+    y, x = (mpp_of_resolution(_ratio(tags[name].value), unit) for name in ("YResolution", "XResolution"))
+    return None if y is None or x is None else (y, x)
+
+
+def _ratio(value: tuple[int, int]) -> float:
+    return value[0] / value[1] if value[1] else 0.0
+
+
+def mpp_of_ome(xml: str) -> tuple[float, float] | None:
+    """Return PhysicalSizeY and X of the first image of OME-XML (2016-06), in micrometres; None where it has none."""
+    try:
+        root = ElementTree.fromstring(xml)
+    except ElementTree.ParseError:
+        return None
+    pixels = next((e for e in root.iter() if e.tag.rpartition("}")[2] == "Pixels"), None)
+    if pixels is None:
+        return None
+    sizes = []
+    for axis in "YX":
+        unit = UM_PER_OME_UNIT.get(pixels.get(f"PhysicalSize{axis}Unit", "µm"))
+        try:
+            size = parse_mpp(pixels.get(f"PhysicalSize{axis}", ""))
+        except ValueError:
+            return None
+        if unit is None:
+            return None
+        sizes.append(size * unit)
+    return sizes[0], sizes[1]

@@ -1,0 +1,143 @@
+"""From the bytes of a TIFF's tile to its pixels, one decoder for each compression; none of them guesses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import imagecodecs
+import numpy as np
+import numpy.typing as npt
+
+from pathology.errors import SlideError
+from pathology.jpeg_tile import JpegDecoder, jpeg_prefix
+from pathology.source_level import RGB
+
+Decode = Callable[[bytes, int], RGB]
+"""From a tile's bytes and its index to ``(h, w, 3)`` uint8. Raises any exception where the tile is damaged."""
+
+JPEG = 7
+JPEG_2000 = (33003, 33005, 34712)
+_JPEG_2000_YCBCR = 33003
+_RGB, _YCBCR = 2, 6
+_SUBSAMPLED = {6, JPEG, _JPEG_2000_YCBCR}
+_ASSOCIATED, _UNASSOCIATED = 1, 2
+
+
+def make_decoder(page: Any, height_px: int, width_px: int) -> Decode:
+    """Return the decoder of a TIFF page's tiles of this size; the file must still be open.
+
+    Args:
+        page: tifffile's page.
+        height_px: Rows of a tile.
+        width_px: Columns of a tile.
+
+    Raises:
+        SlideError: The page is not 8-bit RGB (with or without alpha), or its compression is not known.
+    """
+    _check_page(page)
+    if page.compression == JPEG and page.samplesperpixel == 3:
+        return JpegDecoder(height_px, width_px, jpeg_prefix(page.jpegtables, page.photometric == _YCBCR))
+    if page.compression in JPEG_2000:
+        return Jpeg2000Decoder(page.compression == _JPEG_2000_YCBCR)
+    if page.compression == 1 and page.fillorder == 1:
+        return PlainDecoder(width_px, page.samplesperpixel, _alpha_of(page))
+    decode = page.decode  # built while the file is open (it looks for a JFIF header), used after
+    return CodecDecoder(decode, page.jpegtables, _alpha_of(page))
+
+
+def _check_page(page: Any) -> None:
+    kind = f"{page.samplesperpixel} × {page.bitspersample} bit, {page.photometric!s}"
+    if page.samplesperpixel not in (3, 4) or page.bitspersample != 8 or page.planarconfig != 1:
+        raise SlideError(f"its pixels are not 8-bit RGB but {kind}")
+    if page.photometric != _RGB and not (page.photometric == _YCBCR and page.compression in _SUBSAMPLED):
+        raise SlideError(f"its colours are not RGB, or YCbCr in JPEG, but {kind}")
+
+
+def _alpha_of(page: Any) -> int:
+    """Return the meaning of a fourth sample: associated, unassociated, or none (TIFF 6.0, ExtraSamples)."""
+    extra = page.extrasamples
+    return int(extra[0]) if page.samplesperpixel == 4 and extra else 0
+
+
+@dataclass(frozen=True, slots=True)
+class CodecDecoder:
+    """Deflate, LZW, zstd, WebP and what else tifffile knows, predictors included, through imagecodecs."""
+
+    decode: Callable[..., Any]
+    jpegtables: bytes | None
+    alpha: int
+
+    def __call__(self, data: bytes, index: int) -> RGB:
+        """Return ``(h, w, 3)``; see `Decode`."""
+        decoded, _, _ = self.decode(data, index, jpegtables=self.jpegtables)
+        if decoded is None:
+            raise ValueError("it does not decode")
+        return _over_white(decoded[0], self.alpha)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainDecoder:
+    """Uncompressed tiles and strips; a last strip may have fewer rows."""
+
+    width_px: int
+    samples: int
+    alpha: int
+
+    def __call__(self, data: bytes, index: int) -> RGB:
+        """Return ``(h, w, 3)``, a view of ``data`` where it has no alpha; see `Decode`."""
+        return _over_white(np.frombuffer(data, np.uint8).reshape(-1, self.width_px, self.samples), self.alpha)
+
+
+_NOT_IN_PACKETS = re.compile(rb"\xff[\x94-\xd8\xda-\xff]")
+"""Two bytes that no JPEG 2000 packet holds (ISO 15444-1, annex A.1.3: nothing above FF8F but markers)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Jpeg2000Decoder:
+    """JPEG 2000 tiles; OpenJPEG fills in what it misses, so the end and the packets are looked at first."""
+
+    ycbcr: bool
+
+    def __call__(self, data: bytes, index: int) -> RGB:
+        """Return ``(h, w, 3)``; see `Decode`."""
+        if data[:2] == b"\xff\x4f":
+            _check_codestream(data)
+        pixels = imagecodecs.jpeg2k_decode(data, numthreads=1)
+        if pixels.ndim != 3 or pixels.dtype != np.uint8:
+            raise ValueError(f"its JPEG 2000 has shape {pixels.shape} of {pixels.dtype}, not 8-bit RGB")
+        colours: RGB = _rgb_of_ycbcr(pixels[..., :3]) if self.ycbcr else pixels[..., :3]
+        return colours
+
+
+def _check_codestream(data: bytes) -> None:
+    if data.rfind(b"\xff\xd9") < 0:
+        raise ValueError("its JPEG 2000 is cut off: it has no end marker")
+    packets = data.find(b"\xff\x93")
+    several_parts = data.find(b"\xff\x90", packets) >= 0  # their headers may hold any bytes
+    if packets >= 0 and not several_parts and _NOT_IN_PACKETS.search(data, packets):
+        raise ValueError("its JPEG 2000 packets hold bytes that none may hold")
+
+
+def _rgb_of_ycbcr(pixels: RGB) -> RGB:
+    """Return RGB by JFIF's equations in libjpeg's (and OpenSlide's) fixed point."""
+    y, cb, cr = (pixels[..., k].astype(np.int32) for k in range(3))
+    cb, cr = cb - 128, cr - 128
+    half = 1 << 15
+    out: npt.NDArray[np.int32] = np.empty(pixels.shape, np.int32)
+    out[..., 0] = y + ((91881 * cr + half) >> 16)
+    out[..., 1] = y + ((-22554 * cb - 46802 * cr + half) >> 16)
+    out[..., 2] = y + ((116130 * cb + half) >> 16)
+    return np.clip(out, 0, 255, out=out).astype(np.uint8)
+
+
+def _over_white(pixels: npt.NDArray[np.uint8], alpha: int) -> RGB:
+    """Return the colours as they look on white glass."""
+    colours = pixels[..., :3]
+    if alpha not in (_ASSOCIATED, _UNASSOCIATED):
+        return colours
+    share = pixels[..., 3:].astype(np.uint16)
+    over = colours.astype(np.uint16) * (share if alpha == _UNASSOCIATED else 255) + (255 - share) * 255
+    return np.minimum((over + 127) // 255, 255).astype(np.uint8)
