@@ -125,8 +125,9 @@ class Schedule:
             raise RequestError("the text of a schedule begins with the line 'schedule NAME'")
         rows = []
         for rank, line in enumerate(lines[1:]):
-            head, *words = line.split()
+            head, *words = line.split() or [""]
             if head != f"{rank}:":
-                raise RequestError(f"line {rank + 2} of a schedule begins with {head!r}; write '{rank}:' for its rank")
+                given = f"begins with {head!r}" if head else "is empty"
+                raise RequestError(f"line {rank + 2} of a schedule {given}; write '{rank}:' for its rank")
             rows.append(tuple(Action.parse(word) for word in words))
         return cls(lines[0].removeprefix("schedule "), tuple(rows))

@@ -1,0 +1,198 @@
+"""The dry run against the formulas of the papers, and against faults that were planted."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.plan.placement import Placement
+from hyfi_core.schedule.action import Schedule
+from hyfi_core.schedule.fault import MARK, ScheduleError
+from hyfi_core.schedule.generate import generate
+from hyfi_core.schedule.lower import lower
+from hyfi_core.schedule.simulate import Costs, Simulation, simulate
+from tests.hyfi_core.schedule.cases import chain, draw_case, dry_run, plant
+
+SHAPES = [(2, 2), (2, 8), (3, 6), (4, 4), (4, 16), (8, 8), (8, 32)]
+"""Stages D and micro-batches N."""
+WITHIN = 0.05
+
+
+def run(schedule: str, stages: int, microbatches: int, costs: Costs | None = None, interleave: int = 1) -> Simulation:
+    plan = ParallelPlan(((1, 1),) * stages, schedule=schedule, microbatches=microbatches, interleave=interleave)
+    return dry_run(plan, costs)
+
+
+@pytest.mark.parametrize(("d", "n"), SHAPES)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_bubble_of_a_pipeline(schedule: str, d: int, n: int) -> None:
+    """(D − 1) / (N + D − 1), whatever a backward costs."""
+    for costs in (Costs(), Costs(backward_s=1.0)):
+        assert run(schedule, d, n, costs).bubble == pytest.approx((d - 1) / (n + d - 1), rel=WITHIN)
+
+
+@pytest.mark.parametrize(("d", "n"), SHAPES)
+def test_bubble_of_layer_parallelism(d: int, n: int) -> None:
+    assert run("sequential", d, n).bubble == pytest.approx((d - 1) / d, rel=WITHIN)
+
+
+@pytest.mark.parametrize("d", [2, 3, 4, 8])
+def test_bubble_of_gems(d: int) -> None:
+    """(D − 1) / (D + ½) as η grows: a period of two micro-batches, 6 of work on each rank, takes 4D + 2."""
+    bubbles = [run("gems_master", d, 2 * repetitions).bubble for repetitions in (1, 4, 16)]
+    limit = (d - 1) / (d + 0.5)
+    assert bubbles == sorted(bubbles, reverse=True)
+    assert bubbles[-1] == pytest.approx(limit, rel=WITHIN)
+    assert bubbles[-1] > limit
+    for repetitions, bubble in zip((1, 4, 16), bubbles, strict=True):
+        makespan = repetitions * (4 * d + 2) + d - 1  # the last backward goes through all the ranks once more
+        assert bubble == pytest.approx(1 - 6 * repetitions / makespan)
+
+
+@pytest.mark.parametrize(("d", "n"), [(2, 2), (4, 4), (6, 6), (8, 8), (4, 16), (8, 32)])
+def test_bubble_of_chimera(d: int, n: int) -> None:
+    """(D − 2) / (2N + D − 2) where a backward costs as much as a forward."""
+    assert run("chimera", d, n, Costs(backward_s=1.0)).bubble == pytest.approx((d - 2) / (2 * n + d - 2), rel=WITHIN)
+
+
+@pytest.mark.parametrize("d", [2, 4, 6, 8])
+def test_bubble_of_chimera_with_slow_backwards(d: int) -> None:
+    """(D − 2) / (3N/2 + D − 2) for one unit of N = D where a backward costs twice as much."""
+    assert run("chimera", d, d).bubble == pytest.approx((d - 2) / (1.5 * d + d - 2), rel=WITHIN)
+
+
+@pytest.mark.parametrize(("d", "n", "v"), [(2, 4, 2), (3, 6, 2), (4, 8, 2), (4, 8, 3), (4, 4, 2)])
+def test_bubble_of_interleaved_stages(d: int, n: int, v: int) -> None:
+    """(D − 1) / v instead of D − 1 micro-batches of waiting."""
+    wait = (d - 1) / v
+    assert run("1f1b", d, n, interleave=v).bubble == pytest.approx(wait / (n + wait), rel=WITHIN)
+
+
+@pytest.mark.parametrize(("d", "n"), SHAPES)
+def test_live_microbatches(d: int, n: int) -> None:
+    assert run("gpipe", d, n).peak_live == (n,) * d
+    assert run("1f1b", d, n).peak_live == tuple(min(d - stage, n) for stage in range(d))
+    assert run("sequential", d, n).peak_live == (1,) * d
+    assert run("gems_master", d, n).peak_live == run("sequential", d, n).peak_live
+    assert run("gems_mast", d, n).peak_live == (n // 2,) * d
+
+
+@pytest.mark.parametrize(("d", "n"), [(2, 2), (4, 4), (4, 16), (6, 6), (8, 8), (8, 32)])
+def test_live_microbatches_of_chimera(d: int, n: int) -> None:
+    """From D/2 + 1 on the outer ranks to D on the middle ones."""
+    peaks = run("chimera", d, n).peak_live
+    assert (min(peaks), max(peaks)) == (d // 2 + 1, d)
+    assert peaks[0] == peaks[-1] == d // 2 + 1
+
+
+def test_costs_may_depend_on_the_stage() -> None:
+    slow_second = Costs(forward_s=lambda stage: 1.0 + stage, backward_s=2.0, message_s=0.5, reduce_s=3.0)
+    found = run("sequential", 2, 1, slow_second)
+    assert found.makespan_s == 1 + 0.5 + 2 + 2 + 0.5 + 2 + 3  # F0, send, F1, B1, send, B0, REDUCE.s0
+    assert found.busy_s == (3.0, 4.0)
+    assert found.bubbles == (1 - 3 / 8, 1 - 4 / 8)
+    assert found.bubble == pytest.approx(1 - 7 / 16)
+
+
+def test_the_grid_shows_all_ranks_over_time() -> None:
+    assert run("gpipe", 2, 2).grid().splitlines() == [
+        "rank 0 │ F0.s0.d0  F1.s0.d0                      B0.s0.d0  B1.s0.d0",
+        "rank 1 │           F0.s1.d0  F1.s1.d0  B0.s1.d0  B1.s1.d0",
+    ]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_what_is_generated_and_lowered_runs(data: st.DataObject) -> None:
+    case = draw_case(lambda low, high: data.draw(st.integers(low, high)))
+    schedule = case.lowered()
+    assert Schedule.from_text(schedule.to_text()) == schedule
+    found = case.simulate(schedule)
+    assert 0 <= found.bubble < 1
+    work = 3 * case.plan.microbatches * sum(rows * columns for rows, columns in case.placement.grids)
+    assert sum(found.busy_s) == work
+
+
+@settings(max_examples=250, deadline=None)
+@given(st.data())
+def test_a_planted_fault_is_found_where_it_is(data: st.DataObject) -> None:
+    def pick(low: int, high: int) -> int:
+        return data.draw(st.integers(low, high))
+
+    case = draw_case(pick)
+    planted = plant(case, case.lowered(), pick)
+    if planted is None:
+        return
+    with pytest.raises(ScheduleError) as caught:
+        case.simulate(planted.schedule)
+    assert planted.is_located_by(caught.value), f"{planted}\n{caught.value}"
+
+
+def lowered(schedule: str, grids: tuple[tuple[int, int], ...], microbatches: int) -> tuple[Schedule, Placement]:
+    plan = ParallelPlan(grids, schedule=schedule, microbatches=microbatches)
+    placement = Placement.of(plan)
+    return lower(generate(plan, placement), placement, chain(plan.stages)), placement
+
+
+def edited(schedule: Schedule, rank: int, old: str, new: str) -> Schedule:
+    lines = schedule.to_text().splitlines()
+    assert lines[1 + rank].count(old) == 1
+    lines[1 + rank] = lines[1 + rank].replace(old, new)
+    return Schedule.from_text("\n".join(lines))
+
+
+def message(schedule: Schedule, placement: Placement) -> str:
+    with pytest.raises(ScheduleError) as caught:
+        simulate(schedule, placement, chain(placement.stages))
+    return str(caught.value)
+
+
+def test_two_gangs_in_opposite_orders_dead_lock() -> None:
+    """Ranks 0 and 1 both hold stage 0 of both directions; a dry run without gangs would say "ok"."""
+    schedule, placement = lowered("chimera", ((1, 2),), 2)
+    swapped = edited(schedule, 1, "F0.s0.d0 F1.s0.d1", "F1.s0.d1 F0.s0.d0")
+    assert message(swapped, placement).splitlines() == [
+        "schedule chimera: dead-lock",
+        "  rank 0, action 0, F0.s0.d0: waits for rank 1 of its stage, which is at F1.s0.d1",
+        "  rank 1, action 0, F1.s0.d1: waits for rank 0 of its stage, which is at F0.s0.d0",
+        f"rank 0 │ F0.s0.d0 {MARK}",
+        f"rank 1 │ F1.s0.d1 {MARK}",
+    ]
+
+
+def test_a_lost_receive_is_told_by_what_needs_it() -> None:
+    schedule, placement = lowered("1f1b", ((1, 1), (1, 1)), 2)
+    text = message(edited(schedule, 1, "RECV_F1.s1.d0<s0 ", ""), placement)
+    assert "rank 1, action 4, F1.s1.d0: needs RECV_F1.s1.d0<s0, which is missing" in text
+    assert f"F1.s1.d0 {MARK}" in text
+
+
+def test_messages_in_another_order_are_told_on_both_sides() -> None:
+    schedule, placement = lowered("gpipe", ((1, 1), (1, 1)), 2)
+    wrong = edited(schedule, 1, "RECV_F0.s1.d0<s0 RECV_F1.s1.d0<s0", "RECV_F1.s1.d0<s0 RECV_F0.s1.d0<s0")
+    text = message(wrong, placement)
+    assert "rank 1, action 0, RECV_F1.s1.d0<s0: is posted where rank 0 sends for RECV_F0.s1.d0<s0" in text
+    assert "rank 0, action 1, SEND_F0.s0.d0>s1: is sent where rank 1 posts RECV_F1.s1.d0<s0" in text
+    assert text.count(MARK) == 2
+
+
+def test_ranks_that_wait_for_each_others_data_are_told() -> None:
+    schedule, placement = lowered("gpipe", ((1, 1), (1, 1)), 2)
+    early = edited(schedule, 0, "RECV_B0.s0.d0<s1 F1.s0.d0 SEND_F1.s0.d0>s1", "RECV_B0.s0.d0<s1")
+    early = edited(early, 0, "B0.s0.d0 B1.s0.d0", "B0.s0.d0 F1.s0.d0 SEND_F1.s0.d0>s1 B1.s0.d0")
+    text = message(early, placement)
+    assert "dead-lock" in text
+    assert "B0.s0.d0: waits for rank 1 to send for RECV_B0.s0.d0<s1; it is at F1.s1.d0" in text
+    assert "F1.s1.d0: waits for rank 0 to send for RECV_F1.s1.d0<s0; it is at B0.s0.d0" in text
+
+
+def test_a_schedule_of_another_number_of_ranks_is_refused() -> None:
+    schedule, placement = lowered("gpipe", ((1, 1), (1, 1)), 2)
+    assert "it has 1 ranks, the placement 2" in message(Schedule("x", schedule.actions[:1]), placement)
+
+
+def test_microbatches_that_lack_everywhere_are_found_by_their_number() -> None:
+    schedule, placement = lowered("gpipe", ((1, 1), (1, 1)), 2)
+    assert simulate(schedule, placement, chain(2))
+    with pytest.raises(ScheduleError, match=r"F2\.s0\.d0 is missing|needs F2\.s0\.d0"):
+        simulate(schedule, placement, chain(2), microbatches=3)
