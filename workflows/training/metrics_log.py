@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from workflows.console import plain_json
 
@@ -35,15 +35,24 @@ class MetricsLog:
     def __init__(self, path: Path, until_step: int) -> None:
         """Open ``path``; lines of steps after ``until_step``, whose weights are lost, are dropped (atomically)."""
         self.path = path
-        self.records = [record for record in read_metrics(path) if record["step"] <= until_step]
-        if path.exists():
-            _replace(path, self.records)
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self.records = read_metrics(path)
+        self._file: TextIO | None = None
+        self.cut(until_step)
+
+    def cut(self, until_step: int) -> None:
+        """Drop the lines of steps after ``until_step`` (atomically)."""
+        if self._file is not None:
+            self._file.close()
+        self.records = [record for record in self.records if record["step"] <= until_step]
+        if self.path.exists():
+            _replace(self.path, self.records)
+        self._file = self.path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, kind: str, **values: Any) -> None:
         """Append one record of ``kind``."""
         record = plain_json({"kind": kind, **values})
         self.records.append(record)
+        assert self._file is not None
         self._file.write(_line(record))
         self._file.flush()
 
@@ -53,6 +62,7 @@ class MetricsLog:
 
     def close(self) -> None:
         """Bring everything to the disk."""
+        assert self._file is not None
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,11 +10,25 @@ import torch
 from data.coverage import write_coverage
 from hyfi_core.runtime.checkpoint import prune, saved_steps
 from workflows.console import say
+from workflows.training.early_stop import last_step
 from workflows.training.job import Job
 from workflows.training.metrics_log import MetricsLog
 from workflows.training.run_folder import RunFolder
 
-Metrics = Mapping[str, float | None]
+Metrics = Mapping[str, Any]
+
+
+def numbers_in_words(metrics: Metrics) -> dict[str, str]:
+    """Return loss and metrics for people: ``0.8123 (0.7001 to 0.9012)``, ``0.8123`` or ``undefined``."""
+    found = metrics.get("intervals", {})
+    numbers = {k: v for k, v in metrics.items() if isinstance(v, float) or (v is None and k != "case")}
+    return {name: _in_words(value, found.get(name)) for name, value in numbers.items()}
+
+
+def _in_words(value: float | None, interval: Sequence[float] | None) -> str:
+    if value is None:
+        return "undefined"
+    return f"{value:.4f}" + (f" ({interval[0]:.4f} to {interval[1]:.4f})" if interval else "")
 
 
 class Recorder:
@@ -24,6 +38,11 @@ class Recorder:
         job: the run.
         start: the step that the run goes on after; later lines of the log are dropped.
         coverage: rows of ``coverage.csv``.
+
+    Attributes:
+        folder: the run's.
+        best: the step that ``best`` points at.
+        last: the step with which the run ends before its time (see :mod:`workflows.training.early_stop`), else None.
     """
 
     def __init__(self, job: Job, start: int, coverage: Iterable[Mapping[str, Any]]) -> None:
@@ -35,9 +54,19 @@ class Recorder:
         self._log = MetricsLog(config.run.dir / "metrics.jsonl", start)
         self._board = _Board(config.run.dir / "tensorboard", start) if config.run.tensorboard else None
         self.best: int | None = None
+        self.last: int | None = None
+        self._decide()
 
-    def trained(self, step: int, loss: float, lr: float, seconds: float, wait_seconds: float) -> None:
-        """Record one step; ``lr`` is the rate that it used."""
+    def trained(
+        self,
+        step: int,
+        loss: float,
+        lr: float,
+        seconds: float,
+        wait_seconds: float,
+        spent: Mapping[str, float] | None = None,
+    ) -> None:
+        """Record one step; ``lr`` is the rate that it used, ``spent`` what else its seconds went into."""
         values = {
             "epoch": self._job.epoch_of(step),
             "loss": loss,
@@ -45,18 +74,41 @@ class Recorder:
             "seconds": seconds,
             "images_per_second": self._job.step_samples / seconds,
             "wait_seconds": wait_seconds,
+            **(spent or {}),
         }
         self._log.write("train", step=step, **values)
         self._show("train", step, values)
 
     def validated(self, step: int, metrics: Metrics, spare: Iterable[int] = ()) -> None:
-        """Record what the weights of ``step`` are worth, point ``best`` anew, and remove what is not needed now."""
+        """Record what the weights of ``step`` are worth, point ``best`` anew, and remove what is not needed now.
+
+        Steps come in ascending order. Those after ``last`` are not looked at: without delay there were none.
+        """
+        if self.last is not None:
+            return
         self._log.write("validation", step=step, **metrics)
         self._show("validation", step, metrics)
-        named = ", ".join(f"{key} {'undefined' if value is None else f'{value:.4f}'}" for key, value in metrics.items())
         self.choose_best()
-        prune(self.folder.checkpoints, self._job.config.run.keep, spare)
+        self._decide()
+        prune(self.folder.checkpoints, self._job.config.run.keep, (*spare, step) if self.last == step else spare)
+        chosen = self._job.config.validation.metric
+        brief = {**metrics, "intervals": {chosen: metrics.get("intervals", {}).get(chosen)}}
+        named = ", ".join(f"{name} {words}" for name, words in numbers_in_words(brief).items())
         say(f"step {step}: validation {named}{' (best)' if self.best == step else ''}")
+
+    def take_back(self) -> None:
+        """Make the run end with the step ``last``: later checkpoints, records and events go."""
+        assert self.last is not None
+        self.folder.take_back(self.last)
+        self._log.cut(self.last)
+        if self._board is not None:
+            self._board.close()
+            self._board = _Board(self.folder.folder / "tensorboard", self.last)
+
+    def _decide(self) -> None:
+        self.last = last_step(
+            self._log.validations(), self._job.config.validation.metric, self._job.config.run.early_stop
+        )
 
     def choose_best(self) -> None:
         """Point ``best`` at the best of what has been validated and saved; without validation, at the latest."""
@@ -70,9 +122,10 @@ class Recorder:
         optimizer: Mapping[str, Any],
         state: Mapping[str, Any],
         spare: Iterable[int],
+        averaged: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """Save a checkpoint and remove old ones; never the latest, the best, or the steps of ``spare``."""
-        self.folder.save(step, weights, self._job.model_json(), optimizer, state)
+        self.folder.save(step, weights, self._job.model_json(), optimizer, state, averaged)
         if not len(self._job.val):
             self.folder.point_best(step)
         prune(self.folder.checkpoints, self._job.config.run.keep, spare)
@@ -81,6 +134,8 @@ class Recorder:
         """Return saved steps that should have been validated and were not: the run was stopped before."""
         done = self._log.validations()
         saved = [step for step in saved_steps(self.folder.checkpoints) if step <= self._start]
+        if self._job.config.validation.policy == "latest":  # it left out those before the last validated one for good
+            saved = [step for step in saved if step > max(done, default=0)][-1:]
         return [step for step in saved if self._job.validates_after(step) and step not in done]
 
     def close(self) -> None:
@@ -104,7 +159,9 @@ class _Board:
 
     def show(self, kind: str, step: int, values: Metrics) -> None:
         for name, value in values.items():
-            if value is not None and name != "epoch":
+            if isinstance(value, Mapping) and name != "intervals":
+                self.show(f"{kind}/{name}", step, value)
+            elif isinstance(value, (int, float)) and name not in ("epoch", "slides", "cases"):
                 self._writer.add_scalar(f"{kind}/{name}", value, step)
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from hyfi_core.runtime import checkpoint as checkpoints
 from workflows.config import Config, dump_resolved
+from workflows.training.best import Records, best_step
 
 
 class RunFolder:
@@ -34,25 +36,35 @@ class RunFolder:
         model: Mapping[str, Any],
         optimizer: Mapping[str, Any],
         state: Mapping[str, Any],
+        averaged: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """Write the checkpoint of a step and point ``latest`` at it."""
         folder = checkpoints.step_folder(self.checkpoints, step)
         checkpoints.save_checkpoint(
-            folder, weights=weights, model={**model, "step": step}, optimizer=optimizer, state=state
+            folder,
+            weights=weights,
+            model={**model, "step": step},
+            optimizer=optimizer,
+            state=state,
+            averaged=averaged,
         )
         checkpoints.point_link(self.checkpoints / "latest", folder.name)
 
-    def choose_best(self, validations: Mapping[int, Mapping[str, Any]], metric: str) -> int | None:
+    def take_back(self, step: int) -> None:
+        """Make the checkpoint of ``step`` the latest and remove those after it."""
+        later = [other for other in checkpoints.saved_steps(self.checkpoints) if other > step]
+        checkpoints.point_link(self.checkpoints / "latest", checkpoints.step_folder(self.checkpoints, step).name)
+        for other in later:
+            shutil.rmtree(checkpoints.step_folder(self.checkpoints, other))
+
+    def choose_best(self, validations: Records, metric: str) -> int | None:
         """Point ``best`` at the best of the validated steps and return it; None where none has a checkpoint.
 
         The same records give the same answer, whenever they came in.
         """
-        here = set(checkpoints.saved_steps(self.checkpoints))
-        steps = [step for step in sorted(validations) if step in here]
-        if not steps:
-            return None
-        best = max(steps, key=lambda step: (*merit(validations[step], metric), -step))
-        self.point_best(best)
+        best = best_step(validations, metric, checkpoints.saved_steps(self.checkpoints))
+        if best is not None:
+            self.point_best(best)
         return best
 
     def point_best(self, step: int) -> None:
@@ -61,15 +73,6 @@ class RunFolder:
         link = self.checkpoints / "best"
         if not link.is_symlink() or str(link.readlink()) != name:
             checkpoints.point_link(link, name)
-
-
-def merit(record: Mapping[str, Any], metric: str) -> tuple[float, float]:
-    """Return what makes one validation better than another: the metric, then the lower loss; undefined is worst."""
-    worst = float("-inf")
-    loss = record.get("loss")
-    low = worst if loss is None else -float(loss)
-    value = record.get(metric)
-    return (low if metric == "loss" else worst if value is None else float(value)), low
 
 
 def _write(path: Path, text: str) -> None:

@@ -1,0 +1,70 @@
+"""A moving average of the weights, which often judge better than the weights themselves.
+
+After step t:  average ← d · average + (1 − d) · weights,  d = min(decay, (1 + t) / (10 + t))
+
+The growing d lets the average forget the first weights; it is a function of the step, so a run that goes on needs no
+memory of it. Running statistics of batch norm are averaged like weights, counters are those of the weights.
+(Polyak, Juditsky 1992; the warm-up is that of TensorFlow's ExponentialMovingAverage.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+
+class MovingAverage:
+    """The average on one rank: of the tensors that live there, where they live, so no plan changes a bit of it.
+
+    Memory: one more copy of the weights.
+
+    Args:
+        model: whose ``state_dict`` is averaged; its tensors are updated in place by training.
+        decay: between 0 and 1.
+    """
+
+    def __init__(self, model: torch.nn.Module, decay: float) -> None:
+        self._model, self._decay = model, decay
+        self._average = {name: value.detach().clone() for name, value in self._floats().items()}
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Take in the weights that ``step`` made."""
+        decay = min(self._decay, (1 + step) / (10 + step))
+        weights = self._floats()
+        torch._foreach_lerp_(list(self._average.values()), [weights[name] for name in self._average], 1 - decay)
+
+    @torch.no_grad()
+    def load(self, saved: Mapping[str, torch.Tensor]) -> None:
+        """Go on from a saved average, under the names of the user's model."""
+        for name, value in self._average.items():
+            value.copy_(saved[name])
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Put the average in the place of the weights for a while; they come back as they were, bit for bit."""
+        weights = self._floats()
+        kept = {name: value.clone() for name, value in weights.items()}
+        self._copy(self._average, weights)
+        try:
+            yield
+        finally:
+            self._copy(kept, weights)
+
+    @staticmethod
+    @torch.no_grad()
+    def _copy(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> None:
+        for name, value in source.items():
+            target[name].copy_(value)
+
+    def _floats(self) -> dict[str, torch.Tensor]:
+        """Return the model's own tensors that can be averaged, tied ones once."""
+        seen: set[int] = set()
+        found = {}
+        for name, value in self._model.state_dict().items():
+            if value.is_floating_point() and value.data_ptr() not in seen:
+                seen.add(value.data_ptr())
+                found[name] = value
+        return found
