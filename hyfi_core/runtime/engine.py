@@ -368,9 +368,9 @@ class Engine:
         return {key: read[part] for key, part in parts.items()}
 
     def _batch_shape(self, images: Images) -> tuple[int, int, int, int]:
-        """Return the shape of the whole batch; of one that is read by boxes it is that which the engine was made for."""
+        """Return the shape of the whole batch; of one read by boxes its ``samples``, else those the engine is made for."""
         if not isinstance(images, torch.Tensor):
-            return self._shape
+            return getattr(images, "samples", self._shape[0]), *self._shape[1:]
         if images.dim() != 4:
             raise RequestError(f"images have shape {tuple(images.shape)}; give the whole batch as (B, C, H, W)")
         batch, channels, height, width = images.shape
@@ -402,7 +402,7 @@ class Engine:
 
     def _shared(self, pipeline: Pipeline) -> float:
         """Return the loss: a sum over the last stages of both directions, a mean over replicas."""
-        if self.plan.ranks == self._groups.stages[0, 0].size and self.plan.directions == 1:
+        if self.plan.stages * self.plan.directions * self.plan.replicas == 1:
             return float(pipeline.loss)
         total = pipeline.share.clone()
         self._groups.all.kind = "reduce"
