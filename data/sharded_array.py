@@ -101,6 +101,12 @@ class ShardedArray:
         for _ in _pool(threads).map(lambda run: self._read_run(run, box, out), runs):
             pass
 
+    def read(self, box: Box, threads: int = 1) -> Pixels:
+        """Return the pixels of ``box``, new; see `read_into`."""
+        out: Pixels = np.empty((*self.shape[:-2], *box.shape), np.uint8)
+        self.read_into(box, out, threads)
+        return out
+
     def _runs(self, box: Box) -> Iterator[_Run]:
         layout = self.layout
         (ch, cw), columns = layout.chunk_px, layout.slots[1]

@@ -124,9 +124,12 @@ class SlideStore:
         if mpp_um is not None:
             nearest = min(range(len(masks)), key=lambda k: abs(np.log(masks[k][1][0] / mpp_um)))
         array, mpp = masks[nearest]
-        out: Pixels = np.empty(array.shape, np.uint8)
-        array.read_into(Box.of_size(*array.shape), out)
-        return out != 0, mpp
+        return array.read(array.layout.box) != 0, mpp
+
+    @property
+    def images(self) -> dict[str, ShardedArray]:
+        """The arrays of the levels by their path inside the group."""
+        return {level.path: array for level, array in zip(self.levels, self._images, strict=True)}
 
 
 def group_attributes(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -18,6 +18,7 @@ import google_crc32c
 import imagecodecs
 import numpy as np
 import numpy.typing as npt
+import simplejpeg
 
 from hyfi_core.errors import RequestError
 
@@ -117,9 +118,11 @@ class PixelCodec:
                 raise ValueError(f"its pixels are not {size} bytes")
             return flat.reshape(shape)
         channels, height, width = shape
-        decoded = _codecs.jpeg8_decode(body, out=flat.reshape(height, width, channels))
-        pixels: Pixels = decoded.transpose(2, 0, 1)
-        return pixels
+        interleaved = flat.reshape(height, width, channels)
+        # Strict: what libjpeg only warns of is damage here.
+        if simplejpeg.decode_jpeg(body, "RGB", buffer=interleaved, strict=True).shape != interleaved.shape:
+            raise ValueError(f"it is not of {height} × {width} px")
+        return interleaved.transpose(2, 0, 1)
 
 
 ZSTD = PixelCodec("zstd", 1)

@@ -121,7 +121,8 @@ class SlideWriter:
             self._make_array(str(k), level.layout)
         self._journal = Journal(self.path)
         self._flight = threading.BoundedSemaphore(_BLOCKS_IN_FLIGHT)
-        self._encoders = ThreadPoolExecutor(threads or len(os.sched_getaffinity(0)), "store-encode")
+        self._threads = threads or len(os.sched_getaffinity(0))
+        self._encoders = ThreadPoolExecutor(self._threads, "store-encode")
         # One file waits for the disk while the next is written; small files all wait together.
         self._disk = ThreadPoolExecutor(2 if self.levels[0].layout.sharded else 16, "store-write")
         self._pending: list[Future[None]] = []
@@ -156,9 +157,7 @@ class SlideWriter:
         names = [f"{level}/{layout.file_name(file)}" for file in layout.files(box)]
         if not layout.codec.exact or self._grids[level] is not None or not all(map(self._journal.finished, names)):
             return None
-        out: Pixels = np.empty((3, *box.shape), np.uint8)
-        ShardedArray(self.path / str(level), layout).read_into(box, out, len(os.sched_getaffinity(0)))
-        return out
+        return ShardedArray(self.path / str(level), layout).read(box, self._threads)
 
     def write(self, level: int, y0: int, x0: int, block: Pixels) -> None:
         """Take whole files of a level; returns before they are written.
@@ -175,28 +174,29 @@ class SlideWriter:
         layout = self.levels[level].layout
         self._write_block(str(level), layout, y0, x0, block, self._grids[level])
 
-    def write_encoded(self, level: int, file: tuple[int, int], bodies: Sequence[bytes]) -> None:
+    def write_encoded(self, level: int, file: tuple[int, int], bodies: Sequence[bytes | None]) -> None:
         """Take the used chunks of one file of a level as encoded bytes without checksum; returns before it is written.
 
         Args:
             level: 0 is the finest.
             file: (row, column) of the file.
-            bodies: One for each of ``layout.used_slots(file)``.
+            bodies: One for each of ``layout.used_slots(file)``; None leaves the chunk out.
 
         Raises:
             OSError: An earlier file could not be written.
         """
-        layout = self.levels[level].layout
-        slots = layout.used_slots(file)
+        layout, grid = self.levels[level].layout, self._grids[level]
+        name = f"{level}/{layout.file_name(file)}"
+        if self._journal.finished(name):
+            return
 
         def chunks() -> Iterator[tuple[int, bytes | None]]:
-            grid = self._grids[level]
-            for slot, body in zip(slots, bodies, strict=True):
-                yield slot, None if _is_glass(grid, layout.chunk_box(file, slot)) else sealed(body)
+            for slot, body in zip(layout.used_slots(file), bodies, strict=True):
+                left_out = body is None or _is_glass(grid, layout.chunk_box(file, slot))
+                yield slot, None if body is None or left_out else sealed(body)
 
         self._take()
-        name = f"{level}/{layout.file_name(file)}"
-        future = self._disk.submit(lambda: self._store(name, layout, chunks()))
+        future = self._disk.submit(self._store, name, layout, chunks())
         future.add_done_callback(lambda _: self._flight.release())
         self._pending.append(future)
 

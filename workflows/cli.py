@@ -96,6 +96,26 @@ def ingest(
 
 
 @app.command()
+def verify(
+    store: Annotated[Path, typer.Argument(metavar="STORE", help="A store, or a slide of a store.")],
+    as_json: Json = False,
+) -> None:
+    """Re-check every digest, size and checksum of a store."""
+    _run("verify", store=store, as_json=as_json)
+
+
+@app.command()
+def export(
+    store: Annotated[Path, typer.Argument(metavar="STORE", help="A store, or a slide of a store.")],
+    ngff: Annotated[str, typer.Option("--ngff", help="Version of OME-NGFF to write: 0.4.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder for the copies.")],
+    as_json: Json = False,
+) -> None:
+    """Copy slides of a store for viewers that know only an older format."""
+    _run("export", store=store, ngff=ngff, out=out, as_json=as_json)
+
+
+@app.command()
 def inspect(
     path: Annotated[Path, typer.Argument(metavar="STORE_OR_SLIDE", help="A store, a slide of a store, or a file.")],
     png: Annotated[Path | None, typer.Option("--png", help="Write a thumbnail with the tissue outline.")] = None,
