@@ -43,7 +43,9 @@ def test_an_action_comes_back_from_its_text(action: Action) -> None:
     assert Action.parse(str(action)) == action
 
 
-@given(st.lists(st.lists(actions(), max_size=6), max_size=4), st.sampled_from(["1f1b", "chimera", "a name with blanks"]))
+@given(
+    st.lists(st.lists(actions(), max_size=6), max_size=4), st.sampled_from(["1f1b", "chimera", "a name with blanks"])
+)
 def test_a_schedule_comes_back_from_its_text(rows: list[list[Action]], name: str) -> None:
     schedule = Schedule(name, tuple(map(tuple, rows)))
     assert Schedule.from_text(schedule.to_text()) == schedule
