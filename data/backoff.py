@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 
 class Backoff:
@@ -13,9 +14,9 @@ class Backoff:
         self._most_s = most_s
         self._next_s = first_s
 
-    def pause(self) -> None:
-        """Sleep; the next pause is twice as long."""
-        time.sleep(self._next_s)
+    def pause(self, sleep: Callable[[float], None] = time.sleep) -> None:
+        """Sleep; the next pause is twice as long. ``sleep``: another way to, which may wake up early."""
+        sleep(self._next_s)
         self._next_s = min(self._most_s, self._next_s * 2)
 
     def reset(self) -> None:

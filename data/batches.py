@@ -1,9 +1,11 @@
-"""How the endless stream of samples is cut into batches: who learns which sample number."""
+"""How the endless stream of samples is cut into batches: who learns which sample number, and which part of it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from hyfi_core.plan.box import Box
 
 
 @dataclass(frozen=True)
@@ -37,3 +39,38 @@ class BatchLayout:
     def replica_of(self, number: int) -> int:
         """Return the replica that a sample belongs to."""
         return number // self.batch % self.replicas
+
+    def place_of(self, number: int) -> int:
+        """Return a sample's place in its replica's batch."""
+        return number % self.batch
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of some of a batch's images: what one trainer needs of them.
+
+    Attributes:
+        box: pixels of each image.
+        first, stop: the samples ``[first, stop)`` of the batch.
+    """
+
+    box: Box
+    first: int
+    stop: int
+
+    def holds(self, place: int) -> bool:
+        """Whether the sample at this place of the batch is one of them."""
+        return self.first <= place < self.stop
+
+    def covers(self, box: Box, first: int, stop: int) -> bool:
+        """Whether ``box`` of the samples ``[first, stop)`` is within this part."""
+        return self.box.contains(box) and self.first <= first and stop <= self.stop
+
+    def to_json(self) -> list[int]:
+        """Return what ``from_json`` takes."""
+        return [self.box.y0, self.box.y1, self.box.x0, self.box.x1, self.first, self.stop]
+
+    @classmethod
+    def from_json(cls, value: Sequence[int]) -> Part:
+        """Return the part of ``to_json``."""
+        return cls(Box(*value[:4]), value[4], value[5])

@@ -156,10 +156,20 @@ class SlideDataset:
         Raises:
             StoreError: a shard is missing or damaged.
         """
+        return self.vary(index, epoch, self.read_plain(index, self.source(index, box, epoch)))
+
+    def source(self, index: int, box: Box, epoch: int | None) -> Box:
+        """Return the box of the image as it is that becomes ``box`` of the image varied for an epoch."""
         variation = self.variation(index, epoch)
-        if variation is None:
-            return self._read_plain(index, box)
-        return variation.apply(self._read_plain(index, variation.source(box)))
+        return box if variation is None else variation.source(box)
+
+    def vary(self, index: int, epoch: int | None, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Return the varied pixels of a box, of those of its :meth:`source`, which stay as they are; (3, h, w) uint8.
+
+        A new array; where nothing is varied (no epoch, no augmentation), ``pixels`` itself.
+        """
+        variation = self.variation(index, epoch)
+        return pixels if variation is None else variation.apply(pixels)
 
     def coverage_table(self) -> list[dict[str, Any]]:
         """Return a row for each slide (keys: ``COVERAGE_COLUMNS``): how much of its tissue the image holds.
@@ -178,7 +188,8 @@ class SlideDataset:
 
         return coverage_of(sample.slide_id, sample.case_id, self.view(index), self.mpp, self.align_px, holds_all)
 
-    def _read_plain(self, index: int, box: Box) -> NDArray[np.uint8]:
+    def read_plain(self, index: int, box: Box) -> NDArray[np.uint8]:
+        """Return a box of a training image as it is, (3, h, w) uint8 that the caller owns."""
         pixels = np.full((3, *box.shape), BACKGROUND, np.uint8)
         for piece in self.view(index).to_slide(box):
             rows, columns = piece.target.relative_to(box).slices()

@@ -1,46 +1,63 @@
-"""The service of a loader rank: decodes what trainers ask for, ahead of time, and sends each only its part.
+"""The service of a loader rank: has made ready what trainers ask for, ahead of time, and sends each only its parts.
 
-One sample is read once, over the hull of the boxes that the trainers of its replica want, and cut for each of them.
-It is forgotten when all of them have it. What is in memory is bounded by what trainers have asked for: their credits.
+The rank itself only talks: workers in child processes read, vary and cut (see :mod:`data.decode_pool`), and MPI sends
+from the memory that they wrote.
+
+One sample is read once, over the hull of the boxes that this loader's trainers want of it. It is begun when all of
+them have asked for it and have nothing older waiting: so the oldest sample in a slot can always be sent, and slots
+come free however far trainers drift apart. What is in memory is bounded by what trainers have asked for: their credits.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from data.backoff import Backoff
-from data.batches import BatchLayout
-from data.feed import BANDS, CONTROL_TAG, PIXELS_TAG, Readable
+from data.batches import BatchLayout, Part
+from data.decode import BANDS, Samples, part_bytes
+from data.decode_pool import Counts, DecodePool
+from data.decode_worker import ChildWorker, StartWorker
 from data.order import SampleStream
+from data.remote_feed import CONTROL_TAG, PIXELS_TAG, REPORT_TAG
 from hyfi_core.comm.base import Communicator, Message, Pending
 from hyfi_core.plan.box import Box, hull
 
 
 @dataclass
 class _Trainer:
-    """One trainer as the loader knows it."""
+    """One trainer as the loader knows it.
 
-    box: Box
+    Attributes:
+        parts: what it wants of its replica's batches.
+        replica: its own.
+        every: (k, n): it asks this loader for the sample numbers k, k + n, k + 2n, …
+        ahead: turns that it asks for at a time.
+        wanted: numbers asked for and not sent yet; ``begun`` of them are being made ready.
+    """
+
+    parts: tuple[Part, ...]
     replica: int
+    every: tuple[int, int]
+    ahead: int
     wanted: deque[int] = field(default_factory=deque)
+    begun: int = 0
     gone: bool = False
+    sent_bytes: int = 0
 
+    def boxes(self, layout: BatchLayout, number: int) -> list[Box]:
+        """Return the boxes that it wants of a sample from this loader."""
+        mine = layout.replica_of(number) == self.replica and number % self.every[1] == self.every[0]
+        return [part.box for part in self.parts if part.holds(layout.place_of(number))] if mine else []
 
-@dataclass
-class _Image:
-    """One sample that is being decoded or waits to be fetched."""
-
-    pixels: Future[npt.NDArray[np.uint8]]
-    box: Box
-    readers: int
+    @property
+    def next_number(self) -> int | None:
+        """The oldest number that is not begun."""
+        return self.wanted[self.begun] if self.begun < len(self.wanted) else None
 
 
 class LoaderService:
@@ -48,34 +65,40 @@ class LoaderService:
 
     Args:
         comm: the world.
-        trainers: world ranks that will say hello.
-        dataset: the training split.
+        trainers: ranks that will say hello.
+        samples: the training split.
         stream: order of all samples, the same as the trainers'.
         layout: how it is cut into batches, the same as the trainers'.
-        workers: threads that decode.
+        workers: how many decode at a time.
+        cache_bytes: of decoded images kept in memory for later epochs.
+        start: makes a worker.
         watch: called between messages, for signals; may raise.
-
-    Attributes:
-        read_samples: samples decoded so far.
     """
 
     def __init__(
         self,
         comm: Communicator,
         trainers: Sequence[int],
-        dataset: Readable,
+        samples: Samples,
         stream: SampleStream,
         layout: BatchLayout,
         workers: int,
+        cache_bytes: int = 0,
+        start: StartWorker = ChildWorker,
         watch: Callable[[], None] = lambda: None,
     ) -> None:
-        self.read_samples = 0
-        self._comm, self._ranks, self._dataset = comm, tuple(trainers), dataset
-        self._stream, self._layout, self._workers, self._watch = stream, layout, workers, watch
+        self._comm, self._ranks, self._stream, self._layout, self._watch = comm, tuple(trainers), stream, layout, watch
+        self._samples, self._workers, self._cache_bytes, self._start_worker = samples, workers, cache_bytes, start
         self._trainers: dict[int, _Trainer] = {}
-        self._images: dict[int, _Image] = {}
-        self._sending: list[Pending] = []
+        self._open: dict[int, dict[int, slice]] = {}  # samples in slots: whose which parts are, until they arrived
+        self._sending: list[tuple[Pending, int, int]] = []
+        self._pool: DecodePool | None = None
         self._stopped = False
+
+    @property
+    def counts(self) -> Counts:
+        """What has been done so far."""
+        return self._pool.counts if self._pool is not None else Counts()
 
     def serve(self) -> bool:
         """Serve; return whether the run was stopped before its time.
@@ -83,23 +106,56 @@ class LoaderService:
         Raises:
             Exception: whatever reading a sample raised (a damaged store, say).
         """
-        backoff = Backoff()
-        with ThreadPoolExecutor(self._workers, thread_name_prefix="decode") as pool:
-            try:
-                while not self._finished():
-                    self._watch()
-                    if self._listen() or self._start(pool) or self._send():
-                        backoff.reset()
-                    else:
-                        backoff.pause()
-            finally:
-                pool.shutdown(wait=False, cancel_futures=True)
+        try:
+            self._greet()
+            if self._ranks:
+                self._pool = self._make_pool()
+                self._work(self._pool)
+                self._report(self._pool)
+        finally:
+            if self._pool is not None:
+                self._pool.close()
         return self._stopped
 
-    def _finished(self) -> bool:
-        self._sending = [pending for pending in self._sending if not pending.test()]
-        everybody = len(self._trainers) == len(self._ranks)
-        return everybody and not self._sending and all(t.gone and not t.wanted for t in self._trainers.values())
+    def _greet(self) -> None:
+        """Wait until everybody has said what they want: it decides what is read."""
+        backoff = Backoff()
+        while len(self._trainers) < len(self._ranks):
+            self._watch()
+            if self._listen():
+                backoff.reset()
+            else:
+                backoff.pause()
+
+    def _make_pool(self) -> DecodePool:
+        """Return a pool with a slot for each sample that may be asked for at a time."""
+        trainers = [t for t in self._trainers.values() if t.parts]
+        wanted = [
+            [part.box for t in trainers if t.replica == replica for part in t.parts if part.holds(place)]
+            for replica in {t.replica for t in trainers}
+            for place in range(self._layout.batch)
+        ]
+        credits = {t.replica: -(-t.ahead * self._layout.batch // t.every[1]) for t in trainers}
+        return DecodePool(
+            self._samples,
+            workers=self._workers,
+            slots=max(self._workers, sum(credits.values())),
+            slot_bytes=max((sum(part_bytes(box) for box in boxes) for boxes in wanted), default=0),
+            place_bytes=max((part_bytes(hull(boxes)) for boxes in wanted), default=0),
+            cache_bytes=self._cache_bytes,
+            start=self._start_worker,
+        )
+
+    def _work(self, pool: DecodePool) -> None:
+        backoff = Backoff()
+        while not all(trainer.gone for trainer in self._trainers.values()):
+            self._watch()
+            happened = [self._listen(), self._begin(pool), pool.collect(), self._send(pool), self._arrive(pool)]
+            if any(happened):
+                backoff.reset()
+            else:
+                backoff.pause(pool.wait)
+        self._send_blanks()
 
     def _listen(self) -> bool:
         found = self._comm.poll_object(CONTROL_TAG)
@@ -107,7 +163,8 @@ class LoaderService:
             return False
         peer, word = found
         if word["kind"] == "hello":
-            self._trainers[peer] = _Trainer(Box(*word["box"]), word["replica"])
+            parts = tuple(Part.from_json(part) for part in word["parts"])
+            self._trainers[peer] = _Trainer(parts, word["replica"], tuple(word["every"]), word["ahead"])
         elif word["kind"] == "request":
             self._trainers[peer].wanted.extend(word["numbers"])
         else:
@@ -115,53 +172,64 @@ class LoaderService:
             self._stopped |= bool(word["stopped"])
         return True
 
-    def _start(self, pool: ThreadPoolExecutor) -> bool:
-        """Hand one sample that is wanted and unknown to the workers; whether there was one."""
-        if len(self._trainers) < len(self._ranks):
-            return False  # what the sample's hull is, is known only when everybody has said what they want
-        for trainer in self._trainers.values():
-            for number in trainer.wanted:
-                if number not in self._images and not trainer.gone:
-                    self._images[number] = self._decode(pool, number)
-                    return True
+    def _begin(self, pool: DecodePool) -> bool:
+        """Have the oldest sample begun that all its readers wait for next; whether there was one."""
+        if not pool.has_room:
+            return False
+        for number in sorted({n for t in self._trainers.values() if (n := t.next_number) is not None}):
+            wanted = {rank: boxes for rank, t in self._trainers.items() if (boxes := t.boxes(self._layout, number))}
+            if all(self._trainers[rank].next_number == number for rank in wanted):
+                epoch, index = self._stream.at(number)
+                pool.ask(number, epoch, index, tuple(box for boxes in wanted.values() for box in boxes))
+                ends = list(accumulate(len(boxes) for boxes in wanted.values()))
+                self._open[number] = {r: slice(e - len(wanted[r]), e) for r, e in zip(wanted, ends, strict=True)}
+                for rank in wanted:
+                    self._trainers[rank].begun += 1
+                return True
         return False
 
-    def _decode(self, pool: ThreadPoolExecutor, number: int) -> _Image:
-        epoch, index = self._stream.at(number)
-        replica = self._layout.replica_of(number)
-        readers = [t for t in self._trainers.values() if t.replica == replica and not t.box.empty]
-        box = hull(t.box for t in readers)
-        self.read_samples += 1
-        return _Image(pool.submit(self._dataset.read, index, box, epoch), box, len(readers))
-
-    def _send(self) -> bool:
+    def _send(self, pool: DecodePool) -> bool:
         """Send what is ready, in the order in which each trainer asked; whether anything was."""
-        sent = False
+        happened = False
         for rank, trainer in self._trainers.items():
-            while trainer.wanted:
-                part = self._part(trainer, trainer.wanted[0])
-                if part is None:
-                    break
-                trainer.wanted.popleft()
-                self._sending.append(self._comm.exchange([Message(rank, part, PIXELS_TAG)], []))
-                sent = True
-        return sent
+            while trainer.begun and (ready := pool.parts(trainer.wanted[0])) is not None:
+                number = trainer.wanted.popleft()
+                trainer.begun -= 1
+                mine = ready[self._open[number][rank]]
+                messages = [Message(rank, torch.from_numpy(part), PIXELS_TAG) for part in mine]
+                self._sending.append((self._comm.exchange(messages, []), rank, number))
+                trainer.sent_bytes += sum(part.size for part in mine)
+                happened = True
+        return happened
 
-    def _part(self, trainer: _Trainer, number: int) -> torch.Tensor | None:
-        """Return what ``trainer`` gets of a sample, None while it is not decoded; a blank for one that leaves."""
-        if trainer.gone:
-            return torch.empty((BANDS, *trainer.box.shape), dtype=torch.uint8)
-        image = self._images.get(number)
-        if image is None or not image.pixels.done():
-            return None
-        rows, columns = trainer.box.relative_to(image.box).slices()
-        part = torch.from_numpy(np.ascontiguousarray(image.pixels.result()[:, rows, columns]))
-        image.readers -= 1
-        if image.readers == 0:
-            del self._images[number]
-        return part
+    def _arrive(self, pool: DecodePool) -> bool:
+        """Set slots free whose parts have all arrived; whether anything arrived."""
+        still = []
+        for pending, rank, number in self._sending:
+            if not pending.test():
+                still.append((pending, rank, number))
+                continue
+            del self._open[number][rank]
+            if not self._open[number]:
+                del self._open[number]
+                pool.release(number)
+        arrived = len(still) < len(self._sending)
+        self._sending = still
+        return arrived
 
+    def _send_blanks(self) -> None:
+        """Answer what was asked for and is not wanted any more: the receives stand, and must be met."""
+        sending = [pending for pending, _, _ in self._sending]
+        for rank, trainer in self._trainers.items():
+            boxes = [box for number in trainer.wanted for box in trainer.boxes(self._layout, number)]
+            blanks = [torch.empty((BANDS, *box.shape), dtype=torch.uint8) for box in boxes]
+            sending.append(self._comm.exchange([Message(rank, blank, PIXELS_TAG) for blank in blanks], []))
+        for pending in sending:
+            pending.wait()
 
-def serve(comm: Communicator, trainers: Sequence[int], dataset: Readable, **how: Any) -> bool:
-    """Run a :class:`LoaderService` to its end; return whether the run was stopped before its time."""
-    return LoaderService(comm, trainers, dataset, **how).serve()
+    def _report(self, pool: DecodePool) -> None:
+        """Tell each trainer what was done for all of them."""
+        sent = {rank: trainer.sent_bytes for rank, trainer in self._trainers.items()}
+        report = {**asdict(pool.counts), "sent_bytes": sum(sent.values())}
+        for rank in self._ranks:
+            self._comm.send_object({**report, "to_you_bytes": sent[rank]}, rank, REPORT_TAG).wait()

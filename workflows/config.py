@@ -33,8 +33,11 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "plan.fused_halo",
         "roles.loaders",
         "roles.validators",
+        "roles.design",
         "validation.every_steps",
         "data.prefetch",
+        "data.workers",
+        "data.cache_bytes",
     }
 )
 

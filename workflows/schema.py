@@ -72,7 +72,28 @@ class DataConfig(Section):
         default_factory=AugmentConfig, description="true, false, or the keys flips, stain, colour"
     )
     class_weights: Literal["none", "balanced"] = Field("none", description="none or balanced")
+    sampling: Literal["shuffle", "balanced", "weighted"] = Field(
+        "shuffle", description="shuffle (each slide once an epoch), balanced (classes alike often) or weighted"
+    )
+    weights_column: str | None = Field(
+        None, min_length=1, description="a column of the labels: how often each slide is drawn (sampling: weighted)"
+    )
     prefetch: Positive = Field(2, description="a whole number ≥ 1: batches made ready ahead of time")
+    workers: Positive | None = Field(
+        None, description="a whole number ≥ 1: decoding processes of each loader; left out: as many as it has threads"
+    )
+    cache_bytes: Count = Field(
+        0, description="a whole number ≥ 0: bytes of decoded images kept in each loader's memory for later epochs"
+    )
+
+    @model_validator(mode="after")
+    def _weights_are_named(self) -> DataConfig:
+        if (self.sampling == "weighted") != (self.weights_column is not None):
+            raise ValueError(
+                f"sampling: {self.sampling} and weights_column: {self.weights_column}; weighted needs a column of the "
+                "labels, the others take none"
+            )
+        return self
 
 
 class ModelConfig(Section):
@@ -119,11 +140,61 @@ class PlanConfig(Section):
         return self.build().ranks
 
 
+Design = Literal["inline", "offload_data", "offload_validation", "offload_all", "offload_naive"]
+DESIGNS = {
+    "inline": (False, False),
+    "offload_data": (True, False),
+    "offload_validation": (False, True),
+    "offload_all": (True, True),
+}
+"""Names of the DPU papers' designs (baseline, O-DA, O-MV, O-Hy): whether others load, whether others validate."""
+
+
+def _with_design(value: Any) -> Any:
+    """Fill in one rank for each role that a design has and that is not given."""
+    if not isinstance(value, dict) or value.get("design") not in DESIGNS:
+        return value
+    roles = zip(("loaders", "validators"), DESIGNS[value["design"]], strict=True)
+    return {**{role: int(wanted) for role, wanted in roles}, **value}
+
+
 class RolesConfig(Section):
     """Ranks beside the trainers; without them trainers do that work themselves, with the same numbers."""
 
-    loaders: Count = Field(0, description="a whole number ≥ 0: ranks that read slides ahead of time")
-    validators: Count = Field(0, description="a whole number ≥ 0: ranks that validate while training goes on")
+    loaders: Count | Annotated[str, Field(min_length=1)] = Field(
+        0, description='a whole number ≥ 0, or a pattern of host names ("dpu-*"): ranks that read slides ahead of time'
+    )
+    validators: Count | Annotated[str, Field(min_length=1)] = Field(
+        0, description='a whole number ≥ 0, or a pattern of host names ("dpu-*"): ranks that validate meanwhile'
+    )
+    design: Design | None = Field(
+        None, description="inline, offload_data, offload_validation or offload_all; left out: as the numbers say"
+    )
+
+    @property
+    def by_host(self) -> bool:
+        """Whether how many ranks there are is known only where they run."""
+        return isinstance(self.loaders, str) or isinstance(self.validators, str)
+
+    @model_validator(mode="after")
+    def _is_the_design(self) -> RolesConfig:
+        if self.design == "offload_naive":
+            raise ValueError(
+                "design: offload_naive is not offered: it gives spare ranks batches of their own, in proportion to "
+                "their speed, and gradients of replicas with unequal batches are not the average that this project "
+                "promises; use offload_all, or plan.replicas for ranks of equal speed"
+            )
+        has = (bool(self.loaders), bool(self.validators))
+        if self.design is not None and has != DESIGNS[self.design]:
+            needs = " and ".join(f"{role}: {'some' if w else 0}" for role, w in self._wanted(self.design))
+            raise ValueError(
+                f"design: {self.design} means {needs}; given loaders: {self.loaders}, validators: {self.validators}"
+            )
+        return self
+
+    @staticmethod
+    def _wanted(design: str) -> list[tuple[str, bool]]:
+        return list(zip(("loaders", "validators"), DESIGNS[design], strict=True))
 
 
 class OptimizerConfig(Section):
@@ -200,7 +271,7 @@ class Config(Section):
     data: DataConfig
     model: ModelConfig = Field(default_factory=ModelConfig)
     plan: PlanConfig = Field(default_factory=PlanConfig)
-    roles: RolesConfig = Field(default_factory=RolesConfig)
+    roles: Annotated[RolesConfig, BeforeValidator(_with_design)] = Field(default_factory=RolesConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     lr_schedule: LrScheduleConfig = Field(default_factory=LrScheduleConfig)
     validation: ValidationConfig = Field(default_factory=ValidationConfig)
@@ -208,8 +279,9 @@ class Config(Section):
 
     @property
     def ranks(self) -> int:
-        """Processes of the whole run: trainers, loaders, validators."""
-        return self.plan.ranks + self.roles.loaders + self.roles.validators
+        """Processes of the whole run: trainers, loaders, validators; those chosen by host are not counted."""
+        roles = (self.roles.loaders, self.roles.validators)
+        return self.plan.ranks + sum(role for role in roles if isinstance(role, int))
 
     @model_validator(mode="after")
     def _batch_fits_plan(self) -> Config:

@@ -125,19 +125,9 @@ def _trainer(job: Job, roles: Roles, saved: Saved | None, coverage: Any, stop: S
 
 
 def _loader(job: Job, roles: Roles, stop: StopFlag) -> Callable[[bool], int]:
-    import torch
+    from workflows.training.feeding import make_loader
 
-    from data.loader import LoaderService
-
-    service = LoaderService(
-        roles.world,
-        roles.trainer_ranks,
-        job.train,
-        job.stream,
-        job.layout,
-        workers=max(1, torch.get_num_threads()),
-        watch=lambda: stop.pass_on(roles.world),
-    )
+    service = make_loader(job, roles, watch=lambda: stop.pass_on(roles.world))
     return lambda _: STOPPED if service.serve() else DONE
 
 

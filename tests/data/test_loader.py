@@ -1,63 +1,64 @@
 from __future__ import annotations
 
-import threading
 import time
 from functools import partial
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
-from data.batches import BatchLayout
-from data.feed import Feed, InlineFeed, RemoteFeed, Share
+from data.batches import BatchLayout, Part
+from data.decode import part_bytes
+from data.decode_worker import ChildWorker, StartWorker, ThreadWorker
+from data.feed import Feed, InlineFeed, Share
 from data.loader import LoaderService
 from data.normalise import Normalisation
 from data.order import SampleStream
+from data.remote_feed import RemoteFeed
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.plan.box import Box
+from tests.data.samples import HEIGHT, WIDTH, BrokenImages, Images
 
-HEIGHT, WIDTH, SAMPLES, SEED = 37, 53, 7, 11
+SAMPLES, SEED = 7, 11
+WHOLE = Box.of_size(HEIGHT, WIDTH)
 BOXES = (Box(0, 20, 0, 53), Box(17, 37, 0, 53))  # two trainers whose parts overlap by a halo
+WEIGHTS = (1.0, 0.0, 5.0, 1.0, 1.0, 2.0, 1.0)
 
 
-class Images:
-    """Images in memory whose pixels say which sample, epoch and place they are; counts what is read."""
-
-    def __init__(self, delay_s: float = 0.0) -> None:
-        self.reads: list[tuple[int, Box, int | None]] = []
-        self._delay_s = delay_s
-        self._lock = threading.Lock()
-
-    def read(self, index: int, box: Box, epoch: int | None = None) -> npt.NDArray[np.uint8]:
-        time.sleep(self._delay_s)
-        with self._lock:
-            self.reads.append((index, box, epoch))
-        rng = np.random.default_rng([index, 0 if epoch is None else epoch])
-        rows, columns = box.slices()
-        return rng.integers(0, 256, (3, HEIGHT, WIDTH), np.uint8)[:, rows, columns]
+def stream(weights: tuple[float, ...] | None = None) -> SampleStream:
+    return SampleStream(SAMPLES, SEED, weights)
 
 
-class BrokenImages(Images):
-    def read(self, index: int, box: Box, epoch: int | None = None) -> npt.NDArray[np.uint8]:
-        if epoch == 1:
-            raise OSError("chunk c/0/1/2 cannot be decoded")
-        return super().read(index, box, epoch)
+def plain_parts(trainer: int, layout: BatchLayout) -> tuple[Part, ...]:
+    return (Part(BOXES[trainer % len(BOXES)], 0, layout.batch),)
 
 
-def consume(feed: Feed, share: Share, turns: range) -> list[torch.Tensor]:
-    return [feed.batch(turn)(share.box).clone() for turn in turns]
+def mirrored_parts(trainer: int, layout: BatchLayout) -> tuple[Part, ...]:
+    """Three ranks, two directions: the first and the last are each other's mirror, the middle one needs no pixels."""
+    half = layout.batch // 2
+    return {0: (Part(BOXES[0], 0, half), Part(BOXES[1], half, layout.batch)), 1: (), 2: (Part(WHOLE, 0, half),)}[trainer]
 
 
-def share_of(trainer: int, layout: BatchLayout, turns: tuple[int, int]) -> Share:
+def share_of(trainer: int, layout: BatchLayout, turns: tuple[int, int], parts=plain_parts, weights=None) -> Share:
     replica = trainer // len(BOXES) if layout.replicas > 1 else 0
-    return Share(SampleStream(SAMPLES, SEED), layout, replica, BOXES[trainer % len(BOXES)], turns)
+    return Share(stream(weights), layout, replica, parts(trainer, layout), turns)
 
 
-def inline(trainer: int, layout: BatchLayout, turns: tuple[int, int]) -> list[torch.Tensor]:
-    share = share_of(trainer, layout, turns)
-    return consume(InlineFeed(Images(), share), share, range(*turns))
+def read_all(feed: Feed, share: Share, turn: int) -> list[torch.Tensor]:
+    pixels = feed.batch(turn)
+    return [pixels.read(part.box, part.first, part.stop).clone() for part in share.parts]
+
+
+def same(one: list[list[torch.Tensor]], other: list[list[torch.Tensor]]) -> bool:
+    return len(one) == len(other) and all(
+        torch.equal(a, b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True)
+    )
+
+
+def inline(trainer: int, layout: BatchLayout, turns: tuple[int, int], cache_bytes: int = 0, **how) -> list:
+    share = share_of(trainer, layout, turns, **how)
+    feed = InlineFeed(Images(), share, cache_bytes)
+    return [read_all(feed, share, turn) for turn in range(*turns)]
 
 
 def job(
@@ -68,34 +69,51 @@ def job(
     images: Images,
     prefetch: int = 2,
     leave_after: int | None = None,
-    pause_s: float = 0.0,
-) -> list[object]:
+    start: StartWorker = ThreadWorker,
+    cache_bytes: int = 0,
+    **how,
+) -> list:
+    """Return what each trainer received and was told, and what each loader counted."""
+
     def body(comm: Communicator) -> object:
         if comm.rank >= trainers:
-            stream = SampleStream(SAMPLES, SEED)
-            service = LoaderService(comm, range(trainers), images, stream, layout, workers=2)
-            return service.serve(), service.read_samples
-        share = share_of(comm.rank, layout, turns)
+            order = stream(how.get("weights"))
+            service = LoaderService(comm, range(trainers), images, order, layout, 2, cache_bytes, start)
+            return service.serve(), service.counts
+        share = share_of(comm.rank, layout, turns, **how)
         notice = partial(comm.poll_object, 999)  # raises when another rank has failed
-        feed = RemoteFeed(comm, range(trainers, trainers + loaders), share, prefetch, notice)
-        received = []
-        for turn in range(turns[0], turns[1] if leave_after is None else leave_after):
-            time.sleep(pause_s)
-            received.append(feed.batch(turn)(share.box).clone())
+        feed = RemoteFeed(comm, range(trainers, trainers + loaders), share, prefetch, watch=notice)
+        received = [read_all(feed, share, turn) for turn in range(turns[0], leave_after or turns[1])]
         feed.close(stopped=leave_after is not None)
-        return received
+        return received, feed.reports
 
     return run_ranks(trainers + loaders, body, timeout_s=60)
 
 
 @pytest.mark.parametrize("loaders", [1, 2, 4])
 @pytest.mark.parametrize(("trainers", "layout"), [(2, BatchLayout(3)), (4, BatchLayout(2, replicas=2))])
-def test_any_number_of_loaders_gives_what_inline_gives(loaders: int, trainers: int, layout: BatchLayout) -> None:
-    results = job(trainers, loaders, layout, (0, 6), Images())
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
+def test_any_number_of_loaders_gives_what_inline_gives(loaders, trainers, layout, weights) -> None:
+    results = job(trainers, loaders, layout, (0, 6), Images(), weights=weights)
     for trainer in range(trainers):
-        expected = inline(trainer, layout, (0, 6))
-        assert all(torch.equal(a, b) for a, b in zip(results[trainer], expected, strict=True))
+        assert same(results[trainer][0], inline(trainer, layout, (0, 6), weights=weights))
     assert all(result[0] is False for result in results[trainers:])
+
+
+@pytest.mark.parametrize("loaders", [1, 3])
+def test_mirrored_ranks_get_another_box_for_the_other_half(loaders: int) -> None:
+    layout = BatchLayout(4)
+    results = job(3, loaders, layout, (0, 5), Images(), parts=mirrored_parts)
+    for trainer in range(3):
+        assert same(results[trainer][0], inline(trainer, layout, (0, 5), parts=mirrored_parts))
+    assert [len(turn) for turn in results[0][0]] == [2] * 5 and results[1][0] == [[]] * 5
+
+
+def test_child_processes_give_what_threads_give() -> None:
+    layout = BatchLayout(3)
+    results = job(2, 1, layout, (0, 4), Images(), start=ChildWorker)
+    assert all(same(results[trainer][0], inline(trainer, layout, (0, 4))) for trainer in range(2))
+    assert results[2][1].samples == 12 and results[2][1].replaced == 0
 
 
 def test_a_run_that_goes_on_gets_the_very_next_samples() -> None:
@@ -103,15 +121,36 @@ def test_a_run_that_goes_on_gets_the_very_next_samples() -> None:
     straight = job(2, 1, layout, (0, 6), Images())
     resumed = job(2, 2, layout, (3, 6), Images())
     for trainer in range(2):
-        assert all(torch.equal(a, b) for a, b in zip(straight[trainer][3:], resumed[trainer], strict=True))
+        assert same(straight[trainer][0][3:], resumed[trainer][0])
 
 
-def test_parts_that_overlap_are_read_once() -> None:
+def test_parts_that_overlap_are_read_once_and_only_parts_travel() -> None:
     images = Images()
     results = job(2, 1, BatchLayout(3), (0, 4), images)
-    assert results[2] == (False, 12)
-    assert len(images.reads) == 12
-    assert {box for _, box, _ in images.reads} == {Box(0, 37, 0, 53)}
+    assert results[2][0] is False and results[2][1].samples == 12
+    assert [box for _, box in images.reads] == [WHOLE] * 12
+    report = results[1][1][2]
+    assert report["read_bytes"] == 12 * part_bytes(WHOLE)
+    assert report["to_you_bytes"] == 12 * part_bytes(BOXES[1])
+    assert report["sent_bytes"] == 12 * sum(part_bytes(box) for box in BOXES)
+
+
+@pytest.mark.parametrize("kept", [SAMPLES, 5])
+def test_the_cache_spares_reads_and_changes_nothing(kept: int) -> None:
+    images, layout, cache_bytes = Images(), BatchLayout(2), kept * part_bytes(WHOLE)
+    results = job(2, 1, layout, (0, 14), images, cache_bytes=cache_bytes)
+    for trainer in range(2):
+        assert same(results[trainer][0], inline(trainer, layout, (0, 14)))
+        assert same(results[trainer][0], inline(trainer, layout, (0, 14), cache_bytes=cache_bytes))
+    counts = results[2][1]
+    assert counts.read_bytes == len(images.reads) * part_bytes(WHOLE)
+    assert counts.samples - counts.cached == len(images.reads)
+    assert counts.samples == 28
+    most = 28 - SAMPLES  # fewer where the same image is asked for twice before it has been read once
+    if kept == SAMPLES:
+        assert most - 6 <= counts.cached <= most
+    else:
+        assert 0 < counts.cached < most
 
 
 def test_a_slow_trainer_makes_loaders_wait_not_grow() -> None:
@@ -120,7 +159,7 @@ def test_a_slow_trainer_makes_loaders_wait_not_grow() -> None:
 
     def body(comm: Communicator) -> None:
         if comm.rank == 1:
-            LoaderService(comm, [0], images, SampleStream(SAMPLES, SEED), layout, workers=4).serve()
+            LoaderService(comm, [0], images, stream(), layout, workers=4, start=ThreadWorker).serve()
             return
         share = share_of(0, layout, (0, 12))
         feed = RemoteFeed(comm, [1], share, prefetch)
@@ -133,6 +172,42 @@ def test_a_slow_trainer_makes_loaders_wait_not_grow() -> None:
     run_ranks(2, body, timeout_s=60)
     assert max(ahead) <= prefetch
     assert ahead[0] == prefetch  # and it did read ahead
+
+
+@pytest.mark.parametrize("prefetch", [1, 4])
+def test_a_trainer_holds_as_many_parts_as_it_has_asked_for(prefetch: int) -> None:
+    def body(comm: Communicator) -> int:
+        layout = BatchLayout(2)
+        if comm.rank == 1:
+            LoaderService(comm, [0], Images(), stream(), layout, workers=1, start=ThreadWorker).serve()
+            return 0
+        feed = RemoteFeed(comm, [1], share_of(0, layout, (0, 3)), prefetch)
+        feed.close(stopped=True)
+        return feed.buffer_bytes
+
+    assert run_ranks(2, body)[0] == (prefetch + 1) * 2 * part_bytes(BOXES[0])
+
+
+def test_trainers_that_drift_apart_block_nobody() -> None:
+    """One trainer asks for five turns at a time, the other for two, and is slow: slots must come free all the same."""
+    layout, images = BatchLayout(1), Images()
+
+    def body(comm: Communicator) -> list:
+        if comm.rank == 2:
+            LoaderService(comm, range(2), images, stream(), layout, workers=1, start=ThreadWorker).serve()
+            return []
+        share = share_of(comm.rank, layout, (0, 12))
+        feed = RemoteFeed(comm, [2], share, prefetch=4 if comm.rank == 0 else 1)
+        received = []
+        for turn in range(12):
+            received.append(read_all(feed, share, turn))
+            time.sleep(0.02 * comm.rank)
+        feed.close(stopped=False)
+        return received
+
+    results = run_ranks(3, body, timeout_s=30)
+    assert all(same(results[trainer], inline(trainer, layout, (0, 12))) for trainer in range(2))
+    assert len(images.reads) == 12
 
 
 def test_leaving_early_does_not_wait_for_what_was_asked() -> None:
@@ -148,7 +223,7 @@ def test_waiting_is_measured() -> None:
     def body(comm: Communicator) -> float:
         images, layout = Images(delay_s=0.1), BatchLayout(1)
         if comm.rank == 1:
-            LoaderService(comm, [0], images, SampleStream(SAMPLES, SEED), layout, workers=1).serve()
+            LoaderService(comm, [0], images, stream(), layout, workers=1, start=ThreadWorker).serve()
             return 0.0
         feed = RemoteFeed(comm, [1], share_of(0, layout, (0, 5)), prefetch=1)
         for turn in range(5):
@@ -160,23 +235,26 @@ def test_waiting_is_measured() -> None:
 
 
 def test_a_sample_that_cannot_be_read_ends_all() -> None:
-    with pytest.raises(OSError, match="cannot be decoded"):
+    with pytest.raises(OSError, match="cannot be decoded") as caught:
         job(2, 1, BatchLayout(3), (0, 6), BrokenImages())
+    assert "in vary" in caught.value.__notes__[0]
 
 
 def test_a_feed_refuses_what_the_loader_does_not_send() -> None:
     def body(comm: Communicator) -> None:
         layout = BatchLayout(1)
         if comm.rank == 1:
-            LoaderService(comm, [0], Images(), SampleStream(SAMPLES, SEED), layout, workers=1).serve()
+            LoaderService(comm, [0], Images(), stream(), layout, workers=1, start=ThreadWorker).serve()
             return
         feed = RemoteFeed(comm, [1], share_of(0, layout, (0, 2)), prefetch=1)
         with pytest.raises(ValueError, match="turns must follow"):
             feed.batch(1)
         pixels = feed.batch(0)
         with pytest.raises(ValueError, match="loaders send"):
-            pixels(Box(0, 37, 0, 53))
-        assert pixels(Box(2, 5, 1, 4)).shape == (1, 3, 3, 3)
+            pixels.read(WHOLE, 0, 1)
+        with pytest.raises(ValueError, match="of samples 0 to 2"):
+            pixels.read(Box(2, 5, 1, 4), 0, 2)
+        assert pixels.read(Box(2, 5, 1, 4), 0, 1).shape == (1, 3, 3, 3)
         feed.close(stopped=True)
 
     run_ranks(2, body)

@@ -15,6 +15,7 @@ from data.labels import Labels, class_weights, load_labels
 from data.manifest import StoreManifest
 from data.normalise import Normalisation
 from data.order import SampleStream
+from data.sampling import balanced_weights, column_weights
 from data.splits import load_splits
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
@@ -31,6 +32,7 @@ class Job:
         train: training slides, augmented.
         val: the slides that validate, never augmented.
         class_weights: one for each class, mean 1 over the training split.
+        draw_weights: how often each training slide is drawn, against the others; None: each once an epoch.
     """
 
     config: Config
@@ -38,6 +40,7 @@ class Job:
     train: SlideDataset
     val: SlideDataset
     class_weights: tuple[float, ...]
+    draw_weights: tuple[float, ...] | None = None
 
     @cached_property
     def plan(self) -> ParallelPlan:
@@ -52,7 +55,7 @@ class Job:
     @cached_property
     def stream(self) -> SampleStream:
         """The order of all training samples."""
-        return SampleStream(len(self.train), self.config.run.seed)
+        return SampleStream(len(self.train), self.config.run.seed, self.draw_weights)
 
     @property
     def step_samples(self) -> int:
@@ -102,6 +105,10 @@ class Job:
         absent = [name for index, name in enumerate(self.classes) if index not in trained]
         if absent:
             doubts.append(f"no training slide is {' or '.join(absent)}: the network cannot learn it")
+        if self.config.data.sampling == "balanced" and self.config.data.class_weights == "balanced":
+            doubts.append("sampling and class_weights are both balanced: rare classes count twice over")
+        if self.draw_weights is not None and 0 in self.draw_weights:
+            doubts.append(f"{self.draw_weights.count(0)} training slides weigh 0 and are never drawn")
         if not len(self.val):
             doubts.append(f"no slide in {self.config.validation.split!r}: nothing is validated, best is the latest")
         elif len(set(self.targets())) == 1:
@@ -164,6 +171,7 @@ def prepare(config: Config) -> Job:
         dataset_of(config, train, augment),
         dataset_of(config, val, None),
         _weights(config, labels, train),
+        _draw_weights(config, labels, train),
     )
 
 
@@ -211,6 +219,13 @@ def _weights(config: Config, labels: Labels, train: tuple[SlideRef, ...]) -> tup
     if config.data.class_weights == "none":
         return (1.0,) * len(labels.classes)
     return class_weights([sample.label for sample in train], labels.classes)
+
+
+def _draw_weights(config: Config, labels: Labels, train: tuple[SlideRef, ...]) -> tuple[float, ...] | None:
+    if config.data.sampling == "balanced":
+        return balanced_weights(train)
+    column = config.data.weights_column
+    return column_weights(train, labels, column) if column is not None else None
 
 
 def _tissue(dataset: SlideDataset) -> dict[str, Any]:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import torch
 
-from data.feed import Feed, InlineFeed, Pixels, RemoteFeed, Share
 from data.normalise import Normalisation
-from hyfi_core.plan.box import Box
 from hyfi_core.runtime.checkpoint import load_checkpoint, step_folder
 from hyfi_core.runtime.engine import Engine
 from hyfi_core.runtime.optimizer_state import optimizer_state
-from workflows.console import Progress
+from workflows.console import Progress, say
 from workflows.evaluation import Interrupted, gather_logits, predict_slides
 from workflows.models import DTYPES, FORMATS
+from workflows.training.feeding import Images, loading_report, loading_text, make_feed
 from workflows.training.job import Job
 from workflows.training.optimisation import lr_factor
 from workflows.training.recorder import Recorder
@@ -65,7 +63,8 @@ class Trainer:
         self._client = None
         if self._remote and roles.world.rank == 0:
             self._client = ValidationClient(roles.world, roles.validator_ranks[0])
-        self._feed = self._make_feed(roles)
+        device = next(model.parameters()).device
+        self._feed = make_feed(job, roles, engine, self._start, device)
         run = job.config.run
         self._prepare = partial(Normalisation(), dtype=DTYPES[run.precision], memory_format=FORMATS[run.memory_format])
         self._exam = make_exam(job)
@@ -86,7 +85,7 @@ class Trainer:
             if stopped and not self._job.saves_after(step):
                 self._save(step)
         stopped = self._drain(stopped)
-        self._feed.close(stopped)
+        self._close_feed(stopped)
         if self._client is not None:
             self._client.close(stopped)
         self._collect()
@@ -99,7 +98,7 @@ class Trainer:
         for turn in range((step - 1) * accumulate, step * accumulate):
             pixels = self._feed.batch(turn)
             labels = torch.tensor(self._job.batch_labels(turn, self._replica))
-            loss += self._engine.accumulate(self._reader(pixels), labels)
+            loss += self._engine.accumulate(Images(pixels, self._prepare), labels)
         lr = float(self._engine.optimizer.param_groups[0]["lr"])
         self._engine.update(self._job.config.optimizer.max_norm)
         self._scheduler.step()
@@ -107,19 +106,11 @@ class Trainer:
             seconds = time.perf_counter() - start_s
             self._recorder.trained(step, loss, lr, seconds, self._feed.wait_s - waited_s)
 
-    def _reader(self, pixels: Pixels) -> Any:
-        def read(box: Box) -> torch.Tensor:
-            return self._prepare(pixels(box))
-
-        return read
-
-    def _make_feed(self, roles: Roles) -> Feed:
-        job, accumulate = self._job, self._job.config.optimizer.accumulate
-        turns = (self._start * accumulate, job.steps * accumulate)
-        share = Share(job.stream, job.layout, self._replica, self._engine.input_box, turns)
-        if roles.loader_ranks:
-            return RemoteFeed(self._world, roles.loader_ranks, share, job.config.data.prefetch)
-        return InlineFeed(job.train, share)
+    def _close_feed(self, stopped: bool) -> None:
+        self._feed.close(stopped)
+        report = loading_report(self._trainers, self._feed)
+        if report is not None:
+            say(loading_text(report))
 
     def _agreed(self) -> bool:
         return self._stop.agreed(self._world, self._trainers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hyfi_core.errors import RequestError
+from hyfi_core.runtime.launch import inside_launcher
 from workflows.config import Config, load_config, refuse_changes
 from workflows.paths import require_writable
 
@@ -30,13 +31,20 @@ def check_run(config: Config, resume: bool) -> int:
 
 
 def check_ranks(config: Config, size: int) -> None:
-    """Check that the job has as many ranks as the run needs.
+    """Check that the job has as many ranks as the run needs; where hosts say who does what, that they are there.
 
     Raises:
         RequestError: it has not; names the number that would be right, and where it comes from.
     """
+    roles = config.roles
+    if roles.by_host:
+        if inside_launcher() is None:
+            raise RequestError(
+                f"roles.loaders: {roles.loaders} and roles.validators: {roles.validators}: roles by host need a "
+                "launcher that starts ranks on several hosts (srun hyfi train …, mpiexec -hosts … hyfi train …)"
+            )
+        return
     if size != config.ranks:
-        roles = config.roles
         raise RequestError(
             f"{size} ranks are given, the run needs {config.ranks}: {config.plan.ranks} trainers (plan), "
             f"{roles.loaders} loaders and {roles.validators} validators (roles); "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ from data.normalise import Normalisation
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.plan.roles import RankRoles, assign_roles, loaders_of
 from hyfi_core.runtime.checkpoint import (
     Checkpoint,
     TrainingState,
@@ -56,14 +58,16 @@ class Roles:
 
     ::
 
-        world rank   0 … trainers−1 │ … + loaders−1 │ … + validators−1
+        rank of the world   0 … trainers−1 │ … + loaders−1 │ … + validators−1
 
     Attributes:
-        world: all ranks.
+        world: all ranks, in this order: not always the launcher's.
         trainers: the group of trainers, None on other ranks.
         validators: the group of validators, None on other ranks.
-        loader_ranks: world ranks of the loaders.
-        validator_ranks: world ranks of the validators.
+        trainer_ranks: ranks of the trainers in the world.
+        loader_ranks: ranks of the loaders.
+        validator_ranks: ranks of the validators.
+        loaders_of: for each trainer, the loaders that serve it; empty without loaders.
     """
 
     world: Communicator
@@ -72,16 +76,32 @@ class Roles:
     trainer_ranks: range
     loader_ranks: range
     validator_ranks: range
+    loaders_of: Mapping[int, tuple[int, ...]]
 
     @classmethod
     def of(cls, world: Communicator, config: Config) -> Roles:
-        """Divide the world (collective)."""
-        first, second = config.plan.ranks, config.plan.ranks + config.roles.loaders
+        """Divide the ranks by what is asked for and where they run (collective).
+
+        Raises:
+            RequestError: on all ranks: they do not come out even.
+        """
+        hosts = gather_hosts(world)
+        chosen = assign_roles(hosts, config.plan.ranks, config.roles.loaders, config.roles.validators)
+        ordered = world.split(0, chosen.order.index(world.rank))
+        assert ordered is not None
+        first, second = len(chosen.trainers), len(chosen.trainers) + len(chosen.loaders)
         ranks = range(first), range(first, second), range(second, world.size)
-        rank = world.rank
-        trainers = world.split(0 if rank in ranks[0] else None, rank)
-        validators = world.split(0 if rank in ranks[2] else None, rank)
-        return cls(world, trainers, validators, *ranks)
+        trainers = ordered.split(0 if ordered.rank in ranks[0] else None, ordered.rank)
+        validators = ordered.split(0 if ordered.rank in ranks[2] else None, ordered.rank)
+        in_order = RankRoles(*(tuple(group) for group in ranks))
+        near = loaders_of([hosts[rank] for rank in chosen.order], in_order) if ranks[1] else {}
+        return cls(ordered, trainers, validators, *ranks, near)
+
+
+def gather_hosts(world: Communicator) -> list[str]:
+    """Return the name of each rank's host, on every rank (collective)."""
+    names: list[str] = world.broadcast_object(world.gather_objects(socket.gethostname()))
+    return names
 
 
 def check_images(job: Job) -> list[dict[str, Any]]:

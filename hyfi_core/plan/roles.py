@@ -1,0 +1,131 @@
+"""Who of a job's ranks trains, who loads, who validates: chosen from where they run. Pure.
+
+::
+
+    rank      0   1   2   3   4   5        4 trainers, 2 loaders
+    host      n1  n1  n1  n2  n2  n2
+    role      T   T   L   T   T   L        each node's loader beside its trainers
+
+    rank      0   1   2   3   4   5        loaders: "dpu-*"
+    host      n1  n1  dpu-1  n2  n2  dpu-2
+    role      T   T   L      T   T   L
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from hyfi_core.errors import RequestError
+
+Wanted = int | str
+"""So many ranks, or those on hosts whose name matches a pattern (``dpu-*``)."""
+
+
+@dataclass(frozen=True)
+class RankRoles:
+    """Ranks by role, each in rising order; together all ranks of the job, each once."""
+
+    trainers: tuple[int, ...]
+    loaders: tuple[int, ...]
+    validators: tuple[int, ...]
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """All ranks: trainers, then loaders, then validators."""
+        return self.trainers + self.loaders + self.validators
+
+
+def assign_roles(hosts: Sequence[str], trainers: int, loaders: Wanted, validators: Wanted) -> RankRoles:
+    """Choose who does what.
+
+    Hosts that match a pattern do that work alone; where a host matches both, its ranks take turns: one loads, the next
+    validates. Of the other ranks the last validate (they talk to each other, so they stay together), loaders are spread
+    over the hosts in proportion to their ranks, and the rest train.
+
+    Args:
+        hosts: the host of each rank.
+        trainers: ranks that the plan needs.
+        loaders: how many, or where.
+        validators: likewise.
+
+    Raises:
+        RequestError: the ranks do not come out even; says how many there are of what, and on which hosts.
+    """
+    load = _matching(hosts, loaders, "roles.loaders")
+    validate = _matching(hosts, validators, "roles.validators")
+    load, validate = _taking_turns(hosts, load, validate)
+    if isinstance(validators, int):
+        validate = _others(hosts, load)[len(_others(hosts, load)) - validators :]
+    if isinstance(loaders, int):
+        load = _spread(hosts, _others(hosts, validate), loaders)
+    train = _others(hosts, [*load, *validate])
+    if len(train) != trainers:
+        raise RequestError(
+            f"{len(hosts)} ranks are {len(load)} loaders ({loaders}), {len(validate)} validators ({validators}) and "
+            f"{len(train)} others; the plan needs {trainers} trainers. Hosts: {', '.join(dict.fromkeys(hosts))}"
+        )
+    return RankRoles(tuple(train), tuple(load), tuple(validate))
+
+
+def loaders_of(hosts: Sequence[str], roles: RankRoles) -> dict[int, tuple[int, ...]]:
+    """Return, for each trainer, the loaders that serve it.
+
+    Those on its own host; where it has none, those on a host that only loads: trainers' hosts and such hosts are paired
+    in the order in which they come, so that every node's DPU reads for its node. Failing these, all loaders.
+    """
+    homes = list(dict.fromkeys(hosts[rank] for rank in roles.trainers))
+    spare = [host for host in dict.fromkeys(hosts[rank] for rank in roles.loaders) if host not in homes]
+    return {rank: _near(hosts, roles.loaders, hosts[rank], homes, spare) for rank in roles.trainers}
+
+
+def _near(
+    hosts: Sequence[str], loaders: Sequence[int], host: str, homes: Sequence[str], spare: Sequence[str]
+) -> tuple[int, ...]:
+    here = tuple(rank for rank in loaders if hosts[rank] == host)
+    if here:
+        return here
+    lacking = [home for home in homes if not any(hosts[rank] == home for rank in loaders)]
+    place = lacking.index(host)
+    if len(spare) >= len(lacking):
+        paired = set(spare[place :: len(lacking)])
+    else:
+        paired = {spare[place * len(spare) // len(lacking)]} if spare else set()
+    return tuple(rank for rank in loaders if not paired or hosts[rank] in paired)
+
+
+def _matching(hosts: Sequence[str], wanted: Wanted, key: str) -> list[int]:
+    if isinstance(wanted, int):
+        return []
+    found = [rank for rank, host in enumerate(hosts) if fnmatchcase(host, wanted)]
+    if not found:
+        raise RequestError(f"{key}: no host matches {wanted!r}; the ranks run on {', '.join(dict.fromkeys(hosts))}")
+    return found
+
+
+def _taking_turns(hosts: Sequence[str], load: list[int], validate: list[int]) -> tuple[list[int], list[int]]:
+    """Divide the ranks that match both patterns, host by host."""
+    both = [rank for rank in load if rank in validate]
+    seen: dict[str, int] = {}
+    for rank in both:
+        turn = seen[hosts[rank]] = seen.get(hosts[rank], -1) + 1
+        (validate if turn % 2 == 0 else load).remove(rank)
+    return load, validate
+
+
+def _spread(hosts: Sequence[str], ranks: Sequence[int], count: int) -> list[int]:
+    """Return ``count`` of ``ranks``: one after the other from the host that has most of them for each one taken."""
+    by_host: dict[str, list[int]] = {}
+    for rank in ranks:
+        by_host.setdefault(hosts[rank], []).append(rank)
+    sizes = {host: len(of) for host, of in by_host.items()}
+    taken: list[int] = []
+    while len(taken) < min(count, len(ranks)):
+        host = max(by_host, key=lambda h: sizes[h] / (sizes[h] - len(by_host[h]) + 1) if by_host[h] else 0.0)
+        taken.append(by_host[host].pop())
+    return sorted(taken)
+
+
+def _others(hosts: Sequence[str], ranks: Sequence[int]) -> list[int]:
+    return [rank for rank in range(len(hosts)) if rank not in ranks]

@@ -1,0 +1,88 @@
+"""How a run's images come to its trainers: the feeds, the loaders, and what they say when they are done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from data.batches import Part
+from data.feed import Feed, InlineFeed, Pixels, Share
+from data.loader import LoaderService
+from data.remote_feed import RemoteFeed
+from hyfi_core.comm.base import Communicator
+from hyfi_core.plan.box import Box
+from hyfi_core.runtime.engine import Engine
+from workflows.training.job import Job
+from workflows.training.start import Roles
+
+
+def make_feed(job: Job, roles: Roles, engine: Engine, start_step: int, device: torch.device) -> Feed:
+    """Return this trainer's feed for the steps after ``start_step``."""
+    assert roles.trainers is not None
+    accumulate, data = job.config.optimizer.accumulate, job.config.data
+    turns = (start_step * accumulate, job.steps * accumulate)
+    replica = roles.trainers.rank // job.plan.ranks_per_replica
+    parts = tuple(Part(part.box, part.first, part.stop) for part in engine.input_parts)
+    share = Share(job.stream, job.layout, replica, parts, turns)
+    loaders = roles.loaders_of.get(roles.world.rank, ())
+    if loaders:
+        return RemoteFeed(roles.world, loaders, share, data.prefetch, device)
+    return InlineFeed(job.train, share, data.cache_bytes, device)
+
+
+class Images:
+    """One turn's images as the engine takes them: read, then normalised on the device that computes.
+
+    Args:
+        pixels: uint8, of the feed.
+        prepare: normalises.
+    """
+
+    def __init__(self, pixels: Pixels, prepare: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._pixels, self._prepare = pixels, prepare
+
+    def read(self, box: Box, first: int, stop: int) -> torch.Tensor:
+        """Return ``(stop − first, 3, h, w)`` of a box of the samples ``[first, stop)``."""
+        return self._prepare(self._pixels.read(box, first, stop))
+
+
+def make_loader(job: Job, roles: Roles, watch: Callable[[], None]) -> LoaderService:
+    """Return this loader rank's service; ``watch`` is called between messages."""
+    rank = roles.world.rank
+    return LoaderService(
+        roles.world,
+        [trainer for trainer, loaders in roles.loaders_of.items() if rank in loaders],
+        job.train,
+        job.stream,
+        job.layout,
+        workers=job.config.data.workers or max(1, torch.get_num_threads()),
+        cache_bytes=job.config.data.cache_bytes,
+        watch=watch,
+    )
+
+
+def loading_report(trainers: Communicator, feed: Feed) -> dict[str, Any] | None:
+    """Return what all loaders did and what each trainer was sent; on trainer 0, None elsewhere (collective)."""
+    mine = [[rank, report] for rank, report in feed.reports.items()]
+    gathered = trainers.gather_objects(mine)
+    if gathered is None or not any(gathered):
+        return None
+    loaders = {rank: report for reports in gathered for rank, report in reports}
+    keys = ("samples", "cached", "read_bytes", "sent_bytes", "replaced")
+    return {
+        "loaders": len(loaders),
+        **{key: sum(report[key] for report in loaders.values()) for key in keys},
+        "trainer_bytes": [sum(report["to_you_bytes"] for _, report in reports) for reports in gathered],
+    }
+
+
+def loading_text(report: dict[str, Any]) -> str:
+    """Return the report in a line for people."""
+    replaced = report["replaced"]
+    return (
+        f"{report['loaders']} loader{'s' * (report['loaders'] > 1)}: {report['samples']} images, "
+        f"{report['cached']} of them from memory, {report['read_bytes'] / 1e6:.1f} MB of pixels read, "
+        f"{report['sent_bytes'] / 1e6:.1f} MB sent" + (f"; {replaced} worker(s) replaced" if replaced else "")
+    )
