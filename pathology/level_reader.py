@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from hyfi_core.plan.box import Box
-from pathology.errors import SlideError, TileError
-from pathology.resample import Planes, Taps, make_taps, resample, source_box, target_size
-from pathology.source_level import RGB
+from pathology.errors import SlideError
+from pathology.resample import Planes, Taps, make_taps, resample, target_size
+from pathology.source_level import RGB, BadTile
+from pathology.source_threads import decode_threads, run_in_pool
 from pathology.sources import SlideSource
 
 FINE_ENOUGH = 1.02
 """A level this much coarser than asked still counts as fine enough."""
 UPSAMPLED_TO = 1.05
 """The finest level may be this much coarser than asked; it is upsampled and flagged."""
-_CELL_SOURCE_PX = 2048
-_TILE_PX = 256
+_BAND_PX = 2**22
+"""Source pixels that are asked for at a time: enough tiles to keep the threads busy, 12 MiB."""
+_WIDEST_PX = 16_384
+"""Source columns that are held at a time."""
+_GLASS = 255
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,25 +68,34 @@ def choose_level(source: SlideSource, source_mpp: tuple[float, float], mpp_um: f
 class LevelReader:
     """Boxes of the store's finest level out of a source, and the count of tiles that could not be read.
 
-    Memory: the box itself and a few times 2048 × 2048 source pixels.
+    Each source tile under a box is decoded once for it. Memory: the box itself, and bands of its source pixels of
+    about 30 MiB, whatever the box and the ratio.
 
     Args:
         source: The open slide.
         choice: From `choose_level`.
-        max_bad: Share of the level's tiles (256 × 256) that may fail; those are white. 0: the first ends the slide.
+        max_bad: Share of the level's tiles that may fail; those are white. 0: the first ends the slide.
     """
 
     def __init__(self, source: SlideSource, choice: LevelChoice, max_bad: float) -> None:
         self._source, self._choice, self._max_bad = source, choice, max_bad
-        level = source.levels[choice.level]
-        self._size = (level.height_px, level.width_px)
-        self.tiles = -(-level.height_px // _TILE_PX) * -(-level.width_px // _TILE_PX)
-        self._bad: set[tuple[int, int]] = set()
+        self._level = source.levels[choice.level]
+        self._bad: dict[Box, str] = {}
 
     @property
     def bad_tiles(self) -> int:
-        """Tiles that could not be decoded so far."""
+        """How many tiles of the level could not be read so far."""
         return len(self._bad)
+
+    @property
+    def bad_boxes(self) -> tuple[Box, ...]:
+        """Where they are, in pixels of the source's level."""
+        return tuple(sorted(self._bad))
+
+    @property
+    def tiles(self) -> int:
+        """How many tiles the level has."""
+        return self._level.tiles
 
     def read(self, box: Box) -> Planes:
         """Return ``(3, h, w)`` uint8 of a box of the store's finest level.
@@ -90,56 +104,83 @@ class LevelReader:
             SlideError: More tiles cannot be decoded than are allowed.
         """
         out: Planes = np.empty((3, *box.shape), np.uint8)
-        (ry, rx), (height, width) = self._choice.ratio, self._size
-        rows = [make_taps(a, b, ry, height) for a, b in _steps(box.y0, box.y1, ry)]
-        columns = [make_taps(a, b, rx, width) for a, b in _steps(box.x0, box.x1, rx)]
-        y = 0
-        for down in rows:
-            below = y + down.index.shape[1]
-            x = 0
-            for across in columns:
-                beyond = x + across.index.shape[1]
-                out[:, y:below, x:beyond] = self._cell(down, across)
-                x = beyond
-            y = below
+        ry, rx = self._choice.ratio
+        size = self._level
+        for first, stop in _steps(box.x0, box.x1, max(1, int(_WIDEST_PX / rx))):
+            columns = make_taps(first, stop, rx, size.width_px)
+            into = out[:, :, first - box.x0 : stop - box.x0]
+            rows = make_taps(box.y0, box.y1, ry, size.height_px)
+            if rows.whole == columns.whole == 1:
+                self._read_into(Box(rows.first, rows.end, columns.first, columns.end), into.transpose(1, 2, 0))
+            else:
+                self._resample_into(box.y0, box.y1, columns, into)
         return out
 
-    def _cell(self, rows: Taps, columns: Taps) -> Planes:
-        pixels = self._pixels(source_box(rows, columns))
-        return resample(np.ascontiguousarray(pixels.transpose(2, 0, 1)), rows, columns)
+    def _resample_into(self, start: int, stop: int, columns: Taps, out: Planes) -> None:
+        ratio, height = self._choice.ratio[0], self._level.height_px
+        window = _RowWindow(self._read_into, columns.first, columns.end, height, self._level.tile_px[0])
+        step = max(1, int(window.band_px / ratio))
+        for first, end in _steps(start, stop, step):
+            needed = make_taps(first, end, ratio, height)
+            source = window.rows(needed.first, needed.end)
+            base = needed.first
 
-    def _pixels(self, box: Box) -> RGB:
-        try:
-            return self._source.read(box, self._choice.level)
-        except TileError as error:
-            if self._max_bad <= 0:
-                raise
-            return self._tile_by_tile(box, error)
+            def fill(part: tuple[int, int], source: Planes = source, base: int = base) -> None:
+                rows = make_taps(*part, ratio, height)
+                found = resample(source[:, rows.first - base : rows.end - base], rows, columns)
+                out[:, part[0] - start : part[1] - start] = found
 
-    def _tile_by_tile(self, box: Box, first: TileError) -> RGB:
-        out: RGB = np.full((*box.shape, 3), 255, np.uint8)
-        for row in range(box.y0 // _TILE_PX, -(-box.y1 // _TILE_PX)):
-            for column in range(box.x0 // _TILE_PX, -(-box.x1 // _TILE_PX)):
-                y, x = row * _TILE_PX, column * _TILE_PX
-                tile = Box(y, y + _TILE_PX, x, x + _TILE_PX).intersect(box)
-                try:
-                    out[tile.relative_to(box).slices()] = self._source.read(tile, self._choice.level)
-                except TileError:
-                    self._bad.add((row, column))
-                    self._refuse_too_many(first)
-        return out
+            run_in_pool(fill, list(_steps(first, end, -(-(end - first) // (2 * decode_threads())))))
 
-    def _refuse_too_many(self, first: TileError) -> None:
-        share = self.bad_tiles / self.tiles
-        if share > self._max_bad:
-            raise SlideError(
-                f"{self.bad_tiles} of {self.tiles} tiles cannot be decoded (--max-bad {self._max_bad:g}): {first}"
-            )
+    def _read_into(self, box: Box, out: RGB) -> None:
+        found: list[BadTile] = []
+        self._source.read_into(box, self._choice.level, out, None if self._max_bad <= 0 else found)
+        for tile in found:
+            self._bad[tile.box] = tile.reason
+            place = tile.box.intersect(box)
+            out[place.relative_to(box).slices()] = _GLASS
+            if self.bad_tiles > self._max_bad * self.tiles:
+                raise SlideError(
+                    f"{self.bad_tiles} of {self.tiles} tiles cannot be decoded (--max-bad {self._max_bad:g}): "
+                    f"{next(iter(self._bad.values()))}"
+                )
 
 
-def _steps(start: int, stop: int, ratio: float) -> list[tuple[int, int]]:
-    """Cut target pixels into steps of a power of two that read about 2048 source pixels each."""
-    step = 4096
-    while step > 16 and step * ratio > _CELL_SOURCE_PX * 1.05:
-        step //= 2
-    return [(a, min(a + step, stop)) for a in range(start, stop, step)]
+class _RowWindow:
+    """Rows of some source columns, from the top down; what two steps share is kept, so no tile is decoded twice.
+
+    ```
+    step 1    ████████████▒▒▒▒        ▒ read to the end of its tiles and kept
+    step 2                ▒▒▒▒███████████▒
+    ```
+    """
+
+    def __init__(
+        self, read_into: Callable[[Box, RGB], None], x0: int, x1: int, height_px: int, tile_height_px: int
+    ) -> None:
+        self._read_into, self._x0, self._x1 = read_into, x0, x1
+        self._height, self._tile = height_px, tile_height_px
+        self._have: Planes = np.empty((3, 0, x1 - x0), np.uint8)
+        self._first = 0
+        whole = max(1, round(_BAND_PX / (x1 - x0) / tile_height_px)) * tile_height_px
+        self.band_px = min(whole, max(1, _BAND_PX // (x1 - x0))) if tile_height_px > 1024 else whole
+
+    def rows(self, first: int, end: int) -> Planes:
+        """Return ``(3, end - first, w)``, valid until the next call; ``first`` must not go back."""
+        have_end = self._first + self._have.shape[1]
+        if end > have_end:
+            begin = max(first, have_end)
+            whole = min(self._height, -(-end // self._tile) * self._tile)
+            stop = whole if whole - end <= self.band_px else end
+            kept = self._have[:, max(0, first - self._first) :] if first < have_end else self._have[:, :0]
+            joined: Planes = np.empty((3, kept.shape[1] + stop - begin, self._x1 - self._x0), np.uint8)
+            joined[:, : kept.shape[1]] = kept
+            into = joined[:, kept.shape[1] :].transpose(1, 2, 0)
+            self._read_into(Box(begin, stop, self._x0, self._x1), into)
+            self._have, self._first = joined, begin - kept.shape[1]
+        return self._have[:, first - self._first : end - self._first]
+
+
+def _steps(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
+    for first in range(start, stop, step):
+        yield first, min(first + step, stop)
