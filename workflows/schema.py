@@ -72,6 +72,9 @@ class DataConfig(Section):
         default_factory=AugmentConfig, description="true, false, or the keys flips, stain, colour"
     )
     class_weights: Literal["none", "balanced"] = Field("none", description="none or balanced")
+    case_aggregate: Literal["mean", "max", "none"] = Field(
+        "mean", description="mean, max or none: how slides speak for their case in metrics by case"
+    )
     sampling: Literal["shuffle", "balanced", "weighted"] = Field(
         "shuffle", description="shuffle (each slide once an epoch), balanced (classes alike often) or weighted"
     )
@@ -123,6 +126,18 @@ class PlanConfig(Section):
     replicas: Positive = Field(1, description="a whole number ≥ 1: data-parallel copies")
     fused_halo: Positive | Literal["auto"] = Field(
         "auto", description="auto, or a whole number ≥ 1: most window operators for one exchange"
+    )
+    interleave: Positive = Field(1, description="a whole number ≥ 1: how often the grids are gone through (1f1b)")
+    recompute: bool | tuple[int, ...] = Field(
+        False, description="true, false, or the stages that compute their activations again in backward"
+    )
+    mirror: Literal["all_reduce", "point_to_point"] = Field(
+        "all_reduce", description="all_reduce, or point_to_point: of two directions one owns the optimizer's state"
+    )
+    reduce_dtype: Literal["bfloat16"] | None = Field(None, description="null, or bfloat16: gradients on the wire")
+    sync_batch_norm: bool = Field(False, description="true or false: batch norm over all replicas")
+    memory_bytes: Positive | None = Field(
+        None, description="null, or what a rank may need at most, as modelled; for cuts: auto"
     )
 
     @model_validator(mode="after")
@@ -207,6 +222,15 @@ class OptimizerConfig(Section):
     weight_decay: Rate = Field(0.0, description="a number ≥ 0")
     max_norm: float | None = Field(None, gt=0, description="a number > 0: gradients are clipped to this global norm")
     accumulate: Positive = Field(1, description="a whole number ≥ 1: batches whose gradients make one update")
+    lr_scaling: Literal["none", "linear", "sqrt"] = Field(
+        "none", description="none, linear or sqrt: how lr grows with the slides of one update"
+    )
+    lr_batch: Positive = Field(1, description="a whole number ≥ 1: slides of one update that lr is meant for")
+
+    def scaled_lr(self, batch: int) -> float:
+        """Return the learning rate for updates of ``batch`` slides."""
+        power = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[self.lr_scaling]
+        return self.lr * (batch / self.lr_batch) ** power
 
 
 class LrScheduleConfig(Section):
@@ -232,8 +256,18 @@ class ValidationConfig(Section):
 
     every_steps: Positive | None = Field(None, description="a whole number ≥ 1; left out: after every epoch")
     split: Literal["val", "train"] = Field("val", description="val or train (test is for `hyfi validate`)")
-    metric: Literal["auroc", "balanced_accuracy", "loss"] = Field(
-        "auroc", description="auroc, balanced_accuracy or loss: what makes checkpoints/best the best"
+    metric: Literal["auroc", "balanced_accuracy", "f1", "quadratic_kappa", "calibration_error", "loss"] = Field(
+        "auroc",
+        description="auroc, balanced_accuracy, f1, quadratic_kappa, calibration_error or loss: what makes a checkpoint "
+        "the best",
+    )
+    policy: Literal["all", "latest"] = Field(
+        "all", description="all (none is skipped) or latest (training never waits): where validators are behind"
+    )
+    grids: tuple[tuple[Positive, Positive], ...] | None = Field(
+        None,
+        min_length=1,
+        description="[rows, columns] of validators for each stage, as in [[1, 2]]; left out: all of them in one row",
     )
 
 
@@ -256,6 +290,12 @@ class RunConfig(Section):
     )
     keep: Positive = Field(3, description="a whole number ≥ 1: checkpoints kept beside latest and best")
     tensorboard: bool = Field(True, description="true or false: write TensorBoard events")
+    ema: float | None = Field(
+        None, gt=0, lt=1, description="a number between 0 and 1: decay of the weights' moving average; left out: none"
+    )
+    early_stop: Positive | None = Field(
+        None, description="a whole number ≥ 1: validations without a better one that end the run; left out: none do"
+    )
 
     @model_validator(mode="after")
     def _one_length(self) -> RunConfig:

@@ -31,6 +31,7 @@ class ParallelPlan:
             holds the optimiser's state and sends the new weights back.
         reduce_dtype: type of gradients on the wire; None = their own.
         sync_batch_norm: whether batch norm takes its statistics over all replicas, not over each alone.
+        memory_bytes: what a rank may need at most, as modelled, where cuts are "auto"; None for no limit.
 
     Raises:
         RequestError: a field is not legal; the message names it and what would be.
@@ -47,6 +48,7 @@ class ParallelPlan:
     mirror: Mirror = "all_reduce"
     reduce_dtype: Literal["bfloat16"] | None = None
     sync_batch_norm: bool = False
+    memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
         """Check every field against the others."""
@@ -60,6 +62,8 @@ class ParallelPlan:
                 raise RequestError(f"plan.{name} is {getattr(self, name)!r}; use one of {', '.join(get_args(kind))}")
         if self.fused_halo != "auto":
             _check_count("fused_halo", self.fused_halo, '"auto" or a whole number from 1')
+        if self.memory_bytes is not None:
+            _check_count("memory_bytes", self.memory_bytes, "null, or a number of bytes from 1")
         if self.reduce_dtype not in (None, "bfloat16"):
             raise RequestError(f"plan.reduce_dtype is {self.reduce_dtype!r}; use null or bfloat16")
         object.__setattr__(self, "recompute", _parse_recompute(self.recompute, self.stages))
