@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 
 from hyfi_core.errors import RequestError
 
@@ -34,6 +35,8 @@ class Verb(StrEnum):
     """Start sending a stage's gradients to the ranks that hold it in direction ``peer``."""
     RECV_G = "RECV_G"
     """Post the receives of a stage's gradients from the ranks that hold it in direction ``peer``."""
+
+    __hash__ = str.__hash__  # that of Enum runs Python code, and actions are keys of every dry run
 
 
 COMPUTE = frozenset({Verb.F, Verb.B})
@@ -93,6 +96,12 @@ class Action:
             example = "F0.s1.d0, SEND_F0.s1.d0>s2, RECV_F0.s2.d0<s1, SEND_G.s1.d1>d0 or REDUCE.s1"
             raise RequestError(f"{text!r} is not an action; write it like {example}")
         return action
+
+
+@lru_cache(maxsize=1 << 16)
+def act(verb: Verb, stage: int, direction: int, microbatch: int | None = None, peer: int | None = None) -> Action:
+    """Return the action of these fields, the same object each time: as a key it is then found by identity."""
+    return Action(verb, stage, direction, microbatch, peer)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
-from hyfi_core.schedule.action import Action, Schedule, Verb
+from hyfi_core.schedule.action import Action, Schedule, Verb, act
 
 
 def generate(plan: ParallelPlan, placement: Placement) -> Schedule:
@@ -36,11 +36,11 @@ def generate(plan: ParallelPlan, placement: Placement) -> Schedule:
 
 
 def _forward(stages: int, direction: int, microbatch: int) -> Iterator[Action]:
-    return (Action(Verb.F, stage, direction, microbatch) for stage in range(stages))
+    return (act(Verb.F, stage, direction, microbatch) for stage in range(stages))
 
 
 def _backward(stages: int, direction: int, microbatch: int) -> Iterator[Action]:
-    return (Action(Verb.B, stage, direction, microbatch) for stage in reversed(range(stages)))
+    return (act(Verb.B, stage, direction, microbatch) for stage in reversed(range(stages)))
 
 
 def _sequential(stages: int, microbatches: int) -> Iterator[Action]:
@@ -106,8 +106,8 @@ def _one_f_one_b(stages: int, microbatches: int) -> list[Action]:
     slots = []
     for stage in range(stages):
         for m in range(microbatches):
-            slots.append(((stage + m) if m < stages - stage else (stage + 2 * m), Action(Verb.F, stage, 0, m)))
-            slots.append((2 * stages - 1 - stage + 2 * m, Action(Verb.B, stage, 0, m)))
+            slots.append(((stage + m) if m < stages - stage else (stage + 2 * m), act(Verb.F, stage, 0, m)))
+            slots.append((2 * stages - 1 - stage + 2 * m, act(Verb.B, stage, 0, m)))
     return _by_slot(slots)
 
 
@@ -132,8 +132,8 @@ def _chimera(stages: int, microbatches: int) -> list[Action]:
             start = 2 * stages * (m // unit) + 2 * (m % unit)
             for stage in range(stages):
                 microbatch = direction * half + m
-                slots.append((start + stage, Action(Verb.F, stage, direction, microbatch)))
-                slots.append((start + 2 * stages - 1 - stage, Action(Verb.B, stage, direction, microbatch)))
+                slots.append((start + stage, act(Verb.F, stage, direction, microbatch)))
+                slots.append((start + 2 * stages - 1 - stage, act(Verb.B, stage, direction, microbatch)))
     return _by_slot(slots)
 
 
@@ -161,8 +161,8 @@ def _interleaved(grids: int, interleave: int, microbatches: int) -> list[Action]
             block, place = divmod(index, grids * interleave)
             step, member = divmod(place, grids)
             microbatch = block * grids + member
-            forwards.append(Action(Verb.F, step * grids + grid, 0, microbatch))
-            backwards.append(Action(Verb.B, (interleave - 1 - step) * grids + grid, 0, microbatch))
+            forwards.append(act(Verb.F, step * grids + grid, 0, microbatch))
+            backwards.append(act(Verb.B, (interleave - 1 - step) * grids + grid, 0, microbatch))
         ahead = min(total, 2 * (grids - 1 - grid) + (interleave - 1) * grids)
         order += forwards[:ahead]
         for forward, backward in zip(forwards[ahead:], backwards, strict=False):

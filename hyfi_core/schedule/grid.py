@@ -33,14 +33,15 @@ def error_grid(events: Iterable[TraceEvent], current: Sequence[str], blamed: Col
     width = max(map(len, rows), default=0)
     for row, text in zip(rows, current, strict=True):
         row += [""] * (width - len(row)) + [text]
-    return _lines(rows, {rank: MARK for rank in blamed})
+    return _lines(rows, dict.fromkeys(blamed, MARK))
 
 
-def list_grid(rows: Sequence[Sequence[str]], places: Mapping[int, int]) -> str:
-    """Return lists of actions by place, each faulty one cut behind its fault (``places``: rank to index) and marked."""
+def list_grid(rows: Sequence[Sequence[object]], places: Mapping[int, int]) -> str:
+    """Return the ends of lists of actions, each faulty one up to its fault and marked (``places``: rank to index)."""
     last = max(places.values())
-    shown = [list(row[max(0, last + 1 - _COLUMNS) : places.get(rank, last) + 1]) for rank, row in enumerate(rows)]
-    return _lines(shown, {rank: MARK for rank in places})
+    ends = [1 + places.get(rank, last) for rank in range(len(rows))]
+    shown = [[str(action) for action in row[:end][-_COLUMNS:]] for row, end in zip(rows, ends, strict=True)]
+    return _lines(shown, dict.fromkeys(places, MARK))
 
 
 def _cells(events: Iterable[TraceEvent], ranks: int) -> list[list[str]]:

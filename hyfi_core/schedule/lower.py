@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from hyfi_core.plan.parallel_plan import Mirror
 from hyfi_core.plan.placement import Placement
-from hyfi_core.schedule.action import Action, Schedule, Verb
+from hyfi_core.schedule.action import Action, Schedule, Verb, act
 from hyfi_core.schedule.order import Timed, common_order
 from hyfi_core.schedule.routes import Edges, senders
 
@@ -53,7 +53,7 @@ def lower(
         for index, action in enumerate(row):
             slots[index + 1].sends += lowering.sends(action)
         for stage, index in reduces:
-            slots[index].reduces.append(Action(Verb.REDUCE, stage, 0))
+            slots[index].reduces.append(act(Verb.REDUCE, stage, 0))
         for index, action in lowering.receives(rank, dict(reduces)):
             slots[index].receives.append(action)
         rows.append(tuple(_joined(row, slots)))
@@ -105,12 +105,12 @@ class _Lowering:
         stage, direction, microbatch = action.stage, action.direction, action.microbatch
         if action.verb is Verb.F:
             for target in self._edges.targets[stage]:
-                yield Action(Verb.SEND_F, stage, direction, microbatch, target)
+                yield act(Verb.SEND_F, stage, direction, microbatch, target)
             return
         for source in reversed(self._edges.sources[stage]):  # the nearest stage needs it first
-            yield Action(Verb.SEND_B, stage, direction, microbatch, source)
+            yield act(Verb.SEND_B, stage, direction, microbatch, source)
         if self._point_to_point and direction == 1 and self._last[stage, 1].action == action:
-            yield Action(Verb.SEND_G, stage, 1, None, 0)
+            yield act(Verb.SEND_G, stage, 1, None, 0)
 
     def reduces(self, rank: int, overlap: bool) -> list[tuple[int, int]]:
         """Return (stage, slot) for the reductions of a rank, in the order that all ranks share."""
@@ -150,16 +150,16 @@ class _Lowering:
             stage, direction, microbatch = action.stage, action.direction, action.microbatch
             verb = Verb.RECV_F if forward else Verb.RECV_B
             for peer in self._edges.sources[stage] if forward else self._edges.targets[stage]:
-                sender = Action(action.verb, peer, direction, microbatch)
+                sender = act(action.verb, peer, direction, microbatch)
                 yield (
                     (self._place[sender], self._rank_of_send(sender, stage)),
                     max(0, index - 1),
-                    Action(verb, stage, direction, microbatch, peer),
+                    act(verb, stage, direction, microbatch, peer),
                 )
         if self._point_to_point:
             for stage, slot in reduces.items():
                 key = (self._place[self._last[stage, 1].action], self._placement.stages)
-                yield key, max(0, slot - 1), Action(Verb.RECV_G, stage, 0, None, 1)
+                yield key, max(0, slot - 1), act(Verb.RECV_G, stage, 0, None, 1)
 
     def _rank_of_send(self, sender: Action, peer: int) -> int:
         if sender.verb is Verb.F:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hyfi_core.plan.placement import Placement
-from hyfi_core.schedule.action import Action, Schedule, Verb
+from hyfi_core.schedule.action import Action, Schedule, Verb, act
 from hyfi_core.schedule.check import Needs
 from hyfi_core.schedule.fault import Blame
 from hyfi_core.schedule.routes import counterpart, receivers, senders
@@ -95,7 +95,7 @@ class Machine:
         self.placement = placement
         self.ranks = [RankState(row, need) for row, need in zip(schedule.actions, needs, strict=True)]
         self.lanes: dict[tuple[int, int], deque[Half]] = {}
-        self.events: list[TraceEvent] = []
+        self.spans: list[tuple[int, Action, float, float]] = []
         self._durations = durations
         self._come: dict[Action, int] = {}
         self._ready = list(range(len(self.ranks)))
@@ -104,6 +104,11 @@ class Machine:
             sorted({rank for direction in directions for rank in placement.group(stage, direction)})
             for stage in range(placement.stages)
         ]
+
+    @property
+    def events(self) -> tuple[TraceEvent, ...]:
+        """What was run so far, with names for people."""
+        return tuple(TraceEvent(n, str(action), start, end, action.verb) for n, action, start, end in self.spans)
 
     def run(self) -> None:
         """Run until every rank is at its end or waits for ever; ``deadlock.find`` tells which.
@@ -161,7 +166,7 @@ class Machine:
 
     def _record(self, number: int, action: Action, start_s: float, end_s: float) -> None:
         self.ranks[number].end_s = max(self.ranks[number].end_s, end_s)
-        self.events.append(TraceEvent(number, str(action), start_s, end_s, action.verb))
+        self.spans.append((number, action, start_s, end_s))
 
     def _send(self, number: int, action: Action) -> None:
         rank = self.ranks[number]
@@ -227,7 +232,7 @@ class Machine:
         start_s = max(max(rank.reduces[0][2], rank.reduced_s) for rank in owners)
         end_s = start_s + self._durations.reduce_s[stage]
         for number in self.owners[stage]:
-            self._record(number, Action(_REDUCE, stage, 0), start_s, end_s)
+            self._record(number, act(_REDUCE, stage, 0), start_s, end_s)
             self.ranks[number].reduced_s = end_s
             self.ranks[number].reduces.popleft()
         for rank in owners:

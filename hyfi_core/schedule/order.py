@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hyfi_core.plan.placement import Placement
-from hyfi_core.schedule.action import Action, Schedule, Verb
+from hyfi_core.schedule.action import Action, Schedule, Verb, act
 from hyfi_core.schedule.fault import Blame, ScheduleError
 from hyfi_core.schedule.routes import Edges
 
@@ -69,9 +69,9 @@ def _needs(action: Action, edges: Edges) -> list[Action]:
     """Return the gang actions whose results a gang action takes."""
     stage, direction, microbatch = action.stage, action.direction, action.microbatch
     if action.verb is Verb.F:
-        return [Action(Verb.F, source, direction, microbatch) for source in edges.sources[stage]]
-    later = [Action(Verb.B, target, direction, microbatch) for target in edges.targets[stage]]
-    return [Action(Verb.F, stage, direction, microbatch), *later]
+        return [act(Verb.F, source, direction, microbatch) for source in edges.sources[stage]]
+    later = [act(Verb.B, target, direction, microbatch) for target in edges.targets[stage]]
+    return [act(Verb.F, stage, direction, microbatch), *later]
 
 
 def _stuck(

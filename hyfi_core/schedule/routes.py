@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hyfi_core.plan.placement import Placement
-from hyfi_core.schedule.action import Action, Verb
+from hyfi_core.schedule.action import Action, Verb, act
 
 _RECEIVES = {Verb.SEND_F: Verb.RECV_F, Verb.SEND_B: Verb.RECV_B, Verb.SEND_G: Verb.RECV_G}
 
@@ -34,8 +34,8 @@ def counterpart(send: Action) -> Action:
     if send.peer is None:
         raise ValueError(f"{send} has no peer")
     if verb is Verb.RECV_G:
-        return Action(verb, send.stage, send.peer, None, send.direction)
-    return Action(verb, send.peer, send.direction, send.microbatch, send.stage)
+        return act(verb, send.stage, send.peer, None, send.direction)
+    return act(verb, send.peer, send.direction, send.microbatch, send.stage)
 
 
 def receivers(placement: Placement, rank: int, send: Action) -> tuple[int, ...]:

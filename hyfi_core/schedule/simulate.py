@@ -100,6 +100,36 @@ def simulate(
         ScheduleError: it dead-locks, or a list lacks, repeats or misplaces an action, or two ranks disagree about
             their messages; the error names ranks, actions and what they wait for, and draws all ranks.
     """
+    machine = _run(schedule, placement, edges, mirror, microbatches, costs or Costs())
+    return Simulation(
+        schedule,
+        machine.events,
+        max((rank.end_s for rank in machine.ranks), default=0.0),
+        tuple(rank.busy_s for rank in machine.ranks),
+        tuple(rank.peak_live for rank in machine.ranks),
+    )
+
+
+def validate(
+    schedule: Schedule,
+    placement: Placement,
+    edges: Iterable[tuple[int, int]],
+    *,
+    mirror: Mirror = "all_reduce",
+    microbatches: int | None = None,
+) -> None:
+    """Raise what ``simulate`` raises, and return nothing: faster where only that is asked."""
+    _run(schedule, placement, edges, mirror, microbatches, Costs())
+
+
+def _run(
+    schedule: Schedule,
+    placement: Placement,
+    edges: Iterable[tuple[int, int]],
+    mirror: Mirror,
+    microbatches: int | None,
+    costs: Costs,
+) -> Machine:
     point_to_point = mirror == "point_to_point" and placement.directions == 2
     needs = expected(
         placement, Edges(edges, placement.stages), _split(schedule, placement, microbatches), point_to_point
@@ -108,7 +138,7 @@ def simulate(
         raise ScheduleError(schedule, f"it has {len(schedule.actions)} ranks, the placement {placement.size}", [])
     if blames := find_faults(schedule, needs):
         raise ScheduleError(schedule, "lists of actions are wrong", blames, _drawn_lists(schedule, blames))
-    durations = (costs or Costs()).of(placement.stages)
+    durations = costs.of(placement.stages)
     machine = Machine(schedule, placement, needs, durations, sum_directions=not point_to_point)
     try:
         machine.run()
@@ -117,13 +147,7 @@ def simulate(
         fault = found
     if fault is not None:
         raise ScheduleError(schedule, fault.problem, fault.blames, _drawn(machine, fault.blames))
-    return Simulation(
-        schedule,
-        tuple(machine.events),
-        max((rank.end_s for rank in machine.ranks), default=0.0),
-        tuple(rank.busy_s for rank in machine.ranks),
-        tuple(rank.peak_live for rank in machine.ranks),
-    )
+    return machine
 
 
 def _split(schedule: Schedule, placement: Placement, microbatches: int | None) -> Sequence[Sequence[int]]:
@@ -141,7 +165,7 @@ def _split(schedule: Schedule, placement: Placement, microbatches: int | None) -
 
 def _drawn_lists(schedule: Schedule, blames: Sequence[Blame]) -> str:
     places = {blame.rank: blame.index for blame in reversed(blames)}
-    return list_grid([[str(action) for action in row] for row in schedule.actions], places)
+    return list_grid(schedule.actions, places)
 
 
 def _drawn(machine: Machine, blames: Sequence[Blame]) -> str:
