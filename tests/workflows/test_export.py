@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.store import SlideStore
+from hyfi_core.plan.box import Box
+from tests.conftest import Hyfi
+from tests.data.test_store_verify import make_slide
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    for name in ("a", "b"):
+        make_slide(tmp_path / "store", name)
+    return tmp_path / "store"
+
+
+def test_slides_are_copied_once_and_a_damaged_one_is_named(hyfi: Hyfi, store: Path, tmp_path: Path) -> None:
+    import zarr
+
+    shard = store / "b.zarr/1/c/0/0/0"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1])
+    first = hyfi("export", store, "--ngff", "0.4", "--out", "copies", "--json")
+    assert first.returncode == 1 and "failed: b:" in first.stderr and "Traceback" not in first.stderr
+    told = json.loads(first.stdout.splitlines()[-1])
+    assert (told["done"], told["failed"], told["before"]) == (1, 1, 0)
+    assert "b,copies/b.zarr,failed," in (tmp_path / "copies/export.csv").read_text()
+    shard.write_bytes(whole)
+    second = hyfi("export", store, "--ngff", "0.4", "--out", "copies", "--json")
+    assert second.returncode == 0, second.stderr
+    told = json.loads(second.stdout.splitlines()[-1])
+    assert (told["done"], told["failed"], told["before"]) == (1, 0, 1)
+    for name in ("a", "b"):
+        own = SlideStore.open(store / f"{name}.zarr").read(Box(0, 520, 0, 1100))
+        assert np.array_equal(zarr.open_group(tmp_path / f"copies/{name}.zarr", mode="r")["0"][:], own)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("store", "--ngff", "0.3", "--out", "copies"), "0.4 can be written"),
+        (("store", "--ngff", "0.4", "--out", "store"), "name another folder"),
+        (("nowhere", "--ngff", "0.4", "--out", "copies"), "no such folder"),
+        ((".", "--ngff", "0.4", "--out", "copies"), "no ingested slide"),
+    ],
+)
+def test_wrong_requests_write_nothing(
+    hyfi: Hyfi, store: Path, tmp_path: Path, words: tuple[str, ...], said: str
+) -> None:
+    done = hyfi("export", *words)
+    assert done.returncode == 2 and said in done.stderr
+    assert not (tmp_path / "copies").exists()
