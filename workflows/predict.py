@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from hyfi_core.errors import RequestError
 from workflows import console
-from workflows.launch import inside_launcher, launch, run_as_rank
+from workflows.launch import inside_launcher, launch, own_rank, run_as_rank
 from workflows.paths import require_writable
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def _predict(
 
 
 def load_member(checkpoint: Path) -> Member:
-    """Return a checkpoint's model with its weights, in evaluation mode.
+    """Return a checkpoint's model in evaluation mode, with the moving average of its weights where there is one.
 
     Raises:
         RequestError: the checkpoint is damaged, or its weights are not those of its model.
@@ -130,9 +130,11 @@ def load_member(checkpoint: Path) -> Member:
     loaded = load_checkpoint(checkpoint)
     model = build_model(loaded.model["model"])
     try:
-        model.load_state_dict(loaded.weights)
+        model.load_state_dict(loaded.judged)
     except RuntimeError as error:
         raise RequestError(f"checkpoint {checkpoint}: its weights are not those of its model: {error}") from error
+    if loaded.averaged is not None and own_rank() == 0:
+        console.say(f"{checkpoint}: the moving average of the weights (EMA) predicts")
     return Member(str(checkpoint), model.eval(), loaded.model)
 
 
