@@ -110,6 +110,8 @@ def _open(path: Path) -> SlideSource:
     except openslide.OpenSlideUnsupportedFormatError:
         return TiffSource(path)
     except openslide.OpenSlideError as error:
+        if "compression" in str(error):  # it knows the scanner, and not how this one packs its tiles
+            return TiffSource(path)
         raise SlideError(f"OpenSlide cannot open it: {error}") from error
     return _faster(path, slow) or slow
 

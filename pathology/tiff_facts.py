@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -14,8 +15,17 @@ _UNITS = {1: "", 2: "inch", 3: "centimeter", 4: "millimeter", 5: "micrometer"}
 
 
 def mpp_of_tiff(tiff: tifffile.TiffFile, page: Any) -> tuple[float, float] | None:
-    """Return (y, x) microns per pixel of a page, OME-XML before resolution tags; None where neither states them."""
-    return (mpp_of_ome(tiff.ome_metadata or "") if tiff.is_ome else None) or _mpp_of_tags(page)
+    """Return (y, x) microns per pixel of a page: of OME-XML, Aperio's description, or resolution tags; else None."""
+    stated = mpp_of_ome(tiff.ome_metadata or "") if tiff.is_ome else _mpp_of_aperio(page.description)
+    return stated or _mpp_of_tags(page)
+
+
+def _mpp_of_aperio(description: str) -> tuple[float, float] | None:
+    found = re.search(r"\|\s*MPP\s*=\s*([0-9.,]+)", description)
+    try:
+        return None if found is None else (parse_mpp(found[1]),) * 2
+    except ValueError:
+        return None
 
 
 def orientation_of_file(path: Path) -> int:

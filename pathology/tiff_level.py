@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -77,6 +79,27 @@ def parse_level(page: Any) -> TiffLevel:
     if len(offsets) != len(lengths) or len(offsets) != -(-height // tile[0]) * level.columns:
         raise SlideError(f"the TIFF lists {len(offsets)} tiles, {-(-height // tile[0]) * level.columns} are expected")
     return level
+
+
+def left_out_from_below(levels: Sequence[TiffLevel]) -> list[TiffLevel]:
+    """Return levels in which a tile is left out where a tile under it is, in the next finer level.
+
+    Aperio's encoder sometimes writes nothing for a tile and rubbish for the coarser ones above it. OpenSlide shows
+    these from the finer level, and so do its users expect them.
+    """
+    found = [levels[0]]
+    for level in levels[1:]:
+        below = found[-1]
+        scale = (level.height_px / below.height_px, level.width_px / below.width_px)
+        lengths = level.lengths.copy()
+        whole = Box.of_size(level.height_px, level.width_px)
+        for index in np.flatnonzero(below.lengths == 0).tolist():
+            tile = below.tile_box(index)
+            y = int(tile.y0 * scale[0]), math.ceil(tile.y1 * scale[0])
+            x = int(tile.x0 * scale[1]), math.ceil(tile.x1 * scale[1])
+            lengths[level.tiles_in(Box(*y, *x).intersect(whole))] = 0
+        found.append(replace(level, lengths=lengths))
+    return found
 
 
 def _cut_strips(

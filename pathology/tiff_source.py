@@ -22,7 +22,7 @@ from pathology.slide_file import SlideFile, coalesced
 from pathology.source_level import RGB, Affine, BadTile, SourceLevel, moved_by, snapped_levels
 from pathology.source_threads import decode_threads, in_pool, submit
 from pathology.tiff_facts import mpp_of_tiff
-from pathology.tiff_level import TiffLevel, parse_level
+from pathology.tiff_level import TiffLevel, left_out_from_below, parse_level
 
 _TILES_A_JOB = 8
 _READS_AHEAD = 3
@@ -60,7 +60,8 @@ class TiffSource:
         try:
             with tifffile.TiffFile(path) as tiff:
                 pages = _pages_of_series(tiff) if known is None else _pages_of_sizes(tiff, known.levels)
-                self._levels = [parse_level(page) for page in pages]
+                levels = [parse_level(page) for page in pages]
+                self._levels = left_out_from_below(levels) if known and known.vendor == "aperio" else levels
                 first = pages[0]
                 self.mpp = mpp_of_tiff(tiff, first) if known is None else known.mpp
                 self.vendor = known.vendor if known else "ome-tiff" if tiff.is_ome else "generic-tiff"

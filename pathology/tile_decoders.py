@@ -121,15 +121,20 @@ def _check_codestream(data: bytes) -> None:
         raise ValueError("its JPEG 2000 packets hold bytes that none may hold")
 
 
+_CHROMA = np.arange(256) - 128
+_RED_OF_CR = np.rint(1.402 * _CHROMA).astype(np.int32)
+_BLUE_OF_CB = np.rint(1.772 * _CHROMA).astype(np.int32)
+_GREEN_OF_CB = np.rint(-0.34414 * 65536 * _CHROMA).astype(np.int32) + 32768
+_GREEN_OF_CR = np.rint(-0.71414 * 65536 * _CHROMA).astype(np.int32)
+"""JFIF's equations, rounded where OpenSlide rounds them: both readers show the same pixels."""
+
+
 def _rgb_of_ycbcr(pixels: RGB) -> RGB:
-    """Return RGB by JFIF's equations in libjpeg's (and OpenSlide's) fixed point."""
-    y, cb, cr = (pixels[..., k].astype(np.int32) for k in range(3))
-    cb, cr = cb - 128, cr - 128
-    half = 1 << 15
+    luma, cb, cr = pixels[..., 0].astype(np.int32), pixels[..., 1], pixels[..., 2]
     out: npt.NDArray[np.int32] = np.empty(pixels.shape, np.int32)
-    out[..., 0] = y + ((91881 * cr + half) >> 16)
-    out[..., 1] = y + ((-22554 * cb - 46802 * cr + half) >> 16)
-    out[..., 2] = y + ((116130 * cb + half) >> 16)
+    out[..., 0] = luma + _RED_OF_CR[cr]
+    out[..., 1] = luma + ((_GREEN_OF_CB[cb] + _GREEN_OF_CR[cr]) >> 16)
+    out[..., 2] = luma + _BLUE_OF_CB[cb]
     return np.clip(out, 0, 255, out=out).astype(np.uint8)
 
 
