@@ -14,6 +14,8 @@ import torch
 
 from hyfi_core.errors import RequestError
 from hyfi_core.graph.fused import Runs, covers
+from hyfi_core.graph.fused_cost import choose
+from hyfi_core.graph.fused_sketch import draw
 from hyfi_core.graph.instructions import Communicate, Compute, Instruction, RankProgram, Split
 from hyfi_core.graph.program import Operator, Program, Ref, ValueInfo, refs_in, substitute
 from hyfi_core.graph.rules_features import batch_norm_alone, batch_norm_on_features
@@ -45,6 +47,10 @@ class Lowering:
         rank: whose instructions.
         rules: text form of an operator -> its rule.
         entries: values that come from other stages -> how they are split here, None for a replicated one.
+        fused_halo: most windows for one exchange along any path, or "auto"; 1: an exchange before each.
+
+    Attributes:
+        able: operators whose rules asked what to compute: they may stand inside a fused run.
     """
 
     def __init__(
@@ -54,6 +60,7 @@ class Lowering:
         rank: int,
         rules: dict[str, Rule],
         entries: Mapping[str, Split | None] | None = None,
+        fused_halo: int | str = 1,
     ) -> None:
         self.program = program
         self.grid = grid
@@ -63,7 +70,10 @@ class Lowering:
         self._rules = rules
         self._steps: list[Instruction | _ReadImage] = []
         self._made = 0
+        self.able: set[str] = set()
         self.runs = Runs()
+        self._entries = entries
+        self._fused_halo = fused_halo
         self._shared: dict[str, str] = {}
         self._cuts: dict[tuple[str, tuple[Box, ...], float], str] = {}
         height, width = program.values[program.image].shape[-2:]
@@ -78,15 +88,23 @@ class Lowering:
         program = self.program
         roots = {*refs_in(wanted), *exits, *program.mutations.values()}
         alive = program.needed(roots)
-        for op in program.operators:
-            if any(output in alive for output in op.outputs if output is not None):
-                self._lower(op)
+        operators = [op for op in program.operators if any(o in alive for o in op.outputs if o is not None)]
+        if self._fused_halo != 1 and self.grid != (1, 1):
+            self.runs = self._plan_runs(operators, wanted, exits)
+        for op in operators:
+            self._lower(op)
         outputs = tuple(Ref(self.whole(item.name)) if isinstance(item, Ref) else item for item in wanted)
         for name in program.mutations.values():
             if name in self.splits:
                 raise RequestError("the model stores a whole map in a buffer, which no rank holds")
         instructions, read_box = self._finish()
         return RankProgram(instructions, read_box, self.splits, outputs, program, self.values, exits)
+
+    def _plan_runs(self, operators: list[Operator], wanted: tuple[Any, ...], exits: tuple[str, ...]) -> Runs:
+        """Return the fused runs; a trial without any says how every value is laid out."""
+        trial = Lowering(self.program, self.grid, self.rank, self._rules, self._entries)
+        trial.run(wanted, exits)
+        return choose(draw(self.program, operators, trial.splits, trial.able, exits), self._fused_halo)
 
     def _lower(self, op: Operator) -> None:
         rule = self._rules.get(op.text)
@@ -130,6 +148,7 @@ class Lowering:
 
     def computed(self, op: Operator, split: Split) -> Split:
         """Return a layout of an operator's results with what each rank computes of them: in a fused run, more."""
+        self.able.add(op.name)
         return replace(split, boxes=self.runs.computed.get(op.name))
 
     def seen(self, op: Operator, name: str) -> Split:

@@ -7,6 +7,7 @@ Rules for windows and for statistics stand in files of their own; all are collec
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from hyfi_core.graph import (
@@ -41,7 +42,7 @@ def pointwise(lowering: Lowering, op: Operator) -> None:
     names = {}
     full = len(lowering.shape(_first_output(op)))
     maps = {name: _from_right(lowering, name, full) for name in dict.fromkeys(op.inputs) if name in lowering.splits}
-    anchor = next(iter(maps.values()))
+    anchor = lowering.computed(op, next(iter(maps.values())))
     for name in dict.fromkeys(op.inputs):
         if name in maps:
             split = maps[name]
@@ -52,7 +53,7 @@ def pointwise(lowering: Lowering, op: Operator) -> None:
                     f"{anchor.layout.map.shape} in dims {anchor.dims}",
                     "equal sizes in equal dims",
                 )
-            names[name] = lowering.part(name, Split(anchor.layout, lowering.splits[name].dims))
+            names[name] = lowering.part(name, replace(anchor, dims=lowering.splits[name].dims))
         elif _reaches_space(lowering.shape(name), lowering.shape(_first_output(op)), anchor):
             names[name] = _cut_out(lowering, name, anchor, len(lowering.shape(_first_output(op))))
     function, inputs = bound(renamed(op, names))
@@ -78,7 +79,7 @@ def _reaches_space(shape: tuple[int, ...], full: tuple[int, ...], split: Split) 
 
 def _cut_out(lowering: Lowering, name: str, split: Split, rank_dims: int) -> str:
     """Return this rank's cut-out of a replicated map (a positional table, say)."""
-    box = split.layout.parts[lowering.rank]
+    box = split.held[lowering.rank]
     missing = rank_dims - len(lowering.shape(name))
 
     def cut(tensor: Any) -> Any:

@@ -5,6 +5,7 @@ Space may stand anywhere: (B, C, H, W), or (B, H, W, C) as in ConvNeXt.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from hyfi_core.ops.reduce import SumOverRanks
 
 
 def _here(lowering: Lowering, op: Operator) -> Split:
-    return lowering.splits[op.args[0].name]
+    return lowering.seen(op, op.args[0].name)
 
 
 def _per_pixel(lowering: Lowering, op: Operator, split: Split) -> None:
@@ -30,10 +31,10 @@ def _per_pixel(lowering: Lowering, op: Operator, split: Split) -> None:
 def channel_norm(lowering: Lowering, op: Operator) -> None:
     """Layer norm and RMS norm: over trailing dims that are not space; layer norm also over channels and space."""
     name, normalised = op.args[0].name, op.args[1]
-    here, rank = _here(lowering, op), len(lowering.shape(op.args[0].name))
+    here, rank = lowering.splits[name], len(lowering.shape(name))
     over = set(range(rank - len(normalised), rank))
     if not over & set(here.dims):
-        _per_pixel(lowering, op, here)
+        _per_pixel(lowering, op, _here(lowering, op))
     elif op.text == "aten.layer_norm.default" and over == {1, 2, 3} and here.dims == (2, 3) and rank == 4:
         _layer_norm_of_maps(lowering, op, name)
     else:
@@ -104,4 +105,4 @@ def _reduced(here: Split, op: Operator, dim: int, keepdim_at: int) -> Split:
     keep: Any = op.args[keepdim_at] if len(op.args) > keepdim_at else op.kwargs.get("keepdim", False)
     if keep:
         return here
-    return Split(here.layout, (here.dims[0] - (dim < here.dims[0]), here.dims[1] - (dim < here.dims[1])))
+    return replace(here, dims=(here.dims[0] - (dim < here.dims[0]), here.dims[1] - (dim < here.dims[1])))

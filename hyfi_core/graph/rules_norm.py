@@ -11,7 +11,9 @@ from hyfi_core.graph.instructions import Split
 from hyfi_core.graph.lowering import Lowering, bound, renamed
 from hyfi_core.graph.program import Operator, ValueInfo
 from hyfi_core.graph.rules_features import batch_norm_alone, cumulative_count, native_batch_norm
+from hyfi_core.ops.fused_norm import FusedBatchNorm
 from hyfi_core.ops.reduce import BatchNorm, MaxOverSpace, SumOverRanks
+from hyfi_core.plan.box import Box
 
 
 def _accumulator(tensor: torch.Tensor) -> torch.dtype:
@@ -129,8 +131,8 @@ def batch_norm_training(lowering: Lowering, op: Operator) -> None:
     """Batch norm with statistics of the whole map; one rank alone uses the native kernel."""
     x, weight, bias, running_mean, running_var, _, momentum, eps = op.args
     batches = cumulative_count(lowering.program, op, momentum)
-    part = lowering.part(x.name, lowering.splits[x.name])
-    split = lowering.splits[part]
+    split = lowering.seen(op, x.name)
+    part = lowering.part(x.name, split)
     normalised, _, _, new_mean, new_var = (*op.outputs, None, None)[:5]
     affine = tuple(item.name if item is not None else None for item in (weight, bias))
     if lowering.grid == (1, 1):
@@ -142,7 +144,8 @@ def batch_norm_training(lowering: Lowering, op: Operator) -> None:
         return
     count = _pixels(lowering, x.name)
     batch_mean, batch_var = lowering.fresh(running_mean.name), lowering.fresh(running_var.name)
-    lowering.communicate(BatchNorm(count, eps), (part, *affine), (normalised, batch_mean, batch_var), "reduce")
+    norm = _batch_norm(lowering, split, count, eps)
+    lowering.communicate(norm, (part, *affine), (normalised, batch_mean, batch_var), "reduce")
     if normalised is not None:
         lowering.splits[normalised] = split
     unbias = count / max(count - 1, 1)
@@ -153,6 +156,14 @@ def batch_norm_training(lowering: Lowering, op: Operator) -> None:
         if new is not None:
             inputs = (running, batch) if batches is None else (running, batch, batches)
             lowering.compute(_running(momentum, factor), inputs, (new,))
+
+
+def _batch_norm(lowering: Lowering, split: Split, count: int, eps: float) -> BatchNorm:
+    """Return the collective for what ranks own, or, in a fused run, for what they compute."""
+    if split.boxes is None:
+        return BatchNorm(count, eps)
+    owned, held = split.layout.parts[lowering.rank], split.held[lowering.rank]
+    return FusedBatchNorm(count, eps, Box(0, 0, 0, 0) if owned.empty else owned.relative_to(held))
 
 
 def _running(momentum: float, factor: float) -> Any:
@@ -166,15 +177,16 @@ def _running(momentum: float, factor: float) -> Any:
 def batch_norm_without_statistics(lowering: Lowering, op: Operator) -> None:
     """Batch norm on statistics of the whole map that are not kept."""
     x, weight, bias, _, _, eps = op.args
-    part = lowering.part(x.name, lowering.splits[x.name])
-    split = lowering.splits[part]
+    split = lowering.seen(op, x.name)
+    part = lowering.part(x.name, split)
     affine = tuple(item.name if item is not None else None for item in (weight, bias))
     if lowering.grid == (1, 1):
         function, inputs = batch_norm_alone(op)
         names = tuple(part if name == x.name else name for name in inputs)
         lowering.compute(function, names, op.outputs[:1], split)
         return
-    lowering.communicate(BatchNorm(_pixels(lowering, x.name), eps), (part, *affine), op.outputs[:1], "reduce")
+    norm = _batch_norm(lowering, split, _pixels(lowering, x.name), eps)
+    lowering.communicate(norm, (part, *affine), op.outputs[:1], "reduce")
     for output in op.outputs[:1]:
         if output is not None:
             lowering.splits[output] = split
@@ -183,9 +195,9 @@ def batch_norm_without_statistics(lowering: Lowering, op: Operator) -> None:
 def batch_norm_evaluation(lowering: Lowering, op: Operator) -> None:
     """Batch norm on running statistics: pixel by pixel, nothing to exchange."""
     x = op.args[0]
-    part = lowering.part(x.name, lowering.splits[x.name])
-    function, inputs = bound(renamed(op, {x.name: part}))
-    lowering.compute(lambda *tensors: function(*tensors)[0], inputs, op.outputs[:1], lowering.splits[part])
+    split = lowering.seen(op, x.name)
+    function, inputs = bound(renamed(op, {x.name: lowering.part(x.name, split)}))
+    lowering.compute(lambda *tensors: function(*tensors)[0], inputs, op.outputs[:1], split)
 
 
 def batch_norm(lowering: Lowering, op: Operator) -> None:
@@ -193,9 +205,9 @@ def batch_norm(lowering: Lowering, op: Operator) -> None:
     x, training = op.args[0], op.args[5]
     if training:
         lowering.refuse(op, "is in training mode and not functional", "a model exported by this engine")
-    part = lowering.part(x.name, lowering.splits[x.name])
-    function, inputs = bound(renamed(op, {x.name: part}))
-    lowering.compute(function, inputs, op.outputs, lowering.splits[part])
+    split = lowering.seen(op, x.name)
+    function, inputs = bound(renamed(op, {x.name: lowering.part(x.name, split)}))
+    lowering.compute(function, inputs, op.outputs, split)
 
 
 def group_norm(lowering: Lowering, op: Operator) -> None:
@@ -215,11 +227,12 @@ def instance_norm(lowering: Lowering, op: Operator) -> None:
 def _grouped(lowering: Lowering, op: Operator, name: str, groups: int, weight: Any, bias: Any, eps: float) -> None:
     batch, channels, height, width = lowering.shape(name)
     count = channels // groups * height * width
-    split = lowering.splits[name]
+    split = lowering.seen(op, name)
     part = lowering.part(name, split)
     partial, summed = lowering.fresh(name), lowering.fresh(name)
     lowering.values[partial] = lowering.values[summed] = ValueInfo((2, batch, groups), torch.float64)
-    lowering.compute(_group_sums(batch, groups), (part,), (partial,))
+    # In a fused run, too, every pixel counts once; autograd then adds up what all computed copies owe to the sums.
+    lowering.compute(_group_sums(batch, groups), (lowering.part(part, split.owned),), (partial,))
     lowering.communicate(SumOverRanks(), (partial,), (summed,), "reduce")
     affine = tuple(item.name for item in (weight, bias) if item is not None)
     lowering.compute(

@@ -27,7 +27,7 @@ class _Numbers:
         self._operator = lowering.program.ordinal(op)
         self._shape = shape
         self._dims = split.dims if split is not None else None
-        box = split.layout.parts[lowering.rank] if split is not None else None
+        box = split.held[lowering.rank] if split is not None else None
         self._box = (box.y0, box.y1, box.x0, box.x1) if box is not None else (0, 0, 0, 0)
         lowering.values[KEY] = ValueInfo((3,), torch.int64)
 
@@ -44,7 +44,7 @@ def dropout(lowering: Lowering, op: Operator) -> None:
     x, probability, train = op.args[:3]
     if op.outputs[1:] and op.outputs[1] is not None:
         lowering.refuse(op, "is asked for its mask", "dropout whose mask nothing else uses")
-    name, split = _laid_out(lowering, x.name)
+    name, split = _laid_out(lowering, op)
     if not train or probability == 0.0:
         lowering.compute(lambda tensor: tensor.view_as(tensor), (name,), op.outputs[:1], split)
         return
@@ -63,7 +63,7 @@ def bernoulli(lowering: Lowering, op: Operator) -> None:
     """Zeros and ones; what the first argument holds does not matter, or is the probability where none is given."""
     x = op.args[0]
     probability = op.args[1] if op.text == "aten.bernoulli.p" else None
-    name, split = _laid_out(lowering, x.name)
+    name, split = _laid_out(lowering, op)
     numbers = _Numbers(lowering, op, lowering.shape(x.name), split)
 
     def call(tensor: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -78,7 +78,7 @@ def drawn_like(draw: _Draw) -> Callable[[Lowering, Operator], None]:
 
     def rule(lowering: Lowering, op: Operator) -> None:
         output = _output(op)
-        name, split = _laid_out(lowering, op.args[0].name)
+        name, split = _laid_out(lowering, op)
         numbers, kind = _Numbers(lowering, op, lowering.shape(output), split), lowering.values[output].dtype
         lowering.compute(lambda tensor, key: numbers(draw, key, tensor.device, kind), (name, KEY), op.outputs, split)
 
@@ -97,9 +97,12 @@ def drawn(draw: _Draw) -> Callable[[Lowering, Operator], None]:
     return rule
 
 
-def _laid_out(lowering: Lowering, name: str) -> tuple[str, Split | None]:
-    split = lowering.splits.get(name)
-    return (name, None) if split is None else (lowering.part(name, split), split)
+def _laid_out(lowering: Lowering, op: Operator) -> tuple[str, Split | None]:
+    name = op.args[0].name
+    if name not in lowering.splits:
+        return name, None
+    split = lowering.seen(op, name)
+    return lowering.part(name, split), split
 
 
 def _output(op: Operator) -> str:

@@ -6,6 +6,7 @@ view (B, 8, H, W) -> (B, 8 · H · W)       space is gone: a small map is gather
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -25,9 +26,10 @@ def view(lowering: Lowering, op: Operator) -> None:
     if None in found or found[0] == found[1]:
         _without_space(lowering, op, f"turns shape {shape} into {sizes}, which mixes height and width with other dims")
         return
-    split = Split(lowering.splits[name].layout, found)  # type: ignore[arg-type]
+    here = lowering.seen(op, name)
+    split = replace(here, dims=found)  # type: ignore[arg-type]
     local = split.local_shape(sizes, lowering.rank)
-    part = lowering.part(name, lowering.splits[name])
+    part = lowering.part(name, here)
     lowering.compute(lambda tensor: tensor.reshape(local), (part,), op.outputs, split)
 
 
@@ -49,21 +51,21 @@ def permute(lowering: Lowering, op: Operator) -> None:
     else:
         first, second = (dim % count for dim in op.args[1:3])
         order[first], order[second] = second, first
-    here = lowering.splits[name]
-    _rename(lowering, op, Split(here.layout, (order.index(here.dims[0]), order.index(here.dims[1]))))
+    here = lowering.seen(op, name)
+    _rename(lowering, op, replace(here, dims=(order.index(here.dims[0]), order.index(here.dims[1]))))
 
 
 def unsqueeze(lowering: Lowering, op: Operator) -> None:
     """A new dim of size 1 anywhere."""
     name = op.args[0].name
     at = op.args[1] % (len(lowering.shape(name)) + 1)
-    _rename(lowering, op, _renumbered(lowering.splits[name], lambda dim: dim + (dim >= at)))
+    _rename(lowering, op, _renumbered(lowering.seen(op, name), lambda dim: dim + (dim >= at)))
 
 
 def squeeze(lowering: Lowering, op: Operator) -> None:
     """Dims of size 1 vanish; where a map of one row or column loses space so, it is gathered."""
     name = op.args[0].name
-    shape, here = lowering.shape(name), lowering.splits[name]
+    shape, here = lowering.shape(name), lowering.seen(op, name)
     given = op.args[1] if len(op.args) > 1 else range(len(shape))
     asked = [given] if isinstance(given, int) else given
     gone = [dim % len(shape) for dim in asked if shape[dim] == 1]
@@ -76,7 +78,7 @@ def squeeze(lowering: Lowering, op: Operator) -> None:
 def select(lowering: Lowering, op: Operator) -> None:
     """One index of a dim that is not space (``select``), or all of them one by one (``unbind``)."""
     name = op.args[0].name
-    here = lowering.splits[name]
+    here = lowering.seen(op, name)
     dim = (op.args[1] if len(op.args) > 1 else 0) % len(lowering.shape(name))
     if dim in here.dims:
         _without_space(lowering, op, f"takes dim {dim}, which is space, apart")
@@ -87,7 +89,7 @@ def select(lowering: Lowering, op: Operator) -> None:
 def stack(lowering: Lowering, op: Operator) -> None:
     """Equal maps along a new dim."""
     names = [item.name for item in op.args[0]]
-    here = next(lowering.splits[name] for name in names if name in lowering.splits)
+    here = next(lowering.seen(op, name) for name in names if name in lowering.splits)
     if not all(name in lowering.splits for name in names):
         lowering.refuse(op, "stacks maps on values that are not maps", "maps of equal size")
     at = (op.args[1] if len(op.args) > 1 else 0) % (len(lowering.shape(names[0])) + 1)
@@ -99,7 +101,7 @@ def stack(lowering: Lowering, op: Operator) -> None:
 def expand(lowering: Lowering, op: Operator) -> None:
     """``expand`` along dims other than space."""
     name, sizes = op.args[0].name, _result(lowering, op)
-    here = lowering.splits[name]
+    here = lowering.seen(op, name)
     more = len(sizes) - len(lowering.shape(name))
     split = _renumbered(here, lambda dim: dim + more)
     if (sizes[split.dims[0]], sizes[split.dims[1]]) != here.layout.map.shape:
@@ -114,13 +116,13 @@ def _result(lowering: Lowering, op: Operator) -> tuple[int, ...]:
 
 
 def _renumbered(split: Split, number: Any) -> Split:
-    return Split(split.layout, (number(split.dims[0]), number(split.dims[1])))
+    return replace(split, dims=(number(split.dims[0]), number(split.dims[1])))
 
 
 def _rename(lowering: Lowering, op: Operator, split: Split) -> None:
     """Emit the operator on this rank's part; only the numbers of its dims change."""
     name = op.args[0].name
-    function, inputs = bound(renamed(op, {name: lowering.part(name, lowering.splits[name])}))
+    function, inputs = bound(renamed(op, {name: lowering.part(name, lowering.seen(op, name))}))
     lowering.compute(function, inputs, op.outputs, split)
 
 
