@@ -181,7 +181,8 @@ class _Lowered:
     def _lower(self, index: int, position: int) -> HostedStage:
         stage = self._stages[index]
         exits = tuple(dict.fromkeys(name for names in stage.exits.values() for name in names))
-        lowering = Lowering(stage.program, self._placement.grids[index], position, RULES, self._entries[index])
+        grid, entries = self._placement.grids[index], self._entries[index]
+        lowering = Lowering(stage.program, grid, position, RULES, entries, self._plan.fused_halo)
         ranked = lowering.run(stage.outputs, exits)
         sources = {*self._trained, *self._entries[index]} & self._active
         return HostedStage(ranked, build_tape(ranked, sources), position, stage.reads_image)

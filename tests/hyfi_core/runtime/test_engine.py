@@ -45,7 +45,7 @@ def test_images_may_be_a_callable_that_is_asked_only_for_this_ranks_box() -> Non
     asked: list[hyfi_core.Box] = []
 
     def body(comm: Any, module: nn.Module) -> Any:
-        plan = hyfi_core.ParallelPlan(grids=((2, 2),))
+        plan = hyfi_core.ParallelPlan(grids=((2, 2),), fused_halo=1)
         engine = hyfi_core.parallelize(module, (2, 3, 17, 22), plan, comm)
 
         def read(box: hyfi_core.Box) -> torch.Tensor:
@@ -178,7 +178,7 @@ def test_a_three_by_three_of_stride_two_sends_one_row_and_a_one_by_one_nothing()
             return self.down(self.point(x)).mean((2, 3))
 
     def body(comm: Any, module: nn.Module) -> Any:
-        plan = hyfi_core.ParallelPlan(grids=((2, 1),))
+        plan = hyfi_core.ParallelPlan(grids=((2, 1),), fused_halo=1)
         engine = hyfi_core.parallelize(module, (1, 3, 16, 10), plan, comm)
         engine.accumulate(torch.randn(1, 3, 16, 10, dtype=torch.float64), torch.tensor([1]))
         return engine.traffic()["halo"]
