@@ -1,8 +1,9 @@
-"""A communicator that counts what it sends, by kind."""
+"""A communicator that counts what it sends and how long it waits, by kind."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -12,11 +13,30 @@ from hyfi_core.comm.base import Communicator, Message, Pending, ReduceOp
 KINDS = ("halo", "stage", "reduce", "input")
 
 
+class _Timed:
+    """Communication under way whose waiting is booked on its kind."""
+
+    __slots__ = ("_kind", "_pending", "_seconds")
+
+    def __init__(self, pending: Pending, seconds: dict[str, float], kind: str) -> None:
+        self._pending, self._seconds, self._kind = pending, seconds, kind
+
+    def test(self) -> bool:
+        return self._pending.test()
+
+    def wait(self) -> None:
+        start_s = perf_counter()
+        self._pending.wait()
+        self._seconds[self._kind] += perf_counter() - start_s
+
+
 class CountedCommunicator:
     """Passes everything on to another communicator and adds up messages and bytes under the current ``kind``.
 
     Attributes:
         kind: what the next calls are counted as.
+        seconds: by kind, what starting and waiting for messages took since the last reset: time in which this rank did
+            not compute. Two readings of a clock for each call.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -27,6 +47,7 @@ class CountedCommunicator:
     def reset(self) -> None:
         """Start counting anew."""
         self._counts = {kind: {"messages": 0, "bytes": 0} for kind in KINDS}
+        self.seconds = dict.fromkeys(KINDS, 0.0)
 
     def traffic(self) -> dict[str, dict[str, int]]:
         """Return what this rank sent since the last reset."""
@@ -50,17 +71,22 @@ class CountedCommunicator:
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Start sends and receives; sends count."""
         self.count(self.kind, len(sends), sum(m.tensor.numel() * m.tensor.element_size() for m in sends))
-        return self._comm.exchange(sends, receives)
+        start_s = perf_counter()
+        pending = self._comm.exchange(sends, receives)
+        self.seconds[self.kind] += perf_counter() - start_s
+        return _Timed(pending, self.seconds, self.kind)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
         """Reduce in place; counts as one message of the tensor's bytes."""
         self._count_reduction(tensor)
+        start_s = perf_counter()
         self._comm.all_reduce(tensor, op)
+        self.seconds[self.kind] += perf_counter() - start_s
 
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
         """Start reducing in place; counts as one message of the tensor's bytes."""
         self._count_reduction(tensor)
-        return self._comm.start_all_reduce(tensor, op)
+        return _Timed(self._comm.start_all_reduce(tensor, op), self.seconds, self.kind)
 
     def _count_reduction(self, tensor: torch.Tensor) -> None:
         if self._comm.size > 1:

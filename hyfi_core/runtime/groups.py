@@ -75,6 +75,11 @@ class Groups:
                     total[kind][key] += count
         return total
 
+    def seconds(self) -> dict[str, float]:
+        """Return how long this rank has waited for messages since then, by kind."""
+        every = self.counted()
+        return {kind: sum(comm.seconds[kind] for comm in every) for kind in KINDS}
+
 
 def _joined(comm: Communicator, color: int, key: int) -> Communicator:
     group = comm.split(color, key)
