@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
+import hyfi_core
 from hyfi_core import ParallelPlan
+from hyfi_core.comm.threads import run_ranks
+from hyfi_core.errors import RequestError
+from hyfi_core.graph.capture import capture
+from hyfi_core.graph.cost import operator_costs
+from hyfi_core.graph.stages import cut_program
 from hyfi_core.models.amoebanet import amoebanet_d
 from hyfi_core.models.resnet import resnet18
-from tests.steps import Factory, adamw, assert_plan_equals_one_process, sgd
+from hyfi_core.runtime.cuts import with_cuts
+from tests.harness import identity, one_process, run_copies
+from tests.steps import (
+    Factory,
+    adamw,
+    assert_equal_steps,
+    assert_plan_equals_one_process,
+    make_batches,
+    parallel_steps,
+    sgd,
+)
 
 SCHEDULES = ("sequential", "gpipe", "1f1b", "gems_mast", "gems_master", "chimera")
 
@@ -83,3 +103,242 @@ def test_plans_equal_one_process(name: str, grids: str, schedule: str, replicas:
     plan = plan_of(grids, cuts, schedule, replicas=replicas)
     shape, steps = ((4, 3, 97, 113), 2) if name == "amoebanet" else ((4, 3, 37, 45), 5)  # it halves its maps five times
     assert_plan_equals_one_process(model, shape, plan, factory=factory, steps=steps)
+
+
+def test_hyfis_canonical_plan() -> None:
+    """Five stages, the first over four ranks, eight ranks, two directions, two micro-batches."""
+    torch.manual_seed(6)
+    grids = ((2, 2), (1, 1), (1, 1), (1, 1), (1, 1))
+    plan = ParallelPlan(grids, ("layer1", "layer2", "layer3", "layer4.0"), 2, "gems_master")
+    assert plan.ranks == 8
+    assert_plan_equals_one_process(resnet18(2, width=4), (4, 3, 50, 45), plan)
+
+
+def test_sixteen_ranks_in_all_five_dimensions() -> None:
+    model, cuts = make("hourglass")
+    plan = ParallelPlan(((2, 2), (1, 2), (1, 1), (1, 1)), cuts, 4, "chimera", replicas=2)
+    assert plan.ranks == 16
+    assert_plan_equals_one_process(model, (4, 3, 37, 45), plan, steps=2)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "chimera"])
+def test_recomputed_stages_repeat_no_communication(schedule: str) -> None:
+    model, cuts = make("hourglass")
+    plain = plan_of("4+2+1+1", cuts, schedule)
+    again = plan_of("4+2+1+1", cuts, schedule, recompute=True)
+    told = [assert_plan_equals_one_process(model, (4, 3, 37, 45), plan, steps=1) for plan in (plain, again)]
+    assert [traffic for traffic, _ in told[0]] == [traffic for traffic, _ in told[1]]
+
+
+@pytest.mark.parametrize("factory", [sgd, adamw])
+@pytest.mark.parametrize(("grids", "schedule"), [("4+2+1+1", "gems_master"), ("2+2+1", "chimera")])
+def test_one_direction_may_own_the_optimiser(grids: str, schedule: str, factory: Factory) -> None:
+    model, cuts = make("hourglass")
+    plan = plan_of(grids, cuts, schedule, mirror="point_to_point")
+    assert_plan_equals_one_process(model, (4, 3, 37, 45), plan, factory=factory)
+
+
+def test_interleaved_stages() -> None:
+    torch.manual_seed(8)
+    cuts = ("layer1", "layer2", "layer3.0", "layer3", "layer4.0")
+    plan = ParallelPlan(((1, 2), (2, 1)), cuts, 4, "1f1b", interleave=3)
+    assert plan.ranks == 4
+    assert_plan_equals_one_process(resnet18(2, width=4), (4, 3, 50, 45), plan)
+
+
+@pytest.mark.parametrize("strategy", ["data", "model", "spatial", "hybrid"])
+def test_strategies_are_plans_by_one_word(strategy: str) -> None:
+    model = make("hourglass")[0].double()
+    images, labels = torch.randn(4, 3, 37, 45, dtype=torch.float64), torch.tensor([0, 1, 1, 0])
+
+    def body(comm: Any, module: nn.Module) -> Any:
+        engine = hyfi_core.parallelize(module, (4, 3, 37, 45), None, comm, strategy=strategy)  # type: ignore[arg-type]
+        return engine.plan, engine.accumulate(images, labels), engine.gather_gradients()
+
+    plan, loss, gradients = run_copies(model, 4, body)[0]
+    assert plan.ranks == 4 and (plan.stages == 1 or plan.cuts != "auto")
+    wanted = one_process(model, images, labels, plan.microbatches, nn.functional.cross_entropy, identity)
+    assert loss == pytest.approx(wanted.loss, abs=1e-12)
+    for name, gradient in wanted.gradients.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-8, atol=1e-10)
+
+
+def test_cuts_are_chosen_by_cost_and_within_memory() -> None:
+    model = resnet18(2)
+    program = capture(model, (1, 3, 512, 512), torch.float32)
+    plan = ParallelPlan(((1, 1),) * 3, microbatches=4)
+    cuts = with_cuts(plan, program).cuts
+    stages = cut_program(program, program.outputs, cuts)
+    seconds = [sum(cost.seconds for cost in operator_costs(stage.program)) for stage in stages]
+    assert max(seconds) < 0.45 * sum(seconds)  # a third each, as far as modules allow
+    heavier = with_cuts(ParallelPlan(((2, 2), (1, 1), (1, 1)), microbatches=4), program)
+    first = sum(cost.seconds for cost in operator_costs(cut_program(program, program.outputs, heavier.cuts)[0].program))
+    assert first > seconds[0]  # four ranks take more of the work
+    with pytest.raises(RequestError, match="memory_bytes is 1,000,000, and no cut into 3 stages fits"):
+        with_cuts(ParallelPlan(((1, 1),) * 3, microbatches=4, memory_bytes=10**6), program)
+
+
+class Tied(nn.Module):
+    """Two stages use one weight, a third has none, and a counter draws the dropout."""
+
+    def __init__(self, dropout: float = 0.3) -> None:
+        super().__init__()
+        self.enter = nn.Conv2d(3, 4, 3, padding=1)
+        self.first = nn.Conv2d(4, 4, 3, padding=1)
+        self.bare = nn.Sequential(nn.ReLU(), nn.MaxPool2d(3, 2, 1), nn.Dropout(dropout))
+        self.second = nn.Conv2d(4, 4, 3, padding=1)
+        self.second.weight = self.first.weight
+        self.unused = nn.Linear(2, 2)
+        self.fc = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(self.second(self.bare(self.first(self.enter(x)))).mean((2, 3)))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "chimera"])
+def test_tied_weights_a_bare_stage_and_tiny_maps(schedule: str) -> None:
+    torch.manual_seed(9)
+    grids = ((1, 2), (1, 1), (2, 2), (1, 1))
+    plan = ParallelPlan(grids, ("first", "bare", "second"), 4, schedule)  # type: ignore[arg-type]
+    model = Tied(dropout=0.0)
+    assert_plan_equals_one_process(model, (4, 3, 3, 5), plan)  # maps of 2 x 3: two rows of ranks, some own nothing
+
+
+def test_dropout_is_the_same_on_any_plan() -> None:
+    torch.manual_seed(9)
+    model = Tied().double()
+    batches = make_batches((4, 3, 16, 20), 2, 1)
+    cuts = ("first", "bare", "second")
+    plans = [
+        ParallelPlan(((1, 1),), microbatches=4),
+        ParallelPlan(((2, 2),), microbatches=4),
+        ParallelPlan(((1, 2), (1, 1), (2, 2), (1, 1)), cuts, 4, "chimera"),
+        ParallelPlan(((1, 1),) * 4, cuts, 4, "gpipe", recompute=True),
+    ]
+    found = [parallel_steps(model, batches, plan, sgd)[0] for plan in plans]
+    for other in found[1:]:
+        assert_equal_steps(other, found[0])
+
+
+def test_cumulative_statistics_fold_in_order() -> None:
+    torch.manual_seed(10)
+    model = make("hourglass")[0]
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = None
+    plan = plan_of("2+2+1", ("enter", "down1"), "chimera")
+    assert_plan_equals_one_process(model, (4, 3, 37, 45), plan, steps=3)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gems_master"])
+def test_another_size_is_captured_once_and_just_works(schedule: str) -> None:
+    model, cuts = make("hourglass")
+    plan = plan_of("2+2+1", cuts, schedule)
+
+    def body(comm: Any, module: nn.Module) -> Any:
+        engine = hyfi_core.parallelize(module, (4, 3, 37, 45), plan, comm, optimizer=sgd)
+        sizes = ((37, 45), (50, 31), (37, 45), (50, 31))
+        losses = [engine.train_step(*make_batches((4, 3, *size), 1, 1)[0][0]) for size in sizes]
+        return losses, len(engine._cache), engine.gather_state_dict()
+
+    results = run_copies(model.double(), plan.ranks, body)
+    assert results[0][1] == 2
+    reference = copy.deepcopy(model).double()
+    optimizer = sgd(reference.parameters())
+    for size, loss in zip(((37, 45), (50, 31), (37, 45), (50, 31)), results[0][0], strict=True):
+        images, labels = make_batches((4, 3, *size), 1, 1)[0][0]
+        total = 0.0
+        for part, targets in zip(images.chunk(4), labels.chunk(4), strict=True):
+            share = nn.functional.cross_entropy(reference(part), targets) / 4
+            share.backward()
+            total += share.item()
+        assert loss == pytest.approx(total, abs=1e-9)
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, value in reference.state_dict().items():
+        torch.testing.assert_close(results[0][2][name], value, rtol=1e-8, atol=1e-8)
+
+
+def test_clipping_is_by_the_norm_over_all_stages() -> None:
+    model, cuts = make("hourglass")
+    images, labels = make_batches((4, 3, 37, 45), 1, 1)[0][0]
+
+    def body(comm: Any, module: nn.Module, schedule: str) -> Any:
+        plan = plan_of("2+2+1", cuts, schedule, mirror="point_to_point" if schedule == "chimera" else "all_reduce")
+        engine = hyfi_core.parallelize(module, (4, 3, 37, 45), plan, comm, optimizer=lambda p: torch.optim.SGD(p, 1.0))
+        engine.accumulate(images, labels)
+        engine.update(max_norm=1e-3)
+        return engine.gather_state_dict()
+
+    before = {name: p.detach().clone() for name, p in model.double().named_parameters()}
+    for schedule in ("1f1b", "chimera"):
+        after = run_copies(model, 5, functools.partial(body, schedule=schedule))[0]
+        moved = torch.cat([(after[name] - p).flatten() for name, p in before.items()])
+        assert moved.norm() == pytest.approx(1e-3, rel=1e-4)
+
+
+def test_autocast_travels_in_its_own_type() -> None:
+    model, cuts = make("hourglass")
+    images, labels = make_batches((4, 3, 64, 64), 1, 1)[0][0]
+
+    def body(comm: Any, module: nn.Module) -> Any:
+        plan = plan_of("2+2+1", cuts, "1f1b")
+        engine = hyfi_core.parallelize(module, (4, 3, 64, 64), plan, comm, autocast=torch.bfloat16)
+        loss = engine.accumulate(images.float(), labels)
+        return loss, engine.traffic()["stage"]["bytes"], engine.predict(images.float())
+
+    half = run_copies(model.float(), 5, body, strict=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = (
+            sum(
+                nn.functional.cross_entropy(model(p), t).item()
+                for p, t in zip(images.float().chunk(4), labels.chunk(4))
+            )
+            / 4
+        )
+    assert half[0][0] == pytest.approx(wanted, abs=2e-2)
+    full = sum(32 * 64 * 4 * 2 * 4 for _ in range(2))  # float32 bytes of the first cut, forward and back, of both ranks
+    assert sum(result[1] for result in half[:2]) < full
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"cuts": ("layer2", "layer1")}, "it ends before it"),
+        ({"cuts": ("layer2", "layer9")}, "no module that computes something in this model; there are layer"),
+        ({"cuts": ("layer2", "fc")}, "after which the model does nothing; cut earlier"),
+    ],
+)
+def test_wrong_cuts_are_refused_by_name(fields: dict[str, Any], message: str) -> None:
+    plan = ParallelPlan(((1, 1),) * 3, microbatches=2, **fields)
+    with pytest.raises(RequestError, match=message):
+        run_ranks(3, lambda comm: hyfi_core.parallelize(resnet18(2, width=4), (2, 3, 32, 32), plan, comm))
+
+
+def test_what_two_directions_cannot_order_is_refused_by_name() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+            self.fc = nn.Linear(4, 2)
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.conv(x).mean((2, 3))
+            self.seen.add_(x.detach().mean())
+            return self.fc(x)
+
+    plan = ParallelPlan(((1, 1), (1, 1)), ("conv",), 2, "chimera")
+    with pytest.raises(RequestError, match="buffer 'seen' of Counting changes while training, and two directions"):
+        run_ranks(
+            2,
+            lambda c: hyfi_core.parallelize(Counting(), (2, 3, 16, 16), plan, c).accumulate(
+                torch.zeros(2, 3, 16, 16), torch.zeros(2, dtype=torch.long)
+            ),
+        )
+
+
+def test_shared_weights_have_no_single_owner() -> None:
+    plan = ParallelPlan(((1, 1),) * 3, ("first", "bare"), 2, "gems_mast", mirror="point_to_point")
+    with pytest.raises(RequestError, match="two stages share a parameter"):
+        run_ranks(3, lambda comm: hyfi_core.parallelize(Tied(), (2, 3, 16, 16), plan, comm))

@@ -23,6 +23,7 @@ from hyfi_core.ops.handover import Carried, Handover
 from hyfi_core.plan.layout import Layout
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
+from hyfi_core.runtime.cuts import with_cuts
 
 Output = Callable[[Any], Any]
 
@@ -116,6 +117,19 @@ def compile_model(
         frozenset(program.parameters[name] for name in trained if name in active),
         pick,
     )
+
+
+def with_named_cuts(
+    model: nn.Module, shape: tuple[int, int, int, int], dtype: torch.dtype, plan: ParallelPlan
+) -> ParallelPlan:
+    """Return the plan with names of modules for ``cuts="auto"``; the same on every rank, which have the same model.
+
+    Raises:
+        RequestError: the model cannot be captured, or cannot be cut so.
+    """
+    if plan.cuts != "auto" or plan.stages == 1:
+        return plan
+    return with_cuts(plan, capture(model, shape, dtype))
 
 
 class _Lowered:

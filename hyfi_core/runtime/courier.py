@@ -111,7 +111,7 @@ class Courier:
         return position, arrival.parcels
 
     def _side(self, edge: Edge, direction: int, back: bool, at_source: bool) -> tuple[int, Pieces, tuple[int, ...]]:
-        """Return (this rank's position in its stage, pieces by position in the other stage, the other stage's ranks)."""
+        """Return (this rank's position in its stage, pieces by position in the other stage, that stage's ranks)."""
         here, there = edge if at_source else edge[::-1]
         position = self._placement.group(here, direction).index(self._comm.rank)
         handover = self._handovers[edge]

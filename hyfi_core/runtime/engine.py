@@ -16,8 +16,9 @@ from hyfi_core.graph.program import KEY
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
+from hyfi_core.plan.strategy import Strategy, plan_for
 from hyfi_core.runtime.attribution import attribute
-from hyfi_core.runtime.compiled import Compiled, HostedStage, compile_model
+from hyfi_core.runtime.compiled import Compiled, HostedStage, compile_model, with_named_cuts
 from hyfi_core.runtime.courier import Courier
 from hyfi_core.runtime.executor import Executor, Values
 from hyfi_core.runtime.gradients import StepGradients, clip
@@ -57,19 +58,20 @@ class Engine:
         output: Callable[[Any], Any] | None,
         autocast: torch.dtype | None,
     ) -> None:
-        self.plan = plan
         self._model = model
         self._shape = shape
         self._loss = loss
         self._output = output
         self._autocast = autocast
+        self._device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+        self._dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        micro = (shape[0] // plan.microbatches, *shape[1:])
+        self.plan = plan = with_named_cuts(model, micro, self._dtype, plan)
         self._placement = Placement.of(plan)
         self._groups = Groups(comm, plan, self._placement)
         self._cache: dict[Any, Compiled] = {}
         self._gradients: dict[int, StepGradients] = {}
         self._schedules: dict[tuple[tuple[int, int], ...], Schedule] = {}
-        self._device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-        self._dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         for tensor in (*model.parameters(), *model.buffers()):
             comm.broadcast(tensor.data)
         seed = int(comm.broadcast_object(torch.initial_seed() & (2**63 - 1)))
@@ -215,6 +217,15 @@ class Engine:
     def traffic(self) -> dict[str, dict[str, int]]:
         """Return what this rank sent in the last step: messages and bytes by kind."""
         return self._groups.traffic()
+
+    def seconds(self) -> dict[str, float]:
+        """Return how long this rank waited for messages in the last step, by kind: ``halo``, ``stage``, ``reduce``."""
+        return self._groups.seconds()
+
+    def settle(self) -> None:
+        """Return when weights that are on their way to this rank have arrived; then they may be read or changed."""
+        if self._mirror is not None:
+            self._mirror.settle()
 
     def schedule(self) -> Schedule:
         """Return the lowered schedule of a training step: every action of every rank of a replica."""
@@ -430,9 +441,10 @@ class Engine:
 def parallelize(
     model: nn.Module,
     shape: tuple[int, int, int, int],
-    plan: ParallelPlan,
+    plan: ParallelPlan | None,
     comm: Communicator,
     *,
+    strategy: Strategy | None = None,
     loss: Loss = F.cross_entropy,
     optimizer: OptimizerFactory | None = None,
     output: Callable[[Any], Any] | None = None,
@@ -443,8 +455,9 @@ def parallelize(
     Args:
         model: any ``nn.Module`` that takes one image tensor, untouched; parameters and buffers become rank 0's.
         shape: of the whole batch of one replica, ``(B, C, H, W)``.
-        plan: how; ``plan.ranks`` must be ``comm.size``.
+        plan: how; ``plan.ranks`` must be ``comm.size``. None with a ``strategy``.
         comm: from ``hyfi_core.init()``, or a group of its ranks.
+        strategy: "data", "model", "spatial" or "hybrid": a plan for ``comm.size`` ranks by one word.
         loss: of one micro-batch, a mean over its samples.
         optimizer: makes an optimiser of a list of parameters; needed for ``update``.
         output: picks the logits out of what the model returns.
@@ -453,12 +466,19 @@ def parallelize(
     Raises:
         RequestError: plan, ranks, shape or model do not go together; nothing has been sent then.
     """
+    if len(shape) != 4 or any(side < 1 for side in shape):
+        raise RequestError(f"shape is {shape}; give (B, C, H, W) of the whole batch of one replica")
+    if (plan is None) == (strategy is None):
+        raise RequestError(
+            "parallelize needs a plan or a strategy, and not both; strategies are data, model, spatial, hybrid"
+        )
+    if plan is None:
+        assert strategy is not None
+        plan = plan_for(strategy, comm.size, shape[0])
     if plan.ranks != comm.size:
         raise RequestError(
             f"the plan needs {plan.ranks} ranks, {comm.size} are here; start {plan.ranks} or change plan.grids"
         )
-    if len(shape) != 4 or any(side < 1 for side in shape):
-        raise RequestError(f"shape is {shape}; give (B, C, H, W) of the whole batch of one replica")
     if shape[0] % plan.microbatches:
         raise RequestError(
             f"a batch of {shape[0]} images cannot be cut into {plan.microbatches} equal micro-batches; "

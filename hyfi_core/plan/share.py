@@ -1,0 +1,93 @@
+"""Shares: what a piece of the input gives to the output of a sliding window that sums, such as a convolution.
+
+A sum over a window may be taken piece by piece: over what a rank owns, and over each strip that it receives, as if all
+the rest were zero. So nothing waits for a strip but the few outputs that it reaches, through the few taps that do.
+
+    3 taps, stride 1        own            strip
+    input             … 4 5 6 7           8          own part: every output, zeros beyond 7
+    output            … 4 5 6 7           └──▶ 7     strip: output 7 alone, through its last tap alone
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hyfi_core.plan.box import Box
+from hyfi_core.plan.window import Window, Window1d
+
+Interval = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a strip of the input reaches.
+
+    Attributes:
+        outputs: box of the outputs whose windows touch it.
+        taps: box of the taps by which they do.
+        inputs: box that these taps of these outputs cover; without padding a call on it gives ``outputs``.
+    """
+
+    outputs: Box
+    taps: Box
+    inputs: Box
+
+
+@dataclass(frozen=True, slots=True)
+class OwnCall:
+    """A native call on what a rank owns that gives its part of the output, beyond its part being zero.
+
+    Attributes:
+        start: (y, x) of the first owned position that it takes.
+        padding: (y, x), the same at both ends.
+    """
+
+    start: tuple[int, int]
+    padding: tuple[int, int]
+
+
+def share_of(window: Window, strip: Box, outputs: Box) -> Share | None:
+    """Return what a strip reaches within a rank's part of the output; None where its taps step over it."""
+    y = _share_along(window.y, (strip.y0, strip.y1), (outputs.y0, outputs.y1))
+    x = _share_along(window.x, (strip.x0, strip.x1), (outputs.x0, outputs.x1))
+    if y is None or x is None:
+        return None
+    return Share(*(Box(*along_y, *along_x) for along_y, along_x in zip(y, x, strict=True)))
+
+
+def own_call(window: Window, have: Box, outputs: Box) -> OwnCall | None:
+    """Return the native call on a rank's own part, None where no symmetric padding gives just its outputs."""
+    y = _own_along(window.y, (have.y0, have.y1), (outputs.y0, outputs.y1))
+    x = _own_along(window.x, (have.x0, have.x1), (outputs.x0, outputs.x1))
+    if y is None or x is None:
+        return None
+    return OwnCall((y[0], x[0]), (y[1], x[1]))
+
+
+def _share_along(window: Window1d, strip: Interval, outputs: Interval) -> tuple[Interval, Interval, Interval] | None:
+    """Return (outputs, taps, inputs) along one axis."""
+    first = max(outputs[0], -((window.extent - 1 - window.padding - strip[0]) // window.stride))
+    last = min(outputs[1] - 1, (strip[1] - 1 + window.padding) // window.stride)
+    taps = [tap for tap in range(window.kernel) if _hits(window, tap, strip, (first, last + 1))]
+    if not taps:
+        return None
+    begin = first * window.stride - window.padding
+    end = last * window.stride - window.padding
+    inputs = (begin + taps[0] * window.dilation, end + taps[-1] * window.dilation + 1)
+    return (first, last + 1), (taps[0], taps[-1] + 1), inputs
+
+
+def _hits(window: Window1d, tap: int, strip: Interval, outputs: Interval) -> bool:
+    """Whether some output's tap lies in the strip."""
+    shift = window.padding - tap * window.dilation
+    first = max(outputs[0], -((-strip[0] - shift) // window.stride))
+    return first < outputs[1] and first * window.stride - shift < strip[1]
+
+
+def _own_along(window: Window1d, have: Interval, outputs: Interval) -> tuple[int, int] | None:
+    """Return (start, padding) along one axis."""
+    count = outputs[1] - outputs[0]
+    before = have[0] - outputs[0] * window.stride + window.padding  # positions of the first window before the part
+    start, padding = max(0, -before), max(0, before)
+    room = have[1] - have[0] - start + 2 * padding - window.extent
+    return (start, padding) if count > 0 and room >= 0 and room // window.stride + 1 == count else None
