@@ -33,6 +33,13 @@ COLUMNS = (
     "reason",
     "flags",
     "sharpness",
+    "blurred_share",
+    "pen_fraction",
+    "tissue_mm2",
+    "tiles",
+    "bad_share",
+    "stain_h",
+    "stain_e",
 )
 """Columns of ``manifest.csv`` that this project writes; the user's own follow."""
 
@@ -46,7 +53,7 @@ class SlideRecord:
 
     Attributes:
         slide_id: Its name in the store.
-        source_path: The file it was read from.
+        source_path: The file it was read from; empty where the store is not to know it (pseudonyms).
         status: ``done`` or ``failed``.
         reason: Why it failed; empty when done.
         source_mpp: Microns per pixel of the source's finest level (mean of both axes).
@@ -55,7 +62,13 @@ class SlideRecord:
         tissue_fraction: Share of the slide's area that is tissue.
         bad_tiles: Source tiles that could not be decoded and are white in the store.
         flags: Warnings a reader of the table should see, e.g. ``pen``, ``blur``, ``upsampled``.
-        sharpness: Median sharpness of the tissue, see `pathology.quality`.
+        sharpness: Median sharpness of the tissue, see `pathology.blur`.
+        blurred_share: Share of the tissue that is out of focus.
+        pen_fraction: Share of the slide's area under ink.
+        tissue_mm2: Area of the tissue.
+        tiles: Source tiles that were asked for, of the size in which the source fails.
+        bad_share: ``bad_tiles`` among them.
+        stain_h, stain_e: Optical density of haematoxylin and eosin in (red, green, blue), of length 1.
         identity: Parameters, size, mtime and digest that this record belongs to.
         extra: The user's own columns.
     """
@@ -72,6 +85,13 @@ class SlideRecord:
     bad_tiles: int | None = None
     flags: tuple[str, ...] = ()
     sharpness: float | None = None
+    blurred_share: float | None = None
+    pen_fraction: float | None = None
+    tissue_mm2: float | None = None
+    tiles: int | None = None
+    bad_share: float | None = None
+    stain_h: tuple[float, ...] = ()
+    stain_e: tuple[float, ...] = ()
     identity: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, str] = field(default_factory=dict)
 
@@ -85,7 +105,7 @@ class SlideRecord:
         """Replace this slide's record in ``store``."""
         path = record_path(store, self.slide_id)
         path.parent.mkdir(exist_ok=True)
-        write_json_atomically(path, {**asdict(self), "flags": list(self.flags)})
+        write_json_atomically(path, asdict(self))
 
     @classmethod
     def load(cls, path: Path) -> SlideRecord:
@@ -98,12 +118,21 @@ class SlideRecord:
         known = {f.name for f in fields(cls)}
         if not {"slide_id", "source_path", "status"} <= value.keys() <= known:
             raise StoreError(f"{path}: not a slide's record of this version; remove it to ingest its slide again")
-        return cls(**{**value, "flags": tuple(value.get("flags", ()))})
+        return cls(**value | {name: tuple(value.get(name, ())) for name in ("flags", "stain_h", "stain_e")})
 
 
 def record_path(store: Path, slide_id: str) -> Path:
     """Return where the record of this slide lies."""
     return store / ".records" / f"{slide_id}.json"
+
+
+def record_state(store: Path, slide_id: str) -> str:
+    """Return a text that changes whenever this slide's record is saved; empty while there is none."""
+    try:
+        found = record_path(store, slide_id).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    return f"{found.st_ino}-{found.st_mtime_ns}"
 
 
 def load_records(store: Path) -> dict[str, SlideRecord]:
@@ -114,11 +143,23 @@ def load_records(store: Path) -> dict[str, SlideRecord]:
 
 
 def compile_manifest(store: Path) -> Path:
-    """Write ``manifest.csv`` from the records and return its path; replaced atomically."""
+    """Write ``manifest.csv`` from the records and return its path; replaced atomically.
+
+    Many processes may compile at the same time: the one that ends last has seen all records that were there before.
+    """
     path = store / "manifest.csv"
-    rows = [record.row() for record in load_records(store).values()]
-    write_atomically(path, _to_csv(rows))
+    seen = None
+    while seen != (now := _states(store)):
+        # A record that came while the table was made is in nobody's table yet, if its own maker was faster.
+        seen = now
+        rows = [record.row() for record in load_records(store).values()]
+        write_atomically(path, _to_csv(rows))
     return path
+
+
+def _states(store: Path) -> list[str]:
+    names = (p.stem for p in (store / ".records").glob("*.json") if not p.name.startswith("."))
+    return sorted(f"{name} {record_state(store, name)}" for name in names)
 
 
 class StoreManifest:

@@ -19,11 +19,21 @@ _LONGEST_NAME_BYTES = 160
 
 @dataclass(frozen=True, slots=True)
 class SlideJob:
-    """One slide to ingest: its file, its name in the store, its row of the user's manifest."""
+    """One slide to ingest.
+
+    Attributes:
+        source: Its file.
+        slide_id: Its name in the store.
+        row: Of the user's manifest.
+        secret: Not empty: the name is a pseudonym, and the store is not to know name, place or time of the file.
+        seen: Which state of the slide's record the job was planned on, see `data.manifest.record_state`.
+    """
 
     source: Path
     slide_id: str
     row: dict[str, str] = field(default_factory=dict)
+    secret: str = ""
+    seen: str = ""
 
 
 def find_jobs(paths: Sequence[Path], records: Mapping[str, SlideRecord]) -> list[SlideJob]:
@@ -86,7 +96,7 @@ def _search(folder: Path) -> Iterator[Path]:
 
 
 def _named(rows: Mapping[Path, dict[str, str]], records: Mapping[str, SlideRecord]) -> list[SlideJob]:
-    known = {record.source_path: name for name, record in records.items()}
+    known = {record.source_path: name for name, record in records.items() if record.source_path}
     given = {source: _checked(row["slide_id"]) for source, row in rows.items() if row.get("slide_id")}
     twice = [name for name, count in Counter(given.values()).items() if count > 1]
     if twice:
@@ -99,14 +109,19 @@ def _named(rows: Mapping[Path, dict[str, str]], records: Mapping[str, SlideRecor
         if name is None:
             name = plain[source]
             if shared[name] > 1 or _is_anothers(records.get(name)):
-                name = f"{name}-{_short_digest(str(source.parent))}"
+                name = name_with_place(name, source)
         jobs.append(SlideJob(source, name, row))
     return jobs
 
 
+def name_with_place(name: str, source: Path) -> str:
+    """Return a name that slides of the same file name in other folders do not have."""
+    return f"{name}-{_short_digest(str(source.parent))}"
+
+
 def _is_anothers(record: SlideRecord | None) -> bool:
     """Whether the name belongs to a slide in another place; one that is no longer there has been moved here."""
-    return record is not None and Path(record.source_path).exists()
+    return record is not None and (not record.source_path or Path(record.source_path).exists())
 
 
 def _checked(name: str) -> str:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from pathology.discover import SlideJob
+from pathology.disk import LEAST_BYTES_PER_PX
 from pathology.errors import SlideError
+from pathology.ingest_options import IngestOptions
 from pathology.level_reader import choose_level
 from pathology.mpp import resolve_mpp
+from pathology.pseudonyms import scrubbed
 from pathology.sources import open_source
 
 _BYTES_PER_PX = 1.2
 """zstd:1 on stained tissue and glass mixed, pyramid included; from none of it (glass) to 2.4 (tissue all over)."""
 _PX_PER_CORE_S = 25e6
+
+
+_SAMPLED = 8
+"""Slides that are opened to tell whether all of them can fit."""
 
 
 @dataclass(slots=True)
@@ -23,8 +30,13 @@ class Forecast:
 
     slides: int = 0
     source_px: int = 0
-    store_bytes: float = 0.0
-    refused: list[tuple[Path, str]] = field(default_factory=list)
+    store_px: int = 0
+    refused: list[tuple[SlideJob, str]] = field(default_factory=list)
+
+    @property
+    def store_bytes(self) -> float:
+        """Bytes to write, about."""
+        return self.store_px * _BYTES_PER_PX
 
     @property
     def core_hours(self) -> float:
@@ -33,31 +45,37 @@ class Forecast:
 
 
 def forecast(
-    jobs: Sequence[SlideJob], mpp: float, slide_mpp: float | None, looked_at: Callable[[str], None]
+    jobs: Sequence[SlideJob], options: IngestOptions, looked_at: Callable[[str], None] = lambda name: None
 ) -> Forecast:
     """Open every slide, decode nothing, and add up.
 
     Args:
         jobs: The slides.
-        mpp: Microns per pixel of the store.
-        slide_mpp: ``--slide-mpp``.
+        options: See there.
         looked_at: Called with each slide's name.
     """
     total = Forecast()
     for job in jobs:
         try:
-            source = open_source(job.source)
-            try:
-                stated = resolve_mpp(source.mpp, job.row.get("source_mpp", ""), slide_mpp)
-                choice = choose_level(source, stated.um, mpp)
+            with closing(open_source(job.source)) as source:
+                stated = resolve_mpp(source.mpp, job.row.get("source_mpp", ""), options.slide_mpp)
+                choice = choose_level(source, stated.um, options.mpp)
                 level = source.levels[choice.level]
-            finally:
-                source.close()
         except SlideError as error:
-            total.refused.append((job.source, str(error)))
+            reason = scrubbed(str(error), job.source, job.slide_id) if job.secret else str(error)
+            total.refused.append((job, reason))
         else:
             total.slides += 1
             total.source_px += level.height_px * level.width_px
-            total.store_bytes += choice.height_px * choice.width_px * _BYTES_PER_PX
+            total.store_px += choice.height_px * choice.width_px
         looked_at(job.slide_id)
     return total
+
+
+def sampled_least_bytes(jobs: Sequence[SlideJob], options: IngestOptions) -> float:
+    """Return what all slides take at the very least, judged from a few of them; 0 where parts may be left out."""
+    if not jobs or options.crop_tissue or options.glass != "keep" or not options.pixel_codec.exact:
+        return 0.0
+    step = max(1, len(jobs) // _SAMPLED)
+    found = forecast(jobs[::step][:_SAMPLED], options)
+    return found.store_px / min(len(jobs), _SAMPLED) * len(jobs) * LEAST_BYTES_PER_PX

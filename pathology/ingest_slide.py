@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-import base64
-import math
-import platform
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from data.manifest import DONE, FAILED, SlideRecord, record_path
 from data.store import SlideStore, StoreError, slide_path
-from data.store_codec import PixelCodec
 from data.store_writer import LevelSize, SlideWriter, pyramid_levels
+from hyfi_core.plan.box import Box
+from pathology.claims import ClaimLostError
 from pathology.discover import user_columns
+from pathology.disk import is_stores_fault, require_room
 from pathology.errors import SlideError
-from pathology.identity import SourceStamp, source_digest
+from pathology.frame import Frame, find_frame
+from pathology.identity import RunningDigest, SourceStamp
 from pathology.ingest_options import IngestOptions
-from pathology.level_reader import LevelChoice, LevelReader, choose_level
+from pathology.level_reader import LevelReader
 from pathology.mpp import SourceMpp, resolve_mpp
-from pathology.pyramid import PyramidBuilder, level_sizes
-from pathology.quality import BLURRED_SHARE, SharpnessMeter
+from pathology.provenance import provenance, record_of, versions
+from pathology.pseudonyms import scrubbed
+from pathology.pyramid import PyramidBuilder
+from pathology.quality import Quality, Survey
 from pathology.resample import Planes
 from pathology.sources import SlideSource, open_source
-from pathology.tissue import find_tissue
 
-_PEN_FRACTION = 0.002
-_LARGEST_ICC_BYTES = 2**20
+Tick = Callable[[float], None]
 
 
 def ingest_slide(
@@ -40,6 +37,10 @@ def ingest_slide(
     options: IngestOptions,
     manifest_row: dict[str, str] | None = None,
     slide_id: str | None = None,
+    *,
+    secret: str = "",
+    threads: int = 0,
+    tick: Tick = lambda share: None,
 ) -> SlideRecord:
     """Ingest one slide and write its record; a slide that fails leaves nothing but the record with the reason.
 
@@ -51,179 +52,156 @@ def ingest_slide(
         options: See there.
         manifest_row: The slide's row of the user's manifest; its own columns are kept.
         slide_id: The slide's name; default the row's, else the file's name without its suffix.
+        secret: Not empty: the store is not to know the file's name, place or time (see `pathology.pseudonyms`).
+        threads: Chunks encoded at a time; 0: as many as there are cores.
+        tick: Called with the share that is done, before each shard and before the slide is given its name; it may
+            raise `ClaimLostError` to end the work.
 
     Returns:
         The record, ``done`` or ``failed``. An earlier, finished form of the slide survives a failure.
 
     Raises:
         OSError: The store cannot be written (full disk, no permission): the others could not be either.
+        ClaimLostError: From ``tick``.
     """
     row = dict(manifest_row or {})
     name = slide_id or row.get("slide_id") or source.stem
-    extra = user_columns(row)
     store.mkdir(parents=True, exist_ok=True)
     (store / ".records").mkdir(exist_ok=True)
+    work = _Work(source, store, options, row.get("source_mpp", ""), name, secret, threads, tick)
     try:
-        record = _ingest(source, store, options, row.get("source_mpp", ""), name)
+        record = work.run()
     except SlideError as error:
-        record = SlideRecord(name, str(source.absolute()), FAILED, reason=str(error))
-    except OSError:
+        record = work.failed(str(error))
+    except OSError as error:
+        if is_stores_fault(error, store):
+            raise
+        record = work.failed(f"the file cannot be read: {error.strerror or error}")
+    except ClaimLostError:
         raise
     except Exception as error:
         # A reader met a file that its authors did not think of. The slide fails, the archive goes on.
-        record = SlideRecord(name, str(source.absolute()), FAILED, reason=f"{type(error).__name__}: {error}")
-    record = replace(record, extra=extra)
+        record = work.failed(f"{type(error).__name__}: {error}")
+    record = replace(record, extra=user_columns(row))
     if record.status == DONE or not record_path(store, name).exists() or not slide_path(store, name).exists():
         record.save(store)
     return record
 
 
-def _ingest(source: Path, store: Path, options: IngestOptions, manifest_mpp: str, name: str) -> SlideRecord:
-    stamp = SourceStamp.of(source)
-    slide = open_source(source)
-    try:
-        mpp = resolve_mpp(slide.mpp, manifest_mpp, options.slide_mpp)
-        choice = choose_level(slide, mpp.um, options.mpp)
-        parameters = options.parameters() | {"given_mpp": None if mpp.origin == "file" else mpp.um[0]}
-        identity = {"parameters": parameters, **stamp.to_json()}
-        finished = _published_before(store, name, source, identity)
-        if finished is not None:
-            return finished
-        mask_level = max(0, round(math.log2(options.tissue.mpp_um / options.mpp)))
-        sizes = level_sizes(choice.height_px, choice.width_px, at_least=mask_level + 1)
-        levels = pyramid_levels(sizes, options.mpp, PixelCodec.parse(options.codec))
-        with SlideWriter(store, name, levels, identity=identity) as writer:
-            content = _write_content(writer, LevelReader(slide, choice, options.max_bad), sizes, mask_level, options)
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What `ingest_slide` was given."""
+
+    source: Path
+    store: Path
+    options: IngestOptions
+    manifest_mpp: str
+    name: str
+    secret: str
+    threads: int
+    tick: Tick
+
+    def failed(self, reason: str) -> SlideRecord:
+        """Return the record of a slide that failed."""
+        if self.secret:
+            reason = scrubbed(reason, self.source, self.name)
+        return SlideRecord(self.name, self._shown, FAILED, reason=reason)
+
+    @property
+    def _shown(self) -> str:
+        return "" if self.secret else str(self.source.absolute())
+
+    def run(self) -> SlideRecord:
+        """Ingest the slide; raises what `ingest_slide` turns into a record."""
+        stamp = SourceStamp.of(self.source)
+        with RunningDigest(self.source) as digest, closing(open_source(self.source)) as slide:
+            mpp = resolve_mpp(slide.mpp, self.manifest_mpp, self.options.slide_mpp)
+            given = None if mpp.origin == "file" else mpp.um[0]
+            identity = {"parameters": self.options.parameters() | {"given_mpp": given}, **stamp.to_json(self.secret)}
+            found = self._published_before(identity)
+            if found is None:
+                found = self._written(slide, mpp, identity, lambda: _unchanged(self.source, stamp, digest))
+        return record_of(found, self.name, self._shown)
+
+    def _written(
+        self, slide: SlideSource, mpp: SourceMpp, identity: dict[str, Any], digest: Callable[[], str]
+    ) -> dict[str, Any]:
+        """Write the slide and return its attributes."""
+        options = self.options
+        frame = find_frame(slide, mpp, options)
+        sizes = frame.sizes(options)
+        require_room(self.store, sizes[0].height_px * sizes[0].width_px)
+        levels = pyramid_levels(sizes, options.mpp, options.pixel_codec, options.sharded)
+        reader = LevelReader(slide, frame.choice, options.max_bad)
+        with SlideWriter(
+            self.store,
+            self.name,
+            levels,
+            glass=None if frame.masks is None else (frame.masks.tissue, frame.mask_mpp),
+            identity={**identity, "versions": versions()},
+            threads=self.threads,
+        ) as writer:
+            quality = self._write_content(writer, reader, frame, sizes)
             attributes = {
                 "kind": "resampled",
-                "mpp": [options.mpp, options.mpp],
-                "size_px": [choice.height_px, choice.width_px],
-                **_provenance(slide, mpp, choice, options.mpp),
-                **content,
+                **provenance(slide, mpp, frame),
+                **quality.to_json(),
+                "bad_tiles": reader.bad_tiles,
+                "tiles": reader.tiles,
                 **identity,
-                "sha256": _digest_unchanged(source, stamp),
-                "versions": _versions(),
+                "sha256": digest(),
+                "versions": versions(),
             }
-            attributes["flags"] = _flags(attributes, mpp, choice)
+            known = {"mpp_assumed": mpp.origin == "flag", "upsampled": frame.choice.upsampled}
+            flags = quality.flags | known | {"bad_tiles": reader.bad_tiles > 0}
+            attributes["flags"] = [name for name, is_so in flags.items() if is_so]
+            self.tick(1.0)
             writer.publish(attributes)
-    finally:
-        slide.close()
-    return record_of(attributes, name, source)
+        return attributes
+
+    def _write_content(
+        self, writer: SlideWriter, reader: LevelReader, frame: Frame, sizes: Sequence[LevelSize]
+    ) -> Quality:
+        """Write pyramid and tissue label in one pass over the source; return what was found out on the way."""
+        survey = Survey(sizes, self.options.mpp, self.options.tissue)
+        done_px, all_px = 0, frame.box.area
+
+        def read(box: Box) -> Planes:
+            nonlocal done_px
+            self.tick(done_px / all_px)
+            done_px += box.area
+            # Shards of a run that was killed are read back, unless tiles may be bad: those must be counted again.
+            kept = writer.read_back(0, box) if self.options.max_bad == 0 else None
+            return reader.read(box.shift(frame.box.y0, frame.box.x0)) if kept is None else kept
+
+        def write(level: int, y0: int, x0: int, block: Planes) -> None:
+            writer.write(level, y0, x0, block)
+            survey.see(level, y0, x0, block)
+
+        PyramidBuilder(sizes, read, write).build()
+        quality = survey.result(frame.masks)
+        writer.write_tissue(quality.masks.tissue, quality.mpp_um)
+        return quality
+
+    def _published_before(self, identity: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the attributes of a slide that was published just before a crash kept its record from being saved."""
+        path = slide_path(self.store, self.name)
+        if record_path(self.store, self.name).exists() or not path.exists():
+            return None
+        with suppress(StoreError):
+            attributes = SlideStore.open(path).attributes
+            if all(attributes.get(key) == value for key, value in identity.items()):
+                return attributes
+        return None
 
 
-def _write_content(
-    writer: SlideWriter, reader: LevelReader, sizes: Sequence[LevelSize], mask_level: int, options: IngestOptions
-) -> dict[str, Any]:
-    """Write pyramid and tissue label; return what was found out on the way."""
-    small = sizes[mask_level]
-    overview: Planes = np.empty((3, small.height_px, small.width_px), np.uint8)
-    sharpness = SharpnessMeter()
+def _unchanged(source: Path, stamp: SourceStamp, digest: RunningDigest) -> str:
+    """Return the digest of the slide's files.
 
-    def write(level: int, y0: int, x0: int, block: Planes) -> None:
-        writer.write(level, y0, x0, block)
-        if level == mask_level:
-            overview[:, y0 : y0 + block.shape[1], x0 : x0 + block.shape[2]] = block
-        if level == 0:
-            sharpness.add(block)
-
-    PyramidBuilder(sizes, reader.read, write).build()
-    mask_mpp = options.mpp * 2**mask_level
-    masks = find_tissue(overview, mask_mpp, options.tissue)
-    writer.write_tissue(masks.tissue, mask_mpp)
-    return {
-        "tissue": {"fraction": float(masks.tissue.mean()), "mpp": mask_mpp, "pen_fraction": float(masks.pen.mean())},
-        "sharpness": sharpness.median,
-        "blurred_share": sharpness.blurred_share,
-        "bad_tiles": reader.bad_tiles,
-        "tiles": reader.tiles,
-    }
-
-
-def _provenance(slide: SlideSource, mpp: SourceMpp, choice: LevelChoice, store_mpp: float) -> dict[str, Any]:
-    """Return what is kept of the slide's own metadata: an allow-list, nothing that names a person, a day or a path."""
-    bounds = slide.bounds
-    scale = [store_mpp / v for v in mpp.um]
-    icc = slide.icc if slide.icc and len(slide.icc) <= _LARGEST_ICC_BYTES else None
-    return {
-        "source": {
-            "vendor": slide.vendor,
-            "mpp": list(mpp.um),
-            "mpp_from": mpp.origin,
-            "objective_power": slide.objective_power,
-            "levels": [
-                {"height_px": v.height_px, "width_px": v.width_px, "downsample": list(v.downsample)}
-                for v in slide.levels
-            ],
-            "bounds": {"y0": bounds.y0, "y1": bounds.y1, "x0": bounds.x0, "x1": bounds.x1},
-            "level_used": choice.level,
-            "level_used_mpp": list(choice.mpp),
-            "icc_profile": None if icc is None else base64.b64encode(icc).decode(),
-        },
-        # (y, x, 1) of the store's level 0 to (y, x) of the source's, both measured from the corner of pixel 0.
-        "affine": [[scale[0], 0.0, float(bounds.y0)], [0.0, scale[1], float(bounds.x0)]],
-    }
-
-
-def _flags(attributes: dict[str, Any], mpp: SourceMpp, choice: LevelChoice) -> list[str]:
-    found = {
-        "no_tissue": attributes["tissue"]["fraction"] == 0,
-        "mpp_assumed": mpp.origin == "flag",
-        "upsampled": choice.upsampled,
-        "pen": attributes["tissue"]["pen_fraction"] > _PEN_FRACTION,
-        "blur": attributes["blurred_share"] > BLURRED_SHARE,
-        "bad_tiles": attributes["bad_tiles"] > 0,
-    }
-    return [name for name, is_so in found.items() if is_so]
-
-
-def _digest_unchanged(source: Path, stamp: SourceStamp) -> str:
-    try:
-        digest = source_digest(source)
-    except OSError as error:
-        raise SlideError(f"the file cannot be read: {error.strerror}") from error
+    Raises:
+        SlideError: They changed while they were read.
+    """
+    found = digest.result()
     if SourceStamp.of(source) != stamp:
         raise SlideError("the file changed while it was read; ingest it again")
-    return digest
-
-
-def _published_before(store: Path, name: str, source: Path, identity: dict[str, Any]) -> SlideRecord | None:
-    """Return the record of a slide that was published just before a crash kept its record from being written."""
-    if record_path(store, name).exists() or not slide_path(store, name).exists():
-        return None
-    try:
-        attributes = SlideStore.open(slide_path(store, name)).attributes
-    except StoreError:
-        return None
-    same = all(attributes.get(key) == value for key, value in identity.items())
-    return record_of(attributes, name, source) if same else None
-
-
-def record_of(attributes: dict[str, Any], name: str, source: Path) -> SlideRecord:
-    """Return the record of a finished slide from its `hyfi` attributes."""
-    return SlideRecord(
-        slide_id=name,
-        source_path=str(source.absolute()),
-        status=DONE,
-        source_mpp=sum(attributes["source"]["mpp"]) / 2,
-        store_mpp=attributes["mpp"][0],
-        height_px=attributes["size_px"][0],
-        width_px=attributes["size_px"][1],
-        tissue_fraction=attributes["tissue"]["fraction"],
-        bad_tiles=attributes["bad_tiles"],
-        flags=tuple(attributes["flags"]),
-        sharpness=attributes["sharpness"],
-        identity={key: attributes[key] for key in ("parameters", "size_bytes", "mtime_ns", "sha256")},
-    )
-
-
-@cache
-def _versions() -> dict[str, str]:
-    packages = ("hyfi", "openslide-python", "openslide-bin", "tifffile", "imagecodecs", "zarr", "scikit-image", "numpy")
-    return {"python": platform.python_version(), **{name: _version(name) for name in packages}}
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed as a package"
+    return found

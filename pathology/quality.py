@@ -1,53 +1,130 @@
-"""Sharpness of the tissue, measured while a slide is ingested."""
+"""What is found out about a slide's pixels in the same pass that writes them: tissue, pen, blur, stains."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-Planes = npt.NDArray[np.uint8]
+from data.store_writer import LevelSize
+from pathology.blur import MEASURED_MPP_UM, BlurMap
+from pathology.density import glass_colour
+from pathology.quality_maps import blur_to_json, pen_to_json
+from pathology.resample import Planes
+from pathology.stain import StainSample, StainVectors
+from pathology.tissue import TissueMasks, TissueParameters, find_tissue
 
-PATCH_PX = 128
-OUT_OF_FOCUS = 0.075
-"""A patch below this is out of focus: at about 1 µm/px sharp ones have 0.11 to 4, blurred ones a tenth."""
 BLURRED_SHARE = 0.08
-"""Slides with more than this share of such patches are flagged ``blur``."""
+"""Slides with more than this share of their tissue out of focus are flagged ``blur``."""
+PEN_SHARE = 0.002
+"""Slides with more than this share of their area under ink are flagged ``pen``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """What was found.
+
+    Attributes:
+        overview: ``(3, h, w)`` uint8, the whole slide at ``mpp_um``.
+        masks: Tissue and pen, of the same size.
+        mpp_um: Microns per pixel of both.
+        blur: Sharpness of the tissue's patches.
+        blur_mpp_um: Microns per pixel at which it was measured.
+        stains: None where there is too little tissue.
+    """
+
+    overview: Planes
+    masks: TissueMasks
+    mpp_um: float
+    blur: BlurMap
+    blur_mpp_um: float
+    stains: StainVectors | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what a slide's attributes say about it."""
+        tissue, pen = self.masks.tissue, self.masks.pen
+        return {
+            "tissue": {
+                "fraction": float(tissue.mean()),
+                "mpp": self.mpp_um,
+                "area_mm2": round(float(tissue.sum()) * self.mpp_um**2 / 1e6, 4),
+                "pen_fraction": float(pen.mean()),
+            },
+            "sharpness": self.blur.median,
+            "blurred_share": self.blur.share,
+            "patches": self.blur.patches,
+            "maps": {"blur": blur_to_json(self.blur, self.blur_mpp_um), "pen": pen_to_json(pen, self.mpp_um)},
+            "stains": None if self.stains is None else self.stains.to_json(),
+        }
+
+    @property
+    def flags(self) -> dict[str, bool]:
+        """Warnings that a reader of the table should see, and whether they hold."""
+        return {
+            "no_tissue": not self.masks.tissue.any(),
+            "pen": float(self.masks.pen.mean()) > PEN_SHARE,
+            "blur": self.blur.share > BLURRED_SHARE,
+        }
 
 
 @dataclass(slots=True)
-class SharpnessMeter:
-    """Collects the sharpness of patches: variance of the Laplacian over variance, in green, where there is tissue.
+class Survey:
+    """Sees every block of every level as it is written, and looks at the ones it needs.
 
-    Both variances scale with contrast, so pale and dark stains compare; blur takes the fine detail, which is what
-    the Laplacian sees, before the coarse.
+    Memory: the slide at about 8 µm per pixel, three bytes a pixel, and 3 MB.
+
+    Attributes:
+        sizes: Of the pyramid's levels.
+        mpp_um: Microns per pixel of the finest.
+        parameters: Of the tissue mask.
     """
 
-    _values: list[float] = field(default_factory=list)
+    sizes: Sequence[LevelSize]
+    mpp_um: float
+    parameters: TissueParameters
+    _overview: Planes = field(init=False)
+    _blur: BlurMap = field(init=False)
+    _stains: StainSample = field(init=False)
 
-    def add(self, block: Planes) -> None:
-        """Look at the patches of ``(3, h, w)`` uint8 pixels of the finest level."""
-        green = block[1]
-        for y in range(0, green.shape[0] - PATCH_PX + 1, PATCH_PX):
-            for x in range(0, green.shape[1] - PATCH_PX + 1, PATCH_PX):
-                patch = green[y : y + PATCH_PX, x : x + PATCH_PX]
-                if int(patch[::8, ::8].min()) < 215:
-                    self._measure(patch.astype(np.float32))
-
-    def _measure(self, patch: npt.NDArray[np.float32]) -> None:
-        variance = float(patch.var())
-        if variance < 60 or float(patch.mean()) > 235:
-            return
-        laplacian = 4 * patch[1:-1, 1:-1] - patch[:-2, 1:-1] - patch[2:, 1:-1] - patch[1:-1, :-2] - patch[1:-1, 2:]
-        self._values.append(float(laplacian.var()) / variance)
+    def __post_init__(self) -> None:
+        small, sharp = self.sizes[self.mask_level], self.sizes[self._sharp_level]
+        self._overview = np.empty((3, small.height_px, small.width_px), np.uint8)
+        self._blur = BlurMap(sharp.height_px, sharp.width_px)
+        self._stains = StainSample(sharp.height_px, sharp.width_px)
 
     @property
-    def median(self) -> float | None:
-        """The median over the patches with tissue; None when there are fewer than four."""
-        return float(np.median(self._values)) if len(self._values) >= 4 else None
+    def mask_level(self) -> int:
+        """The level that the masks are made from."""
+        return mask_level(self.mpp_um, self.parameters)
 
     @property
-    def blurred_share(self) -> float:
-        """Share of the patches with tissue that are out of focus; 0 when there are fewer than four."""
-        return float(np.mean(np.array(self._values) < OUT_OF_FOCUS)) if len(self._values) >= 4 else 0.0
+    def _sharp_level(self) -> int:
+        return min(max(0, round(math.log2(MEASURED_MPP_UM / self.mpp_um))), len(self.sizes) - 1)
+
+    def see(self, level: int, y0: int, x0: int, block: Planes) -> None:
+        """Take ``block`` ``(3, h, w)`` of a level, which starts at ``(y0, x0)``; nothing of it is kept."""
+        if level == self.mask_level:
+            self._overview[:, y0 : y0 + block.shape[1], x0 : x0 + block.shape[2]] = block
+        if level == self._sharp_level:
+            self._blur.add(y0, x0, block)
+            self._stains.add(y0, x0, block)
+
+    def result(self, masks: TissueMasks | None = None) -> Quality:
+        """Return what was found, after the last block.
+
+        Args:
+            masks: Known before; default: they are made now.
+        """
+        mpp_um = self.mpp_um * 2**self.mask_level
+        found = masks or find_tissue(self._overview, mpp_um, self.parameters)
+        self._blur.keep(found.tissue, found.pen)
+        stains = self._stains.estimate(found.tissue, glass_colour(self._overview))
+        return Quality(self._overview, found, mpp_um, self._blur, self.mpp_um * 2**self._sharp_level, stains)
+
+
+def mask_level(mpp_um: float, parameters: TissueParameters) -> int:
+    """Return the level of a pyramid that starts at ``mpp_um`` whose resolution is nearest to the one the mask wants."""
+    return max(0, round(math.log2(parameters.mpp_um / mpp_um)))

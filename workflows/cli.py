@@ -83,7 +83,22 @@ def ingest(
     workers: Annotated[int, typer.Option("--workers", min=0, help="Processes; 0: one for each core.")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Do finished slides again.")] = False,
     slide_mpp: SlideMpp = None,
-    codec: Annotated[str, typer.Option("--codec", help="Compression of the store's pixels.")] = "zstd:1",
+    codec: Annotated[str, typer.Option("--codec", help="zstd:1 … zstd:22, or jpeg:1 … jpeg:100 (lossy).")] = "zstd:1",
+    glass: Annotated[
+        str, typer.Option("--glass", help="keep writes the whole slide, blank leaves out what has no tissue near.")
+    ] = "keep",
+    unsharded: Annotated[
+        bool, typer.Option("--unsharded", help="Every chunk is a file; default: shards of 64.")
+    ] = False,
+    crop_tissue: Annotated[bool, typer.Option("--crop-tissue", help="Write the box around the tissue only.")] = False,
+    memory: Annotated[
+        str | None, typer.Option("--memory", help="What all workers may use, as in 8GB; default: most of what is free.")
+    ] = None,
+    part: Annotated[str, typer.Option("--part", help="i/n: do the i-th of n parts, one on each node.")] = "1/1",
+    pseudonyms: Annotated[
+        Path | None,
+        typer.Option("--pseudonyms", metavar="KEY.csv", help="Give random names; real ones stay in this file."),
+    ] = None,
     max_bad: Annotated[
         float, typer.Option("--max-bad", min=0.0, max=1.0, help="Share of unreadable tiles that a slide may have.")
     ] = 0.0,
@@ -92,7 +107,9 @@ def ingest(
 ) -> None:
     """Turn slides into a store. Safe to run again: finished slides are skipped."""
     options = {"mpp": mpp, "workers": workers, "overwrite": overwrite, "slide_mpp": slide_mpp, "codec": codec}
-    _run("ingest", paths=paths, out=out, max_bad=max_bad, dry_run=dry_run, as_json=as_json, **options)
+    pixels = {"glass": glass, "sharded": not unsharded, "crop_tissue": crop_tissue, "max_bad": max_bad}
+    archive = {"memory": memory, "part": part, "pseudonyms": pseudonyms, "dry_run": dry_run, "as_json": as_json}
+    _run("ingest", paths=paths, out=out, **options, **pixels, **archive)
 
 
 @app.command()

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from hyfi_core.errors import RequestError
 from workflows import console
 
 if TYPE_CHECKING:
-    from pathology.ingest import IngestReport, Plan
+    from data.manifest import SlideRecord
+    from pathology.ingest import IngestReport, Plan, Request
+    from pathology.pace import Pace
+    from pathology.slide_work import Outcome
 
 _SHOWN = 20
 
@@ -25,7 +29,13 @@ def run(
     overwrite: bool,
     slide_mpp: float | None,
     codec: str,
+    glass: str,
+    sharded: bool,
+    crop_tissue: bool,
     max_bad: float,
+    memory: str | None,
+    part: str,
+    pseudonyms: Path | None,
     dry_run: bool,
     as_json: bool,
 ) -> int:
@@ -35,34 +45,93 @@ def run(
         RequestError: A path, a value or the store is wrong; nothing was written.
         KeyboardInterrupt: Stopped by SIGINT, SIGTERM or SIGUSR1; the same command goes on.
     """
-    from pathology.ingest import IngestOptions, ingest, make_plan
+    from pathology.ingest import IngestOptions, Request, ingest, make_plan
+    from pathology.memory import parse_bytes, worker_count
+    from pathology.pace import Pace
 
-    options = IngestOptions(mpp=mpp, slide_mpp=slide_mpp, codec=codec, max_bad=max_bad)
-    plan = make_plan(paths, out, options, overwrite)
+    options = IngestOptions(
+        mpp=mpp,
+        slide_mpp=slide_mpp,
+        codec=codec,
+        max_bad=max_bad,
+        glass=glass,
+        sharded=sharded,
+        crop_tissue=crop_tissue,
+    )
+    request = Request(paths, out, options, overwrite, _part(part), pseudonyms)
+    memory_bytes = None if memory is None else parse_bytes(memory)
+    processes = worker_count(workers, memory_bytes)
+    plan = make_plan(request)
     if dry_run:
-        return _dry_run(plan, options.mpp, options.slide_mpp, as_json)
+        return _dry_run(plan, request, processes, as_json)
+    _refuse_too_little_room(plan, request)
     with _stop_on_signals(), console.progress(len(plan.jobs), "ingest") as bar:
+        shown = _Shown(bar, Pace(plan.jobs))
         report = ingest(
-            paths, out, options, workers=workers, progress=lambda record: bar.advance(1, record.slide_id), plan=plan
+            request, workers=processes, memory_bytes=memory_bytes, finished=shown.finished, told=shown.told, plan=plan
         )
     return _tell(report, out, as_json)
 
 
+class _Shown:
+    """Turns what the ingest tells into a bar that moves by the bytes that are done."""
+
+    def __init__(self, bar: console.Progress, pace: Pace) -> None:
+        self._bar, self._pace = bar, pace
+        self._steps, self._name = 0.0, ""
+
+    def finished(self, outcome: Outcome) -> None:
+        self._name = outcome.record.slide_id
+
+    def told(self, shares: Sequence[float]) -> None:
+        done = self._pace.done(shares)
+        steps = round(done * len(self._pace.jobs), 2)
+        if steps > self._steps:
+            note = ", ".join(text for text in (self._pace.text(done), self._name) if text)
+            self._bar.advance(steps - self._steps, note)
+            self._steps = steps
+
+
+def _part(text: str) -> tuple[int, int]:
+    number, _, of = text.partition("/")
+    if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
+        raise RequestError(f"--part {text}: i/n is expected, as in 1/4, 2/4, 3/4, 4/4")
+    return int(number), int(of)
+
+
+def _refuse_too_little_room(plan: Plan, request: Request) -> None:
+    """Look into some slides before anything is written, and refuse what surely does not fit.
+
+    Raises:
+        RequestError: The disk has less room than the slides take at the very least.
+    """
+    from pathology.disk import free_bytes
+    from pathology.forecast import sampled_least_bytes
+
+    needed, free = sampled_least_bytes(plan.jobs, request.options), free_bytes(request.store)
+    if needed > free:
+        raise RequestError(
+            f"{request.store}: its disk has {free / 1e9:.1f} GB free, the slides need {needed / 1e9:.1f} GB or more; "
+            "name another folder with --out, or ingest a part of them with --part"
+        )
+
+
 def _tell(report: IngestReport, out: Path, as_json: bool) -> int:
     for record in report.failed:
-        console.warn(f"failed: {record.source_path}: {record.reason}")
+        console.warn(f"failed: {_place(record)}: {record.reason}")
     for record in report.done:
         if record.flags:
             console.warn(f"note: {record.slide_id}: {', '.join(record.flags)}")
     if report.stopped:
         console.warn(f"stopped: {report.stopped}. What is finished is kept; the same command goes on")
     counts = f"{len(report.done)} done, {len(report.failed)} failed, {len(report.skipped)} finished before"
-    console.say(f"{counts}: {out / 'manifest.csv'}")
+    console.say(f"{counts}: {out / 'manifest.csv'}, {out / 'contact.html'}")
     if as_json:
         console.emit_json(
             {
                 "store": str(out),
                 "manifest": str(out / "manifest.csv"),
+                "contact": str(out / "contact.html"),
                 "done": [record.slide_id for record in report.done],
                 "failed": [
                     {"slide_id": r.slide_id, "source_path": r.source_path, "reason": r.reason} for r in report.failed
@@ -74,30 +143,45 @@ def _tell(report: IngestReport, out: Path, as_json: bool) -> int:
     return 1 if report.failed or report.stopped else 0
 
 
-def _dry_run(plan: Plan, mpp: float, slide_mpp: float | None, as_json: bool) -> int:
+def _place(record: SlideRecord) -> str:
+    """Return the file of a slide, or its pseudonym where the file is not to be told."""
+    return record.source_path or record.slide_id
+
+
+def _dry_run(plan: Plan, request: Request, workers: int, as_json: bool) -> int:
+    from pathology.disk import free_bytes
     from pathology.forecast import forecast
+    from pathology.pace import duration
 
     with console.progress(len(plan.jobs), "looking") as bar:
-        total = forecast(plan.jobs, mpp, slide_mpp, lambda name: bar.advance(1, name))
-    for path, reason in total.refused[:_SHOWN]:
-        console.warn(f"would fail: {path}: {reason}")
+        total = forecast(plan.jobs, request.options, lambda name: bar.advance(1, name))
+    refused = [(job.slide_id if job.secret else str(job.source), reason) for job, reason in total.refused]
+    for name, reason in refused[:_SHOWN]:
+        console.warn(f"would fail: {name}: {reason}")
+    free, hours = free_bytes(request.store), total.core_hours / workers
     console.say(
-        f"{total.slides} slides to do, {len(total.refused)} would fail, {len(plan.finished)} finished before; "
-        f"{total.source_px / 1e6:.0f} megapixels to decode, about {total.store_bytes / 1e9:.1f} GB to write, "
-        f"about {total.core_hours:.2f} core hours"
+        f"{total.slides} slides to do, {len(refused)} would fail, {len(plan.finished)} finished before; "
+        f"{total.source_px / 1e6:.0f} megapixels to decode, about {total.store_bytes / 1e9:.1f} GB to write "
+        f"({free / 1e9:.1f} GB are free), about {duration(hours * 3600)} with {workers} workers"
     )
     if as_json:
-        refused = [{"source_path": str(path), "reason": reason} for path, reason in total.refused]
-        numbers = {"source_px": total.source_px, "store_bytes": total.store_bytes, "core_hours": total.core_hours}
+        numbers = {
+            "source_px": total.source_px,
+            "store_bytes": total.store_bytes,
+            "free_bytes": free,
+            "core_hours": total.core_hours,
+            "hours": hours,
+        }
+        told = [{"source_path": name, "reason": reason} for name, reason in refused]
         console.emit_json(
-            {"dry_run": True, "slides": total.slides, "refused": refused, "skipped": list(plan.finished), **numbers}
+            {"dry_run": True, "slides": total.slides, "refused": told, "skipped": list(plan.finished), **numbers}
         )
-    return 1 if total.refused else 0
+    return 1 if refused else 0
 
 
 @contextmanager
 def _stop_on_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGUSR1 stop the work like Ctrl-C, so that workers end and half-written slides go."""
+    """Let SIGTERM and SIGUSR1 stop the work like Ctrl-C, so that workers end and claims are given back."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

@@ -9,22 +9,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.manifest import DONE, FAILED, SlideRecord, StoreManifest, load_records, record_path
+from data.manifest import DONE, FAILED, StoreManifest, load_records, record_path
 from data.store import SlideStore, slide_path
 from data.store_writer import SlideWriter
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box
 from pathology.discover import SlideJob
-from pathology.ingest import IngestOptions, IngestReport, ingest, ingest_slide
-from pathology.slide_pool import ingest_all
+from pathology.ingest import IngestOptions, IngestReport, Request, ingest, ingest_slide
+from pathology.slide_pool import SlidePool
+from pathology.slide_work import Outcome
 from pathology.sources import OpenSlideSource
 from tests.pathology.tiffs import MakeSlide, halved, write_slide
 
 AT_HALF = IngestOptions(mpp=0.5)
 
 
-def run(paths: list[Path], store: Path, options: IngestOptions = AT_HALF, **how: object) -> IngestReport:
-    return ingest(paths, store, options, **{"workers": 1, **how})  # type: ignore[arg-type]
+def run(
+    paths: list[Path], store: Path, options: IngestOptions = AT_HALF, workers: int = 1, **how: object
+) -> IngestReport:
+    return ingest(Request(paths, store, options, **how), workers=workers)  # type: ignore[arg-type]
 
 
 def digests(store: Path) -> dict[str, str]:
@@ -154,7 +157,8 @@ def test_the_manifest_gives_mpp_names_and_columns(tmp_path: Path, make_slide: Ma
 def test_a_second_run_skips_and_touches_nothing(tmp_path: Path, make_slide: MakeSlide) -> None:
     source, store = make_slide(), tmp_path / "store"
     run([source], store)
-    before = {f: f.stat().st_mtime_ns for f in store.rglob("*") if f.is_file() and f.name != "manifest.csv"}
+    compiled = {"manifest.csv", "contact.html"}
+    before = {f: f.stat().st_mtime_ns for f in store.rglob("*") if f.is_file() and f.name not in compiled}
     assert run([source], store).skipped == ["a"]
     os.utime(source)  # a new time, the same content
     assert run([source], store).skipped == ["a"]
@@ -303,7 +307,15 @@ def test_a_full_disk_stops_all_and_keeps_what_is_finished(
     monkeypatch.setattr(SlideWriter, "write", full)
     report = run([folder], store)
     assert [r.slide_id for r in report.done] == ["a"] and "No space left" in report.stopped
-    assert sorted(p.name for p in store.iterdir()) == [".records", "a.zarr", "manifest.csv"]
+    assert sorted(p.name for p in store.iterdir()) == [
+        ".claims",
+        ".records",
+        "a.zarr",
+        "contact",
+        "contact.html",
+        "manifest.csv",
+    ]
+    assert not list((store / ".claims").iterdir())
     monkeypatch.undo()
     again = run([folder], store)
     assert again.skipped == ["a"] and len(again.done) == 2
@@ -330,12 +342,11 @@ class Bomb:
 def test_a_slide_that_kills_its_worker_fails_alone(tmp_path: Path, make_slide: MakeSlide) -> None:
     jobs = [SlideJob(make_slide(f"{k}.tiff"), str(k)) for k in range(3)]
     jobs.insert(1, SlideJob(make_slide("bad.tiff"), "bad", {"path": Bomb()}))  # type: ignore[dict-item]
-    records: list[SlideRecord] = []
+    outcomes: list[Outcome] = []
     store = tmp_path / "store"
     store.mkdir()
-    (store / ".records").mkdir()
-    ingest_all(jobs, store, AT_HALF, 2, records.append)
-    assert {r.slide_id: r.status for r in records} == {"0": DONE, "1": DONE, "2": DONE, "bad": FAILED}
+    SlidePool(store, AT_HALF, 2, outcomes.append).run(jobs)
+    assert {o.record.slide_id: o.record.status for o in outcomes} == {"0": DONE, "1": DONE, "2": DONE, "bad": FAILED}
     assert "died" in load_records(store)["bad"].reason
 
 
@@ -350,7 +361,9 @@ def test_wrong_requests_write_nothing(tmp_path: Path, paths: list[str], word: st
     assert not (tmp_path / "store").exists()
 
 
-@pytest.mark.parametrize("options", [{"mpp": 0.0}, {"slide_mpp": 99}, {"codec": "jpeg:80"}, {"max_bad": 2}])
+@pytest.mark.parametrize(
+    "options", [{"mpp": 0.0}, {"slide_mpp": 99}, {"codec": "jpeg:0"}, {"max_bad": 2}, {"glass": "x"}]
+)
 def test_options_out_of_range_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(RequestError, match="expected"):
         IngestOptions(**options)  # type: ignore[arg-type]

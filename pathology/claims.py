@@ -1,0 +1,252 @@
+"""Who works on what, agreed on by files alone: many processes on many nodes share one folder, without locks.
+
+```
+FOLDER/<name>.0       made by exclusive create: its maker holds <name>, and touches the file while at work
+FOLDER/<name>.1       made when .0 was stale; whoever makes it, and sees .0 unchanged, holds <name> now
+```
+
+A claim is stale when its process has ended (seen on the same machine), or when its file has not been touched for two
+minutes by the clock of the disk that holds it. Two that find the same stale claim both try to create the same next
+file: exclusive create lets one of them. `flock` is not used: on network disks it is often not there, or not kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+STALE_AFTER_S = 120.0
+BEAT_S = 10.0
+_UNREADABLE_GRACE_S = 10.0
+
+
+class ClaimLostError(Exception):
+    """This process was thought dead, and another one has taken over."""
+
+
+class Claim:
+    """The right to work on one name; a context manager that gives it back.
+
+    Touches its file every ten seconds from a thread of its own.
+    """
+
+    def __init__(self, path: Path, token: str) -> None:
+        self._path, self._token = path, token
+        self._stop = threading.Event()
+        self._beat = threading.Thread(target=self._keep_alive, name="claim", daemon=True)
+        self._beat.start()
+
+    @classmethod
+    def take(cls, folder: Path, name: str) -> Claim | None:
+        """Return the claim on ``name``, or None while somebody else holds it.
+
+        Args:
+            folder: Where claims lie; made where it does not exist.
+            name: May be a file's name.
+
+        Raises:
+            OSError: The folder cannot be written.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        before = _latest(folder, name)
+        if before is not None and not before.is_stale():
+            return None
+        number = 0 if before is None else before.number + 1
+        path, token = folder / f"{name}.{number}", f"{_myself()} {secrets.token_hex(8)}"
+        if not _created(path, token):
+            return None
+        if not _is_mine(folder, name, number, before):
+            path.unlink(missing_ok=True)
+            return None
+        return cls(path, token)
+
+    @classmethod
+    def wait(cls, folder: Path, name: str, every_s: float = 0.05) -> Claim:
+        """Return the claim on ``name`` as soon as nobody else holds it."""
+        while (claim := cls.take(folder, name)) is None:
+            time.sleep(every_s)
+        return claim
+
+    def check(self) -> None:
+        """Make sure that the claim still holds, before something is done that cannot be undone.
+
+        Raises:
+            ClaimLostError: Another process has taken over.
+        """
+        folder, (name, number) = self._path.parent, _parts(self._path)
+        latest = _latest(folder, name)
+        if latest is None or latest.number != number or latest.token != self._token:
+            raise ClaimLostError(f"another process has taken over {name}: this one was silent for too long")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Give the claim back, and remove the stale ones that it took the place of."""
+        self._stop.set()
+        self._beat.join()
+        folder, (name, number) = self._path.parent, _parts(self._path)
+        if _token(self._path) == self._token:
+            for other in _numbers(folder, name):
+                if other <= number:
+                    # From below: a claim that is left alone is never one that was taken over.
+                    with contextlib.suppress(OSError):
+                        (folder / f"{name}.{other}").unlink()
+
+    def _keep_alive(self) -> None:
+        while not self._stop.wait(BEAT_S):
+            with contextlib.suppress(OSError):
+                os.utime(self._path)
+
+
+def is_held(folder: Path, name: str) -> bool:
+    """Whether somebody who is alive holds ``name``."""
+    latest = _latest(folder, name)
+    return latest is not None and not latest.is_stale()
+
+
+def remove_ended(folder: Path, name: str) -> None:
+    """Remove the claim on ``name`` if its process was one of this machine and has ended."""
+    claim = Claim.take(folder, name)
+    if claim is not None:
+        claim.release()
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A claim's file as it was found."""
+
+    path: Path
+    number: int
+    token: str | None
+
+    def is_stale(self) -> bool:
+        try:
+            silent_s = _now_on_disk(self.path.parent) - self.path.stat().st_mtime
+        except FileNotFoundError:
+            return False  # given back this moment: whoever asks again finds it free
+        if self.token is None:
+            return False
+        if not self.token:
+            # Created, and nothing in it yet: its maker is writing, or died between the two.
+            return silent_s > _UNREADABLE_GRACE_S
+        return silent_s > STALE_AFTER_S or _has_ended(self.token)
+
+
+def _latest(folder: Path, name: str) -> _Found | None:
+    numbers = _numbers(folder, name)
+    if not numbers:
+        return None
+    path = folder / f"{name}.{max(numbers)}"
+    return _Found(path, max(numbers), _token(path))
+
+
+def _numbers(folder: Path, name: str) -> list[int]:
+    pattern = re.compile(re.escape(name) + r"\.(\d+)", re.DOTALL)
+    with os.scandir(folder) as entries:
+        return sorted(int(found[1]) for entry in entries if (found := pattern.fullmatch(entry.name)))
+
+
+def _parts(path: Path) -> tuple[str, int]:
+    name, _, number = path.name.rpartition(".")
+    return name, int(number)
+
+
+def _created(path: Path, token: str) -> bool:
+    try:
+        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+    except FileExistsError:
+        return False
+    try:
+        os.write(handle, token.encode())
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(handle)
+    return True
+
+
+def _is_mine(folder: Path, name: str, number: int, before: _Found | None) -> bool:
+    """Whether a claim that was just created holds: none has a higher number, and the stale one is the one judged."""
+    if max(_numbers(folder, name), default=-1) != number:
+        return False
+    return before is None or _token(before.path) == before.token
+
+
+def _token(path: Path) -> str | None:
+    """Return what a claim says; None where it is gone."""
+    try:
+        return path.read_bytes().decode(errors="replace")
+    except OSError:
+        return None
+
+
+def _now_on_disk(folder: Path) -> float:
+    """Return the time by the clock that gives files their times: that of the server, on a network disk."""
+    probe = folder / f".now-{socket.gethostname()}-{os.getpid()}-{threading.get_ident()}"
+    try:
+        probe.touch()
+        return probe.stat().st_mtime
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def _myself() -> str:
+    return f"{_machine()} {os.getpid()} {_started(os.getpid())}"
+
+
+@cache
+def _machine() -> str:
+    """Return what tells this machine, since it was started, and this container from others."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    with contextlib.suppress(OSError):
+        parts.append(re.sub(r"\D", "", str(Path("/proc/self/ns/pid").readlink())))
+    return "/".join(parts).replace(" ", "_")
+
+
+def _started(pid: int) -> str:
+    """Return when a process was started, as the kernel counts; ``-`` where it does not say. A pid may come again."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return "-"
+
+
+def _has_ended(token: str) -> bool:
+    """Whether the process that a claim names was one of this machine and does not run any more."""
+    parts = token.split()
+    if len(parts) != 4 or parts[0] != _machine() or not parts[1].isdigit():
+        return False
+    pid = int(parts[1])
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return parts[2] != _started(pid) or _is_zombie(pid)
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (OSError, IndexError):
+        return False

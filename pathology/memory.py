@@ -1,0 +1,58 @@
+"""How many workers the memory allows."""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+
+from hyfi_core.errors import RequestError
+from pathology.slide_pool import default_workers
+
+WORKER_BYTES = 1_000_000_000
+"""What one worker needs at most, whatever the slide; see `workflows.benchmarks.ingest_memory`."""
+_SHARE = 0.8
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes that ``8GB``, ``8 GiB``, ``800M`` or a plain number mean.
+
+    Raises:
+        RequestError: It is something else.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
+    if not found:
+        raise RequestError(f"--memory {text}: an amount such as 8GB or 800M is expected")
+    base = 1024 if found[3] else 1000
+    return int(float(found[1]) * base ** " kmgt".index(found[2] or " "))
+
+
+def worker_count(asked: int, memory_bytes: int | None) -> int:
+    """Return how many workers there are to be.
+
+    Args:
+        asked: As the user says; 0: as many as there are cores.
+        memory_bytes: What all of them may use; None: most of what is free.
+
+    Raises:
+        RequestError: The memory is too small for one.
+    """
+    workers = asked or default_workers()
+    if memory_bytes is not None and memory_bytes < WORKER_BYTES:
+        raise RequestError(
+            f"--memory {memory_bytes / 1e9:.2g} GB: one worker needs up to {WORKER_BYTES / 1e9:g} GB; give more"
+        )
+    budget = memory_bytes if memory_bytes is not None else int(_SHARE * available_bytes())
+    return max(1, min(workers, budget // WORKER_BYTES))
+
+
+def available_bytes() -> int:
+    """Return the memory that is free on this machine, or in this container where that is less."""
+    amounts = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    with suppress(OSError, ValueError, IndexError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        amounts += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    with suppress(OSError, ValueError):
+        amounts.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return max(0, min(amounts))
