@@ -97,35 +97,37 @@ def open_source(path: Path) -> SlideSource:
         SlideError: No reader knows the file, or it is damaged; the message says why.
     """
     check_file(path)
-    orientation = orientation_of_file(path)
-    source = _open(path)
-    return source if orientation == 1 else UprightSource(source, orientation)
-
-
-def _open(path: Path) -> SlideSource:
     if path.name.lower().endswith((".ome.tif", ".ome.tiff", ".ome.btf")):
-        return TiffSource(path)
+        return _upright(TiffSource(path), path)
     try:
         slow = OpenSlideSource(path)
     except openslide.OpenSlideUnsupportedFormatError:
-        return TiffSource(path)
+        return _upright(TiffSource(path), path)
     except openslide.OpenSlideError as error:
         if "compression" in str(error):  # it knows the scanner, and not how this one packs its tiles
-            return TiffSource(path)
+            return _upright(TiffSource(path), path)
         raise SlideError(f"OpenSlide cannot open it: {error}") from error
+    if slow.vendor not in _TILED_TIFF_VENDORS:
+        return slow
+    if orientation_of_file(path) != 1:  # OpenSlide turns each tile and leaves it in its place
+        slow.close()
+        return _upright(TiffSource(path, known=slow), path)
     return _faster(path, slow) or slow
+
+
+def _upright(stored: TiffSource, path: Path) -> SlideSource:
+    orientation = orientation_of_file(path)
+    return stored if orientation == 1 else UprightSource(stored, orientation)
 
 
 def _faster(path: Path, slow: OpenSlideSource) -> TiffSource | None:
     """Return the fast reader where it shows what OpenSlide shows; None where it does not read the file."""
-    if slow.vendor not in _TILED_TIFF_VENDORS:
-        return None
     try:
         fast = TiffSource(path, known=slow, fill_missing=slow.read_into)
     except SlideError:
         return None
     if all(_same_pixels(fast, slow, level) for level in range(len(slow.levels))):
-        slow.rest()
+        slow.close()  # until a tile that was left out is asked for
         return fast
     fast.close()
     return None
@@ -257,12 +259,8 @@ class OpenSlideSource:
         opaque: RGB = np.rint(mixed).astype(np.uint8)
         return opaque
 
-    def rest(self) -> None:
-        """Close the handles until something is read again."""
-        self._handles.close()
-
     def close(self) -> None:
-        """Close OpenSlide's handles."""
+        """Close OpenSlide's handles; reading opens new ones."""
         self._handles.close()
 
 
