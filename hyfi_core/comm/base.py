@@ -27,7 +27,7 @@ class Message:
 
 
 class Pending(Protocol):
-    """Communication under way."""
+    """Communication under way; what goes on only inside calls has a true ``needs_polls`` (see ``comm.progress``)."""
 
     def test(self) -> bool:
         """Make progress without blocking; whether all of it is finished."""

@@ -80,6 +80,8 @@ def _host(tensor: torch.Tensor, copy: bool) -> torch.Tensor:
 class _Requests:
     """Requests under way, and the tensors that must outlive them."""
 
+    needs_polls = MPI.Query_thread() >= MPI.THREAD_SERIALIZED
+
     def __init__(
         self,
         requests: list[Any],

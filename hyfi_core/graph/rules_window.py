@@ -20,6 +20,7 @@ from hyfi_core.graph import windows
 from hyfi_core.graph.instructions import Split
 from hyfi_core.graph.lowering import Lowering, bound, renamed
 from hyfi_core.graph.program import Operator
+from hyfi_core.graph.rules_overlap import overlapped_convolution
 from hyfi_core.graph.windows import Sliding, arguments, pair
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.layout import Layout
@@ -80,7 +81,10 @@ def conv2d(lowering: Lowering, op: Operator) -> None:
         return
     x, weight, bias, stride, _, dilation, groups = arguments(op.args, (None, [1, 1], [0, 0], [1, 1], 1), 2)
     stride, dilation = pair(stride), pair(dilation)
-    plan = _sliding(lowering, op, windows.conv2d(op, lowering.shape))
+    sliding = windows.conv2d(op, lowering.shape)
+    plan = _sliding(lowering, op, sliding)
+    if overlapped_convolution(lowering, op, sliding.window, plan.split, plan.need, plan.native):
+        return
     canvas = lowering.moved(x.name, plan.need)
 
     def call(tensor: torch.Tensor, kernel: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:

@@ -8,15 +8,35 @@ outside the map: the fill value      outside the map: dropped
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from hyfi_core.comm.base import Communicator, Message
+from hyfi_core.comm.base import Communicator, Message, Pending
 from hyfi_core.ops.base import Cotangents, Tensors, Wanted
 from hyfi_core.plan.box import Box
-from hyfi_core.plan.transfer import Strip, Transfer
+from hyfi_core.plan.transfer import Transfer
+
+
+@dataclass(frozen=True)
+class Flight:
+    """Strips under way.
+
+    Attributes:
+        pending: None where this rank neither sends nor receives.
+        strips: what arrives, in the order of the transfer; not to be read before ``land``.
+    """
+
+    pending: Pending | None
+    strips: tuple[torch.Tensor, ...]
+
+    def land(self) -> tuple[torch.Tensor, ...]:
+        """Wait, and return what has arrived."""
+        if self.pending is not None:
+            self.pending.wait()
+        return self.strips
 
 
 @dataclass(frozen=True)
@@ -40,14 +60,11 @@ class Redistribute:
         saved = (own.shape, own.dtype, own.device)
         if transfer.idle:
             return (own,), saved
-        receives, boxes = self._mailboxes(own, transfer.receives)
-        sends = [Message(s.peer, self._view(own, s.box, transfer.have).contiguous()) for s in transfer.sends]
-        pending = comm.exchange(sends, receives)
+        flight = self.start(comm, own)
         result = self._canvas(own)
         self._view(result, transfer.kept, transfer.need).copy_(self._view(own, transfer.kept, transfer.have))
-        pending.wait()
-        for strip, box in zip(transfer.receives, boxes, strict=True):
-            self._view(result, strip.box, transfer.need).copy_(box)
+        for strip, arrived in zip(transfer.receives, flight.land(), strict=True):
+            self._view(result, strip.box, transfer.need).copy_(arrived)
         return (result,), saved
 
     def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
@@ -59,14 +76,42 @@ class Redistribute:
             return (cotangent,)
         if cotangent is None:
             cotangent = torch.zeros(self._sized(shape, transfer.need), dtype=dtype, device=device)
-        receives, boxes = self._mailboxes(cotangent, transfer.sends)
-        sends = [Message(s.peer, self._view(cotangent, s.box, transfer.need).contiguous()) for s in transfer.receives]
-        pending = comm.exchange(sends, receives)
+        flight = self.start_back(
+            comm, cotangent, [self._view(cotangent, s.box, transfer.need) for s in transfer.receives]
+        )
         result = self._own_share(cotangent, shape)
-        pending.wait()
-        for strip, box in zip(transfer.sends, boxes, strict=True):
-            self._view(result, strip.box, transfer.have).add_(box)
+        self.add_back(result, flight)
         return (result,)
+
+    def start(self, comm: Communicator, own: torch.Tensor) -> Flight:
+        """Start sending what others need of ``own``, and receiving what this rank needs of theirs."""
+        transfer = self.transfer
+        return _fly(
+            comm,
+            [Message(s.peer, self._view(own, s.box, transfer.have).contiguous()) for s in transfer.sends],
+            # On the wire dims are in plain order: neighbours need not agree on how they lay out memory.
+            [Message(s.peer, own.new_empty(self._sized(own.shape, s.box))) for s in transfer.receives],
+        )
+
+    def start_back(self, comm: Communicator, like: torch.Tensor, strips: Sequence[torch.Tensor]) -> Flight:
+        """Start sending back the cotangents of what was received.
+
+        Args:
+            comm: the ranks.
+            like: has the batch, channels, type and device of what arrives.
+            strips: in the order of ``transfer.receives``.
+        """
+        transfer = self.transfer
+        return _fly(
+            comm,
+            [Message(s.peer, back.contiguous()) for s, back in zip(transfer.receives, strips, strict=True)],
+            [Message(s.peer, like.new_empty(self._sized(like.shape, s.box))) for s in transfer.sends],
+        )
+
+    def add_back(self, cotangent: torch.Tensor, flight: Flight) -> None:
+        """Add what ``start_back`` brings to the cotangent of what this rank owns, in place."""
+        for strip, arrived in zip(self.transfer.sends, flight.land(), strict=True):
+            self._view(cotangent, strip.box, self.transfer.have).add_(arrived)
 
     def _own_share(self, cotangent: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Return the cotangent of what is owned, as far as this rank computed it: zero where it did not look."""
@@ -74,14 +119,14 @@ class Redistribute:
         kept = self._view(cotangent, transfer.kept, transfer.need)
         if transfer.kept == transfer.have and not transfer.have.empty:
             return kept.clone(memory_format=_format_of(cotangent))
-        result = _like(cotangent, self._sized(shape, transfer.have)).zero_()
+        result = like(cotangent, self._sized(shape, transfer.have)).zero_()
         self._view(result, transfer.kept, transfer.have).copy_(kept)
         return result
 
     def _canvas(self, own: torch.Tensor) -> torch.Tensor:
         """Return the tensor to be filled; only what nothing will overwrite is set."""
         transfer = self.transfer
-        result = _like(own, self._sized(own.shape, transfer.need))
+        result = like(own, self._sized(own.shape, transfer.need))
         if not transfer.map.contains(transfer.need):
             self._fill_outside(result)
         return result
@@ -98,11 +143,6 @@ class Redistribute:
             if not band.empty:
                 self._view(result, band, need).fill_(self.fill)
 
-    def _mailboxes(self, like: torch.Tensor, strips: tuple[Strip, ...]) -> tuple[list[Message], list[torch.Tensor]]:
-        # On the wire dims are in plain order: neighbours need not agree on how they lay out memory.
-        boxes = [like.new_empty(self._sized(like.shape, strip.box)) for strip in strips]
-        return [Message(strip.peer, box) for strip, box in zip(strips, boxes, strict=True)], boxes
-
     def _sized(self, shape: torch.Size, box: Box) -> list[int]:
         sides = list(shape)
         sides[self.dims[0]], sides[self.dims[1]] = box.shape
@@ -116,11 +156,17 @@ class Redistribute:
         return tensor.narrow(self.dims[0], local.y0, local.height).narrow(self.dims[1], local.x0, local.width)
 
 
+def _fly(comm: Communicator, sends: list[Message], receives: list[Message]) -> Flight:
+    pending = comm.exchange(sends, receives) if sends or receives else None
+    return Flight(pending, tuple(message.tensor for message in receives))
+
+
 def _format_of(tensor: torch.Tensor) -> torch.memory_format:
     """Return channels-last where the tensor is laid out so, also when it has one channel or one pixel."""
     last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
     return torch.channels_last if last and not tensor.is_contiguous() else torch.contiguous_format
 
 
-def _like(tensor: torch.Tensor, shape: list[int]) -> torch.Tensor:
+def like(tensor: torch.Tensor, shape: list[int]) -> torch.Tensor:
+    """Return an empty tensor of another shape, laid out as the given one is."""
     return torch.empty(shape, dtype=tensor.dtype, device=tensor.device, memory_format=_format_of(tensor))

@@ -1,0 +1,234 @@
+"""Convolution of parts: own part and strips apart equal the canvas, and both equal one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hyfi_core.comm.base import Communicator
+from hyfi_core.comm.counted import CountedCommunicator
+from hyfi_core.comm.threads import run_ranks
+from hyfi_core.ops.convolution import Convolution
+from hyfi_core.ops.redistribute import Redistribute
+from hyfi_core.plan import Box, Layout, plan_transfer
+from hyfi_core.plan.window import Window, Window1d
+
+Settings = dict[str, Any]
+
+
+def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def operators(size: tuple[int, int], grid: tuple[int, int], how: Settings, apart: bool) -> tuple[Layout, Layout, list]:
+    """Return the layouts of input and output, and every rank's operator."""
+    axes = zip(how["kernel"], how["stride"], how["padding"], how["dilation"], strict=True)
+    window = Window(*(Window1d(*axis) for axis in axes))
+    have = Layout.even(*size, grid)
+    sides = [(n + 2 * w.padding - w.extent) // w.stride + 1 for n, w in zip(size, (window.y, window.x), strict=True)]
+    out = have.through(window, *sides)
+    native = tuple(w.padding if ranks == 1 else 0 for w, ranks in zip((window.y, window.x), grid, strict=True))
+    need = []
+    for part in out.parts:
+        box = window.input_box(part)
+        y = (0, size[0]) if grid[0] == 1 and not box.empty else (box.y0, box.y1)
+        x = (0, size[1]) if grid[1] == 1 and not box.empty else (box.x0, box.x1)
+        need.append(Box(*y, *x))
+    ops = []
+    for rank, part in enumerate(out.parts):
+        halo = Redistribute(plan_transfer(have.parts, need, have.map, rank))
+        ops.append(Convolution(halo, window, part, native, how["groups"], apart))
+    return have, out, ops
+
+
+def in_parts(x: torch.Tensor, w: torch.Tensor, b: Any, y: torch.Tensor, grid: Any, how: Settings, apart: bool) -> Any:
+    """Return (output, cotangents of map, weight and bias, how many ranks worked apart), put together."""
+    have, out, ops = operators((x.shape[2], x.shape[3]), grid, how, apart)
+    order = torch.channels_last if x.is_contiguous(memory_format=torch.channels_last) else torch.contiguous_format
+
+    def body(comm: Communicator) -> Any:
+        op, mine, theirs = ops[comm.rank], have.parts[comm.rank].slices(), out.parts[comm.rank].slices()
+        outputs, saved = op.forward(comm, (x[:, :, *mine].contiguous(memory_format=order), w, b))
+        return outputs[0], op.backward(comm, saved, (y[:, :, *theirs],), (True, True, b is not None))
+
+    result, back = torch.zeros_like(y), torch.zeros_like(x)
+    d_weight, d_bias = torch.zeros_like(w), torch.zeros(w.shape[0], dtype=w.dtype)
+    for rank, (part, cotangents) in enumerate(run_ranks(len(ops), body, strict=True)):
+        assert part.shape[2:] == out.parts[rank].shape and cotangents[0].dtype == x.dtype
+        result[:, :, *out.parts[rank].slices()] = part
+        back[:, :, *have.parts[rank].slices()] = cotangents[0]
+        for total, share in ((d_weight, cotangents[1]), (d_bias, cotangents[2])):
+            if share is not None:
+                total += share
+    return result, back, d_weight, d_bias, sum(op.own is not None for op in ops)
+
+
+def whole(x: torch.Tensor, w: torch.Tensor, b: Any, how: Settings) -> torch.Tensor:
+    return F.conv2d(x, w, b, how["stride"], how["padding"], how["dilation"], how["groups"])
+
+
+def in_one(x: torch.Tensor, w: torch.Tensor, b: Any, y: torch.Tensor, how: Settings) -> Any:
+    leaves = [t.clone().requires_grad_() for t in (x, w, b) if t is not None]
+    found = F.conv2d(
+        *leaves, *([None] if b is None else []), how["stride"], how["padding"], how["dilation"], how["groups"]
+    )
+    found.backward(y)
+    return found.detach(), *(leaf.grad for leaf in leaves)
+
+
+def check(size: tuple[int, int], grid: tuple[int, int], how: Settings, batch: int = 2, bias: bool = True) -> int:
+    """Hold both ways against one process; return how many ranks worked apart."""
+    how = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1} | how
+    x = noise(batch, 4, *size, seed=1).contiguous(
+        memory_format=torch.channels_last if batch > 1 else torch.preserve_format
+    )
+    w, b = noise(6, 4 // how["groups"], *how["kernel"], seed=2), noise(6, seed=3) if bias else None
+    y = noise(*whole(x, w, b, how).shape, seed=4)
+    wanted = in_one(x, w, b, y, how)
+    apart = 0
+    for mode in (True, False):
+        *found, count = in_parts(x, w, b, y, grid, how, mode)
+        for ours, theirs in zip(found, wanted, strict=False):
+            torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+        assert mode or count == 0
+        apart += count
+    return apart
+
+
+@pytest.mark.parametrize(
+    ("size", "grid", "how", "apart"),
+    [
+        ((16, 18), (1, 2), {"kernel": (3, 3), "padding": (1, 1)}, 2),
+        ((18, 16), (2, 2), {"kernel": (3, 3), "padding": (1, 1), "groups": 2}, 4),
+        ((32, 32), (2, 2), {"kernel": (3, 3), "padding": (1, 1), "stride": (2, 2)}, 4),
+        ((40, 36), (2, 2), {"kernel": (7, 7), "padding": (3, 3), "stride": (2, 2)}, None),
+        ((17, 23), (2, 2), {"kernel": (1, 1), "stride": (2, 2)}, 4),
+        ((60, 90), (2, 3), {"kernel": (3, 3), "padding": (2, 2), "dilation": (2, 2)}, 6),
+        ((20, 30), (2, 2), {"kernel": (1, 7), "padding": (0, 3)}, 4),
+        ((60, 20), (3, 1), {"kernel": (5, 3), "padding": (2, 1)}, 3),
+        ((5, 7), (3, 3), {"kernel": (5, 5), "padding": (2, 2)}, 0),  # parts smaller than the halo
+        ((4, 5), (3, 3), {"kernel": (3, 3), "padding": (1, 1), "stride": (2, 2)}, None),  # some own nothing
+    ],
+)
+def test_apart_and_on_a_canvas_equal_one_process(size: Any, grid: Any, how: Settings, apart: int | None) -> None:
+    found = check(size, grid, how)
+    assert apart is None or found == apart
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_setting_equals_one_process(data: st.DataObject) -> None:
+    both = lambda low, high: (data.draw(st.integers(low, high)), data.draw(st.integers(low, high)))  # noqa: E731
+    grid = data.draw(st.sampled_from([(1, 2), (2, 1), (2, 2), (1, 3), (3, 2)]))
+    how = {"kernel": both(1, 5), "stride": both(1, 3), "padding": both(0, 3), "dilation": both(1, 2)}
+    how["groups"] = data.draw(st.sampled_from([1, 2]))
+    size = both(9, 34)
+    check(size, grid, how, batch=data.draw(st.integers(1, 2)), bias=data.draw(st.booleans()))
+
+
+def test_under_autocast_the_types_are_those_of_autocast() -> None:
+    how: Settings = {"kernel": (3, 3), "stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
+    x, w = noise(1, 4, 16, 20, dtype=torch.float32), noise(4, 4, 3, 3, seed=1, dtype=torch.float32)
+    have, _, ops = operators((16, 20), (1, 2), how, True)
+
+    def body(comm: Communicator) -> Any:
+        y, x_ = have.parts[comm.rank].slices()
+        with torch.autocast("cpu", torch.bfloat16):
+            (found,), saved = ops[comm.rank].forward(comm, (x[:, :, y, x_], w, None))
+        return found, ops[comm.rank].backward(comm, saved, (torch.ones_like(found),), (True, True, False))
+
+    (left, (d_left, d_weight, _)), (right, _) = run_ranks(2, body)
+    assert left.dtype == torch.bfloat16 and d_left.dtype == torch.float32 and d_weight.dtype == torch.bfloat16
+    wanted = F.conv2d(x, w, padding=1)
+    torch.testing.assert_close(torch.cat([left, right], 3).float(), wanted, rtol=0.03, atol=0.1)
+
+
+class Recording:
+    """Writes down when messages start and when they are waited for."""
+
+    def __init__(self, comm: Communicator, events: list[str]) -> None:
+        self._comm, self.events = comm, events
+
+    def exchange(self, sends: Any, receives: Any) -> Any:
+        self.events.append("start")
+        pending, events = self._comm.exchange(sends, receives), self.events
+
+        class Wait:
+            def test(self) -> bool:
+                return pending.test()
+
+            def wait(self) -> None:
+                events.append("wait")
+                pending.wait()
+
+        return Wait()
+
+
+@dataclass(frozen=True)
+class Told(Convolution):
+    """Writes down what it computes."""
+
+    events: list[str] = field(default_factory=list)
+
+    def _convolve(self, tensor: torch.Tensor, *rest: Any) -> torch.Tensor:
+        self.events.append("own" if tensor.shape[3] > 3 else "strip")
+        return super()._convolve(tensor, *rest)
+
+    def _differentiate(self, dy: torch.Tensor, tensor: torch.Tensor, *rest: Any) -> Any:
+        self.events.append("own" if tensor.shape[3] > 3 else "strip")
+        return super()._differentiate(dy, tensor, *rest)
+
+
+def test_messages_fly_while_the_own_part_is_computed() -> None:
+    how: Settings = {"kernel": (3, 3), "stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
+    _, _, ops = operators((16, 20), (1, 2), how, True)
+
+    def body(comm: Communicator) -> tuple[list[str], list[str]]:
+        plain = ops[comm.rank]
+        op = Told(*(getattr(plain, item.name) for item in fields(plain)))
+        recording: Any = Recording(comm, op.events)
+        (found,), saved = op.forward(recording, (noise(1, 4, 16, 10, seed=comm.rank), noise(4, 4, 3, 3), None))
+        forward = list(op.events)
+        op.events.clear()
+        op.backward(recording, saved, (found,), (True, True, False))
+        return forward, op.events
+
+    for forward, backward in run_ranks(2, body):
+        assert forward == ["start", "own", "wait", "strip"]
+        assert backward == ["strip", "start", "own", "strip", "wait"]
+
+
+def test_what_is_saved_is_the_own_part_itself_and_the_strips() -> None:
+    how: Settings = {"kernel": (3, 3), "stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
+    _, _, ops = operators((16, 20), (1, 2), how, True)
+
+    def body(comm: Communicator) -> bool:
+        own = noise(1, 4, 16, 10, seed=comm.rank)
+        _, saved = ops[comm.rank].forward(comm, (own, noise(4, 4, 3, 3), None))
+        assert [tuple(strip.shape) for strip in saved.strips] == [(1, 4, 16, 1)]
+        return saved.seen.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
+
+    assert run_ranks(2, body) == [True, True]
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_cotangent_that_is_of_no_use_is_neither_computed_nor_sent(apart: bool) -> None:
+    how: Settings = {"kernel": (3, 3), "stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
+    _, _, ops = operators((16, 20), (1, 2), how, apart)
+
+    def body(comm: Communicator) -> Any:
+        (found,), saved = ops[comm.rank].forward(comm, (noise(1, 4, 16, 10), noise(4, 4, 3, 3), None))
+        counted = CountedCommunicator(comm)
+        no_map = ops[comm.rank].backward(counted, saved, (found,), (False, True, False))
+        assert counted.traffic()["halo"]["messages"] == 0
+        no_weight = ops[comm.rank].backward(counted, saved, (found,), (True, False, False))
+        assert counted.traffic()["halo"] == {"messages": 1, "bytes": 16 * 4 * 8}
+        return [item is None for item in (*no_map, *no_weight)]
+
+    assert run_ranks(2, body) == [[True, False, True, False, True, True]] * 2
