@@ -6,21 +6,30 @@ the grid of ranks that computed them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
+from data.dataset import SlideRef
 from data.feed import Readable
 from data.normalise import Normalisation
 from hyfi_core.comm.base import Communicator
 from hyfi_core.plan.box import Box
+from workflows.bootstrap import draw_cases, intervals
+from workflows.cases import Aggregate, by_case, places_of
 from workflows.metrics import metrics_of_logits
 from workflows.training.optimisation import sample_losses
 
 Logits = dict[int, list[float]]
 """Outputs by index of the slide."""
+
+Judgement = dict[str, Any]
+"""What weights are worth, in JSON's types: loss and metrics by slide, ``intervals``, ``slides``, and ``case``: the same
+numbers by case, with ``cases`` in place of ``slides`` (None: not asked for). Undefined numbers are None."""
 
 
 class Predictor(Protocol):
@@ -51,14 +60,30 @@ class Images:
         self._dataset, self._normalisation = dataset, normalisation
         self._dtype, self._memory_format = dtype, memory_format
 
-    def of(self, index: int) -> Callable[[Box], torch.Tensor]:
-        """Return a reader of one slide's training image: box → (1, 3, h, w)."""
+    def of(self, index: int) -> OneImage:
+        """Return one slide's training image as a batch of one."""
+        return OneImage(partial(self._read, index))
 
-        def read(box: Box) -> torch.Tensor:
-            pixels = torch.from_numpy(self._dataset.read(index, box)).unsqueeze(0)
-            return self._normalisation(pixels, self._dtype, self._memory_format)
+    def _read(self, index: int, box: Box) -> torch.Tensor:
+        pixels = torch.from_numpy(self._dataset.read(index, box)).unsqueeze(0)
+        return self._normalisation(pixels, self._dtype, self._memory_format)
 
-        return read
+
+@dataclass(frozen=True)
+class OneImage:
+    """A batch of one image, read by boxes, whatever batches the engine was made for.
+
+    Attributes:
+        of_box: box → (1, 3, h, w).
+        samples: how many images the batch has; engines ask.
+    """
+
+    of_box: Callable[[Box], torch.Tensor]
+    samples: int = 1
+
+    def read(self, box: Box, first: int, stop: int) -> torch.Tensor:
+        """Return (1, 3, h, w)."""
+        return self.of_box(box)[first:stop]
 
 
 @dataclass(frozen=True)
@@ -68,19 +93,49 @@ class Exam:
     Attributes:
         images: of the slides.
         targets: the slides' classes.
+        cases: the slides' cases.
         class_weights: one for each class, as in training.
+        aggregate: how slides speak for their case.
     """
 
     images: Images
     targets: tuple[int, ...]
+    cases: tuple[str, ...]
     class_weights: tuple[float, ...]
+    aggregate: Aggregate = "mean"
 
-    def judge(self, logits: Logits) -> dict[str, float | None]:
-        """Return the loss Σ w_y · ℓ / N, normalised as in training, and the metrics; undefined ones are None."""
+    @classmethod
+    def of(
+        cls, images: Images, slides: Sequence[SlideRef], class_weights: tuple[float, ...], aggregate: Aggregate
+    ) -> Exam:
+        """Return an exam on slides, which are all labelled; one without a case is a case of its own."""
+        targets = tuple(slide.label for slide in slides if slide.label is not None)
+        if len(targets) != len(slides):
+            raise ValueError("an exam needs slides with labels")
+        return cls(images, targets, tuple(s.case_id or s.slide_id for s in slides), class_weights, aggregate)
+
+    def judge(self, logits: Logits) -> Judgement:
+        """Return the loss Σ w_y · ℓ / N, normalised as in training, and the metrics, by slide and by case.
+
+        The intervals come from drawing cases, the same draws at every call: what changes is due to the weights.
+        """
         outputs = torch.tensor([logits[index] for index in range(len(self.targets))], dtype=torch.float64)
-        labels = torch.tensor(self.targets)
-        loss = float(sample_losses(outputs, labels, self.class_weights).mean())
-        return {"loss": loss, **metrics_of_logits(outputs, labels)}
+        labels, of_case = torch.tensor(self.targets), places_of(self.cases)
+        draws = draw_cases(int(of_case.max()) + 1)
+        by_slide = {**self._numbers(outputs, labels, draws[:, of_case]), "slides": len(self.targets)}
+        if self.aggregate == "none":
+            return {**by_slide, "case": None}
+        cases = by_case(outputs, labels, self.cases, self.aggregate)
+        return {**by_slide, "case": {**self._numbers(cases.logits, cases.targets, draws), "cases": len(cases)}}
+
+    def _numbers(self, outputs: torch.Tensor, labels: torch.Tensor, counts: torch.Tensor) -> Judgement:
+        losses = sample_losses(outputs, labels, self.class_weights)
+        loss = float(losses.mean())
+        return {
+            "loss": loss if math.isfinite(loss) else None,
+            **metrics_of_logits(outputs, labels),
+            "intervals": intervals(outputs, labels, losses, counts),
+        }
 
 
 class Interrupted(Exception):  # noqa: N818 (not an error: somebody asked for it)
@@ -119,20 +174,3 @@ def gather_logits(comm: Communicator, mine: Logits | None) -> Logits | None:
     if parts is None:
         return None
     return {int(index): values for part in parts for index, values in part}
-
-
-def judge_weights(
-    exam: Exam,
-    engine: Predictor,
-    group: Communicator,
-    weights: Mapping[str, torch.Tensor],
-    interrupted: Callable[[], bool] = lambda: False,
-) -> dict[str, float | None] | None:
-    """Return what weights are worth, judged by all ranks of ``group``; on its rank 0, None elsewhere.
-
-    Raises:
-        Interrupted: ``interrupted`` said so, on all ranks.
-    """
-    engine.load_state_dict(dict(weights))
-    logits = predict_slides(engine, exam.images, len(exam.targets), (0, 1), interrupted)
-    return exam.judge(logits) if group.rank == 0 else None

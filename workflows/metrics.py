@@ -1,14 +1,18 @@
 """How good a classifier is on held-out slides: metrics that do not depend on the loss; None where undefined.
 
 Numbers come from torchmetrics. What is not defined is None and never 0: everything for no samples or for outputs that
-are not finite, and all but accuracy while all targets are of one class.
+are not finite, and all but accuracy and calibration error while all targets are of one class.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-METRICS = ("auroc", "balanced_accuracy", "accuracy", "f1")
+METRICS = ("auroc", "balanced_accuracy", "accuracy", "f1", "quadratic_kappa", "calibration_error")
+LOWER_IS_BETTER = ("loss", "calibration_error")
+CALIBRATION_BINS = 15
 Metrics = dict[str, float | None]
 
 
@@ -24,23 +28,35 @@ def metrics_of_logits(logits: torch.Tensor, targets: torch.Tensor) -> Metrics:
     Returns:
         ``auroc`` (of class 1 against class 0; with more classes the mean over the classes present of each against the
         rest), ``balanced_accuracy`` (mean recall of the classes present), ``accuracy``, ``f1`` (of class 1; with more
-        classes the mean over the classes present).
+        classes the mean over the classes present), ``quadratic_kappa`` (Cohen's, a mistake by d classes counts d²: for
+        classes that have an order), ``calibration_error`` (expected, over 15 equal bins of the highest probability).
 
     Raises:
         ValueError: the shapes do not fit, or a target is not a class.
     """
     logits = logits.detach().cpu().double()
     _check(logits, targets)
-    others = logits.unsqueeze(1).expand(-1, logits.shape[1], -1).clone()
-    others.diagonal(dim1=1, dim2=2).fill_(-torch.inf)
-    return _metrics(logits - others.logsumexp(dim=2), logits, targets.detach().cpu().long())
+    return _metrics(log_odds(logits), logits, logits.softmax(1), targets.detach().cpu().long())
 
 
 def metrics_of_probabilities(probabilities: torch.Tensor, targets: torch.Tensor) -> Metrics:
     """Return the metrics of probabilities (N, K); see :func:`metrics_of_logits`."""
     probabilities = probabilities.detach().cpu().double()
     _check(probabilities, targets)
-    return _metrics(probabilities, probabilities, targets.detach().cpu().long())
+    return _metrics(probabilities, probabilities, probabilities, targets.detach().cpu().long())
+
+
+def log_odds(logits: torch.Tensor) -> torch.Tensor:
+    """Return log p / (1 − p) of each class, (N, K), without ever forming a probability that would round to 1."""
+    others = logits.unsqueeze(1).expand(-1, logits.shape[1], -1).clone()
+    others.diagonal(dim1=1, dim2=2).fill_(-torch.inf)
+    return logits - others.logsumexp(dim=2)
+
+
+def ranks(scores: torch.Tensor) -> torch.Tensor:
+    """Return the place of each score (N,) among the distinct ones, from 0; equal scores have equal ranks."""
+    places: torch.Tensor = scores.unique(return_inverse=True)[1]
+    return places
 
 
 def _check(outputs: torch.Tensor, targets: torch.Tensor) -> None:
@@ -50,23 +66,34 @@ def _check(outputs: torch.Tensor, targets: torch.Tensor) -> None:
         raise ValueError(f"targets must be in 0 … {outputs.shape[1] - 1}, given {targets.min()} … {targets.max()}")
 
 
-def _metrics(scores: torch.Tensor, outputs: torch.Tensor, targets: torch.Tensor) -> Metrics:
-    from torchmetrics.functional.classification import multiclass_f1_score, multiclass_recall
+def _metrics(
+    scores: torch.Tensor, outputs: torch.Tensor, probabilities: torch.Tensor, targets: torch.Tensor
+) -> Metrics:
+    from torchmetrics.functional.classification import (
+        multiclass_calibration_error,
+        multiclass_cohen_kappa,
+        multiclass_f1_score,
+        multiclass_recall,
+    )
 
     if not len(targets) or not bool(outputs.isfinite().all()):
         return dict.fromkeys(METRICS)
     predicted, classes = outputs.argmax(dim=1), outputs.shape[1]
     accuracy = float((predicted == targets).double().mean())
+    calibration = float(multiclass_calibration_error(probabilities, targets, classes, n_bins=CALIBRATION_BINS))
     present = targets.unique()
     if len(present) == 1:
-        return dict.fromkeys(METRICS) | {"accuracy": accuracy}
+        return dict.fromkeys(METRICS) | {"accuracy": accuracy, "calibration_error": calibration}
     recall = multiclass_recall(predicted, targets, classes, average=None)
     f1 = multiclass_f1_score(predicted, targets, classes, average=None)
+    kappa = float(multiclass_cohen_kappa(predicted, targets, classes, weights="quadratic"))
     return {
         "auroc": _auroc(scores, targets, present),
         "balanced_accuracy": float(recall[present].mean()),
         "accuracy": accuracy,
         "f1": float(f1[1] if classes == 2 else f1[present].mean()),
+        "quadratic_kappa": kappa if math.isfinite(kappa) else None,
+        "calibration_error": calibration,
     }
 
 
@@ -74,11 +101,11 @@ def _auroc(scores: torch.Tensor, targets: torch.Tensor, present: torch.Tensor) -
     from torchmetrics.functional.classification import binary_auroc
 
     positive = [1] if scores.shape[1] == 2 else present.tolist()
-    areas = [binary_auroc(_ranks(scores[:, c]), (targets == c).long()) for c in positive]
+    areas = [binary_auroc(_unit_ranks(scores[:, c]), (targets == c).long()) for c in positive]
     return float(torch.stack(areas).double().mean())
 
 
-def _ranks(scores: torch.Tensor) -> torch.Tensor:
+def _unit_ranks(scores: torch.Tensor) -> torch.Tensor:
     """Return the order of the scores as numbers in [0, 1]: torchmetrics squashes others, which can make ties."""
-    ranks: torch.Tensor = scores.unique(return_inverse=True)[1].double()
-    return ranks / max(1.0, float(ranks.max()))
+    places = ranks(scores).double()
+    return places / max(1.0, float(places.max()))

@@ -132,24 +132,16 @@ def _loader(job: Job, roles: Roles, stop: StopFlag) -> Callable[[bool], int]:
 
 
 def _validator(job: Job, roles: Roles, stop: StopFlag) -> Callable[[bool], int]:
-    from hyfi_core.plan.parallel_plan import ParallelPlan
-    from workflows.evaluation import judge_weights
-    from workflows.training.start import make_engine, make_exam, make_model
+    from functools import partial
+
+    from workflows.validation_child import start_child, validation_plan
     from workflows.validator import ValidationService
 
     group = roles.validators
     assert group is not None
-    model = make_model(job, tell=False)
-    plan = ParallelPlan(grids=((1, group.size),), fused_halo=job.plan.fused_halo)
-    engine = make_engine(job, model, plan, group, batch=1)
-    exam = make_exam(job)
-    service = ValidationService(
-        roles.world,
-        group,
-        model.state_dict(),
-        lambda weights, interrupted: judge_weights(exam, engine, group, weights, interrupted),
-        watch=lambda: stop.pass_on(roles.world),
-    )
+    start = partial(start_child, job, validation_plan(job, group.size))
+    service = ValidationService(roles.world, group, start, watch=lambda: stop.pass_on(roles.world))
+    service.begin()
     return lambda _: STOPPED if service.serve() else DONE
 
 
@@ -164,16 +156,22 @@ def _as_fault(part: Callable[[], int]) -> int:
 
 
 def _opening(job: Job, start: int) -> str:
+    from workflows.training.optimisation import describe_updates
+
     begin = f"goes on after step {start}" if start else "begins"
     return (
         f"run {job.config.run.dir} {begin}: {len(job.train)} training and {len(job.val)} validation slides, "
-        f"classes {', '.join(job.classes)}, {job.steps} steps of {job.step_samples} slides\n{job.plan.describe()}"
+        f"classes {', '.join(job.classes)}, {job.steps} steps of {job.step_samples} slides\n"
+        f"{describe_updates(job.config.optimizer, job.step_samples)}\n{job.plan.describe()}"
     )
 
 
 def _close(job: Job, recorder: Any, stopped: bool, as_json: bool) -> int:
     folder = job.config.run.dir
     what = "stopped on request; go on with --resume" if stopped else "done"
+    if recorder.last is not None and not stopped:
+        metric, patience = job.config.validation.metric, job.config.run.early_stop
+        what = f"ended with step {recorder.last}: {patience} validations without a better {metric}"
     best = f", best checkpoint of step {recorder.best}" if recorder.best is not None else ""
     say(f"run {folder}: {what}{best}")
     if as_json:
@@ -183,6 +181,7 @@ def _close(job: Job, recorder: Any, stopped: bool, as_json: bool) -> int:
                 "status": "stopped" if stopped else "done",
                 "steps": job.steps,
                 "best_step": recorder.best,
+                "early_stop_step": recorder.last,
                 "latest": folder / "checkpoints" / "latest",
                 "best": folder / "checkpoints" / "best" if (folder / "checkpoints" / "best").exists() else None,
             }

@@ -52,31 +52,35 @@ def validate_rank(
 ) -> int:
     """Do this rank's share and return the exit code."""
     import hyfi_core
+    from hyfi_core.plan.parallel_plan import ParallelPlan
     from hyfi_core.runtime.checkpoint import load_checkpoint
-    from workflows.evaluation import judge_weights
+    from workflows.judge import Judge
     from workflows.training.start import together
 
     world = hyfi_core.init()
     loaded = together(world, lambda: load_checkpoint(checkpoint))
     dataset = together(world, lambda: _dataset(loaded.model, store, labels, splits, split))
-    engine, exam = together(world, lambda: _engine_and_exam(loaded.model, dataset, world))
-    metrics = judge_weights(exam, engine, world, loaded.weights)
+    plan = ParallelPlan(grids=((1, world.size),))
+    judge = together(world, lambda: Judge.of(loaded.model, dataset, plan, world))
+    metrics = judge.judge(loaded.judged)
     if metrics is None:
         return 0
     least = float(loaded.model["min_coverage"])
     low = [dataset.samples[i].slide_id for i in range(len(dataset)) if dataset.view(i).coverage < least]
     if low:
         warn(f"{len(low)} slides show less than {least:g} of their tissue: {', '.join(low)}")
-    _tell(checkpoint, loaded.model, split, len(dataset), metrics, as_json)
+    kind = "weights" if loaded.averaged is None else "moving average of the weights (EMA)"
+    _tell(checkpoint, loaded.model, split, kind, metrics, as_json)
     return 0
 
 
 def _dataset(model: Mapping[str, Any], store: Path, labels: Path | None, splits: Path | None, split: str) -> Any:
     """Return the split's slides as the checkpoint's network sees them."""
-    from data.dataset import SlideDataset, select_slides
+    from data.dataset import select_slides
     from data.labels import load_labels
     from data.manifest import StoreManifest
     from data.splits import SPLITS, load_splits
+    from workflows.judge import dataset_of
 
     if split not in SPLITS:
         raise RequestError(f"--split: given {split!r}; allowed: {', '.join(SPLITS)}")
@@ -86,42 +90,24 @@ def _dataset(model: Mapping[str, Any], store: Path, labels: Path | None, splits:
     slides = select_slides(rows, known, load_splits(splits or path, rows), split)
     if not slides:
         raise RequestError(f"--split {split}: no slide of {store} is done, labelled in {path} and in {split!r}")
-    height, width = model["size_px"]
-    return SlideDataset(
-        store, slides, size_px=(height, width), mpp=model["mpp"], view=model["view"], align_px=model["align_px"]
-    )
-
-
-def _engine_and_exam(model: Mapping[str, Any], dataset: Any, world: Any) -> tuple[Any, Any]:
-    import torch
-
-    from data.normalise import Normalisation
-    from hyfi_core.plan.parallel_plan import ParallelPlan
-    from hyfi_core.runtime.engine import parallelize
-    from workflows.evaluation import Exam, Images
-    from workflows.models import DTYPES, FORMATS, build_model, lay_out
-
-    precision, memory_format = model.get("precision", "float32"), model.get("memory_format", "channels_last")
-    module = lay_out(build_model(model["model"]), precision, memory_format)
-    engine = parallelize(
-        module,
-        (1, 3, *dataset.size_px),
-        ParallelPlan(grids=((1, world.size),)),
-        world,
-        autocast=torch.bfloat16 if precision == "bfloat16" else None,
-    )
-    normalisation = Normalisation.from_json(model["normalisation"])
-    images = Images(dataset, normalisation, DTYPES[precision], FORMATS[memory_format])
-    weights = model.get("class_weights") or [1.0] * len(model["class_names"])
-    return engine, Exam(images, tuple(sample.label for sample in dataset.samples), tuple(weights))
+    return dataset_of(model, store, slides)
 
 
 def _tell(
-    checkpoint: Path, model: Mapping[str, Any], split: str, slides: int, metrics: Mapping[str, Any], as_json: bool
+    checkpoint: Path, model: Mapping[str, Any], split: str, kind: str, metrics: Mapping[str, Any], as_json: bool
 ) -> None:
     step = model.get("step")
-    say(f"{checkpoint} (step {step}) on {slides} slides of {split}:")
-    for name, value in metrics.items():
-        say(f"  {name:<18} {'undefined' if value is None else f'{value:.4f}'}")
+    say(f"{checkpoint} (step {step}), {kind}, on {metrics['slides']} slides of {split}:")
+    _tell_numbers(metrics)
+    if metrics["case"] is not None:
+        say(f"by case ({metrics['case']['cases']} cases; {model.get('case_aggregate', 'mean')} of their slides):")
+        _tell_numbers(metrics["case"])
     if as_json:
-        emit_json({"checkpoint": checkpoint, "step": step, "split": split, "slides": slides, **metrics})
+        emit_json({"checkpoint": checkpoint, "step": step, "split": split, **metrics})
+
+
+def _tell_numbers(metrics: Mapping[str, Any]) -> None:
+    from workflows.training.recorder import numbers_in_words
+
+    for name, words in numbers_in_words(metrics).items():
+        say(f"  {name:<18} {words}")

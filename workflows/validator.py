@@ -1,255 +1,276 @@
-"""Validation while training goes on: snapshots of the weights go to validator ranks, numbers come back.
+"""Validation while training goes on: the side of the validator ranks, which only watch over those who compute.
 
 ::
 
-    trainer 0                                   validator 0                    validators 1 …
-      work {step, bytes}          ──────────►     posts a receive
-      snapshot (flat bytes)       ──────────►     order {validate}, bytes ───►   the same engine
-      … trains on …                               judges slide by slide, all of them together
-                                  ◄──────────     result {step, metrics}
-      work {end, stopped}         ──────────►     order {end}            ───►
-                                  ◄──────────     bye
+    trainer 0                       validator 0 ── its child            validator 1 … ── their children
+      work {step, bytes}   ──────►    posts a receive
+      snapshot             ──────►      in memory that the child shares
+      … trains on …                   {validate} ──► sends the weights on to the other children;
+                                                     all judge, slide by slide, over gloo
+                           ◄──────    result     ◄──
+                                      a child died: reported; all children are started again,
+                                      the snapshot is still there; at the third time:
+                           ◄──────    gave up                          {kill}  ──────►
+      work {end}           ──────►                                     {end}   ──────►
+                           ◄──────    bye
 
-At most ``QUEUE`` snapshots are on their way; then trainer 0 waits, so none is skipped.
+A child that *dies* (killed, out of memory, a crash in a library) is replaced; one that *raises* would do so again, and
+its error is the run's. Children know nothing of MPI; how they end never ends the job by itself.
 """
 
 from __future__ import annotations
 
+import socket
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from data.backoff import Backoff
 from hyfi_core.comm.base import Communicator, Message, Pending
-from workflows.evaluation import Interrupted
+from hyfi_core.errors import RequestError
+from workflows.child_process import ChildProcess, Word
+from workflows.console import warn
+from workflows.shared_buffers import SharedBuffer, SharedBuffers
+from workflows.validation_client import QUEUE, RESULT_TAG, SNAPSHOT_TAG, WORK_TAG
 
-WORK_TAG, SNAPSHOT_TAG, RESULT_TAG, ORDER_TAG = 110, 111, 112, 113
-QUEUE = 2
+ORDER_TAG, DEATH_TAG = 113, 114
+MOST_DEATHS = 3
+"""Deaths without a finished validation in between after which the validators give up."""
 
-Metrics = dict[str, float | None]
-Evaluate = Callable[[Mapping[str, torch.Tensor], Callable[[], bool]], Metrics | None]
-"""(weights, interrupted) → metrics on the first rank of the group, None on the others; may raise Interrupted."""
-
-
-def flatten(state: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return all tensors of a ``state_dict``, in its order, as one newly allocated row of bytes."""
-    parts = [value.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for value in state.values()]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+Start = Callable[[Mapping[str, Any], Sequence[int]], ChildProcess]
+"""(seat, descriptors) → a child that was just started; seat: rank, size, and where child 0 is found."""
 
 
-def unflatten(flat: torch.Tensor, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors of ``flatten``, copied, with names, shapes and types of ``like``."""
-    size = sum(value.numel() * value.element_size() for value in like.values())
-    if size != flat.numel():
-        raise ValueError(f"a snapshot of {flat.numel()} bytes does not fit a model of {size} bytes")
-    result, start = {}, 0
-    for name, value in like.items():
-        end = start + value.numel() * value.element_size()
-        result[name] = flat[start:end].clone().view(value.dtype).reshape(value.shape)
-        start = end
-    return result
-
-
-class ValidationClient:
-    """Trainer 0's side: hands snapshots over, collects results in the order of the steps.
-
-    Args:
-        world: all ranks.
-        leader: world rank of validator 0.
-    """
-
-    def __init__(self, world: Communicator, leader: int) -> None:
-        self._world, self._leader = world, leader
-        self._sending: list[Pending] = []
-        self._results: list[tuple[int, Metrics]] = []
-        self._open: list[int] = []
-        self._bye = False
-
-    @property
-    def open_steps(self) -> tuple[int, ...]:
-        """Steps whose results have not come yet."""
-        return tuple(self._open)
-
-    def submit(self, step: int, state: Mapping[str, torch.Tensor], impatient: Callable[[], bool]) -> bool:
-        """Hand the weights of ``step`` over (copied before this returns); wait while the queue is full.
-
-        Returns:
-            False where ``impatient`` said so while waiting: these weights were not handed over.
-        """
-        if not self._wait(lambda: len(self._open) < QUEUE, impatient):
-            return False
-        flat = flatten(state)
-        work = {"kind": "validate", "step": step, "bytes": flat.numel()}
-        self._sending.append(self._world.send_object(work, self._leader, WORK_TAG))
-        self._sending.append(self._world.exchange([Message(self._leader, flat, SNAPSHOT_TAG)], []))
-        self._open.append(step)
-        return True
-
-    def collect(self) -> list[tuple[int, Metrics]]:
-        """Return the results that have come since the last call; never blocks."""
-        self._progress()
-        results, self._results = self._results, []
-        return results
-
-    def drain(self, impatient: Callable[[], bool]) -> bool:
-        """Wait until all results are in; False where ``impatient`` said so before."""
-        return self._wait(lambda: not self._open, impatient)
-
-    def close(self, stopped: bool) -> None:
-        """End the service; with ``stopped`` what is open is given up. Returns when the validators have said goodbye."""
-        word = {"kind": "end", "stopped": stopped}
-        self._sending.append(self._world.send_object(word, self._leader, WORK_TAG))
-        self._wait(lambda: self._bye and not self._sending, lambda: False)
-
-    def _wait(self, ready: Callable[[], bool], impatient: Callable[[], bool]) -> bool:
-        backoff = Backoff()
-        self._progress()
-        while not ready():
-            if impatient():
-                return False
-            backoff.pause()
-            self._progress()
-        return True
-
-    def _progress(self) -> None:
-        self._sending = [pending for pending in self._sending if not pending.test()]
-        while (found := self._world.poll_object(RESULT_TAG, self._leader)) is not None:
-            word = found[1]
-            if word["kind"] == "bye":
-                self._bye = True
-            else:
-                self._results.append((word["step"], word["metrics"]))
-                self._open.remove(word["step"])
+class ValidationChildError(RuntimeError):
+    """A child has raised; the message is its traceback."""
 
 
 @dataclass
 class _Work:
-    """One word from trainer 0; for a snapshot also where it arrives."""
+    """A snapshot, arriving or there."""
 
-    kind: str
-    step: int = 0
-    stopped: bool = False
-    flat: torch.Tensor | None = None
-    arriving: Pending | None = None
+    step: int
+    place: SharedBuffer
+    arriving: Pending
 
 
 class ValidationService:
-    """The validators' side; runs until trainer 0 ends it.
+    """One validator rank: starts a child, watches over it, replaces it.
 
     Args:
         world: all ranks.
         group: the validators; its rank 0 talks to trainer 0.
-        like: the model's ``state_dict``: names, shapes and types of a snapshot.
-        evaluate: judges weights, on all validators together.
+        start: starts this rank's child.
         watch: called between messages, for signals; may raise.
     """
 
     def __init__(
-        self,
-        world: Communicator,
-        group: Communicator,
-        like: Mapping[str, torch.Tensor],
-        evaluate: Evaluate,
-        watch: Callable[[], None] = lambda: None,
+        self, world: Communicator, group: Communicator, start: Start, watch: Callable[[], None] = lambda: None
     ) -> None:
-        self._world, self._group, self._like = world, group, dict(like)
-        self._evaluate, self._watch = evaluate, watch
-        self._queue: deque[_Work] = deque()
+        self._world, self._group, self._start, self._watch = world, group, start, watch
+        self._leads = group.rank == 0
+        self._buffers = SharedBuffers(QUEUE if self._leads else 0)
+        self._child: ChildProcess | None = None
+        self._round = 0
+        self._host = ""
         self._sending: list[Pending] = []
-        self._given_up = False
+        self._queue: deque[_Work] = deque()
+        self._end: Word | None = None
+        self._ready = self._busy = self._gave_up = False
+        self._deaths = 0
+
+    def begin(self) -> None:
+        """Start the children and return when they are ready (collective over the group).
+
+        Raises:
+            RequestError: they cannot do what the run asks for.
+            ValidationChildError: one of them raised.
+            RuntimeError: one of them died.
+        """
+        hosts = self._group.broadcast_object(self._group.gather_objects(socket.gethostname()))
+        self._host = hosts[0] if len(set(hosts)) > 1 else "localhost"
+        port = None
+        if self._leads:
+            self._replace_child(None)
+            port = self._await("port")["port"] if self._group.size > 1 else None
+        port = self._group.broadcast_object(port)
+        if not self._leads:
+            self._replace_child(port)
+        self._await("ready")
+        self._ready = True
 
     def serve(self) -> bool:
-        """Serve; return whether the run was stopped before its time."""
-        return self._lead() if self._group.rank == 0 else self._follow()
+        """Serve until trainer 0 ends it; return whether the run was stopped before its time."""
+        try:
+            return self._lead() if self._leads else self._follow()
+        finally:
+            self._kill()
+            self._buffers.close()
+
+    # -- validator 0
 
     def _lead(self) -> bool:
         backoff = Backoff()
-        while True:
-            self._listen()
-            if not self._queue:
+        while self._end is None or self._queue:
+            if self._listen() | self._tend():
+                backoff.reset()
+            else:
                 backoff.pause()
-                continue
-            backoff.reset()
+        return self._leave(bool(self._end["stopped"]))
+
+    def _listen(self) -> bool:
+        """Take what trainer 0 and the other validators have said; whether there was anything."""
+        self._watch()
+        self._sending = [pending for pending in self._sending if not pending.test()]
+        heard = False
+        while (found := self._world.poll_object(WORK_TAG, 0)) is not None:
+            heard, word = True, found[1]
+            if word["kind"] == "end":
+                self._end = word
+            else:
+                place = self._buffers.take(word["bytes"])
+                arriving = self._world.exchange([], [Message(0, place.flat, SNAPSHOT_TAG)])
+                self._queue.append(_Work(word["step"], place, arriving))
+        while (found := self._group.poll_object(DEATH_TAG)) is not None:
+            if found[1]["round"] == self._round and not self._gave_up:
+                self._mourn(found[1]["rank"], found[1]["how"])
+        return heard
+
+    def _tend(self) -> bool:
+        """Let the child go on with what there is to do; whether anything happened."""
+        if self._gave_up or (self._end is not None and (self._end["stopped"] or self._end["needless"])):
+            self._kill()
+            return self._drop()
+        assert self._child is not None
+        word = self._child.hear()
+        if word is not None:
+            self._obey(word)
+        if self._ready and not self._busy and self._queue and self._queue[0].arriving.test():
+            work = self._queue[0]
+            self._busy = True
+            self._child.say(
+                {
+                    "kind": "validate",
+                    "step": work.step,
+                    "bytes": work.place.flat.numel(),
+                    "descriptor": work.place.descriptor,
+                }
+            )
+            return True
+        return word is not None
+
+    def _obey(self, word: Word) -> None:
+        if word["kind"] == "port":
+            self._order({"kind": "start", "port": word["port"], "round": self._round})
+        elif word["kind"] == "ready":
+            self._ready = True
+        elif word["kind"] == "result":
             work = self._queue.popleft()
-            if work.kind == "end":
-                return self._leave(work.stopped)
-            self._arrive(work)
-            if not self._given_up:
-                self._order({"kind": "validate", "bytes": len(self._flat(work))})
-                self._report(work, self._validate(self._flat(work)))
+            self._buffers.give(work.place)
+            self._busy, self._deaths = False, 0
+            self._tell({"kind": "result", "step": work.step, "metrics": word["metrics"]})
+        elif word["kind"] == "died":
+            self._mourn(0, word["how"])
+        else:
+            self._fail(word)
+
+    def _mourn(self, rank: int, how: str) -> None:
+        """Report the death of the child of one validator, and start all children again, or give up."""
+        self._deaths += 1
+        step = self._queue[0].step if self._queue else None
+        what = f"the process that validates on validator {rank} ended by {how}"
+        again = f"from the weights of step {step}" if step is not None else "to wait for weights"
+        self._kill()
+        self._ready = self._busy = False
+        if self._deaths >= MOST_DEATHS:
+            self._gave_up = True
+            warn(f"hyfi: {what}, for the {MOST_DEATHS}rd time in a row: the trainers validate from now on")
+            self._order({"kind": "kill"})
+            self._tell({"kind": "gave up"})
+            return
+        warn(f"hyfi: {what}; it is started again, {again} ({self._deaths} of {MOST_DEATHS - 1} times)")
+        self._round += 1
+        self._replace_child(None)
+
+    def _drop(self) -> bool:
+        """Forget the snapshots that have arrived: what is under way must be received before this rank may leave."""
+        before = len(self._queue)
+        while self._queue and self._queue[0].arriving.test():
+            self._buffers.give(self._queue.popleft().place)
+        return len(self._queue) < before
+
+    def _leave(self, stopped: bool) -> bool:
+        self._order({"kind": "end", "stopped": stopped})
+        self._tell({"kind": "bye"})
+        for pending in self._sending:
+            pending.wait()
+        return stopped
+
+    def _tell(self, word: Word) -> None:
+        self._sending.append(self._world.send_object(word, 0, RESULT_TAG))
+
+    def _order(self, word: Word) -> None:
+        for rank in range(1, self._group.size):
+            self._sending.append(self._group.send_object(word, rank, ORDER_TAG))
+
+    # -- the others
 
     def _follow(self) -> bool:
         backoff = Backoff()
         while True:
             self._watch()
+            if self._child is not None and (word := self._child.hear()) is not None:
+                self._heed(word)
             found = self._group.poll_object(ORDER_TAG, 0)
             if found is None:
                 backoff.pause()
                 continue
             backoff.reset()
-            word = found[1]
-            if word["kind"] == "end":
-                return bool(word["stopped"])
-            self._validate(torch.empty(word["bytes"], dtype=torch.uint8))
+            if found[1]["kind"] == "end":
+                return bool(found[1]["stopped"])
+            self._kill()
+            if found[1]["kind"] == "start":
+                self._round = found[1]["round"]
+                self._replace_child(found[1]["port"])
 
-    def _validate(self, flat: torch.Tensor) -> Metrics | None:
-        """Judge weights that validator 0 has, on all validators; None where it was given up."""
-        self._group.broadcast(flat)
-        try:
-            return self._evaluate(unflatten(flat, self._like), self._interrupted)
-        except Interrupted:
-            return None
+    def _heed(self, word: Word) -> None:
+        if word["kind"] == "died":
+            self._kill()
+            notice = {"rank": self._group.rank, "how": word["how"], "round": self._round}
+            self._sending = [pending for pending in self._sending if not pending.test()]
+            self._sending.append(self._group.send_object(notice, 0, DEATH_TAG))
+        elif word["kind"] != "ready":
+            self._fail(word)
 
-    def _interrupted(self) -> bool:
-        """Return whether trainer 0 has given this up; the same on all validators."""
-        if self._group.rank == 0:
-            self._listen()
-        else:
-            self._watch()
-        vote = torch.tensor([int(self._given_up)])
-        self._group.all_reduce(vote, "max")
-        return bool(vote.item())
+    # -- both
 
-    def _listen(self) -> None:
-        """Take what trainer 0 has said; receives of snapshots are posted at once."""
-        self._watch()
-        self._sending = [pending for pending in self._sending if not pending.test()]
-        while (found := self._world.poll_object(WORK_TAG, 0)) is not None:
-            word = found[1]
-            if word["kind"] == "end":
-                self._given_up |= bool(word["stopped"])
-                self._queue.append(_Work("end", stopped=bool(word["stopped"])))
-                continue
-            flat = torch.empty(word["bytes"], dtype=torch.uint8)
-            arriving = self._world.exchange([], [Message(0, flat, SNAPSHOT_TAG)])
-            self._queue.append(_Work("validate", word["step"], flat=flat, arriving=arriving))
+    def _replace_child(self, port: int | None) -> None:
+        """Start this rank's child; ``port``: where child 0 listens, None for child 0 itself, which will say so."""
+        self._kill()
+        seat = {"rank": self._group.rank, "size": self._group.size, "host": self._host, "port": port}
+        self._child = self._start(seat, self._buffers.descriptors)
 
-    def _arrive(self, work: _Work) -> None:
+    def _kill(self) -> None:
+        if self._child is not None:
+            self._child.kill()
+            self._child = None
+
+    def _await(self, kind: str) -> Word:
+        """Return the child's next word, which must be of one kind."""
+        assert self._child is not None
         backoff = Backoff()
-        while work.arriving is not None and not work.arriving.test():
+        while (word := self._child.hear()) is None:
             self._watch()
             backoff.pause()
-
-    def _report(self, work: _Work, metrics: Metrics | None) -> None:
-        if metrics is not None:
-            word = {"kind": "result", "step": work.step, "metrics": metrics}
-            self._sending.append(self._world.send_object(word, 0, RESULT_TAG))
-
-    def _leave(self, stopped: bool) -> bool:
-        self._order({"kind": "end", "stopped": stopped})
-        self._sending.append(self._world.send_object({"kind": "bye"}, 0, RESULT_TAG))
-        for pending in self._sending:
-            pending.wait()
-        return stopped
-
-    def _order(self, word: Mapping[str, Any]) -> None:
-        for rank in range(1, self._group.size):
-            self._sending.append(self._group.send_object(dict(word), rank, ORDER_TAG))
+        if word["kind"] != kind:
+            self._fail(word)
+        return word
 
     @staticmethod
-    def _flat(work: _Work) -> torch.Tensor:
-        assert work.flat is not None
-        return work.flat
+    def _fail(word: Word) -> None:
+        if word["kind"] == "refused":
+            raise RequestError(word["reason"])
+        if word["kind"] == "died":
+            raise RuntimeError(f"the process that validates ended by {word['how']} as it began")
+        raise ValidationChildError(f"the process that validates failed:\n{word['error']}")

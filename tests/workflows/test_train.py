@@ -25,9 +25,9 @@ from workflows import launch, train, validate
 from workflows.config import load_config
 from workflows.models import build_model
 from workflows.training import start
+from workflows.training.best import merit
 from workflows.training.metrics_log import read_metrics
 from workflows.training.optimisation import lr_factor, make_loss
-from workflows.training.run_folder import merit
 from workflows.training.start import together
 from workflows.training.stop import SIGNALS, StopFlag
 

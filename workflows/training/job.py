@@ -136,6 +136,7 @@ class Job:
             "view": data.view,
             "align_px": data.align_px,
             "min_coverage": data.min_coverage,
+            "case_aggregate": data.case_aggregate,
             "tissue": _tissue(self.train),
             "normalisation": Normalisation().to_json(),
             "precision": self.config.run.precision,

@@ -10,11 +10,23 @@ import torch
 from workflows.schema import LrScheduleConfig, OptimizerConfig
 
 
-def make_optimizer(config: OptimizerConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Return SGD with momentum or AdamW over ``parameters``."""
+def make_optimizer(
+    config: OptimizerConfig, parameters: Iterable[torch.nn.Parameter], batch: int
+) -> torch.optim.Optimizer:
+    """Return SGD with momentum or AdamW over ``parameters``; ``batch``: slides of one update, for the learning rate."""
+    lr = config.scaled_lr(batch)
     if config.name == "sgd":
-        return torch.optim.SGD(parameters, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
-    return torch.optim.AdamW(parameters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
+        return torch.optim.SGD(parameters, lr=lr, momentum=config.momentum, weight_decay=config.weight_decay)
+    return torch.optim.AdamW(parameters, lr=lr, betas=config.betas, weight_decay=config.weight_decay)
+
+
+def describe_updates(config: OptimizerConfig, batch: int) -> str:
+    """Return what one update learns from and how fast, in a line for people; ``batch``: its slides."""
+    made = f" ({batch // config.accumulate} × {config.accumulate} accumulated)" if config.accumulate > 1 else ""
+    text = f"effective batch {batch}{made}, learning rate {config.scaled_lr(batch):g}"
+    if config.lr_scaling == "none":
+        return text
+    return f"{text}: {config.lr:g} for {config.lr_batch}, scaled {config.lr_scaling}"
 
 
 def lr_factor(config: LrScheduleConfig, steps: int) -> Callable[[int], float]:

@@ -139,7 +139,7 @@ def make_engine(job: Job, model: torch.nn.Module, plan: ParallelPlan, group: Com
         plan,
         group,
         loss=make_loss(job.class_weights, optimizer.accumulate),
-        optimizer=lambda parameters: make_optimizer(optimizer, parameters),
+        optimizer=lambda parameters: make_optimizer(optimizer, parameters, job.step_samples),
         autocast=torch.bfloat16 if job.config.run.precision == "bfloat16" else None,
     )
 
@@ -148,7 +148,7 @@ def make_exam(job: Job) -> Exam:
     """Return what the run's weights are judged by."""
     run = job.config.run
     images = Images(job.val, Normalisation(), DTYPES[run.precision], FORMATS[run.memory_format])
-    return Exam(images, tuple(job.targets()), job.class_weights)
+    return Exam.of(images, job.val.samples, job.class_weights, job.config.data.case_aggregate)
 
 
 @dataclass(frozen=True)
