@@ -117,8 +117,8 @@ def _chimera(stages: int, microbatches: int) -> list[Action]:
     A unit has D micro-batches, half of them in each direction. In slots of one forward or one backward, F(m) of stage
     s is in slot s + 2m and B(m) in 2D − 1 − s + 2m; for an even D the mirrored stage D − 1 − s falls exactly into the
     slots between. Units follow each other every 2D slots, the next one's forwards in the gaps that the last one's
-    drain leaves. With an odd D the slots of the two directions collide in part: the order stays right, and the
-    bubbles are more than the paper's.
+    drain leaves. With an odd D direction 1 starts one slot later; some slots collide all the same: the order stays
+    right, and the bubbles are more than the paper's.
 
         rank 0  F0 .  F1 F2 B2 F3 B3 B0 .  B1
         rank 1  .  F0 F2 F1 F3 B2 B0 B3 B1 .
@@ -129,7 +129,7 @@ def _chimera(stages: int, microbatches: int) -> list[Action]:
     slots = []
     for direction in (0, 1):
         for m in range(half):
-            start = 2 * stages * (m // unit) + 2 * (m % unit)
+            start = 2 * stages * (m // unit) + 2 * (m % unit) + direction * (stages % 2)
             for stage in range(stages):
                 microbatch = direction * half + m
                 slots.append((start + stage, act(Verb.F, stage, direction, microbatch)))

@@ -85,6 +85,14 @@ def test_live_microbatches_of_chimera(d: int, n: int) -> None:
     assert peaks[0] == peaks[-1] == d // 2 + 1
 
 
+@pytest.mark.parametrize(("d", "n"), [(3, 4), (5, 6), (5, 20), (7, 8)])
+def test_chimera_on_an_odd_number_of_stages(d: int, n: int) -> None:
+    """Exact and within the memory, if not within the bubbles, of the paper; for N = D + 1 it waits less than 1F1B."""
+    found = run("chimera", d, n)
+    assert max(found.peak_live) <= d
+    assert n > d + 1 or found.bubble < run("1f1b", d, n).bubble
+
+
 def test_costs_may_depend_on_the_stage() -> None:
     slow_second = Costs(forward_s=lambda stage: 1.0 + stage, backward_s=2.0, message_s=0.5, reduce_s=3.0)
     found = run("sequential", 2, 1, slow_second)
@@ -148,15 +156,21 @@ def message(schedule: Schedule, placement: Placement) -> str:
 
 
 def test_two_gangs_in_opposite_orders_dead_lock() -> None:
-    """Ranks 0 and 1 both hold stage 0 of both directions; a dry run without gangs would say "ok"."""
-    schedule, placement = lowered("chimera", ((1, 2),), 2)
-    swapped = edited(schedule, 1, "F0.s0.d0 F1.s0.d1", "F1.s0.d1 F0.s0.d0")
-    assert message(swapped, placement).splitlines() == [
+    """Ranks 0 and 1 hold stage 0 of direction 0 and stage 1 of direction 1; without gangs a dry run would say "ok"."""
+    plan = ParallelPlan(((1, 2), (1, 2)), schedule="chimera", microbatches=2)
+    placement = Placement.of(plan)
+    schedule = lower(generate(plan, placement), placement, [])
+    swapped = edited(schedule, 1, "F0.s0.d0 F1.s1.d1", "F1.s1.d1 F0.s0.d0")
+    with pytest.raises(ScheduleError) as caught:
+        simulate(swapped, placement, [])
+    assert str(caught.value).splitlines() == [
         "schedule chimera: dead-lock",
-        "  rank 0, action 0, F0.s0.d0: waits for rank 1 of its stage, which is at F1.s0.d1",
-        "  rank 1, action 0, F1.s0.d1: waits for rank 0 of its stage, which is at F0.s0.d0",
-        f"rank 0 │ F0.s0.d0 {MARK}",
-        f"rank 1 │ F1.s0.d1 {MARK}",
+        "  rank 0, action 0, F0.s0.d0: waits for rank 1 of its stage, which is at F1.s1.d1",
+        "  rank 1, action 0, F1.s1.d1: waits for rank 0 of its stage, which is at F0.s0.d0",
+        f"rank 0 │ {'':8}  {'':8}  {'':8}  {'':8}  F0.s0.d0 {MARK}",
+        f"rank 1 │ {'':8}  {'':8}  {'':8}  {'':8}  F1.s1.d1 {MARK}",
+        "rank 2 │ F1.s0.d1  F0.s1.d0  B0.s1.d0  B1.s0.d1",
+        "rank 3 │ F1.s0.d1  F0.s1.d0  B0.s1.d0  B1.s0.d1",
     ]
 
 
