@@ -1,4 +1,4 @@
-"""Several training steps under a plan, held against one process that does the same: micro-batches, replicas, optimiser."""
+"""Several training steps under a plan, held against one process that does the same, replicas and optimiser too."""
 
 from __future__ import annotations
 

@@ -288,17 +288,13 @@ def test_autocast_travels_in_its_own_type() -> None:
         return loss, engine.traffic()["stage"]["bytes"], engine.predict(images.float())
 
     half = run_copies(model.float(), 5, body, strict=True)
+    wanted = 0.0
     with torch.autocast("cpu", torch.bfloat16):
-        wanted = (
-            sum(
-                nn.functional.cross_entropy(model(p), t).item()
-                for p, t in zip(images.float().chunk(4), labels.chunk(4))
-            )
-            / 4
-        )
+        for part, targets in zip(images.float().chunk(4), labels.chunk(4), strict=True):
+            wanted += nn.functional.cross_entropy(model(part), targets).item() / 4
     assert half[0][0] == pytest.approx(wanted, abs=2e-2)
-    full = sum(32 * 64 * 4 * 2 * 4 for _ in range(2))  # float32 bytes of the first cut, forward and back, of both ranks
-    assert sum(result[1] for result in half[:2]) < full
+    full = 4 * 4 * 64 * 64 * 4 * 2  # four micro-batches, four channels, float32, to the next stage and to the last
+    assert sum(result[1] for result in half[:2]) == full // 2
 
 
 @pytest.mark.parametrize(
@@ -312,7 +308,7 @@ def test_autocast_travels_in_its_own_type() -> None:
 def test_wrong_cuts_are_refused_by_name(fields: dict[str, Any], message: str) -> None:
     plan = ParallelPlan(((1, 1),) * 3, microbatches=2, **fields)
     with pytest.raises(RequestError, match=message):
-        run_ranks(3, lambda comm: hyfi_core.parallelize(resnet18(2, width=4), (2, 3, 32, 32), plan, comm))
+        run_ranks(3, lambda comm: hyfi_core.parallelize(resnet18(2, width=4), (2, 3, 64, 64), plan, comm))
 
 
 def test_what_two_directions_cannot_order_is_refused_by_name() -> None:

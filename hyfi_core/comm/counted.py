@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -28,6 +28,12 @@ class _Timed:
         start_s = perf_counter()
         self._pending.wait()
         self._seconds[self._kind] += perf_counter() - start_s
+
+
+class KindCommunicator(Communicator, Protocol):
+    """A communicator that is told what kind of traffic comes next."""
+
+    kind: str
 
 
 class CountedCommunicator:

@@ -134,6 +134,10 @@ class ReplayingCommunicator:
             tensor.copy_(kept)
         return _Done()
 
+    def __getattr__(self, name: str) -> Any:
+        """Nothing else is part of a forward."""
+        raise AttributeError(f"{name} cannot be played back: no forward of a stage calls it")
+
 
 class _Done:
     def test(self) -> bool:

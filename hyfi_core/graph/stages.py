@@ -13,6 +13,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from hyfi_core.errors import RequestError
@@ -101,7 +102,7 @@ def _ends(operators: Sequence[Operator], cuts: Sequence[str]) -> list[tuple[int,
     if cuts and bounds[-1] == len(operators):
         raise RequestError(f"plan.cuts names {cuts[-1]!r}, after which the model does nothing; cut earlier")
     bounds.append(len(operators))
-    return list(zip(bounds[:-1], bounds[1:], strict=True))
+    return list(pairwise(bounds))
 
 
 def _nearest(operators: Sequence[Operator], cut: str) -> str:

@@ -379,7 +379,7 @@ class Engine:
         return {key: read[part] for key, part in parts.items()}
 
     def _batch_shape(self, images: Images) -> tuple[int, int, int, int]:
-        """Return the shape of the whole batch; of one read by boxes its ``samples``, else those the engine is made for."""
+        """Return the shape of the batch; of one read by boxes its ``samples``, else those the engine is made for."""
         if not isinstance(images, torch.Tensor):
             return getattr(images, "samples", self._shape[0]), *self._shape[1:]
         if images.dim() != 4:

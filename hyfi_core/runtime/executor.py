@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hyfi_core.comm.counted import CountedCommunicator
+from hyfi_core.comm.counted import KindCommunicator
 from hyfi_core.graph.segments import Meeting, Segment, Tape
 
 Values = dict[str, torch.Tensor]
@@ -60,7 +60,7 @@ class Executor:
         comm: the ranks of the stage.
     """
 
-    def __init__(self, tape: Tape, comm: CountedCommunicator) -> None:
+    def __init__(self, tape: Tape, comm: KindCommunicator) -> None:
         self.tape = tape
         self._comm = comm
         self._anchor = torch.zeros((), requires_grad=True)

@@ -1,4 +1,4 @@
-"""The mirror: two directions, one owner of the optimiser's state (the communication optimisation of GEMS-MASTER, exact).
+"""The mirror: two directions, one owner of the optimiser's state (GEMS-MASTER's communication optimisation, exact).
 
     direction 1, stage s, rank k-1-r   ── gradients, after its last backward ──▶   direction 0, stage s, rank r
     direction 1, stage s, rank k-1-r   ◀── weights, after the update ──            direction 0, stage s, rank r

@@ -113,15 +113,15 @@ class FoldedStatistics:
         half = self._microbatches // 2
         sends, receives, boxes = [], [], []
         for key in sorted(self._hosted):
-            stage, direction = key
+            direction = key[1]
             mine = range(direction * half, (direction + 1) * half)
             if self._peers[key] != self._comm.rank:
                 names = sorted(self._hosted[key].ranked.program.mutations)
-                for dtype, group in self._by_type(names):
+                for _, group in self._by_type(names):
                     flat = torch.cat([self._added[name, m].reshape(-1) for m in mine for name in group])
                     sends.append(Message(self._peers[key], flat))
         for key in sorted(self._hosted, key=lambda key: (key[0], 1 - key[1])):  # in the order in which peers send
-            stage, direction = key
+            direction = key[1]
             theirs = range((1 - direction) * half, (2 - direction) * half)
             if self._peers[key] != self._comm.rank:
                 names = sorted(self._hosted[key].ranked.program.mutations)
