@@ -65,7 +65,8 @@ class TiffSource:
                 first = pages[0]
                 self.mpp = mpp_of_tiff(tiff, first) if known is None else known.mpp
                 self.vendor = known.vendor if known else "ome-tiff" if tiff.is_ome else "generic-tiff"
-                self.icc: bytes | None = known.icc if known else getattr(first, "iccprofile", None) or None
+                # The tag itself: OpenSlide's binding gives the profile as Little CMS would write it.
+                self.icc: bytes | None = first.iccprofile or (known.icc if known else None)
         except (tifffile.TiffFileError, OSError, IndexError, ValueError, KeyError) as error:
             raise SlideError(f"neither OpenSlide nor tifffile can open it: {error}") from error
         self.objective_power = known.objective_power if known else None
