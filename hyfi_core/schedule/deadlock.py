@@ -1,4 +1,8 @@
-"""Why a machine stands still: who waits for whom, and the circle in it."""
+"""Why a machine stands still: who waits for whom, and the circle in it.
+
+Every list is complete, so a rank that waits does so for a rank that waits, too: there is always a circle, and each
+circle goes through a list whose order is wrong.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +20,13 @@ Wait = tuple[int, str]
 def find(machine: Machine) -> FaultFound | None:
     """Return what keeps a machine that stands still from having ended, None if it has.
 
-    Of ranks that wait for each other in a circle, all are blamed: one of their lists has the wrong order.
+    Of ranks that wait for each other in a circle, all are blamed.
     """
     waits = {number: list(_waits(machine, number)) for number, rank in enumerate(machine.ranks) if rank.current}
     if waits:
         return FaultFound("dead-lock", _circle(machine, waits))
-    blames = [_unpaired(machine, pair) for pair, lane in sorted(machine.lanes.items()) if lane]
-    if blames:
-        return FaultFound("a message has only one side", blames)
     blames = [
-        Blame(number, rank.reduces[0][1], f"waits: {_reduce_waits(machine, rank.reduces[0][0])}")
+        Blame(number, rank.reduces[0][1], f"waits for {_reduce_waits(machine, rank.reduces[0][0])}")
         for number, rank in enumerate(machine.ranks)
         if rank.reduces
     ]
@@ -41,15 +42,12 @@ def _waits(machine: Machine, number: int) -> Iterator[Wait]:
     if missing is not None:
         for sender in senders(machine.placement, number, missing):
             if _unsent(machine, sender, number, missing):
-                yield (
-                    sender,
-                    f"rank {sender} to send for {missing}; it is at {machine.ranks[sender].current or 'its end'}",
-                )
+                yield sender, f"rank {sender} to send for {missing}; it is at {machine.ranks[sender].current}"
         return
     for other in machine.placement.group(action.stage, action.direction):
         state = machine.ranks[other]
         if other != number and not (state.in_gang and state.current == action):
-            yield other, f"rank {other} of its stage, which is at {state.current or 'its end'}"
+            yield other, f"rank {other} of its stage, which is at {state.current}"
 
 
 def _unsent(machine: Machine, sender: int, receiver: int, receive: object) -> bool:
@@ -59,31 +57,23 @@ def _unsent(machine: Machine, sender: int, receiver: int, receive: object) -> bo
 
 
 def _circle(machine: Machine, waits: dict[int, list[Wait]]) -> list[Blame]:
-    """Follow who waits for whom until a rank comes again, or one that waits for a rank that has ended."""
+    """Follow who waits for whom until a rank comes again."""
     path: list[int] = []
     number = min(waits)
-    while number not in path and number in waits:
+    while number not in path:
         path.append(number)
         number = waits[number][0][0]
-    circle = path[path.index(number) :] if number in path else path[-1:]
     return [
         Blame(rank, machine.ranks[rank].at, "waits for " + "; ".join(text for _, text in waits[rank]))
-        for rank in circle
+        for rank in path[path.index(number) :]
     ]
 
 
-def _unpaired(machine: Machine, pair: tuple[int, int]) -> Blame:
-    sender, receiver = pair
-    half = machine.lanes[pair][0]
-    if half.is_send:
-        return Blame(sender, half.index, f"rank {receiver} never receives it")
-    return Blame(receiver, half.index, f"rank {sender} never sends for it")
-
-
 def _reduce_waits(machine: Machine, stage: int) -> str:
+    """Say which ranks have started another reduction before this one."""
     others = []
     for number in machine.owners[stage]:
-        first = machine.ranks[number].reduces
-        if not first or first[0][0] != stage:
-            others.append(f"rank {number} is at {Verb.REDUCE}.s{first[0][0]}" if first else f"rank {number} has ended")
-    return ", ".join(others) or "for the ranks before it"
+        first = machine.ranks[number].reduces[0][0]
+        if first != stage:
+            others.append(f"rank {number} to come to it, which is at {Verb.REDUCE}.s{first}")
+    return ", ".join(others)

@@ -1,12 +1,15 @@
 """Lowering: passes that add to a schedule of forwards and backwards the communication between them.
 
 Messages between two ranks have no tags, and a send may end only when its receive is posted. So on every ordered pair
-of ranks receives are posted in the order of the sends; nothing that posts or starts waits, so nothing else can
-dead-lock. A receive is posted before the computation that precedes the one that needs it, or earlier where the order
-of the pair asks for that:
+of ranks receives are posted in the order of the sends. Nothing that posts or starts waits: where the computations have
+an order that all ranks can follow, so has the whole. A receive is posted before the computation that precedes the one
+that needs it, or earlier where the order of the pair asks for that (1F1B, two stages, three micro-batches):
 
-    rank 0  F0.s0 SEND_F0>s1  F1.s0 SEND_F1>s1  RECV_B0<s1  ...
-    rank 1  RECV_F0<s0 RECV_F1<s0 F0.s1  RECV_..  B0.s1 SEND_B0>s0  F1.s1 ...
+    rank 0  F0 SEND_F0 RECV_B0 F1 SEND_F1 B0 RECV_B1 F2 SEND_F2 RECV_B2 B1 B2 REDUCE.s0
+    rank 1  RECV_F0 F0 RECV_F1 B0 SEND_B0 F1 RECV_F2 B1 SEND_B1 F2 B2 SEND_B2 REDUCE.s1
+
+The messages inside of a stage (halos, sums) are not in here; as receives are posted ahead, they need a communicator of
+their own, one for each stage and direction.
 """
 
 from __future__ import annotations

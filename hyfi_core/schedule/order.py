@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hyfi_core.plan.placement import Placement
 from hyfi_core.schedule.action import Action, Schedule, Verb, act
 from hyfi_core.schedule.fault import Blame, ScheduleError
+from hyfi_core.schedule.grid import list_grid
 from hyfi_core.schedule.routes import Edges
 
 _NOMINAL = {Verb.F: 1, Verb.B: 2}  # a backward is about two forwards: gradients of inputs and of weights
@@ -88,4 +89,5 @@ def _stuck(
             if current != action:
                 why.append(f"rank {other} is at {current or 'its end'}")
         blames.append(Blame(rank, cursor[rank], "waits: " + ", ".join(why)))
-    return ScheduleError(schedule, "its ranks' lists have no common order", blames)
+    drawn = list_grid(schedule.actions, {blame.rank: blame.index for blame in blames})
+    return ScheduleError(schedule, "its ranks' lists have no common order", blames, drawn)

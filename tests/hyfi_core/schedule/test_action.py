@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hyfi_core.errors import RequestError
@@ -38,11 +38,13 @@ def test_actions_are_written_like_this(action: Action, text: str) -> None:
     assert Action.parse(text) == action
 
 
+@settings(deadline=None)
 @given(actions())
 def test_an_action_comes_back_from_its_text(action: Action) -> None:
     assert Action.parse(str(action)) == action
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.lists(actions(), max_size=6), max_size=4), st.sampled_from(["1f1b", "chimera", "a name with blanks"])
 )

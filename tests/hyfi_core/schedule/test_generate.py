@@ -1,7 +1,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hyfi_core.errors import RequestError
@@ -70,6 +70,7 @@ def test_interleaved_1f1b_needs_whole_groups(microbatches: int, works: int) -> N
     assert generate(right, Placement.of(right))
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_everything_is_done_once_by_each_rank_that_has_to(data: st.DataObject) -> None:
     case = draw_case(lambda low, high: data.draw(st.integers(low, high)))
