@@ -16,11 +16,14 @@ _SMALLEST_UM2 = 6_000.0
 _RIM_UM = 40.0
 
 
-def ink(density: Float) -> tuple[Mask, Mask]:
-    """Return two masks ``(h, w)`` of ``(3, h, w)`` optical density: surely ink, and what may be its thin rim.
+def ink(density: Float) -> tuple[Mask, Mask, Mask]:
+    """Return three masks ``(h, w)`` of ``(3, h, w)`` optical density.
 
     Blue and green ink absorb most in red; red ink hardly in red and as much in blue as in green; black ink alike in
-    all three. Haematoxylin and eosin absorb most in green.
+    all three. Haematoxylin and eosin absorb most in green, though haematoxylin alone may come near blue ink.
+
+    Returns:
+        What is ink where it is wide, what no stain looks like, even if it is thin, and what may be the rim of a mark.
     """
     red, green, blue = density
     mean = density.mean(0)
@@ -29,19 +32,23 @@ def ink(density: Float) -> tuple[Mask, Mask]:
     reddish = (blue > 0.75 * green) & (red < 0.25 * green) & (green > 0.4)
     black = (mean > 0.2) & (colour < 0.25 * mean)
     faint = ((red > green) | (colour < 0.2 * mean)) & (mean > 0.02)
-    return bluish | reddish | black, faint
+    blue_ink = (red > 1.15 * green) & (red > 2.5 * blue)
+    green_ink = red > 1.6 * green
+    return bluish | reddish | black, (blue_ink | green_ink) & (red > 0.15), faint
 
 
-def pen_marks(core: Mask, faint: Mask, mpp_um: float) -> Mask:
+def pen_marks(core: Mask, thin: Mask, faint: Mask, mpp_um: float) -> Mask:
     """Return the marks with their faded rims.
 
     Args:
-        core: What is surely ink, from `ink`.
-        faint: What may be the rim of it.
-        mpp_um: Microns per pixel of both.
+        core: From `ink`.
+        thin: Alike.
+        faint: Alike.
+        mpp_um: Microns per pixel of all.
     """
-    strokes = opening(core, _disk(_STROKE_UM / mpp_um))
-    strokes = remove_small_objects(strokes, max_size=max(1, round(_SMALLEST_UM2 / mpp_um**2)))
+    smallest = max(1, round(_SMALLEST_UM2 / mpp_um**2))
+    strokes = remove_small_objects(opening(core, _disk(_STROKE_UM / mpp_um)), max_size=smallest)
+    strokes |= remove_small_objects(thin, max_size=smallest, connectivity=2)
     if not strokes.any():
         return strokes
     # The rim of a mark is ink too, thinner: take what joins it and is not stained like tissue.

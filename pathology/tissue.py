@@ -91,12 +91,12 @@ def find_tissue(image: Planes, mpp_um: float, parameters: TissueParameters | Non
 def _stained_and_pen(image: Planes, glass: Float, mpp_um: float, p: TissueParameters) -> tuple[Mask, Mask]:
     mean: Float = np.empty(image.shape[1:], np.float32)
     colour = np.empty_like(mean)
-    core, faint = np.empty(mean.shape, bool), np.empty(mean.shape, bool)
+    core, thin, faint = (np.empty(mean.shape, bool) for _ in range(3))
     for rows, density in density_strips(image, glass, p.smooth_um / mpp_um):
         mean[rows] = density.mean(0)
         colour[rows] = density.max(0) - density.min(0)
-        core[rows], faint[rows] = ink(density)
-    pen = pen_marks(core, faint, mpp_um)
+        core[rows], thin[rows], faint[rows] = ink(density)
+    pen = pen_marks(core, thin, faint, mpp_um)
     usable = ~pen
     stained = (mean > _threshold(mean[usable], p.density)) & (colour > _threshold(colour[usable], p.colour))
     # What absorbs alike in all channels has no stain: shadows, dust, the coverslip's edge.
