@@ -13,12 +13,14 @@ from hyfi_core.runtime.engine import Engine
 from hyfi_core.runtime.optimizer_state import optimizer_state
 from workflows.console import Progress, say
 from workflows.models import DTYPES, FORMATS
+from workflows.training.bound_by import Setting, bound_by
 from workflows.training.ema import MovingAverage
 from workflows.training.feeding import Images, loading_report, loading_text, make_feed
 from workflows.training.job import Job
 from workflows.training.optimisation import lr_factor
 from workflows.training.recorder import Recorder
 from workflows.training.start import Roles, Saved
+from workflows.training.step_time import StepTime
 from workflows.training.stop import StopFlag
 from workflows.training.validating import Validating
 
@@ -62,6 +64,9 @@ class Trainer:
         self._validating = Validating(job, roles, engine, model, self._average, recorder, stop)
         device = next(model.parameters()).device
         self._feed = make_feed(job, roles, engine, self._start, device)
+        self._time = StepTime()
+        policy = job.config.validation.policy
+        self._setting = Setting(job.plan.ranks, len(roles.loader_ranks), len(roles.validator_ranks), policy)
         run = job.config.run
         self._prepare = partial(Normalisation(), dtype=DTYPES[run.precision], memory_format=FORMATS[run.memory_format])
 
@@ -73,10 +78,12 @@ class Trainer:
             step += 1
             self._step(step)
             progress.advance()
-            state = self._save(step) if self._job.saves_after(step) else None
+            with self._time.booked("save"):
+                state = self._save(step) if self._job.saves_after(step) else None
             if self._job.validates_after(step):
                 self._validating.validate(step, state)
             stopped = self._validating.agreed()
+            self._tell_epoch(step)
             if stopped and not self._job.saves_after(step):
                 self._save(step)
         stopped = self._validating.drain(stopped)
@@ -87,8 +94,10 @@ class Trainer:
     def _step(self, step: int) -> None:
         start_s, waited_s = time.perf_counter(), self._feed.wait_s
         accumulate = self._job.config.optimizer.accumulate
-        loss = 0.0
-        for turn in range((step - 1) * accumulate, step * accumulate):
+        loss, first = 0.0, (step - 1) * accumulate
+        for turn in range(first, first + accumulate):
+            if turn > first:
+                self._time.add(self._engine.seconds())  # each call counts anew
             pixels = self._feed.batch(turn)
             labels = torch.tensor(self._job.batch_labels(turn, self._replica))
             loss += self._engine.accumulate(Images(pixels, self._prepare), labels)
@@ -96,10 +105,26 @@ class Trainer:
         self._engine.update(self._job.config.optimizer.max_norm)
         self._scheduler.step()
         if self._average is not None:
+            self._engine.settle()
             self._average.update(step)
+        waited_s = self._feed.wait_s - waited_s
+        self._time.add({**self._engine.seconds(), "wait": waited_s, "validation": self._validating.new_seconds()})
+        seconds = time.perf_counter() - start_s
+        spent = self._time.end_step(seconds)
+        if step == self._start + 1:
+            self._time.forget()
         if self._recorder is not None:
-            seconds = time.perf_counter() - start_s
-            self._recorder.trained(step, loss, lr, seconds, self._feed.wait_s - waited_s)
+            split = {f"{kind}_seconds": spent[kind] for kind in spent if kind != "wait"}
+            self._recorder.trained(step, loss, lr, seconds, waited_s, split)
+
+    def _tell_epoch(self, step: int) -> None:
+        """At the end of an epoch, say what bounds it (collective)."""
+        if self._job.epoch_of(step + 1) == self._job.epoch_of(step) and step < self._job.steps:
+            return
+        self._time.add({"validation": self._validating.new_seconds()})
+        spent = self._time.end_epoch(self._trainers)
+        if spent is not None and any(sum(one.values()) for one in spent):
+            say(f"epoch {self._job.epoch_of(step)}: {bound_by(spent, self._setting)}")
 
     def _close_feed(self, stopped: bool) -> None:
         self._feed.close(stopped)

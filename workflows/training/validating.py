@@ -38,7 +38,6 @@ class Validating:
 
     Attributes:
         last: the step with which the run ends before its time, None while it goes on; the same on every trainer.
-        seconds: spent here so far.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class Validating:
     ) -> None:
         assert roles.trainers is not None
         self.last: int | None = None
-        self.seconds = 0.0
+        self._seconds = 0.0
         self._job, self._world, self._trainers = job, roles.world, roles.trainers
         self._engine, self._model, self._average = engine, model, average
         self._recorder, self._stop = recorder, stop
@@ -62,6 +61,11 @@ class Validating:
         self._client: ValidationClient | None = None
         if self._remote and roles.world.rank == 0:
             self._client = ValidationClient(roles.world, roles.validator_ranks[0], job.config.validation.policy)
+
+    def new_seconds(self) -> float:
+        """Return the seconds spent on validation since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
     @property
     def open_steps(self) -> tuple[int, ...]:
@@ -86,12 +90,13 @@ class Validating:
         """Take in what has come; return whether a stop was asked for, the same on every trainer."""
         with self._timed():
             self._collect()
-            vote = torch.tensor([int(self._stop.asked(self._world)), int(self._gave_up), self._recorded_last])
-            self._trainers.all_reduce(vote, "max")
-            stopped, gave_up, self.last = bool(vote[0]), bool(vote[1]), int(vote[2]) or None
-            if gave_up and self._remote and self.last is None and not stopped:
+        vote = torch.tensor([int(self._stop.asked(self._world)), int(self._gave_up), self._recorded_last])
+        self._trainers.all_reduce(vote, "max")
+        stopped, gave_up, self.last = bool(vote[0]), bool(vote[1]), int(vote[2]) or None
+        if gave_up and self._remote and self.last is None and not stopped:
+            with self._timed():
                 self._take_over()
-                return self.agreed()
+            return self.agreed()
         return stopped
 
     def catch_up(self) -> bool:
@@ -174,11 +179,11 @@ class Validating:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        start_s, before_s = time.perf_counter(), self.seconds
+        start_s, before_s = time.perf_counter(), self._seconds
         try:
             yield
         finally:
-            self.seconds = before_s + time.perf_counter() - start_s  # what was timed inside is in it
+            self._seconds = before_s + time.perf_counter() - start_s  # what was timed inside is in it
 
 
 def shared_weights(comm: Communicator, weights: Weights | None, like: Weights) -> dict[str, torch.Tensor]:

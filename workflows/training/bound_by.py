@@ -1,0 +1,107 @@
+"""What bounds training, and the knob to turn: one line for each epoch.
+
+::
+
+    rank 0   |compute·········|halo|wait for rank 1|          a rank that waits for data makes all others wait in
+    rank 1   |wait for data···|compute·········|halo|         their exchanges: only what even the least delayed rank
+                                                              spends on messages is the messages' own cost
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+LEAST_SHARE = 0.05
+"""What takes less of the time than this bounds nothing."""
+
+NAMES = {
+    "compute": "computing",
+    "wait": "waiting",
+    "validation": "validating",
+    "save": "saving",
+    "halo": "exchanging halos",
+    "stage": "between stages",
+    "reduce": "reducing",
+    "imbalance": "waiting for slower ranks",
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the knobs stand at.
+
+    Attributes:
+        ranks, loaders, validators: of the run.
+        policy: ``all`` or ``latest``.
+    """
+
+    ranks: int
+    loaders: int
+    validators: int
+    policy: str
+
+
+def shares(spent: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return what part of an epoch each kind takes, from every trainer's seconds; 0 for all where there are none."""
+    totals = [sum(one.values()) or math.inf for one in spent]
+
+    def parts(kind: str) -> list[float]:
+        return [one[kind] / total for one, total in zip(spent, totals, strict=True)]
+
+    def mean(kind: str) -> float:
+        return sum(parts(kind)) / len(spent)
+
+    halo, reduction = min(parts("halo")), min(parts("reduce"))
+    return {
+        "compute": mean("compute"),
+        "wait": max(parts("wait")),
+        "validation": max(parts("validation")),
+        "save": max(parts("save")),
+        "halo": halo,
+        "stage": mean("stage"),
+        "reduce": reduction,
+        "imbalance": mean("halo") + mean("reduce") - halo - reduction,
+    }
+
+
+def bound_by(spent: Sequence[Mapping[str, float]], setting: Setting) -> str:
+    """Return what bounds training, how much, what would help, and the whole split."""
+    found = shares(spent)
+    most = max((kind for kind in found if kind != "compute"), key=lambda kind: found[kind])
+    kind = most if found[most] >= LEAST_SHARE else "compute"
+    split = ", ".join(
+        f"{NAMES[name]} {share:.0%}" for name, share in found.items() if share >= 0.005 or name == "compute"
+    )
+    return f"{_verdict(kind, found[kind], setting)} [{split}]".replace("%", " %")
+
+
+def _verdict(kind: str, share: float, setting: Setting) -> str:
+    named, advice = {
+        "compute": ("compute-bound", "more ranks (plan.grids, plan.replicas) make it faster"),
+        "wait": ("loader-bound", _loaders(share, setting)),
+        "validation": ("validation-bound", _validators(setting)),
+        "save": ("disk-bound", "save more seldom (run.checkpoint_every_steps, validation.every_steps)"),
+        "halo": ("halo-bound", "cut into fewer parts (plan.grids) or exchange more seldom (plan.fused_halo)"),
+        "stage": ("pipeline-bound", "raise plan.microbatches, or balance the stages (plan.cuts)"),
+        "reduce": ("reduction-bound", "raise optimizer.accumulate or data.batch_size"),
+        "imbalance": ("bound by the slowest rank", "even parts (plan.grids) or ranks of equal speed"),
+    }[kind]
+    return f"{named}: {share:.0%} {NAMES[kind]}; {advice}"
+
+
+def _loaders(share: float, setting: Setting) -> str:
+    if setting.loaders == 0:
+        return "add a loader (roles.loaders=1) or lower augment cost"
+    # So many loaders fill the whole time with the images of a shorter one; so many more fill what is left of it.
+    more = max(1, math.ceil(setting.loaders / max(1 - share, 0.1)) - setting.loaders)
+    return f"add {more} loader{'s' * (more > 1)} (roles.loaders={setting.loaders + more}) or lower augment cost"
+
+
+def _validators(setting: Setting) -> str:
+    if setting.validators == 0:
+        return "add a validator (roles.validators=1) or validate more seldom (validation.every_steps)"
+    if setting.policy == "all":
+        return f"add validators (roles.validators={setting.validators + 1}) or skip some (validation.policy=latest)"
+    return "validate more seldom (validation.every_steps)"
