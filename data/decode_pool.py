@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 
 from data.decode import BANDS, Pixels, Samples, part_bytes
-from data.decode_worker import ChildWorker, Done, Failed, Memory, StartWorker, Worker
+from data.decode_worker import Answer, ChildWorker, Done, Failed, Memory, StartWorker, Worker
 from data.leases import MOST_DEATHS, Lease, Leases
 from data.sample_cache import SampleCache
 from hyfi_core.plan.box import Box, hull
@@ -64,6 +64,7 @@ class DecodePool:
         self._free = [slot * slot_bytes for slot in reversed(range(slots))]
         self._slots: dict[int, Lease] = {}
         self._ready: set[int] = set()
+        self._idle: set[int] = set()
         self._early_deaths = 0
         self._workers: list[Worker] = [start(self._memory) for _ in range(workers)]
 
@@ -123,7 +124,7 @@ class DecodePool:
         """
         happened = False
         for place, worker in enumerate(self._workers):
-            answer: Done | Failed | None = None
+            answer: Answer | None = None
             try:
                 answer = worker.connection.recv() if worker.connection.poll() else None
             except (EOFError, OSError):
@@ -144,10 +145,15 @@ class DecodePool:
             worker.stop()
         self._memory.close()
 
-    def _take(self, place: int, answer: Done | Failed) -> None:
+    def _take(self, place: int, answer: Answer) -> None:
         if isinstance(answer, Failed):
             answer.error.add_note(f"In a decoding worker:\n{answer.text}")
             raise answer.error
+        self._idle.add(place)
+        if isinstance(answer, Done):
+            self._finish(place, answer)
+
+    def _finish(self, place: int, answer: Done) -> None:
         lease = self._leases.finish(place)
         if lease.kept_at is not None:
             self._cache.give_back(lease.index, lease.source)
@@ -159,8 +165,9 @@ class DecodePool:
 
     def _lend(self, place: int) -> bool:
         """Give an idle worker the next lease; whether there was one."""
-        lease = None if self._leases.holds(place) else self._leases.issue(place)
+        lease = self._leases.issue(place) if place in self._idle else None
         if lease is not None:
+            self._idle.remove(place)
             with suppress(OSError):  # it has just died: the next look at it finds out, and takes the lease back
                 self._workers[place].connection.send(lease)
         return lease is not None
@@ -169,7 +176,8 @@ class DecodePool:
         self._workers[place].stop()
         self.counts.replaced += 1
         self._early_deaths += 1
-        if self._early_deaths > MOST_DEATHS * len(self._workers):
+        if self._early_deaths > MOST_DEATHS + len(self._workers):
             raise RuntimeError("decoding processes die as soon as they start; what they print says why")
         self._leases.lose(place)
+        self._idle.discard(place)
         self._workers[place] = self._start(self._memory)

@@ -3,6 +3,7 @@
 ::
 
     supervisor                            worker
+                      ◄──────────────     Ready: it has started
       Lease           ──────────────►       decodes into shared memory
                       ◄──────────────     Done {bytes read}, or Failed {the error}
       end of stream   ──────────────►       leaves
@@ -43,6 +44,11 @@ IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
+class Ready:
+    """A worker has started."""
+
+
+@dataclass(frozen=True)
 class Done:
     """A lease is finished.
 
@@ -64,6 +70,9 @@ class Failed:
 
     error: Exception
     text: str
+
+
+Answer = Ready | Done | Failed
 
 
 class Worker(Protocol):
@@ -112,9 +121,10 @@ StartWorker = Callable[[Memory], Worker]
 def work(connection: Connection, samples: Samples, slots: Pixels, cache: Pixels) -> None:
     """Decode what comes in until the other side is gone."""
     with contextlib.suppress(EOFError, OSError):
+        connection.send(Ready())
         while True:
             lease = connection.recv()
-            answer: Done | Failed
+            answer: Answer
             try:
                 answer = Done(decode(samples, lease, slots, cache))
             except Exception as error:
@@ -211,4 +221,3 @@ def main() -> None:
         return  # the parent was gone before it could be watched
     pickled, slots, cache = (_mapped(word) for word in sys.argv[3:])
     work(Connection(descriptor), pickle.loads(pickled.tobytes()), slots, cache)
-

@@ -62,10 +62,6 @@ class Leases:
         self._held[worker] = self._waiting.popleft()
         return self._held[worker]
 
-    def holds(self, worker: int) -> bool:
-        """Whether a worker has something to do."""
-        return worker in self._held
-
     def finish(self, worker: int) -> Lease:
         """Return what the worker held: it is done."""
         lease = self._held.pop(worker)

@@ -36,7 +36,9 @@ def plain_parts(trainer: int, layout: BatchLayout) -> tuple[Part, ...]:
 def mirrored_parts(trainer: int, layout: BatchLayout) -> tuple[Part, ...]:
     """Three ranks, two directions: the first and the last are each other's mirror, the middle one needs no pixels."""
     half = layout.batch // 2
-    return {0: (Part(BOXES[0], 0, half), Part(BOXES[1], half, layout.batch)), 1: (), 2: (Part(WHOLE, 0, half),)}[trainer]
+    return {0: (Part(BOXES[0], 0, half), Part(BOXES[1], half, layout.batch)), 1: (), 2: (Part(WHOLE, 0, half),)}[
+        trainer
+    ]
 
 
 def share_of(trainer: int, layout: BatchLayout, turns: tuple[int, int], parts=plain_parts, weights=None) -> Share:
