@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hyfi_core.plan.box import Box
+from pathology.halving import mean_of_2x2
 
 Planes = npt.NDArray[np.uint8]
 _ROUNDING = 0.5 + 1e-4
@@ -100,7 +101,7 @@ def halve(block: Planes) -> Planes:
     _, height, width = block.shape
     if height % 2 or width % 2:
         block = np.pad(block, ((0, 0), (0, height % 2), (0, width % 2)), mode="edge")
-    return _mean_of_whole(block, 2, 2)
+    return mean_of_2x2(block)
 
 
 def _mean_of_whole(source: Planes, rows: int, columns: int) -> Planes:
