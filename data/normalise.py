@@ -40,8 +40,9 @@ class Normalisation:
         dtype: torch.dtype = torch.float32,
         memory_format: torch.memory_format = torch.contiguous_format,
     ) -> torch.Tensor:
-        """Return ``(B, 3, h, w)`` of ``dtype``, newly allocated, for uint8 ``pixels`` of that shape."""
-        scale = torch.tensor([1 / (255 * std) for std in self.std], dtype=dtype).view(3, 1, 1)
-        shift = torch.tensor([-mean / std for mean, std in zip(self.mean, self.std, strict=True)], dtype=dtype)
+        """Return ``(B, 3, h, w)`` of ``dtype``, newly allocated where ``pixels``, uint8 of that shape, are."""
+        scale = [1 / (255 * std) for std in self.std]
+        shift = [-mean / std for mean, std in zip(self.mean, self.std, strict=True)]
+        made = torch.tensor([scale, shift], dtype=dtype).to(pixels.device, non_blocking=True).view(2, 3, 1, 1)
         images = pixels.to(dtype=dtype, memory_format=memory_format, copy=True)
-        return images.mul_(scale).add_(shift.view(3, 1, 1))
+        return images.mul_(made[0]).add_(made[1])

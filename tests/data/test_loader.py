@@ -137,6 +137,27 @@ def test_parts_that_overlap_are_read_once_and_only_parts_travel() -> None:
     assert report["sent_bytes"] == 12 * sum(part_bytes(box) for box in BOXES)
 
 
+def test_each_node_reads_its_own_part_once() -> None:
+    """Two nodes, a trainer and a loader on each: together they read the image and its halo, each its own."""
+    layout, images = BatchLayout(2), [Images(), Images()]
+
+    def body(comm: Communicator) -> list:
+        if comm.rank >= 2:
+            node = comm.rank - 2
+            LoaderService(comm, [node], images[node], stream(), layout, workers=2, start=ThreadWorker).serve()
+            return []
+        share = share_of(comm.rank, layout, (0, 4))
+        feed = RemoteFeed(comm, [2 + comm.rank], share, prefetch=1)
+        received = [read_all(feed, share, turn) for turn in range(4)]
+        feed.close(stopped=False)
+        return received
+
+    results = run_ranks(4, body)
+    for trainer in range(2):
+        assert same(results[trainer], inline(trainer, layout, (0, 4)))
+        assert [box.height for _, box in images[trainer].reads] == [20] * 8
+
+
 @pytest.mark.parametrize("kept", [SAMPLES, 5])
 def test_the_cache_spares_reads_and_changes_nothing(kept: int) -> None:
     images, layout, cache_bytes = Images(), BatchLayout(2), kept * part_bytes(WHOLE)

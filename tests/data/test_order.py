@@ -5,8 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data.batches import BatchLayout
+from data.dataset import SlideRef
 from data.keyed import keyed_bits, keyed_uniforms
-from data.order import SampleStream, epoch_order, step_samples
+from data.labels import Labels
+from data.order import SampleStream, drawn_order, epoch_order, step_samples
+from data.sampling import balanced_weights, column_weights
+from hyfi_core.errors import RequestError
 
 
 @given(st.integers(0, 200), st.integers(0, 2**40), st.integers(0, 1000))
@@ -57,3 +62,76 @@ def test_uniforms_fill_the_unit_interval():
     u = keyed_uniforms(4000, "test")
     assert u.min() >= 0 and u.max() < 1
     assert np.histogram(u, 10, (0, 1))[0].min() > 300
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=40).filter(any), st.integers(0, 99), st.integers(0, 99))
+def test_each_sample_is_drawn_as_often_as_its_weight_says(weights, seed, epoch):
+    n, total = len(weights), sum(weights)
+    order = drawn_order(weights, seed, epoch)
+    counts = np.bincount(order, minlength=n)
+    assert order.dtype == np.int64 and len(order) == n
+    assert all(abs(count - n * weight / total) < 1 for count, weight in zip(counts, weights, strict=True))
+    assert all(count == 0 for count, weight in zip(counts, weights, strict=True) if weight == 0)
+    assert np.array_equal(order, drawn_order([4 * weight for weight in weights], seed, epoch))
+
+
+def test_equal_weights_draw_each_sample_once():
+    assert sorted(drawn_order([0.1] * 30, 5, 2).tolist()) == list(range(30))
+
+
+def test_over_many_epochs_shares_are_exact():
+    weights = [0.5, 1.0, 0.25, 3.0]
+    counts = np.bincount(np.concatenate([drawn_order(weights, 1, epoch) for epoch in range(2000)]), minlength=4)
+    assert counts / 8000 == pytest.approx(np.array(weights) / sum(weights), abs=0.005)
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.booleans())
+def test_replicas_share_the_stream_without_repeats_or_losses(batch, replicas, weighted):
+    stream = SampleStream(7, 3, [1, 0, 5, 1, 1, 2, 1] if weighted else None)
+    layout = BatchLayout(batch, replicas)
+    turns = 21
+    dealt = [(n, r) for turn in range(turns) for r in range(replicas) for n in layout.numbers(turn, r)]
+    assert sorted(n for n, _ in dealt) == list(range(turns * batch * replicas))
+    assert all(layout.replica_of(n) == r for n, r in dealt)
+    assert len({stream.at(n) for n, _ in dealt}) == len(dealt)  # no image is varied alike twice
+    again = SampleStream(7, 3, stream.weights)
+    assert [again.at(n) for n, _ in dealt[::-1]] == [stream.at(n) for n, _ in dealt[::-1]]
+
+
+def test_a_sample_that_comes_again_is_varied_anew():
+    stream = SampleStream(4, 0, [1, 9, 1, 1])
+    keys = [key for key, index in (stream.at(k) for k in range(8)) if index == 1]
+    assert len(keys) == len(set(keys)) >= 4
+    assert {key % 2**32 for key in keys} == {0, 1}
+
+
+@pytest.mark.parametrize("weights", [[1.0], [0.0, 0.0], [1.0, -1.0], [1.0, float("nan")]])
+def test_weights_that_draw_nothing_are_refused(weights):
+    with pytest.raises(ValueError, match="2 samples need 2 weights"):
+        SampleStream(2, 0, weights)
+
+
+def slides(*labels):
+    return [SlideRef(f"s{i}", f"c{i // 2}", label) for i, label in enumerate(labels)]
+
+
+def test_balanced_classes_are_drawn_alike_often():
+    given_ = slides(0, 0, 0, 0, 0, 0, 0, 1, 1, 2)
+    order = drawn_order(balanced_weights(given_), 0, 0)
+    counts = np.bincount([given_[i].label for i in order])
+    assert sorted(counts.tolist()) == [3, 3, 4]
+
+
+def test_weights_of_a_column_by_slide_and_by_case():
+    rows = ({"slide_id": "s0", "w": "2"}, {"slide_id": "s1", "w": "0.5"}, {"slide_id": "s9", "w": ""})
+    labels = Labels("y", "slide_id", ("a", "b"), {}, {}, rows)
+    assert column_weights(slides(0, 1), labels, "w") == (2.0, 0.5)
+    by_case = Labels("y", "case_id", ("a", "b"), {}, {}, ({"case_id": "c0", "w": "3"},))
+    assert column_weights(slides(0, 1), by_case, "w") == (3.0, 3.0)
+    with pytest.raises(RequestError, match="no column 'v'; they have: slide_id, w"):
+        column_weights(slides(0, 1), labels, "v")
+    with pytest.raises(RequestError, match="slide s2 has '' in 'w'"):
+        column_weights(slides(0, 1, 0), labels, "w")
+    zero = Labels("y", "case_id", ("a", "b"), {}, {}, ({"case_id": "c0", "w": "0"},))
+    with pytest.raises(RequestError, match="0 for every training slide"):
+        column_weights(slides(0, 1), zero, "w")

@@ -14,10 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from hyfi_core.errors import RequestError
 from tests.workflows.archive import SIZE_PX, make_config, make_store
 from tests.workflows.test_failures import Job, start  # noqa: F401 (a fixture)
 from tests.workflows.test_train import assert_same_run
 from workflows import train
+from workflows.config import load_config
+from workflows.training.job import prepare
 from workflows.training.stop import SIGNALS
 
 pytestmark = pytest.mark.mpi
@@ -93,18 +96,19 @@ def test_a_killed_loader_ends_all_and_the_run_goes_on_as_if_nothing_had_been(
     tmp_path: Path,
     store: Path,
 ) -> None:
-    """A child of the loader and its sibling end with it; the checkpoint of step 50 is in mid-epoch."""
-    job = start(*LOADED, steps=2000)
-    job.wait_for_step(51)
+    """Its children end with it. The checkpoint of step 7 is in mid-epoch: three steps make one."""
+    job = start(*LOADED, "run.checkpoint_every_steps=7", steps=2000)
+    job.wait_for_step(8)
     (loader,) = job.pids(1)
     os.kill(loader, signal.SIGKILL)
     code, errors = job.end(timeout_s=10)
     assert code == 70, errors
-    resumed = start(*LOADED, "--resume", steps=60)
+    last = int((tmp_path / "run" / "checkpoints" / "latest").resolve().name.removeprefix("step-"))
+    resumed = start(*LOADED, "--resume", steps=last + 4)
     code, errors = resumed.end(timeout_s=120)
     assert code == 0, errors
-    undisturbed(tmp_path, store, 60)
-    assert_same_run(tmp_path / "inline", tmp_path / "run", 60)
+    undisturbed(tmp_path, store, last + 4)
+    assert_same_run(tmp_path / "inline", tmp_path / "run", last + 4)
 
 
 def test_loaders_say_what_they_read_and_sent(hyfi: Any, tmp_path: Path, store: Path) -> None:
@@ -120,3 +124,17 @@ def test_loaders_say_what_they_read_and_sent(hyfi: Any, tmp_path: Path, store: P
     assert images == 36 and 28 <= cached <= 30
     assert read_mb == pytest.approx((36 - cached) * image_mb, abs=0.06)
     assert sent_mb == pytest.approx(36 * image_mb, abs=0.06)
+
+
+def test_sampling_is_as_configured(tmp_path: Path, store: Path) -> None:
+    def job(**data: object) -> Any:
+        return prepare(load_config(make_config(tmp_path, store, data={"class_weights": "none", **data})))
+
+    assert job().draw_weights is None
+    assert job(sampling="balanced").stream.weights == (1 / 3,) * 6
+    assert "count twice over" in " ".join(job(sampling="balanced", class_weights="balanced").doubts())
+    assert job(sampling="weighted", weights_column="tissue_fraction").stream.weights == (0.9,) * 6
+    with pytest.raises(RequestError, match="0 for every training slide"):
+        job(sampling="weighted", weights_column="bad_tiles")
+    with pytest.raises(RequestError, match="weighted needs a column"):
+        job(sampling="weighted")
