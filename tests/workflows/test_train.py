@@ -7,29 +7,28 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.checkpoint import load_checkpoint
 from tests.workflows.archive import make_config, make_store
-from workflows import launch, train, validate
+from tests.workflows.runs import assert_same_run, in_this_process, losses, run_here, run_on, weights_of
+from workflows import validate
 from workflows.config import load_config
 from workflows.models import build_model
-from workflows.training import start
 from workflows.training.best import merit
 from workflows.training.metrics_log import read_metrics
 from workflows.training.optimisation import lr_factor, make_loss
 from workflows.training.start import together
-from workflows.training.stop import SIGNALS, StopFlag
 
 CONSTANT = {"name": "constant", "warmup_steps": 2}
 FOUR = ["plan.grids=[[1,2]]", "roles.loaders=1", "roles.validators=1"]
@@ -41,52 +40,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _one_thread_and_own_signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    monkeypatch.setattr(start, "make_model", _one_at_a_time(start.make_model))
-    monkeypatch.setattr(launch, "_fail", _raise_on)  # a fault ends its process, which is pytest here
-    yield
-    torch.set_num_threads(threads)
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-def _one_at_a_time(function: Callable[..., Any]) -> Callable[..., Any]:
-    lock = threading.Lock()
-
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        with lock:
-            return function(*args, **kwargs)
-
-    return guarded
-
-
-def _raise_on(*_: object) -> None:
-    raise
-
-
-def run_here(config: Path, *overrides: str, resume: bool = False, ranks: int | None = None) -> int:
-    """Train on one rank, in this process; a refusal is raised as the launcher raises it."""
-    return train.run(config, list(overrides), ranks, resume, as_json=False)
-
-
-def weights_of(run: Path, step: int) -> dict[str, torch.Tensor]:
-    return load_file(run / "checkpoints" / f"step-{step:08d}" / "model.safetensors")
-
-
-def assert_same_run(one: Path, other: Path, step: int) -> None:
-    """Weights, optimiser and losses are equal bit for bit."""
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        here, there = (load_file(run / "checkpoints" / f"step-{step:08d}" / name) for run in (one, other))
-        assert here.keys() == there.keys()
-        assert [key for key in here if not torch.equal(here[key], there[key])] == []
-    assert losses(one) == losses(other)
-
-
-def losses(run: Path) -> dict[tuple[str, int], float]:
-    return {(r["kind"], r["step"]): r["loss"] for r in read_metrics(run / "metrics.jsonl")}
+def _here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with in_this_process(monkeypatch):
+        yield
 
 
 def test_a_run_writes_what_is_promised(tmp_path: Path, store: Path) -> None:
@@ -336,20 +292,6 @@ def test_the_loss_is_the_sum_of_weighted_losses_over_the_batch() -> None:
     assert torch.allclose(make_loss(weights, 1)(logits, labels), expected)
     parts = sum(make_loss(weights, 2)(logits[i : i + 2], labels[i : i + 2]) for i in (0, 2))
     assert torch.allclose(parts, expected)
-
-
-def run_on(ranks: int, config: Path, *overrides: str, resume: bool = False) -> list[int]:
-    """Train on thread-ranks of this process; return their exit codes.
-
-    Threads share one random generator: only one of them may draw a model's first weights at a time.
-    """
-    settings = load_config(config, overrides)
-
-    def body(world: Communicator) -> int:
-        torch.set_num_threads(1)  # each thread has a number of its own
-        return train.train_in(world, settings, resume, False, StopFlag())
-
-    return run_ranks(ranks, body, timeout_s=120)
 
 
 @pytest.mark.mpi

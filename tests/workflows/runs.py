@@ -1,0 +1,86 @@
+"""Runs of ``hyfi train`` inside the tests' own process: on one rank, or on thread-ranks."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hyfi_core.comm.base import Communicator
+from hyfi_core.comm.threads import run_ranks
+from workflows import launch, train
+from workflows.config import load_config
+from workflows.training import start
+from workflows.training.metrics_log import read_metrics
+from workflows.training.stop import SIGNALS, StopFlag
+
+
+@contextmanager
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One thread for each rank, the process's own signals back afterwards, and faults that do not end it."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.setattr(start, "make_model", _one_at_a_time(start.make_model))
+    monkeypatch.setattr(launch, "_fail", _raise_on)
+    yield
+    torch.set_num_threads(threads)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def _one_at_a_time(function: Callable[..., Any]) -> Callable[..., Any]:
+    lock = threading.Lock()
+
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return function(*args, **kwargs)
+
+    return guarded
+
+
+def _raise_on(*_: object) -> None:
+    raise
+
+
+def run_here(config: Path, *overrides: str, resume: bool = False, ranks: int | None = None) -> int:
+    """Train on one rank, in this process; a refusal is raised as the launcher raises it."""
+    return train.run(config, list(overrides), ranks, resume, as_json=False)
+
+
+def weights_of(run: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(run / "checkpoints" / f"step-{step:08d}" / "model.safetensors")
+
+
+def assert_same_run(one: Path, other: Path, step: int) -> None:
+    """Weights, optimiser and losses are equal bit for bit."""
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        here, there = (load_file(run / "checkpoints" / f"step-{step:08d}" / name) for run in (one, other))
+        assert here.keys() == there.keys()
+        assert [key for key in here if not torch.equal(here[key], there[key])] == []
+    assert losses(one) == losses(other)
+
+
+def losses(run: Path) -> dict[tuple[str, int], float]:
+    return {(r["kind"], r["step"]): r["loss"] for r in read_metrics(run / "metrics.jsonl")}
+
+
+def run_on(ranks: int, config: Path, *overrides: str, resume: bool = False) -> list[int]:
+    """Train on thread-ranks of this process; return their exit codes.
+
+    Threads share one random generator: only one of them may draw a model's first weights at a time.
+    """
+    settings = load_config(config, overrides)
+
+    def body(world: Communicator) -> int:
+        torch.set_num_threads(1)  # each thread has a number of its own
+        return train.train_in(world, settings, resume, False, StopFlag())
+
+    return run_ranks(ranks, body, timeout_s=120)
