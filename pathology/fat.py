@@ -13,9 +13,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 from scipy import ndimage
-from skimage.morphology import closing, dilation, disk
 
 from pathology.density import Float, Planes, density_strips
+from pathology.morphology import closed, dilated
 
 Mask = npt.NDArray[np.bool_]
 
@@ -67,7 +67,7 @@ def _block_sums(image: Planes, glass: Float, known: Mask, block: int, mpp_um: fl
     # Only what is narrow stands out of its surroundings: a veil of stain or a scanner's grey field does not.
     width = 2 * round(_WALL_UM / mpp_um / 2) + 1
     narrow = mean - ndimage.grey_opening(mean, (width, width))
-    near = ndimage.binary_dilation(known, np.ones((3, 3), bool), iterations=3)
+    near = dilated(known, 4)
     wall = (narrow > WALL_DENSITY) & ~near
     density = np.where(wall, np.minimum(mean, _DENSEST), 0)
     stained = np.where(wall, np.minimum(colour, _DENSEST), 0)
@@ -89,15 +89,21 @@ def _mostly(mask: Mask, block: int) -> Mask:
 
 def _with_cells(webs: Mask, tissue: Mask, mpp_um: float) -> Mask:
     """Return the webs with the empty cells within them, and between them and the tissue."""
-    cell = disk(max(1, round(_CELL_UM / mpp_um)))
-    padded = np.pad(webs | tissue, 2 * cell.shape[0])
-    inner = (slice(2 * cell.shape[0], -2 * cell.shape[0]),) * 2
-    result: Mask = webs | (closing(padded, cell)[inner] & dilation(webs, cell) & ~tissue)
-    return result
+    cell_px = max(1, round(_CELL_UM / mpp_um))
+    return webs | (closed(webs | tissue, cell_px) & dilated(webs, cell_px) & ~tissue)
 
 
 def _enlarged(mask: Mask, block: int, shape: tuple[int, ...]) -> Mask:
     """Return the mask of blocks as one of pixels, its outline interpolated."""
-    smooth = ndimage.zoom(mask.astype(np.float32), block, order=1, grid_mode=True, mode="nearest")
+    smooth = _between(_between(mask.astype(np.float32), block).T, block).T
     result: Mask = smooth[: shape[0], : shape[1]] >= 0.5
+    return result
+
+
+def _between(values: Float, times: int) -> Float:
+    """Return ``times`` as many rows, interpolated between the centres of the given ones."""
+    place = np.clip((np.arange(len(values) * times) + 0.5) / times - 0.5, 0, len(values) - 1).astype(np.float32)
+    below = np.minimum(place.astype(np.intp) + 1, len(values) - 1)
+    share = (place - np.floor(place))[:, None]
+    result: Float = values[place.astype(np.intp)] * (1 - share) + values[below] * share
     return result

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 from skimage.measure import label
-from skimage.morphology import dilation, disk, opening, remove_small_objects
+from skimage.morphology import remove_small_objects
 
 from pathology.density import Float
+from pathology.morphology import dilated, opened
 
 Mask = npt.NDArray[np.bool_]
 
@@ -47,17 +48,12 @@ def pen_marks(core: Mask, thin: Mask, faint: Mask, mpp_um: float) -> Mask:
         mpp_um: Microns per pixel of all.
     """
     smallest = max(1, round(_SMALLEST_UM2 / mpp_um**2))
-    strokes = remove_small_objects(opening(core, _disk(_STROKE_UM / mpp_um)), max_size=smallest)
+    strokes = remove_small_objects(opened(core, max(1, round(_STROKE_UM / mpp_um))), max_size=smallest)
     strokes |= remove_small_objects(thin, max_size=smallest, connectivity=2)
     if not strokes.any():
         return strokes
     # The rim of a mark is ink too, thinner: take what joins it and is not stained like tissue.
     joined = label(faint | strokes)
-    rim = np.isin(joined, np.unique(joined[strokes])) & dilation(strokes, _disk(_RIM_UM / mpp_um))
+    rim = np.isin(joined, np.unique(joined[strokes])) & dilated(strokes, max(1, round(_RIM_UM / mpp_um)))
     result: Mask = strokes | rim
     return result
-
-
-def _disk(radius_px: float) -> npt.NDArray[np.uint8]:
-    element: npt.NDArray[np.uint8] = disk(max(1, round(radius_px)))
-    return element
