@@ -69,6 +69,12 @@ def is_sensible(mpp: tuple[float, float] | None) -> bool:
     return max(mpp) <= (1 + SQUARE_TOLERANCE) * min(mpp)
 
 
+def first_sensible(*stated: tuple[float, float] | None) -> tuple[float, float] | None:
+    """Return the first (y, x) that makes sense; where none does, the first that is stated, to be refused by name."""
+    known = [pair for pair in stated if pair is not None]
+    return next((pair for pair in known if is_sensible(pair)), known[0] if known else None)
+
+
 def resolve_mpp(file_mpp: tuple[float, float] | None, manifest_mpp: str, flag_mpp: float | None) -> SourceMpp:
     """Decide a slide's microns per pixel.
 

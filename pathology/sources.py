@@ -26,7 +26,7 @@ from PIL import ImageCms
 from hyfi_core.plan.box import Box
 from pathology.errors import SlideError, TileError
 from pathology.file_check import check_file
-from pathology.mpp import is_sensible, mpp_of_resolution, parse_mpp
+from pathology.mpp import first_sensible, mpp_of_resolution, parse_mpp
 from pathology.per_thread import PerThread
 from pathology.source_level import RGB, Affine, BadTile, SourceLevel, moved_by, snapped_levels
 from pathology.source_threads import run_in_pool
@@ -286,8 +286,7 @@ def _stated_mpp(properties: openslide._PropertyMap) -> tuple[float, float] | Non
     unit = properties.get("tiff.ResolutionUnit", "")
     tags = [_number(properties.get(f"tiff.{axis}Resolution")) or 0.0 for axis in "YX"]
     stated.append((mpp_of_resolution(tags[0], unit), mpp_of_resolution(tags[1], unit)))
-    known = [(y, x) for y, x in stated if y is not None and x is not None]
-    return next((pair for pair in known if is_sensible(pair)), known[0] if known else None)
+    return first_sensible(*[(y, x) for y, x in stated if y is not None and x is not None])
 
 
 def _number(text: str | None) -> float | None:

@@ -18,6 +18,7 @@ import tifffile
 
 from hyfi_core.plan.box import Box
 from pathology.errors import SlideError, TileError
+from pathology.mpp import first_sensible
 from pathology.slide_file import SlideFile, coalesced
 from pathology.source_level import RGB, Affine, BadTile, SourceLevel, moved_by, snapped_levels
 from pathology.source_threads import decode_threads, in_pool, submit
@@ -63,7 +64,7 @@ class TiffSource:
                 levels = [parse_level(page) for page in pages]
                 self._levels = left_out_from_below(levels) if known and known.vendor == "aperio" else levels
                 first = pages[0]
-                self.mpp = mpp_of_tiff(tiff, first) if known is None else known.mpp
+                self.mpp = first_sensible(known.mpp if known else None, mpp_of_tiff(tiff, first))
                 self.vendor = known.vendor if known else "ome-tiff" if tiff.is_ome else "generic-tiff"
                 # The tag itself: OpenSlide's binding gives the profile as Little CMS would write it.
                 self.icc: bytes | None = first.iccprofile or (known.icc if known else None)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import tifffile
 
 from hyfi_core.plan.box import Box
 from pathology.errors import SlideError, TileError
+from pathology.jpeg_tile import jpeg_prefix
 from pathology.source_level import snapped_levels
 from pathology.sources import OpenSlideSource, open_source
 from pathology.tiff_source import TiffSource
@@ -111,3 +113,55 @@ def test_a_damaged_tile_is_an_error_and_the_rest_is_read(make_slide: MakeSlide, 
         with pytest.raises(TileError):
             source.read(Box(0, 256, 512, 900), 0)  # tile 3 ends the first row
         assert np.array_equal(source.read(Box(0, 256, 0, 256), 0), good)
+
+
+REAL = {
+    "CMU-1-Small-Region.svs": ("aperio", 0.499),
+    "TCGA-CR-7395-01A-01-TS1.svs": ("aperio", None),
+    "atlas_breast-lobular_HE_10x.svs": ("aperio", 1.0112),
+    "odd/no_mpp.svs": ("aperio", None),
+    "odd/boxes.tiff": ("generic-tiff", 352.778),
+}
+
+
+@pytest.mark.slides
+@pytest.mark.parametrize("name", REAL)
+def test_real_slides_look_alike_to_both_readers(name: str) -> None:
+    folder = os.environ.get("HYFI_TEST_SLIDES")
+    if not folder:
+        pytest.skip("HYFI_TEST_SLIDES does not name a folder of real slides")
+    fast, slow = open_source(Path(folder) / name), OpenSlideSource(Path(folder) / name)
+    vendor, mpp = REAL[name]
+    assert isinstance(fast, TiffSource) and fast.vendor == vendor and fast.levels == slow.levels
+    assert fast.mpp == (None if mpp is None else pytest.approx((mpp, mpp), rel=1e-4))
+    rng = np.random.default_rng(0)
+    for level, size in enumerate(fast.levels):
+        # OpenSlide interpolates on a level whose factor is not whole to it, and but for the first 4096 px from (0, 0).
+        boxes = [Box(0, min(size.height_px, 1024), 0, min(size.width_px, 1024))]
+        if level == 0:
+            y, x = rng.integers(0, max(1, size.height_px - 900), 6), rng.integers(0, max(1, size.width_px - 900), 6)
+            boxes += [
+                Box(a, min(a + 900, size.height_px), b, min(b + 900, size.width_px)) for a, b in zip(y, x, strict=True)
+            ]
+            boxes.append(Box(size.height_px - 50, size.height_px, size.width_px - 60, size.width_px))
+        for box in boxes:
+            assert np.array_equal(fast.read(box, level), slow.read(box, level))
+
+
+@pytest.mark.slides
+@pytest.mark.parametrize(("name", "words"), [("zero_bytes", "empty"), ("png_named", "PNG"), ("truncated", "cut off")])
+def test_real_files_that_are_no_slides_are_named(name: str, words: str) -> None:
+    folder = os.environ.get("HYFI_TEST_SLIDES")
+    if not folder:
+        pytest.skip("HYFI_TEST_SLIDES does not name a folder of real slides")
+    with pytest.raises(SlideError, match=words):
+        open_source(Path(folder) / "odd" / f"{name}.svs")
+
+
+def test_a_slide_that_looks_different_to_both_readers_stays_with_openslide(
+    make_slide: MakeSlide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_slide(compression="jpeg")
+    assert isinstance(open_source(path), TiffSource)
+    monkeypatch.setattr("pathology.tile_decoders.jpeg_prefix", lambda tables, ycbcr: jpeg_prefix(tables, not ycbcr))
+    assert isinstance(open_source(path), OpenSlideSource)
