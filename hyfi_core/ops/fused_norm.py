@@ -20,19 +20,16 @@ to m and v. The margins' dL/dx then flow back to their owners through the run an
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from hyfi_core.comm.base import Communicator
-from hyfi_core.ops.base import Cotangents, Tensors, Wanted
 from hyfi_core.ops.reduce import BatchNorm
 from hyfi_core.plan.box import Box
 
 
 @dataclass(frozen=True)
 class FusedBatchNorm(BatchNorm):
-    """``BatchNorm`` of a computed box: statistics of what is owned, applied to all that is computed.
+    """``BatchNorm`` of a computed box: statistics of what is owned, applied to all that is computed and saved.
 
     Attributes:
         owned: what this rank owns, counted from the first pixel of what it computes; may be empty.
@@ -40,38 +37,6 @@ class FusedBatchNorm(BatchNorm):
 
     owned: Box
 
-    def forward(self, comm: Communicator, inputs: Tensors) -> tuple[Tensors, Any]:
-        """Return (normalised, mean, variance); all computed copies are saved."""
-        held, weight, bias = inputs
-        mean, variance = self._statistics(comm, self._part(held))
-        kind = torch.promote_types(held.dtype, torch.float32)
-        mean, variance = mean.to(kind), variance.to(kind)
-        if held.numel():
-            result = torch.native_batch_norm(held, weight, bias, mean, variance, False, 0.0, self.eps)[0]
-        else:
-            result = torch.empty_like(held)
-        return (result, mean, variance), (held, weight, mean, variance)
-
-    def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
-        """Return the cotangents of all computed copies, weight and bias (the latter two are this rank's shares)."""
-        held, weight, mean, variance = saved
-        dy = cotangents[0]
-        local = held.new_zeros((2, held.shape[1]), dtype=torch.float64)
-        if held.numel() and dy is not None:
-            scale = torch.ones_like(mean) if weight is None else weight
-            dx, share_weight, share_bias = torch.ops.aten.native_batch_norm_backward(
-                dy, held, scale, mean, variance, None, None, False, self.eps, [True, True, True]
-            )
-            local[0], local[1] = share_bias, share_weight
-        else:
-            dx = torch.zeros_like(held)
-        sums = local.clone()
-        comm.all_reduce(sums)
-        if not self.owned.empty:
-            self._subtract_means(self._part(dx), self._part(held), weight, mean, variance, sums / self.count)
-        kind = mean.dtype if weight is None else weight.dtype
-        return dx, local[1].to(kind), local[0].to(kind)
-
-    def _part(self, held: torch.Tensor) -> torch.Tensor:
-        """Return the view of what this rank owns."""
-        return held.narrow(2, self.owned.y0, self.owned.height).narrow(3, self.owned.x0, self.owned.width)
+    def _counted(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the view of what this rank owns: the margins are others' pixels, counted there."""
+        return tensor.narrow(2, self.owned.y0, self.owned.height).narrow(3, self.owned.x0, self.owned.width)

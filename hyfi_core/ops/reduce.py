@@ -13,6 +13,7 @@ import torch
 
 from hyfi_core.comm.base import Communicator
 from hyfi_core.ops.base import Cotangents, Tensors, Wanted
+from hyfi_core.ops.memory import ours_alone
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class BatchNorm:
     def forward(self, comm: Communicator, inputs: Tensors) -> tuple[Tensors, Any]:
         """Return (normalised, mean, variance)."""
         own, weight, bias = inputs
-        mean, variance = self._statistics(comm, own)
+        mean, variance = self._statistics(comm, self._counted(own))
         stats_dtype = torch.promote_types(own.dtype, torch.float32)
         mean, variance = mean.to(stats_dtype), variance.to(stats_dtype)
         if own.numel():
@@ -104,6 +105,10 @@ class BatchNorm:
         else:
             result = torch.empty_like(own)
         return (result, mean, variance), (own, weight, mean, variance)
+
+    def _counted(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the pixels that count in the statistics: here, all."""
+        return tensor
 
     def _statistics(self, comm: Communicator, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         channels = own.shape[1]
@@ -121,51 +126,41 @@ class BatchNorm:
     def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
         """Return the cotangents of map, weight (this rank's share), bias (this rank's share).
 
-        With x̂ the normalised map: dx = w/σ · (dy - mean(dy) - x̂ · mean(dy · x̂)). The native kernel in its
-        evaluation form gives w/σ · dy and, as gradients of bias and weight, exactly the two sums to reduce.
+        With x̂ the normalised map: dx = w/σ · (dy - mean(dy) - x̂ · mean(dy · x̂)), which is gain · dy + slope · x + shift
+        with numbers for each channel. It is written over dy where nobody else holds that: a fresh map costs more than
+        all the arithmetic.
         """
         own, weight, mean, variance = saved
-        dy = cotangents[0]
-        sums = own.new_zeros((2, own.shape[1]), dtype=torch.float64)
-        dx = None
-        if own.numel() and dy is not None:
-            # Without a weight the kernel still gives Σ dy and Σ dy·x̂ when asked as if it were all ones.
-            scale = torch.ones_like(mean) if weight is None else weight
-            dx, share_weight, share_bias = torch.ops.aten.native_batch_norm_backward(
-                dy, own, scale, mean, variance, None, None, False, self.eps, [True, True, True]
-            )
-            sums[0], sums[1] = share_bias, share_weight
-        local = sums.clone()
+        over = ours_alone(cotangents, 0)
+        dy = torch.zeros_like(own) if cotangents[0] is None else cotangents[0]
+        local = self._sums(dy, own, mean, variance)
+        sums = local.clone()
         comm.all_reduce(sums)
-        if own.numel():
-            dx = self._subtract_means(dx, own, weight, mean, variance, sums / self.count)
-        else:
-            dx = torch.zeros_like(own)
         kind = mean.dtype if weight is None else weight.dtype
-        return dx, local[1].to(kind), local[0].to(kind)
+        shares = local[1].to(kind), local[0].to(kind)
+        if wanted and not wanted[0]:
+            return None, *shares
+        gain, slope, shift = self._terms(weight, mean, variance, sums / self.count, own.dim())
+        dx = dy.mul_(gain) if over else torch.mul(dy, gain, out=torch.empty_like(dy))
+        self._counted(dx).addcmul_(self._counted(own), slope).add_(shift)
+        return dx, *shares
 
-    def _subtract_means(
-        self,
-        dx: torch.Tensor | None,
-        own: torch.Tensor,
-        weight: torch.Tensor | None,
-        mean: torch.Tensor,
-        variance: torch.Tensor,
-        means: torch.Tensor,
-    ) -> torch.Tensor:
-        """Return dx - w/σ · (mean(dy) + x̂ · mean(dy · x̂)) as one affine of the map, added in place."""
+    def _sums(self, dy: torch.Tensor, own: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
+        """Return this rank's Σ dy and Σ dy · x̂, float64: the native kernel's cotangents of bias and weight."""
+        sums = own.new_zeros((2, own.shape[1]), dtype=torch.float64)
+        if own.numel():
+            # Without a weight the kernel still gives the sums when asked as if it were all ones.
+            _, sums[1], sums[0] = torch.ops.aten.native_batch_norm_backward(
+                dy, own, torch.ones_like(mean), mean, variance, None, None, False, self.eps, [False, True, True]
+            )
+        return sums
+
+    def _terms(
+        self, weight: torch.Tensor | None, mean: torch.Tensor, variance: torch.Tensor, means: torch.Tensor, dims: int
+    ) -> tuple[torch.Tensor, ...]:
+        """Return gain, slope and shift, shaped to go with the map."""
         inverse = (variance.double() + self.eps).rsqrt()
         gain = inverse if weight is None else inverse * weight.double()
         slope = -gain * means[1] * inverse
         shift = -gain * means[0] - slope * mean.double()
-        affine = torch.native_batch_norm(
-            own,
-            slope.to(mean.dtype),
-            shift.to(mean.dtype),
-            torch.zeros_like(mean),
-            torch.ones_like(mean),
-            False,
-            0.0,
-            0.0,
-        )[0]
-        return affine if dx is None else dx.add_(affine)
+        return tuple(term.to(mean.dtype).view(1, -1, *[1] * (dims - 2)) for term in (gain, slope, shift))
