@@ -60,6 +60,18 @@ def identity(out: Any) -> Any:
     return out
 
 
+class OffsetImages(nn.Module):
+    """A network on images plus an offset of their shape, zero: the offset's gradient is that of the images."""
+
+    def __init__(self, network: nn.Module, shape: tuple[int, int, int, int]) -> None:
+        super().__init__()
+        self.network = network
+        self.offset = nn.Parameter(torch.zeros(shape))
+
+    def forward(self, images: torch.Tensor) -> Any:
+        return self.network(images + self.offset)
+
+
 def one_process(
     model: nn.Module,
     images: torch.Tensor,
@@ -120,6 +132,7 @@ def assert_equal_to_one_process(
     output: Callable[[Any], Any] | None = None,
     tolerance: float = 1e-10,
     seed: int = 0,
+    fused_halo: Any = "auto",
 ) -> Result:
     """Train one step both ways in float64 and compare loss, logits, every gradient, every buffer.
 
@@ -130,7 +143,7 @@ def assert_equal_to_one_process(
     images = torch.randn(shape, dtype=torch.float64, generator=generator)
     labels = torch.randint(0, classes, (shape[0],), generator=generator)
     model = model.double()
-    plan = hyfi_core.ParallelPlan(grids=(grid,), microbatches=microbatches)
+    plan = hyfi_core.ParallelPlan(grids=(grid,), microbatches=microbatches, fused_halo=fused_halo)
     found = parallel(model, images, labels, plan, loss, output)
     wanted = one_process(copy.deepcopy(model), images, labels, microbatches, loss, output or identity)
     compare(found, wanted, tolerance)

@@ -45,7 +45,10 @@ class Window1d:
         return first, (stop - 1) * self.stride - self.padding + self.extent
 
     def cut(self, cut: int, inputs: int, outputs: int, balanced: int) -> int:
-        """Return the output cut that moves fewest positions over the input cut; the most balanced one of several.
+        """Return the output cut that moves fewest positions over the input cut; of several the best for what follows.
+
+        Where output positions are input positions, that is the same cut: the sum of a block and its shortcut then moves
+        nothing. Otherwise it is the most balanced one.
 
         Args:
             cut: first input position of the second of two neighbours.
@@ -59,7 +62,8 @@ class Window1d:
         near = (cut + self.padding) // self.stride
         reach = self.extent // self.stride + 1
         candidates = {min(max(near + step, 0), outputs) for step in range(-reach, 2)}
-        return min(sorted(candidates), key=lambda out: (self._crossing(out, cut, inputs, outputs), abs(out - balanced)))
+        wished = cut if self.stride == 1 and outputs == inputs else balanced
+        return min(sorted(candidates), key=lambda out: (self._crossing(out, cut, inputs, outputs), abs(out - wished)))
 
     def _crossing(self, out: int, cut: int, inputs: int, outputs: int) -> int:
         """Return how many input positions cross the input cut when outputs are cut at ``out``."""
