@@ -21,6 +21,6 @@ def ours_alone(cotangents: Cotangents, index: int) -> bool:
     tensor = cotangents[index]
     assert tensor is not None
     storage = tensor.untyped_storage()  # one more reference, while we look
-    counted = torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
-    held_once = tensor._use_count() == 1 and counted == 2 and sys.getrefcount(storage) == 2
+    counted = torch._C._storage_Use_Count(storage._cdata)
+    held_once = tensor._use_count() == 1 and counted == 2  # type: ignore[attr-defined]
     return held_once and tensor.numel() * tensor.element_size() == storage.nbytes()
