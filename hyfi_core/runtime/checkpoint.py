@@ -10,6 +10,8 @@ A checkpoint is a folder that appears whole or not at all::
         state.json               where training stood: step, epoch, sample, random state
         model.json               what prediction needs; size and sha256 of the files above
 
+Where several stages hold the model, each of their first ranks writes its own share, and no rank ever holds all of it:
+``model-00001-of-00003.safetensors`` and so on, with ``model.safetensors.index.json`` as other tools know it.
 Nothing in it depends on how many ranks there were. The last two words of a folder's life are a rename and
 ``os.replace`` of the links that point at it, so a reader never meets half a checkpoint.
 """
@@ -18,9 +20,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +41,7 @@ AVERAGE_FILE = "ema.safetensors"
 OPTIMIZER_TENSORS_FILE = "optimizer.safetensors"
 OPTIMIZER_FILE = "optimizer.json"
 STATE_FILE = "state.json"
+INDEX_FILE = "model.safetensors.index.json"
 MODEL_FILE = "model.json"
 
 
@@ -98,32 +102,100 @@ def save_checkpoint(
     Raises:
         OSError: nothing is left behind under ``folder`` then.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    beside = folder.parent / f".{folder.name}.tmp-{uuid.uuid4().hex[:8]}"
-    beside.mkdir()
+    beside = make_beside(folder)
     try:
-        save_file(_storable(weights), beside / WEIGHTS_FILE)
-        if averaged is not None:
-            save_file(_storable(averaged), beside / AVERAGE_FILE)
-        if optimizer is not None:
-            save_file(_storable(optimizer["tensors"]), beside / OPTIMIZER_TENSORS_FILE)
-            _write_json(beside / OPTIMIZER_FILE, {"format": FORMAT, "groups": optimizer["groups"]})
-        if state is not None:
-            _write_json(beside / STATE_FILE, {"format": FORMAT, **state})
-        files = {path.name: _fingerprint(path) for path in sorted(beside.iterdir())}
-        _write_json(beside / MODEL_FILE, {"format": FORMAT, **model, "files": files})
-        for path in beside.iterdir():
-            sync_file(path)
-        sync_file(beside)
-        replaced = folder.parent / f".{folder.name}.tmp-{uuid.uuid4().hex[:8]}"
-        if folder.exists():
-            folder.rename(replaced)
-        beside.rename(folder)
-        sync_file(folder.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
+        files = write_tensors(beside, weights, optimizer["tensors"] if optimizer is not None else None, averaged)
+        publish(beside, folder, files, model, optimizer["groups"] if optimizer is not None else None, state)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
+
+
+def make_beside(folder: Path) -> Path:
+    """Make the hidden folder in which a checkpoint is written before it appears as ``folder``."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    beside = _beside(folder)
+    beside.mkdir()
+    return beside
+
+
+def write_tensors(
+    beside: Path,
+    weights: Mapping[str, torch.Tensor],
+    optimizer: Mapping[str, torch.Tensor] | None,
+    averaged: Mapping[str, torch.Tensor] | None,
+    share: tuple[int, int] = (0, 1),
+) -> dict[str, Any]:
+    """Write and sync the tensors of one rank.
+
+    Args:
+        beside: from ``make_beside``.
+        weights: those of this rank.
+        optimizer: its tensors, "<parameter name>/<key>".
+        averaged: its moving average.
+        share: (which, of how many).
+
+    Returns:
+        File name -> size and sha256.
+    """
+    files = {}
+    for name, tensors in ((WEIGHTS_FILE, weights), (AVERAGE_FILE, averaged), (OPTIMIZER_TENSORS_FILE, optimizer)):
+        if tensors is not None:
+            path = beside / _share_name(name, share)
+            save_file(_storable(tensors), path)
+            sync_file(path)
+            files[path.name] = _fingerprint(path)
+    return files
+
+
+def publish(
+    beside: Path,
+    folder: Path,
+    files: Mapping[str, Any],
+    model: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]] | None,
+    state: Mapping[str, Any] | None,
+    index: Mapping[str, Any] | None = None,
+) -> None:
+    """Write what is not tensors, and let the checkpoint appear.
+
+    Args:
+        beside: where all tensors are by now.
+        folder: where it shall appear; what is there is replaced.
+        files: from ``write_tensors``, of all ranks.
+        model: goes to ``model.json``.
+        groups: the optimiser's.
+        state: goes to ``state.json``.
+        index: goes to ``model.safetensors.index.json``.
+    """
+    known = dict(files)
+    optimizer = {"groups": groups} if groups is not None else None
+    others: dict[str, Mapping[str, Any] | None] = {OPTIMIZER_FILE: optimizer, STATE_FILE: state, INDEX_FILE: index}
+    for name, value in others.items():
+        if value is not None:
+            _write_json(beside / name, value if name == INDEX_FILE else {"format": FORMAT, **value})
+            known[name] = _fingerprint(beside / name)
+            sync_file(beside / name)
+    _write_json(beside / MODEL_FILE, {"format": FORMAT, **model, "files": dict(sorted(known.items()))})
+    sync_file(beside / MODEL_FILE)
+    sync_file(beside)
+    replaced = _beside(folder)
+    if folder.exists():
+        folder.rename(replaced)
+    beside.rename(folder)
+    sync_file(folder.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _beside(folder: Path) -> Path:
+    return folder.parent / f".{folder.name}.tmp-{uuid.uuid4().hex[:8]}"
+
+
+def _share_name(name: str, share: tuple[int, int]) -> str:
+    """Return ``model.safetensors`` of one share, ``model-00002-of-00003.safetensors`` of several."""
+    which, count = share
+    stem, dot, suffix = name.partition(".")
+    return name if count == 1 else f"{stem}-{which + 1:05d}-of-{count:05d}{dot}{suffix}"
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
@@ -134,7 +206,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     """
     folder, model = _open(path)
     weights = _read_tensors(folder, WEIGHTS_FILE, model)
-    kept = AVERAGE_FILE in model.get("files", {})
+    kept = bool(_shares(AVERAGE_FILE, model))
     return Checkpoint(folder, weights, model, _read_tensors(folder, AVERAGE_FILE, model) if kept else None)
 
 
@@ -232,13 +304,23 @@ def _open(path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def _read_tensors(folder: Path, name: str, model: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    _check_file(folder, name, model)
-    try:
-        return load_file(folder / name)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise RequestError(
-            f"checkpoint file {folder / name} cannot be read: {error}; use another checkpoint"
-        ) from error
+    tensors: dict[str, torch.Tensor] = {}
+    for file in _shares(name, model) or [name]:
+        _check_file(folder, file, model)
+        try:
+            tensors.update(load_file(folder / file))
+        except (SafetensorError, OSError, ValueError) as error:
+            raise RequestError(
+                f"checkpoint file {folder / file} cannot be read: {error}; use another checkpoint"
+            ) from error
+    return tensors
+
+
+def _shares(name: str, model: Mapping[str, Any]) -> list[str]:
+    """Return the files that together hold what one file of this name would."""
+    stem, _, suffix = name.partition(".")
+    files = model.get("files", {})
+    return sorted(file for file in files if file == name or re.fullmatch(rf"{stem}-\d+-of-\d+\.{suffix}", file))
 
 
 def _read_json(folder: Path, name: str, model: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from hyfi_core.runtime.groups import Groups
 from hyfi_core.runtime.holdings import Holdings
 from hyfi_core.runtime.images import Images, InputPart, read_part
 from hyfi_core.runtime.mirror import Mirror
+from hyfi_core.runtime.optimizer_state import optimizer_state, restricted
 from hyfi_core.runtime.pipeline import Key, Pipeline, Step
 from hyfi_core.runtime.random_key import RandomKey
 from hyfi_core.runtime.statistics import FoldedStatistics, FollowingStatistics
@@ -207,6 +208,19 @@ class Engine:
     def gather_state_dict(self) -> dict[str, torch.Tensor] | None:
         """Return a copy of the user's model's own ``state_dict`` on rank 0, None elsewhere."""
         return self._holdings.gather_state_dict()
+
+    def owned_state(self) -> dict[str, torch.Tensor]:
+        """Return the entries of the user's ``state_dict`` that this rank answers for: every entry is one rank's.
+
+        The tensors are the model's own, not copies.
+        """
+        state = self._model.state_dict()
+        return {name: state[name] for name in self._holdings.owned_names()}
+
+    def owned_optimizer(self) -> dict[str, Any]:
+        """Return the optimiser's state of those parameters, by name; see ``optimizer_state``."""
+        owned = set(self._holdings.owned_names())
+        return restricted(optimizer_state(self.optimizer, self._model.named_parameters()), owned)
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Take over weights and buffers from such a dict, on every rank."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -28,7 +28,8 @@ def optimizer_state(
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         values: dict[str, dict[str, Any]] = {}
-        for parameter in group["params"]:
+        named_here = [p for p in group["params"] if id(p) in names]  # a rank of bare stages has a placeholder
+        for parameter in named_here:
             name = names[id(parameter)]
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
@@ -36,8 +37,23 @@ def optimizer_state(
                 else:
                     values.setdefault(name, {})[key] = value
         hyper = {key: value for key, value in group.items() if key != "params"}
-        groups.append({**hyper, "names": [names[id(p)] for p in group["params"]], "values": values})
+        groups.append({**hyper, "names": [names[id(p)] for p in named_here], "values": values})
     return {"tensors": tensors, "groups": groups}
+
+
+def restricted(saved: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Return what ``optimizer_state`` returned of some parameters only."""
+    return {
+        "tensors": {key: t for key, t in saved["tensors"].items() if key.rpartition("/")[0] in names},
+        "groups": [
+            {
+                **group,
+                "names": [name for name in group["names"] if name in names],
+                "values": {name: value for name, value in group["values"].items() if name in names},
+            }
+            for group in saved["groups"]
+        ],
+    }
 
 
 def load_optimizer_state(
@@ -52,7 +68,7 @@ def load_optimizer_state(
     """
     names = {id(parameter): name for name, parameter in named}
     groups = saved["groups"]
-    here = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    here = [[names[id(p)] for p in group["params"] if id(p) in names] for group in optimizer.param_groups]
     if len(here) != len(groups) or any(
         not set(mine) <= set(group["names"]) for mine, group in zip(here, groups, strict=True)
     ):
@@ -66,6 +82,8 @@ def load_optimizer_state(
             {key: _restored(group.get(key), value) for key, value in wanted.items() if key not in ("names", "values")}
         )
         for parameter in group["params"]:
+            if id(parameter) not in names:
+                continue
             name = names[id(parameter)]
             state = dict(wanted["values"].get(name, {}))
             for key, value in saved["tensors"].items():

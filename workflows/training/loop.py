@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 
 from data.normalise import Normalisation
+from hyfi_core.runtime.checkpoint import step_folder
+from hyfi_core.runtime.checkpoint_together import Share, save_together
 from hyfi_core.runtime.engine import Engine
-from hyfi_core.runtime.optimizer_state import optimizer_state
 from workflows.console import Progress, say
 from workflows.models import DTYPES, FORMATS
 from workflows.training.bound_by import Setting, bound_by
@@ -133,15 +136,26 @@ class Trainer:
             say(loading_text(report))
 
     def _save(self, step: int) -> State:
-        """Save a checkpoint; return the weights that are judged, on rank 0."""
-        state, averaged = self._engine.gather_state_dict(), None
-        if self._average is not None:
-            with self._average.applied():
-                averaged = self._engine.gather_state_dict()
-        if self._recorder is None or state is None:
-            return None
-        optimizer = optimizer_state(self._engine.optimizer, self._model.named_parameters())
-        where = {
+        """Save a checkpoint; return the weights that are judged, on rank 0, where they are validated now."""
+        due = self._job.validates_after(step)
+        with self._average.applied() if self._average is not None else nullcontext():
+            judged = self._engine.gather_state_dict() if due else None
+            averaged = {name: value.clone() for name, value in self._engine.owned_state().items()}
+        share = Share(
+            self._engine.owned_state(),
+            self._engine.owned_optimizer(),
+            averaged if self._average is not None else None,
+        )
+        model = {**self._job.model_json(), "step": step}
+        folder = step_folder(self._job.config.run.dir / "checkpoints", step)
+        save_together(folder, self._trainers, share, model=model, state=self._where(step))
+        if self._recorder is not None:
+            self._recorder.saved(step, (*self._validating.open_steps, *((step,) if due else ())))
+        return judged
+
+    def _where(self, step: int) -> dict[str, Any]:
+        """Return what a run needs to go on behind ``step``, beside weights and optimiser."""
+        return {
             "step": step,
             "epoch": step * self._job.step_samples // len(self._job.train),
             "sample": step * self._job.step_samples,
@@ -150,9 +164,6 @@ class Trainer:
             "rng": bytes(torch.get_rng_state().tolist()).hex(),
             "random": [self._engine.random.seed, self._engine.random.step],
         }
-        due = (step,) if self._job.validates_after(step) else ()
-        self._recorder.save(step, state, optimizer, where, (*self._validating.open_steps, *due), averaged)
-        return state if averaged is None else averaged
 
 
 def make_average(decay: float | None, model: torch.nn.Module, saved: Saved | None) -> MovingAverage | None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from data.coverage import write_coverage
 from hyfi_core.runtime.checkpoint import prune, saved_steps
 from workflows.console import say
@@ -115,17 +113,9 @@ class Recorder:
         metric = self._job.config.validation.metric
         self.best = self.folder.choose_best(self._log.validations(), metric)
 
-    def save(
-        self,
-        step: int,
-        weights: Mapping[str, torch.Tensor],
-        optimizer: Mapping[str, Any],
-        state: Mapping[str, Any],
-        spare: Iterable[int],
-        averaged: Mapping[str, torch.Tensor] | None = None,
-    ) -> None:
-        """Save a checkpoint and remove old ones; never the latest, the best, or the steps of ``spare``."""
-        self.folder.save(step, weights, self._job.model_json(), optimizer, state, averaged)
+    def saved(self, step: int, spare: Iterable[int]) -> None:
+        """Take note of a new checkpoint and remove old ones; never the latest, the best, or the steps of ``spare``."""
+        self.folder.saved(step)
         if not len(self._job.val):
             self.folder.point_best(step)
         prune(self.folder.checkpoints, self._job.config.run.keep, spare)

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from hyfi_core.runtime import checkpoint as checkpoints
 from workflows.config import Config, dump_resolved
 from workflows.training.best import Records, best_step
@@ -29,26 +27,9 @@ class RunFolder:
         _write(self.folder / "config.yaml", dump_resolved(config))
         _write(self.folder / "plan.json", json.dumps(plan, indent=2) + "\n")
 
-    def save(
-        self,
-        step: int,
-        weights: Mapping[str, torch.Tensor],
-        model: Mapping[str, Any],
-        optimizer: Mapping[str, Any],
-        state: Mapping[str, Any],
-        averaged: Mapping[str, torch.Tensor] | None = None,
-    ) -> None:
-        """Write the checkpoint of a step and point ``latest`` at it."""
-        folder = checkpoints.step_folder(self.checkpoints, step)
-        checkpoints.save_checkpoint(
-            folder,
-            weights=weights,
-            model={**model, "step": step},
-            optimizer=optimizer,
-            state=state,
-            averaged=averaged,
-        )
-        checkpoints.point_link(self.checkpoints / "latest", folder.name)
+    def saved(self, step: int) -> None:
+        """Point ``latest`` at the checkpoint of a step."""
+        checkpoints.point_link(self.checkpoints / "latest", checkpoints.step_folder(self.checkpoints, step).name)
 
     def take_back(self, step: int) -> None:
         """Make the checkpoint of ``step`` the latest and remove those after it."""

@@ -1,0 +1,89 @@
+"""One checkpoint written by all stages: each of their first ranks writes what it holds, rank 0 lets it appear."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hyfi_core.comm.base import Communicator
+from hyfi_core.runtime.checkpoint import WEIGHTS_FILE, make_beside, publish, write_tensors
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank writes of a checkpoint; every tensor is in one share.
+
+    Attributes:
+        weights: under the names of the user's model.
+        optimizer: from ``optimizer_state``, of the same parameters; None to leave it out.
+        averaged: the moving average of the weights; None where none is kept.
+    """
+
+    weights: Mapping[str, torch.Tensor]
+    optimizer: Mapping[str, Any] | None = None
+    averaged: Mapping[str, torch.Tensor] | None = None
+
+
+def save_together(
+    folder: Path, comm: Communicator, share: Share, *, model: Mapping[str, Any], state: Mapping[str, Any] | None
+) -> None:
+    """Write a checkpoint of which each rank has a share; all ranks of ``comm`` call it and see the same file system.
+
+    Args:
+        folder: where it shall appear, whole or not at all.
+        comm: the ranks that have shares; a share without weights writes nothing.
+        share: this rank's.
+        model: goes to ``model.json``; rank 0's counts.
+        state: goes to ``state.json``; rank 0's counts.
+
+    Raises:
+        OSError: on the rank that cannot write; nothing appears under ``folder`` then.
+    """
+    writers = comm.broadcast_object(comm.gather_objects(bool(share.weights)))
+    beside = Path(comm.broadcast_object(str(make_beside(folder)) if comm.rank == 0 else None))
+    try:
+        told: dict[str, Any] = {}
+        if share.weights:
+            where = (sum(writers[: comm.rank]), sum(writers))
+            tensors = share.optimizer["tensors"] if share.optimizer is not None else None
+            files = write_tensors(beside, share.weights, tensors, share.averaged, where)
+            groups = share.optimizer["groups"] if share.optimizer is not None else None
+            told = {"files": files, "groups": groups, "names": {n: t.nbytes for n, t in share.weights.items()}}
+        shares = comm.gather_objects(told)
+        if shares is not None:
+            written = [item for item in shares if item]
+            files = {name: print_ for item in written for name, print_ in item["files"].items()}
+            publish(beside, folder, files, model, _merged([i["groups"] for i in written]), state, _index(written))
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+    comm.barrier()  # nobody goes on to use or remove it before it is there
+
+
+def _merged(shares: Sequence[Sequence[Mapping[str, Any]] | None]) -> list[dict[str, Any]] | None:
+    """Return the optimiser's groups with the parameters of all shares."""
+    known = [groups for groups in shares if groups is not None]
+    if not known:
+        return None
+    return [
+        {
+            **group,
+            "names": [name for groups in known for name in groups[index]["names"]],
+            "values": {name: value for groups in known for name, value in groups[index]["values"].items()},
+        }
+        for index, group in enumerate(known[0])
+    ]
+
+
+def _index(shares: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return the index by which other tools find a tensor, None for a single file."""
+    if len(shares) == 1:
+        return None
+    stem = WEIGHTS_FILE.partition(".")[0] + "-"
+    where = {name: next(f for f in share["files"] if f.startswith(stem)) for share in shares for name in share["names"]}
+    return {"metadata": {"total_size": sum(sum(share["names"].values()) for share in shares)}, "weight_map": where}
