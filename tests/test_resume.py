@@ -1,0 +1,76 @@
+"""A checkpoint knows nothing of plans: what one plan saved, any other goes on from."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import hyfi_core
+from hyfi_core import ParallelPlan
+from hyfi_core.models.resnet import resnet18
+from hyfi_core.runtime.checkpoint import load_checkpoint, load_training_state
+from hyfi_core.runtime.checkpoint_together import Share, save_together
+from hyfi_core.runtime.optimizer_state import load_optimizer_state
+from tests.harness import run_copies
+from tests.steps import Factory, adamw, make_batches, sgd
+
+SHAPE = (4, 3, 50, 45)
+FIRST = ParallelPlan(((2, 2), (1, 1)), ("layer2",), 4, "1f1b")
+OTHERS = {
+    "1x3": ParallelPlan(((1, 3),), microbatches=4),
+    "four stages": ParallelPlan(((1, 1),) * 4, ("layer1", "layer2", "layer3"), 4, "gpipe"),
+    "two directions": ParallelPlan(((1, 2), (1, 1)), ("layer1",), 4, "chimera", mirror="point_to_point"),
+    "one process": ParallelPlan(((1, 1),), microbatches=4),
+}
+
+
+def train(comm: Any, module: nn.Module, plan: ParallelPlan, factory: Factory, folder: Path, first: int) -> list[float]:
+    """Five steps from ``first`` on; those that begin at 0 leave a checkpoint, others start from it."""
+    engine = hyfi_core.parallelize(module, SHAPE, plan, comm, optimizer=factory)  # type: ignore[arg-type]
+    if first:
+        engine.load_state_dict(load_checkpoint(folder).weights)
+        load_optimizer_state(engine.optimizer, module.named_parameters(), load_training_state(folder).optimizer)
+    losses = [engine.train_step(*step[0]) for step in make_batches(SHAPE, 10, 1)[first : first + 5]]
+    if not first:
+        share = Share(engine.owned_state(), engine.owned_optimizer())
+        save_together(folder, comm, share, model={"step": 5}, state={"step": 5})
+    return losses
+
+
+@pytest.mark.parametrize("factory", [sgd, adamw])
+def test_any_plan_goes_on_from_what_another_saved(tmp_path: Path, factory: Factory) -> None:
+    torch.manual_seed(11)
+    model = resnet18(2, width=4).double()
+    folder = tmp_path / "step"
+
+    def run(plan: ParallelPlan, first: int) -> list[float]:
+        body = functools.partial(train, plan=plan, factory=factory, folder=folder, first=first)
+        return run_copies(model, plan.ranks, body)[0]
+
+    run(FIRST, 0)
+    assert not list(tmp_path.glob(".*"))
+    wanted = run(FIRST, 5)
+    for name, plan in OTHERS.items():
+        assert run(plan, 5) == pytest.approx(wanted, abs=1e-10), name
+
+
+def test_each_stage_writes_its_own_share(tmp_path: Path) -> None:
+    torch.manual_seed(11)
+    model = resnet18(2, width=4).double()
+    folder = tmp_path / "step"
+    body = functools.partial(train, plan=FIRST, factory=sgd, folder=folder, first=0)
+    run_copies(model, FIRST.ranks, body)
+    shares = [load_file(folder / f"model-0000{n}-of-00002.safetensors") for n in (1, 2)]
+    assert not set(shares[0]) & set(shares[1])
+    assert {*shares[0], *shares[1]} == set(model.state_dict())
+    assert all(name.startswith(("layer3", "layer4", "fc")) for name in shares[1])
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["weight_map"]["fc.bias"] == "model-00002-of-00002.safetensors"
+    assert index["metadata"]["total_size"] == sum(t.nbytes for share in shares for t in share.values())
