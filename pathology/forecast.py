@@ -9,14 +9,16 @@ from dataclasses import dataclass, field
 from pathology.discover import SlideJob
 from pathology.disk import LEAST_BYTES_PER_PX
 from pathology.errors import SlideError
+from pathology.identity import SourceStamp
 from pathology.ingest_options import IngestOptions
 from pathology.level_reader import choose_level
+from pathology.lossless import LosslessSlide
 from pathology.mpp import resolve_mpp
 from pathology.pseudonyms import scrubbed
 from pathology.sources import open_source
 
-_BYTES_PER_PX = 1.2
-"""zstd:1 on stained tissue and glass mixed, pyramid included; from none of it (glass) to 2.4 (tissue all over)."""
+_BYTES_PER_PX = {"zstd": 1.2, "jpeg": 0.2}
+"""Stained tissue and glass mixed, pyramid included; zstd: from 0.3 (glass) to 2.4 (tissue all over)."""
 _PX_PER_CORE_S = 25e6
 
 
@@ -31,12 +33,8 @@ class Forecast:
     slides: int = 0
     source_px: int = 0
     store_px: int = 0
+    store_bytes: float = 0.0
     refused: list[tuple[SlideJob, str]] = field(default_factory=list)
-
-    @property
-    def store_bytes(self) -> float:
-        """Bytes to write, about."""
-        return self.store_px * _BYTES_PER_PX
 
     @property
     def core_hours(self) -> float:
@@ -59,22 +57,30 @@ def forecast(
         try:
             with closing(open_source(job.source)) as source:
                 stated = resolve_mpp(source.mpp, job.row.get("source_mpp", ""), options.slide_mpp)
-                choice = choose_level(source, stated.um, options.mpp)
-                level = source.levels[choice.level]
+                if options.lossless:
+                    LosslessSlide(source)
+                    read_px, written_px, written_bytes = 0, 0, float(SourceStamp.of(job.source).size_bytes)
+                else:
+                    choice = choose_level(source, stated.um, options.mpp)
+                    level = source.levels[choice.level]
+                    read_px, written_px = level.height_px * level.width_px, choice.height_px * choice.width_px
+                    written_bytes = written_px * _BYTES_PER_PX[options.pixel_codec.name]
         except SlideError as error:
             reason = scrubbed(str(error), job.source, job.slide_id) if job.secret else str(error)
             total.refused.append((job, reason))
         else:
             total.slides += 1
-            total.source_px += level.height_px * level.width_px
-            total.store_px += choice.height_px * choice.width_px
+            total.source_px += read_px
+            total.store_px += written_px
+            total.store_bytes += written_bytes
         looked_at(job.slide_id)
     return total
 
 
 def sampled_least_bytes(jobs: Sequence[SlideJob], options: IngestOptions) -> float:
     """Return what all slides take at the very least, judged from a few of them; 0 where parts may be left out."""
-    if not jobs or options.crop_tissue or options.glass != "keep" or not options.pixel_codec.exact:
+    may_be_less = options.crop_tissue or options.lossless or options.glass != "keep" or not options.pixel_codec.exact
+    if not jobs or may_be_less:
         return 0.0
     step = max(1, len(jobs) // _SAMPLED)
     found = forecast(jobs[::step][:_SAMPLED], options)

@@ -29,14 +29,14 @@ class Frame:
 
     Attributes:
         choice: The source's level that is read, and the size of the whole slide.
-        mpp_um: Microns per pixel of the store's finest level.
+        mpp: Microns per pixel (y, x) of the store's finest level.
         box: The part that is written, in pixels of that level of the whole slide.
         masks: Tissue and pen of that part, where the writer has to know them before; else None.
         mask_mpp: Microns per pixel of the masks.
     """
 
     choice: LevelChoice
-    mpp_um: float
+    mpp: tuple[float, float]
     box: Box
     masks: TissueMasks | None
     mask_mpp: float
@@ -64,12 +64,19 @@ def find_frame(slide: SlideSource, mpp: SourceMpp, options: IngestOptions) -> Fr
     level = mask_level(options.mpp, options.tissue)
     scale = 2**level
     if not options.crop_tissue and options.glass == "keep":
-        return Frame(choice, options.mpp, whole, None, options.mpp * scale)
+        return Frame(choice, (options.mpp, options.mpp), whole, None, options.mpp * scale)
     masks = _masks(slide, mpp, options, level_sizes(choice.height_px, choice.width_px, level + 1)[level])
     box = _around(masks.tissue, scale, whole, options.mpp) if options.crop_tissue else whole
     part = (slice(box.y0 // scale, -(-box.y1 // scale)), slice(box.x0 // scale, -(-box.x1 // scale)))
     kept = TissueMasks(masks.tissue[part], masks.pen[part]) if options.glass == "blank" else None
-    return Frame(choice, options.mpp, box, kept, options.mpp * scale)
+    return Frame(choice, (options.mpp, options.mpp), box, kept, options.mpp * scale)
+
+
+def whole_frame(slide: SlideSource, mpp: SourceMpp) -> Frame:
+    """Return the frame of a slide whose own levels are kept."""
+    finest = slide.levels[0]
+    choice = LevelChoice(0, mpp.um, (1.0, 1.0), finest.height_px, finest.width_px, upsampled=False)
+    return Frame(choice, mpp.um, Box.of_size(finest.height_px, finest.width_px), None, 0.0)
 
 
 def _masks(slide: SlideSource, mpp: SourceMpp, options: IngestOptions, size: LevelSize) -> TissueMasks:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from pathology.errors import SlideError
+from pathology.staging import files_of
 
 _READ_BYTES = 4 * 2**20
 
@@ -30,7 +31,7 @@ class SourceStamp:
             SlideError: The slide is not there or cannot be read.
         """
         try:
-            stats = [f.stat() for f in slide_files(path)]
+            stats = [f.stat() for f in files_of(path)]
         except OSError as error:
             raise SlideError(f"the file cannot be read: {error.strerror}") from error
         return cls(sum(s.st_size for s in stats), max(s.st_mtime_ns for s in stats))
@@ -49,14 +50,6 @@ def _disguised(mtime_ns: int, secret: str) -> int:
         return mtime_ns
     digest = hmac.digest(secret.encode(), str(mtime_ns).encode(), "sha256")
     return int.from_bytes(digest[:7], "big")
-
-
-def slide_files(path: Path) -> list[Path]:
-    """Return the slide's file and, for the formats that have one, the files of its companion folder."""
-    folder = path.with_suffix("")
-    if path.suffix.lower() in {".mrxs", ".vms", ".vmu"} and folder.is_dir():
-        return [path, *sorted(f for f in folder.iterdir() if f.is_file())]
-    return [path]
 
 
 def source_digest(path: Path) -> str:
@@ -98,7 +91,7 @@ class RunningDigest:
 
     def _run(self) -> str:
         try:
-            digests = [self._of(file) for file in slide_files(self._path)]
+            digests = [self._of(file) for file in files_of(self._path)]
         except OSError as error:
             raise SlideError(f"the file cannot be read: {error.strerror}") from error
         return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()

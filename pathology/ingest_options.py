@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from data.store_codec import PixelCodec
@@ -11,6 +12,7 @@ from pathology.mpp import SENSIBLE_UM
 from pathology.tissue import TissueParameters
 
 GLASS = ("keep", "blank")
+ICC = ("keep", "apply")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,9 @@ class IngestOptions:
         glass: ``keep`` writes the whole slide; ``blank`` leaves out what lies far from tissue.
         sharded: Files are shards of 8 × 8 chunks; otherwise every chunk is a file.
         crop_tissue: Write the box around the tissue only.
+        lossless: Keep the scanner's JPEG tiles and levels as they are; ``mpp`` says nothing then.
+        icc: ``keep`` leaves pixels as they are and the profile beside them; ``apply`` converts them to sRGB.
+        cache: Folder on a local disk where each slide is copied to while it is read; None reads it where it is.
         tissue: Parameters of the tissue mask.
 
     Raises:
@@ -38,6 +43,9 @@ class IngestOptions:
     glass: str = "keep"
     sharded: bool = True
     crop_tissue: bool = False
+    lossless: bool = False
+    icc: str = "keep"
+    cache: Path | None = None
     tissue: TissueParameters = field(default_factory=TissueParameters)
 
     def __post_init__(self) -> None:
@@ -49,7 +57,22 @@ class IngestOptions:
             raise RequestError(f"--max-bad {self.max_bad:g}: a share from 0 to 1 is expected")
         if self.glass not in GLASS:
             raise RequestError(f"--glass {self.glass}: {' or '.join(GLASS)} are expected")
+        if self.icc not in ICC:
+            raise RequestError(f"--icc {self.icc}: {' or '.join(ICC)} are expected")
         _ = self.pixel_codec
+        if self.lossless:
+            self._refuse_what_changes_tiles()
+
+    def _refuse_what_changes_tiles(self) -> None:
+        changes = {
+            f"--codec {self.codec}": self.codec != "zstd:1",
+            "--unsharded": not self.sharded,
+            "--crop-tissue": self.crop_tissue,
+            "--icc apply": self.icc == "apply",
+        }
+        found = [name for name, is_asked in changes.items() if is_asked]
+        if found:
+            raise RequestError(f"--lossless keeps the scanner's tiles as they are; leave {' and '.join(found)} out")
 
     @property
     def pixel_codec(self) -> PixelCodec:
@@ -69,6 +92,8 @@ class IngestOptions:
             "glass": None if self.glass == "keep" else self.glass,
             "sharded": None if self.sharded else False,
             "crop_tissue": True if self.crop_tissue else None,
+            "icc": None if self.icc == "keep" else self.icc,
         }
-        always = {"mpp": self.mpp, "codec": str(self.pixel_codec), "tissue": self.tissue.to_json()}
+        pixels = {"mpp": self.mpp, "codec": str(self.pixel_codec)}
+        always = {**({"lossless": True} if self.lossless else pixels), "tissue": self.tissue.to_json()}
         return always | {name: value for name, value in asked.items() if value is not None}

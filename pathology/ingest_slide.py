@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from data.manifest import DONE, FAILED, SlideRecord, record_path
 from data.store import SlideStore, StoreError, slide_path
-from data.store_writer import LevelSize, SlideWriter, pyramid_levels
-from hyfi_core.plan.box import Box
+from data.store_writer import SlideWriter
 from pathology.claims import ClaimLostError
 from pathology.discover import user_columns
 from pathology.disk import is_stores_fault, require_room
 from pathology.errors import SlideError
-from pathology.frame import Frame, find_frame
 from pathology.identity import RunningDigest, SourceStamp
 from pathology.ingest_options import IngestOptions
-from pathology.level_reader import LevelReader
 from pathology.mpp import SourceMpp, resolve_mpp
 from pathology.provenance import provenance, record_of, versions
 from pathology.pseudonyms import scrubbed
-from pathology.pyramid import PyramidBuilder
-from pathology.quality import Quality, Survey
-from pathology.resample import Planes
+from pathology.slide_content import Tick, content_of
 from pathology.sources import SlideSource, open_source
-
-Tick = Callable[[float], None]
+from pathology.staging import staged
 
 
 def ingest_slide(
@@ -114,7 +108,7 @@ class _Work:
     def run(self) -> SlideRecord:
         """Ingest the slide; raises what `ingest_slide` turns into a record."""
         stamp = SourceStamp.of(self.source)
-        with RunningDigest(self.source) as digest, closing(open_source(self.source)) as slide:
+        with self._at_hand() as file, RunningDigest(file) as digest, closing(open_source(file)) as slide:
             mpp = resolve_mpp(slide.mpp, self.manifest_mpp, self.options.slide_mpp)
             given = None if mpp.origin == "file" else mpp.um[0]
             identity = {"parameters": self.options.parameters() | {"given_mpp": given}, **stamp.to_json(self.secret)}
@@ -123,65 +117,43 @@ class _Work:
                 found = self._written(slide, mpp, identity, lambda: _unchanged(self.source, stamp, digest))
         return record_of(found, self.name, self._shown)
 
+    def _at_hand(self) -> AbstractContextManager[Path]:
+        """Give the slide's file, or its copy on a local disk."""
+        return nullcontext(self.source) if self.options.cache is None else staged(self.source, self.options.cache)
+
     def _written(
         self, slide: SlideSource, mpp: SourceMpp, identity: dict[str, Any], digest: Callable[[], str]
     ) -> dict[str, Any]:
         """Write the slide and return its attributes."""
-        options = self.options
-        frame = find_frame(slide, mpp, options)
-        sizes = frame.sizes(options)
-        require_room(self.store, sizes[0].height_px * sizes[0].width_px)
-        levels = pyramid_levels(sizes, options.mpp, options.pixel_codec, options.sharded)
-        reader = LevelReader(slide, frame.choice, options.max_bad)
+        content = content_of(slide, mpp, self.options)
+        if content.kind == "resampled":
+            require_room(self.store, content.frame.box.area)
         with SlideWriter(
             self.store,
             self.name,
-            levels,
-            glass=None if frame.masks is None else (frame.masks.tissue, frame.mask_mpp),
+            content.levels,
+            glass=content.glass,
             identity={**identity, "versions": versions()},
             threads=self.threads,
         ) as writer:
-            quality = self._write_content(writer, reader, frame, sizes)
+            quality = content.write(writer, self.tick)
             attributes = {
-                "kind": "resampled",
-                **provenance(slide, mpp, frame),
+                "kind": content.kind,
+                **provenance(slide, mpp, content.frame),
+                "icc": self.options.icc if slide.icc else None,
                 **quality.to_json(),
-                "bad_tiles": reader.bad_tiles,
-                "tiles": reader.tiles,
+                "bad_tiles": content.bad_tiles,
+                "tiles": content.tiles,
                 **identity,
                 "sha256": digest(),
                 "versions": versions(),
             }
-            known = {"mpp_assumed": mpp.origin == "flag", "upsampled": frame.choice.upsampled}
-            flags = quality.flags | known | {"bad_tiles": reader.bad_tiles > 0}
+            known = {"mpp_assumed": mpp.origin == "flag", "upsampled": content.frame.choice.upsampled}
+            flags = quality.flags | known | {"bad_tiles": content.bad_tiles > 0}
             attributes["flags"] = [name for name, is_so in flags.items() if is_so]
             self.tick(1.0)
             writer.publish(attributes)
         return attributes
-
-    def _write_content(
-        self, writer: SlideWriter, reader: LevelReader, frame: Frame, sizes: Sequence[LevelSize]
-    ) -> Quality:
-        """Write pyramid and tissue label in one pass over the source; return what was found out on the way."""
-        survey = Survey(sizes, self.options.mpp, self.options.tissue)
-        done_px, all_px = 0, frame.box.area
-
-        def read(box: Box) -> Planes:
-            nonlocal done_px
-            self.tick(done_px / all_px)
-            done_px += box.area
-            # Shards of a run that was killed are read back, unless tiles may be bad: those must be counted again.
-            kept = writer.read_back(0, box) if self.options.max_bad == 0 else None
-            return reader.read(box.shift(frame.box.y0, frame.box.x0)) if kept is None else kept
-
-        def write(level: int, y0: int, x0: int, block: Planes) -> None:
-            writer.write(level, y0, x0, block)
-            survey.see(level, y0, x0, block)
-
-        PyramidBuilder(sizes, read, write).build()
-        quality = survey.result(frame.masks)
-        writer.write_tissue(quality.masks.tissue, quality.mpp_um)
-        return quality
 
     def _published_before(self, identity: dict[str, Any]) -> dict[str, Any] | None:
         """Return the attributes of a slide that was published just before a crash kept its record from being saved."""

@@ -21,10 +21,10 @@ IDENTITY = ("parameters", "size_bytes", "mtime_ns", "sha256")
 def provenance(slide: SlideSource, mpp: SourceMpp, frame: Frame) -> dict[str, Any]:
     """Return what is kept of the slide's own metadata: an allow-list, nothing that names a person, a day or a path."""
     bounds, choice = slide.bounds, frame.choice
-    scale = [frame.mpp_um / v for v in mpp.um]
+    scale = [kept / stated for kept, stated in zip(frame.mpp, mpp.um, strict=True)]
     icc = slide.icc if slide.icc and len(slide.icc) <= _LARGEST_ICC_BYTES else None
     kept: dict[str, Any] = {
-        "mpp": [frame.mpp_um, frame.mpp_um],
+        "mpp": list(frame.mpp),
         "size_px": [frame.box.height, frame.box.width],
         "source": {
             "vendor": slide.vendor,

@@ -84,6 +84,9 @@ def ingest(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Do finished slides again.")] = False,
     slide_mpp: SlideMpp = None,
     codec: Annotated[str, typer.Option("--codec", help="zstd:1 … zstd:22, or jpeg:1 … jpeg:100 (lossy).")] = "zstd:1",
+    lossless: Annotated[
+        bool, typer.Option("--lossless", help="Keep the scanner's JPEG tiles and levels as they are.")
+    ] = False,
     glass: Annotated[
         str, typer.Option("--glass", help="keep writes the whole slide, blank leaves out what has no tissue near.")
     ] = "keep",
@@ -91,6 +94,12 @@ def ingest(
         bool, typer.Option("--unsharded", help="Every chunk is a file; default: shards of 64.")
     ] = False,
     crop_tissue: Annotated[bool, typer.Option("--crop-tissue", help="Write the box around the tissue only.")] = False,
+    icc: Annotated[
+        str, typer.Option("--icc", help="keep leaves colours and profile as they are, apply converts to sRGB.")
+    ] = "keep",
+    cache: Annotated[
+        Path | None, typer.Option("--cache", metavar="DIR", help="Copy each slide to this local disk while it is read.")
+    ] = None,
     memory: Annotated[
         str | None, typer.Option("--memory", help="What all workers may use, as in 8GB; default: most of what is free.")
     ] = None,
@@ -108,7 +117,15 @@ def ingest(
     """Turn slides into a store. Safe to run again: finished slides are skipped."""
     options = {"mpp": mpp, "workers": workers, "overwrite": overwrite, "slide_mpp": slide_mpp, "codec": codec}
     pixels = {"glass": glass, "sharded": not unsharded, "crop_tissue": crop_tissue, "max_bad": max_bad}
-    archive = {"memory": memory, "part": part, "pseudonyms": pseudonyms, "dry_run": dry_run, "as_json": as_json}
+    pixels |= {"lossless": lossless, "icc": icc}
+    archive = {
+        "cache": cache,
+        "memory": memory,
+        "part": part,
+        "pseudonyms": pseudonyms,
+        "dry_run": dry_run,
+        "as_json": as_json,
+    }
     _run("ingest", paths=paths, out=out, **options, **pixels, **archive)
 
 

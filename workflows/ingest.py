@@ -32,6 +32,9 @@ def run(
     glass: str,
     sharded: bool,
     crop_tissue: bool,
+    lossless: bool,
+    icc: str,
+    cache: Path | None,
     max_bad: float,
     memory: str | None,
     part: str,
@@ -57,6 +60,9 @@ def run(
         glass=glass,
         sharded=sharded,
         crop_tissue=crop_tissue,
+        lossless=lossless,
+        icc=icc,
+        cache=cache,
     )
     request = Request(paths, out, options, overwrite, _part(part), pseudonyms)
     memory_bytes = None if memory is None else parse_bytes(memory)
