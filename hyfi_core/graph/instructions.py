@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hyfi_core.graph.program import Program, ValueInfo, refs_in
+from hyfi_core.graph.program import Operator, Program, ValueInfo, refs_in
 from hyfi_core.ops.base import Collective
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.layout import Layout
@@ -54,12 +54,14 @@ class Compute:
         inputs: value names.
         outputs: value names; None for a result that nothing uses.
         empty: shapes to return without a call where this rank owns nothing of the result; None: always call.
+        operator: the operator of the model that this call is, where it is one; its values may have other names here.
     """
 
     function: Callable[..., Any]
     inputs: tuple[str, ...]
     outputs: tuple[str | None, ...]
     empty: tuple[tuple[int, ...], ...] | None = None
+    operator: Operator | None = None
 
 
 @dataclass(frozen=True, slots=True)

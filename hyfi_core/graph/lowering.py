@@ -17,6 +17,7 @@ from hyfi_core.graph.fused import Runs, covers
 from hyfi_core.graph.fused_cost import choose
 from hyfi_core.graph.fused_sketch import draw
 from hyfi_core.graph.instructions import Communicate, Compute, Instruction, RankProgram, Split
+from hyfi_core.graph.overwriting import overwriting
 from hyfi_core.graph.program import Operator, Program, Ref, ValueInfo, refs_in, substitute
 from hyfi_core.graph.rules_features import batch_norm_alone, batch_norm_on_features
 from hyfi_core.ops.base import Collective
@@ -98,7 +99,7 @@ class Lowering:
             if name in self.splits:
                 raise RequestError("the model stores a whole map in a buffer, which no rank holds")
         instructions, read_box = self._finish()
-        return RankProgram(instructions, read_box, self.splits, outputs, program, self.values, exits)
+        return overwriting(RankProgram(instructions, read_box, self.splits, outputs, program, self.values, exits))
 
     def _plan_runs(self, operators: list[Operator], wanted: tuple[Any, ...], exits: tuple[str, ...]) -> Runs:
         """Return the fused runs; a trial without any says how every value is laid out."""
@@ -259,8 +260,12 @@ class Lowering:
         inputs: tuple[str, ...],
         outputs: tuple[str | None, ...],
         split: Split | None = None,
+        operator: Operator | None = None,
     ) -> None:
-        """Emit a local call; with ``split`` its outputs are split so, and ranks that own nothing of them skip it."""
+        """Emit a local call; with ``split`` its outputs are split so, and ranks that own nothing of them skip it.
+
+        ``operator`` says that the call is one of the model's, so that it may be made in place (see ``overwriting``).
+        """
         empty = None
         if split is not None:
             for output in outputs:
@@ -268,7 +273,7 @@ class Lowering:
                     self.splits[output] = split
             if split.held[self.rank].empty:
                 empty = tuple(split.local_shape(self.shape(o), self.rank) if o is not None else () for o in outputs)
-        self._steps.append(Compute(function, inputs, outputs, empty))
+        self._steps.append(Compute(function, inputs, outputs, empty, operator))
 
     def communicate(
         self, collective: Collective, inputs: tuple[str | None, ...], outputs: tuple[str | None, ...], kind: str

@@ -57,7 +57,7 @@ def pointwise(lowering: Lowering, op: Operator) -> None:
         elif _reaches_space(lowering.shape(name), lowering.shape(_first_output(op)), anchor):
             names[name] = _cut_out(lowering, name, anchor, len(lowering.shape(_first_output(op))))
     function, inputs = bound(renamed(op, names))
-    lowering.compute(function, inputs, op.outputs, anchor)
+    lowering.compute(function, inputs, op.outputs, anchor, op)
 
 
 def _from_right(lowering: Lowering, name: str, rank: int) -> Split:

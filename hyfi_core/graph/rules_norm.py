@@ -138,7 +138,8 @@ def batch_norm_training(lowering: Lowering, op: Operator) -> None:
     if lowering.grid == (1, 1):
         names = (part, running_mean.name, running_var.name, *affine, batches)
         inputs = tuple(name for name in names if name is not None)
-        lowering.compute(native_batch_norm(weight is not None, bias is not None, momentum, eps), inputs, op.outputs)
+        native = native_batch_norm(weight is not None, bias is not None, momentum, eps)
+        lowering.compute(native, inputs, op.outputs, operator=op)
         if normalised is not None:
             lowering.splits[normalised] = split
         return
@@ -197,7 +198,7 @@ def batch_norm_evaluation(lowering: Lowering, op: Operator) -> None:
     x = op.args[0]
     split = lowering.seen(op, x.name)
     function, inputs = bound(renamed(op, {x.name: lowering.part(x.name, split)}))
-    lowering.compute(lambda *tensors: function(*tensors)[0], inputs, op.outputs[:1], split)
+    lowering.compute(lambda *tensors: function(*tensors)[0], inputs, op.outputs[:1], split, op)
 
 
 def batch_norm(lowering: Lowering, op: Operator) -> None:
@@ -207,7 +208,7 @@ def batch_norm(lowering: Lowering, op: Operator) -> None:
         lowering.refuse(op, "is in training mode and not functional", "a model exported by this engine")
     split = lowering.seen(op, x.name)
     function, inputs = bound(renamed(op, {x.name: lowering.part(x.name, split)}))
-    lowering.compute(function, inputs, op.outputs, split)
+    lowering.compute(function, inputs, op.outputs, split, op)
 
 
 def group_norm(lowering: Lowering, op: Operator) -> None:

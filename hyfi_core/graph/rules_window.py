@@ -71,7 +71,7 @@ def _native(lowering: Lowering, op: Operator) -> bool:
     x = op.args[0].name
     function, inputs = bound(renamed(op, {x: lowering.part(x, lowering.splits[x])}))
     height, width = lowering.shape(output)[2:]
-    lowering.compute(function, inputs, op.outputs, Split(Layout.even(height, width, (1, 1))))
+    lowering.compute(function, inputs, op.outputs, Split(Layout.even(height, width, (1, 1))), op)
     return True
 
 
@@ -91,7 +91,7 @@ def conv2d(lowering: Lowering, op: Operator) -> None:
         return F.conv2d(tensor, kernel, rest[0] if rest else None, stride, plan.native, dilation, groups)
 
     inputs = (canvas, weight.name) if bias is None else (canvas, weight.name, bias.name)
-    lowering.compute(call, inputs, op.outputs, plan.split)
+    lowering.compute(call, inputs, op.outputs, plan.split, op)
 
 
 def max_pool2d(lowering: Lowering, op: Operator) -> None:
