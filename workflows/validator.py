@@ -86,38 +86,37 @@ class ValidationService:
         Raises:
             RequestError: they cannot do what the run asks for.
             ValidationChildError: one of them raised.
-            RuntimeError: one of them died.
         """
         hosts = self._group.broadcast_object(self._group.gather_objects(socket.gethostname()))
         self._host = hosts[0] if len(set(hosts)) > 1 else "localhost"
-        port = None
-        if self._leads:
-            self._replace_child(None)
-            port = self._await("port")["port"] if self._group.size > 1 else None
-        port = self._group.broadcast_object(port)
         if not self._leads:
-            self._replace_child(port)
-        self._await("ready")
-        self._ready = True
+            self._follow()
+            return
+        self._replace_child(None)
+        self._lead(lambda: self._ready or self._gave_up or self._end is not None)
+        self._order({"kind": "begun"})
 
     def serve(self) -> bool:
         """Serve until trainer 0 ends it; return whether the run was stopped before its time."""
         try:
-            return self._lead() if self._leads else self._follow()
+            if not self._leads:
+                return self._follow()
+            self._lead(lambda: self._end is not None and not self._queue)
+            assert self._end is not None
+            return self._leave(bool(self._end["stopped"]))
         finally:
             self._kill()
             self._buffers.close()
 
     # -- validator 0
 
-    def _lead(self) -> bool:
+    def _lead(self, done: Callable[[], bool]) -> None:
         backoff = Backoff()
-        while self._end is None or self._queue:
+        while not done():
             if self._listen() | self._tend():
                 backoff.reset()
             else:
                 backoff.pause()
-        return self._leave(bool(self._end["stopped"]))
 
     def _listen(self) -> bool:
         """Take what trainer 0 and the other validators have said; whether there was anything."""
@@ -217,6 +216,7 @@ class ValidationService:
     # -- the others
 
     def _follow(self) -> bool:
+        """Do as validator 0 says until the children are ready, or to the end; return whether the run was stopped."""
         backoff = Backoff()
         while True:
             self._watch()
@@ -227,8 +227,8 @@ class ValidationService:
                 backoff.pause()
                 continue
             backoff.reset()
-            if found[1]["kind"] == "end":
-                return bool(found[1]["stopped"])
+            if found[1]["kind"] in ("begun", "end"):
+                return bool(found[1].get("stopped"))
             self._kill()
             if found[1]["kind"] == "start":
                 self._round = found[1]["round"]
@@ -256,21 +256,8 @@ class ValidationService:
             self._child.kill()
             self._child = None
 
-    def _await(self, kind: str) -> Word:
-        """Return the child's next word, which must be of one kind."""
-        assert self._child is not None
-        backoff = Backoff()
-        while (word := self._child.hear()) is None:
-            self._watch()
-            backoff.pause()
-        if word["kind"] != kind:
-            self._fail(word)
-        return word
-
     @staticmethod
     def _fail(word: Word) -> None:
         if word["kind"] == "refused":
             raise RequestError(word["reason"])
-        if word["kind"] == "died":
-            raise RuntimeError(f"the process that validates ended by {word['how']} as it began")
         raise ValidationChildError(f"the process that validates failed:\n{word['error']}")

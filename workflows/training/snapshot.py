@@ -100,7 +100,8 @@ class Pool:
         """Begin a snapshot of ``state``."""
         size, pinned = snapshot_bytes(state), any(value.is_cuda for value in state.values())
         fitting = [flat for flat in self._free if flat.numel() == size and flat.is_pinned() == pinned]
-        flat = fitting[0] if fitting else torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        # Zeros: what stands between the tensors travels, too.
+        flat = fitting[0] if fitting else torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
         self._free = [other for other in self._free if other is not flat]
         return Snapshot(step, state, flat)
 
