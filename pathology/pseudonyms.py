@@ -19,6 +19,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -90,8 +91,11 @@ class KeyFile:
             if any(row.secret != self._secret for row in there.values()):
                 self._rows, self._secret = there, next(iter(there.values())).secret
                 return False
-            self._rows = there | self._rows
+            ours = {row.slide_id for row in self._rows.values()}  # a slide that moved has another path there
+            self._rows = {path: row for path, row in there.items() if row.slide_id not in ours} | self._rows
             _save(self._path, self._rows.values())
+        with suppress(OSError):
+            folder.rmdir()
         return True
 
     def _disguised(self, job: SlideJob) -> SlideJob:
