@@ -22,6 +22,7 @@ from pathology.source_level import RGB
 _SOI, _EOI = b"\xff\xd8", b"\xff\xd9"
 _SOS = 0xDA
 _APP0, _APP14 = 0xE0, 0xEE
+_RESTARTS = range(0xD0, 0xD8)
 _ADOBE = b"\xff\xee\x00\x0eAdobe\x00\x64\x00\x00\x00\x00"
 
 
@@ -53,6 +54,34 @@ class JpegDecoder:
         pixels: RGB = simplejpeg.decode_jpeg(
             self.prefix + scan.kept + data[scan.start :], "RGB", buffer=buffer, strict=True
         )
+        return pixels
+
+
+@dataclass(frozen=True, slots=True)
+class RestartDecoder:
+    """Decodes what stands between two restart markers of one large JPEG, as a picture of its own (Hamamatsu NDPI).
+
+    Attributes:
+        height_px: Rows of a block: those of one unit of the JPEG.
+        width_px: Columns of a block: a restart interval.
+        header: The JPEG's header with the size of a block in it, up to and with that of the scan.
+    """
+
+    height_px: int
+    width_px: int
+    header: bytes
+
+    def __call__(self, data: bytes, index: int) -> RGB:
+        """Return ``(height_px, width_px, 3)`` uint8, new.
+
+        Raises:
+            ValueError: Anything is wrong with the block, a missing marker at its end included.
+        """
+        end = len(data) - 2 if data[-2:-1] == b"\xff" and data[-1] in _RESTARTS else data.rfind(_EOI)
+        if end < 0:
+            raise ValueError("its JPEG is cut off: it has no marker at its end")
+        buffer: RGB = np.empty((self.height_px, self.width_px, 3), np.uint8)
+        pixels: RGB = simplejpeg.decode_jpeg(self.header + data[:end] + _EOI, "RGB", buffer=buffer, strict=True)
         return pixels
 
 

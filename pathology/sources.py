@@ -4,7 +4,7 @@ This is the only place that knows OpenSlide's ``(x, y)`` order. Which reader ope
 
 ```
 OME-TIFF (OpenSlide does not see levels in SubIFDs)         → pathology.tiff_source
-what OpenSlide knows: tiled TIFFs that both readers show
+what OpenSlide knows: tiled TIFFs and NDPI that both show
                       with the same pixels (tried on open)  → pathology.tiff_source; facts, left-out tiles: OpenSlide
                       all else (MRXS, SCN, VMS, DICOM …)    → OpenSlide, one handle for each thread
 what OpenSlide does not know                                → pathology.tiff_source
@@ -31,7 +31,7 @@ from pathology.per_thread import PerThread
 from pathology.source_level import RGB, Affine, BadTile, SourceLevel, moved_by, snapped_levels
 from pathology.source_threads import run_in_pool
 from pathology.tiff_facts import orientation_of_file
-from pathology.tiff_source import TiffSource
+from pathology.tiff_source import TiffSource, tiled_sizes
 from pathology.upright import UprightSource
 
 SLIDE_SUFFIXES = frozenset(
@@ -39,7 +39,7 @@ SLIDE_SUFFIXES = frozenset(
 )
 """What a folder is searched for."""
 
-_TILED_TIFF_VENDORS = frozenset(("aperio", "generic-tiff"))
+_TILED_TIFF_VENDORS = frozenset(("aperio", "generic-tiff", "hamamatsu"))
 _BLOCK_PX = 1024
 _CACHE_BYTES = 64 * 2**20
 
@@ -122,20 +122,35 @@ def _upright(stored: TiffSource, path: Path) -> SlideSource:
 
 def _faster(path: Path, slow: OpenSlideSource) -> TiffSource | None:
     """Return the fast reader where it shows what OpenSlide shows; None where it does not read the file."""
+    stored = _stored_levels(path, slow) if slow.vendor == "hamamatsu" else list(range(len(slow.levels)))
+
+    def fill_missing(box: Box, level: int, out: RGB) -> None:
+        slow.read_into(box, stored[level], out)
+
     try:
-        fast = TiffSource(path, known=slow, fill_missing=slow.read_into)
+        fast = TiffSource(path, known=slow, fill_missing=fill_missing, stored=stored)
     except SlideError:
         return None
-    if all(_same_pixels(fast, slow, level) for level in range(len(slow.levels))):
+    if all(_same_pixels(fast, k, slow, level) for k, level in enumerate(stored)):
         slow.close()  # until a tile that was left out is asked for
         return fast
     fast.close()
     return None
 
 
-def _same_pixels(fast: TiffSource, slow: OpenSlideSource, level: int) -> bool:
-    """Whether one tile looks alike to both; on a coarse level the first, the only one that OpenSlide surely hits."""
-    size = fast.levels[level]
+def _stored_levels(path: Path, slow: OpenSlideSource) -> list[int]:
+    """Return those levels of an NDPI that stand in the file.
+
+    OpenSlide adds halves of them, decoded at a smaller size; an area filter over the stored pixels says more.
+    """
+    sizes = tiled_sizes(path)
+    found = [k for k, level in enumerate(slow.levels) if (level.height_px, level.width_px) in sizes]
+    return found if found[:1] == [0] else list(range(len(slow.levels)))
+
+
+def _same_pixels(fast: TiffSource, k: int, slow: OpenSlideSource, level: int) -> bool:
+    """Whether a tile of level ``k``, ``level`` for OpenSlide, looks alike; the first of a coarse one, which it hits."""
+    size = fast.levels[k]
     height, width = size.tile_px
     y = size.height_px // 2 // height * height if level == 0 else 0
     x = size.width_px // 2 // width * width if level == 0 else 0
@@ -145,7 +160,7 @@ def _same_pixels(fast: TiffSource, slow: OpenSlideSource, level: int) -> bool:
     except TileError:
         return True  # damaged: nothing to compare
     try:
-        return bool(np.array_equal(fast.read(box, level), expected))
+        return bool(np.array_equal(fast.read(box, k), expected))
     except TileError:
         return False
 

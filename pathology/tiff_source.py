@@ -25,7 +25,7 @@ from pathology.source_threads import decode_threads, in_pool, submit
 from pathology.tiff_facts import mpp_of_tiff
 from pathology.tiff_level import TiffLevel, left_out_from_below, parse_level
 
-_TILES_A_JOB = 8
+_JOB_PX = 2**19
 _READS_AHEAD = 3
 _WHITE = 255
 
@@ -50,17 +50,24 @@ class TiffSource:
         path: The file.
         known: What OpenSlide says of it: levels are then those pages that have their sizes, and all else is as there.
         fill_missing: Paints the places of tiles that were left out; otherwise they are white.
+        stored: Indices of those levels of ``known`` that stand in the file, where it has others, too.
 
     Raises:
         SlideError: Not a TIFF, its pixels are not 8-bit RGB, or its pages are not the levels that ``known`` has.
     """
 
-    def __init__(self, path: Path, known: KnownSlide | None = None, fill_missing: FillMissing | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        known: KnownSlide | None = None,
+        fill_missing: FillMissing | None = None,
+        stored: Sequence[int] | None = None,
+    ) -> None:
         self._path = path
         self._fill_missing = fill_missing
         try:
             with tifffile.TiffFile(path) as tiff:
-                pages = _pages_of_series(tiff) if known is None else _pages_of_sizes(tiff, known.levels)
+                pages = _pages_of_series(tiff) if known is None else _pages_of_sizes(tiff, known.levels, stored)
                 levels = [parse_level(page) for page in pages]
                 self._levels = left_out_from_below(levels) if known and known.vendor == "aperio" else levels
                 first = pages[0]
@@ -76,6 +83,16 @@ class TiffSource:
         geometry = snapped_levels([(v.height_px, v.width_px) for v in self._levels])
         self.levels: tuple[SourceLevel, ...] = tuple(map(_described, geometry, self._levels))
         self._file = SlideFile(path)
+
+    @property
+    def tiff_levels(self) -> tuple[TiffLevel, ...]:
+        """Where the tiles of each level stand in the file, for those who take them as they are."""
+        return tuple(self._levels)
+
+    @property
+    def file(self) -> SlideFile:
+        """The file that they stand in."""
+        return self._file
 
     def __reduce__(self) -> tuple[Any, ...]:
         from pathology.sources import open_source
@@ -143,7 +160,8 @@ class _Reading:
         """Yield, for every read, its tiles in groups: one group is one job."""
         offsets = self._level.offsets[self._tiles].tolist()
         lengths = self._level.lengths[self._tiles].tolist()
-        size = max(1, min(_TILES_A_JOB, len(self._tiles) // (2 * decode_threads())))
+        tile_px = self._level.tile_height_px * self._level.tile_width_px
+        size = max(1, min(_JOB_PX // tile_px, len(self._tiles) // (2 * decode_threads())))
         for span in coalesced(offsets, lengths):
             data = self._bytes_of(span.offset, span.length, len(span.members) == 1)
             tiles = []
@@ -207,16 +225,32 @@ def _pages_of_series(tiff: tifffile.TiffFile) -> list[Any]:
     return [_keyframe(level.pages[0]) for level in largest.levels]
 
 
-def _pages_of_sizes(tiff: tifffile.TiffFile, levels: Sequence[SourceLevel]) -> list[Any]:
+def _pages_of_sizes(tiff: tifffile.TiffFile, levels: Sequence[SourceLevel], stored: Sequence[int] | None) -> list[Any]:
     """Return the tiled page that has the size of each level."""
-    tiled = [page for page in map(_keyframe, tiff.pages) if page.is_tiled]
     found = []
-    for level in levels:
-        same = [p for p in tiled if (p.imagelength, p.imagewidth) == (level.height_px, level.width_px)]
+    for level in levels if stored is None else [levels[k] for k in stored]:
+        same = [page for page in _tiled_pages(tiff) if _size(page) == (level.height_px, level.width_px)]
         if len(same) != 1:
             raise SlideError(f"the TIFF has {len(same)} tiled pages of {level.width_px} × {level.height_px} px")
         found.append(same[0])
     return found
+
+
+def tiled_sizes(path: Path) -> set[tuple[int, int]]:
+    """Return (height, width) of all tiled pages of a TIFF; none for other files."""
+    try:
+        with tifffile.TiffFile(path) as tiff:
+            return {_size(page) for page in _tiled_pages(tiff)}
+    except (tifffile.TiffFileError, OSError, IndexError, ValueError, KeyError):
+        return set()
+
+
+def _tiled_pages(tiff: tifffile.TiffFile) -> list[Any]:
+    return [page for page in map(_keyframe, tiff.pages) if page.is_tiled]
+
+
+def _size(page: Any) -> tuple[int, int]:
+    return int(page.imagelength), int(page.imagewidth)
 
 
 def _keyframe(page: Any) -> Any:

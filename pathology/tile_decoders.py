@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pathology.errors import SlideError
-from pathology.jpeg_tile import JpegDecoder, jpeg_prefix
+from pathology.jpeg_tile import JpegDecoder, RestartDecoder, jpeg_prefix
 from pathology.source_level import RGB
 
 Decode = Callable[[bytes, int], RGB]
@@ -38,6 +38,8 @@ def make_decoder(page: Any, height_px: int, width_px: int) -> Decode:
         SlideError: The page is not 8-bit RGB (with or without alpha), or its compression is not known.
     """
     _check_page(page)
+    if page.compression == JPEG and page.jpegheader:
+        return RestartDecoder(height_px, width_px, page.jpegheader)
     if page.compression == JPEG and page.samplesperpixel == 3:
         return JpegDecoder(height_px, width_px, jpeg_prefix(page.jpegtables, page.photometric == _YCBCR))
     if page.compression in JPEG_2000:

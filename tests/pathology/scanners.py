@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -143,4 +144,68 @@ def write_leica(path: Path, image: RGB, corner: tuple[int, int], collection: tup
                 description=xml if k == 0 else None,
                 metadata=None,
             )
+    return path
+
+
+def restarts_of(data: bytes) -> list[int]:
+    """Return where the scan's first byte and those after each restart marker stand in a JPEG."""
+    at = len(data) - len(split(data)[1])
+    at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+    starts = [at]
+    while data[(at := data.index(b"\xff", at)) + 1] != 0xD9:
+        starts += [at + 2] if 0xD0 <= data[at + 1] <= 0xD7 else []
+        at += 2
+    return starts
+
+
+def write_ndpi(path: Path, images: list[RGB], block_px: int = 256, subsampling: str = "4:2:2") -> Path:
+    """Write an NDPI: one JPEG with restart markers for each level, in a TIFF whose directories have 64-bit links."""
+    body = bytearray(b"II*\0" + bytes(8))
+    link = 4
+
+    def put(data: bytes) -> int:
+        body.extend(b"\0" * (len(body) % 2))
+        body.extend(data)
+        return len(body) - len(data)
+
+    for image in images:
+        file = io.BytesIO()
+        how = {"subsampling": subsampling, "restart_marker_blocks": block_px // (8 if subsampling == "4:4:4" else 16)}
+        Image.fromarray(image).save(file, "JPEG", quality=80, **how)
+        jpeg_at, starts = put(file.getvalue()), restarts_of(file.getvalue())
+        factor = images[0].shape[1] / image.shape[1]
+        per_cm = put(struct.pack("<II", round(40_000 / factor), 1))
+        short, long, text, real, signed = 3, 4, 2, 11, 9
+        entries = [
+            (254, long, 1, struct.pack("<I", 0)),
+            (256, long, 1, struct.pack("<I", image.shape[1])),
+            (257, long, 1, struct.pack("<I", image.shape[0])),
+            (258, short, 3, struct.pack("<I", put(struct.pack("<3H", 8, 8, 8)))),
+            (259, short, 1, struct.pack("<H", 7)),
+            (262, short, 1, struct.pack("<H", 6)),
+            (271, text, 10, struct.pack("<I", put(b"Hamamatsu\0"))),
+            (272, text, 11, struct.pack("<I", put(b"NanoZoomer\0"))),
+            (273, long, 1, struct.pack("<I", jpeg_at)),
+            (277, short, 1, struct.pack("<H", 3)),
+            (278, long, 1, struct.pack("<I", image.shape[0])),
+            (279, long, 1, struct.pack("<I", len(file.getvalue()))),
+            (282, 5, 1, struct.pack("<I", per_cm)),
+            (283, 5, 1, struct.pack("<I", per_cm)),
+            (284, short, 1, struct.pack("<H", 1)),
+            (296, short, 1, struct.pack("<H", 3)),
+            (65420, long, 1, struct.pack("<I", 1)),
+            (65421, real, 1, struct.pack("<f", 40 / factor)),
+            (65422, signed, 1, bytes(4)),
+            (65423, signed, 1, bytes(4)),
+            (65424, signed, 1, bytes(4)),
+            (65426, long, len(starts), struct.pack("<I", put(struct.pack(f"<{len(starts)}I", *starts)))),
+            (65427, text, 5, struct.pack("<I", put(b"made\0"))),
+        ]
+        directory = put(struct.pack("<H", len(entries)))
+        body[link : link + 8] = struct.pack("<Q", directory)
+        for tag, kind, count, value in entries:
+            body.extend(struct.pack("<HHI", tag, kind, count) + value.ljust(4, b"\0"))
+        link = len(body)
+        body.extend(bytes(8 + 4 * len(entries)))  # no further one; then the high halves of the values
+    path.write_bytes(bytes(body))
     return path

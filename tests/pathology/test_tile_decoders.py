@@ -15,7 +15,16 @@ from pathology.errors import SlideError, TileError
 from pathology.source_level import BadTile
 from pathology.sources import OpenSlideSource, open_source
 from pathology.tiff_source import TiffSource
-from tests.pathology.scanners import abbreviated, jpeg, jpeg_2000, leave_out, smooth, tiles_of, write_encoded
+from tests.pathology.scanners import (
+    abbreviated,
+    jpeg,
+    jpeg_2000,
+    leave_out,
+    smooth,
+    tiles_of,
+    write_encoded,
+    write_ndpi,
+)
 
 SIZE = (300, 420)
 WHOLE = Box.of_size(*SIZE)
@@ -220,3 +229,40 @@ def test_a_large_uncompressed_strip_is_read_in_parts(tmp_path: Path) -> None:
 def test_codecs_that_this_needs_are_there() -> None:
     for name in ("JPEG2K", "WEBP", "ZSTD", "DEFLATE", "LZW"):
         assert getattr(imagecodecs, name).available, name
+
+
+@pytest.mark.parametrize("subsampling", ["4:4:4", "4:2:2"])
+def test_an_ndpi_is_read_block_by_block_between_its_restart_markers(tmp_path: Path, subsampling: str) -> None:
+    image = smooth(512, 1024)
+    small = np.ascontiguousarray(image[::4, ::4])
+    path = write_ndpi(tmp_path / "a.ndpi", [image, small], subsampling=subsampling)
+    fast, slow = open_source(path), OpenSlideSource(path)
+    assert isinstance(fast, TiffSource) and fast.vendor == "hamamatsu"
+    assert (fast.mpp, fast.objective_power) == ((0.25, 0.25), 40.0)
+    assert [v.downsample for v in fast.levels] == [(1, 1), (4, 4)], "those that OpenSlide adds are left to our filter"
+    assert fast.levels[0].tile_px == (8, 256)
+    for level, other in ((0, 0), (1, [v.downsample for v in slow.levels].index((4, 4)))):
+        size = fast.levels[level]
+        box = Box.of_size(size.height_px, size.width_px)
+        assert np.array_equal(fast.read(box, level), slow.read(box, other))
+    assert np.abs(fast.read(Box.of_size(512, 1024), 0).astype(int) - image).mean() < 4
+
+
+@pytest.mark.parametrize("how", ["zeroed tail", "random tail", "all zero", "all random"])
+def test_a_damaged_block_of_an_ndpi_is_named(tmp_path: Path, how: str) -> None:
+    path = write_ndpi(tmp_path / "a.ndpi", [smooth(256, 1024)])
+    whole = Box.of_size(256, 1024)
+    good = open_source(path).read(whole, 0)
+    with tifffile.TiffFile(path) as tiff:
+        offset, length = tiff.pages[0].dataoffsets[41], tiff.pages[0].databytecounts[41]
+    data = bytearray(path.read_bytes())
+    data[offset : offset + length] = damage(bytes(data[offset : offset + length]), how)
+    path.write_bytes(data)
+    source = open_source(path)
+    assert isinstance(source, TiffSource)
+    bad: list[BadTile] = []
+    out = np.empty((256, 1024, 3), np.uint8)
+    source.read_into(whole, 0, out, bad)
+    assert [tile.box for tile in bad] == [Box(80, 88, 256, 512)]
+    good[80:88, 256:512] = 255
+    assert np.array_equal(out, good)
