@@ -107,11 +107,10 @@ def _sharpness(patch: npt.NDArray[np.uint8]) -> float:
 
 def _patch_means(mask: Mask, rows: int, columns: int, height: float, width: float) -> Float:
     """Return the share of ``mask`` in each of rows × columns patches; the slide is ``height`` × ``width`` patches."""
-    result: Float = np.zeros((rows, columns), np.float32)
     down = np.clip(np.round(np.arange(rows + 1) * mask.shape[0] / height).astype(int), 0, mask.shape[0])
     across = np.clip(np.round(np.arange(columns + 1) * mask.shape[1] / width).astype(int), 0, mask.shape[1])
-    for r in range(rows):
-        for c in range(columns):
-            part = mask[down[r] : max(down[r + 1], down[r] + 1), across[c] : max(across[c + 1], across[c] + 1)]
-            result[r, c] = part.mean() if part.size else 0.0
+    total = np.add.reduceat(np.pad(mask, ((0, 1), (0, 1))), down[:-1], axis=0, dtype=np.int32)
+    total = np.add.reduceat(total, across[:-1], axis=1)
+    area = np.maximum(np.diff(down), 1)[:, None] * np.maximum(np.diff(across), 1)
+    result: Float = (total / area).astype(np.float32)
     return result
