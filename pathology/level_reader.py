@@ -10,9 +10,9 @@ import numpy as np
 from hyfi_core.plan.box import Box
 from pathology.errors import SlideError
 from pathology.resample import Planes, Taps, make_taps, resample, target_size
+from pathology.slide_source import SlideSource
 from pathology.source_level import RGB, BadTile
 from pathology.source_threads import decode_threads, run_in_pool
-from pathology.sources import SlideSource
 
 FINE_ENOUGH = 1.02
 """A level this much coarser than asked still counts as fine enough."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,7 @@ from pathology.errors import SlideError, TileError
 from pathology.file_check import check_file
 from pathology.mpp import first_sensible, mpp_of_resolution, parse_mpp
 from pathology.per_thread import PerThread
+from pathology.slide_source import SlideSource
 from pathology.source_level import RGB, Affine, BadTile, SourceLevel, moved_by, snapped_levels
 from pathology.source_threads import run_in_pool
 from pathology.tiff_facts import orientation_of_file
@@ -42,52 +43,6 @@ SLIDE_SUFFIXES = frozenset(
 _TILED_TIFF_VENDORS = frozenset(("aperio", "generic-tiff", "hamamatsu"))
 _BLOCK_PX = 1024
 _CACHE_BYTES = 64 * 2**20
-
-
-class SlideSource(Protocol):
-    """An open slide file. Threads, forked and spawned processes may all read from one.
-
-    Attributes:
-        levels: Finest first. A source that states bounds counts pixels from their first one.
-        mpp: Microns per pixel (y, x) of the finest level, None where the file does not state them.
-        bounds: The box of the file's finest level that ``levels`` show.
-        to_file_px: From (y, x) of ``levels[0]`` to (y, x) of the file's finest level as it is stored: adds the start
-            of the bounds, undoes what Orientation did. What is put beside the file (heatmaps, outlines) counts so.
-        vendor: Name of the scanner's maker or of the format.
-        objective_power: As the file states it.
-        icc: The ICC profile's bytes; pixels are as stored, `pathology.icc` converts them.
-    """
-
-    levels: tuple[SourceLevel, ...]
-    mpp: tuple[float, float] | None
-    bounds: Box
-    to_file_px: Affine
-    vendor: str
-    objective_power: float | None
-    icc: bytes | None
-
-    def read(self, box: Box, level: int) -> RGB:
-        """Return ``(h, w, 3)`` uint8 of a box inside the level, new and the caller's own.
-
-        Raises:
-            TileError: Something in the box cannot be decoded. The source stays usable.
-        """
-
-    def read_into(self, box: Box, level: int, out: RGB, bad: list[BadTile] | None = None) -> None:
-        """Fill the caller's memory with a box inside the level.
-
-        Args:
-            box: Pixels of the level.
-            level: Its index.
-            out: ``(h, w, 3)`` uint8 of any strides: a view of planes will do.
-            bad: Takes the tiles that cannot be decoded; their place in ``out`` is white and all others are read.
-
-        Raises:
-            TileError: Something cannot be decoded and there is no ``bad``. The source stays usable.
-        """
-
-    def close(self) -> None:
-        """Let go of the file."""
 
 
 def open_source(path: Path) -> SlideSource:

@@ -44,7 +44,7 @@ class KnownSlide(Protocol):
 
 
 class TiffSource:
-    """A slide in a TIFF; see `pathology.sources.SlideSource`. Memory: the result, 24 MiB of file, a tile a thread.
+    """A slide in a TIFF; see `pathology.slide_source.SlideSource`. Memory: the result, 24 MiB of file, a tile a thread.
 
     Args:
         path: The file.
@@ -100,13 +100,13 @@ class TiffSource:
         return open_source, (self._path,)
 
     def read(self, box: Box, level: int) -> RGB:
-        """Return ``(h, w, 3)``; see `pathology.sources.SlideSource.read`."""
+        """Return ``(h, w, 3)``; see `pathology.slide_source.SlideSource.read`."""
         out: RGB = np.empty((*box.shape, 3), np.uint8)
         self.read_into(box, level, out)
         return out
 
     def read_into(self, box: Box, level: int, out: RGB, bad: list[BadTile] | None = None) -> None:
-        """Fill ``out`` with a box of a level; see `pathology.sources.SlideSource.read_into`."""
+        """Fill ``out`` with a box of a level; see `pathology.slide_source.SlideSource.read_into`."""
         found = _Reading(self._levels[level], self._file, box, out).run()
         missing = [index for index in self._levels[level].tiles_in(box) if self._levels[level].lengths[index] == 0]
         for index in missing:

@@ -10,21 +10,19 @@ stored as     F   ꟻ   turned …      of the upright     then mirrored up–do
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from hyfi_core.plan.box import Box
+from pathology.slide_source import SlideSource
 from pathology.source_level import RGB, Affine, BadTile, SourceLevel
-
-if TYPE_CHECKING:
-    from pathology.sources import SlideSource
 
 _STEPS = {1: "", 2: "x", 3: "yx", 4: "y", 5: "T", 6: "Tx", 7: "Tyx", 8: "Ty"}
 
 
 class UprightSource:
-    """A source seen upright; see `pathology.sources.SlideSource`.
+    """A source seen upright; see `pathology.slide_source.SlideSource`.
 
     Args:
         stored: The slide as it is stored, without bounds; closed with this one.
@@ -45,13 +43,13 @@ class UprightSource:
         return self._stored.__reduce__()  # type: ignore[return-value]  # opening the file finds its orientation again
 
     def read(self, box: Box, level: int) -> RGB:
-        """Return ``(h, w, 3)``; see `pathology.sources.SlideSource.read`."""
+        """Return ``(h, w, 3)``; see `pathology.slide_source.SlideSource.read`."""
         out: RGB = np.empty((*box.shape, 3), np.uint8)
         self.read_into(box, level, out)
         return out
 
     def read_into(self, box: Box, level: int, out: RGB, bad: list[BadTile] | None = None) -> None:
-        """Fill ``out``; see `pathology.sources.SlideSource.read_into`."""
+        """Fill ``out``; see `pathology.slide_source.SlideSource.read_into`."""
         view = out[:: -1 if self._flip_y else 1, :: -1 if self._flip_x else 1]
         stored_bad: list[BadTile] | None = None if bad is None else []
         size = self.levels[level]
