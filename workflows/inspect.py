@@ -69,7 +69,7 @@ def _slide_of_store(path: Path, png: Path | None) -> dict[str, Any]:
         f"({source['mpp_from']}), level {source['level_used']} used",
         f"  sha256    {facts['sha256']}",
         f"  flags     {', '.join(facts['flags']) or 'none'}; {facts['bad_tiles']} of {facts['tiles']} tiles bad",
-        f"  codec     {facts['parameters']['codec']}; hyfi {facts['versions']['hyfi']}",
+        f"  codec     {facts['parameters'].get('codec', 'JPEG of the scanner')}; hyfi {facts['versions']['hyfi']}",
     ]
     return {"kind_of_path": "slide", "status": "done", "slide_id": slide.slide_id, "levels": levels, **facts} | {
         "lines": lines
