@@ -23,10 +23,16 @@ EXPLANATION = (
 BY_CENTRES = " The network's cells do not divide the pieces of tissue, so each was put where its centre lies."
 
 
-def write_heatmap(path: Path, heatmap: Heatmap, name: str, provenance: Mapping[str, Any]) -> None:
+def write_heatmap(
+    path: Path,
+    heatmap: Heatmap,
+    name: str,
+    provenance: Mapping[str, Any],
+    origin_um: tuple[float, float] = (0.0, 0.0),
+) -> None:
     """Write ``heatmap`` as a pyramidal OME-TIFF: float32, one named channel a class, deflate, levels as SubIFDs.
 
-    The upper left corner is the slide's; one pixel is one cell, whose size in micrometres is in the metadata (as
+    The upper left corner is ``origin_um`` away from the slide's (as PositionX and PositionY); one pixel is one cell, whose size in micrometres is in the metadata (as
     PhysicalSizeX and PhysicalSizeY). Bias, logits and what else is needed to read it are in a map annotation.
     Follows the OME-TIFF specification 6.3, section "Sub-resolutions".
 
@@ -35,6 +41,7 @@ def write_heatmap(path: Path, heatmap: Heatmap, name: str, provenance: Mapping[s
         heatmap: what to write.
         name: name of the image, the slide's.
         provenance: further keys of the annotation; values are written as JSON unless they are text.
+        origin_um: (y, x) of the heatmap's corner on the slide.
 
     Raises:
         OSError: the file cannot be written.
@@ -42,6 +49,7 @@ def write_heatmap(path: Path, heatmap: Heatmap, name: str, provenance: Mapping[s
     import tifffile
 
     levels = pyramid(heatmap.values)
+    metadata = ome_metadata(heatmap, name, provenance, origin_um)
     beside = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     options: dict[str, Any] = {
         "photometric": "minisblack",
@@ -52,7 +60,7 @@ def write_heatmap(path: Path, heatmap: Heatmap, name: str, provenance: Mapping[s
     }
     try:
         with tifffile.TiffWriter(beside, bigtiff=True, ome=True) as file:
-            file.write(levels[0], subifds=len(levels) - 1, metadata=ome_metadata(heatmap, name, provenance), **options)
+            file.write(levels[0], subifds=len(levels) - 1, metadata=metadata, **options)
             for level in levels[1:]:
                 file.write(level, subfiletype=1, metadata=None, **options)
         beside.replace(path)
@@ -60,7 +68,9 @@ def write_heatmap(path: Path, heatmap: Heatmap, name: str, provenance: Mapping[s
         beside.unlink(missing_ok=True)
 
 
-def ome_metadata(heatmap: Heatmap, name: str, provenance: Mapping[str, Any]) -> dict[str, Any]:
+def ome_metadata(
+    heatmap: Heatmap, name: str, provenance: Mapping[str, Any], origin_um: tuple[float, float] = (0.0, 0.0)
+) -> dict[str, Any]:
     """Return the metadata in the form that tifffile turns into OME-XML."""
     explanation = EXPLANATION if heatmap.exact else EXPLANATION + BY_CENTRES
     facts: dict[str, Any] = {
@@ -85,9 +95,9 @@ def ome_metadata(heatmap: Heatmap, name: str, provenance: Mapping[str, Any]) -> 
         "PhysicalSizeYUnit": "µm",
         "Channel": {"Name": list(heatmap.class_names)},
         "Plane": {
-            "PositionX": [0.0] * planes,
+            "PositionX": [origin_um[1]] * planes,
             "PositionXUnit": ["µm"] * planes,
-            "PositionY": [0.0] * planes,
+            "PositionY": [origin_um[0]] * planes,
             "PositionYUnit": ["µm"] * planes,
         },
         "MapAnnotation": {

@@ -23,7 +23,7 @@ from pathology.recipe import Member, Recipe
 from pathology.regions import find_regions, to_geojson, write_regions
 from pathology.report import render_report
 from pathology.slide_report import Pictures, fill_report
-from pathology.slide_result import SlideResult, level0_of
+from pathology.slide_result import SlideResult, level0_of, origin_um
 from pathology.thumbnail import thumbnail_of_store
 
 PREDICTION_FILE = "prediction.json"
@@ -68,7 +68,7 @@ def _write_files(
         "coverage": result.view.coverage,
         "flags": list(result.flags),
     }
-    write_heatmap(folder / "heatmap.tiff", heatmap, result.slide_id, about)
+    write_heatmap(folder / "heatmap.tiff", heatmap, result.slide_id, about, origin_um(result))
     thumb = thumbnail_of_store(result.slide, OVERLAY_PX).image
     mask, mask_mpp = result.slide.tissue()
     cells = tissue_cells(mask, mask_mpp, heatmap)

@@ -64,3 +64,10 @@ def level0_of(result: SlideResult) -> Level0:
     rows = [tuple(float(v) * f for v, f in zip(row, factors, strict=True)) for row in result.slide.attributes["affine"]]
     bounds = result.slide.attributes["source"]["bounds"]
     return Level0((rows[0], rows[1]), (bounds["y0"], bounds["x0"]))  # type: ignore[arg-type]
+
+
+def origin_um(result: SlideResult) -> tuple[float, float]:
+    """Return where the stored part of the slide begins on the slide, (y, x) in micrometres; not 0 after a crop."""
+    crop = result.slide.attributes.get("crop", {"y0": 0, "x0": 0})
+    mpp_y, mpp_x = result.slide.levels[0].mpp
+    return crop["y0"] * mpp_y, crop["x0"] * mpp_x
