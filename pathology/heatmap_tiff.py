@@ -32,8 +32,9 @@ def write_heatmap(
 ) -> None:
     """Write ``heatmap`` as a pyramidal OME-TIFF: float32, one named channel a class, deflate, levels as SubIFDs.
 
-    The upper left corner is ``origin_um`` away from the slide's (as PositionX and PositionY); one pixel is one cell, whose size in micrometres is in the metadata (as
-    PhysicalSizeX and PhysicalSizeY). Bias, logits and what else is needed to read it are in a map annotation.
+    The upper left corner is ``origin_um`` away from the slide's (as PositionX and PositionY); one pixel is one cell,
+    whose size in micrometres is in the metadata (as PhysicalSizeX and PhysicalSizeY). Bias, logits and what else is
+    needed to read it are in a map annotation.
     Follows the OME-TIFF specification 6.3, section "Sub-resolutions".
 
     Args:
