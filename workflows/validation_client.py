@@ -49,8 +49,14 @@ class ValidationClient:
 
     @property
     def open_steps(self) -> tuple[int, ...]:
-        """Steps whose results have not come yet, ascending."""
-        return (*self._away, *(snapshot.step for snapshot in self._kept))
+        """Steps whose results have not been collected yet, ascending."""
+        come = (step for step, _ in self._results)
+        return (*come, *self._away, *(snapshot.step for snapshot in self._kept))
+
+    @property
+    def waiting(self) -> int:
+        """How many snapshots wait for their results: never more than ``QUEUE``."""
+        return len(self._away) + len(self._kept)
 
     def submit(self, step: int, state: State, impatient: Callable[[], bool]) -> bool:
         """Hand the weights of ``step`` over; see :class:`Snapshot` for when ``state`` may be changed.
@@ -63,7 +69,7 @@ class ValidationClient:
                 if replaced.ready():  # a GPU may still be writing into the others' memory
                     self._pool.give(replaced)
             self._kept.clear()
-        elif not self._wait(lambda: self.gave_up or len(self.open_steps) < QUEUE, impatient):
+        elif not self._wait(lambda: self.gave_up or self.waiting < QUEUE, impatient):
             return False
         self._kept.append(self._pool.take(step, state))
         self._progress()
@@ -77,7 +83,7 @@ class ValidationClient:
 
     def drain(self, impatient: Callable[[], bool]) -> bool:
         """Wait until all results are in, or the validators give up; False where ``impatient`` said so before."""
-        return self._wait(lambda: self.gave_up or not self.open_steps, impatient)
+        return self._wait(lambda: self.gave_up or not self.waiting, impatient)
 
     def forget(self) -> None:
         """Expect no results any more: somebody else validates these steps."""

@@ -124,7 +124,7 @@ def test_every_step_is_validated_in_order_with_its_own_weights(validators: int) 
     most_open = []
 
     def body(client: ValidationClient) -> Any:
-        return submit_all(client, range(1, 8), lambda: most_open.append(len(client.open_steps)))
+        return submit_all(client, range(1, 8), lambda: most_open.append(client.waiting))
 
     results = Service(seconds=0.02).run(body, validators)
     assert [(step, metrics["loss"]) for step, metrics in results] == [(s, expected(s)) for s in range(1, 8)]

@@ -140,8 +140,10 @@ class Validating:
 
     def _collect(self) -> None:
         if self._client is not None and self._recorder is not None:
-            for step, metrics in self._client.collect():
-                self._recorder.validated(step, metrics, self.open_steps)
+            results = self._client.collect()
+            for place, (step, metrics) in enumerate(results, 1):
+                later = [other for other, _ in results[place:]]
+                self._recorder.validated(step, metrics, (*later, *self.open_steps))
 
     def _validate_here(self, step: int) -> None:
         replica, place = divmod(self._trainers.rank, self._job.plan.ranks_per_replica)

@@ -1,0 +1,182 @@
+"""Late results, killed children, runs that end early, averaged weights: each against the undisturbed run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hyfi_core.runtime.checkpoint import load_checkpoint
+from tests.workflows.archive import make_config, make_store
+from tests.workflows.runs import assert_same_run, in_this_process, losses, run_here, run_on
+from workflows import predict, validate
+from workflows.config import load_config
+from workflows.training.metrics_log import read_metrics
+
+TINY = {"name": "tests.workflows.faults:tiny"}
+EVERY_TWO = {"every_steps": 2, "metric": "loss"}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_store(tmp_path_factory.mktemp("archive"))
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with in_this_process(monkeypatch):
+        yield
+
+
+def validations(run: Path) -> dict[int, Any]:
+    return {r["step"]: r for r in read_metrics(run / "metrics.jsonl") if r["kind"] == "validation"}
+
+
+def children() -> list[int]:
+    """Return this process's children that validate."""
+    found = []
+    for entry in Path("/proc/self/task").iterdir():
+        for pid in (entry / "children").read_text().split():
+            words = Path(f"/proc/{pid}/cmdline").read_bytes()
+            found += [int(pid)] if b"validation_child" in words else []
+    return found
+
+
+class Killer(threading.Thread):
+    """Kills the child that validates, so many times, once the run ``folder`` has its first validation."""
+
+    def __init__(self, folder: Path, times: int, pause_s: float) -> None:
+        super().__init__(daemon=True)
+        self.killed: list[int] = []
+        self._folder, self._times, self._pause_s = folder, times, pause_s
+
+    def run(self) -> None:
+        deadline_s = time.monotonic() + 60
+        while len(self.killed) < self._times and time.monotonic() < deadline_s:
+            time.sleep(self._pause_s if self.killed else 0.01)
+            fresh = [pid for pid in children() if pid not in self.killed] if validations(self._folder) else []
+            for pid in fresh[:1]:
+                os.kill(pid, signal.SIGKILL)
+                self.killed.append(pid)
+
+
+@pytest.mark.parametrize(("kills", "pause_s"), [(1, 0.0), (3, 0.01)])
+def test_a_killed_child_changes_nothing(
+    tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str], kills: int, pause_s: float
+) -> None:
+    """Killed once, it is started again; three times in a row, before it can finish, the trainer validates itself."""
+    config = make_config(tmp_path, store, model=TINY, validation={"every_steps": 2}, run={"steps": 20, "ema": 0.9})
+    assert run_here(config, f"run.dir={tmp_path / 'inline'}") == 0
+    killer = Killer(tmp_path / "run", kills, pause_s)
+    killer.start()
+    assert run_on(2, config, "roles.validators=1") == [0, 0]
+    assert len(killer.killed) == kills
+    assert_same_run(tmp_path / "inline", tmp_path / "run", 20)
+    assert validations(tmp_path / "run") == validations(tmp_path / "inline")
+    said = capfd.readouterr()
+    assert said.err.count("ended by signal 9 (SIGKILL)") == kills
+    assert ("validation goes on in the trainers" in said.out) == (kills == 3)
+
+
+def test_a_run_that_ends_early_ends_alike_however_late_it_learns_so(
+    tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(
+        tmp_path,
+        store,
+        model=TINY,
+        optimizer={"lr": 0.5},
+        validation={"every_steps": 1, "metric": "loss"},
+        run={"steps": 40, "early_stop": 2, "keep": 1},
+    )
+    assert run_here(config, f"run.dir={tmp_path / 'inline'}") == 0
+    assert run_on(2, config, "roles.validators=1") == [0, 0]
+    found = validations(tmp_path / "inline")
+    last = max(found)
+    assert last < 40
+    assert min(found, key=lambda step: found[step]["loss"]) == last - 2
+    assert f"ended with step {last}: 2 validations without a better loss" in capfd.readouterr().out
+    assert_same_run(tmp_path / "inline", tmp_path / "run", last)
+    assert validations(tmp_path / "run") == found
+    for link in ("latest", "best"):
+        names = {(tmp_path / run / "checkpoints" / link).resolve().name for run in ("inline", "run")}
+        assert names == {f"step-{last if link == 'latest' else last - 2:08d}"}
+    assert run_here(config, resume=True) == 0  # nothing is left to do
+    assert losses(tmp_path / "run") == losses(tmp_path / "inline")
+
+
+def test_the_average_of_the_weights(tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It is what its definition says, survives a resume, is what is judged and what predicts."""
+    config = make_config(
+        tmp_path,
+        store,
+        model=TINY,
+        run={"ema": 0.5, "keep": 9, "checkpoint_every_steps": 1},
+        lr_schedule={"name": "constant"},
+    )
+    run = tmp_path / "run"
+    assert run_here(config, "run.steps=3") == 0
+    assert run_here(config, resume=True) == 0
+    assert run_here(config, f"run.dir={tmp_path / 'straight'}") == 0
+    steps = [load_checkpoint(run / "checkpoints" / f"step-{step:08d}") for step in range(1, 7)]
+    average = {name: value.double() for name, value in steps[0].averaged.items()}
+    for step, saved in enumerate(steps[1:], 2):
+        decay = min(0.5, (1 + step) / (10 + step))
+        for name, value in average.items():
+            if saved.weights[name].is_floating_point():
+                average[name] = decay * value + (1 - decay) * saved.weights[name].double()
+                assert torch.allclose(average[name], saved.averaged[name].double(), rtol=1e-5, atol=1e-6)
+            else:
+                assert torch.equal(saved.averaged[name], saved.weights[name])
+    assert not torch.equal(steps[5].averaged["fc.weight"], steps[5].weights["fc.weight"])
+    straight = load_file(tmp_path / "straight/checkpoints/step-00000006/ema.safetensors")
+    assert all(torch.equal(straight[name], value) for name, value in steps[5].averaged.items())
+    capfd.readouterr()
+    assert validate.run(run / "checkpoints/latest", store, None, None, "val", None, as_json=True) == 0
+    said = capfd.readouterr().out
+    assert "moving average of the weights (EMA)" in said
+    assert json.loads(said.splitlines()[-1])["loss"] == validations(run)[6]["loss"]
+    member = predict.load_member(run / "checkpoints/latest")
+    assert torch.equal(member.model.state_dict()["fc.weight"], steps[5].averaged["fc.weight"])
+    assert "(EMA) predicts" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("plan", ["plan.grids=[[2,2]]", "plan.replicas=2"])
+def test_the_average_is_the_same_on_any_plan(tmp_path: Path, store: Path, plan: str) -> None:
+    model = {"name": "tests.workflows.faults:tiny", "norm": "group"}
+    config = make_config(tmp_path, store, model=model, run={"precision": "float64", "ema": 0.7, "steps": 3})
+    assert run_here(config, f"run.dir={tmp_path / 'inline'}") == 0
+    settings = load_config(config, [plan])
+    assert set(run_on(settings.plan.ranks, config, plan)) == {0}
+    one, other = (load_checkpoint(tmp_path / name / "checkpoints/latest").averaged for name in ("inline", "run"))
+    assert all(torch.allclose(other[name], one[name], rtol=1e-8, atol=1e-10) for name in one)
+
+
+def test_time_and_updates_are_told(tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = make_config(
+        tmp_path,
+        store,
+        model=TINY,
+        optimizer={"accumulate": 2, "lr_scaling": "sqrt", "lr_batch": 1, "lr": 0.01},
+        lr_schedule={"name": "constant", "warmup_steps": 0},
+    )
+    assert run_here(config) == 0
+    said = capfd.readouterr().out
+    assert "effective batch 4 (2 × 2 accumulated), learning rate 0.02: 0.01 for 1, scaled sqrt" in said
+    records = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "train"]
+    assert [r["lr"] for r in records] == [0.02] * 6
+    parts = ("compute", "halo", "stage", "reduce", "wait")
+    for record in records:
+        assert sum(record[f"{part}_seconds"] for part in parts) == pytest.approx(record["seconds"])
+    assert records[3]["validation_seconds"] > records[1]["validation_seconds"]
+    epochs = [line for line in said.splitlines() if line.startswith("epoch ")]
+    assert [line.split(":")[0] for line in epochs] == ["epoch 0", "epoch 1", "epoch 2", "epoch 3"]
