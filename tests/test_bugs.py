@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -15,7 +19,7 @@ from hyfi_core.comm.threads import run_ranks
 from hyfi_core.ops.redistribute import Redistribute
 from hyfi_core.plan import Box, plan_transfer
 from hyfi_core.runtime import executor
-from tests.harness import run_copies
+from tests.harness import assert_equal_to_one_process, run_copies
 
 
 def test_channels_last_is_still_recognised_behind_the_entry_of_a_segment() -> None:
@@ -78,3 +82,32 @@ def test_a_shared_norm_folds_its_statistics_twice() -> None:
     alone(images)
     torch.testing.assert_close(state["norm.running_mean"], alone.norm.running_mean)
     assert state["norm.num_batches_tracked"] == 2
+
+
+def test_narrow_strided_pointwise_convolutions_keep_to_their_memory() -> None:
+    """oneDNN's weight gradient of a 1 x 1 convolution with stride 2 and 8 channels-last channels corrupts the heap."""
+    code = """
+import torch, hyfi_core
+from hyfi_core.comm.alone import AloneCommunicator
+from hyfi_core.models.resnet import resnet10
+torch.manual_seed(0)
+model = resnet10(2, width=8).to(memory_format=torch.channels_last)
+images = torch.randn(1, 3, 256, 256).contiguous(memory_format=torch.channels_last)
+engine = hyfi_core.parallelize(model, (1, 3, 256, 256), hyfi_core.ParallelPlan(((1, 1),)), AloneCommunicator())
+for _ in range(4):
+    engine.accumulate(images, torch.zeros(1, dtype=torch.long))
+"""
+    environment = {**os.environ, "MALLOC_CHECK_": "3", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("grid", "size"), [((1, 1), (32, 48)), ((2, 2), (33, 47)), ((1, 3), (16, 16))])
+@pytest.mark.parametrize("padding", [0, 1])
+def test_thinned_convolutions_equal_one_process(grid: tuple[int, int], size: tuple[int, int], padding: int) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.Conv2d(8, 6, 1, 2, padding), nn.Conv2d(6, 4, 1, (3, 2), padding, groups=2)
+    )
+    head = nn.Sequential(net, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
+    assert_equal_to_one_process(head, (2, 3, *size), grid)
