@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 from pathology.errors import SlideError
@@ -12,14 +13,15 @@ def check_file(path: Path) -> None:
     """Look at a file's size and first bytes.
 
     Raises:
-        SlideError: The file is missing, unreadable, empty, another kind of picture, or a TIFF cut before its directory.
+        SlideError: The file is missing, unreadable, empty, another kind of picture, an MRXS without its folder, or a
+            TIFF cut before its directory.
     """
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for ever
+            raise SlideError("it is a folder, not a slide file" if path.is_dir() else "it is no regular file")
         with path.open("rb") as file:
             head = file.read(16)
             size = os.fstat(file.fileno()).st_size
-    except IsADirectoryError as error:
-        raise SlideError("it is a folder, not a slide file") from error
     except OSError as error:
         raise SlideError(f"the file cannot be read: {error.strerror}") from error
     if size == 0:
@@ -27,6 +29,8 @@ def check_file(path: Path) -> None:
     for magic, name in ((b"\x89PNG", "a PNG picture"), (b"\xff\xd8\xff", "a JPEG picture"), (b"%PDF", "a PDF")):
         if head.startswith(magic) and path.suffix.lower() in {".svs", ".tif", ".tiff"}:
             raise SlideError(f"the file is {name} under the name of a slide")
+    if path.suffix.lower() == ".mrxs" and not (path.with_suffix("") / "Slidedat.ini").is_file():
+        raise SlideError(f"the folder {path.stem!r} beside it, with its Slidedat.ini and its pixels, is missing")
     first = _first_directory(head)
     if first is not None and first >= size:
         raise SlideError(f"the file is cut off: its directory should be at byte {first}, the file has {size} bytes")

@@ -62,8 +62,7 @@ def levels_of(source: SlideSource, mpp: float) -> list[Planes]:
     return levels
 
 
-@pytest.mark.parametrize("mpp", [0.37, 0.5, 1.0, 2.3])
-@pytest.mark.parametrize("pyramid", [1, 3])
+@pytest.mark.parametrize(("mpp", "pyramid"), [(0.37, 1), (0.5, 3), (1.0, 1), (1.0, 3), (2.3, 1), (2.3, 3)])
 def test_every_cross_is_where_it_belongs_at_all_levels(tmp_path: Path, mpp: float, pyramid: int) -> None:
     height, width = 2400, 3203
     source = open_source(write_slide(tmp_path / "a.tif", draw(height, width), MPP, levels=pyramid))

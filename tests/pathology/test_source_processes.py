@@ -79,6 +79,7 @@ def test_readers_opened_before_fork_and_spawn_show_no_wrong_pixel(tmp_path: Path
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)
 def test_readers_in_many_children(tmp_path: Path) -> None:
     sources, whole = opened(tmp_path)
     for _ in range(8):

@@ -83,6 +83,23 @@ def test_bad_files_are_named_in_plain_words(tmp_path: Path, make_slide: MakeSlid
         open_source(tmp_path / "nothing.svs")
 
 
+@pytest.mark.timeout(20)
+def test_what_is_no_file_is_named_and_never_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.svs")
+    (tmp_path / "folder.svs").mkdir()
+    (tmp_path / "loop.svs").symlink_to(tmp_path / "loop.svs")
+    (tmp_path / "alone.mrxs").write_bytes(b"\xff\xd8\xff\xe0 a small picture")
+    cases = {
+        "pipe.svs": "no regular file",
+        "folder.svs": "folder, not",
+        "loop.svs": "symbolic",
+        "alone.mrxs": "'alone'",
+    }
+    for name, words in cases.items():
+        with pytest.raises(SlideError, match=words):
+            open_source(tmp_path / name)
+
+
 def test_grey_and_deep_pictures_are_refused(tmp_path: Path) -> None:
     tifffile.imwrite(tmp_path / "grey.tif", np.zeros((64, 64), np.uint8))
     tifffile.imwrite(tmp_path / "deep.tif", np.zeros((64, 64, 3), np.uint16), photometric="rgb")
