@@ -283,6 +283,28 @@ def test_a_feed_refuses_what_the_loader_does_not_send() -> None:
     run_ranks(2, body)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_images_arrive_from_pinned_memory() -> None:
+    layout = BatchLayout(3)
+
+    def body(comm: Communicator) -> list:
+        if comm.rank == 1:
+            LoaderService(comm, [0], Images(), stream(), layout, workers=2, start=ThreadWorker).serve()
+            return []
+        share = share_of(0, layout, (0, 8))
+        feed = RemoteFeed(comm, [1], share, prefetch=1, device="cuda")
+        received = []
+        for turn in range(8):
+            images = feed.batch(turn).read(BOXES[0], 0, 3)
+            assert images.is_cuda
+            torch.cuda._sleep(10_000_000)  # kernels lag behind: buffers may not be overwritten before they were copied
+            received.append([images.clone()])
+        feed.close(stopped=False)
+        return [[image.cpu() for image in turn] for turn in received]
+
+    assert same(run_ranks(2, body)[0], inline(0, layout, (0, 8)))
+
+
 def test_normalisation_is_that_of_the_formula() -> None:
     pixels = torch.randint(0, 256, (2, 3, 5, 7), dtype=torch.uint8)
     norm = Normalisation((0.5, 0.4, 0.3), (0.2, 0.1, 0.3))

@@ -84,5 +84,6 @@ def loading_text(report: dict[str, Any]) -> str:
     return (
         f"{report['loaders']} loader{'s' * (report['loaders'] > 1)}: {report['samples']} images, "
         f"{report['cached']} of them from memory, {report['read_bytes'] / 1e6:.1f} MB of pixels read, "
-        f"{report['sent_bytes'] / 1e6:.1f} MB sent" + (f"; {replaced} worker(s) replaced" if replaced else "")
+        f"{report['sent_bytes'] / 1e6:.1f} MB sent, at most {max(report['trainer_bytes']) / 1e6:.1f} MB to one trainer"
+        + (f"; {replaced} worker(s) replaced" if replaced else "")
     )

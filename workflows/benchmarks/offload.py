@@ -1,0 +1,215 @@
+"""What loaders and validators on other ranks win, where computing is a sleep: real slides, real ranks, real waiting.
+
+    python -m workflows.benchmarks.offload [--size 1024] [--steps 40] [--share 0.2]
+
+Four runs of `hyfi train` on one trainer, the same slides in the same order; the network only sleeps:
+
+    pure            images are there, nothing is validated: the least that a step can take
+    inline          the trainer loads and validates itself
+    offload_all     a loader rank and a validator rank do it
+    bound by compute: inline and offload_all again, with sleeps that make loading and validation next to nothing
+
+The sleeps are chosen, from what reading a batch takes here, so that loading and validation are ``--share`` of an inline
+step, half of it each. Prints one JSON object; times are medians over groups of steps between two validations, the first
+three groups left out: by then the validators' children have started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import nn
+
+SETTING = "HYFI_BENCHMARK_OFFLOAD"
+"""The environment variable that tells every rank and child how long to sleep, and where to note the time."""
+
+EVERY_STEPS, BATCH, VAL_SLIDES = 5, 2, 2
+WARM = 3 * EVERY_STEPS
+
+
+def main() -> None:
+    """Measure, and print what came out."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=int, default=1024, help="pixels of an image's side")
+    parser.add_argument("--steps", type=int, default=45)
+    parser.add_argument("--share", type=float, default=0.2, help="loading and validation in an inline step")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="hyfi-offload-") as folder:
+        print(json.dumps(compare(Path(folder), given.size, given.steps, given.share), indent=2))
+
+
+def compare(folder: Path, size_px: int, steps: int, share: float) -> dict[str, Any]:
+    """Return seconds of a step of each run, and the ratios that matter."""
+    store = make_store(folder, size_px)
+    load_s = seconds_to_load(store, size_px)
+    compute_s = 2 * load_s * (1 - share) / share
+    runs = {
+        name: Run(folder / name, store, size_px, steps, design, compute_s, load_s)
+        for name, design in (("pure", "inline"), ("inline", "inline"), ("offload_all", "offload_all"))
+    }
+    bound = {
+        design: Run(folder / f"bound-{design}", store, size_px, steps, design, 20 * load_s, load_s / 20)
+        for design in ("inline", "offload_all")
+    }
+    step = {name: run.seconds(pure=name == "pure") for name, run in runs.items()}
+    compute_bound = {design: run.seconds(pure=False) for design, run in bound.items()}
+    return {
+        "size_px": size_px,
+        "batch": BATCH,
+        "seconds_to_load_a_batch": round(load_s, 4),
+        "step_seconds": {name: round(value, 4) for name, value in step.items()},
+        "overhead_share_of_inline": round(1 - step["pure"] / step["inline"], 3),
+        "removed_by_offload_all": round((step["inline"] - step["offload_all"]) / (step["inline"] - step["pure"]), 3),
+        "offload_all_to_pure": round(step["offload_all"] / step["pure"], 4),
+        "waiting_for_data": round(runs["offload_all"].waiting(), 4),
+        "compute_bound_offload_to_inline": round(compute_bound["offload_all"] / compute_bound["inline"], 4),
+    }
+
+
+class Run:
+    """One run of ``hyfi train``.
+
+    Args:
+        folder: of the run.
+        store: the slides.
+        size_px: of an image's side.
+        steps: how many.
+        design: name of the roles.
+        compute_s: sleep of a training step.
+        validate_s: what a step's share of validation sleeps; all of it after every ``EVERY_STEPS`` steps.
+    """
+
+    def __init__(
+        self, folder: Path, store: Path, size_px: int, steps: int, design: str, compute_s: float, validate_s: float
+    ) -> None:
+        self._folder, self._design = folder, design
+        self._predict_s, self._compute_s = validate_s * EVERY_STEPS / VAL_SLIDES, compute_s
+        self._tree = {
+            "data": {"store": str(store), "size_px": size_px, "align_px": 32, "batch_size": BATCH, "min_coverage": 0},
+            "model": {"name": "workflows.benchmarks.offload:sleeper"},
+            "roles": {"design": design},
+            "validation": {"every_steps": EVERY_STEPS},
+            "run": {"dir": str(folder), "steps": steps, "tensorboard": False, "checkpoint_every_steps": EVERY_STEPS},
+        }
+
+    def seconds(self, pure: bool) -> float:
+        """Run it; return the seconds of a step, what comes between two steps included."""
+        if pure:
+            self._tree["validation"]["every_steps"] = 10**9
+        path = self._folder.with_suffix(".yaml")
+        path.write_text(yaml.safe_dump(self._tree))
+        clock = self._folder.with_suffix(".clock")
+        setting = {"compute_s": self._compute_s, "predict_s": self._predict_s, "pure": pure, "clock": str(clock)}
+        subprocess.run(
+            [sys.executable, "-m", "workflows.cli", "train", str(path)],
+            env=os.environ | {SETTING: json.dumps(setting), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
+            check=True,
+        )
+        begun = [float(line) for line in clock.read_text().split()]
+        groups = range(WARM, len(begun) - EVERY_STEPS, EVERY_STEPS)
+        return statistics.median((begun[k + EVERY_STEPS] - begun[k]) / EVERY_STEPS for k in groups)
+
+    def waiting(self) -> float:
+        """Return the share of its steps that the run spent waiting for images, once warm."""
+        lines = [json.loads(line) for line in (self._folder / "metrics.jsonl").read_text().splitlines()]
+        warm = [line for line in lines if line["kind"] == "train" and line["step"] > WARM]
+        return sum(line["wait_seconds"] for line in warm) / sum(line["seconds"] for line in warm)
+
+
+def make_store(folder: Path, size_px: int) -> Path:
+    """Write eight slides of noise to train on, and two to validate."""
+    import numpy as np
+
+    from data.manifest import SlideRecord, compile_manifest
+    from data.store_writer import LevelSize, SlideWriter, pyramid_levels
+
+    store = folder / "store"
+    store.mkdir()
+    for number in range(8 + VAL_SLIDES):
+        name = f"slide-{number:02d}"
+        noise = np.random.default_rng(number).integers(150, 256, (3, size_px, size_px), dtype=np.uint8)
+        with SlideWriter(store, name, pyramid_levels([LevelSize(size_px, size_px)], 1.0)) as writer:
+            writer.write(0, 0, 0, noise)
+            writer.write_tissue(np.ones((-(-size_px // 8), -(-size_px // 8)), bool), mpp_um=8.0)
+            writer.publish({"mpp": 1.0, "kind": "resampled", "parameters": {"tissue": {"threshold": 0.05}}})
+        SlideRecord(
+            slide_id=name,
+            source_path=f"{name}.tiff",
+            status="done",
+            source_mpp=0.5,
+            store_mpp=1.0,
+            height_px=size_px,
+            width_px=size_px,
+            tissue_fraction=1.0,
+            bad_tiles=0,
+            extra={"label": "ab"[number % 2], "case_id": name, "split": "train" if number < 8 else "val"},
+        ).save(store)
+    compile_manifest(store)
+    return store
+
+
+def seconds_to_load(store: Path, size_px: int) -> float:
+    """Return how long reading and varying one batch takes in this process, alone."""
+    from data.augment import Augment
+    from data.dataset import SlideDataset, SlideRef
+    from hyfi_core.plan.box import Box
+
+    slides = [SlideRef(f"slide-{number:02d}") for number in range(8)]
+    dataset = SlideDataset(store, slides, size_px=size_px, mpp=1.0, align_px=32, augment=Augment())
+    times = []
+    for epoch in range(3):
+        for index in range(8):
+            start = time.perf_counter()
+            dataset.read(index, Box.of_size(size_px, size_px), epoch)
+            times.append(time.perf_counter() - start)
+    return BATCH * statistics.median(times[8:])
+
+
+def sleeper(classes: int, **_: Any) -> nn.Module:
+    """Return a network of one layer; in this process engines sleep from now on, instead of computing."""
+    _sleep_instead(json.loads(os.environ[SETTING]))
+    return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, classes))
+
+
+def _sleep_instead(setting: dict[str, Any]) -> None:
+    from data.feed import InlineFeed
+    from hyfi_core.plan.box import Box
+    from hyfi_core.runtime.engine import Engine
+    from hyfi_core.runtime.images import InputPart, read_part
+
+    def accumulate(engine: Any, images: Any, labels: torch.Tensor) -> float:
+        with Path(setting["clock"]).open("a", encoding="utf-8") as clock:
+            clock.write(f"{time.perf_counter()}\n")
+        for part in engine.input_parts:
+            read_part(images, part)
+        time.sleep(setting["compute_s"])
+        return 0.0
+
+    def predict(engine: Any, images: Any) -> torch.Tensor:
+        read_part(images, InputPart(engine.input_box, 0, 1))
+        time.sleep(setting["predict_s"])
+        return torch.zeros(1, 2)
+
+    def read(feed: Any, numbers: Any, box: Box) -> torch.Tensor:
+        return there.setdefault(box, torch.zeros((len(numbers), 3, *box.shape), dtype=torch.uint8))
+
+    there: dict[Box, torch.Tensor] = {}
+    Engine.accumulate, Engine.predict = accumulate, predict  # type: ignore[method-assign]
+    if setting["pure"]:
+        InlineFeed.read = read  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    main()
