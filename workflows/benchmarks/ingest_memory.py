@@ -1,0 +1,120 @@
+"""Memory of an ingest by the side of its slide: one worker's growth, and the ratio of the larger slide to the smaller.
+
+    python -m workflows.benchmarks.ingest_memory [--size 20480 40960] [--folder DIR] [--threads 2]
+
+Each slide is a synthetic one, repeated to fill its size (so that drawing it takes seconds), tiled JPEG at 0.5 µm/px; it
+is ingested at its own resolution with pyramid, mask, blur, stains and picture, in a process of its own. Growth is the
+process' largest resident memory (VmHWM) less what it had after importing everything. Prints a JSON line for each size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+MPP_UM = 0.5
+TILE_PX = 256
+_PATTERN_PX = 4096
+
+
+def main() -> None:
+    """Measure each size in a process of its own, or, as a child, one of them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=int, nargs="+", default=[20480, 40960])
+    parser.add_argument("--folder", type=Path, help="where slides and stores go; default: a temporary folder")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--slide", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.slide is not None:
+        print(json.dumps(measure(given.slide, given.threads)))
+        return
+    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+        first = None
+        for size in given.size:
+            slide = write_slide(Path(folder) / f"{size}.svs", size)
+            command = [sys.executable, "-m", "workflows.benchmarks.ingest_memory", "--slide", str(slide)]
+            command += ["--threads", str(given.threads)]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            found = json.loads(done.stdout.splitlines()[-1])
+            first = first or found["growth_mb"]
+            print(json.dumps({"size_px": size, **found, "to_first": round(found["growth_mb"] / first, 3)}), flush=True)
+            slide.unlink()
+
+
+def measure(slide: Path, threads: int) -> dict[str, float]:
+    """Ingest ``slide`` in this process and return megabytes and seconds."""
+    from pathology.contact import write_picture
+    from pathology.ingest import IngestOptions, ingest_slide
+    from pathology.source_threads import set_decode_threads
+
+    set_decode_threads(threads)
+    before = _memory_mb("VmRSS")
+    began_s = time.monotonic()
+    record = ingest_slide(slide, slide.parent / "store", IngestOptions(mpp=MPP_UM), threads=threads)
+    if record.status != "done":
+        raise SystemExit(record.reason)
+    write_picture(slide.parent / "store", record.slide_id)
+    growth = _memory_mb("VmHWM") - before
+    return {
+        "imported_mb": round(before, 1),
+        "growth_mb": round(growth, 1),
+        "seconds": round(time.monotonic() - began_s, 1),
+    }
+
+
+def write_slide(path: Path, size_px: int) -> Path:
+    """Write a tiled JPEG slide of ``size_px`` squared: one drawn slide, repeated; returns its path."""
+    import imagecodecs
+    import numpy as np
+    import tifffile
+
+    from hyfi_core.plan.box import Box
+    from pathology.synthetic.anatomy import SlideSpec
+    from pathology.synthetic.placing import make_anatomy
+    from pathology.synthetic.render import Renderer
+
+    spec = SlideSpec(seed=3, index=0, case=0, size_px=_PATTERN_PX, positive=False, mpp_um=MPP_UM)
+    renderer, per_row = Renderer(make_anatomy(spec)), _PATTERN_PX // TILE_PX
+    rows = []
+    for y in range(per_row):
+        band = renderer.read(Box(y * TILE_PX, (y + 1) * TILE_PX, 0, _PATTERN_PX))
+        tiles = [np.ascontiguousarray(band[:, x * TILE_PX : (x + 1) * TILE_PX]) for x in range(per_row)]
+        rows.append([bytes(imagecodecs.jpeg8_encode(tile, level=80, subsampling="420")) for tile in tiles])
+
+    def repeated() -> Iterator[bytes]:
+        for y in range(size_px // TILE_PX):
+            for x in range(size_px // TILE_PX):
+                yield rows[y % per_row][x % per_row]
+
+    description = f"Aperio Image Library v12\r\n{size_px}x{size_px} (256x256) JPEG|AppMag = 20|MPP = {MPP_UM}"
+    with tifffile.TiffWriter(path, bigtiff=True) as tiff:
+        tiff.write(
+            repeated(),
+            shape=(size_px, size_px, 3),
+            dtype=np.uint8,
+            photometric="ycbcr",
+            subsampling=(2, 2),
+            compression="jpeg",
+            tile=(TILE_PX, TILE_PX),
+            description=description,
+            metadata=None,
+        )
+    return path
+
+
+def _memory_mb(name: str) -> float:
+    """Return a value of this process' ``/proc/self/status`` in megabytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024 / 1e6
+    raise SystemExit(f"/proc/self/status does not tell {name}: this needs Linux")
+
+
+if __name__ == "__main__":
+    main()
