@@ -7,11 +7,13 @@ box → its tiles → one read for neighbours in the file (pread, ≤ 8 MiB) →
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import tifffile
@@ -20,27 +22,18 @@ from hyfi_core.plan.box import Box
 from pathology.errors import SlideError, TileError
 from pathology.mpp import first_sensible
 from pathology.slide_file import SlideFile, coalesced
+from pathology.slide_source import SlideSource
 from pathology.source_level import RGB, Affine, BadTile, SourceLevel, moved_by, snapped_levels
 from pathology.source_threads import decode_threads, in_pool, submit
 from pathology.tiff_facts import mpp_of_tiff
 from pathology.tiff_level import TiffLevel, left_out_from_below, parse_level
 
 _JOB_PX = 2**19
-_READS_AHEAD = 3
+_MOST_AHEAD_BYTES = 24 * 2**20
 _WHITE = 255
 
 FillMissing = Callable[[Box, int, RGB], None]
 """Shows what a reader that knows the scanner's ways puts where a tile was left out: (box, level, out)."""
-
-
-class KnownSlide(Protocol):
-    """What another reader has found out about the same file."""
-
-    levels: tuple[SourceLevel, ...]
-    mpp: tuple[float, float] | None
-    vendor: str
-    objective_power: float | None
-    icc: bytes | None
 
 
 class TiffSource:
@@ -59,7 +52,7 @@ class TiffSource:
     def __init__(
         self,
         path: Path,
-        known: KnownSlide | None = None,
+        known: SlideSource | None = None,
         fill_missing: FillMissing | None = None,
         stored: Sequence[int] | None = None,
     ) -> None:
@@ -140,44 +133,46 @@ class _Reading:
         """Read and decode; return the tiles that failed, in order."""
         alone = decode_threads() == 1 or in_pool() or len(self._tiles) < 2
         bad: list[BadTile] = []
-        under_way: list[list[Future[list[BadTile]]]] = []
+        under_way: deque[tuple[Future[list[BadTile]], int]] = deque()
         try:
-            for jobs in self._jobs():
+            for job in self._jobs():
                 if alone:
-                    bad += [tile for job in jobs for tile in self._decode(job)]
+                    bad += self._decode(job)
                     continue
-                under_way.append([submit(self._decode, job) for job in jobs])
-                if len(under_way) >= _READS_AHEAD:
-                    bad += [tile for future in under_way.pop(0) for tile in future.result()]
+                under_way.append((submit(self._decode, job), sum(len(data) for _, data in job)))
+                while len(under_way) > 4 * decode_threads() or sum(n for _, n in under_way) > _MOST_AHEAD_BYTES:
+                    bad += under_way.popleft()[0].result()
         finally:  # no thread may still write into the caller's memory when an error reaches the caller
-            rest = [future for futures in under_way for future in futures]
-            for future in rest:
+            for future, _ in under_way:
                 future.exception()
-        bad += [tile for future in rest for tile in future.result()]
+        bad += [tile for future, _ in under_way for tile in future.result()]
         return sorted(bad, key=lambda tile: (tile.box.y0, tile.box.x0))
 
-    def _jobs(self) -> Iterator[list[list[tuple[int, bytes]]]]:
-        """Yield, for every read, its tiles in groups: one group is one job."""
-        offsets = self._level.offsets[self._tiles].tolist()
-        lengths = self._level.lengths[self._tiles].tolist()
+    def _jobs(self) -> Iterator[list[tuple[int, bytes]]]:
+        """Yield (tile, bytes) in groups; one group is one job."""
         tile_px = self._level.tile_height_px * self._level.tile_width_px
         size = max(1, min(_JOB_PX // tile_px, len(self._tiles) // (2 * decode_threads())))
+        tiles = self._encoded()
+        while job := list(islice(tiles, size)):
+            yield job
+
+    def _encoded(self) -> Iterator[tuple[int, bytes]]:
+        offsets = self._level.offsets[self._tiles].tolist()
+        lengths = self._level.lengths[self._tiles].tolist()
         for span in coalesced(offsets, lengths):
-            data = self._bytes_of(span.offset, span.length, len(span.members) == 1)
-            tiles = []
+            data = self._bytes_of(span.offset, span.length)
             for member in span.members:
                 start = offsets[member] - span.offset
-                whole = data[start : start + lengths[member]] if data is not None else None
                 # A disk that cannot read some sector of the span may still have all of most tiles.
-                tile = self._bytes_of(offsets[member], lengths[member], True) if whole is None else whole
-                tiles.append((self._tiles[member], tile or b""))
-            yield [tiles[k : k + size] for k in range(0, len(tiles), size)]
+                tile = data[start : start + lengths[member]] or self._bytes_of(offsets[member], lengths[member])
+                yield self._tiles[member], tile
 
-    def _bytes_of(self, offset: int, length: int, last_try: bool) -> bytes | None:
+    def _bytes_of(self, offset: int, length: int) -> bytes:
+        """Return the bytes; fewer where the file ends, none where the disk fails."""
         try:
             return self._file.read(offset, length)
         except OSError:
-            return b"" if last_try else None
+            return b""
 
     def _decode(self, tiles: Sequence[tuple[int, bytes]]) -> list[BadTile]:
         bad = []

@@ -211,3 +211,25 @@ def test_a_pool_waits_for_all_before_it_raises_the_first_error() -> None:
         source_threads._threads = None
     with pytest.raises(ValueError, match="0 threads"):
         set_decode_threads(0)
+
+
+def test_a_sector_that_the_disk_cannot_read_costs_its_tile_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources, whole = opened(tmp_path)
+    with tifffile.TiffFile(tmp_path / "a.svs") as tiff:
+        broken = tiff.pages[0].dataoffsets[11] + 5  # 9 tiles of 128 px in a row
+    pread = os.pread
+
+    def failing(handle: int, length: int, offset: int) -> bytes:
+        if offset <= broken < offset + length:
+            raise OSError(5, os.strerror(5))
+        return pread(handle, length, offset)
+
+    monkeypatch.setattr("pathology.slide_file.os.pread", failing)
+    bad: list[BadTile] = []
+    out = np.empty_like(whole[0])
+    sources[0].read_into(Box.of_size(900, 1100), 0, out, bad)
+    assert [tile.box for tile in bad] == [Box(128, 256, 256, 384)]
+    whole[0][128:256, 256:384] = 255
+    assert np.array_equal(out, whole[0])
