@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from hyfi_core.graph.stages import cut_program
 from hyfi_core.models.amoebanet import amoebanet_d
 from hyfi_core.models.resnet import resnet18
 from hyfi_core.runtime.cuts import with_cuts
+from hyfi_core.runtime.reduction import ReductionGroup
 from tests.harness import identity, one_process, run_copies
 from tests.steps import (
     Factory,
@@ -27,6 +29,7 @@ from tests.steps import (
     assert_equal_steps,
     assert_plan_equals_one_process,
     make_batches,
+    one_process_steps,
     parallel_steps,
     sgd,
 )
@@ -338,3 +341,32 @@ def test_shared_weights_have_no_single_owner() -> None:
     plan = ParallelPlan(((1, 1),) * 3, ("first", "bare"), 2, "gems_mast", mirror="point_to_point")
     with pytest.raises(RequestError, match="two stages share a parameter"):
         run_ranks(3, lambda comm: hyfi_core.parallelize(Tied(), (2, 3, 16, 16), plan, comm))
+
+
+@pytest.mark.parametrize(
+    ("grids", "schedule", "recompute"), [("1+1", "1f1b", False), ("2+2+1", "chimera", False), ("4+1", "gpipe", True)]
+)
+def test_batch_norm_over_replicas_is_that_of_one_larger_batch(grids: str, schedule: str, recompute: bool) -> None:
+    model, cuts = make("hourglass")
+    model = model.double()
+    plan = plan_of(grids, cuts, schedule, replicas=2, sync_batch_norm=True, recompute=recompute)
+    batches = make_batches((4, 3, 37, 45), 1, 2)
+    found, _ = parallel_steps(model, batches, plan, sgd)
+    (a, b), (la, lb) = ([item[part] for item in batches[0]] for part in (0, 1))
+    images = torch.stack([a, b], 1).flatten(0, 1)  # micro-batch m of one process: image m of either replica
+    wanted = one_process_steps(model, [[(images, torch.stack([la, lb], 1).flatten())]], 4, sgd)
+    assert_equal_steps(found, wanted)
+
+
+def test_point_to_point_takes_no_reduction_over_directions() -> None:
+    """The same weights as by all-reduce, and of three single-rank stages nobody reduces anything with anybody."""
+    model, _ = make("hourglass")
+    batches = make_batches((4, 3, 37, 45), 5, 1)
+    found, reductions = [], []
+    for mirror in ("all_reduce", "point_to_point"):
+        plan = ParallelPlan(((1, 1),) * 3, ("enter", "down1"), 4, "gems_master", mirror=mirror)  # type: ignore[arg-type]
+        with mock.patch.object(ReductionGroup, "_start", autospec=True, side_effect=ReductionGroup._start) as start:
+            found.append(parallel_steps(model.double(), batches, plan, adamw)[0])
+            reductions.append(start.call_count)
+    assert reductions[0] > 0 and reductions[1] == 0
+    assert_equal_steps(found[1], found[0], tolerance=1e-12)

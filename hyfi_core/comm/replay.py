@@ -21,13 +21,17 @@ Log = list[list[torch.Tensor]]
 class RecordingCommunicator:
     """Passes everything on to another communicator and keeps copies of what is received.
 
+    Args:
+        comm: the other one.
+        log: where to keep it, so that two communicators can share one log; None for a new one.
+
     Attributes:
         log: what was received, call by call; for ``ReplayingCommunicator``.
     """
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Communicator, log: Log | None = None) -> None:
         self._comm = comm
-        self.log: Log = []
+        self.log: Log = [] if log is None else log
 
     @property
     def rank(self) -> int:

@@ -66,12 +66,21 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Communicate:
-    """A communicating operator: every rank of the stage is there, whatever it owns."""
+    """A communicating operator: every rank of the stage is there, whatever it owns.
+
+    Attributes:
+        collective: what it does.
+        inputs: value names.
+        outputs: value names; None for a result that nothing uses.
+        kind: what traffic counts it as.
+        copies: whether the ranks of the stage in all replicas take part, not only those of one.
+    """
 
     collective: Collective
     inputs: tuple[str | None, ...]
     outputs: tuple[str | None, ...]
     kind: str
+    copies: bool = False
 
 
 Instruction = Compute | Communicate

@@ -49,6 +49,7 @@ class Lowering:
         rules: text form of an operator -> its rule.
         entries: values that come from other stages -> how they are split here, None for a replicated one.
         fused_halo: most windows for one exchange along any path, or "auto"; 1: an exchange before each.
+        replicas: over how many replicas batch norms take their statistics.
 
     Attributes:
         able: operators whose rules asked what to compute: they may stand inside a fused run.
@@ -62,6 +63,7 @@ class Lowering:
         rules: dict[str, Rule],
         entries: Mapping[str, Split | None] | None = None,
         fused_halo: int | str = 1,
+        replicas: int = 1,
     ) -> None:
         self.program = program
         self.grid = grid
@@ -75,6 +77,7 @@ class Lowering:
         self.runs = Runs()
         self._entries = entries
         self._fused_halo = fused_halo
+        self.replicas = replicas
         self._shared: dict[str, str] = {}
         self._cuts: dict[tuple[str, tuple[Box, ...], float], str] = {}
         height, width = program.values[program.image].shape[-2:]
@@ -103,7 +106,7 @@ class Lowering:
 
     def _plan_runs(self, operators: list[Operator], wanted: tuple[Any, ...], exits: tuple[str, ...]) -> Runs:
         """Return the fused runs; a trial without any says how every value is laid out."""
-        trial = Lowering(self.program, self.grid, self.rank, self._rules, self._entries)
+        trial = Lowering(self.program, self.grid, self.rank, self._rules, self._entries, replicas=self.replicas)
         trial.run(wanted, exits)
         return choose(draw(self.program, operators, trial.splits, trial.able, exits), self._fused_halo)
 
@@ -276,10 +279,15 @@ class Lowering:
         self._steps.append(Compute(function, inputs, outputs, empty, operator))
 
     def communicate(
-        self, collective: Collective, inputs: tuple[str | None, ...], outputs: tuple[str | None, ...], kind: str
+        self,
+        collective: Collective,
+        inputs: tuple[str | None, ...],
+        outputs: tuple[str | None, ...],
+        kind: str,
+        copies: bool = False,
     ) -> None:
-        """Emit a communicating operator; ``kind`` is what traffic counts it as."""
-        self._steps.append(Communicate(collective, inputs, outputs, kind))
+        """Emit a communicating operator; ``kind`` is what traffic counts it as, ``copies``: over all replicas."""
+        self._steps.append(Communicate(collective, inputs, outputs, kind, copies))
 
     def _finish(self) -> tuple[tuple[Instruction, ...], Box]:
         """Fix what is read of the image, and turn cut-outs of the image into local copies."""
@@ -321,6 +329,10 @@ def lower_replicated(lowering: Lowering, op: Operator) -> None:
     if draws_numbers(op) and lowering.grid != (1, 1):
         lowering.refuse(
             op, "draws random numbers, which ranks would draw differently", "dropout, bernoulli, rand, randn, or none"
+        )
+    if lowering.replicas > 1 and op.text.startswith("aten._native_batch_norm_legit"):
+        lowering.refuse(
+            op, "normalises features without space, which plan.sync_batch_norm does not", "sync_batch_norm=False"
         )
     if op.text == "aten._native_batch_norm_legit_functional.default":
         function, inputs = batch_norm_on_features(lowering.program, op)

@@ -135,7 +135,7 @@ def batch_norm_training(lowering: Lowering, op: Operator) -> None:
     part = lowering.part(x.name, split)
     normalised, _, _, new_mean, new_var = (*op.outputs, None, None)[:5]
     affine = tuple(item.name if item is not None else None for item in (weight, bias))
-    if lowering.grid == (1, 1):
+    if lowering.grid == (1, 1) and lowering.replicas == 1:
         names = (part, running_mean.name, running_var.name, *affine, batches)
         inputs = tuple(name for name in names if name is not None)
         native = native_batch_norm(weight is not None, bias is not None, momentum, eps)
@@ -143,10 +143,11 @@ def batch_norm_training(lowering: Lowering, op: Operator) -> None:
         if normalised is not None:
             lowering.splits[normalised] = split
         return
-    count = _pixels(lowering, x.name)
+    count = _pixels(lowering, x.name) * lowering.replicas
     batch_mean, batch_var = lowering.fresh(running_mean.name), lowering.fresh(running_var.name)
     norm = _batch_norm(lowering, split, count, eps)
-    lowering.communicate(norm, (part, *affine), (normalised, batch_mean, batch_var), "reduce")
+    outputs = (normalised, batch_mean, batch_var)
+    lowering.communicate(norm, (part, *affine), outputs, "reduce", copies=lowering.replicas > 1)
     if normalised is not None:
         lowering.splits[normalised] = split
     unbias = count / max(count - 1, 1)
@@ -181,13 +182,13 @@ def batch_norm_without_statistics(lowering: Lowering, op: Operator) -> None:
     split = lowering.seen(op, x.name)
     part = lowering.part(x.name, split)
     affine = tuple(item.name if item is not None else None for item in (weight, bias))
-    if lowering.grid == (1, 1):
+    if lowering.grid == (1, 1) and lowering.replicas == 1:
         function, inputs = batch_norm_alone(op)
         names = tuple(part if name == x.name else name for name in inputs)
         lowering.compute(function, names, op.outputs[:1], split)
         return
-    norm = _batch_norm(lowering, split, _pixels(lowering, x.name), eps)
-    lowering.communicate(norm, (part, *affine), op.outputs[:1], "reduce")
+    norm = _batch_norm(lowering, split, _pixels(lowering, x.name) * lowering.replicas, eps)
+    lowering.communicate(norm, (part, *affine), op.outputs[:1], "reduce", copies=lowering.replicas > 1)
     for output in op.outputs[:1]:
         if output is not None:
             lowering.splits[output] = split

@@ -70,29 +70,25 @@ def assign_roles(hosts: Sequence[str], trainers: int, loaders: Wanted, validator
 
 
 def loaders_of(hosts: Sequence[str], roles: RankRoles) -> dict[int, tuple[int, ...]]:
-    """Return, for each trainer, the loaders that serve it.
+    """Return, for each trainer, the loaders that serve it; every loader serves some.
 
-    Those on its own host; where it has none, those on a host that only loads: trainers' hosts and such hosts are paired
-    in the order in which they come, so that every node's DPU reads for its node. Failing these, all loaders.
+    Those on its own host. Hosts that only load are paired, in the order in which they come, with the trainers' hosts
+    that have no loader, so that every node's DPU reads for its node; where all have one, with all of them.
     """
     homes = list(dict.fromkeys(hosts[rank] for rank in roles.trainers))
-    spare = [host for host in dict.fromkeys(hosts[rank] for rank in roles.loaders) if host not in homes]
-    return {rank: _near(hosts, roles.loaders, hosts[rank], homes, spare) for rank in roles.trainers}
+    loading = [hosts[rank] for rank in roles.loaders]
+    spare = [host for host in dict.fromkeys(loading) if host not in homes]
+    short = [home for home in homes if home not in loading] or homes
+    near = {home: {home, *_paired(spare, short.index(home), len(short))} if home in short else {home} for home in homes}
+    found = {rank: tuple(r for r in roles.loaders if hosts[r] in near[hosts[rank]]) for rank in roles.trainers}
+    return {rank: loaders or roles.loaders for rank, loaders in found.items()}
 
 
-def _near(
-    hosts: Sequence[str], loaders: Sequence[int], host: str, homes: Sequence[str], spare: Sequence[str]
-) -> tuple[int, ...]:
-    here = tuple(rank for rank in loaders if hosts[rank] == host)
-    if here:
-        return here
-    lacking = [home for home in homes if not any(hosts[rank] == home for rank in loaders)]
-    place = lacking.index(host)
-    if len(spare) >= len(lacking):
-        paired = set(spare[place :: len(lacking)])
-    else:
-        paired = {spare[place * len(spare) // len(lacking)]} if spare else set()
-    return tuple(rank for rank in loaders if not paired or hosts[rank] in paired)
+def _paired(spare: Sequence[str], place: int, of: int) -> Sequence[str]:
+    """Return what the ``place``-th of ``of`` hosts gets of the spare ones: several, or one that it shares."""
+    if len(spare) >= of:
+        return spare[place::of]
+    return [spare[place * len(spare) // of]] if spare else []
 
 
 def _matching(hosts: Sequence[str], wanted: Wanted, key: str) -> list[int]:

@@ -149,6 +149,7 @@ class _Lowered:
         self._active = active
         self._trained = trained
         self._plan = plan
+        self._replicas = plan.replicas if plan.sync_batch_norm else 1
         self._splits: list[Mapping[str, Split]] = []
         self._entries: list[dict[str, Split | None]] = []
         self.hosted: dict[tuple[int, int], HostedStage] = {}
@@ -196,7 +197,7 @@ class _Lowered:
         stage = self._stages[index]
         exits = tuple(dict.fromkeys(name for names in stage.exits.values() for name in names))
         grid, entries = self._placement.grids[index], self._entries[index]
-        lowering = Lowering(stage.program, grid, position, RULES, entries, self._plan.fused_halo)
+        lowering = Lowering(stage.program, grid, position, RULES, entries, self._plan.fused_halo, self._replicas)
         ranked = lowering.run(stage.outputs, exits)
         sources = {*self._trained, *self._entries[index]} & self._active
         return HostedStage(ranked, build_tape(ranked, sources), position, stage.reads_image)

@@ -172,6 +172,7 @@ class Engine:
         pipeline = Pipeline(
             compiled,
             self._groups.stages,
+            self._groups.copies,
             self._courier(compiled),
             statistics,
             gradients,

@@ -58,11 +58,13 @@ class Executor:
     Args:
         tape: steps and the values that carry gradients.
         comm: the ranks of the stage.
+        copies: those of the stage in all replicas, for what is synchronised over them; None for ``comm`` again.
     """
 
-    def __init__(self, tape: Tape, comm: KindCommunicator) -> None:
+    def __init__(self, tape: Tape, comm: KindCommunicator, copies: KindCommunicator | None = None) -> None:
         self.tape = tape
         self._comm = comm
+        self._copies = comm if copies is None else copies
         self._anchor = torch.zeros((), requires_grad=True)
 
     def forward(self, values: Values, record: bool) -> list[Record]:
@@ -84,10 +86,11 @@ class Executor:
 
     def _meet(self, meeting: Meeting, values: Values) -> Record | None:
         step = meeting.step
-        self._comm.kind = step.kind
+        comm = self._copies if step.copies else self._comm
+        comm.kind = step.kind
         inputs: Any = tuple(values[name] if name is not None else None for name in step.inputs)
         with torch.no_grad():
-            outputs, saved = step.collective.forward(self._comm, inputs)
+            outputs, saved = step.collective.forward(comm, inputs)
         values.update((n, out) for n, out in zip(step.outputs, outputs, strict=False) if n is not None)
         for name in meeting.drops:
             values.pop(name, None)
@@ -162,10 +165,11 @@ class Executor:
         if not any(name in self.tape.active for name in step.inputs):
             return []
         given = tuple(cotangents.pop(name, None) if name is not None else None for name in step.outputs)
-        self._comm.kind = step.kind
+        comm = self._copies if step.copies else self._comm
+        comm.kind = step.kind
         wanted = tuple(name in self.tape.active for name in step.inputs)
         with torch.no_grad():
-            results = step.collective.backward(self._comm, record.saved, given, wanted)
+            results = step.collective.backward(comm, record.saved, given, wanted)
         return [
             (name, result)
             for name, result in zip(step.inputs, results, strict=True)

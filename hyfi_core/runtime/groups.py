@@ -17,6 +17,7 @@ class Groups:
         all: every trainer.
         replica: the ranks of this replica; what crosses stages travels here.
         stages: (stage, direction) -> the ranks of a stage, in the order of its parts, for all that this rank holds.
+        copies: the same over all replicas where batch norms are synchronised, else ``stages`` again.
     """
 
     def __init__(self, comm: Communicator, plan: ParallelPlan, placement: Placement) -> None:
@@ -26,14 +27,17 @@ class Groups:
         self.index = comm.rank // plan.ranks_per_replica
         self.replica = CountedCommunicator(_joined(comm, self.index, comm.rank))
         self.stages: dict[tuple[int, int], CountedCommunicator] = {}
+        self.copies: dict[tuple[int, int], CountedCommunicator] = {}
         self._reductions: dict[frozenset[int], CountedCommunicator] = {}
         grids = len(plan.grids)
         for direction in range(plan.directions):
             grid = next(g for g in range(grids) if self.replica.rank in placement.group(g, direction))
             position = placement.group(grid, direction).index(self.replica.rank)
             group = CountedCommunicator(_joined(comm, self.index * grids + grid, position))
+            copies = CountedCommunicator(_joined(comm, grid, comm.rank)) if plan.sync_batch_norm else group
             for stage in range(grid, placement.stages, grids):
                 self.stages[stage, direction] = group
+                self.copies[stage, direction] = copies
 
     def holders(self, stages: Iterable[int]) -> frozenset[int]:
         """Return the ranks of a replica that reduce the gradients of parameters used in these stages."""
@@ -58,7 +62,7 @@ class Groups:
 
     def counted(self) -> list[CountedCommunicator]:
         """Return every communicator that counts, each once."""
-        every = [self.all, self.replica, *self.stages.values(), *self._reductions.values()]
+        every = [self.all, self.replica, *self.stages.values(), *self.copies.values(), *self._reductions.values()]
         return list({id(comm): comm for comm in every}.values())
 
     def reset_traffic(self) -> None:

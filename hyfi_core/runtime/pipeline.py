@@ -85,6 +85,7 @@ class Pipeline:
     Args:
         compiled: the stages that this rank holds.
         groups: (stage, direction) -> its ranks.
+        copies: (stage, direction) -> its ranks in all replicas, for what is synchronised over them.
         courier: what travels between stages.
         statistics: what keeps the buffers.
         gradients: what reduces gradients.
@@ -96,6 +97,7 @@ class Pipeline:
         self,
         compiled: Compiled,
         groups: Mapping[Key, CountedCommunicator],
+        copies: Mapping[Key, CountedCommunicator],
         courier: Courier,
         statistics: Statistics,
         gradients: Gradients,
@@ -104,6 +106,7 @@ class Pipeline:
     ) -> None:
         self._compiled = compiled
         self._groups = groups
+        self._copies = copies
         self._courier = courier
         self._statistics = statistics
         self._gradients = gradients
@@ -169,10 +172,11 @@ class Pipeline:
         with self._autocasting():
             if self._recomputes(key[0]):
                 recorder = RecordingCommunicator(self._groups[key])
+                copies = RecordingCommunicator(self._copies[key], recorder.log)
                 flight.again = (dict(values), recorder.log)
-                Executor(stage.tape, recorder).forward(values, record=False)
+                Executor(stage.tape, recorder, copies).forward(values, record=False)
             else:
-                flight.records = Executor(stage.tape, self._groups[key]).forward(values, record=True)
+                flight.records = self._executor(stage, key).forward(values, record=True)
         self._statistics.changed(key, microbatch, stage, values)
         flight.exits = {name: values[name] for name in stage.ranked.exits}
         flight.leaves = self._compiled.leaves(stage, values)
@@ -194,11 +198,14 @@ class Pipeline:
         complete = None
         if self._last[key] == microbatch:
             complete = lambda names: self._gradients.complete(key, names)  # noqa: E731
-        flight.cotangents = Executor(stage.tape, comm).backward(
+        flight.cotangents = self._executor(stage, key).backward(
             flight.records, cotangents, step.parameters[key], complete=complete
         )
         if not any(edge[1] == key[0] for edge in self._compiled.handovers):
             del self._flights[key, microbatch]
+
+    def _executor(self, stage: HostedStage, key: Key) -> Executor:
+        return Executor(stage.tape, self._groups[key], self._copies[key])
 
     def _from_loss(self, key: Key, flight: _Flight, microbatch: int, step: Step) -> Values:
         """Return the cotangents of the answer, and add the loss; nothing where the answer is not made."""
