@@ -7,7 +7,7 @@ import random
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 
 from hyfi_core.errors import RequestError
 from tests.workflows.archive import SIZE_PX, make_config, make_store
-from tests.workflows.runs import assert_same_run, in_this_process, run_on
+from tests.workflows.runs import assert_same_run, in_this_process, losses, run_on
 from tests.workflows.test_failures import Job, start  # noqa: F401 (a fixture)
 from workflows import train
 from workflows.config import load_config
@@ -67,7 +67,7 @@ def kill_children(job: Job, kills: int, pause_s: tuple[float, float]) -> None:
 
 
 def test_killed_children_and_a_killed_loader_change_nothing(start: Any, tmp_path: Path, store: Path) -> None:  # noqa: F811
-    """Children are replaced; the loader ends all, and the run goes on from step 7, in mid-epoch: three steps make one."""
+    """Children are replaced; the loader ends all, and the run goes on from a checkpoint in mid-epoch."""
     job = start(*LOADED, "run.checkpoint_every_steps=7", steps=2000)
     job.wait_for_step(2)
     kill_children(job, 2, (0.05, 0.4))
@@ -120,6 +120,15 @@ def test_each_trainer_is_sent_its_part_of_an_image(
     share_mb = images * 3 * SIZE_PX**2 / 4 / 1e6
     assert images == 12
     assert share_mb < sent_mb < 1.1 * share_mb
+
+
+def test_two_pipelines_in_opposite_directions_are_fed_as_inline(tmp_path: Path, store: Path) -> None:
+    """The last rank holds the second direction's first stage, so it gets other images of the batch."""
+    plan = ["plan.grids=[[1,2],[1,1]]", "plan.schedule=chimera", "plan.microbatches=2", "plan.cuts=[conv1]"]
+    config = make_config(tmp_path, store, run={"precision": "float64", "steps": 3}, model={"norm": "group"})
+    assert run_on(3, config, *plan, f"run.dir={tmp_path / 'inline'}") == [0] * 3
+    assert run_on(5, config, *plan, "roles.loaders=2", "data.workers=1") == [0] * 5
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "inline"), rel=1e-12)
 
 
 def test_sampling_is_as_configured(tmp_path: Path, store: Path) -> None:

@@ -52,6 +52,10 @@ def test_few_loaders_serve_all_nodes_and_many_share_them() -> None:
     assert loaders_of(hosts, RankRoles((0, 1, 2), (3, 4), ())) == {0: (3,), 1: (3,), 2: (4,)}
     hosts = ["n1", "n2", "d1", "d2", "d3"]
     assert loaders_of(hosts, RankRoles((0, 1), (2, 3, 4), ())) == {0: (2, 4), 1: (3,)}
+    hosts = ["n1", "n1", "n2", "dpu"]
+    assert loaders_of(hosts, RankRoles((0, 2), (1, 3), ())) == {0: (1,), 2: (3,)}
+    assert loaders_of(hosts, RankRoles((0,), (1, 3), (2,))) == {0: (1, 3)}
+    assert loaders_of(hosts, RankRoles((0, 2, 3), (1,), ())) == {0: (1,), 2: (1,), 3: (1,)}
     assert loaders_of(ONE, RankRoles((0, 1, 2, 3), (4, 5), ())) == dict.fromkeys(range(4), (4, 5))
 
 
