@@ -191,7 +191,7 @@ class OpenSlideSource:
             self._handles.drop()
             place = f"rows {block.y0}–{block.y1}, columns {block.x0}–{block.x1} of level {level}"
             raise TileError(f"OpenSlide cannot decode {place}: {error}") from error
-        out[...] = self._opaque(rgba)
+        self._put(rgba, out)
 
     def _read_what_can_be(self, block: Box, level: int, out: RGB) -> list[BadTile]:
         """Read a block whole; where that fails, tile by tile."""
@@ -219,15 +219,13 @@ class OpenSlideSource:
         except openslide.OpenSlideError as error:
             raise SlideError(f"the file cannot be opened any more: {error}") from error
 
-    def _opaque(self, rgba: RGB) -> RGB:
-        alpha = rgba[..., 3:]
-        colours = rgba[..., :3]
-        if alpha.min() == 255:
-            return colours
-        share = alpha.astype(np.float32) / 255
-        mixed = colours * share + self._background * (1 - share)
-        opaque: RGB = np.rint(mixed).astype(np.uint8)
-        return opaque
+    def _put(self, rgba: RGB, out: RGB) -> None:
+        alpha, colours = rgba[..., 3:], rgba[..., :3]
+        if alpha.min() < 255:
+            share = alpha.astype(np.float32) / 255
+            colours = np.rint(colours * share + self._background * (1 - share)).astype(np.uint8)
+        for k in range(3):  # a quarter of the time of all three at once, which NumPy copies by threes
+            out[..., k] = colours[..., k]
 
     def close(self) -> None:
         """Close OpenSlide's handles; reading opens new ones."""
