@@ -12,6 +12,9 @@ from data.leases import MOST_DEATHS, Lease, Leases
 from data.sample_cache import SampleCache
 from hyfi_core.plan.box import Box, hull
 
+HOPELESS = 50
+"""So many workers, killed with no sample finished in between, end the service; far fewer that end by themselves do."""
+
 
 @dataclass
 class Counts:
@@ -65,7 +68,7 @@ class DecodePool:
         self._slots: dict[int, Lease] = {}
         self._ready: set[int] = set()
         self._idle: set[int] = set()
-        self._early_deaths = 0
+        self._bad_luck = 0
         self._workers: list[Worker] = [start(self._memory) for _ in range(workers)]
 
     @property
@@ -158,7 +161,7 @@ class DecodePool:
         if lease.kept_at is not None:
             self._cache.give_back(lease.index, lease.source)
         self._ready.add(lease.number)
-        self._early_deaths = 0
+        self._bad_luck = 0
         self.counts.samples += 1
         self.counts.cached += lease.kept
         self.counts.read_bytes += answer.read_bytes
@@ -173,11 +176,13 @@ class DecodePool:
         return lease is not None
 
     def _replace(self, place: int) -> None:
-        self._workers[place].stop()
+        by_itself = self._workers[place].stop(patience_s=1.0)
         self.counts.replaced += 1
-        self._early_deaths += 1
-        if self._early_deaths > MOST_DEATHS + len(self._workers):
-            raise RuntimeError("decoding processes die as soon as they start; what they print says why")
+        self._bad_luck += HOPELESS // MOST_DEATHS if by_itself else 1
+        if self._bad_luck > HOPELESS:
+            raise RuntimeError(
+                "decoding processes die, one after the other, with nothing done; what they print says why"
+            )
         self._leases.lose(place)
         self._idle.discard(place)
         self._workers[place] = self._start(self._memory)

@@ -83,8 +83,15 @@ class Worker(Protocol):
         """Where leases go and answers come from; at its end when the worker is dead."""
         ...
 
-    def stop(self) -> None:
-        """End the worker, whatever it does; returns when it has ended."""
+    def stop(self, patience_s: float = 0.0) -> bool:
+        """End the worker, whatever it does, and return when it has ended.
+
+        Args:
+            patience_s: how long it may take to end by itself.
+
+        Returns:
+            Whether it had ended by itself, with an error: another one would, too.
+        """
         ...
 
 
@@ -148,9 +155,10 @@ class ThreadWorker:
         """Where leases go and answers come from."""
         return self._connection
 
-    def stop(self) -> None:
+    def stop(self, patience_s: float = 0.0) -> bool:
         """Leave the thread to finish what it has in hand; nobody hears of it."""
         self._connection.close()
+        return False
 
 
 class ChildWorker:
@@ -181,11 +189,15 @@ class ChildWorker:
         """Where leases go and answers come from."""
         return self._connection
 
-    def stop(self) -> None:
-        """Kill the process and wait for its end."""
+    def stop(self, patience_s: float = 0.0) -> bool:
+        """Kill the process, unless it ends by itself, and wait for its end."""
         self._connection.close()
-        self._process.kill()
-        self._process.wait()
+        try:
+            code = self._process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        return code > 0
 
 
 def _environment() -> dict[str, str]:

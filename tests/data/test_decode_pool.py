@@ -106,12 +106,12 @@ def test_what_a_child_raises_is_raised_here_with_its_traceback() -> None:
 
 class Unpicklable(Images):
     def __setstate__(self, state: dict[str, object]) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(3)
 
 
 def test_workers_that_never_start_are_not_replaced_for_ever() -> None:
     pool = pool_of(Unpicklable(), workers=1, slots=1)
-    with pytest.raises(RuntimeError, match="as soon as they start"):
+    with pytest.raises(RuntimeError, match="die one after the other"):
         for _ in range(3000):
             pool.collect()
             pool.wait(0.01)
