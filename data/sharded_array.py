@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -171,7 +170,7 @@ class ShardedArray:
         except ValueError as error:
             raise StoreError(f"{path}: {error} in chunk {slot}, the file is damaged; ingest the slide again") from error
         try:
-            return self.layout.codec.decode(body, shape, _scratch(int(np.prod(shape))))
+            return self.layout.codec.decode(body, shape)
         except (ValueError, RuntimeError) as error:
             raise StoreError(f"{path}: chunk {slot} does not decode ({error}); ingest the slide again") from error
 
@@ -233,16 +232,7 @@ def _slices(data: bytes, index: Index, group: list[int]) -> Iterator[tuple[int, 
         yield slot, data[offset - start : offset - start + size]
 
 
-_local = threading.local()
 _pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
-
-
-def _scratch(size_bytes: int) -> Pixels:
-    """Return this thread's memory for one decoded chunk: the same every time, so it stays in the cache."""
-    found: Pixels | None = getattr(_local, "scratch", None)
-    if found is None or found.size < size_bytes:
-        found = _local.scratch = np.empty(size_bytes, np.uint8)
-    return found
 
 
 def _pool(threads: int) -> ThreadPoolExecutor:

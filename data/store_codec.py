@@ -11,6 +11,7 @@ codec that the package imagecodecs registers as `imagecodecs_jpeg`.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,24 +95,27 @@ class PixelCodec:
     def encode(self, pixels: Pixels) -> bytes:
         """Return the bytes of a whole chunk ``(c, y, x)`` or ``(y, x)`` of any strides, its checksum at their end."""
         if self.name == "zstd":
-            return sealed(_codecs.zstd_encode(np.ascontiguousarray(pixels), level=self.level))
+            chunk = scratch("pixels", pixels.size).reshape(pixels.shape)
+            np.copyto(chunk, pixels)
+            # Fresh memory for what may become as large as the pixels would cost a fifth of the time.
+            room = scratch("coded", pixels.size + pixels.size // 128 + 1024)
+            return sealed(_codecs.zstd_encode(chunk, level=self.level, out=room).tobytes())
         subsampling = "444" if (self.level or 0) >= _FULL_COLOUR_FROM else "420"
         interleaved = np.ascontiguousarray(pixels.transpose(1, 2, 0))
         return sealed(_codecs.jpeg8_encode(interleaved, level=self.level, subsampling=subsampling))
 
-    def decode(self, body: bytes, shape: tuple[int, ...], scratch: Pixels) -> Pixels:
-        """Return the pixels of a chunk.
+    def decode(self, body: bytes, shape: tuple[int, ...]) -> Pixels:
+        """Return the pixels of a chunk; they are valid until this thread decodes or encodes the next.
 
         Args:
             body: Its bytes without the checksum.
             shape: Its ``(c, y, x)`` or ``(y, x)``.
-            scratch: Memory of at least its size, flat; the result lies in it.
 
         Raises:
             ValueError, RuntimeError: It does not decode, or to another size.
         """
         size = int(np.prod(shape))
-        flat = scratch[:size]
+        flat = scratch("pixels", size)
         if self.name == "zstd":
             # The result is the part of ``flat`` that was written.
             if _codecs.zstd_decode(body, out=flat).size != size:
@@ -123,6 +127,18 @@ class PixelCodec:
         if simplejpeg.decode_jpeg(body, "RGB", buffer=interleaved, strict=True).shape != interleaved.shape:
             raise ValueError(f"it is not of {height} × {width} px")
         return interleaved.transpose(2, 0, 1)
+
+
+_local = threading.local()
+
+
+def scratch(name: str, size_bytes: int) -> Pixels:
+    """Return this thread's memory of a name, flat: the same every time, so that it stays in the cache."""
+    found: Pixels | None = getattr(_local, name, None)
+    if found is None or found.size < size_bytes:
+        found = np.empty(size_bytes, np.uint8)
+        setattr(_local, name, found)
+    return found[:size_bytes]
 
 
 ZSTD = PixelCodec("zstd", 1)
