@@ -1,0 +1,234 @@
+"""How fast slides become a store and are read from it, against others' writers and readers in the same run.
+
+python -m workflows.benchmarks.store SLIDE.svs [--runs 3]
+
+Others are compared with where they are installed: ``pip install -e .[rivals]``. All that is written is synced. Every
+line is a median; ``ratio`` is the rival's seconds for a megapixel over ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data.store import SlideStore, slide_path
+from data.store_writer import SlideWriter, pyramid_levels
+from hyfi_core.plan.box import Box
+from pathology.ingest_options import IngestOptions
+from pathology.ingest_slide import ingest_slide
+from pathology.pyramid import PyramidBuilder, level_sizes
+from pathology.resample import Planes
+from pathology.sources import open_source
+
+READ_PX = 8192
+THREADS = len(os.sched_getaffinity(0))
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median seconds for a number of megapixels."""
+
+    name: str
+    seconds: float
+    megapixels: float
+
+    @property
+    def rate(self) -> float:
+        """Megapixels a second."""
+        return self.megapixels / self.seconds
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("slide", type=Path)
+    parser.add_argument("--runs", type=int, default=3)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+        measure(arguments.slide, Path(folder), arguments.runs)
+
+
+def measure(path: Path, folder: Path, runs: int) -> None:
+    """Measure writing and reading on one slide; print a line for each."""
+    source = open_source(path)
+    mpp = sum(source.mpp or (1.0, 1.0)) / 2
+    size = source.levels[0]
+    whole = size.height_px * size.width_px / 1e6
+    region = _region(size.height_px, size.width_px)
+    pixels = np.ascontiguousarray(source.read(region, 0).transpose(2, 0, 1))
+    source.close()
+    print(f"{path.name}: {size.width_px} × {size.height_px} px, {mpp:.3f} µm/px, {THREADS} cores, {runs} runs")
+
+    full = IngestOptions(mpp=mpp)
+    kinds = {"ingest to zstd": full, "ingest --lossless": IngestOptions(mpp=mpp, lossless=True)}
+    ours = {
+        name: _timed(name, runs, whole, folder, lambda out, o=o: _ingest(path, out, o)) for name, o in kinds.items()
+    }
+    writer = _timed("our writer, from memory", runs, region.area / 1e6, folder, lambda out: _write(pixels, out))
+    vips = _timed("libvips tiffsave", runs, whole, folder, lambda out: _vips(path, out / "vips.tif"))
+    ome = _timed("ome-zarr-py", runs, region.area / 1e6, folder, lambda out: _ome_zarr(pixels, out))
+    for timing, rival in (
+        (ours["ingest to zstd"], vips),
+        (ours["ingest --lossless"], vips),
+        (ours["ingest to zstd"], ome),
+        (writer, ome),
+    ):
+        _compare(timing, rival)
+    _sizes(path, folder, kinds)
+    _reading(slide_path(folder / "ingest to zstd", "s"), region, runs)
+    for name, options in kinds.items():
+        print(f"memory growth of {name}: {_growth(path, folder, options) / 2**20:.0f} MiB")
+
+
+def _region(height: int, width: int) -> Box:
+    y, x = max(0, (height - READ_PX) // 2), max(0, (width - READ_PX) // 2)
+    return Box(y, min(height, y + READ_PX), x, min(width, x + READ_PX))
+
+
+def _timed(name: str, runs: int, megapixels: float, folder: Path, work: Callable[[Path], object]) -> Timing | None:
+    """Time ``work`` on a fresh folder; the last one stays, under ``name``. None where the rival is not installed."""
+    seconds = []
+    for _ in range(runs):
+        out = folder / name
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir()
+        os.sync()
+        begin = time.perf_counter()
+        try:
+            work(out)
+        except ImportError as error:
+            print(f"{name}: not installed ({error.name})")
+            return None
+        seconds.append(time.perf_counter() - begin)
+    timing = Timing(name, statistics.median(seconds), megapixels)
+    print(f"{name:28} {timing.seconds:7.2f} s {timing.rate:7.0f} MP/s")
+    return timing
+
+
+def _compare(ours: Timing | None, rival: Timing | None) -> None:
+    if ours and rival:
+        print(f"ratio {ours.rate / rival.rate:6.2f}   {ours.name} : {rival.name}")
+
+
+def _ingest(path: Path, out: Path, options: IngestOptions) -> None:
+    record = ingest_slide(path, out, options, slide_id="s")
+    if record.status != "done":
+        raise RuntimeError(record.reason)
+
+
+def _write(pixels: Planes, out: Path) -> None:
+    """Pyramid and store of pixels that are in memory already."""
+    sizes = level_sizes(pixels.shape[1], pixels.shape[2], at_least=1)
+    with SlideWriter(out, "s", pyramid_levels(sizes, 1.0)) as writer:
+        PyramidBuilder(sizes, lambda box: pixels[(slice(None), *box.slices())], writer.write).build()
+        writer.write_tissue(np.ones((1, 1), bool), 8.0)
+        writer.publish({"kind": "resampled"})
+
+
+def _vips(path: Path, out: Path) -> None:
+    import pyvips
+
+    image = pyvips.Image.new_from_file(str(path), access="sequential")
+    image.extract_band(0, n=3).tiffsave(
+        str(out), tile=True, tile_width=256, tile_height=256, pyramid=True, compression="jpeg", Q=75, bigtiff=True
+    )
+    _sync(out)
+
+
+def _ome_zarr(pixels: Planes, out: Path) -> None:
+    import zarr
+    from ome_zarr.format import FormatV05
+    from ome_zarr.writer import write_image
+
+    group = zarr.open_group(str(out / "s.zarr"), mode="w", zarr_format=3)
+    write_image(pixels, group, axes="cyx", fmt=FormatV05(), storage_options={"chunks": (3, 512, 512)})
+    _sync(*(f for f in (out / "s.zarr").rglob("*") if f.is_file()))
+
+
+def _sync(*paths: Path) -> None:
+    from hyfi_core.files import sync_file
+
+    for path in paths:
+        sync_file(path)
+
+
+def _reading(path: Path, region: Box, runs: int) -> None:
+    slide = SlideStore.open(path)
+    out = np.empty((3, *region.shape), np.uint8)
+    box = region.slices()
+    ours = _best("read, our reader", runs, region, lambda: slide.read(region, 0, THREADS, out))
+    import zarr
+
+    array: Any = zarr.open_group(path, mode="r")["0"]
+    _compare(ours, _best("read, zarr-python", runs, region, lambda: array[(slice(None), *box)]))
+    try:
+        import tensorstore
+    except ImportError:
+        print("tensorstore: not installed")
+        return
+    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(path / "0")}}
+    other = tensorstore.open(spec, open=True).result()
+    _compare(ours, _best("read, tensorstore", runs, region, lambda: other[(slice(None), *box)].read().result()))
+
+
+def _best(name: str, runs: int, region: Box, work: Callable[[], object]) -> Timing:
+    seconds = []
+    for _ in range(runs + 1):
+        begin = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - begin)
+    timing = Timing(name, statistics.median(seconds[1:]), region.area / 1e6)  # the first one fills caches
+    print(f"{name:28} {timing.seconds:7.2f} s {timing.rate:7.0f} MP/s")
+    return timing
+
+
+def _sizes(path: Path, folder: Path, kinds: dict[str, IngestOptions]) -> None:
+    print(f"size of the slide's file: {path.stat().st_size / 1e6:.1f} MB")
+    for name in [*kinds, "libvips tiffsave"]:
+        size = sum(f.stat().st_size for f in (folder / name).rglob("*") if f.is_file())
+        print(f"size after {name}: {size / 1e6:.1f} MB")
+
+
+def _growth(path: Path, folder: Path, options: IngestOptions) -> int:
+    """Return by how many bytes a fresh process grows that ingests the slide."""
+    context = get_context("spawn")
+    results = context.SimpleQueue()
+    out = folder / "memory"
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir()
+    process = context.Process(target=_grow, args=(path, out, options, results))
+    process.start()
+    process.join()
+    return int(results.get())
+
+
+def _grow(path: Path, out: Path, options: IngestOptions, results: Any) -> None:
+    import skimage.measure
+    import skimage.morphology  # noqa: F401  (what every ingest imports counts as the start)
+
+    before = _peak_bytes(reset=True)
+    _ingest(path, out, options)
+    results.put(_peak_bytes() - before)
+
+
+def _peak_bytes(reset: bool = False) -> int:
+    """Return the most memory that this process held, since the last reset (Linux, proc(5))."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+if __name__ == "__main__":
+    main()
