@@ -22,7 +22,8 @@ JPEG = 7
 JPEG_2000 = (33003, 33005, 34712)
 _JPEG_2000_YCBCR = 33003
 _RGB, _YCBCR = 2, 6
-_SUBSAMPLED = {6, JPEG, _JPEG_2000_YCBCR}
+_OLD_JPEG = 6
+_SUBSAMPLED = {JPEG, _JPEG_2000_YCBCR}
 _ASSOCIATED, _UNASSOCIATED = 1, 2
 
 
@@ -46,6 +47,10 @@ def make_decoder(page: Any, height_px: int, width_px: int) -> Decode:
         return Jpeg2000Decoder(page.compression == _JPEG_2000_YCBCR)
     if page.compression == 1 and page.fillorder == 1:
         return PlainDecoder(width_px, page.samplesperpixel, _alpha_of(page))
+    if page.compression in (_OLD_JPEG, JPEG):  # its decoder would show a damaged tile as it comes
+        raise SlideError(
+            f"its JPEG is of a kind that cannot be checked: {page.samplesperpixel} samples, {page.compression!s}"
+        )
     decode = page.decode  # built while the file is open (it looks for a JFIF header), used after
     return CodecDecoder(decode, page.jpegtables, _alpha_of(page))
 

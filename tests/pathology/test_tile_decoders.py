@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import imagecodecs
 import numpy as np
@@ -15,6 +16,7 @@ from pathology.errors import SlideError, TileError
 from pathology.source_level import BadTile
 from pathology.sources import OpenSlideSource, open_source
 from pathology.tiff_source import TiffSource
+from pathology.tile_decoders import make_decoder
 from tests.pathology.scanners import (
     abbreviated,
     jpeg,
@@ -158,13 +160,19 @@ def damage(data: bytes, how: str) -> bytes:
     }[how]
 
 
-@pytest.mark.parametrize("how", ["garbage header", "zeroed tail", "random tail", "no end", "all zero", "all random"])
-@pytest.mark.parametrize("codec", ["jpeg", "jpeg 2000", "deflate"])
+HEADS = ["garbage header", "all zero", "all random"]
+TAILS = ["zeroed tail", "random tail", "no end"]
+# zstd without its checksum and WebP have nothing in them that says what their last bytes were.
+DAMAGE = [(codec, how) for codec in ("jpeg", "jpeg 2000", "deflate") for how in HEADS + TAILS]
+DAMAGE += [(codec, how) for codec in ("zstd", "webp") for how in HEADS]
+
+
+@pytest.mark.parametrize(("codec", "how"), DAMAGE)
 def test_a_damaged_tile_is_named_with_its_place_and_all_others_are_read(tmp_path: Path, codec: str, how: str) -> None:
     image = smooth(*SIZE)
     path = tmp_path / "a.svs"
-    if codec == "deflate":
-        tifffile.imwrite(path, image, photometric="rgb", compression="deflate", tile=(128, 128))
+    if codec in ("deflate", "zstd", "webp"):
+        tifffile.imwrite(path, image, photometric="rgb", compression=codec, tile=(128, 128))
     elif codec == "jpeg":
         write_encoded(path, [image], partial(jpeg, stored="ycbcr"), "jpeg", "ycbcr")
     else:
@@ -224,6 +232,14 @@ def test_a_large_uncompressed_strip_is_read_in_parts(tmp_path: Path) -> None:
     source = open_source(tmp_path / "a.tif")
     assert source.levels[0].tile_px[0] < 400
     assert np.array_equal(source.read(Box(900, 1999, 10, 800), 0), image[900:1999, 10:800])
+
+
+@pytest.mark.parametrize(("compression", "samples"), [(6, 3), (7, 4)])
+def test_jpeg_that_no_strict_decoder_knows_is_refused(compression: int, samples: int) -> None:
+    page = SimpleNamespace(compression=compression, samplesperpixel=samples, photometric=2, bitspersample=8)
+    page.planarconfig, page.jpegheader, page.fillorder = 1, None, 1
+    with pytest.raises(SlideError, match="cannot be checked"):
+        make_decoder(page, 256, 256)
 
 
 def test_codecs_that_this_needs_are_there() -> None:
