@@ -16,6 +16,7 @@ from torch import nn
 from hyfi_core.graph.capture import capture
 from hyfi_core.graph.instructions import Communicate
 from hyfi_core.graph.lowering import Lowering
+from hyfi_core.graph.program import Program
 from hyfi_core.graph.rules import RULES
 from hyfi_core.models import amoebanet, resnet
 from hyfi_core.models.amoebanet import Cell
@@ -66,21 +67,17 @@ class Inner(nn.Module):
         return x[:, :, 1:, 1:]
 
 
+@pytest.mark.parametrize("grid", [(1, 2), (2, 2), (2, 3)])
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 6])
-@pytest.mark.parametrize(
-    ("shape", "grid"),
-    [((1, 3, 22, 27), (1, 2)), ((2, 3, 23, 21), (2, 2)), ((1, 3, 18, 33), (2, 3))],
-)
-def test_runs_of_one_to_six_windows(length: int, shape: Shape, grid: tuple[int, int]) -> None:
+def test_runs_of_one_to_six_windows(length: int, grid: tuple[int, int]) -> None:
     """Odd sizes, uneven parts; with six windows the margins reach beyond the next part."""
-    assert_equal_maps(run_of(length), shape, grid, length)
+    assert_equal_maps(run_of(length), (2, 3, 19, 23), grid, length)
 
 
 def test_a_run_has_one_exchange() -> None:
     model = nn.Sequential(run_of(6), nn.AdaptiveAvgPool2d(1))
-    assert exchanges(model, (1, 3, 61, 61), (2, 2), 1) == 6
-    assert exchanges(model, (1, 3, 61, 61), (2, 2), 3) == 2
-    assert exchanges(model, (1, 3, 61, 61), (2, 2), 6) == 1
+    program = capture(model, (1, 3, 61, 61), torch.float32)
+    assert [exchanges(program, (2, 2), fused_halo) for fused_halo in (1, 3, 6)] == [6, 2, 1]
 
 
 @pytest.mark.parametrize("fused_halo", [2, 3, 6])
@@ -135,9 +132,8 @@ class NormalCell(nn.Module):
         return self.cell(self.newer(x), self.older(x)).mean((2, 3))
 
 
-def exchanges(model: nn.Module, shape: Shape, grid: tuple[int, int], fused_halo: Any) -> int:
+def exchanges(program: Program, grid: tuple[int, int], fused_halo: Any) -> int:
     """Return how many exchanges the forward pass has in which some rank sends something."""
-    program = capture(model, shape, torch.float32)
     talking: set[int] = set()
     for rank in range(grid[0] * grid[1]):
         ranked = Lowering(program, grid, rank, RULES, fused_halo=fused_halo).run(program.outputs)
@@ -153,25 +149,20 @@ def sends(step: Communicate) -> bool:
 
 def test_a_normal_cell_exchanges_at_most_twice_instead_of_seven_times() -> None:
     shape = (1, 3, 33, 33)
-    assert exchanges(NormalCell(), shape, (2, 2), 1) == 7
-    assert exchanges(NormalCell(), shape, (2, 2), 2) <= 2
+    program = capture(NormalCell(), shape, torch.float32)
+    assert exchanges(program, (2, 2), 1) == 7
+    assert exchanges(program, (2, 2), 2) <= 2
     plain, fused = (assert_equal_maps(NormalCell(), shape, (2, 2), n) for n in (1, 2))
     for before, after in zip(plain.traffic, fused.traffic, strict=True):
         assert before["halo"]["messages"] == 2 * (3 * 3 + 4 * 1)  # 3 x 3 pools reach three neighbours, 1 x 7 one
         assert after["halo"]["messages"] <= 2 * 2 * 3
 
 
-@pytest.mark.parametrize(
-    ("make", "shape", "grid", "fused_halo"),
-    [
-        (lambda: resnet.resnet18(2, width=8), (1, 3, 61, 53), (2, 2), 4),
-        (lambda: resnet.resnet_v2(29, classes=2), (1, 3, 19, 23), (1, 2), 6),
-        (lambda: amoebanet.amoebanet_d(2, layers=3, filters=16), (2, 3, 35, 43), (1, 2), 2),
-    ],
-)
-def test_whole_networks(make: Any, shape: Shape, grid: tuple[int, int], fused_halo: Any) -> None:
+def test_a_whole_network() -> None:
     torch.manual_seed(1)
-    assert_equal_to_one_process(OffsetImages(make(), shape), shape, grid, fused_halo=fused_halo)
+    shape = (1, 3, 61, 53)
+    model = OffsetImages(resnet.resnet18(2, width=8), shape)
+    assert_equal_to_one_process(model, shape, (2, 2), fused_halo=4)
 
 
 @pytest.mark.soak
@@ -250,11 +241,11 @@ def assert_drawn(seed: int) -> None:
 
 
 def test_networks_drawn_by_lot() -> None:
-    for seed in range(6):
+    for seed in range(3):
         assert_drawn(seed)
 
 
 @pytest.mark.soak
 def test_many_networks_drawn_by_lot() -> None:
-    for seed in range(6, 250):
+    for seed in range(3, 250):
         assert_drawn(seed)
