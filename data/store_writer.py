@@ -12,73 +12,34 @@ the journal knows and that are still whole are not written again. Unfinished sli
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from data import store_metadata as metadata
-from data.files import publish_directory, remove_leftovers, sha256_of, temporary_beside
+from data.files import publish_directory, sha256_of
 from data.sharded_array import ShardedArray
 from data.store import FORMAT, slide_path
-from data.store_codec import ZSTD, PixelCodec, Pixels, sealed
+from data.store_codec import Pixels, sealed
+from data.store_glass import Glass, Mask
 from data.store_journal import Journal
 from data.store_layout import CHUNK_PX, SHARD_PX, ArrayLayout
+from data.store_levels import LevelSize, StoredLevel, pyramid_levels
 from data.store_shard import write_file
-from data.tissue_grid import TissueGrid
+from data.store_unfinished import unfinished_folder
 from hyfi_core.files import sync_file
 from hyfi_core.plan.box import Box
 
 __all__ = ["CHUNK_PX", "SHARD_PX", "LevelSize", "Mask", "SlideWriter", "StoredLevel", "pyramid_levels"]
 
-Mask = npt.NDArray[np.bool_]
 _BLOCKS_IN_FLIGHT = 2
-
-
-@dataclass(frozen=True, slots=True)
-class LevelSize:
-    """Height and width of one level in pixels."""
-
-    height_px: int
-    width_px: int
-
-
-@dataclass(frozen=True, slots=True)
-class StoredLevel:
-    """One level to write: where its pixels go, and its microns per pixel (y, x)."""
-
-    layout: ArrayLayout
-    mpp: tuple[float, float]
-
-
-def pyramid_levels(
-    sizes: Sequence[LevelSize], mpp_um: float, codec: PixelCodec = ZSTD, sharded: bool = True
-) -> tuple[StoredLevel, ...]:
-    """Return the levels of a pyramid that halves.
-
-    Args:
-        sizes: Finest first; each half of the one before.
-        mpp_um: Microns per pixel of the finest, both axes.
-        codec: Of every chunk; default ``zstd:1``.
-        sharded: Files are shards of 8 × 8 chunks; otherwise every chunk is a file.
-    """
-    side = SHARD_PX if sharded else CHUNK_PX
-    found = []
-    for k, size in enumerate(sizes):
-        shape = (3, size.height_px, size.width_px)
-        layout = ArrayLayout(shape, (CHUNK_PX, CHUNK_PX), (side, side), sharded, codec)
-        found.append(StoredLevel(layout, (mpp_um * 2**k, mpp_um * 2**k)))
-    return tuple(found)
 
 
 class SlideWriter:
@@ -111,12 +72,11 @@ class SlideWriter:
         threads: int = 0,
     ) -> None:
         self.final = slide_path(store, slide_id)
-        remove_leftovers(self.final)
         self.levels = tuple(levels)
         self._resumable = identity is not None
-        self.path = self._folder(identity)
-        _remove_unfinished(self.final, but=self.path if self._resumable else None)
-        self._grids = [_grid(level, glass) for level in self.levels]
+        layouts = [[level.layout.to_json(), level.mpp] for level in self.levels]
+        self.path = unfinished_folder(self.final, None if identity is None else [dict(identity), layouts, FORMAT])
+        self._glass = [_under(level, glass) for level in self.levels]
         for k, level in enumerate(self.levels):
             self._make_array(str(k), level.layout)
         self._journal = Journal(self.path)
@@ -155,7 +115,7 @@ class SlideWriter:
         """
         layout = self.levels[level].layout
         names = [f"{level}/{layout.file_name(file)}" for file in layout.files(box)]
-        if not layout.codec.exact or self._grids[level] is not None or not all(map(self._journal.finished, names)):
+        if not layout.codec.exact or self._glass[level] is not None or not all(map(self._journal.finished, names)):
             return None
         return ShardedArray(self.path / str(level), layout).read(box, self._threads)
 
@@ -172,7 +132,7 @@ class SlideWriter:
             OSError: An earlier block could not be written.
         """
         layout = self.levels[level].layout
-        self._write_block(str(level), layout, y0, x0, block, self._grids[level])
+        self._write_block(str(level), layout, y0, x0, block, self._glass[level])
 
     def write_encoded(self, level: int, file: tuple[int, int], bodies: Sequence[bytes | None]) -> None:
         """Take the used chunks of one file of a level as encoded bytes without checksum; returns before it is written.
@@ -185,14 +145,14 @@ class SlideWriter:
         Raises:
             OSError: An earlier file could not be written.
         """
-        layout, grid = self.levels[level].layout, self._grids[level]
+        layout, glass = self.levels[level].layout, self._glass[level]
         name = f"{level}/{layout.file_name(file)}"
         if self._journal.finished(name):
             return
 
         def chunks() -> Iterator[tuple[int, bytes | None]]:
             for slot, body in zip(layout.used_slots(file), bodies, strict=True):
-                left_out = body is None or _is_glass(grid, layout.chunk_box(file, slot))
+                left_out = body is None or (glass is not None and glass.covers(layout.chunk_box(file, slot)))
                 yield slot, None if body is None or left_out else sealed(body)
 
         self._take()
@@ -235,8 +195,9 @@ class SlideWriter:
         self._encoders.shutdown()
         self._disk.shutdown()
         self._write_groups(attributes)
-        self._journal.remove()
         _sync_metadata(self.path)
+        # The last thing before the name: killed while it syncs, a slide without a journal would be made all over again.
+        self._journal.remove()
         publish_directory(self.path, self.final)
 
     def _write_groups(self, attributes: dict[str, Any]) -> None:
@@ -253,15 +214,6 @@ class SlideWriter:
         group["attributes"]["hyfi"]["metadata_sha256"] = metadata.digest_of_group(group)
         self._write_json("", group)
 
-    def _folder(self, identity: Mapping[str, Any] | None) -> Path:
-        if identity is None:
-            folder = temporary_beside(self.final)
-            shutil.rmtree(folder, ignore_errors=True)
-            return folder
-        layouts = [[level.layout.to_json(), level.mpp] for level in self.levels]
-        text = json.dumps([dict(identity), layouts, FORMAT], sort_keys=True)
-        return self.final.with_name(f"{_unfinished(self.final)}{hashlib.sha256(text.encode()).hexdigest()[:16]}")
-
     def _make_array(self, name: str, layout: ArrayLayout) -> None:
         self._write_json(name, layout.to_json())
         for row in {row for row, _ in layout.files()}:
@@ -273,7 +225,7 @@ class SlideWriter:
         (folder / "zarr.json").write_bytes(metadata.encoded(value))
 
     def _write_block(
-        self, array: str, layout: ArrayLayout, y0: int, x0: int, block: Pixels, grid: TissueGrid | None
+        self, array: str, layout: ArrayLayout, y0: int, x0: int, block: Pixels, glass: Glass | None
     ) -> None:
         box = Box(y0, y0 + block.shape[-2], x0, x0 + block.shape[-1])
         names = {file: f"{array}/{layout.file_name(file)}" for file in layout.files(box)}
@@ -284,7 +236,7 @@ class SlideWriter:
         left = _Countdown(len(new), self._flight.release)
         for file in new:
             chunks = [
-                (slot, self._encode(layout, layout.chunk_box(file, slot), box, block, grid))
+                (slot, self._encode(layout, layout.chunk_box(file, slot), box, block, glass))
                 for slot in layout.used_slots(file)
             ]
             future = self._disk.submit(self._store, names[file], layout, _results(chunks))
@@ -292,9 +244,9 @@ class SlideWriter:
             self._pending.append(future)
 
     def _encode(
-        self, layout: ArrayLayout, chunk: Box, box: Box, block: Pixels, grid: TissueGrid | None
+        self, layout: ArrayLayout, chunk: Box, box: Box, block: Pixels, glass: Glass | None
     ) -> Future[bytes] | None:
-        if _is_glass(grid, chunk):
+        if glass is not None and glass.covers(chunk):
             return None
         return self._encoders.submit(lambda: layout.codec.encode(_whole_chunk(layout, chunk, box, block)))
 
@@ -348,23 +300,9 @@ def _whole_chunk(layout: ArrayLayout, chunk: Box, box: Box, block: Pixels) -> Pi
     return np.pad(pixels, missing, mode="edge")
 
 
-def _grid(level: StoredLevel, glass: tuple[Mask, float] | None) -> TissueGrid | None:
-    if glass is None:
-        return None
-    mask, mpp_um = glass
-    size = (level.layout.shape[-2], level.layout.shape[-1])
-    return TissueGrid.under(mask, (mpp_um, mpp_um), size, level.mpp)
-
-
-def _is_glass(grid: TissueGrid | None, chunk: Box) -> bool:
-    """Whether no pixel of the chunk is tissue, nor any next to it in the mask."""
-    if grid is None:
-        return False
-    rows, columns = (
-        slice(max(0, int(np.searchsorted(ends, a, "right")) - 2), int(np.searchsorted(ends, b, "left")) + 1)
-        for ends, a, b in ((grid.rows, chunk.y0, chunk.y1), (grid.columns, chunk.x0, chunk.x1))
-    )
-    return not bool(grid.mask[rows, columns].any())
+def _under(level: StoredLevel, glass: tuple[Mask, float] | None) -> Glass | None:
+    shape = level.layout.shape
+    return None if glass is None else Glass(*glass, (shape[-2], shape[-1]), level.mpp)
 
 
 def _halve_mask(mask: Mask) -> Mask:
@@ -373,18 +311,6 @@ def _halve_mask(mask: Mask) -> Mask:
     total = padded[0::2, 0::2] + padded[1::2, 0::2] + padded[0::2, 1::2] + padded[1::2, 1::2]
     result: Mask = total >= 2
     return result
-
-
-def _unfinished(final: Path) -> str:
-    return f".{final.name}.part-"
-
-
-def _remove_unfinished(final: Path, but: Path | None) -> None:
-    """Remove the unfinished slides of this name, but the one that is gone on with."""
-    prefix = _unfinished(final)
-    for path in final.parent.iterdir():
-        if path.name.startswith(prefix) and path != but:
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def _listed(path: Path) -> dict[str, Any]:
