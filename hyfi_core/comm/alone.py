@@ -13,6 +13,8 @@ from hyfi_core.comm.base import Message, ReduceOp
 
 
 class _Done:
+    needs_polls = False
+
     def test(self) -> bool:
         return True
 

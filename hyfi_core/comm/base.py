@@ -27,7 +27,12 @@ class Message:
 
 
 class Pending(Protocol):
-    """Communication under way; what goes on only inside calls has a true ``needs_polls`` (see ``comm.progress``)."""
+    """Communication under way."""
+
+    @property
+    def needs_polls(self) -> bool:
+        """Whether it goes on only inside calls; then another thread may make them (see ``comm.progress``)."""
+        ...
 
     def test(self) -> bool:
         """Make progress without blocking; whether all of it is finished."""

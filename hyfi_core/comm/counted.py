@@ -21,6 +21,10 @@ class _Timed:
     def __init__(self, pending: Pending, seconds: dict[str, float], kind: str) -> None:
         self._pending, self._seconds, self._kind = pending, seconds, kind
 
+    @property
+    def needs_polls(self) -> bool:
+        return self._pending.needs_polls
+
     def test(self) -> bool:
         return self._pending.test()
 

@@ -67,7 +67,7 @@ def polled(pending: Pending | None) -> Iterator[None]:
     Args:
         pending: None, or one that nobody else touches meanwhile.
     """
-    if pending is None or not getattr(pending, "needs_polls", False) or pending.test():
+    if pending is None or not pending.needs_polls or pending.test():
         yield
         return
     _HELPER.watch(pending)

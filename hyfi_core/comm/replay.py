@@ -87,6 +87,10 @@ class _Keeping:
     def __init__(self, pending: Pending, tensors: list[torch.Tensor], entry: list[torch.Tensor]) -> None:
         self._pending, self._tensors, self._entry = pending, tensors, entry
 
+    @property
+    def needs_polls(self) -> bool:
+        return self._pending.needs_polls
+
     def test(self) -> bool:
         done = self._pending.test()
         if done:
@@ -144,6 +148,8 @@ class ReplayingCommunicator:
 
 
 class _Done:
+    needs_polls = False
+
     def test(self) -> bool:
         return True
 

@@ -27,6 +27,8 @@ T = TypeVar("T")
 class _Posts:
     """Sends and receives under way."""
 
+    needs_polls = False
+
     def __init__(self, room: Mailroom, rank: int, sends: list[Post], receives: list[Post]) -> None:
         self._room, self._rank = room, rank
         self._sends, self._receives = sends, receives
@@ -52,6 +54,8 @@ class _Posts:
 
 class _Reduction:
     """A reduction under way: the last rank's share may still be on its way."""
+
+    needs_polls = False
 
     def __init__(self, comm: ThreadCommunicator, tensor: torch.Tensor, op: ReduceOp) -> None:
         self._tensor: torch.Tensor | None = tensor
@@ -84,6 +88,8 @@ class _Reduction:
 
 
 class _Done:
+    needs_polls = False
+
     def test(self) -> bool:
         return True
 

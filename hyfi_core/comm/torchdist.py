@@ -26,6 +26,8 @@ _WAITERS = ThreadPoolExecutor(max_workers=16, thread_name_prefix="gloo-wait")
 class _Works:
     """Sends and receives under way, and the tensors that must outlive them."""
 
+    needs_polls = False
+
     def __init__(
         self, works: list[Any], keep: Sequence[Message] = (), staged: tuple[torch.Tensor, torch.Tensor] | None = None
     ) -> None:
@@ -58,6 +60,8 @@ class _Works:
 
 
 class _Done:
+    needs_polls = False
+
     def test(self) -> bool:
         return True
 

@@ -160,6 +160,8 @@ class Recording:
         pending, events = self._comm.exchange(sends, receives), self.events
 
         class Wait:
+            needs_polls = False
+
             def test(self) -> bool:
                 return pending.test()
 

@@ -1,0 +1,76 @@
+"""A helper thread makes the calls while a rank computes, and stops before anybody else does."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from hyfi_core.comm.alone import AloneCommunicator
+from hyfi_core.comm.counted import CountedCommunicator
+from hyfi_core.comm.progress import polled
+from hyfi_core.comm.replay import RecordingCommunicator
+
+
+class Slow:
+    """Goes on only inside calls; done after so many."""
+
+    needs_polls = True
+
+    def __init__(self, calls: int, error: Exception | None = None) -> None:
+        self.left, self.error = calls, error
+        self.callers: list[str] = []
+
+    def test(self) -> bool:
+        self.callers.append(threading.current_thread().name)
+        if self.error is not None and len(self.callers) > 1:
+            raise self.error
+        self.left -= 1
+        return self.left <= 0
+
+    def wait(self) -> None:
+        while not self.test():
+            pass
+
+
+def until(ready: object) -> None:
+    deadline = time.monotonic() + 20
+    while not ready() and time.monotonic() < deadline:  # type: ignore[operator]
+        time.sleep(1e-3)
+
+
+def test_it_is_polled_to_its_end_and_not_beyond() -> None:
+    pending = Slow(4)
+    with polled(pending):
+        until(lambda: pending.left <= 0)
+    assert pending.left == 0 and pending.callers[1:] == ["hyfi-progress"] * 3
+
+
+def test_nobody_polls_once_the_body_is_done() -> None:
+    pending = Slow(10**9)
+    with polled(pending):
+        until(lambda: len(pending.callers) > 2)
+    seen = len(pending.callers)
+    time.sleep(0.02)
+    assert len(pending.callers) == seen
+
+
+def test_an_error_is_left_to_whoever_waits() -> None:
+    pending = Slow(10**9, OSError("the network"))
+    with polled(pending):
+        until(lambda: len(pending.callers) > 1)
+        time.sleep(0.02)
+    assert len(pending.callers) == 2
+    with pytest.raises(OSError, match="the network"):
+        pending.wait()
+
+
+@pytest.mark.parametrize("wrapper", [CountedCommunicator, RecordingCommunicator])
+def test_a_communicator_that_wraps_another_says_what_that_needs(wrapper: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = AloneCommunicator()
+    monkeypatch.setattr(inner, "exchange", lambda sends, receives: Slow(1))
+    monkeypatch.setattr(inner, "start_all_reduce", lambda tensor, op="sum": Slow(1))
+    comm = wrapper(inner)
+    assert comm.exchange([], []).needs_polls and comm.start_all_reduce(torch.zeros(1)).needs_polls
