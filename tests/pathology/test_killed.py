@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -42,8 +43,12 @@ class Ingest:
         self.finished: dict[str, tuple[int, int]] = {}
         """Shards that were finished at some kill: inode and time."""
 
-    def killed_after(self, seconds: float) -> bool:
-        """Run, kill all of its processes after so long; returns whether it ended before."""
+    def killed_at(self, shards: int, delay_s: float) -> bool:
+        """Run, and kill all of its processes so long after so many shards are finished.
+
+        Returns:
+            Whether it was killed; False when it ended before.
+        """
         process = subprocess.Popen(
             self.command,
             env=self.environment,
@@ -52,10 +57,11 @@ class Ingest:
             start_new_session=True,
         )
         try:
-            process.wait(seconds)
-            return True
-        except subprocess.TimeoutExpired:
-            return False
+            deadline_s = time.monotonic() + 200
+            while process.poll() is None and len(self._finished_shards()) < shards and time.monotonic() < deadline_s:
+                time.sleep(0.01)
+            time.sleep(delay_s)
+            return process.poll() is None
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -71,11 +77,12 @@ class Ingest:
 
     def _finished_shards(self) -> dict[str, tuple[int, int]]:
         found = {}
-        for folder in [*self.store.glob("*.zarr"), *self.store.glob(".*.zarr.part-*")]:
+        for folder in [*self.store.glob("[!.]*.zarr"), *self.store.glob(".*.zarr.part-*")]:
             slide = folder.name.lstrip(".").partition(".zarr")[0]
-            for name in _listed(folder):
-                stat = (folder / name).stat()
-                found[f"{slide}/{name}"] = (stat.st_ino, stat.st_mtime_ns)
+            with contextlib.suppress(FileNotFoundError):  # published while we look
+                for name in _listed(folder):
+                    stat = (folder / name).stat()
+                    found[f"{slide}/{name}"] = (stat.st_ino, stat.st_mtime_ns)
         return found
 
     def to_the_end(self) -> None:
@@ -87,8 +94,9 @@ def _listed(folder: Path) -> list[str]:
     """Return the shards that a slide, finished or not, says are finished."""
     journal = folder / "journal.jsonl"
     if not journal.exists():
-        names = SlideStore.open(folder).attributes["shards"] if (folder / "zarr.json").exists() else {}
-        return list(names)
+        if not (folder / "zarr.json").exists():
+            return []
+        return list(json.loads((folder / "zarr.json").read_text())["attributes"]["hyfi"]["shards"])
     names = []
     for line in journal.read_text().splitlines():
         try:
@@ -105,16 +113,17 @@ def digests(store: Path) -> dict[str, dict[str, dict[str, object]]]:
 def check_loop(tmp_path: Path, sizes: list[tuple[int, int]], kills: int, workers: int) -> None:
     folder = archive(tmp_path / "archive", sizes)
     undisturbed = Ingest(folder, tmp_path / "undisturbed", workers)
-    began_s = time.monotonic()
     undisturbed.to_the_end()
-    whole_s = time.monotonic() - began_s
     rng, disturbed = random.Random(kills), Ingest(folder, tmp_path / "store", workers)
-    # A process needs a while before it does anything: most kills fall where there is something to break.
-    done = [disturbed.killed_after(rng.uniform(0.3, 1.0) * whole_s) for _ in range(kills)]
+    last = len(undisturbed.finished) - 1
+    killed = []
+    for number in range(kills):
+        target = min(last, len(disturbed.finished) + rng.randint(0, 1 + 2 * last // kills))
+        killed.append(disturbed.killed_at(target, rng.uniform(0, 0.4 if number % 2 else 0.02)))
     disturbed.to_the_end()
     assert digests(disturbed.store) == digests(undisturbed.store)
     assert all(row["status"] == DONE for row in StoreManifest.load(disturbed.store))
-    assert not all(done)
+    assert any(killed)
     left = [p.name for p in disturbed.store.iterdir() if ".part-" in p.name or ".tmp-" in p.name or ".old-" in p.name]
     assert not left and not list((disturbed.store / ".claims").iterdir())
 
