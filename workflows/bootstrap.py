@@ -107,8 +107,8 @@ def _kappa(confusion: torch.Tensor) -> torch.Tensor:
 def _calibration(probabilities: torch.Tensor, right: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Return the expected calibration error: |share right − mean confidence| of each bin, by the bin's share."""
     confidence = probabilities.amax(1)
-    edges = torch.linspace(0, 1, CALIBRATION_BINS + 1, dtype=torch.float64)
-    of_bin = torch.bucketize(confidence, edges, right=True) - 1
+    # In float32, as torchmetrics does: a confidence on an edge must fall to the same side.
+    of_bin = torch.bucketize(confidence.float(), torch.linspace(0, 1, CALIBRATION_BINS + 1), right=True) - 1
     difference = _summed(counts * (right.double() - confidence), of_bin, CALIBRATION_BINS + 1)
     return difference.abs().sum(1) / counts.sum(1)
 

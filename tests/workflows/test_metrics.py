@@ -24,7 +24,7 @@ def test_metrics_mean_what_their_definitions_say(classes, n, seed, levels):
     predicted, present = probabilities.argmax(1), targets.unique().tolist()
     assert found["accuracy"] == pytest.approx((predicted == targets).double().mean().item())
     if len(present) == 1:
-        assert [found[name] for name in ("auroc", "balanced_accuracy", "f1")] == [None] * 3
+        assert [found[name] for name in ("auroc", "balanced_accuracy", "f1", "quadratic_kappa")] == [None] * 4
         return
     hits = [((predicted == c) & (targets == c)).sum().item() for c in range(classes)]
     recalls = [hits[c] / (targets == c).sum().item() for c in present]
@@ -33,6 +33,14 @@ def test_metrics_mean_what_their_definitions_say(classes, n, seed, levels):
     assert found["balanced_accuracy"] == pytest.approx(sum(recalls) / len(recalls), abs=1e-6)
     assert found["f1"] == pytest.approx(f1[1] if classes == 2 else sum(f1[c] for c in present) / len(present), abs=1e-6)
     assert found["auroc"] == pytest.approx(sum(areas) / len(areas), abs=1e-6)
+    square = [(p - t) ** 2 for p, t in zip(predicted.tolist(), targets.tolist(), strict=True)]
+    chance = [(p - t) ** 2 for p in predicted.tolist() for t in targets.tolist()]
+    assert found["quadratic_kappa"] == pytest.approx(1 - sum(square) / (sum(chance) / n), abs=1e-5)
+    surest = probabilities.double().amax(1)
+    of_bin = (torch.bucketize(surest.float(), torch.linspace(0, 1, 16), right=True) - 1).tolist()
+    bins = [[i for i in range(n) if of_bin[i] == b] for b in range(16)]
+    gaps = [abs(sum(float(predicted[i] == targets[i]) - float(surest[i]) for i in group)) for group in bins]
+    assert found["calibration_error"] == pytest.approx(sum(gaps) / n, abs=1e-5)
 
 
 def test_sure_logits_do_not_tie():
@@ -50,7 +58,9 @@ def test_logits_and_probabilities_agree():
 
 def test_one_class_is_undefined_and_never_zero():
     found = metrics_of_logits(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 0]))
-    assert found == {"auroc": None, "balanced_accuracy": None, "accuracy": 0.5, "f1": None}
+    defined = {name: value for name, value in found.items() if value is not None}
+    assert defined == {"accuracy": 0.5, "calibration_error": pytest.approx(0.231, abs=1e-3)}
+    assert set(found) == set(METRICS)
 
 
 @pytest.mark.parametrize("logits", [torch.empty(0, 2), torch.tensor([[float("nan"), 0.0]])])
