@@ -102,7 +102,8 @@ class _Segments:
 def _own_segments(data: bytes) -> _Segments:
     if data[:2] != _SOI:
         raise ValueError("its JPEG has no start marker")
-    kept, at = [], 2
+    kept: list[bytes] = []
+    at = 2
     while True:
         if at + 4 > len(data) or data[at] != 0xFF:
             raise ValueError("its JPEG header is damaged")

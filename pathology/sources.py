@@ -14,6 +14,7 @@ what OpenSlide does not know                                → pathology.tiff_s
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -244,7 +245,7 @@ def _whole_levels(slide: openslide.OpenSlide) -> tuple[SourceLevel, ...]:
     return snapped_levels([(h, w) for w, h in slide.level_dimensions])
 
 
-def _stated_mpp(properties: openslide._PropertyMap) -> tuple[float, float] | None:
+def _stated_mpp(properties: Mapping[str, str]) -> tuple[float, float] | None:
     """Return (y, x): OpenSlide's own reading, else the maker's text (decimal commas too), else resolution tags."""
     pairs = [
         (properties.get(openslide.PROPERTY_NAME_MPP_Y), properties.get(openslide.PROPERTY_NAME_MPP_X)),
@@ -280,7 +281,7 @@ def _bounds(slide: openslide.OpenSlide) -> Box:
     return Box.of_size(height, width) if stated.empty else stated
 
 
-def _background(properties: openslide._PropertyMap) -> npt.NDArray[np.float32]:
+def _background(properties: Mapping[str, str]) -> npt.NDArray[np.float32]:
     text = properties.get(openslide.PROPERTY_NAME_BACKGROUND_COLOR, "FFFFFF")
     try:
         values = [int(text[i : i + 2], 16) for i in (0, 2, 4)]

@@ -60,7 +60,9 @@ def staged(source: Path, cache: Path, spare_bytes: int = _SPARE_BYTES) -> Iterat
 
 
 def files_of(source: Path) -> list[Path]:
-    """Return all files that a slide consists of, itself first: MRXS has a folder of its name, VMS and VMU name theirs.
+    """Return all files that a slide consists of, itself first.
+
+    MRXS has a folder of its name, VMS and VMU name theirs, the levels of a DICOM slide are files of one folder.
 
     Raises:
         OSError: The folder or the list of names cannot be read.
@@ -71,6 +73,8 @@ def files_of(source: Path) -> list[Path]:
         return [source, *sorted(path for path in folder.rglob("*") if path.is_file())]
     if suffix in (".vms", ".vmu"):
         return [source, *_named_in(source)]
+    if suffix == ".dcm":
+        return [source, *sorted(path for path in source.parent.glob("*.dcm") if path != source and path.is_file())]
     return [source]
 
 

@@ -40,7 +40,8 @@ class UprightSource:
         self.vendor, self.objective_power, self.icc = stored.vendor, stored.objective_power, stored.icc
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return self._stored.__reduce__()  # type: ignore[return-value]  # opening the file finds its orientation again
+        opening: tuple[Any, ...] = self._stored.__reduce__()  # type: ignore[assignment]
+        return opening  # which finds the orientation again
 
     def read(self, box: Box, level: int) -> RGB:
         """Return ``(h, w, 3)``; see `pathology.slide_source.SlideSource.read`."""
