@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import pytest
+
+from hyfi_core.comm.alone import AloneCommunicator
+from workflows.training.bound_by import Setting, bound_by, shares
+from workflows.training.step_time import KINDS, StepTime
+
+NONE = dict.fromkeys(KINDS, 0.0)
+SETTING = Setting(ranks=2, loaders=2, validators=0, policy="all")
+
+
+def rank(**seconds: float) -> dict[str, float]:
+    return {**NONE, **seconds}
+
+
+@pytest.mark.parametrize(
+    ("spent", "begins"),
+    [
+        ([rank(compute=9.7, halo=0.3)], "compute-bound: 97 % computing"),
+        (
+            [rank(compute=6.2, wait=3.8)],
+            "loader-bound: 38 % waiting; add 2 loaders (roles.loaders=4) or lower augment cost",
+        ),
+        ([rank(compute=6, halo=4), rank(compute=6, halo=4)], "halo-bound: 40 % exchanging halos"),
+        ([rank(compute=6, stage=4)], "pipeline-bound: 40 %"),
+        ([rank(compute=6, reduce=4)], "reduction-bound: 40 %"),
+        ([rank(compute=7, validation=3)], "validation-bound: 30 % validating; add a validator (roles.validators=1)"),
+        ([rank(compute=7, save=3)], "disk-bound: 30 % saving"),
+        ([rank(compute=5, halo=5), rank(compute=10)], "bound by the slowest rank: 25 %"),
+    ],
+)
+def test_the_largest_share_names_the_knob(spent: list[dict[str, float]], begins: str) -> None:
+    assert bound_by(spent, SETTING).startswith(begins)
+
+
+def test_who_waits_for_data_makes_others_wait_for_halos() -> None:
+    """Rank 1 has no data for 4 of 10 seconds; that rank 0 meets this in its exchanges must not hide the cause."""
+    spent = [rank(compute=5.5, halo=4.5), rank(compute=5.5, wait=4.0, halo=0.5)]
+    assert shares(spent)["halo"] == pytest.approx(0.05)
+    assert bound_by(spent, SETTING).startswith("loader-bound: 40 %")
+
+
+def test_validators_that_are_behind() -> None:
+    late = [rank(compute=5, validation=5)]
+    assert "validation.policy=latest" in bound_by(late, Setting(1, 1, 1, "all"))
+    assert "roles.validators" not in bound_by(late, Setting(1, 1, 1, "latest"))
+    assert "add a loader (roles.loaders=1)" in bound_by([rank(compute=5, wait=5)], Setting(1, 0, 0, "all"))
+
+
+def test_seconds_are_booked_once() -> None:
+    clock = StepTime()
+    clock.add({"halo": 1.0, "reduce": 0.5, "input": 9.0, "wait": 2.0})
+    assert clock.end_step(10.0) == rank(halo=1.0, reduce=0.5, wait=2.0, compute=6.5)
+    clock.add({"validation": 3.0})
+    first = clock.end_epoch(AloneCommunicator())
+    assert first == [rank(halo=1.0, reduce=0.5, wait=2.0, compute=6.5, validation=3.0)]
+    assert clock.end_step(4.0) == rank(compute=4.0, validation=3.0)  # of this step's record, not of this epoch
+    assert clock.end_epoch(AloneCommunicator()) == [rank(compute=4.0)]
