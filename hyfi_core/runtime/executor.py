@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,8 +135,8 @@ class Executor:
             cotangents: of the answer's values.
             parameters: value name -> parameter.
             keep: whether the records will be run again.
-            complete: called after every record with the value names of parameters that get no more gradient from it
-                or those before it.
+            complete: called with the value names of parameters that get no more gradient, as soon as that is so:
+                inside a segment, too, which may be the whole model.
 
         Returns:
             Cotangents of values that no record made: those that entered from outside.
@@ -145,8 +146,12 @@ class Executor:
         last = _last_contributions(records, parameters) if complete is not None else {}
         while remaining:
             record = remaining.pop()
+            names = last.get(len(remaining), [])
             if isinstance(record, _MeetingRecord):
                 found = self._meet_back(record, open_cotangents)
+            elif complete is not None:
+                with _told_early(names, parameters, complete) as names:
+                    found = _run_back(record, open_cotangents, keep)
             else:
                 found = _run_back(record, open_cotangents, keep)
             for name, cotangent in found:
@@ -157,7 +162,7 @@ class Executor:
                 else:
                     open_cotangents[name] = cotangent
             if complete is not None:
-                complete(last.get(len(remaining), ()))
+                complete(names)
         return open_cotangents
 
     def _meet_back(self, record: _MeetingRecord, cotangents: Values) -> list[tuple[str, torch.Tensor]]:
@@ -206,6 +211,35 @@ def _run_back(record: _SegmentRecord, cotangents: Values, keep: bool) -> list[tu
             found.append((name, total))
             gradients.clear()
     return found
+
+
+@contextlib.contextmanager
+def _told_early(
+    names: Sequence[str], parameters: Mapping[str, torch.Tensor], complete: Callable[[Sequence[str]], None]
+) -> Iterator[list[str]]:
+    """Call ``complete`` for each parameter as autograd finishes its gradient; yield those that it has not yet told.
+
+    Only on the CPU, where autograd runs in the thread that called it: communicators belong to that thread.
+    """
+    left = list(names)
+
+    def tell(name: str) -> Callable[[torch.Tensor], None]:
+        def hook(_: torch.Tensor) -> None:
+            left.remove(name)
+            complete([name])
+
+        return hook
+
+    handles = [
+        parameters[name].register_post_accumulate_grad_hook(tell(name))
+        for name in names
+        if parameters[name].device.type == "cpu"
+    ]
+    try:
+        yield left
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:

@@ -115,6 +115,7 @@ class Pipeline:
         self._flights: dict[tuple[Key, int], _Flight] = {}
         self.loss = torch.zeros((), dtype=torch.float64)
         self.share = torch.zeros((), dtype=torch.float64)
+        self._begin_s = 0.0
         self._last: dict[Key, int | None] = {}
         self.events: list[tuple[Action, float, float]] = []
 
@@ -122,13 +123,13 @@ class Pipeline:
         """Do the actions.
 
         Then ``loss`` is that of the last stages on this rank, ``share`` the same on the first rank of such a stage and
-        zero on others, and ``events`` holds every action with when it began and ended.
+        zero on others, and ``events`` holds every action with when it began and ended; it waits for data before that.
         """
         self._last = {(a.stage, a.direction): a.microbatch for a in actions if a.verb is Verb.B}
         for action in actions:
-            begin = time.perf_counter()
+            self._begin_s = time.perf_counter()
             self._do(action, step)
-            self.events.append((action, begin, time.perf_counter()))
+            self.events.append((action, self._begin_s, time.perf_counter()))
         self._courier.finish()
 
     def _do(self, action: Action, step: Step) -> None:
@@ -169,6 +170,7 @@ class Pipeline:
         values = step.begin(key, microbatch)
         values.update(self._statistics.given(stage))
         values.update(self._courier.values(*key, microbatch))
+        self._begin_s = time.perf_counter()  # a forward begins when it has what it needs
         with self._autocasting():
             if self._recomputes(key[0]):
                 recorder = RecordingCommunicator(self._groups[key])
@@ -186,6 +188,7 @@ class Pipeline:
         stage, flight = self._compiled.hosted[key], self._flights[key, microbatch]
         flight.sends = 0
         cotangents = self._courier.cotangents(*key, microbatch)
+        self._begin_s = time.perf_counter()
         for name, cotangent in self._from_loss(key, flight, microbatch, step).items():
             cotangents[name] = cotangents[name] + cotangent if name in cotangents else cotangent
         comm = self._groups[key]

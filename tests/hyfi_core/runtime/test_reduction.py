@@ -1,0 +1,88 @@
+"""Gradients are reduced in buckets while backward still runs, in place, and in another type if asked."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import hyfi_core
+from hyfi_core import ParallelPlan
+from hyfi_core.runtime import reduction
+from tests.harness import run_copies
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Conv2d(3 if n == 0 else 4, 4, 3, padding=1) for n in range(4)))
+        self.fc = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(self.layers(x).mean((2, 3)))
+
+
+def batch(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(2, 3, 16, 16, generator=generator), torch.tensor([0, 1])
+
+
+@pytest.mark.parametrize(("grid", "replicas"), [((1, 1), 2), ((1, 2), 1)])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_buckets_start_while_backward_runs(grid: tuple[int, int], replicas: int, microbatches: int) -> None:
+    order: list[str] = []
+
+    def body(comm: Any, module: nn.Module) -> Any:
+        plan = ParallelPlan((grid,), microbatches=microbatches, replicas=replicas)
+        engine = hyfi_core.parallelize(module, (2, 3, 16, 16), plan, comm)
+        if comm.rank == 0:
+            original = engine._groups.all.start_all_reduce
+
+            def started(tensor: torch.Tensor, *rest: Any) -> Any:
+                order.append("start")
+                return original(tensor, *rest)
+
+            for group in engine._gradients_of(engine._compiled(engine._micro_shape(2)))._groups:
+                group._comm.start_all_reduce = started  # type: ignore[method-assign]
+            module.layers[0].weight.register_post_accumulate_grad_hook(lambda _: order.append("first layer"))
+        engine.accumulate(*batch(0))
+
+    with mock.patch.object(reduction, "BUCKET_BYTES", 1):
+        run_copies(Deep(), 2, body)
+    assert order.count("start") == 10 and order.count("first layer") in (0, microbatches)
+    if "first layer" in order:  # the overlapped convolution hands its gradient over without autograd
+        last = len(order) - 1 - order[::-1].index("first layer")
+        assert order[:last].count("start") >= 6
+
+
+def test_gradients_may_travel_as_bfloat16() -> None:
+    def body(comm: Any, module: nn.Module, dtype: Any) -> Any:
+        plan = ParallelPlan(((1, 1),), replicas=2, reduce_dtype=dtype)
+        engine = hyfi_core.parallelize(module, (2, 3, 16, 16), plan, comm)
+        engine.accumulate(*batch(comm.rank))
+        return engine.gather_gradients(), engine.traffic()["reduce"]["bytes"]
+
+    model = Deep()
+    full, full_bytes = run_copies(model, 2, lambda comm, module: body(comm, module, None))[0]
+    half, half_bytes = run_copies(model, 2, lambda comm, module: body(comm, module, "bfloat16"))[0]
+    assert half_bytes < 0.6 * full_bytes
+    for name, gradient in full.items():
+        assert half[name].dtype == torch.float32
+        assert 0 < (half[name] - gradient).norm() <= 1e-2 * gradient.norm()
+
+
+def test_gradients_lie_in_their_buckets() -> None:
+    def body(comm: Any, module: nn.Module) -> Any:
+        plan = ParallelPlan(((1, 1),), replicas=2)
+        engine = hyfi_core.parallelize(module, (2, 3, 16, 16), plan, comm)
+        engine.accumulate(*batch(comm.rank))
+        first = {p.grad.untyped_storage().data_ptr() for p in module.parameters()}
+        for p in module.parameters():
+            p.grad = None
+        engine.accumulate(*batch(comm.rank))
+        return len(first), first == {p.grad.untyped_storage().data_ptr() for p in module.parameters()}
+
+    assert run_copies(Deep(), 2, body)[0] == (1, True)  # one bucket, the same memory at every step

@@ -1,0 +1,201 @@
+"""The dimensions side by side: layer, pipeline, spatial, spatial + pipeline, two directions, replicas.
+
+    python -m workflows.benchmarks.dimensions [--out DIR] [--steps 3]       eight ranks whose compute sleeps
+    python -m workflows.benchmarks.dimensions --real [--size 1024]          two ranks that train ResNet-18
+
+Prints a table. With ``--out``, the first writes for every plan ``NAME.json`` (open it in Perfetto) and ``NAME.svg``,
+the picture of who did what when.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hyfi_core
+from hyfi_core.comm.base import Communicator
+from hyfi_core.models.resnet import resnet18
+from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.plan.placement import Placement
+from hyfi_core.runtime.engine import Engine
+from hyfi_core.schedule.picture import draw
+from hyfi_core.schedule.simulate import simulate
+from hyfi_core.schedule.trace import TraceEvent, bubble, to_json
+from workflows.benchmarks.resting import RestingNetwork
+from workflows.launch import own_rank
+from workflows.mpiexec import find
+
+BLOCKS, BLOCK_S, SIZE_PX, BATCH = 16, 0.01, 32, 8
+ONE = (1, 1)
+
+
+def _plans() -> dict[str, ParallelPlan]:
+    """Return plans for eight ranks whose stages all take the same time."""
+    eight = tuple(f"blocks.{n}" for n in range(1, BLOCKS - 1, 2))
+    behind = ("blocks.7", "blocks.9", "blocks.11", "blocks.13")
+    plans = {
+        "layer": ParallelPlan((ONE,) * 8, eight, BATCH, "sequential"),
+        "pipeline, gpipe": ParallelPlan((ONE,) * 8, eight, BATCH, "gpipe"),
+        "pipeline, 1f1b": ParallelPlan((ONE,) * 8, eight, BATCH, "1f1b"),
+        "spatial": ParallelPlan(((2, 4),), microbatches=BATCH),
+        "spatial + pipeline": ParallelPlan(((2, 2), ONE, ONE, ONE, ONE), behind, BATCH, "1f1b"),
+        "two directions, gems_master": ParallelPlan((ONE,) * 8, eight, BATCH, "gems_master"),
+        "two directions, chimera": ParallelPlan((ONE,) * 8, eight, BATCH, "chimera"),
+        "all five": ParallelPlan(((1, 2), ONE, ONE), ("blocks.7", "blocks.11"), BATCH // 2, "chimera", replicas=2),
+    }
+    assert all(plan.ranks == 8 for plan in plans.values())
+    return plans
+
+
+def main() -> None:
+    """Start the ranks, or be one of them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--real", action="store_true")
+    parser.add_argument("--size", type=int, default=1024)
+    parser.add_argument("--plan", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.plan is not None:
+        _real_rank(json.loads(given.plan), given.size, given.steps)
+    elif given.real:
+        _real(given.size, given.steps)
+    elif own_rank() is None or "HYFI_BENCHMARK" not in os.environ:
+        _start(8, sys.argv[1:])
+    else:
+        _resting_rank(given.out, given.steps)
+
+
+def _start(ranks: int, arguments: list[str]) -> None:
+    command = [*find().command(ranks), sys.executable, "-m", "workflows.benchmarks.dimensions", *arguments]
+    subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1", "HYFI_BENCHMARK": "1"}, check=True)
+
+
+def _resting_rank(out: Path | None, steps: int) -> None:
+    comm = hyfi_core.init()
+    torch.manual_seed(0)
+    if comm.rank == 0:
+        print(f"8 ranks, batch {BATCH}; a block rests {BLOCK_S * 1e3:.0f} ms an image forward and twice that backward")
+        print("| plan | step (s) | to layer | bubble | simulated | in flight | stage KB | halo KB | reduce KB |")
+        print("|---|---|---|---|---|---|---|---|---|")
+    layer_s = 0.0
+    for name, plan in _plans().items():
+        seconds, engine = _timed(comm, plan, RestingNetwork(BLOCKS, BLOCK_S, SIZE_PX), steps)
+        layer_s = layer_s or seconds
+        events = _gathered(comm, engine)
+        traffic = comm.gather_objects(engine.traffic())
+        if events is not None and traffic is not None:
+            _tell(name, plan, engine, events, traffic, (seconds, layer_s))
+            _picture(out, name, events)
+
+
+def _timed(comm: Communicator, plan: ParallelPlan, model: torch.nn.Module, steps: int) -> tuple[float, Engine]:
+    """Return (the median step, the engine after it)."""
+    batch = BATCH // plan.replicas
+    engine = hyfi_core.parallelize(model, (batch, 3, SIZE_PX, SIZE_PX), plan, comm)
+    images, labels = torch.zeros(batch, 3, SIZE_PX, SIZE_PX), torch.zeros(batch, dtype=torch.long)
+    return _median(comm, lambda: engine.accumulate(images, labels), steps), engine
+
+
+def _median(comm: Communicator, step: Any, steps: int) -> float:
+    found = []
+    step()
+    for _ in range(steps):
+        comm.barrier()
+        begin = time.perf_counter()
+        step()
+        comm.barrier()
+        found.append(time.perf_counter() - begin)
+    return statistics.median(found)
+
+
+def _gathered(comm: Communicator, engine: Engine) -> list[TraceEvent] | None:
+    mine = [[comm.rank, str(action), begin, end, str(action.verb)] for action, begin, end in engine.events]
+    parts = comm.gather_objects(mine)
+    if parts is None:
+        return None
+    first = min(event[2] for part in parts for event in part)
+    return [TraceEvent(r, name, b - first, e - first, kind) for part in parts for r, name, b, e, kind in part]
+
+
+def _tell(
+    name: str,
+    plan: ParallelPlan,
+    engine: Engine,
+    events: list[TraceEvent],
+    traffic: list[dict[str, dict[str, int]]],
+    seconds: tuple[float, float],
+) -> None:
+    placement = Placement.of(plan)
+    edges = [(s, s + 1) for s in range(plan.stages - 1)]
+    dry = simulate(engine.schedule(), placement, edges, mirror=plan.mirror)
+    kilobytes = {kind: sum(rank[kind]["bytes"] for rank in traffic) / 1e3 for kind in ("stage", "halo", "reduce")}
+    times = f"{seconds[0]:.2f} | {seconds[1] / seconds[0]:.2f}"
+    row = f"{times} | {bubble(events):.3f} | {dry.bubble:.3f} | {max(dry.peak_live)}"
+    print(f"| {name} | {row} | " + " | ".join(f"{kilobytes[k]:.0f}" for k in kilobytes) + " |", flush=True)
+
+
+def _picture(out: Path | None, name: str, events: list[TraceEvent]) -> None:
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        stem = name.replace(" ", "_").replace(",", "").replace("+", "and")
+        (out / f"{stem}.json").write_text(to_json(events), encoding="utf-8")
+        (out / f"{stem}.svg").write_text(draw(events, name), encoding="utf-8")
+
+
+REAL = {
+    "plain PyTorch's place: one rank": ParallelPlan((ONE,), microbatches=4),
+    "layer": ParallelPlan((ONE, ONE), ("layer1",), 4, "sequential"),
+    "pipeline, 1f1b": ParallelPlan((ONE, ONE), ("layer1",), 4, "1f1b"),
+    "pipeline, recomputed": ParallelPlan((ONE, ONE), ("layer1",), 4, "1f1b", recompute=True),
+    "spatial": ParallelPlan(((1, 2),), microbatches=4),
+    "two directions, chimera": ParallelPlan((ONE, ONE), ("layer1",), 4, "chimera"),
+    "replicas": ParallelPlan((ONE,), microbatches=2, replicas=2),
+}
+
+
+def _real(size_px: int, steps: int) -> None:
+    print(f"ResNet-18, {size_px}², batch 4, float32, channels-last; every rank has one thread")
+    print("| plan | step (s) | largest rank (MB) | stage MB | halo MB | reduce MB |\n|---|---|---|---|---|---|")
+    for name, plan in REAL.items():
+        arguments = ["--plan", json.dumps(plan.to_json()), "--size", str(size_px), "--steps", str(steps)]
+        command = [*find().command(plan.ranks), sys.executable, "-m", "workflows.benchmarks.dimensions", *arguments]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        found = json.loads(done.stdout.strip().splitlines()[-1])
+        print(f"| {name} | " + " | ".join(str(item) for item in found) + " |", flush=True)
+
+
+def _real_rank(fields: dict[str, Any], size_px: int, steps: int) -> None:
+    comm, plan = hyfi_core.init(), ParallelPlan.from_json(fields)
+    torch.manual_seed(0)
+    batch = 4 // plan.replicas
+    model = resnet18(2).to(memory_format=torch.channels_last)
+    engine = hyfi_core.parallelize(model, (batch, 3, size_px, size_px), plan, comm)
+    images = torch.randn(batch, 3, size_px, size_px).contiguous(memory_format=torch.channels_last)
+    labels = torch.zeros(batch, dtype=torch.long)
+
+    def step() -> None:
+        model.zero_grad()
+        engine.accumulate(images, labels)
+
+    seconds = _median(comm, step, steps)
+    told = comm.gather_objects([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, engine.traffic()])
+    if told is not None:
+        sums = [sum(rank[1][kind]["bytes"] for rank in told) / 1e6 for kind in ("stage", "halo", "reduce")]
+        largest = max(rank[0] for rank in told) / 1e3
+        print(json.dumps([f"{seconds:.2f}", f"{largest:.0f}", *(f"{item:.1f}" for item in sums)]))
+
+
+if __name__ == "__main__":
+    main()
