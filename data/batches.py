@@ -40,6 +40,10 @@ class BatchLayout:
         """Return the replica that a sample belongs to."""
         return number // self.batch % self.replicas
 
+    def ordinal(self, number: int) -> int:
+        """Return which of its replica's samples a sample is, counted from 0 over all turns."""
+        return number // self.turn_samples * self.batch + number % self.batch
+
     def place_of(self, number: int) -> int:
         """Return a sample's place in its replica's batch."""
         return number % self.batch

@@ -181,7 +181,7 @@ class DecodePool:
         self._bad_luck += HOPELESS // MOST_DEATHS if by_itself else 1
         if self._bad_luck > HOPELESS:
             raise RuntimeError(
-                "decoding processes die, one after the other, with nothing done; what they print says why"
+                "decoding processes die one after the other, with nothing done; what they print says why"
             )
         self._leases.lose(place)
         self._idle.discard(place)

@@ -1,4 +1,4 @@
-"""Workers that decode: each has one lease at a time, in a child process of its own, or in a thread.
+"""Workers that decode: each has one lease at a time, in a child process of its own.
 
 ::
 
@@ -21,7 +21,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -137,28 +136,6 @@ def work(connection: Connection, samples: Samples, slots: Pixels, cache: Pixels)
             except Exception as error:
                 answer = Failed(_portable(error), traceback.format_exc())
             connection.send(answer)
-
-
-class ThreadWorker:
-    """A worker in a thread of this process: for tests, and where a process would cost more than it brings."""
-
-    def __init__(self, memory: Memory) -> None:
-        ours, theirs = socket.socketpair()
-        self._connection = Connection(ours.detach())
-        self._theirs = Connection(theirs.detach())
-        how = (self._theirs, memory.samples, memory.slots.array, memory.cache.array)
-        self._thread = threading.Thread(target=work, args=how, daemon=True, name="decode")
-        self._thread.start()
-
-    @property
-    def connection(self) -> Connection:
-        """Where leases go and answers come from."""
-        return self._connection
-
-    def stop(self, patience_s: float = 0.0) -> bool:
-        """Leave the thread to finish what it has in hand; nobody hears of it."""
-        self._connection.close()
-        return False
 
 
 class ChildWorker:

@@ -35,7 +35,7 @@ class _Trainer:
     Attributes:
         parts: what it wants of its replica's batches.
         replica: its own.
-        every: (k, n): it asks this loader for the sample numbers k, k + n, k + 2n, …
+        every: (k, n): it asks this loader for its replica's samples k, k + n, k + 2n, …
         ahead: turns that it asks for at a time.
         wanted: numbers asked for and not sent yet; ``begun`` of them are being made ready.
     """
@@ -51,7 +51,8 @@ class _Trainer:
 
     def boxes(self, layout: BatchLayout, number: int) -> list[Box]:
         """Return the boxes that it wants of a sample from this loader."""
-        mine = layout.replica_of(number) == self.replica and number % self.every[1] == self.every[0]
+        place, of = self.every
+        mine = layout.replica_of(number) == self.replica and layout.ordinal(number) % of == place
         return [part.box for part in self.parts if part.holds(layout.place_of(number))] if mine else []
 
     @property

@@ -34,8 +34,8 @@ CONTROL_TAG, PIXELS_TAG, REPORT_TAG = 101, 102, 103
 class RemoteFeed:
     """Receives this trainer's parts of each image from loader ranks, ``prefetch`` turns ahead.
 
-    Sample ``i`` comes from loader ``i % len(loaders)``. Memory: ``(prefetch + 1) × share.turn_bytes``, allocated once
-    (pinned where the device is a GPU); on a GPU two turns more there.
+    The replica's sample ``i`` comes from loader ``i % len(loaders)``. Memory: ``(prefetch + 1) × share.turn_bytes``,
+    allocated once (pinned where the device is a GPU), and on a GPU one turn more there.
 
     Args:
         comm: the world.
@@ -82,6 +82,7 @@ class RemoteFeed:
         if turn != self._turn:
             raise ValueError(f"turns must follow one another: {turn} asked for, {self._turn} is next")
         start_s = time.perf_counter()
+        self._slots[(turn - 1) % len(self._slots)].reuse()
         self._ask_ahead()
         self._receive(lambda: bool(self._open) and self._open[0][0] <= turn)
         self._turn = turn + 1
@@ -111,11 +112,10 @@ class RemoteFeed:
             return
         while self._asked < min(self._turn + len(self._slots), self._share.turns[1]):
             slot = self._slots[self._asked % len(self._slots)]
-            slot.reuse()
             wanted: dict[int, list[int]] = {}
             receives = []
             for place, number in enumerate(self._share.layout.numbers(self._asked, self._share.replica)):
-                loader = self._loaders[number % len(self._loaders)]
+                loader = self._loaders[self._share.layout.ordinal(number) % len(self._loaders)]
                 boxes = slot.places(place)
                 receives += [Message(loader, box, PIXELS_TAG) for box in boxes]
                 if boxes:
@@ -164,7 +164,7 @@ class _Slot:
             self._images = [buffer.to(self._device) for buffer in self.buffers]
 
     def reuse(self) -> None:
-        """Wait until the copies have been made: the buffers are about to be overwritten."""
+        """Give the copies up, once they have been made: the buffers may be overwritten from now on."""
         if self._copied is not None:
             self._copied.synchronize()
             self._copied = None

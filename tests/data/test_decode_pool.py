@@ -14,11 +14,12 @@ import pytest
 
 from data.decode import part_bytes
 from data.decode_pool import DecodePool
-from data.decode_worker import ChildWorker, ThreadWorker
+from data.decode_worker import ChildWorker
 from data.leases import MOST_DEATHS, Lease, Leases
 from data.sample_cache import SampleCache
 from hyfi_core.plan.box import Box
 from tests.data.samples import HEIGHT, WIDTH, BrokenImages, Images
+from tests.data.thread_worker import ThreadWorker
 
 WHOLE = Box.of_size(HEIGHT, WIDTH)
 BOXES = (Box(0, 20, 0, 53), Box(17, 37, 5, 50))

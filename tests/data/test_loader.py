@@ -8,7 +8,7 @@ import torch
 
 from data.batches import BatchLayout, Part
 from data.decode import part_bytes
-from data.decode_worker import ChildWorker, StartWorker, ThreadWorker
+from data.decode_worker import ChildWorker, StartWorker
 from data.feed import Feed, InlineFeed, Share
 from data.loader import LoaderService
 from data.normalise import Normalisation
@@ -18,6 +18,7 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.plan.box import Box
 from tests.data.samples import HEIGHT, WIDTH, BrokenImages, Images
+from tests.data.thread_worker import ThreadWorker
 
 SAMPLES, SEED = 7, 11
 WHOLE = Box.of_size(HEIGHT, WIDTH)

@@ -93,6 +93,8 @@ def test_replicas_share_the_stream_without_repeats_or_losses(batch, replicas, we
     dealt = [(n, r) for turn in range(turns) for r in range(replicas) for n in layout.numbers(turn, r)]
     assert sorted(n for n, _ in dealt) == list(range(turns * batch * replicas))
     assert all(layout.replica_of(n) == r for n, r in dealt)
+    for replica in range(replicas):
+        assert [layout.ordinal(n) for n, r in dealt if r == replica] == list(range(turns * batch))
     assert len({stream.at(n) for n, _ in dealt}) == len(dealt)  # no image is varied alike twice
     again = SampleStream(7, 3, stream.weights)
     assert [again.at(n) for n, _ in dealt[::-1]] == [stream.at(n) for n, _ in dealt[::-1]]
