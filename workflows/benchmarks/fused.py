@@ -1,0 +1,136 @@
+"""Fused halos against an exchange before each window, where every message is slow: the same step, taken in turns.
+
+    python -m workflows.benchmarks.fused [--model amoebanet] [--size 128] [--delay-ms 0.5] [--fused-halo 2] [--rounds 5]
+
+Two thread-ranks on a 1 x 2 grid, one compute thread each; every halo exchange and every all-reduce arrives so many
+milliseconds after it began, as between hosts. Prints a JSON line: seconds of a training step (median), messages sent
+for halos by a rank, and the ratio of fused to plain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+import hyfi_core
+from hyfi_core.comm.base import Message
+from hyfi_core.comm.threads import run_ranks
+from hyfi_core.models import amoebanet, resnet
+
+
+def main() -> None:
+    """Run the comparison."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=["amoebanet", "resnet18", "resnet50"], default="amoebanet")
+    parser.add_argument("--size", type=int, default=128)
+    parser.add_argument("--delay-ms", type=float, default=0.5)
+    parser.add_argument("--fused-halo", default="2", help='a number, or "auto"')
+    parser.add_argument("--rounds", type=int, default=5)
+    given = parser.parse_args()
+    fused = given.fused_halo if given.fused_halo == "auto" else int(given.fused_halo)
+    torch.set_num_threads(1)
+    print(json.dumps(compare(given.model, given.size, given.delay_ms / 1e3, fused, given.rounds)), flush=True)
+
+
+def compare(name: str, size: int, delay_s: float, fused_halo: int | str, rounds: int) -> dict[str, object]:
+    """Return medians of both sides, which take turns so that a noisy neighbour hits both."""
+    torch.manual_seed(0)
+    model = amoebanet.amoebanet_d(2, 3, 64) if name == "amoebanet" else getattr(resnet, name)(2, width=16)
+    models = [[copy.deepcopy(model) for _ in range(2)] for _ in range(2)]
+
+    def body(comm: Any) -> tuple[dict[str, list[float]], dict[str, int]]:
+        slow = Delayed(comm, delay_s)
+        sides = {
+            side: _step(models[at][comm.rank], size, halo, slow)
+            for at, (side, halo) in enumerate({"plain": 1, "fused": fused_halo}.items())
+        }
+        seconds: dict[str, list[float]] = {side: [] for side in sides}
+        for turn in range(rounds + 1):
+            for side, (step, _) in sides.items():
+                comm.barrier()
+                begun = time.perf_counter()
+                step()
+                if turn:  # the first one warms up
+                    seconds[side].append(time.perf_counter() - begun)
+        return seconds, {side: engine.traffic()["halo"]["messages"] for side, (_, engine) in sides.items()}
+
+    seconds, messages = run_ranks(2, body)[0]
+    plain, fused = (statistics.median(seconds[side]) for side in ("plain", "fused"))
+    return {
+        "model": name,
+        "size_px": size,
+        "delay_ms": delay_s * 1e3,
+        "fused_halo": fused_halo,
+        "plain_messages": messages["plain"],
+        "fused_messages": messages["fused"],
+        "plain_s": round(plain, 4),
+        "fused_s": round(fused, 4),
+        "fused_to_plain": round(fused / plain, 3),
+    }
+
+
+def _step(model: nn.Module, size: int, fused_halo: Any, comm: Any) -> tuple[Any, hyfi_core.Engine]:
+    shape = (1, 3, size, size)
+    plan = hyfi_core.ParallelPlan(grids=((1, 2),), fused_halo=fused_halo)
+    engine = hyfi_core.parallelize(model, shape, plan, comm)
+    images, labels = torch.randn(shape, generator=torch.Generator().manual_seed(1)), torch.tensor([1])
+    return lambda: engine.accumulate(images, labels), engine
+
+
+class Delayed:
+    """A communicator whose messages arrive late; those of one exchange are under way together."""
+
+    def __init__(self, comm: Any, delay_s: float) -> None:
+        self._comm = comm
+        self._delay_s = delay_s
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Any:
+        """Start an exchange that is finished no sooner than the delay allows."""
+        pending = self._comm.exchange(sends, receives)
+        return _Late(pending, self._delay_s) if receives else pending
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any = "sum") -> None:
+        """Reduce, and take at least the delay."""
+        begun = time.perf_counter()
+        self._comm.all_reduce(tensor, op)
+        _sleep_until(begun + self._delay_s)
+
+    def split(self, color: int | None, key: int = 0) -> Any:
+        """Return a group with the same delay."""
+        group = self._comm.split(color, key)
+        return None if group is None else Delayed(group, self._delay_s)
+
+
+class _Late:
+    def __init__(self, pending: Any, delay_s: float) -> None:
+        self._pending = pending
+        self._arrives = time.perf_counter() + delay_s
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pending, name)
+
+    def test(self) -> bool:
+        return time.perf_counter() >= self._arrives and self._pending.test()
+
+    def wait(self) -> None:
+        _sleep_until(self._arrives)
+        self._pending.wait()
+
+
+def _sleep_until(moment: float) -> None:
+    time.sleep(max(0.0, moment - time.perf_counter()))
+
+
+if __name__ == "__main__":
+    main()
