@@ -17,6 +17,9 @@ from data.sharded_array import ABSENT
 from data.store_codec import sealed
 from data.store_layout import ArrayLayout
 
+BESIDE = ".tmp-"
+"""Stands in the name of a file that is not whole yet."""
+
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
@@ -85,7 +88,7 @@ class _Beside:
 
     def __init__(self, path: Path) -> None:
         self._final = path
-        self._path = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+        self._path = path.with_name(f".{path.name}{BESIDE}{os.getpid()}")
         self._handle = self._path.open("wb", buffering=2**20)
         self.digest = hashlib.sha256()
         self.size = 0

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from data.files import remove_leftovers, temporary_beside
+from data.store_shard import BESIDE
 
 
 def unfinished_folder(final: Path, identity: list[Any] | None) -> Path:
@@ -35,4 +36,6 @@ def unfinished_folder(final: Path, identity: list[Any] | None) -> Path:
     for path in final.parent.iterdir():
         if path.name.startswith(prefix) and path != folder:
             shutil.rmtree(path, ignore_errors=True)
+    for path in folder.rglob(f".*{BESIDE}*"):  # files that a kill cut off
+        path.unlink(missing_ok=True)
     return folder

@@ -15,6 +15,7 @@ from data.store import SlideStore, slide_path
 from data.store_codec import PixelCodec
 from data.store_journal import JOURNAL
 from data.store_layout import ArrayLayout
+from data.store_verify import verify_slide
 from data.store_writer import LevelSize, SlideWriter, StoredLevel, pyramid_levels
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box
@@ -229,8 +230,10 @@ def test_a_finished_shard_that_was_damaged_since_is_written_again(tmp_path: Path
     shard.write_bytes(data)
     with (folder / JOURNAL).open("a") as file:
         file.write('{"name": "0/c/0/0/2", "si')  # as a kill may leave it
+    (folder / "0/c/0/0/.2.tmp-123").write_bytes(b"half a shard")
     slide = write_slide(tmp_path / "store", levels, identity={"a": 1})
     assert np.array_equal(slide.read(Box(0, 90, 0, 9000)), levels[0])
+    assert not verify_slide(slide.path, 1).faults
 
 
 @pytest.mark.parametrize(
