@@ -1,0 +1,150 @@
+"""What handing weights to a validator costs a trainer, and what a validator that is too slow does to it.
+
+    python -m workflows.benchmarks.snapshot [--model resnet18] [--size 512] [--every 4] [--validations 4]
+
+One trainer trains, one validator's child takes twice as long for each snapshot as training takes from one to the next
+(it sleeps, so that it does not slow the trainer down by what it computes). Prints a JSON line for each policy: seconds
+of gathering, copying and sending by the seconds between validations (``snapshot_share``), seconds of waiting for a
+place in the queue by the same (``wait_share``), and which steps were validated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import hyfi_core
+from hyfi_core.comm.base import Communicator
+from hyfi_core.models import resnet
+from hyfi_core.runtime.engine import Engine
+from workflows.child_process import ChildProcess, Parent
+from workflows.mpiexec import find
+from workflows.validation_client import QUEUE, Policy, ValidationClient
+from workflows.validator import ValidationService
+
+PROGRAM = ("-m", "workflows.benchmarks.snapshot", "--child")
+
+
+def main() -> None:
+    """Start the ranks, or be one of them, or the validator's child."""
+    if "--child" in sys.argv:
+        _judge_slowly(Parent.of_arguments())
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="resnet18")
+    parser.add_argument("--size", type=int, default=512)
+    parser.add_argument("--every", type=int, default=4)
+    parser.add_argument("--validations", type=int, default=4)
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.rank:
+        _rank(given)
+    else:
+        command = [sys.executable, "-m", "workflows.benchmarks.snapshot", *sys.argv[1:], "--rank"]
+        raise SystemExit(subprocess.run([*find().command(2), *command]).returncode)
+
+
+def _rank(given: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    world = hyfi_core.init()
+    group = world.split(world.rank, world.rank)
+    assert group is not None
+    engine, step_s = _trainer(given, group) if world.rank == 0 else (None, 0.0)
+    seconds = 2 * given.every * float(world.broadcast_object(step_s))
+    policies: tuple[Policy, ...] = ("all", "latest")
+    for policy in policies:
+        if engine is None:
+            service = ValidationService(world, group, partial(_start, seconds))
+            service.begin()
+            world.barrier()
+            service.serve()
+        else:
+            world.barrier()
+            print(json.dumps(measure(engine, ValidationClient(world, 1, policy), policy, given)), flush=True)
+
+
+def _trainer(given: argparse.Namespace, group: Communicator) -> tuple[Engine, float]:
+    """Return an engine and the median seconds of a step."""
+    torch.manual_seed(0)
+    model = getattr(resnet, given.model)(2).to(memory_format=torch.channels_last)
+    engine = hyfi_core.parallelize(
+        model,
+        (1, 3, given.size, given.size),
+        hyfi_core.ParallelPlan(grids=((1, 1),)),
+        group,
+        loss=F.cross_entropy,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
+    )
+    times = []
+    for _ in range(6):
+        start_s = time.perf_counter()
+        _step(engine, given.size)
+        times.append(time.perf_counter() - start_s)
+    return engine, statistics.median(times[1:])
+
+
+def _step(engine: Engine, size: int) -> None:
+    images = torch.ones(1, 3, size, size).contiguous(memory_format=torch.channels_last)
+    engine.train_step(images, torch.tensor([1]))
+
+
+def measure(engine: Engine, client: ValidationClient, policy: Policy, given: argparse.Namespace) -> dict[str, Any]:
+    """Train and validate by one policy; return the ratios."""
+    handing_s = waiting_s = 0.0
+    steps: list[int] = []
+    start_s = time.perf_counter()
+    for step in range(1, given.every * given.validations + 1):
+        _step(engine, given.size)
+        before_s = time.perf_counter()
+        if step % given.every == 0:
+            while policy == "all" and client.waiting >= QUEUE:
+                time.sleep(1e-3)
+                steps += [done for done, _ in client.collect()]
+            waiting_s += time.perf_counter() - before_s
+            before_s = time.perf_counter()
+            state = engine.gather_state_dict()
+            assert state is not None
+            client.submit(step, state, lambda: False)
+        steps += [done for done, _ in client.collect()]
+        handing_s += time.perf_counter() - before_s
+    train_s = time.perf_counter() - start_s
+    client.drain(lambda: False)
+    steps += [done for done, _ in client.collect()]
+    client.close(stopped=False)
+    between_s = (train_s - waiting_s) / given.validations
+    return {
+        "policy": policy,
+        "between_validations_s": round(between_s, 3),
+        "snapshot_s": round(handing_s / given.validations, 4),
+        "snapshot_share": round(handing_s / given.validations / between_s, 4),
+        "wait_share": round(waiting_s / given.validations / between_s, 3),
+        "validated": steps,
+        "of": given.validations,
+    }
+
+
+def _start(seconds: float, seat: Mapping[str, Any], descriptors: Sequence[int]) -> ChildProcess:
+    return ChildProcess(PROGRAM, {"seconds": seconds}, descriptors)
+
+
+def _judge_slowly(parent: Parent) -> None:
+    seconds = parent.hear()["seconds"]
+    parent.say("ready")
+    while True:
+        parent.hear()
+        time.sleep(seconds)
+        parent.say("result", metrics={})
+
+
+if __name__ == "__main__":
+    main()
