@@ -55,12 +55,47 @@ def test_a_dry_run_writes_nothing(hyfi: Hyfi, archive: Path, tmp_path: Path) -> 
     assert not (tmp_path / "store").exists()
 
 
+def test_every_flag_does_what_it_says(hyfi: Hyfi, archive: Path, tmp_path: Path) -> None:
+    (archive / "unknown.tiff").unlink()
+    common = ("ingest", archive, "--workers", "1", "--json")
+    flags = (
+        "--crop-tissue",
+        "--glass",
+        "blank",
+        "--unsharded",
+        "--codec",
+        "jpeg:90",
+        "--icc",
+        "apply",
+        "--cache",
+        "near",
+    )
+    told = hyfi(*common, "--out", "one", "--mpp", "0.5", *flags)
+    assert told.returncode == 0, told.stderr
+    facts = json.loads((tmp_path / "one/a.zarr/zarr.json").read_text())["attributes"]["hyfi"]
+    asked = {"crop_tissue": True, "glass": "blank", "sharded": False, "codec": "jpeg:90", "icc": "apply"}
+    assert asked.items() <= facts["parameters"].items() and not list((tmp_path / "near").iterdir())
+    again = hyfi(*common, "--out", "one", "--mpp", "0.5")
+    assert again.returncode == 2 and "glass: blank → None" in again.stderr
+    parts = [hyfi(*common, "--out", "two", "--part", f"{k}/2", "--pseudonyms", "key.csv") for k in (1, 2)]
+    done = [name for part in parts for name in json.loads(part.stdout.splitlines()[-1])["done"]]
+    assert len(done) == 2 and all(name.startswith("s-") for name in done)
+    said = "".join(part.stdout + part.stderr for part in parts)
+    assert "a.tiff" not in said and "a.tiff" in (tmp_path / "key.csv").read_text()
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (("nothing.svs", "--out", "store"), "no such file"),
         ((".", "--out", "store"), "no slide in this folder"),
         (("archive", "--out", "store", "--codec", "gzip"), "zstd:1"),
+        (("archive", "--out", "store", "--glass", "tinted"), "blank"),
+        (("archive", "--out", "store", "--icc", "maybe"), "apply"),
+        (("archive", "--out", "store", "--lossless", "--crop-tissue"), "leave --crop-tissue out"),
+        (("archive", "--out", "store", "--part", "3/2"), "1/4"),
+        (("archive", "--out", "store", "--memory", "10MB"), "one worker needs"),
+        (("archive", "--out", "store", "--pseudonyms", "store/key.csv"), "inside the store"),
         (("archive", "--out", "file/store"), "file/store"),
     ],
 )
@@ -73,7 +108,7 @@ def test_wrong_requests_exit_2_and_write_nothing(
             slide.unlink()
     told = hyfi("ingest", *words)
     assert told.returncode == 2 and said in told.stderr and "Traceback" not in told.stderr
-    assert not (tmp_path / "store").exists()
+    assert not (tmp_path / "store").exists() and not (tmp_path / "key.csv").exists()
 
 
 def test_inspect_shows_a_file_and_an_ingested_slide(hyfi: Hyfi, archive: Path, tmp_path: Path) -> None:
