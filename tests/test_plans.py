@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 from typing import Any
 from unittest import mock
 
@@ -370,3 +371,14 @@ def test_point_to_point_takes_no_reduction_over_directions() -> None:
             reductions.append(start.call_count)
     assert reductions[0] > 0 and reductions[1] == 0
     assert_equal_steps(found[1], found[0], tolerance=1e-12)
+
+
+def test_gradients_are_reduced_inside_nodes_first() -> None:
+    model, cuts = make("hourglass")
+    plan = plan_of("2+2+1", cuts, "chimera", replicas=2)
+
+    def node() -> str:
+        return f"node{int(threading.current_thread().name.removeprefix('rank-')) // 3}"
+
+    with mock.patch("hyfi_core.runtime.groups.node_name", node):
+        assert_plan_equals_one_process(model, (4, 3, 37, 45), plan, steps=2)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterable
 
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.counted import KINDS, CountedCommunicator
+from hyfi_core.comm.two_level import two_level
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
 
@@ -29,6 +31,7 @@ class Groups:
         self.stages: dict[tuple[int, int], CountedCommunicator] = {}
         self.copies: dict[tuple[int, int], CountedCommunicator] = {}
         self._reductions: dict[frozenset[int], CountedCommunicator] = {}
+        self._nodes: list[str] = comm.broadcast_object(comm.gather_objects(node_name()))
         grids = len(plan.grids)
         for direction in range(plan.directions):
             grid = next(g for g in range(grids) if self.replica.rank in placement.group(g, direction))
@@ -53,11 +56,11 @@ class Groups:
         """Return the group of these ranks in all replicas, None on others. Collective over all trainers when new."""
         if holders not in self._reductions:
             inside = self.replica.rank in holders
-            if len(holders) == self.replica.size:
-                self._reductions[holders] = self.all
-            else:
-                group = _joined(self.all, int(inside), self.all.rank)
-                self._reductions[holders] = CountedCommunicator(group)
+            group = _joined(self.all, int(inside), self.all.rank)
+            size = self._plan.ranks_per_replica
+            members = [rank for rank in range(self.all.size) if (rank % size in holders) == inside]
+            levels = two_level(group, [self._nodes[rank] for rank in members])
+            self._reductions[holders] = CountedCommunicator(levels)
         return self._reductions[holders] if self.replica.rank in holders else None
 
     def counted(self) -> list[CountedCommunicator]:
@@ -83,6 +86,11 @@ class Groups:
         """Return how long this rank has waited for messages since then, by kind."""
         every = self.counted()
         return {kind: sum(comm.seconds[kind] for comm in every) for kind in KINDS}
+
+
+def node_name() -> str:
+    """Return what the ranks of one node have in common."""
+    return socket.gethostname()
 
 
 def _joined(comm: Communicator, color: int, key: int) -> Communicator:
