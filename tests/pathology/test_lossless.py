@@ -10,8 +10,10 @@ import pytest
 import simplejpeg
 import tifffile
 
+from data.dataset import SlideDataset, SlideRef
 from data.store import SlideStore, slide_path
 from data.store_writer import SlideWriter
+from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box
 from pathology.errors import SlideError, TileError
 from pathology.lossless import LosslessSlide
@@ -224,3 +226,15 @@ def test_real_slides_are_copied_pixel_by_pixel(tmp_path: Path, real_slides: Path
             Box(level.height_px - 300, level.height_px, level.width_px - 300, level.width_px),
         ):
             assert np.array_equal(store.read(box, k), slide.read(box, k).transpose(2, 0, 1))
+
+
+def test_training_takes_a_level_within_two_percent_of_the_mpp_it_wants(tmp_path: Path) -> None:
+    _, slide, _ = copied(write_jpeg_slide(tmp_path / "a.tiff", False, True), tmp_path / "store")
+    for mpp, level in ((0.505, 0), (0.985, 1)):
+        dataset = SlideDataset(tmp_path / "store", [SlideRef("s")], size_px=256, mpp=mpp, view="crop", align_px=32)
+        piece = dataset.view(0).pieces[0]
+        assert dataset.level(0) == level
+        shown = slide.read(piece.source, level).transpose(2, 0, 1)
+        assert np.array_equal(dataset.read(0, piece.target), shown)
+    with pytest.raises(RequestError, match=r"has levels of 0\.5, 1 "):
+        SlideDataset(tmp_path / "store", [SlideRef("s")], size_px=256, mpp=0.52).level(0)
