@@ -51,7 +51,7 @@ class LosslessSlide:
         if not isinstance(slide, TiffSource):
             raise SlideError(f"--lossless needs a TIFF of upright JPEG tiles; the slide is {slide.vendor}. {_WITHOUT}")
         self._slide = slide
-        self._levels = tuple(slide._levels)
+        self._levels = slide.tiff_levels
         self._joiners = tuple(map(_joiner, self._levels))
         self.layouts = tuple(map(_layout, self._levels))
 
@@ -112,7 +112,7 @@ class LosslessSlide:
         offsets, lengths = level.offsets[present].tolist(), level.lengths[present].tolist()
         data: dict[int, bytes] = {}
         for span in coalesced(offsets, lengths):
-            block = self._slide._file.read(span.offset, span.length)
+            block = self._slide.file.read(span.offset, span.length)
             for member in span.members:
                 start = offsets[member] - span.offset
                 data[present[member]] = block[start : start + lengths[member]]
