@@ -24,6 +24,7 @@ from typing import Any, Self
 import numpy as np
 
 from data import store_metadata as metadata
+from data.cores import usable_cores
 from data.files import publish_directory, sha256_of
 from data.sharded_array import ShardedArray
 from data.store import FORMAT, slide_path
@@ -81,7 +82,7 @@ class SlideWriter:
             self._make_array(str(k), level.layout)
         self._journal = Journal(self.path)
         self._flight = threading.BoundedSemaphore(_BLOCKS_IN_FLIGHT)
-        self._threads = threads or len(os.sched_getaffinity(0))
+        self._threads = threads or usable_cores()
         self._encoders = ThreadPoolExecutor(self._threads, "store-encode")
         # One file waits for the disk while the next is written; small files all wait together.
         self._disk = ThreadPoolExecutor(2 if self.levels[0].layout.sharded else 16, "store-write")

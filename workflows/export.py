@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,11 +56,12 @@ def _slides(store: Path) -> list[Path]:
 
 
 def _export(slide: Path, out: Path, progress: Callable[[int], None]) -> dict[str, str]:
+    from data.cores import usable_cores
     from data.errors import StoreError
     from data.store_export import export_ngff04
 
     slide_id = slide.name.removesuffix(".zarr")
-    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = usable_cores()
     try:
         new = export_ngff04(slide, out, threads, progress)
         row = {"status": _DONE if new else _BEFORE, "reason": ""}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,13 +27,14 @@ def run(store: Path, as_json: bool) -> int:
     Raises:
         RequestError: There is no store.
     """
+    from data.cores import usable_cores
     from data.store_verify import size_of_store, verify_slide, verify_store
 
     if not store.is_dir():
         raise RequestError(f"{store}: there is no such folder; name a store, or a slide of a store (.zarr)")
     single = (store / "zarr.json").exists()
     slides = [store] if single else sorted(store.glob("*.zarr"))
-    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = usable_cores()
     with console.progress(size_of_store(slides) / 1e6, "verify (MB)") as bar:
         verify = verify_slide if single else verify_store
         found = verify(store, threads, lambda size, name: bar.advance(size / 1e6, name))

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from data.cores import usable_cores
 from data.store import SlideStore, slide_path
 from data.store_writer import SlideWriter, pyramid_levels
 from hyfi_core.plan.box import Box
@@ -32,7 +33,7 @@ from pathology.resample import Planes
 from pathology.sources import open_source
 
 READ_PX = 8192
-THREADS = len(os.sched_getaffinity(0))
+THREADS = usable_cores()
 
 
 @dataclass(frozen=True)
