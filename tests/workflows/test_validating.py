@@ -112,7 +112,8 @@ def test_late_results_and_a_killed_child_change_nothing(
 def test_trainers_go_on_alone_where_children_always_die(
     tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = make_config(tmp_path, store, model=TINY, validation={"every_steps": 2}, run={"steps": 8, "ema": 0.9})
+    run = {"steps": 8, "ema": 0.9, "keep": 1}
+    config = make_config(tmp_path, store, model=TINY, validation={"every_steps": 1}, run=run)
     assert run_here(config, f"run.dir={tmp_path / 'inline'}") == 0
     monkeypatch.setattr(validation_child, "PROGRAM", [str(Path(__file__).parent / "dying_child.py")])
     assert run_on(3, config, "plan.grids=[[1,1]]", "roles.validators=2") == [0, 0, 0]
@@ -120,7 +121,7 @@ def test_trainers_go_on_alone_where_children_always_die(
     assert validations(tmp_path / "run") == validations(tmp_path / "inline")
     said = capfd.readouterr()
     assert said.err.count("ended by exit code 9") == 3
-    assert "validation goes on in the trainers, first of the weights of step 2" in said.out
+    assert "validation goes on in the trainers, first of the weights of step 1" in said.out
 
 
 @pytest.mark.soak

@@ -53,6 +53,7 @@ class Validating:
         assert roles.trainers is not None
         self.last: int | None = None
         self._seconds = 0.0
+        self._owed: list[int] = []
         self._job, self._world, self._trainers = job, roles.world, roles.trainers
         self._engine, self._model, self._average = engine, model, average
         self._recorder, self._stop = recorder, stop
@@ -70,7 +71,8 @@ class Validating:
     @property
     def open_steps(self) -> tuple[int, ...]:
         """Steps whose checkpoints must stay, for it is not known yet what they are worth (on rank 0)."""
-        return self._client.open_steps if self._client is not None else ()
+        sent = self._client.open_steps if self._client is not None else ()
+        return (*sent, *self._owed)
 
     def validate(self, step: int, weights: Weights | None) -> None:
         """Have the weights of ``step`` judged: now, by the trainers; or later, by the validators.
@@ -170,7 +172,9 @@ class Validating:
         if not steps:
             return
         held = shared_weights(self._trainers, self._engine.gather_state_dict(), self._model.state_dict())
+        self._owed = list(steps)
         for step in steps:
+            self._owed.remove(step)
             saved = load_checkpoint(step_folder(self._job.config.run.dir / "checkpoints", step)).judged
             if self._remote:
                 self.validate(step, saved)
