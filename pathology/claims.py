@@ -121,10 +121,18 @@ def is_held(folder: Path, name: str) -> bool:
 
 
 def remove_ended(folder: Path, name: str) -> None:
-    """Remove the claim on ``name`` if its process was one of this machine and has ended."""
+    """Remove the claim on ``name`` if nobody who is alive holds it."""
     claim = Claim.take(folder, name)
     if claim is not None:
         claim.release()
+
+
+def sweep(folder: Path) -> None:
+    """Remove the claims that killed processes left behind."""
+    names = {_parts(path)[0] for path in folder.glob("*") if path.name.rpartition(".")[2].isdecimal()}
+    for name in names:
+        if not is_held(folder, name):
+            remove_ended(folder, name)
 
 
 @dataclass(frozen=True, slots=True)

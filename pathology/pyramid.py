@@ -68,15 +68,17 @@ class PyramidBuilder:
         return block
 
     def _from_below(self, level: int, box: Box, row: int, column: int) -> Planes:
-        block: Planes = np.empty((3, *box.shape), np.uint8)
-        half = self.shard_px // 2
+        # The quarters are put together when all are there: a block that waits for its last one holds three, not four.
+        quarters = {}
         for y in (0, 1):
             for x in (0, 1):
-                if self._shard_box(level - 1, 2 * row + y, 2 * column + x).empty:
-                    continue
-                quarter = halve(self._build(level - 1, 2 * row + y, 2 * column + x))
-                _, height, width = quarter.shape
-                block[:, y * half : y * half + height, x * half : x * half + width] = quarter
+                if not self._shard_box(level - 1, 2 * row + y, 2 * column + x).empty:
+                    quarters[y, x] = halve(self._build(level - 1, 2 * row + y, 2 * column + x))
+        block: Planes = np.empty((3, *box.shape), np.uint8)
+        half = self.shard_px // 2
+        for (y, x), quarter in quarters.items():
+            _, height, width = quarter.shape
+            block[:, y * half : y * half + height, x * half : x * half + width] = quarter
         return block
 
     def _shard_box(self, level: int, row: int, column: int) -> Box:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import multiprocessing
-import os
 import signal
 import sys
 import time
@@ -23,6 +22,7 @@ from data.store import slide_path
 from pathology.claims import is_held, remove_ended
 from pathology.discover import SlideJob, user_columns
 from pathology.ingest_options import IngestOptions
+from pathology.memory import default_workers, return_what_is_freed
 from pathology.slide_work import CLAIMS, Outcome, do_job
 from pathology.source_threads import set_decode_threads
 
@@ -161,6 +161,7 @@ def _start_worker(shares: Any, threads: int) -> None:
     global _shares
     _shares = shares
     set_decode_threads(threads)
+    return_what_is_freed()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         # Dies with its parent, however that ends.
@@ -180,8 +181,3 @@ def _work(number: int, job: SlideJob, store: Path, options: IngestOptions, threa
         _shares[number] = share
 
     return do_job(job, store, options, threads, tick)
-
-
-def default_workers() -> int:
-    """Return the cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -73,6 +73,8 @@ def do_job(
             )
         except ClaimLostError:
             return None
+        except OSError as error:
+            raise OSError(error.errno, f"{error.strerror or error} (at {job.slide_id})") from error
         if record.status == DONE:
             with suppress(StoreError):
                 write_picture(store, job.slide_id)

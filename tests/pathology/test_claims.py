@@ -71,6 +71,16 @@ def test_a_claim_of_a_killed_process_is_free_at_once(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_what_killed_runs_left_is_swept_and_the_living_stay(tmp_path: Path) -> None:
+    for name in ("a.0", "a.2", "b.c.1"):
+        (tmp_path / name).write_text("elsewhere/boot/1 77 123 0011")
+        backdate(tmp_path / name, claims.STALE_AFTER_S + 20)
+    (tmp_path / "d.0").write_text("elsewhere/boot/1 78 123 0012")
+    with Claim.take(tmp_path, "e"):  # type: ignore[union-attr]
+        claims.sweep(tmp_path)
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["d.0", "e.0"]
+
+
 def test_whoever_was_silent_too_long_is_told(tmp_path: Path) -> None:
     slow = Claim.take(tmp_path, "a")
     assert slow is not None

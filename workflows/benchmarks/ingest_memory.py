@@ -3,8 +3,9 @@
     python -m workflows.benchmarks.ingest_memory [--size 20480 40960] [--folder DIR] [--threads 2]
 
 Each slide is a synthetic one, repeated to fill its size (so that drawing it takes seconds), tiled JPEG at 0.5 µm/px; it
-is ingested at its own resolution with pyramid, mask, blur, stains and picture, in a process of its own. Growth is the
-process' largest resident memory (VmHWM) less what it had after importing everything. Prints a JSON line for each size.
+is ingested at its own resolution with pyramid, mask, blur, stains and picture, in a process like an ingest's workers.
+Growth is the process' largest resident memory (VmHWM) less what it had after importing everything. Prints a JSON line
+for each size.
 """
 
 from __future__ import annotations
@@ -51,9 +52,11 @@ def measure(slide: Path, threads: int) -> dict[str, float]:
     """Ingest ``slide`` in this process and return megabytes and seconds."""
     from pathology.contact import write_picture
     from pathology.ingest import IngestOptions, ingest_slide
+    from pathology.memory import return_what_is_freed
     from pathology.source_threads import set_decode_threads
 
     set_decode_threads(threads)
+    return_what_is_freed()
     before = _memory_mb("VmRSS")
     began_s = time.monotonic()
     record = ingest_slide(slide, slide.parent / "store", IngestOptions(mpp=MPP_UM), threads=threads)
