@@ -55,7 +55,7 @@ def _slide_of_store(path: Path, png: Path | None) -> dict[str, Any]:
     facts = dict(slide.attributes)
     shards = facts.pop("shards")
     facts["source"] = {k: v for k, v in facts["source"].items() if k != "icc_profile"}
-    facts["stored_bytes"] = sum(entry["size"] for entry in shards.values())
+    facts["stored_bytes"] = sum(entry.get("size", 0) for entry in shards.values())
     levels = [{"height_px": v.height_px, "width_px": v.width_px, "mpp": list(v.mpp)} for v in slide.levels]
     if png is not None:
         save_png(thumbnail_of_store(slide).drawn(), png)
