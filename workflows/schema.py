@@ -195,9 +195,9 @@ class RolesConfig(Section):
     def _is_the_design(self) -> RolesConfig:
         if self.design == "offload_naive":
             raise ValueError(
-                "design: offload_naive is not offered: it has spare ranks train on shares of the batch in proportion to "
-                "their speed, while replicas here have batches of one shape and weigh the same, which unequal shares "
-                "would make another gradient; use offload_all, or plan.replicas for ranks of equal speed"
+                "design: offload_naive is not offered: it has spare ranks train on shares of the batch in proportion "
+                "to their speed, while replicas here have batches of one shape and weigh the same, so that unequal "
+                "shares would give another gradient; use offload_all, or plan.replicas for ranks of equal speed"
             )
         has = (bool(self.loaders), bool(self.validators))
         if self.design is not None and has != DESIGNS[self.design]:
