@@ -13,7 +13,6 @@ from typing import Any
 from data.manifest import DONE, SlideRecord, compile_manifest, load_records, record_state
 from data.store import SlideStore, StoreError, slide_path
 from hyfi_core.errors import RequestError
-from pathology.claims import sweep
 from pathology.contact import write_contact
 from pathology.discover import SlideJob, find_jobs, user_columns
 from pathology.errors import SlideError
@@ -24,7 +23,7 @@ from pathology.memory import worker_count
 from pathology.mpp import parse_mpp
 from pathology.pseudonyms import KeyFile
 from pathology.slide_pool import SlidePool
-from pathology.slide_work import CLAIMS, Outcome
+from pathology.slide_work import Outcome, sweep_claims
 
 __all__ = ["IngestOptions", "IngestReport", "Plan", "Request", "ingest", "ingest_slide", "make_plan"]
 
@@ -132,10 +131,9 @@ def ingest(
     except OSError as error:
         report.stopped = f"the store {store} cannot be written: {error.strerror or error}"
     finally:
-        with suppress(OSError):
-            sweep(store / CLAIMS)
-            compile_manifest(store)
-            write_contact(store)
+        for last in (compile_manifest, write_contact, sweep_claims):
+            with suppress(OSError):  # a full disk; what is missing comes with the next run
+                last(store)
     return report
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from data.manifest import DONE, FAILED, SlideRecord, record_path, record_state
 from data.store import StoreError
-from pathology.claims import Claim, ClaimLostError
+from pathology.claims import Claim, ClaimLostError, sweep
 from pathology.contact import write_picture
 from pathology.discover import SlideJob, name_with_place
 from pathology.identity import differences
@@ -33,6 +33,11 @@ class Outcome:
     record: SlideRecord
     job: SlideJob
     ours: bool = True
+
+
+def sweep_claims(store: Path) -> None:
+    """Remove the claims on slides that killed runs left behind."""
+    sweep(store / CLAIMS)
 
 
 def do_job(
