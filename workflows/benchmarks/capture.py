@@ -1,0 +1,81 @@
+"""Time and memory of making a model ready: capture at full size, planning and lowering for one rank of a grid.
+
+    python -m workflows.benchmarks.capture [--model resnet50] [--size 16384] [--grid 2 2] [--fused-halo auto]
+
+Prints a JSON line: seconds of each part, seconds that a processor worked on all of it (fewer, where others want it,
+too), and the growth of this process's peak memory over what PyTorch, the model and one export of a single layer take.
+No image is ever allocated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import time
+
+import torch
+from torch import nn
+
+from hyfi_core.graph.capture import capture
+from hyfi_core.graph.lowering import Lowering
+from hyfi_core.graph.rules import RULES
+from hyfi_core.graph.segments import build_tape
+from hyfi_core.models import amoebanet, resnet
+
+
+def main() -> None:
+    """Print the figures of one model."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--model", default="resnet50", help="a maker of hyfi_core.models.resnet, resnet1001 or amoebanet"
+    )
+    parser.add_argument("--size", type=int, default=16384)
+    parser.add_argument("--grid", type=int, nargs=2, default=[2, 2])
+    parser.add_argument("--fused-halo", default="auto", help='a number, or "auto"')
+    given = parser.parse_args()
+    fused = given.fused_halo if given.fused_halo == "auto" else int(given.fused_halo)
+    print(json.dumps(measure(given.model, given.size, (given.grid[0], given.grid[1]), fused)), flush=True)
+
+
+def measure(name: str, size: int, grid: tuple[int, int], fused_halo: int | str) -> dict[str, object]:
+    """Return seconds and bytes of making ``name`` ready for images of ``size`` x ``size``."""
+    model = _model(name)
+    capture(nn.Conv2d(3, 3, 1), (1, 3, 8, 8), torch.float32)  # an export loads half of PyTorch the first time
+    before = _peak_bytes()
+    started, worked = time.perf_counter(), time.process_time()
+    program = capture(model, (1, 3, size, size), torch.float32)
+    captured = time.perf_counter()
+    ranked = Lowering(program, grid, 0, RULES, fused_halo=fused_halo).run(program.outputs)
+    tape = build_tape(ranked, program.parameters)
+    done = time.perf_counter()
+    return {
+        "model": name,
+        "size_px": size,
+        "grid": list(grid),
+        "fused_halo": fused_halo,
+        "operators": len(program.operators),
+        "steps": len(tape.steps),
+        "capture_s": round(captured - started, 2),
+        "plan_s": round(done - captured, 2),
+        "total_s": round(done - started, 2),
+        "total_processor_s": round(time.process_time() - worked, 2),
+        "peak_growth_mib": round((_peak_bytes() - before) / 2**20, 1),
+    }
+
+
+def _model(name: str) -> nn.Module:
+    if name == "amoebanet":
+        return amoebanet.amoebanet_d(2)
+    if name == "resnet1001":
+        return resnet.resnet_v2(1001, classes=2)
+    model: nn.Module = getattr(resnet, name)(2)
+    return model
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+if __name__ == "__main__":
+    main()
