@@ -22,6 +22,8 @@ from typing import Any
 from workflows.processes import PR_SET_PDEATHSIG
 
 Word = dict[str, Any]
+LOST_PEER = "a lost connection to another child"
+"""How a child says that it ended which another one's end took with it."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 # By these a process finds its place among the ranks; a child has none.

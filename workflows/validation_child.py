@@ -13,7 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workflows.child_process import ChildProcess, Parent
+from workflows.child_process import LOST_PEER, ChildProcess, Parent
 
 if TYPE_CHECKING:
     import torch
@@ -82,7 +82,7 @@ def main() -> None:
         parent.say("refused", reason=str(error))
     except BaseException as error:
         if "/gloo/" in str(error):  # the cause is another child's, whose parent tells it
-            parent.say("died", how="a lost connection to another validator's process")
+            parent.say("died", how=LOST_PEER)
         else:
             parent.say("raised", error=traceback.format_exc().rstrip())
     while True:

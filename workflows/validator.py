@@ -29,7 +29,7 @@ from typing import Any
 from data.backoff import Backoff
 from hyfi_core.comm.base import Communicator, Message, Pending
 from hyfi_core.errors import RequestError
-from workflows.child_process import ChildProcess, Word
+from workflows.child_process import LOST_PEER, ChildProcess, Word
 from workflows.console import warn
 from workflows.shared_buffers import SharedBuffer, SharedBuffers
 from workflows.validation_client import QUEUE, RESULT_TAG, SNAPSHOT_TAG, WORK_TAG
@@ -132,8 +132,7 @@ class ValidationService:
                 arriving = self._world.exchange([], [Message(0, place.flat, SNAPSHOT_TAG)])
                 self._queue.append(_Work(word["step"], place, arriving))
         while (found := self._group.poll_object(DEATH_TAG)) is not None:
-            if found[1]["round"] == self._round and not self._gave_up:
-                self._mourn(found[1]["rank"], found[1]["how"])
+            self._learn(found[1])
         return heard
 
     def _tend(self) -> bool:
@@ -174,6 +173,13 @@ class ValidationService:
         else:
             self._fail(word)
 
+    def _learn(self, notice: Word) -> None:
+        """Take in that the child of another validator died; the cause is told even where its effect came first."""
+        if notice["round"] == self._round and not self._gave_up:
+            self._mourn(notice["rank"], notice["how"])
+        elif notice["how"] != LOST_PEER:
+            warn(f"hyfi: the process that validates on validator {notice['rank']} ended by {notice['how']}")
+
     def _mourn(self, rank: int, how: str) -> None:
         """Report the death of the child of one validator, and start all children again, or give up."""
         self._deaths += 1
@@ -184,7 +190,7 @@ class ValidationService:
         self._ready = self._busy = False
         if self._deaths >= MOST_DEATHS:
             self._gave_up = True
-            warn(f"hyfi: {what}, for the {MOST_DEATHS}rd time in a row: the trainers validate from now on")
+            warn(f"hyfi: {what}; that is {MOST_DEATHS} times in a row: the trainers validate from now on")
             self._order({"kind": "kill"})
             self._tell({"kind": "gave up"})
             return

@@ -72,7 +72,7 @@ def losses(run: Path) -> dict[tuple[str, int], float]:
     return {(r["kind"], r["step"]): r["loss"] for r in read_metrics(run / "metrics.jsonl")}
 
 
-def run_on(ranks: int, config: Path, *overrides: str, resume: bool = False) -> list[int]:
+def run_on(ranks: int, config: Path, *overrides: str, resume: bool = False, timeout_s: float = 120) -> list[int]:
     """Train on thread-ranks of this process; return their exit codes.
 
     Threads share one random generator: only one of them may draw a model's first weights at a time.
@@ -83,4 +83,4 @@ def run_on(ranks: int, config: Path, *overrides: str, resume: bool = False) -> l
         torch.set_num_threads(1)  # each thread has a number of its own
         return train.train_in(world, settings, resume, False, StopFlag())
 
-    return run_ranks(ranks, body, timeout_s=120)
+    return run_ranks(ranks, body, timeout_s=timeout_s)
