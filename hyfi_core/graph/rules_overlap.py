@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from hyfi_core.graph.instructions import Split
 from hyfi_core.graph.lowering import Lowering
 from hyfi_core.graph.program import Operator
 from hyfi_core.graph.windows import arguments
+from hyfi_core.ops.base import Collective
 from hyfi_core.ops.convolution import Convolution
+from hyfi_core.ops.max_pool import MaxPool
 from hyfi_core.ops.redistribute import Redistribute
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.transfer import plan_transfer
@@ -32,14 +35,39 @@ def overlapped_convolution(
         native: (y, x) padding that the need leaves to the native call.
     """
     x, weight, bias, *_, groups = arguments(op.args, (None, [1, 1], [0, 0], [1, 1], 1), 2)
-    have = lowering.splits[x.name]
-    fused = have.boxes is not None or split.boxes is not None or x.name in lowering.runs.shared
-    output = op.outputs[0]
-    if x.name == lowering.program.image or fused or tuple(need) == have.layout.parts or output is None:
+    halo = _own_halo(lowering, x.name, split, need)
+    if halo is None:
         return False
-    transfer = plan_transfer(have.layout.parts, need, have.layout.map, lowering.rank)
-    part = split.layout.parts[lowering.rank]
-    collective = Convolution(Redistribute(transfer, have.dims), window, part, native, groups)
-    lowering.splits[output] = split
-    lowering.communicate(collective, (x.name, weight.name, None if bias is None else bias.name), op.outputs, "halo")
+    collective = Convolution(halo, window, split.layout.parts[lowering.rank], native, groups)
+    _emit(lowering, collective, (x.name, weight.name, None if bias is None else bias.name), op, split)
     return True
+
+
+def overlapped_max_pool(
+    lowering: Lowering, op: Operator, window: Window, split: Split, need: Sequence[Box], native: tuple[int, int]
+) -> bool:
+    """Emit a maximum pool that overlaps its exchange; whether it did. As for convolutions."""
+    name = op.args[0].name
+    halo = _own_halo(lowering, name, split, need, -math.inf)
+    if halo is None:
+        return False
+    _emit(lowering, MaxPool(halo, window, split.layout.parts[lowering.rank], native), (name,), op, split)
+    return True
+
+
+def _own_halo(
+    lowering: Lowering, name: str, split: Split, need: Sequence[Box], fill: float = 0.0
+) -> Redistribute | None:
+    """Return the exchange of a window operator; None where it has none, or none of its own."""
+    have = lowering.splits[name]
+    fused = have.boxes is not None or split.boxes is not None or name in lowering.runs.shared
+    if name == lowering.program.image or fused or tuple(need) == have.layout.parts:
+        return None
+    return Redistribute(plan_transfer(have.layout.parts, need, have.layout.map, lowering.rank), have.dims, fill)
+
+
+def _emit(
+    lowering: Lowering, collective: Collective, inputs: tuple[str | None, ...], op: Operator, split: Split
+) -> None:
+    lowering.splits.update((output, split) for output in op.outputs if output is not None)
+    lowering.communicate(collective, inputs, op.outputs, "halo")

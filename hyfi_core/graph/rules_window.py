@@ -20,7 +20,7 @@ from hyfi_core.graph import windows
 from hyfi_core.graph.instructions import Split
 from hyfi_core.graph.lowering import Lowering, bound, renamed
 from hyfi_core.graph.program import Operator
-from hyfi_core.graph.rules_overlap import overlapped_convolution
+from hyfi_core.graph.rules_overlap import overlapped_convolution, overlapped_max_pool
 from hyfi_core.graph.windows import Sliding, arguments, pair
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.layout import Layout
@@ -127,6 +127,8 @@ def max_pool2d(lowering: Lowering, op: Operator) -> None:
     sliding = windows.max_pool2d(op, lowering.shape)
     y, x = sliding.window.y, sliding.window.x
     plan = _sliding(lowering, op, sliding)
+    if overlapped_max_pool(lowering, op, sliding.window, plan.split, plan.need, plan.native):
+        return
     canvas = lowering.moved(op.args[0].name, plan.need, fill=sliding.fill)
 
     def call(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,10 +22,9 @@ from hyfi_core.comm.progress import polled
 from hyfi_core.ops.base import Cotangents, Tensors, Wanted
 from hyfi_core.ops.redistribute import Flight, Redistribute, like
 from hyfi_core.plan.box import Box
-from hyfi_core.plan.share import OwnCall, Share, own_call, share_of
+from hyfi_core.plan.share import OwnCall, Share, own_call, share_of, worth_it
 from hyfi_core.plan.window import Window
 
-_OWN_TO_STRIPS = 4
 Mask = tuple[bool, bool, bool]
 
 
@@ -85,13 +84,9 @@ class Convolution:
 
     @cached_property
     def own(self) -> OwnCall | None:
-        """The call on the own part; None where a canvas is the better way, or the only one.
-
-        The own part must have at least four times the pixels of the strips: below that the many small calls cost more
-        than the copy.
-        """
+        """The call on the own part; None where a canvas is the better way, or the only one."""
         transfer = self.halo.transfer
-        if not self.apart or transfer.have.area < _OWN_TO_STRIPS * max(1, transfer.received_px):
+        if not self.apart or not worth_it(transfer):
             return None
         return own_call(self.window, transfer.have, self.output)
 

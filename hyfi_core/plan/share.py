@@ -13,9 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hyfi_core.plan.box import Box
+from hyfi_core.plan.transfer import Transfer
 from hyfi_core.plan.window import Window, Window1d
 
 Interval = tuple[int, int]
+_OWN_TO_STRIPS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,3 +93,28 @@ def _own_along(window: Window1d, have: Interval, outputs: Interval) -> tuple[int
     start, padding = max(0, -before), max(0, before)
     room = have[1] - have[0] - start + 2 * padding - window.extent
     return (start, padding) if count > 0 and room >= 0 and room // window.stride + 1 == count else None
+
+
+def inner_outputs(window: Window, have: Box, whole: Box, outputs: Box) -> Box:
+    """Return the outputs of a rank's part whose windows touch nothing within the map but what it owns; may be empty."""
+    y = _inner_along(window.y, (have.y0, have.y1), whole.y1, (outputs.y0, outputs.y1))
+    x = _inner_along(window.x, (have.x0, have.x1), whole.x1, (outputs.x0, outputs.x1))
+    return Box(*y, *x)
+
+
+def worth_it(transfer: Transfer) -> bool:
+    """Whether own part and strips are better computed apart than on one canvas.
+
+    The own part must have at least four times the pixels of the strips: below that the many small calls cost more than
+    the copy.
+    """
+    return transfer.have.area >= _OWN_TO_STRIPS * max(1, transfer.received_px)
+
+
+def _inner_along(window: Window1d, have: Interval, length: int, outputs: Interval) -> Interval:
+    first, last = outputs
+    while first < last and max(0, window.input_interval(first, first + 1)[0]) < have[0]:
+        first += 1
+    while first < last and min(length, window.input_interval(last - 1, last)[1]) > have[1]:
+        last -= 1
+    return first, last

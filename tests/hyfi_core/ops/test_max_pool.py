@@ -1,0 +1,79 @@
+"""Maximum pools of parts: inner outputs apart and everything on one canvas equal one process, ties included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hyfi_core.comm.base import Communicator
+from hyfi_core.comm.threads import run_ranks
+from hyfi_core.ops.max_pool import MaxPool
+from hyfi_core.ops.redistribute import Redistribute
+from hyfi_core.plan import Layout, plan_transfer
+from hyfi_core.plan.window import Window, Window1d
+
+
+def check(size: Any, grid: Any, kernel: int, stride: int, padding: int, order: torch.memory_format) -> int:
+    """Hold both ways against one process; return how many ranks computed their inner outputs apart."""
+    # Few different values: most windows have ties, and the first in the window gets the gradient.
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 3, (2, 3, *size), generator=generator).double().contiguous(memory_format=order)
+    leaf = x.clone().requires_grad_()
+    wanted = F.max_pool2d(leaf, kernel, stride, padding)
+    dy = torch.randn(wanted.shape, dtype=torch.float64, generator=generator)
+    wanted.backward(dy)
+    window = Window(Window1d(kernel, stride, padding), Window1d(kernel, stride, padding))
+    have = Layout.even(*size, grid)
+    out = have.through(window, *wanted.shape[2:])
+    need = [window.input_box(part) for part in out.parts]
+    count = 0
+    for apart in (True, False):
+        ops = [
+            MaxPool(
+                Redistribute(plan_transfer(have.parts, need, have.map, rank), fill=-torch.inf),
+                window,
+                part,
+                (0, 0),
+                apart,
+            )
+            for rank, part in enumerate(out.parts)
+        ]
+
+        def body(comm: Communicator, ops: list[MaxPool] = ops) -> Any:
+            mine, theirs = have.parts[comm.rank].slices(), out.parts[comm.rank].slices()
+            (found,), saved = ops[comm.rank].forward(comm, (x[:, :, *mine].contiguous(memory_format=order),))
+            return found, ops[comm.rank].backward(comm, saved, (dy[:, :, *theirs],))[0]
+
+        for rank, (found, back) in enumerate(run_ranks(len(ops), body, strict=True)):
+            assert torch.equal(found, wanted[:, :, *out.parts[rank].slices()])
+            assert leaf.grad is not None
+            torch.testing.assert_close(back, leaf.grad[:, :, *have.parts[rank].slices()], rtol=0, atol=1e-13)
+        count += sum(op.own is not None for op in ops)
+    return count
+
+
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
+def test_inner_outputs_apart_and_one_canvas_equal_one_process(order: torch.memory_format) -> None:
+    assert check((32, 36), (2, 2), 3, 2, 1, order) == 4
+    assert check((30, 34), (1, 2), 3, 1, 1, order) == 2
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_any_setting_equals_one_process(data: st.DataObject) -> None:
+    kernel = data.draw(st.integers(1, 4))
+    size = data.draw(st.integers(6, 25)), data.draw(st.integers(6, 25))
+    grid = data.draw(st.sampled_from([(1, 2), (2, 2), (3, 1), (3, 3)]))
+    check(
+        size,
+        grid,
+        kernel,
+        data.draw(st.integers(1, 3)),
+        data.draw(st.integers(0, kernel // 2)),
+        torch.contiguous_format,
+    )
