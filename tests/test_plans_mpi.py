@@ -1,0 +1,56 @@
+"""All dimensions over real MPI: eight processes train as one does."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+pytestmark = [pytest.mark.mpi, pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec: pip install 'hyfi[local]'")]
+
+# Hy-Fi's canonical plan first: five stages, the first over four ranks, eight ranks, two directions, two micro-batches.
+PROGRAM = """
+import torch, hyfi_core
+from hyfi_core import ParallelPlan
+from tests.steps import Steps, adamw, assert_equal_steps, make_batches, one_process_steps
+from tests.test_plans import make
+
+comm, one = hyfi_core.init(), (1, 1)
+assert comm.size == 8
+torch.set_num_threads(1)
+canonical = ParallelPlan(((2, 2), one, one, one, one), ("enter", "down1", "down2", "up1"), 2, "gems_master")
+five = ParallelPlan(
+    ((1, 2), one, one), ("enter", "down1"), 4, "chimera", replicas=2, mirror="point_to_point", recompute=(0,)
+)
+for plan in (canonical, five):
+    model = make("hourglass")[0].double()
+    reference = make("hourglass")[0].double()
+    batches = make_batches((4, 3, 37, 45), 2, plan.replicas)
+    engine = hyfi_core.parallelize(model, (4, 3, 37, 45), plan, comm, optimizer=adamw)
+    losses, gradients = [], None
+    for index, step in enumerate(batches):
+        losses.append(engine.accumulate(*step[comm.rank // plan.ranks_per_replica]))
+        if index == 0:
+            gradients = engine.gather_gradients()
+        engine.update()
+    state = engine.gather_state_dict()
+    if comm.rank == 0:
+        wanted = one_process_steps(reference, batches, plan.microbatches, adamw)
+        found = Steps(losses, gradients, state, {})
+        assert_equal_steps(found, Steps(wanted.losses, wanted.gradients, wanted.state, {}))
+        print("equal", plan.schedule, flush=True)
+"""
+
+
+def test_eight_processes_train_as_one() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [str(MPIEXEC), "-n", "8", sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[:2] == ["equal gems_master", "equal chimera"]
