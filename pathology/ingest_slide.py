@@ -38,7 +38,7 @@ def ingest_slide(
 ) -> SlideRecord:
     """Ingest one slide and write its record; a slide that fails leaves nothing but the record with the reason.
 
-    Memory: one shard (48 MiB) of each level, a few decoded cells, and the slide at about 8 µm per pixel.
+    Memory: one shard (48 MiB) of each level, bands of decoded tiles, and the slide at about 8 µm per pixel.
 
     Args:
         source: The slide's file.
@@ -75,7 +75,8 @@ def ingest_slide(
         raise
     except Exception as error:
         # A reader met a file that its authors did not think of. The slide fails, the archive goes on.
-        record = work.failed(f"{type(error).__name__}: {error}")
+        # What it says may quote the file: not where the store is to know nothing of it.
+        record = work.failed(type(error).__name__ if secret else f"{type(error).__name__}: {error}")
     record = replace(record, extra=user_columns(row))
     if record.status == DONE or not record_path(store, name).exists() or not slide_path(store, name).exists():
         record.save(store)
