@@ -171,9 +171,24 @@ def _packages() -> str:
 
 def _threads() -> str:
     """Report what decides speed; nothing here is wrong, so there is nothing to mend."""
+    from workflows.launch import RANK_SETTINGS
+
     names = ("OMP_NUM_THREADS", "THP_MEM_ALLOC_ENABLE", "MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "LD_PRELOAD")
     settings = ", ".join(f"{name}={os.environ.get(name, 'unset')}" for name in names)
-    return f"{len(os.sched_getaffinity(0))} cores for this process; {settings}"
+    ranks = ", ".join(
+        f"{name}={value}" for name, value in (RANK_SETTINGS | os.environ).items() if name in RANK_SETTINGS
+    )
+    cores = len(os.sched_getaffinity(0))
+    return f"{cores} cores for this process; {settings}; ranks get {ranks}; kernel's huge pages: {_huge_pages()}"
+
+
+def _huge_pages() -> str:
+    """Return what the kernel has chosen; with "never" the ranks' setting does nothing."""
+    try:
+        text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    except OSError:
+        return "unknown"
+    return text.partition("[")[2].partition("]")[0] or "unknown"
 
 
 def _shared_memory() -> Finding | str:

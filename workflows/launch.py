@@ -34,6 +34,8 @@ from workflows.status import VARIABLE, RunStatus
 __all__ = ["inside_launcher", "launch", "launch_program", "own_rank", "run_as_rank"]
 
 FAULT, STOPPED = 70, 3
+# Large tensors on huge pages: the same memory, a fraction of the page faults (benchmarks/RESULTS.md).
+RANK_SETTINGS = {"THP_MEM_ALLOC_ENABLE": "1"}
 SECONDS_TO_END_AFTER_FAILURE = 5.0
 POLL_SECONDS = 0.05
 FAILED = "hyfi: rank {rank} failed, so all ranks end:\n{error}"
@@ -79,8 +81,7 @@ def launch_program(program: Sequence[str], ranks: int) -> int:
 def _environment(ranks: int) -> dict[str, str]:
     """Return the ranks' environment: cores are shared out, unless the user has said how."""
     cores = len(os.sched_getaffinity(0))
-    # Large tensors on huge pages: the same memory, a fraction of the page faults (benchmarks/RESULTS.md).
-    return {"OMP_NUM_THREADS": str(max(1, cores // ranks)), "THP_MEM_ALLOC_ENABLE": "1"} | os.environ
+    return {"OMP_NUM_THREADS": str(max(1, cores // ranks))} | RANK_SETTINGS | os.environ
 
 
 class _Watch:

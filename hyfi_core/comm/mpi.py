@@ -4,7 +4,8 @@ Every operation is started non-blocking and then waited for with a back-off (spi
 blocking calls burn a core while they wait, which slows down the ranks that work.
 
 Messages travel as bytes at the tensors' own addresses; a tensor must be contiguous and stay alive until its request is
-done, which the pending object takes care of.
+done, which the pending object takes care of. What is longer than a count of MPI-3 can say goes in pieces, one behind
+the other under the same tag.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from mpi4py import MPI
 
 from hyfi_core.comm.base import Message, ReduceOp
 
+_MOST_BYTES = 1 << 30  # counts of MPI-3 are 32-bit
 _SPIN_S = 100e-6
 _YIELD_S = 2e-3
 _SLEEP_FIRST_S = 50e-6
@@ -51,8 +53,8 @@ def backed_off(ready: Callable[[], bool]) -> None:
             sleep_s = min(_SLEEP_MOST_S, sleep_s * 1.5)
 
 
-def _buffer(tensor: torch.Tensor) -> Any:
-    """Return the tensor's bytes for MPI.
+def _pieces(tensor: torch.Tensor) -> list[Any]:
+    """Return the tensor's bytes for MPI, in pieces of at most ``_MOST_BYTES``; one piece for an empty tensor.
 
     Raises:
         ValueError: the tensor is not dense, or not on the host.
@@ -61,7 +63,9 @@ def _buffer(tensor: torch.Tensor) -> Any:
         raise ValueError(f"a tensor on {tensor.device} cannot be sent by host MPI; move it to the host first")
     if not (tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)):
         raise ValueError(f"a message must be contiguous, got strides {tensor.stride()} for {tuple(tensor.shape)}")
-    return MPI.memory.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+    most, total, start = _MOST_BYTES, tensor.nbytes, tensor.data_ptr()
+    starts = range(0, max(1, total), most)
+    return [MPI.memory.fromaddress(start + first, min(most, total - first)) for first in starts]
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -125,11 +129,15 @@ class MpiCommunicator:
         """Start sends and receives, receives first."""
         landing = [_host(m.tensor, copy=False) for m in receives]
         requests = [
-            self._comm.Irecv([_buffer(box), MPI.BYTE], m.peer, m.tag) for m, box in zip(receives, landing, strict=True)
+            self._comm.Irecv([piece, MPI.BYTE], m.peer, m.tag)
+            for m, box in zip(receives, landing, strict=True)
+            for piece in _pieces(box)
         ]
         leaving = [_host(m.tensor, copy=True) for m in sends]
         requests += [
-            self._comm.Isend([_buffer(box), MPI.BYTE], m.peer, m.tag) for m, box in zip(sends, leaving, strict=True)
+            self._comm.Isend([piece, MPI.BYTE], m.peer, m.tag)
+            for m, box in zip(sends, leaving, strict=True)
+            for piece in _pieces(box)
         ]
         staged = [(m.tensor, box) for m, box in zip(receives, landing, strict=True) if box is not m.tensor]
         return _Requests(requests, [*leaving, *landing], staged)
@@ -144,16 +152,17 @@ class MpiCommunicator:
             return _Requests([])
         plain = tensor.dtype in _DATATYPES and tensor.is_contiguous() and tensor.device.type == "cpu"
         wide = tensor if plain else tensor.to("cpu", _wide(tensor.dtype)).contiguous()
-        spec = [_buffer(wide), wide.numel(), _DATATYPES[wide.dtype]]
-        request = self._comm.Iallreduce(MPI.IN_PLACE, spec, _OPS[op])
-        return _Requests([request], [wide], [] if wide is tensor else [(tensor, wide)])
+        kind, size = _DATATYPES[wide.dtype], wide.element_size()
+        specs = [[piece, len(piece) // size, kind] for piece in _pieces(wide)]
+        requests = [self._comm.Iallreduce(MPI.IN_PLACE, spec, _OPS[op]) for spec in specs]
+        return _Requests(requests, [wide], [] if wide is tensor else [(tensor, wide)])
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Overwrite ``tensor`` with the root's."""
         if self._size == 1:
             return
         dense = tensor.detach().to("cpu").contiguous()
-        _Requests([self._comm.Ibcast([_buffer(dense), MPI.BYTE], root)], [dense]).wait()
+        _Requests([self._comm.Ibcast([piece, MPI.BYTE], root) for piece in _pieces(dense)], [dense]).wait()
         if dense.data_ptr() != tensor.data_ptr():
             with torch.no_grad():
                 tensor.copy_(dense)
@@ -194,7 +203,7 @@ class MpiCommunicator:
         if found is None:
             return None
         data = torch.empty(status.Get_count(MPI.BYTE), dtype=torch.uint8)
-        found.Recv([_buffer(data), MPI.BYTE])
+        found.Recv([_pieces(data)[0], MPI.BYTE])
         return status.Get_source(), _decode(data)
 
     def barrier(self) -> None:

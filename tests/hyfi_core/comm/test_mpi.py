@@ -71,6 +71,35 @@ def test_two_processes_equal_one() -> None:
     assert "equal [0, 1] {'a': [1, None]}" in done.stdout
 
 
+LONG = """
+import torch, hyfi_core
+from hyfi_core.comm import mpi
+from hyfi_core.comm.base import Message
+mpi._MOST_BYTES = 64
+comm = hyfi_core.init()
+peer = 1 - comm.rank
+sizes = (0, 16, 17, 1000)  # nothing, a piece, a piece and a bit, many
+boxes = [torch.empty(size) for size in sizes]
+sends = [Message(peer, torch.arange(size) + 1000.0 * comm.rank) for size in sizes]
+comm.exchange(sends, [Message(peer, box) for box in boxes]).wait()
+assert all(torch.equal(box, torch.arange(box.numel()) + 1000.0 * peer) for box in boxes)
+total = torch.arange(1000, dtype=torch.float64)
+comm.all_reduce(total)
+assert torch.equal(total, 2 * torch.arange(1000, dtype=torch.float64))
+told = torch.arange(1000) * (comm.rank == 0)
+comm.broadcast(told)
+assert torch.equal(told, torch.arange(1000))
+assert comm.broadcast_object(["long"] * 50) == ["long"] * 50
+print("whole")
+"""
+
+
+def test_what_is_too_long_for_one_message_goes_in_pieces() -> None:
+    done = mpiexec(LONG)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("whole") == 2
+
+
 def test_one_rank_that_aborts_ends_the_other_which_waits() -> None:
     start = time.monotonic()
     done = mpiexec(ABORTS)
