@@ -5,6 +5,7 @@ Images carry an offset parameter, so that the gradient of every pixel is compare
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import hyfi_core
 from hyfi_core.graph.capture import capture
 from hyfi_core.graph.instructions import Communicate
 from hyfi_core.graph.lowering import Lowering
@@ -20,7 +22,7 @@ from hyfi_core.graph.program import Program
 from hyfi_core.graph.rules import RULES
 from hyfi_core.models import amoebanet, resnet
 from hyfi_core.models.amoebanet import Cell
-from tests.harness import OffsetImages, Result, assert_equal_to_one_process
+from tests.harness import OffsetImages, Result, assert_equal_to_one_process, compare, identity, one_process, parallel
 
 Shape = tuple[int, int, int, int]
 
@@ -165,20 +167,33 @@ def test_a_whole_network() -> None:
     assert_equal_to_one_process(model, shape, (2, 2), fused_halo=4)
 
 
+def test_stages_take_what_is_owned() -> None:
+    """What a stage hands on may stand amid a run of it; others are given parts, and no margins."""
+    torch.manual_seed(2)
+    model = nn.Sequential(run_of(2), nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1), nn.ReLU())
+    images, labels = torch.randn(2, 3, 21, 26, dtype=torch.float64), torch.tensor([0, 1])
+    plan = hyfi_core.ParallelPlan(grids=((2, 1), (1, 2)), cuts=("1",), fused_halo=3)
+    found = parallel(model.double(), images, labels, plan, of_every_pixel, None)
+    compare(found, one_process(copy.deepcopy(model), images, labels, 1, of_every_pixel, identity))
+
+
 @pytest.mark.soak
-@pytest.mark.parametrize("fused_halo", [2, 4, 6, "auto"])
-@pytest.mark.parametrize("grid", [(1, 2), (2, 2), (2, 3), (3, 3)])
+@pytest.mark.parametrize(
+    ("shape", "fused_halo"),
+    [((1, 3, 96, 128), n) for n in (1, "auto")] + [((3, 3, 101, 87), n) for n in (2, 4, 6)],
+)
+@pytest.mark.parametrize("grid", [(1, 2), (2, 1), (1, 3), (2, 2), (2, 3), (3, 3)])
 @pytest.mark.parametrize(
     "make",
     [
         lambda: resnet.resnet18(2, width=8),
+        lambda: resnet.resnet50(2, width=8),
         lambda: resnet.resnet_v2(29, classes=2),
         lambda: amoebanet.amoebanet_d(2, layers=6, filters=16),
     ],
 )
-def test_whole_networks_on_all_grids(make: Any, grid: tuple[int, int], fused_halo: Any) -> None:
+def test_whole_networks_on_all_grids(make: Any, grid: tuple[int, int], shape: Shape, fused_halo: Any) -> None:
     torch.manual_seed(1)
-    shape = (3, 3, 101, 87)
     assert_equal_to_one_process(OffsetImages(make(), shape), shape, grid, fused_halo=fused_halo)
 
 
