@@ -12,6 +12,7 @@ from workflows.console import emit_json, progress, say, warn
 
 if TYPE_CHECKING:
     from hyfi_core.comm.base import Communicator
+    from hyfi_core.plan.parallel_plan import ParallelPlan
     from workflows.training.job import Job
     from workflows.training.start import Roles, Saved
     from workflows.training.stop import StopFlag
@@ -108,9 +109,9 @@ def _trainer(job: Job, roles: Roles, saved: Saved | None, coverage: Any, stop: S
 
     def part(as_json: bool) -> int:
         start = saved.training.state["step"] if saved is not None else 0
-        recorder = Recorder(job, start, coverage) if first else None
+        recorder = Recorder(job, engine.plan, start, coverage) if first else None
         if first:
-            say(_opening(job, start))
+            say(_opening(job, engine.plan, start))
             for doubt in job.doubts():
                 warn(f"hyfi: {doubt}")
         trainer = Trainer(job, roles, engine, model, recorder, saved, stop)
@@ -155,14 +156,14 @@ def _as_fault(part: Callable[[], int]) -> int:
         raise RuntimeError(f"the run cannot go on: {error}") from error
 
 
-def _opening(job: Job, start: int) -> str:
+def _opening(job: Job, plan: ParallelPlan, start: int) -> str:
     from workflows.training.optimisation import describe_updates
 
     begin = f"goes on after step {start}" if start else "begins"
     return (
         f"run {job.config.run.dir} {begin}: {len(job.train)} training and {len(job.val)} validation slides, "
         f"classes {', '.join(job.classes)}, {job.steps} steps of {job.step_samples} slides\n"
-        f"{describe_updates(job.config.optimizer, job.step_samples)}\n{job.plan.describe()}"
+        f"{describe_updates(job.config.optimizer, job.step_samples)}\n{plan.describe()}"
     )
 
 

@@ -374,3 +374,21 @@ def test_what_is_written_is_yaml_that_loads(tmp_path: Path, store: Path) -> None
     assert run_here(config) == 0
     tree = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert tree["data"]["view"] == "pack" and tree["plan"]["replicas"] == 1
+
+
+def test_a_pipeline_of_stages_trains_from_its_yaml(tmp_path: Path, store: Path) -> None:
+    """The cuts that cost chose are written down, every stage saves its share, and one rank goes on from them."""
+    plan = ["plan.grids=[[1,2],[1,1]]", "plan.schedule=1f1b", "plan.microbatches=2"]
+    config = make_config(tmp_path, store)
+    assert run_on(3, config, *plan, "run.steps=3") == [0, 0, 0]
+    run = tmp_path / "run"
+    assert json.loads((run / "plan.json").read_text())["cuts"] != "auto"
+    folder = run / "checkpoints" / "step-00000003"
+    assert len(list(folder.glob("model-*.safetensors"))) == 2
+    alone = make_config(tmp_path, store, run={"dir": str(tmp_path / "alone")})
+    assert run_here(alone, "plan.microbatches=2", "run.steps=3") == 0
+    reference = weights_of(tmp_path / "alone", 3)
+    found = load_checkpoint(folder).weights
+    assert found.keys() == reference.keys()
+    for name, tensor in reference.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from data.coverage import write_coverage
+from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.runtime.checkpoint import prune, saved_steps
 from workflows.console import say
 from workflows.training.early_stop import last_step
@@ -34,6 +35,7 @@ class Recorder:
 
     Args:
         job: the run.
+        plan: as it is run: with the cuts that were chosen.
         start: the step that the run goes on after; later lines of the log are dropped.
         coverage: rows of ``coverage.csv``.
 
@@ -43,11 +45,11 @@ class Recorder:
         last: the step with which the run ends before its time (see :mod:`workflows.training.early_stop`), else None.
     """
 
-    def __init__(self, job: Job, start: int, coverage: Iterable[Mapping[str, Any]]) -> None:
+    def __init__(self, job: Job, plan: ParallelPlan, start: int, coverage: Iterable[Mapping[str, Any]]) -> None:
         self._job, config = job, job.config
         self._start = start
         self.folder = RunFolder(config.run.dir)
-        self.folder.begin(config, {**job.plan.to_json(), **config.roles.model_dump()})
+        self.folder.begin(config, {**plan.to_json(), **config.roles.model_dump()})
         write_coverage(config.run.dir / "coverage.csv", coverage)
         self._log = MetricsLog(config.run.dir / "metrics.jsonl", start)
         self._board = _Board(config.run.dir / "tensorboard", start) if config.run.tensorboard else None
