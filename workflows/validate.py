@@ -97,7 +97,10 @@ def _tell(
     checkpoint: Path, model: Mapping[str, Any], split: str, kind: str, metrics: Mapping[str, Any], as_json: bool
 ) -> None:
     step = model.get("step")
-    say(f"{checkpoint} (step {step}), {kind}, on {metrics['slides']} slides of {split}:")
+    say(
+        f"{checkpoint} (step {step}), {kind}, on {metrics['slides']} slides of {split} "
+        "(in brackets: 95 % intervals, cases resampled):"
+    )
     _tell_numbers(metrics)
     if metrics["case"] is not None:
         say(f"by case ({metrics['case']['cases']} cases; {model.get('case_aggregate', 'mean')} of their slides):")
