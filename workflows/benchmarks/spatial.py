@@ -26,7 +26,6 @@ from hyfi_core.models import resnet
 from workflows.launch import RANK_SETTINGS, own_rank
 from workflows.mpiexec import find
 
-
 SIDES = ("plain", "as_started", "two_ranks", "one_rank")
 
 
