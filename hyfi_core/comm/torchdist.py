@@ -1,4 +1,8 @@
-"""``torch.distributed`` with gloo: for jobs that ``torchrun`` starts, where there is no MPI.
+"""``torch.distributed``: gloo between hosts, for jobs that ``torchrun`` starts where there is no MPI; NCCL for GPUs.
+
+NCCL pairs the messages of two ranks in the order in which they are started, whatever their tags, and a send ends with
+its receive: that is what the thread-ranks' strict mode holds programs to. The NCCL path itself is unverified: it cannot
+be run with two ranks on one GPU, and no machine with two has been at hand.
 
 Gloo tells that a message is done only to whoever waits for it, so ``test`` lets a helper thread wait. Small values
 travel through the rendezvous store, which can be asked without blocking.
@@ -29,14 +33,21 @@ class _Works:
     needs_polls = False
 
     def __init__(
-        self, works: list[Any], keep: Sequence[Message] = (), staged: tuple[torch.Tensor, torch.Tensor] | None = None
+        self,
+        works: list[Any],
+        keep: Sequence[Message] = (),
+        staged: tuple[torch.Tensor, torch.Tensor] | None = None,
+        on_gpu: bool = False,
     ) -> None:
         self._works = works
         self._keep = keep
         self._staged = staged  # (where the result belongs, where it lands)
+        self._on_gpu = on_gpu
         self._waiting: Future[None] | None = None
 
     def test(self) -> bool:
+        if self._on_gpu:  # it says so without being waited for; waiting orders the caller's own stream behind it
+            return all(work.is_completed() for work in self._works)
         if self._waiting is None:
             self._waiting = _WAITERS.submit(self._wait_for_all)
         if self._waiting.done():
@@ -99,9 +110,17 @@ class TorchCommunicator:
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> _Works:
         """Start sends and receives, receives first."""
+        if _on_gpu([*sends, *receives]):
+            return self._exchange_on_gpu(sends, receives)
         works = [dist.irecv(m.tensor, self._members[m.peer], self._group, m.tag) for m in receives]
         works += [dist.isend(m.tensor, self._members[m.peer], self._group, m.tag) for m in sends]
         return _Works(works, [*sends, *receives])
+
+    def _exchange_on_gpu(self, sends: Sequence[Message], receives: Sequence[Message]) -> _Works:
+        """Start all of an exchange as one group, so that NCCL may run its parts in any order. Unverified."""
+        ops = [dist.P2POp(dist.irecv, m.tensor, self._members[m.peer], self._group) for m in receives]
+        ops += [dist.P2POp(dist.isend, m.tensor, self._members[m.peer], self._group) for m in sends]
+        return _Works(dist.batch_isend_irecv(ops), [*sends, *receives], on_gpu=True)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
         """Reduce in place; narrow floats travel and add as float32."""
@@ -111,7 +130,8 @@ class TorchCommunicator:
         """Start reducing in place; narrow floats travel and add as float32."""
         wide = tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.contiguous()
         work = dist.all_reduce(wide, _OPS[op], self._group, async_op=True)
-        return _Works([work], staged=None if wide.data_ptr() == tensor.data_ptr() else (tensor, wide))
+        staged = None if wide.data_ptr() == tensor.data_ptr() else (tensor, wide)
+        return _Works([work], staged=staged, on_gpu=wide.is_cuda)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Overwrite ``tensor`` with the root's."""
@@ -186,8 +206,13 @@ class TorchCommunicator:
         os._exit(code)
 
 
+def _on_gpu(messages: Sequence[Message]) -> bool:
+    return any(message.tensor.is_cuda for message in messages)
+
+
 def world() -> TorchCommunicator:
     """Return all ranks that ``torchrun`` started."""
     if not dist.is_initialized():
-        dist.init_process_group("gloo")
+        on_gpus = torch.cuda.is_available() and dist.is_nccl_available()
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo")
     return TorchCommunicator(dist.group.WORLD, list(range(dist.get_world_size())))
