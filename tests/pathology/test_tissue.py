@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+from contextlib import closing
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from pathology.sources import open_source
+from pathology.thumbnail import thumbnail_of_source
 from pathology.tissue import find_tissue
 
 MPP = 8.0
@@ -63,3 +68,15 @@ def test_holes_smaller_than_a_vessel_are_filled() -> None:
     assert find_tissue(image, MPP).tissue[85:95, 85:95].all()
     image[:, 60:120, 65:115] = GLASS.astype(np.uint8)[:, None, None]
     assert not find_tissue(image, MPP).tissue[75:105, 80:100].any()
+
+
+@pytest.mark.slides
+def test_fat_of_a_real_biopsy_is_tissue_and_its_dust_is_not(real_slides: Path) -> None:
+    with closing(open_source(real_slides / "atlas_breast-lobular_HE_10x.svs")) as slide:
+        thumbnail, share = thumbnail_of_source(slide, slide.mpp, 400)
+    found = thumbnail.tissue
+    assert found is not None and share is not None and 0.10 < share < 0.115
+    for lobule in (found[960:1040, 470:570], found[375:440, 290:345], found[430:480, 370:430]):
+        assert lobule.mean() > 0.85
+    for glass in (found[900:1300, 1000:1800], found[540:640, 100:580], found[1300:1700, 0:500]):
+        assert glass.mean() < 0.005
