@@ -233,7 +233,7 @@ def _told_early(
     handles = [
         parameters[name].register_post_accumulate_grad_hook(tell(name))
         for name in names
-        if parameters[name].device.type == "cpu"
+        if parameters[name].requires_grad and parameters[name].device.type == "cpu"
     ]
     try:
         yield left
