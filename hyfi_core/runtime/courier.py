@@ -34,6 +34,9 @@ class Courier:
         placement: which ranks hold which stage.
         comm: the ranks of the replica.
         device: where parcels are made.
+
+    Attributes:
+        device: the same.
     """
 
     def __init__(
@@ -46,7 +49,7 @@ class Courier:
         self._handovers = handovers
         self._placement = placement
         self._comm = comm
-        self._device = device
+        self.device = device
         self._arrivals: dict[_Key, _Arrival] = {}
         self._local: dict[tuple[_Key, int], torch.Tensor] = {}
         self._leaving: list[tuple[Pending, list[Message]]] = []
@@ -70,7 +73,7 @@ class Courier:
         """Post the receives of what the other stage sends to this rank."""
         _, pieces, peers = self._side(edge, direction, back, at_source=back)
         parcels = {
-            other: empty_parcel(p, self._device) for other, p in pieces.items() if peers[other] != self._comm.rank
+            other: empty_parcel(p, self.device) for other, p in pieces.items() if peers[other] != self._comm.rank
         }
         receives = [Message(peers[other], parcel) for other, parcel in parcels.items()]
         self._arrivals[edge, direction, microbatch, back] = _Arrival(parcels, self._comm.exchange([], receives))

@@ -17,18 +17,20 @@ from hyfi_core.plan.box import Box
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
 from hyfi_core.plan.strategy import Strategy, plan_for
+from hyfi_core.runtime.answers import Predictor
 from hyfi_core.runtime.attribution import attribute
 from hyfi_core.runtime.compiled import Compiled, HostedStage, compile_model, with_named_cuts
 from hyfi_core.runtime.courier import Courier
-from hyfi_core.runtime.executor import Executor, Values
+from hyfi_core.runtime.executor import Values
 from hyfi_core.runtime.gradients import StepGradients, clip
 from hyfi_core.runtime.groups import Groups
 from hyfi_core.runtime.holdings import Holdings
-from hyfi_core.runtime.images import Images, InputPart, read_part
+from hyfi_core.runtime.images import Images, InputPart
 from hyfi_core.runtime.mirror import Mirror
 from hyfi_core.runtime.optimizer_state import optimizer_state, restricted
 from hyfi_core.runtime.pipeline import Key, Pipeline, Step
 from hyfi_core.runtime.random_key import RandomKey
+from hyfi_core.runtime.reading import Reader, divisor
 from hyfi_core.runtime.statistics import FoldedStatistics, FollowingStatistics
 from hyfi_core.schedule.action import Action, Schedule
 from hyfi_core.schedule.generate import generate
@@ -70,6 +72,7 @@ class Engine:
         self.plan = plan = with_named_cuts(model, micro, self._dtype, plan)
         self._placement = Placement.of(plan)
         self._groups = Groups(comm, plan, self._placement)
+        self._reader = Reader(plan, shape, self._groups, self._device, self._dtype)
         self._cache: dict[Any, Compiled] = {}
         self._gradients: dict[int, StepGradients] = {}
         self._schedules: dict[tuple[tuple[int, int], ...], Schedule] = {}
@@ -79,11 +82,11 @@ class Engine:
         self.random = RandomKey(seed, first=self._groups.index * plan.microbatches)
         self.events: list[tuple[Action, float, float]] = []
         # Captures the model: what cannot run is refused here.
-        compiled = self._compiled(self._micro_shape(shape[0]))
+        compiled = self._compiled(micro)
         self._holdings = Holdings(model, compiled, self._groups, self._placement, plan)
         self._mirror = self._make_mirror(compiled)
         self._optimizer = optimizer(self._holdings.optimized()) if optimizer is not None else None
-        self._input_parts = self._parts_of(compiled, shape[0])
+        self._input_parts = tuple(self._reader.training_parts(compiled, shape[0]).values())
 
     # -- what a user calls
 
@@ -117,14 +120,12 @@ class Engine:
         """
         with self._evaluating(), torch.no_grad():
             self._groups.reset_traffic()
-            shape = self._batch_shape(images)
-            micro = self._micro_shape(shape[0], shape)
+            shape = self._reader.batch_shape(images)
+            micro = self._reader.micro_shape(shape)
             compiled = self._compiled(micro)
-            local = self._read(images, self._whole_parts(compiled, shape[0]))
-            courier = self._courier(compiled)
-            answers = [self._answer(compiled, local, courier, m, micro[0]) for m in range(shape[0] // micro[0])]
-            courier.finish()
-            return _joined(self._groups_answer(compiled, answers))
+            local = self._reader.read(images, self._reader.prediction_parts(compiled, shape[0]))
+            predictor = Predictor(compiled, self._groups, self._placement, self._courier(compiled), self._start)
+            return predictor.run(local, shape[0], micro[0])
 
     def attribute(self, images: Images) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (logits ``(B, K)``, contributions ``(B, K, h, w)`` float32), the same on every rank.
@@ -140,12 +141,13 @@ class Engine:
                 f"contributions need a plan of one stage, this one has {self.plan.stages}; use grids=((rows, columns),)"
             )
         with self._evaluating():
-            shape = self._batch_shape(images)
-            compiled = self._compiled(self._micro_shape(shape[0], shape))
-            local = self._read(images, self._whole_parts(compiled, shape[0]))[0, 0]
+            shape = self._reader.batch_shape(images)
+            micro = self._reader.micro_shape(shape)
+            compiled = self._compiled(micro)
+            local = self._reader.read(images, self._reader.prediction_parts(compiled, shape[0]))[0, 0]
             pieces = [
                 attribute(compiled, self._start(compiled.only, p, m), self._groups.stages[0, 0])
-                for m, p in enumerate(local.split(self._micro_shape(shape[0], shape)[0]))
+                for m, p in enumerate(local.split(micro[0]))
             ]
         return torch.cat([piece[0] for piece in pieces]), torch.cat([piece[1] for piece in pieces])
 
@@ -163,10 +165,10 @@ class Engine:
             RequestError: the micro-batches would be unequal.
         """
         self._groups.reset_traffic()
-        shape = self._batch_shape(images)
-        micro = self._micro_shape(shape[0], shape, strict=True)
+        shape = self._reader.batch_shape(images)
+        micro = self._reader.micro_shape(shape, strict=True)
         compiled = self._compiled(micro)
-        local = self._read(images, {k: p for k, p in self._keyed_parts(compiled, shape[0])})
+        local = self._reader.read(images, self._reader.training_parts(compiled, shape[0]))
         gradients = self._gradients_of(compiled)
         statistics = self._statistics(compiled)
         pipeline = Pipeline(
@@ -244,7 +246,7 @@ class Engine:
 
     def schedule(self) -> Schedule:
         """Return the lowered schedule of a training step: every action of every rank of a replica."""
-        return self._schedule(self._compiled(self._micro_shape(self._shape[0])))
+        return self._schedule(self._compiled(self._reader.micro_shape(self._shape)))
 
     # -- how it is done
 
@@ -277,43 +279,6 @@ class Engine:
 
         parameters = {key: self._parameters(stage) for key, stage in compiled.hosted.items()}
         return Step(begin, loss, parameters)
-
-    def _answer(
-        self, compiled: Compiled, local: dict[Key, torch.Tensor], courier: Courier, microbatch: int, size: int
-    ) -> list[Any] | None:
-        """Run one micro-batch forward through this rank's stages; return the leaves of the answer where it is made."""
-        leaves = None
-        for key in sorted(key for key in compiled.hosted if key[1] == 0):
-            stage = compiled.hosted[key]
-            part = local[key][microbatch * size : (microbatch + 1) * size] if key in local else None
-            for edge in compiled.handovers:
-                if edge[1] == key[0]:
-                    courier.expect(edge, 0, microbatch, back=False)
-            values = self._start(stage, part, microbatch)
-            values.update(FollowingStatistics(self._model).given(stage))
-            values.update(courier.values(*key, microbatch))
-            Executor(stage.tape, self._groups.stages[key]).forward(values, record=False)
-            for edge in compiled.handovers:
-                if edge[0] == key[0]:
-                    courier.send(edge, 0, microbatch, values, back=False)
-            if key[0] == self.plan.stages - 1:
-                leaves = compiled.leaves(stage, values)
-        return leaves
-
-    def _groups_answer(self, compiled: Compiled, answers: list[list[Any] | None]) -> list[Any]:
-        """Return every micro-batch's answer on every rank of the replica."""
-        if self.plan.stages == 1:
-            return [compiled.pick(leaves) for leaves in answers if leaves is not None]
-        root = self._placement.group(self.plan.stages - 1)[0]
-        comm, shared = self._groups.replica, []
-        for leaves in answers:
-            known = comm.broadcast_object(_described(leaves) if leaves is not None else None, root)
-            tensors = _undescribed(known, leaves if comm.rank == root else None, self._device)
-            for tensor in tensors:
-                if isinstance(tensor, torch.Tensor):
-                    comm.broadcast(tensor, root)
-            shared.append(compiled.pick(tensors))
-        return shared
 
     def _start(self, stage: HostedStage, part: torch.Tensor | None, microbatch: int = 0) -> Values:
         """Return the values that are there before the first instruction."""
@@ -362,59 +327,6 @@ class Engine:
 
     def _actions(self, compiled: Compiled) -> tuple[Action, ...]:
         return self._schedule(compiled).actions[self._groups.replica.rank]
-
-    # -- what is read
-
-    def _keyed_parts(self, compiled: Compiled, batch: int) -> Iterator[tuple[Key, InputPart]]:
-        """Yield what each stage that reads the image needs in training: its direction's share of the samples."""
-        share = batch // self.plan.directions
-        for key in sorted(compiled.hosted):
-            if compiled.hosted[key].reads_image:
-                box = compiled.hosted[key].ranked.read_box
-                yield key, InputPart(box, key[1] * share, (key[1] + 1) * share)
-
-    def _parts_of(self, compiled: Compiled, batch: int) -> tuple[InputPart, ...]:
-        return tuple(part for _, part in self._keyed_parts(compiled, batch))
-
-    def _whole_parts(self, compiled: Compiled, batch: int) -> dict[Key, InputPart]:
-        """Return what prediction reads: all samples, by direction 0."""
-        return {
-            key: InputPart(stage.ranked.read_box, 0, batch)
-            for key, stage in compiled.hosted.items()
-            if stage.reads_image and key[1] == 0
-        }
-
-    def _read(self, images: Images, parts: dict[Key, InputPart]) -> dict[Key, torch.Tensor]:
-        read: dict[InputPart, torch.Tensor] = {}
-        for part in parts.values():
-            if part not in read:
-                local = read_part(images, part)
-                self._groups.all.count("input", 0, local.numel() * local.element_size())
-                read[part] = local.to(device=self._device, dtype=self._dtype)
-        return {key: read[part] for key, part in parts.items()}
-
-    def _batch_shape(self, images: Images) -> tuple[int, int, int, int]:
-        """Return the shape of the batch; of one read by boxes its ``samples``, else those the engine is made for."""
-        if not isinstance(images, torch.Tensor):
-            return getattr(images, "samples", self._shape[0]), *self._shape[1:]
-        if images.dim() != 4:
-            raise RequestError(f"images have shape {tuple(images.shape)}; give the whole batch as (B, C, H, W)")
-        batch, channels, height, width = images.shape
-        return batch, channels, height, width
-
-    def _micro_shape(
-        self, batch: int, shape: tuple[int, ...] | None = None, strict: bool = False
-    ) -> tuple[int, int, int, int]:
-        """Return the shape of one micro-batch; outside training a batch that does not divide is run whole."""
-        count = self.plan.microbatches
-        if batch % count and strict:
-            raise RequestError(
-                f"a batch of {batch} images cannot be cut into {count} equal micro-batches; "
-                f"use a batch of {max(1, batch // count) * count} or plan.microbatches={_divisor(batch, count)}"
-            )
-        size = batch if batch % count else batch // count
-        _, channels, height, width = shape if shape is not None else self._shape
-        return size, channels, height, width
 
     def _compiled(self, shape: tuple[int, int, int, int]) -> Compiled:
         flags = tuple(module.training for module in self._model.modules())
@@ -497,41 +409,6 @@ def parallelize(
     if shape[0] % plan.microbatches:
         raise RequestError(
             f"a batch of {shape[0]} images cannot be cut into {plan.microbatches} equal micro-batches; "
-            f"use plan.microbatches={_divisor(shape[0], plan.microbatches)}"
+            f"use plan.microbatches={divisor(shape[0], plan.microbatches)}"
         )
     return Engine(model, shape, plan, comm, loss, optimizer, output, autocast)
-
-
-def _divisor(batch: int, count: int) -> int:
-    """Return the largest number of equal micro-batches not above ``count``."""
-    return max(n for n in range(1, count + 1) if batch % n == 0)
-
-
-def _described(leaves: list[Any]) -> list[Any]:
-    """Return what another rank needs to make room for the leaves of an answer."""
-    return [
-        [list(leaf.shape), str(leaf.dtype).removeprefix("torch.")] if isinstance(leaf, torch.Tensor) else leaf
-        for leaf in leaves
-    ]
-
-
-def _undescribed(known: list[Any], leaves: list[Any] | None, device: torch.device) -> list[Any]:
-    """Return the leaves, or room for them."""
-    if leaves is not None:
-        return [leaf.contiguous() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    return [
-        torch.empty(item[0], dtype=getattr(torch, item[1]), device=device) if isinstance(item, list) else item
-        for item in known
-    ]
-
-
-def _joined(answers: list[Any]) -> Any:
-    """Put the micro-batches' answers together again, whatever structure they have."""
-    if len(answers) == 1:
-        return answers[0]
-    leaves = [torch.utils._pytree.tree_flatten(answer) for answer in answers]
-    joined = [
-        torch.cat(parts) if isinstance(parts[0], torch.Tensor) and parts[0].dim() else parts[0]
-        for parts in zip(*(flat for flat, _ in leaves), strict=True)
-    ]
-    return torch.utils._pytree.tree_unflatten(joined, leaves[0][1])

@@ -38,15 +38,16 @@ def test_buckets_start_while_backward_runs(grid: tuple[int, int], replicas: int,
     def body(comm: Any, module: nn.Module) -> Any:
         plan = ParallelPlan((grid,), microbatches=microbatches, replicas=replicas)
         engine = hyfi_core.parallelize(module, (2, 3, 16, 16), plan, comm)
+        gradients = engine._gradients_of(engine._compiled(engine._reader.micro_shape((2, 3, 16, 16))))
         if comm.rank == 0:
-            original = engine._groups.all.start_all_reduce
+            (group,) = gradients._groups
+            original = group._comm.start_all_reduce
 
             def started(tensor: torch.Tensor, *rest: Any) -> Any:
                 order.append("start")
                 return original(tensor, *rest)
 
-            for group in engine._gradients_of(engine._compiled(engine._micro_shape(2)))._groups:
-                group._comm.start_all_reduce = started  # type: ignore[method-assign]
+            group._comm.start_all_reduce = started  # type: ignore[method-assign]
             module.layers[0].weight.register_post_accumulate_grad_hook(lambda _: order.append("first layer"))
         engine.accumulate(*batch(0))
 
