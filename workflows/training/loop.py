@@ -140,12 +140,10 @@ class Trainer:
         due = self._job.validates_after(step)
         with self._average.applied() if self._average is not None else nullcontext():
             judged = self._engine.gather_state_dict() if due else None
-            averaged = {name: value.clone() for name, value in self._engine.owned_state().items()}
-        share = Share(
-            self._engine.owned_state(),
-            self._engine.owned_optimizer(),
-            averaged if self._average is not None else None,
-        )
+            averaged = None
+            if self._average is not None:
+                averaged = {name: value.clone() for name, value in self._engine.owned_state().items()}
+        share = Share(self._engine.owned_state(), self._engine.owned_optimizer(), averaged)
         model = {**self._job.model_json(), "step": step}
         folder = step_folder(self._job.config.run.dir / "checkpoints", step)
         save_together(folder, self._trainers, share, model=model, state=self._where(step))
