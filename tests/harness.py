@@ -47,9 +47,7 @@ def captured_once(model: nn.Module, shape: Any, dtype: torch.dtype) -> Program:
         return _PROGRAMS[key]
 
 
-def run_copies(
-    model: nn.Module, ranks: int, body: Callable[[Any, nn.Module], Any], strict: bool = False
-) -> list[Any]:
+def run_copies(model: nn.Module, ranks: int, body: Callable[[Any, nn.Module], Any], strict: bool = False) -> list[Any]:
     """Run ``body(comm, module)`` on thread-ranks, each with its own copy of the module; strict as NCCL if asked."""
     copies = [copy.deepcopy(model) for _ in range(ranks)]
     with mock.patch("hyfi_core.runtime.compiled.capture", captured_once):

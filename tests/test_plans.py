@@ -109,6 +109,20 @@ def test_plans_equal_one_process(name: str, grids: str, schedule: str, replicas:
     assert_plan_equals_one_process(model, shape, plan, factory=factory, steps=steps)
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("grids", GRIDS)
+@pytest.mark.parametrize("name", ["resnet", "amoebanet", "hourglass"])
+def test_every_plan_equals_one_process(name: str, grids: str, schedule: str, replicas: int) -> None:
+    model, cuts = make(name)
+    plan = plan_of(grids, cuts, schedule, replicas=replicas)
+    shape = (4, 3, 97, 113) if name == "amoebanet" else (4, 3, 37, 45)
+    for factory in (sgd, adamw):
+        assert_plan_equals_one_process(model, shape, plan, factory=factory, steps=2 if name == "amoebanet" else 5)
+
+
 def test_hyfis_canonical_plan() -> None:
     """Five stages, the first over four ranks, eight ranks, two directions, two micro-batches."""
     torch.manual_seed(6)
