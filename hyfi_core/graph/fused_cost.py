@@ -13,7 +13,7 @@ DEPTHS = (2, 3, 4, 6)
 
 @dataclass(frozen=True)
 class Prices:
-    """What things cost, in seconds; measured between two processes on shared memory and one thread of a server CPU.
+    """What things cost, in seconds: estimates for processes on shared memory, each with one thread of a server CPU.
 
     Attributes:
         message_s: one message with all that surrounds it, whatever its size.
