@@ -16,7 +16,7 @@ demo: .venv/.installed
 	$(BIN)/hyfi demo --out demo
 
 test: .venv/.installed-test
-	$(BIN)/python -m pytest -m "not soak" $(PYTEST_FLAGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not soak" -n 2 --dist loadfile $(PYTEST_FLAGS)
 
 soak: .venv/.installed-test
 	$(BIN)/python -m pytest -m soak $(PYTEST_FLAGS)

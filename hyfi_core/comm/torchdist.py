@@ -10,6 +10,7 @@ travel through the rendezvous store, which can be asked without blocking.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
@@ -215,4 +216,11 @@ def world() -> TorchCommunicator:
     if not dist.is_initialized():
         on_gpus = torch.cuda.is_available() and dist.is_nccl_available()
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo")
+        atexit.register(_leave)
     return TorchCommunicator(dist.group.WORLD, list(range(dist.get_world_size())))
+
+
+def _leave() -> None:
+    """Let go of all groups while the interpreter still stands: gloo's threads must not outlive it."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

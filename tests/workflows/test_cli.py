@@ -13,7 +13,19 @@ from tests.conftest import ROOT, Hyfi
 from workflows.cli import app, exit_code_of
 from workflows.console import emit_json, progress, say
 
-COMMANDS = ["doctor", "demo", "synth", "ingest", "inspect", "split", "train", "validate", "predict"]
+COMMANDS = [
+    "doctor",
+    "demo",
+    "synth",
+    "ingest",
+    "verify",
+    "export",
+    "inspect",
+    "split",
+    "train",
+    "validate",
+    "predict",
+]
 
 
 def test_every_command_is_there() -> None:
