@@ -35,7 +35,7 @@ from workflows.benchmarks.resting import RestingNetwork
 from workflows.launch import own_rank
 from workflows.mpiexec import find
 
-BLOCKS, BLOCK_S, SIZE_PX, BATCH = 16, 0.01, 32, 8
+BLOCKS, BLOCK_S, SIZE_PX, BATCH = 16, 0.02, 32, 8
 ONE = (1, 1)
 
 

@@ -55,6 +55,11 @@ class LateCommunicator:
         self._free_s = max(time.perf_counter(), self._free_s) + tensor.nbytes * self._seconds_per_byte
         return _Link(self._comm.start_all_reduce(tensor, op), self._free_s)
 
+    def split(self, color: int | None, key: int = 0) -> Any:
+        """Return a group behind the same sort of link."""
+        group = self._comm.split(color, key)
+        return None if group is None else LateCommunicator(group, self._seconds_per_byte)
+
     def __getattr__(self, name: str) -> Any:
         """Everything else is passed on."""
         return getattr(self._comm, name)
