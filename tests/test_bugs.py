@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import subprocess
 import sys
@@ -111,3 +112,26 @@ def test_thinned_convolutions_equal_one_process(grid: tuple[int, int], size: tup
     )
     head = nn.Sequential(net, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
     assert_equal_to_one_process(head, (2, 3, *size), grid)
+
+
+def test_weights_under_way_are_waited_for_when_an_engine_goes() -> None:
+    """The mirror's receives went on into memory that had been freed: a process that ended behind an update crashed."""
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
+    plan = hyfi_core.ParallelPlan(((1, 1), (1, 1)), ("0",), 2, "chimera", mirror="point_to_point")
+
+    def body(comm: Communicator) -> Any:
+        model = copy.deepcopy(net)
+        engine = hyfi_core.parallelize(
+            model, (2, 3, 8, 8), plan, comm, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+        )
+        engine.train_step(torch.ones(2, 3, 8, 8), torch.tensor([0, 1]))
+        mirror = engine._mirror
+        assert mirror is not None
+        under = list(mirror._weights)
+        del engine, mirror
+        gc.collect()
+        return [item.pending.test() for item in under], [p.detach().clone() for p in model.parameters()]
+
+    (first, one), (second, two) = run_ranks(2, body)
+    assert first == second == [True]
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))

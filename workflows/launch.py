@@ -191,9 +191,15 @@ def _speaks(status: RunStatus | None, rank: int) -> bool:
     return True
 
 
+PEER_LOST_S = 2.0
+"""How long a rank whose message failed waits before it tells of it; the launcher sees a dead peer at once."""
+
+
 def _fail(status: RunStatus | None, rank: int) -> None:
     """Tell the error in hand if it is the first, and end every rank of the job."""
     error = traceback.format_exc().rstrip()
+    if type(sys.exc_info()[1]).__module__.startswith("mpi4py"):
+        time.sleep(PEER_LOST_S)  # most likely a peer died, and that is the first error: it is told meanwhile
     if status is not None:  # the launcher tells it: what a rank prints now may be lost with the process manager's pipes
         status.claim_failure(rank, error)
     else:

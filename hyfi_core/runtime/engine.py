@@ -210,6 +210,7 @@ class Engine:
 
     def gather_state_dict(self) -> dict[str, torch.Tensor] | None:
         """Return a copy of the user's model's own ``state_dict`` on rank 0, None elsewhere."""
+        self.settle()
         return self._holdings.gather_state_dict()
 
     def owned_state(self) -> dict[str, torch.Tensor]:
@@ -227,8 +228,7 @@ class Engine:
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Take over weights and buffers from such a dict, on every rank."""
-        if self._mirror is not None:
-            self._mirror.settle()
+        self.settle()
         self._model.load_state_dict(state)
 
     def traffic(self) -> dict[str, dict[str, int]]:

@@ -12,6 +12,8 @@ Source: Jain et al., GEMS: GPU-Enabled Memory-Aware Model-Parallelism System for
 
 from __future__ import annotations
 
+import atexit
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +24,15 @@ from hyfi_core.comm.base import Message, Pending
 from hyfi_core.comm.counted import CountedCommunicator
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.placement import Placement
+
+_ALIVE: weakref.WeakSet[Mirror] = weakref.WeakSet()
+
+
+@atexit.register
+def _settle_all() -> None:
+    """Let no process end while weights are under way: the peers of each have begun the same exchange."""
+    for mirror in list(_ALIVE):
+        mirror.settle()
 
 
 @dataclass
@@ -48,6 +59,9 @@ class Mirror:
     def __init__(
         self, placement: Placement, comm: CountedCommunicator, parameters: Sequence[Sequence[nn.Parameter]]
     ) -> None:
+        self._gradients: list[_Under] = []
+        self._weights: list[_Under] = []
+        self._leaving: list[_Under] = []
         seen: set[int] = set()
         for group in parameters:
             if seen & {id(parameter) for parameter in group}:
@@ -59,9 +73,11 @@ class Mirror:
         self._comm = comm
         self._parameters = parameters
         self._owner_of, self._mirror_of = _partners(placement, comm.rank)
-        self._gradients: list[_Under] = []
-        self._weights: list[_Under] = []
-        self._leaving: list[_Under] = []
+        _ALIVE.add(self)
+
+    def __del__(self) -> None:
+        """Wait for what is under way: MPI writes into its memory until then."""
+        self.settle()
 
     def expected(self) -> list[nn.Parameter]:
         """Return the parameters to whose gradients the other direction adds."""

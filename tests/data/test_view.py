@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.pack import Shelves, components
-from data.tissue_grid import TissueGrid
+from data.tissue_grid import LARGEST_DENOMINATOR, TissueGrid
 from data.view import Piece, View, make_view
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box
@@ -20,7 +20,7 @@ def upsample(mask, mask_mpp, size_px, mpp):
     """The tissue of every image pixel, by its centre: the definition, in rational numbers."""
     index = []
     for axis in (0, 1):
-        ratio = Fraction(mpp[axis]) / Fraction(mask_mpp[axis])
+        ratio = (Fraction(mpp[axis]) / Fraction(mask_mpp[axis])).limit_denominator(LARGEST_DENOMINATOR)
         rows = [int((Fraction(2 * y + 1, 2) * ratio).__floor__()) for y in range(size_px[axis])]
         index.append(np.minimum(rows, mask.shape[axis] - 1))
     return mask[np.ix_(*index)]
