@@ -14,7 +14,6 @@ A child is a new interpreter (never a fork: its parent has MPI threads), sees no
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import pickle
 import signal
@@ -26,15 +25,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Protocol
 
+from data.children import die_with_parent, environment_of_a_child
 from data.decode import Pixels, Samples, decode
 from data.shared_bytes import SharedBytes
-
-PR_SET_PDEATHSIG = 1  # prctl(2)
-LAUNCHERS = ("PMI_", "PMIX_", "OMPI_", "PRTE_", "MPI_", "HYDRA_", "HYDI_", "SLURM_", "TORCHELASTIC_")
-"""By these a process finds its place among the ranks; a worker has none."""
 
 # Not ``-m``: what is pickled must be found under this module's own name, not under __main__.
 _PROGRAM = "from data.decode_worker import main; main()"
@@ -151,7 +146,7 @@ class ChildWorker:
             stdin=subprocess.DEVNULL,
             stdout=2,  # the run's standard output is the trainers'
             pass_fds=(theirs.fileno(), *(part.descriptor for part in shared)),
-            env=_environment(),
+            env=environment_of_a_child() | {"OMP_NUM_THREADS": "1"},
             process_group=0,  # Ctrl-C and the signals of launchers are the parent's to answer
         )
         theirs.close()
@@ -177,13 +172,6 @@ class ChildWorker:
         return code > 0
 
 
-def _environment() -> dict[str, str]:
-    """Return the environment of a process that is no rank, with this process's search path for modules."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
-    search = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
-    return kept | {"PYTHONPATH": search, "OMP_NUM_THREADS": "1"}
-
-
 def _portable(error: Exception) -> Exception:
     """Return the error, or, where it cannot travel between processes, its words."""
     try:
@@ -205,7 +193,7 @@ def main() -> None:
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     parent, descriptor = int(sys.argv[1]), int(sys.argv[2])
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     if os.getppid() != parent:
         return  # the parent was gone before it could be watched
     pickled, slots, cache = (_mapped(word) for word in sys.argv[3:])

@@ -8,14 +8,14 @@ if TYPE_CHECKING:
     from hyfi_core.plan.box import Box as Box
     from hyfi_core.plan.parallel_plan import ParallelPlan as ParallelPlan
     from hyfi_core.runtime.engine import Engine as Engine
-    from hyfi_core.runtime.engine import parallelize as parallelize
     from hyfi_core.runtime.launch import init as init
+    from hyfi_core.runtime.parallelize import parallelize as parallelize
 
 _WHERE = {
     "Box": "hyfi_core.plan.box",
     "ParallelPlan": "hyfi_core.plan.parallel_plan",
     "Engine": "hyfi_core.runtime.engine",
-    "parallelize": "hyfi_core.runtime.engine",
+    "parallelize": "hyfi_core.runtime.parallelize",
     "init": "hyfi_core.runtime.launch",
 }
 __all__ = ["Box", "Engine", "ParallelPlan", "init", "parallelize"]

@@ -12,9 +12,8 @@ from hyfi_core.plan.box import Box
 from pathology.ingest_options import IngestOptions
 from pathology.level_reader import LevelChoice, LevelReader, choose_level
 from pathology.mpp import SourceMpp
-from pathology.pyramid import level_sizes
+from pathology.pyramid import fitted, level_sizes
 from pathology.quality import mask_level
-from pathology.resample import Planes
 from pathology.sources import SlideSource
 from pathology.tissue import Mask, TissueMasks, find_tissue
 
@@ -84,14 +83,7 @@ def _masks(slide: SlideSource, mpp: SourceMpp, options: IngestOptions, size: Lev
     mask_mpp = options.mpp * 2 ** mask_level(options.mpp, options.tissue)
     choice = choose_level(slide, mpp.um, mask_mpp)
     pixels = LevelReader(slide, choice, options.max_bad).read(Box.of_size(choice.height_px, choice.width_px))
-    return find_tissue(_fitted(pixels, size), mask_mpp, options.tissue)
-
-
-def _fitted(pixels: Planes, size: LevelSize) -> Planes:
-    """Return the pixels with a last row or column more or less: halving rounds up, resampling to the nearest."""
-    rows = np.minimum(np.arange(size.height_px), pixels.shape[1] - 1)
-    columns = np.minimum(np.arange(size.width_px), pixels.shape[2] - 1)
-    return np.ascontiguousarray(pixels[:, rows][:, :, columns])
+    return find_tissue(fitted(pixels, size), mask_mpp, options.tissue)
 
 
 def _around(tissue: Mask, scale: int, whole: Box, mpp_um: float) -> Box:

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from data.store_writer import LevelSize, Mask
+from data.store_writer import Mask
 from hyfi_core.plan.box import Box
 from pathology.blur import MEASURED_MPP_UM
 from pathology.level_reader import LevelReader, choose_level
-from pathology.pyramid import level_sizes
+from pathology.pyramid import fitted, level_sizes
 from pathology.quality import Quality, Survey, mask_level
-from pathology.resample import Planes
 from pathology.sources import SlideSource
 from pathology.tissue import TissueParameters, find_tissue
 
@@ -45,7 +44,7 @@ def survey_lossless(slide: SlideSource, mpp: tuple[float, float], parameters: Ti
     survey = Survey(sizes, base_um, parameters)
     coarse = choose_level(slide, mpp, base_um * 2**level)
     overview = LevelReader(slide, coarse, max_bad=1.0).read(Box.of_size(coarse.height_px, coarse.width_px))
-    overview = _fitted(overview, sizes[level])
+    overview = fitted(overview, sizes[level])
     masks = find_tissue(overview, base_um * 2**level, parameters)
     survey.see(level, 0, 0, overview)
     if level > 0:
@@ -62,10 +61,3 @@ def _samples(tissue: Mask, scale: int, whole: Box) -> list[Box]:
     chosen = np.unique(np.linspace(0, max(0, len(rows) - 1), _SAMPLES).astype(int)) if len(rows) else []
     corners = [(int(rows[k]) * _SAMPLE_PX, int(columns[k]) * _SAMPLE_PX) for k in chosen]
     return [Box(y, y + _SAMPLE_PX, x, x + _SAMPLE_PX).intersect(whole) for y, x in corners]
-
-
-def _fitted(pixels: Planes, size: LevelSize) -> Planes:
-    """Return the pixels with a last row or column more or less: halving rounds up, resampling to the nearest."""
-    rows = np.minimum(np.arange(size.height_px), pixels.shape[1] - 1)
-    columns = np.minimum(np.arange(size.width_px), pixels.shape[2] - 1)
-    return np.ascontiguousarray(pixels[:, rows][:, :, columns])

@@ -38,6 +38,13 @@ def level_sizes(height_px: int, width_px: int, at_least: int) -> tuple[LevelSize
     return tuple(sizes)
 
 
+def fitted(pixels: Planes, size: LevelSize) -> Planes:
+    """Return the pixels with a last row or column more or less: halving rounds up, resampling to the nearest."""
+    rows = np.minimum(np.arange(size.height_px), pixels.shape[1] - 1)
+    columns = np.minimum(np.arange(size.width_px), pixels.shape[2] - 1)
+    return np.ascontiguousarray(pixels[:, rows][:, :, columns])
+
+
 @dataclass(frozen=True, slots=True)
 class PyramidBuilder:
     """Makes all levels from the boxes of level 0.

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing
 import signal
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from data.children import die_with_parent
 from data.files import remove_leftovers
 from data.manifest import FAILED, SlideRecord
 from data.store import slide_path
@@ -26,7 +25,6 @@ from pathology.memory import default_workers, return_what_is_freed
 from pathology.slide_work import CLAIMS, Outcome, do_job
 from pathology.source_threads import set_decode_threads
 
-_PR_SET_PDEATHSIG = 1
 _LOOK_EVERY_S = 0.5
 """How often the share that is done is told, and whether slides of other runs have become free."""
 
@@ -163,9 +161,7 @@ def _start_worker(shares: Any, threads: int) -> None:
     set_decode_threads(threads)
     return_what_is_freed()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        # Dies with its parent, however that ends.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
 
 
 def _end_workers(pool: ProcessPoolExecutor) -> None:

@@ -40,10 +40,10 @@ def run_in_pool(call: Callable[[T], R], parts: Iterable[T]) -> list[R]:
     Raises:
         Exception: The first one that ``call`` raised, in the order of the parts, after all have ended.
     """
-    todo = list(parts)
-    if len(todo) < 2 or decode_threads() == 1 or in_pool():
-        return [call(part) for part in todo]
-    futures = [submit(call, part) for part in todo]
+    waiting = list(parts)
+    if len(waiting) < 2 or decode_threads() == 1 or in_pool():
+        return [call(part) for part in waiting]
+    futures = [submit(call, part) for part in waiting]
     for future in futures:
         future.exception()  # nothing may still write into the caller's memory when an error reaches the caller
     return [future.result() for future in futures]

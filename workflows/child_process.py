@@ -7,7 +7,6 @@ a program (a process that has called MPI must not fork), knows nothing of MPI, a
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -16,18 +15,15 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
-from workflows.processes import PR_SET_PDEATHSIG
+from data.children import die_with_parent, environment_of_a_child
 
 Word = dict[str, Any]
 LOST_PEER = "a lost connection to another child"
 """How a child says that it ended which another one's end took with it."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-# By these a process finds its place among the ranks; a child has none.
-_LAUNCHERS = ("PMI_", "PMIX_", "OMPI_", "PRTE_", "MPI_", "HYDRA_", "HYDI_", "SLURM_", "TORCHELASTIC_")
 
 
 class ChildProcess:
@@ -48,7 +44,7 @@ class ChildProcess:
                 [sys.executable, *program, str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # the run's standard output is the trainers'
-                env=_environment(),
+                env=environment_of_a_child(),
                 pass_fds=[theirs.fileno(), *descriptors],
             )
         finally:
@@ -97,8 +93,7 @@ class Parent:
     def of_arguments(cls) -> Parent:
         """Return the parent that the command line names; from now on this process ends when the parent does."""
         descriptor, pid = int(sys.argv[-2]), int(sys.argv[-1])
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with_parent()
         if os.getppid() != pid:
             os._exit(0)  # it ended before the kernel was asked
         return cls(Connection(descriptor))
@@ -114,14 +109,6 @@ class Parent:
         except (EOFError, OSError):
             os._exit(0)
         return word
-
-
-def _environment() -> dict[str, str]:
-    """Return the environment of a process that is no rank, with this process's search path for modules."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        kept.pop(name, None)
-    return kept | {"PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
 
 
 def _how(code: int) -> str:

@@ -7,6 +7,7 @@ synth ─► slides/ ─► ingest (train, val) ─► store/ ─► train ─�
 from __future__ import annotations
 
 import csv
+import functools
 import json
 import shlex
 import shutil
@@ -19,9 +20,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from data.children import die_with_parent
 from hyfi_core.errors import RequestError
 from workflows.console import emit_json, say
-from workflows.processes import die_with_parent
 
 RECIPE = Path(__file__).parent / "recipes" / "demo.yaml"
 MARKER = ".hyfi-demo"
@@ -182,7 +183,9 @@ def _hyfi(*words: object) -> None:
     say(f"$ hyfi {shown}")
     # A session of its own: Ctrl-C reaches the demo alone, which asks the command to stop once, not twice.
     process = subprocess.Popen(
-        [sys.executable, "-m", "workflows.cli", *text], start_new_session=True, preexec_fn=die_with_parent
+        [sys.executable, "-m", "workflows.cli", *text],
+        start_new_session=True,
+        preexec_fn=functools.partial(die_with_parent, signal.SIGTERM),
     )
     try:
         code = process.wait()

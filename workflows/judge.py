@@ -17,7 +17,7 @@ from data.dataset import SlideDataset, SlideRef
 from data.normalise import Normalisation
 from hyfi_core.comm.base import Communicator
 from hyfi_core.plan.parallel_plan import ParallelPlan
-from hyfi_core.runtime.engine import parallelize
+from hyfi_core.runtime.parallelize import parallelize
 from workflows.evaluation import Exam, Images, Judgement, Predictor, gather_logits, predict_slides
 from workflows.models import DTYPES, FORMATS, build_model, lay_out
 

@@ -13,6 +13,7 @@ it would kill the others at the first that does not.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import subprocess
@@ -24,11 +25,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
+from data.children import die_with_parent
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.launch import inside_launcher
 from workflows import mpiexec
 from workflows.console import warn
-from workflows.processes import Ends, die_with_parent, kill_session
+from workflows.processes import Ends, kill_session
 from workflows.status import VARIABLE, RunStatus
 
 __all__ = ["inside_launcher", "launch", "launch_program", "own_rank", "run_as_rank"]
@@ -73,7 +75,7 @@ def launch_program(program: Sequence[str], ranks: int) -> int:
             stderr=subprocess.PIPE,
             env=_environment(ranks) | {VARIABLE: folder},
             start_new_session=True,
-            preexec_fn=die_with_parent,
+            preexec_fn=functools.partial(die_with_parent, signal.SIGTERM),
         )
         return _Watch(process, status, ranks).until_all_have_ended()
 

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import select
 import signal
 import time
 from collections.abc import Iterable
 from pathlib import Path
-
-PR_SET_PDEATHSIG = 1  # prctl(2)
-
-
-def die_with_parent() -> None:
-    """Ask the kernel to end this process when its parent ends, even by SIGKILL. For ``preexec_fn``; Linux only."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def session_members(session: int) -> list[int]:

@@ -43,6 +43,19 @@ class Pending(Protocol):
         ...
 
 
+class Done:
+    """Communication that is over already."""
+
+    needs_polls = False
+
+    def test(self) -> bool:
+        """All of it is finished."""
+        return True
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
 class Communicator(Protocol):
     """A group of ranks. All tensors live on the host unless the adapter says otherwise."""
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hyfi_core.comm.base import Communicator, Message, Pending, ReduceOp
+from hyfi_core.comm.base import Communicator, Done, Message, Pending, ReduceOp
 
 Log = list[list[torch.Tensor]]
 
@@ -140,18 +140,8 @@ class ReplayingCommunicator:
     def _filled(self, tensors: list[torch.Tensor]) -> Pending:
         for tensor, kept in zip(tensors, self._log.pop(0), strict=True):
             tensor.copy_(kept)
-        return _Done()
+        return Done()
 
     def __getattr__(self, name: str) -> Any:
         """Nothing else is part of a forward."""
         raise AttributeError(f"{name} cannot be played back: no forward of a stage calls it")
-
-
-class _Done:
-    needs_polls = False
-
-    def test(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        return None

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from hyfi_core.comm.base import Communicator, Message, ReduceOp
+from hyfi_core.comm.base import Communicator, Done, Message, ReduceOp
 from hyfi_core.comm.mailroom import Call, DeadlockError, Job, Mailroom, PeerFailedError, Post
 
 __all__ = ["DeadlockError", "PeerFailedError", "ThreadCommunicator", "run_ranks"]
@@ -87,16 +87,6 @@ class _Reduction:
         self._tensor = None
 
 
-class _Done:
-    needs_polls = False
-
-    def test(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        return None
-
-
 class ThreadCommunicator:
     """One rank's view of a group of threads."""
 
@@ -164,12 +154,12 @@ class ThreadCommunicator:
         texts = self._share(f"gather_objects to {root}", json.dumps(value))
         return [json.loads(text) for text in texts] if self._rank == root else None
 
-    def send_object(self, value: Any, peer: int, tag: int) -> _Done:
+    def send_object(self, value: Any, peer: int, tag: int) -> Done:
         """Send a small value."""
         with self._room.job.changed:
             self._room.objects.setdefault((peer, tag), deque()).append((self._rank, json.dumps(value)))
             self._room.job.announce()
-        return _Done()
+        return Done()
 
     def poll_object(self, tag: int, peer: int | None = None) -> tuple[int, Any] | None:
         """Return (peer, value) of one that has arrived."""

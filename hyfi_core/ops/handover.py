@@ -14,7 +14,7 @@ so each share goes back to where the value came from and is added there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -88,6 +88,7 @@ class Piece:
 
 
 Pieces = dict[int, tuple[Piece, ...]]
+_Part = tuple[Piece, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -108,19 +109,11 @@ class Handover:
 
     def outgoing(self, source: int, back: bool = False) -> Pieces:
         """Return position in the second stage -> pieces that ``source`` sends there, or takes from there ``back``."""
-        return {
-            target: found
-            for target in range(self.targets)
-            if (found := tuple(self._between(source, target, back, at_source=True)))
-        }
+        return self._pieces[back][0][source]
 
     def incoming(self, target: int, back: bool = False) -> Pieces:
         """Return position in the first stage -> pieces that ``target`` takes from there, or sends there ``back``."""
-        return {
-            source: found
-            for source in range(self.sources)
-            if (found := tuple(self._between(source, target, back, at_source=False)))
-        }
+        return self._pieces[back][1][target]
 
     def origin(self, value: Carried, position: int, at_source: bool) -> Box | None:
         """Return the box that a rank holds of a value, None for a replicated one."""
@@ -129,10 +122,10 @@ class Handover:
 
     def arrived(self, target: int, parcels: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return what the rank at ``target`` holds after all its messages have come."""
-        result = {}
+        found, result = _unpacked(self.incoming(target), parcels), {}
         for value in self.values:
-            box = self.origin(value, target, at_source=False)
-            whole, parts = self._collect(value, box, self.incoming(target), parcels)
+            box, parts = self.origin(value, target, at_source=False), found.get(value.name, [])
+            whole = self._only(value, box, parts)
             if whole is None:
                 whole = self._canvas(value, box, parcels)
                 for piece, part in parts:
@@ -142,32 +135,24 @@ class Handover:
 
     def returned(self, source: int, parcels: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the cotangents that have come back to the rank at ``source``, added up; nothing for none."""
-        result = {}
+        found, result = _unpacked(self.outgoing(source, back=True), parcels), {}
         for value in self.values:
-            box = self.origin(value, source, at_source=True)
-            if not value.gradient or (box is None and not parcels):
+            box, parts = self.origin(value, source, at_source=True), found.get(value.name, [])
+            if not value.gradient or (box is None and not parts):
                 continue
-            whole, parts = self._collect(value, box, self.outgoing(source, back=True), parcels)
-            if whole is None and (parts or box is not None):
+            whole = self._only(value, box, parts)
+            if whole is None:
                 whole = self._canvas(value, box, parcels).zero_()
                 for piece, part in parts:
                     value.cut(whole, piece.box, box).add_(part)
-            if whole is not None:
-                result[value.name] = whole
+            result[value.name] = whole
         return result
 
-    def _collect(
-        self, value: Carried, box: Box | None, expected: Pieces, parcels: Mapping[int, torch.Tensor]
-    ) -> tuple[torch.Tensor | None, list[tuple[Piece, torch.Tensor]]]:
-        """Return (the value itself if one piece is all of it, else None; the pieces)."""
-        parts = []
-        for position, pieces in expected.items():
-            for piece, part in zip(pieces, unpack(parcels[position], pieces), strict=True):
-                if piece.value is value:
-                    parts.append((piece, part))
+    def _only(self, value: Carried, box: Box | None, parts: Sequence[_Part]) -> torch.Tensor | None:
+        """Return the value itself where one piece is all of it."""
         if len(parts) == 1 and parts[0][0].shape == value.local_shape(box):
-            return self._formatted(parts[0][1]), parts
-        return None, parts
+            return self._formatted(parts[0][1])
+        return None
 
     def _formatted(self, tensor: torch.Tensor) -> torch.Tensor:
         last = self.channels_last and tensor.dim() == 4
@@ -189,8 +174,21 @@ class Handover:
                     found[value.name, source] = plan_transfer(have, need, value.whole, source)
         return found
 
-    def _between(self, source: int, target: int, back: bool, at_source: bool) -> Iterator[Piece]:
-        """Yield the pieces between two positions, the same whoever asks."""
+    @cached_property
+    def _pieces(self) -> tuple[tuple[list[Pieces], list[Pieces]], ...]:
+        """(forward, back) of (pieces of each source by target, of each target by source); the same whoever asks."""
+        found = []
+        for back in (False, True):
+            out: list[Pieces] = [{} for _ in range(self.sources)]
+            into: list[Pieces] = [{} for _ in range(self.targets)]
+            for source in range(self.sources):
+                for target in range(self.targets):
+                    if pieces := tuple(self._between(source, target, back)):
+                        out[source][target] = into[target][source] = pieces
+            found.append((out, into))
+        return tuple(found)
+
+    def _between(self, source: int, target: int, back: bool) -> Iterator[Piece]:
         for value in self.values:
             if back and not value.gradient:
                 continue
@@ -234,6 +232,15 @@ def unpack(parcel: torch.Tensor, pieces: tuple[Piece, ...]) -> list[torch.Tensor
         parcel[start:stop].view(piece.value.dtype).view(piece.shape)
         for (start, stop), piece in zip(_places(pieces), pieces, strict=True)
     ]
+
+
+def _unpacked(expected: Pieces, parcels: Mapping[int, torch.Tensor]) -> dict[str, list[_Part]]:
+    """Return value -> (piece, what came of it), over all messages."""
+    found: dict[str, list[_Part]] = {}
+    for position, pieces in expected.items():
+        for piece, part in zip(pieces, unpack(parcels[position], pieces), strict=True):
+            found.setdefault(piece.value.name, []).append((piece, part))
+    return found
 
 
 def empty_parcel(pieces: tuple[Piece, ...], device: torch.device) -> torch.Tensor:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from hyfi_core.errors import RequestError
+from hyfi_core.plan.drawing import draw
 
 Schedule = Literal["sequential", "gpipe", "1f1b", "gems_mast", "gems_master", "chimera"]
 Mirror = Literal["all_reduce", "point_to_point"]
@@ -136,8 +137,6 @@ class ParallelPlan:
 
     def describe(self) -> str:
         """Return stages, grids and ranks as text for people."""
-        from hyfi_core.plan.drawing import draw  # it needs this class
-
         return draw(self)
 
 

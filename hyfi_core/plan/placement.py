@@ -13,8 +13,10 @@ With ``interleave`` v, the D grids are gone through v times: stage s sits on gri
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from hyfi_core.plan.parallel_plan import ParallelPlan
+if TYPE_CHECKING:  # a plan is drawn by its placement
+    from hyfi_core.plan.parallel_plan import ParallelPlan
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from hyfi_core.runtime.cuts import with_cuts
 Output = Callable[[Any], Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # one is equal to itself alone: it is a key
 class HostedStage:
     """A stage as one of its ranks runs it.
 

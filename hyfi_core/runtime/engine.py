@@ -7,19 +7,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
-from hyfi_core.graph.program import KEY
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
-from hyfi_core.plan.strategy import Strategy, plan_for
 from hyfi_core.runtime.answers import Predictor
 from hyfi_core.runtime.attribution import attribute
-from hyfi_core.runtime.compiled import Compiled, HostedStage, compile_model, with_named_cuts
+from hyfi_core.runtime.bindings import Bindings
+from hyfi_core.runtime.compiled import Compiled, compile_model, with_named_cuts
 from hyfi_core.runtime.courier import Courier
 from hyfi_core.runtime.executor import Values
 from hyfi_core.runtime.gradients import StepGradients, clip
@@ -30,7 +28,7 @@ from hyfi_core.runtime.mirror import Mirror
 from hyfi_core.runtime.optimizer_state import optimizer_state, restricted
 from hyfi_core.runtime.pipeline import Key, Pipeline, Step
 from hyfi_core.runtime.random_key import RandomKey
-from hyfi_core.runtime.reading import Reader, divisor
+from hyfi_core.runtime.reading import Reader
 from hyfi_core.runtime.statistics import FoldedStatistics, FollowingStatistics
 from hyfi_core.schedule.action import Action, Schedule
 from hyfi_core.schedule.generate import generate
@@ -80,6 +78,7 @@ class Engine:
             comm.broadcast(tensor.data)
         seed = int(comm.broadcast_object(torch.initial_seed() & (2**63 - 1)))
         self.random = RandomKey(seed, first=self._groups.index * plan.microbatches)
+        self._bindings = Bindings(model, self.random)
         self.events: list[tuple[Action, float, float]] = []
         # Captures the model: what cannot run is refused here.
         compiled = self._compiled(micro)
@@ -124,7 +123,9 @@ class Engine:
             micro = self._reader.micro_shape(shape)
             compiled = self._compiled(micro)
             local = self._reader.read(images, self._reader.prediction_parts(compiled, shape[0]))
-            predictor = Predictor(compiled, self._groups, self._placement, self._courier(compiled), self._start)
+            predictor = Predictor(
+                compiled, self._groups, self._placement, self._courier(compiled), self._bindings.begin
+            )
             return predictor.run(local, shape[0], micro[0])
 
     def attribute(self, images: Images) -> tuple[torch.Tensor, torch.Tensor]:
@@ -146,7 +147,7 @@ class Engine:
             compiled = self._compiled(micro)
             local = self._reader.read(images, self._reader.prediction_parts(compiled, shape[0]))[0, 0]
             pieces = [
-                attribute(compiled, self._start(compiled.only, p, m), self._groups.stages[0, 0])
+                attribute(compiled, self._bindings.begin(compiled.only, p, m), self._groups.stages[0, 0])
                 for m, p in enumerate(local.split(micro[0]))
             ]
         return torch.cat([piece[0] for piece in pieces]), torch.cat([piece[1] for piece in pieces])
@@ -192,7 +193,9 @@ class Engine:
     def update(self, max_norm: float | None = None) -> None:
         """Clip gradients to a global norm, let the optimiser step, and forget the gradients."""
         if max_norm is not None:
-            clip(self._holdings.optimized(), self._holdings.counted(), max_norm, self._groups)
+            owned, alone = self._holdings.optimized(), self.plan.stages == 1
+            counted = owned if alone else self._holdings.counted()
+            clip(owned, counted, max_norm, None if alone else self._groups.replica)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self._mirror is not None:
@@ -272,29 +275,13 @@ class Engine:
             if key in local:
                 start = (microbatch - first[key[1]]) * size
                 part = local[key][start : start + size]
-            return self._start(compiled.hosted[key], part, microbatch)
+            return self._bindings.begin(compiled.hosted[key], part, microbatch)
 
         def loss(answer: Any, microbatch: int) -> torch.Tensor:
             return self._loss(answer, targets[microbatch]) / count
 
-        parameters = {key: self._parameters(stage) for key, stage in compiled.hosted.items()}
+        parameters = {key: self._bindings.parameters(stage) for key, stage in compiled.hosted.items()}
         return Step(begin, loss, parameters)
-
-    def _start(self, stage: HostedStage, part: torch.Tensor | None, microbatch: int = 0) -> Values:
-        """Return the values that are there before the first instruction."""
-        program = stage.ranked.program
-        values: Values = dict(program.constants)
-        values.update(self._parameters(stage))
-        buffers = dict(self._model.named_buffers(remove_duplicate=False))
-        values.update({value: buffers[name] for value, name in program.buffers.items()})
-        if part is not None:
-            values[program.image] = part
-        values[KEY] = self.random.words(microbatch)
-        return values
-
-    def _parameters(self, stage: HostedStage) -> Values:
-        named = dict(self._model.named_parameters(remove_duplicate=False))
-        return {value: named[name] for value, name in stage.ranked.program.parameters.items()}
 
     def _courier(self, compiled: Compiled) -> Courier:
         return Courier(compiled.handovers, self._placement, self._groups.replica, self._device)
@@ -342,7 +329,7 @@ class Engine:
         """Return the loss: a sum over the last stages of both directions, a mean over replicas."""
         if self.plan.stages * self.plan.directions * self.plan.replicas == 1:
             return float(pipeline.loss)
-        total = pipeline.share.clone()
+        total = pipeline.share.to(self._device)
         self._groups.all.kind = "reduce"
         self._groups.all.all_reduce(total)
         return float(total) / self.plan.replicas
@@ -363,52 +350,3 @@ class Engine:
         finally:
             for module, flag in flags:
                 module.training = flag
-
-
-def parallelize(
-    model: nn.Module,
-    shape: tuple[int, int, int, int],
-    plan: ParallelPlan | None,
-    comm: Communicator,
-    *,
-    strategy: Strategy | None = None,
-    loss: Loss = F.cross_entropy,
-    optimizer: OptimizerFactory | None = None,
-    output: Callable[[Any], Any] | None = None,
-    autocast: torch.dtype | None = None,
-) -> Engine:
-    """Spread a model over the ranks of a plan.
-
-    Args:
-        model: any ``nn.Module`` that takes one image tensor, untouched; parameters and buffers become rank 0's.
-        shape: of the whole batch of one replica, ``(B, C, H, W)``.
-        plan: how; ``plan.ranks`` must be ``comm.size``. None with a ``strategy``.
-        comm: from ``hyfi_core.init()``, or a group of its ranks.
-        strategy: "data", "model", "spatial" or "hybrid": a plan for ``comm.size`` ranks by one word.
-        loss: of one micro-batch, a mean over its samples.
-        optimizer: makes an optimiser of a list of parameters; needed for ``update``.
-        output: picks the logits out of what the model returns.
-        autocast: computes in this type where autocast would (``torch.bfloat16``).
-
-    Raises:
-        RequestError: plan, ranks, shape or model do not go together; nothing has been sent then.
-    """
-    if len(shape) != 4 or any(side < 1 for side in shape):
-        raise RequestError(f"shape is {shape}; give (B, C, H, W) of the whole batch of one replica")
-    if (plan is None) == (strategy is None):
-        raise RequestError(
-            "parallelize needs a plan or a strategy, and not both; strategies are data, model, spatial, hybrid"
-        )
-    if plan is None:
-        assert strategy is not None
-        plan = plan_for(strategy, comm.size, shape[0])
-    if plan.ranks != comm.size:
-        raise RequestError(
-            f"the plan needs {plan.ranks} ranks, {comm.size} are here; start {plan.ranks} or change plan.grids"
-        )
-    if shape[0] % plan.microbatches:
-        raise RequestError(
-            f"a batch of {shape[0]} images cannot be cut into {plan.microbatches} equal micro-batches; "
-            f"use plan.microbatches={divisor(shape[0], plan.microbatches)}"
-        )
-    return Engine(model, shape, plan, comm, loss, optimizer, output, autocast)

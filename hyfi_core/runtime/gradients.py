@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from hyfi_core.comm.counted import CountedCommunicator
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
 from hyfi_core.runtime.compiled import Compiled
@@ -55,6 +56,11 @@ class StepGradients:
                 self._group_of.update({id(parameter): group for parameter in members})
         self._waiting: dict[int, int] = {}
         self._kept: list[torch.Tensor | None] = []
+
+    @property
+    def reduces(self) -> bool:
+        """Whether any gradient is shared with other ranks."""
+        return bool(self._groups)
 
     def begin(self) -> None:
         """Set aside what earlier calls have accumulated, so that only new shares are summed."""
@@ -136,21 +142,24 @@ def _by_holders(
     return found
 
 
-def clip(owned: Sequence[nn.Parameter], counted: Sequence[nn.Parameter], max_norm: float, groups: Groups) -> None:
+def clip(
+    owned: Sequence[nn.Parameter], counted: Sequence[nn.Parameter], max_norm: float, comm: CountedCommunicator | None
+) -> None:
     """Scale gradients down to a norm over the whole model, as ``torch.nn.utils.clip_grad_norm_`` does.
 
     Args:
         owned: parameters of this rank.
-        counted: those that this rank counts, so that each is counted by one rank of the replica.
+        counted: those that this rank counts, so that each is counted by one rank of ``comm``.
         max_norm: the norm that is not exceeded.
-        groups: of the plan.
+        comm: the ranks that hold the model together; None where this rank counts all of it.
     """
-    norms = [p.grad.norm().double().square().cpu() for p in counted if p.grad is not None]
-    total = torch.stack(norms).sum() if norms else torch.zeros((), dtype=torch.float64)
-    groups.replica.kind = "reduce"
-    groups.replica.all_reduce(total)
+    device = owned[0].device
+    norms = [p.grad.norm().double() for p in counted if p.grad is not None]
+    total = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
+    if comm is not None:
+        comm.kind = "reduce"
+        comm.all_reduce(total)
     share = max_norm / (float(total) ** 0.5 + 1e-6)
-    if share < 1.0:
-        for parameter in owned:
-            if parameter.grad is not None:
-                parameter.grad.mul_(share)
+    gradients = [p.grad for p in owned if p.grad is not None]
+    if share < 1.0 and gradients:
+        torch._foreach_mul_(gradients, share)

@@ -34,15 +34,16 @@ class Holdings:
         self._stages = _stages_by_name(model, compiled, placement.stages)
         self._named = dict(model.named_parameters(remove_duplicate=False))
         self._holders = {name: groups.holders(stages) for name, stages in self._stages.items()}
+        rank = groups.replica.rank
+        mine = [p for name, p in model.named_parameters() if p.requires_grad and rank in self._holders[name]]
+        self._optimized = mine or [self._placeholder()]
 
     def optimized(self) -> list[nn.Parameter]:
         """Return the trained parameters that this rank's optimiser updates, in the model's order.
 
         A rank of stages without any gets one empty parameter: optimisers do not take empty lists.
         """
-        rank = self._groups.replica.rank
-        mine = [p for name, p in self._model.named_parameters() if p.requires_grad and rank in self._holders[name]]
-        return mine or [self._placeholder()]
+        return self._optimized
 
     def counted(self) -> list[nn.Parameter]:
         """Return those of them that this rank counts in a sum over the model: each is counted by one rank."""

@@ -35,6 +35,11 @@ class Statistics(Protocol):
 class Gradients(Protocol):
     """What reduces gradients."""
 
+    @property
+    def reduces(self) -> bool:
+        """Whether anything is reduced at all, so that it matters when a gradient is complete."""
+        ...
+
     def complete(self, key: Key, names: Sequence[str]) -> None:
         """Take note that a stage adds no more to these gradients on this rank."""
         ...
@@ -199,7 +204,7 @@ class Pipeline:
                 flight.records = replayed.forward(values, record=True)
             flight.again = None
         complete = None
-        if self._last[key] == microbatch:
+        if self._last[key] == microbatch and self._gradients.reduces:
             complete = lambda names: self._gradients.complete(key, names)  # noqa: E731
         flight.cotangents = self._executor(stage, key).backward(
             flight.records, cotangents, step.parameters[key], complete=complete
@@ -221,9 +226,9 @@ class Pipeline:
         # The answer is replicated, its cotangent a sum over ranks: one rank gives the loss its weight, the others zero.
         first = self._groups[key].rank == 0
         loss.backward(torch.ones_like(loss) if first else torch.zeros_like(loss))
-        self.loss = self.loss + loss.detach().double().cpu()
+        self.loss = self.loss.to(loss.device) + loss.detach().double()
         if first:
-            self.share = self.share + loss.detach().double().cpu()
+            self.share = self.share.to(loss.device) + loss.detach().double()
         flight.leaves = []
         return {
             item.name: leaf.grad

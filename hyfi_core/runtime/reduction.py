@@ -49,6 +49,7 @@ class ReductionGroup:
         self._replicas = replicas
         self._dtype = dtype
         self._buckets = [_Bucket(chunk, _flat(chunk)) for chunk in _chunks(parameters)]
+        self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
         self._next = 0
 
     def begin(self) -> None:
@@ -64,8 +65,8 @@ class ReductionGroup:
 
     def complete(self, parameters: Sequence[nn.Parameter]) -> None:
         """Take note that no more of these gradients comes on this rank; start what is complete, in order."""
-        for bucket in self._buckets[self._next :]:
-            bucket.open.difference_update(id(parameter) for parameter in parameters)
+        for parameter in parameters:
+            self._bucket_of[id(parameter)].open.discard(id(parameter))
         while self._next < len(self._buckets) and not self._buckets[self._next].open:
             self._start(self._buckets[self._next])
             self._next += 1

@@ -21,8 +21,9 @@ from hyfi_core.runtime.checkpoint import (
     load_checkpoint,
     load_training_state,
 )
-from hyfi_core.runtime.engine import Engine, parallelize
+from hyfi_core.runtime.engine import Engine
 from hyfi_core.runtime.optimizer_state import load_optimizer_state
+from hyfi_core.runtime.parallelize import parallelize
 from workflows.config import Config
 from workflows.console import say
 from workflows.evaluation import Exam, Images

@@ -1,0 +1,53 @@
+"""Bindings: what stands behind the names of a program before its first instruction."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hyfi_core.graph.program import KEY
+from hyfi_core.runtime.compiled import HostedStage
+from hyfi_core.runtime.executor import Values
+from hyfi_core.runtime.random_key import RandomKey
+
+
+class Bindings:
+    """A model's own tensors by the values of a stage's program; looked up once for each stage.
+
+    Args:
+        model: the user's module. Its tensors change in place only, as optimisers and ``load_state_dict`` change them.
+        random: what dropout and its like are keyed by.
+    """
+
+    def __init__(self, model: nn.Module, random: RandomKey) -> None:
+        self._parameters: Values = dict(model.named_parameters(remove_duplicate=False))
+        self._buffers: Values = dict(model.named_buffers(remove_duplicate=False))
+        self._random = random
+        self._found: dict[HostedStage, tuple[Values, Values]] = {}
+
+    def begin(self, stage: HostedStage, part: torch.Tensor | None, microbatch: int = 0) -> Values:
+        """Return the values that are there before the first instruction; the caller's own dict.
+
+        Args:
+            stage: one that this rank holds.
+            part: the rank's part of the image, None where the stage takes none.
+            microbatch: its number in the step.
+        """
+        program = stage.ranked.program
+        parameters, buffers = self._of(stage)
+        values = {**program.constants, **parameters, **buffers, KEY: self._random.words(microbatch)}
+        if part is not None:
+            values[program.image] = part
+        return values
+
+    def parameters(self, stage: HostedStage) -> Values:
+        """Return value name -> parameter; not to be changed."""
+        return self._of(stage)[0]
+
+    def _of(self, stage: HostedStage) -> tuple[Values, Values]:
+        if stage not in self._found:
+            program = stage.ranked.program
+            parameters = {value: self._parameters[name] for value, name in program.parameters.items()}
+            buffers = {value: self._buffers[name] for value, name in program.buffers.items()}
+            self._found[stage] = (parameters, buffers)
+        return self._found[stage]
