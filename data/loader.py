@@ -134,9 +134,9 @@ class LoaderService:
         wanted = [
             [part.box for t in trainers if t.replica == replica for part in t.parts if part.holds(place)]
             for replica in {t.replica for t in trainers}
-            for place in range(self._layout.batch)
+            for place in range(self._layout.batch_of(replica))
         ]
-        credits = {t.replica: -(-t.ahead * self._layout.batch // t.every[1]) for t in trainers}
+        credits = {t.replica: -(-t.ahead * self._layout.batch_of(t.replica) // t.every[1]) for t in trainers}
         return DecodePool(
             self._samples,
             workers=self._workers,

@@ -13,7 +13,7 @@ from torch import nn
 
 import hyfi_core
 from hyfi_core.runtime.optimizer_state import optimizer_state
-from tests.harness import run_copies
+from tests.harness import Loss, run_copies
 
 Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -54,7 +54,9 @@ def make_batches(shape: tuple[int, int, int, int], steps: int, replicas: int, cl
     ]
 
 
-def one_process_steps(model: nn.Module, batches: list[list[Batch]], microbatches: int, factory: Factory) -> Steps:
+def one_process_steps(
+    model: nn.Module, batches: list[list[Batch]], microbatches: int, factory: Factory, loss: Loss = F.cross_entropy
+) -> Steps:
     """The reference: each replica's batch through a copy of the module, gradients averaged, statistics of the first."""
     copies = [copy.deepcopy(model) for _ in batches[0]]
     optimizers = [factory(list(module.parameters())) for module in copies]
@@ -63,7 +65,7 @@ def one_process_steps(model: nn.Module, batches: list[list[Batch]], microbatches
         total = 0.0
         for module, (images, labels) in zip(copies, step, strict=True):
             for part, targets in zip(images.chunk(microbatches), labels.chunk(microbatches), strict=True):
-                share = F.cross_entropy(module(part), targets) / (microbatches * len(copies))
+                share = loss(module(part), targets) / (microbatches * len(copies))
                 share.backward()
                 total += share.item()
         for group in zip(*(module.parameters() for module in copies), strict=True):
@@ -81,16 +83,22 @@ def one_process_steps(model: nn.Module, batches: list[list[Batch]], microbatches
 
 
 def parallel_steps(
-    model: nn.Module, batches: list[list[Batch]], plan: hyfi_core.ParallelPlan, factory: Factory, strict: bool = True
+    model: nn.Module,
+    batches: list[list[Batch]],
+    plan: hyfi_core.ParallelPlan,
+    factory: Factory,
+    strict: bool = True,
+    loss: Loss = F.cross_entropy,
 ) -> tuple[Steps, list[Any]]:
     """The same on thread-ranks; also what each rank's engine says of its traffic and events."""
 
     def body(comm: Any, module: nn.Module) -> Any:
-        shape = tuple(batches[0][0][0].shape)
-        engine = hyfi_core.parallelize(module, shape, plan, comm, optimizer=factory)  # type: ignore[arg-type]
+        replica = comm.rank // plan.ranks_per_replica
+        shape = tuple(batches[0][replica][0].shape)
+        engine = hyfi_core.parallelize(module, shape, plan, comm, loss=loss, optimizer=factory)  # type: ignore[arg-type]
         losses, first = [], None
         for index, step in enumerate(batches):
-            losses.append(engine.accumulate(*step[comm.rank // plan.ranks_per_replica]))
+            losses.append(engine.accumulate(*step[replica]))
             if index == 0:
                 first = engine.gather_gradients()
             engine.update()

@@ -105,7 +105,8 @@ def _trainer(job: Job, roles: Roles, saved: Saved | None, coverage: Any, stop: S
     assert roles.trainers is not None
     first = roles.world.rank == 0
     model = make_model(job, tell=first and saved is None)
-    engine = make_engine(job, model, job.plan, roles.trainers, job.layout.batch)
+    replica = roles.trainers.rank // job.plan.ranks_per_replica
+    engine = make_engine(job, model, job.plan, roles.trainers, job.layout.batch_of(replica))
 
     def part(as_json: bool) -> int:
         start = saved.training.state["step"] if saved is not None else 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any, NoReturn
 
 import torch
@@ -49,7 +50,7 @@ class Lowering:
         rules: text form of an operator -> its rule.
         entries: values that come from other stages -> how they are split here, None for a replicated one.
         fused_halo: most windows for one exchange along any path, or "auto"; 1: an exchange before each.
-        replicas: over how many replicas batch norms take their statistics.
+        replicas: over how many times the samples of this replica batch norms take their statistics.
 
     Attributes:
         able: operators whose rules asked what to compute: they may stand inside a fused run.
@@ -63,7 +64,7 @@ class Lowering:
         rules: dict[str, Rule],
         entries: Mapping[str, Split | None] | None = None,
         fused_halo: int | str = 1,
-        replicas: int = 1,
+        replicas: Fraction | int = 1,
     ) -> None:
         self.program = program
         self.grid = grid

@@ -123,8 +123,9 @@ def maximum(lowering: Lowering, op: Operator) -> None:
 
 
 def _pixels(lowering: Lowering, name: str) -> int:
+    """Return the pixels that statistics of a map are taken over, in all replicas that take them together."""
     batch, _, height, width = lowering.shape(name)
-    return batch * height * width
+    return int(batch * height * width * lowering.replicas)
 
 
 def batch_norm_training(lowering: Lowering, op: Operator) -> None:
@@ -143,7 +144,7 @@ def batch_norm_training(lowering: Lowering, op: Operator) -> None:
         if normalised is not None:
             lowering.splits[normalised] = split
         return
-    count = _pixels(lowering, x.name) * lowering.replicas
+    count = _pixels(lowering, x.name)
     batch_mean, batch_var = lowering.fresh(running_mean.name), lowering.fresh(running_var.name)
     norm = _batch_norm(lowering, split, count, eps)
     outputs = (normalised, batch_mean, batch_var)
@@ -187,7 +188,7 @@ def batch_norm_without_statistics(lowering: Lowering, op: Operator) -> None:
         names = tuple(part if name == x.name else name for name in inputs)
         lowering.compute(function, names, op.outputs[:1], split)
         return
-    norm = _batch_norm(lowering, split, _pixels(lowering, x.name) * lowering.replicas, eps)
+    norm = _batch_norm(lowering, split, _pixels(lowering, x.name), eps)
     lowering.communicate(norm, (part, *affine), op.outputs[:1], "reduce", copies=lowering.replicas > 1)
     for output in op.outputs[:1]:
         if output is not None:

@@ -1,7 +1,7 @@
 """Rules for operators that draw random numbers: the same numbers on any plan.
 
-Each number depends on (seed, step, micro-batch, operator, position in the whole value) and on nothing else, so a rank
-draws those of its own part and agrees with all others. The first three come in the value ``KEY``.
+Each number depends on (seed, step, sample, operator, position in the whole value) and on nothing else, so a rank draws
+those of its own part and agrees with all others. The first three come in the value ``KEY``.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ class _Numbers:
     def __init__(self, lowering: Lowering, op: Operator, shape: tuple[int, ...], split: Split | None) -> None:
         self._operator = lowering.program.ordinal(op)
         self._shape = shape
+        self._images = lowering.shape(lowering.program.image)[0]
         self._dims = split.dims if split is not None else None
         box = split.held[lowering.rank] if split is not None else None
         self._box = (box.y0, box.y1, box.x0, box.x1) if box is not None else (0, 0, 0, 0)
         lowering.values[KEY] = ValueInfo((3,), torch.int64)
 
     def __call__(self, draw: _Draw, key: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        """Return this rank's numbers; ``key`` holds seed, step and micro-batch."""
-        seed, step, micro = (int(word) for word in key)
-        first = micro * prod(self._shape)  # micro-batches follow each other, so a batch draws alike however it is cut
+        """Return this rank's numbers; ``key`` holds seed, step and the micro-batch's first sample."""
+        seed, step, sample = (int(word) for word in key)
+        first = sample * prod(self._shape) // self._images  # samples follow each other: alike however a batch is cut
         where = draws.positions(self._shape, self._dims, self._box, device, first)
         return draw(draws.mixed(seed, step, self._operator), where, dtype)
 

@@ -15,6 +15,8 @@ def draw(plan: ParallelPlan) -> str:
     placement = Placement.of(plan)
     head = f"{plan.ranks} trainers: {plan.replicas} replica(s) of {plan.ranks_per_replica}, {plan.stages} stage(s)"
     lines = [f"{head}, {plan.microbatches} micro-batch(es), schedule {plan.schedule}"]
+    if plan.shares:
+        lines.append(f"of every {sum(plan.shares)} samples the replicas take {', '.join(map(str, plan.shares))}")
     width = len(str(plan.ranks - 1))
     for replica in range(plan.replicas):
         first = replica * plan.ranks_per_replica

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from typing import Any, Literal, get_args
 
 from hyfi_core.errors import RequestError
@@ -33,6 +34,18 @@ class ParallelPlan:
         reduce_dtype: type of gradients on the wire; None = their own.
         sync_batch_norm: whether batch norm takes its statistics over all replicas, not over each alone.
         memory_bytes: what a rank may need at most, as modelled, where cuts are "auto"; None for no limit.
+        shares: samples of one step that each replica takes, None for equally many; see below.
+
+    With ``shares`` every sample weighs the same, whoever takes it, and micro-batch m of the whole batch is micro-batch
+    m of every replica, in the order of replicas::
+
+        sample           0 1 2 │ 3 4 5         shares = (4, 2), microbatches = 2
+        replica          0 0 1 │ 0 0 1         replica 0 is given samples 0 1 3 4, replica 1 samples 2 5
+        micro-batch        0   │   1
+
+    So gradients, loss, random numbers and, where they are synchronised, statistics of batch norms are those of one
+    process with the whole batch in as many micro-batches: the same for any shares. Without ``shares`` each replica's
+    batch is a piece of the whole one, and weighs as much as any other.
 
     Raises:
         RequestError: a field is not legal; the message names it and what would be.
@@ -50,6 +63,7 @@ class ParallelPlan:
     reduce_dtype: Literal["bfloat16"] | None = None
     sync_batch_norm: bool = False
     memory_bytes: int | None = None
+    shares: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         """Check every field against the others."""
@@ -68,6 +82,8 @@ class ParallelPlan:
         if self.reduce_dtype not in (None, "bfloat16"):
             raise RequestError(f"plan.reduce_dtype is {self.reduce_dtype!r}; use null or bfloat16")
         object.__setattr__(self, "recompute", _parse_recompute(self.recompute, self.stages))
+        if self.shares is not None:
+            object.__setattr__(self, "shares", _parse_shares(self.shares, self.replicas, self.microbatches))
         self._check_together()
 
     def _check_together(self) -> None:
@@ -102,6 +118,15 @@ class ParallelPlan:
         """Whether a stage computes its activations again in backward."""
         return self.recompute if isinstance(self.recompute, bool) else stage in self.recompute
 
+    def weight(self, replica: int) -> Fraction:
+        """Return the part of the whole batch that a replica takes."""
+        return Fraction(self.shares[replica], sum(self.shares)) if self.shares else Fraction(1, self.replicas)
+
+    @property
+    def mean_over(self) -> int:
+        """What a sum over replicas is divided by: their number, or 1 where each loss carries its replica's weight."""
+        return 1 if self.shares else self.replicas
+
     @property
     def ranks_per_replica(self) -> int:
         """Ranks of one replica."""
@@ -118,6 +143,7 @@ class ParallelPlan:
         fields["grids"] = [list(grid) for grid in self.grids]
         fields["cuts"] = self.cuts if self.cuts == "auto" else list(self.cuts)
         fields["recompute"] = self.recompute if isinstance(self.recompute, bool) else list(self.recompute)
+        fields["shares"] = self.shares and list(self.shares)
         return fields
 
     @classmethod
@@ -174,3 +200,20 @@ def _parse_recompute(recompute: Any, stages: int) -> bool | tuple[int, ...]:
     if isinstance(recompute, (str, int)) or not all(type(s) is int and 0 <= s < stages for s in recompute):
         raise RequestError(f"plan.recompute is {recompute!r}; use {allowed}")
     return tuple(sorted(set(recompute)))
+
+
+def _parse_shares(shares: Any, replicas: int, microbatches: int) -> tuple[int, ...]:
+    """Return samples of a step for each replica: a slow replica takes few, none takes no sample of a micro-batch."""
+    example = f"null, or a multiple of plan.microbatches = {microbatches} for each of {replicas} replica(s)"
+    try:
+        parsed = tuple(shares)
+    except TypeError:
+        raise RequestError(f"plan.shares is {shares!r}; use {example}") from None
+    if len(parsed) != replicas:
+        raise RequestError(f"plan.shares is {shares!r}, {len(parsed)} share(s); use {example}")
+    for share in parsed:
+        if type(share) is not int or share < 1 or share % microbatches:
+            raise RequestError(
+                f"plan.shares has {share!r}; every replica takes at least one sample of each micro-batch: use {example}"
+            )
+    return parsed

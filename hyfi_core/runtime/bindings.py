@@ -35,7 +35,8 @@ class Bindings:
         """
         program = stage.ranked.program
         parameters, buffers = self._of(stage)
-        values = {**program.constants, **parameters, **buffers, KEY: self._random.words(microbatch)}
+        key = self._random.words(microbatch, program.values[program.image].shape[0])
+        values = {**program.constants, **parameters, **buffers, KEY: key}
         if part is not None:
             values[program.image] = part
         return values

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -105,7 +106,8 @@ def compile_model(
     active = active_values(program, wanted, trained)
     assert plan.cuts != "auto" or plan.stages == 1, "cuts are chosen before"
     stages = cut_program(program, wanted, () if plan.cuts == "auto" else plan.cuts)
-    lowered = _Lowered(stages, Placement.of(plan), comm.rank, frozenset(trained), active, plan)
+    together = _taken_together(plan, shape[0])
+    lowered = _Lowered(stages, Placement.of(plan), comm.rank, frozenset(trained), active, plan, together)
     last = any(_is_channels_last(p) for p in model.parameters())
     dtypes = dtypes_under_autocast(program, autocast) if autocast is not None and plan.stages > 1 else {}
     return Compiled(
@@ -132,6 +134,13 @@ def with_named_cuts(
     return with_cuts(plan, capture(model, shape, dtype))
 
 
+def _taken_together(plan: ParallelPlan, images: int) -> Fraction:
+    """Return over how many times a replica's micro-batch of so many images batch norms take their statistics."""
+    if not plan.sync_batch_norm:
+        return Fraction(1)
+    return Fraction(sum(plan.shares), plan.microbatches * images) if plan.shares else Fraction(plan.replicas)
+
+
 class _Lowered:
     """The stages of a program, lowered one after the other: each begins as the ones before it leave their values."""
 
@@ -143,13 +152,14 @@ class _Lowered:
         trained: frozenset[str],
         active: frozenset[str],
         plan: ParallelPlan,
+        replicas: Fraction,
     ) -> None:
         self._stages = stages
         self._placement = placement
         self._active = active
         self._trained = trained
         self._plan = plan
-        self._replicas = plan.replicas if plan.sync_batch_norm else 1
+        self._replicas = replicas
         self._splits: list[Mapping[str, Split]] = []
         self._entries: list[dict[str, Split | None]] = []
         self.hosted: dict[tuple[int, int], HostedStage] = {}

@@ -67,7 +67,8 @@ class Engine:
         self._device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
         self._dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         micro = (shape[0] // plan.microbatches, *shape[1:])
-        self.plan = plan = with_named_cuts(model, micro, self._dtype, plan)
+        widest = (max(plan.shares or shape[:1]) // plan.microbatches, *shape[1:])  # all replicas are cut alike
+        self.plan = plan = with_named_cuts(model, widest, self._dtype, plan)
         self._placement = Placement.of(plan)
         self._groups = Groups(comm, plan, self._placement)
         self._reader = Reader(plan, shape, self._groups, self._device, self._dtype)
@@ -77,7 +78,7 @@ class Engine:
         for tensor in (*model.parameters(), *model.buffers()):
             comm.broadcast(tensor.data)
         seed = int(comm.broadcast_object(torch.initial_seed() & (2**63 - 1)))
-        self.random = RandomKey(seed, first=self._groups.index * plan.microbatches)
+        self.random = RandomKey(seed, first=self._groups.index * plan.microbatches, share=self._share())
         self._bindings = Bindings(model, self.random)
         self.events: list[tuple[Action, float, float]] = []
         # Captures the model: what cannot run is refused here.
@@ -160,10 +161,10 @@ class Engine:
             labels: of the whole batch, first dim B.
 
         Returns:
-            The loss: mean over micro-batches and replicas, the same on every rank.
+            The loss: mean over micro-batches and replicas (over samples, with ``plan.shares``), the same on every rank.
 
         Raises:
-            RequestError: the micro-batches would be unequal.
+            RequestError: the micro-batches would be unequal, or the batch is not this replica's share.
         """
         self._groups.reset_traffic()
         shape = self._reader.batch_shape(images)
@@ -265,6 +266,7 @@ class Engine:
 
     def _step(self, compiled: Compiled, local: dict[Key, torch.Tensor], labels: torch.Tensor, size: int) -> Step:
         count = self.plan.microbatches
+        parts = float(count / self.plan.weight(self._groups.index)) if self.plan.shares else count
         first = {direction: direction * count // self.plan.directions for direction in range(self.plan.directions)}
         targets = labels.split(size)
 
@@ -278,7 +280,7 @@ class Engine:
             return self._bindings.begin(compiled.hosted[key], part, microbatch)
 
         def loss(answer: Any, microbatch: int) -> torch.Tensor:
-            return self._loss(answer, targets[microbatch]) / count
+            return self._loss(answer, targets[microbatch]) / parts
 
         parameters = {key: self._bindings.parameters(stage) for key, stage in compiled.hosted.items()}
         return Step(begin, loss, parameters)
@@ -326,13 +328,18 @@ class Engine:
         return self._cache[key]
 
     def _shared(self, pipeline: Pipeline) -> float:
-        """Return the loss: a sum over the last stages of both directions, a mean over replicas."""
+        """Return the loss: a sum over the last stages of both directions, a mean over replicas that weigh the same."""
         if self.plan.stages * self.plan.directions * self.plan.replicas == 1:
             return float(pipeline.loss)
         total = pipeline.share.to(self._device)
         self._groups.all.kind = "reduce"
         self._groups.all.all_reduce(total)
-        return float(total) / self.plan.replicas
+        return float(total) / self.plan.mean_over
+
+    def _share(self) -> tuple[int, int] | None:
+        """Return (samples of a whole micro-batch before this replica's, all of them) where replicas share it."""
+        shares, count = self.plan.shares, self.plan.microbatches
+        return (sum(shares[: self._groups.index]) // count, sum(shares) // count) if shares else None
 
     def _autocasting(self) -> Any:
         if self._autocast is None:

@@ -26,7 +26,7 @@ class StepGradients:
         compiled: its stages.
         groups: the plan's groups.
         placement: which ranks hold which stage.
-        plan: replicas, mirror, type on the wire.
+        plan: replicas and their shares, mirror, type on the wire.
         mirror: the gradients of direction 1 on their way, None where they are reduced with the others.
     """
 
@@ -51,7 +51,7 @@ class StepGradients:
         ):
             comm = groups.reduction(holders)
             if comm is not None and comm.size > 1:
-                group = ReductionGroup(members, comm, plan.replicas, dtype)
+                group = ReductionGroup(members, comm, plan.mean_over, dtype)
                 self._groups.append(group)
                 self._group_of.update({id(parameter): group for parameter in members})
         self._waiting: dict[int, int] = {}

@@ -14,7 +14,7 @@ from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.strategy import Strategy, plan_for
 from hyfi_core.runtime.engine import Engine, Loss, OptimizerFactory
-from hyfi_core.runtime.reading import divisor
+from hyfi_core.runtime.reading import check_share, divisor
 
 
 def parallelize(
@@ -33,7 +33,7 @@ def parallelize(
 
     Args:
         model: any ``nn.Module`` that takes one image tensor, untouched; parameters and buffers become rank 0's.
-        shape: of the whole batch of one replica, ``(B, C, H, W)``.
+        shape: of the whole batch of one replica, ``(B, C, H, W)``; with ``plan.shares`` B is this replica's share.
         plan: how; ``plan.ranks`` must be ``comm.size``. None with a ``strategy``.
         comm: from ``hyfi_core.init()``, or a group of its ranks.
         strategy: "data", "model", "spatial" or "hybrid": a plan for ``comm.size`` ranks by one word.
@@ -58,6 +58,7 @@ def parallelize(
         raise RequestError(
             f"the plan needs {plan.ranks} ranks, {comm.size} are here; start {plan.ranks} or change plan.grids"
         )
+    check_share(plan, comm.rank // plan.ranks_per_replica, shape[0])
     if shape[0] % plan.microbatches:
         raise RequestError(
             f"a batch of {shape[0]} images cannot be cut into {plan.microbatches} equal micro-batches; "

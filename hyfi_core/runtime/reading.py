@@ -74,9 +74,11 @@ class Reader:
         """Return the shape of one micro-batch; unless ``strict`` a batch that does not divide is run whole.
 
         Raises:
-            RequestError: it does not divide.
+            RequestError: it does not divide, or is not the replica's share.
         """
         batch, count = shape[0], self._plan.microbatches
+        if strict:
+            check_share(self._plan, self._groups.index, batch)
         if batch % count and strict:
             raise RequestError(
                 f"a batch of {batch} images cannot be cut into {count} equal micro-batches; "
@@ -88,3 +90,16 @@ class Reader:
 def divisor(batch: int, count: int) -> int:
     """Return the largest number of equal micro-batches not above ``count``."""
     return max(n for n in range(1, count + 1) if batch % n == 0)
+
+
+def check_share(plan: ParallelPlan, replica: int, batch: int) -> None:
+    """Check that a replica is given as many samples as the plan says, where it says so.
+
+    Raises:
+        RequestError: it is given more or fewer.
+    """
+    if plan.shares and batch != plan.shares[replica]:
+        raise RequestError(
+            f"replica {replica} takes {plan.shares[replica]} of every {sum(plan.shares)} samples (plan.shares), and is "
+            f"given a batch of {batch}; give it {plan.shares[replica]}"
+        )

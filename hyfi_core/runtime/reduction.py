@@ -5,8 +5,9 @@
     all-reduce of bucket 1                                            [7 6]══════════════
 
 Every rank has a share of each gradient: its part of the image, its micro-batches, its replica. The gradient is the sum
-over all ranks that hold the parameter, divided by the replicas. A parameter's ``grad`` is a view of its bucket, so
-that backward adds in place and nothing is copied (the idea of overlapping is S-Caffe's, PPoPP'17; buckets are DDP's).
+over all ranks that hold the parameter, divided by the replicas where these weigh the same. A parameter's ``grad`` is a
+view of its bucket, so that backward adds in place and nothing is copied (the idea of overlapping is S-Caffe's,
+PPoPP'17; buckets are DDP's).
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ class ReductionGroup:
     Args:
         parameters: the same on all ranks of the group, those used last first.
         comm: the ranks that hold them, in all replicas.
-        replicas: the sum is divided by this.
+        mean_over: the sum is divided by this.
         dtype: of gradients on the wire, None for their own.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], comm: CountedCommunicator, replicas: int, dtype: torch.dtype | None
+        self, parameters: Sequence[nn.Parameter], comm: CountedCommunicator, mean_over: int, dtype: torch.dtype | None
     ) -> None:
         self._comm = comm
-        self._replicas = replicas
+        self._mean_over = mean_over
         self._dtype = dtype
         self._buckets = [_Bucket(chunk, _flat(chunk)) for chunk in _chunks(parameters)]
         self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
@@ -97,8 +98,8 @@ class ReductionGroup:
         if bucket.wire is not None and bucket.wire is not bucket.flat:
             bucket.flat.copy_(bucket.wire)
         bucket.wire = None
-        if self._replicas > 1:
-            bucket.flat.div_(self._replicas)
+        if self._mean_over > 1:
+            bucket.flat.div_(self._mean_over)
 
 
 def _chunks(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -88,7 +88,7 @@ def test_over_many_epochs_shares_are_exact():
 @given(st.integers(1, 4), st.integers(1, 3), st.booleans())
 def test_replicas_share_the_stream_without_repeats_or_losses(batch, replicas, weighted):
     stream = SampleStream(7, 3, [1, 0, 5, 1, 1, 2, 1] if weighted else None)
-    layout = BatchLayout(batch, replicas)
+    layout = BatchLayout.alike(batch, replicas)
     turns = 21
     dealt = [(n, r) for turn in range(turns) for r in range(replicas) for n in layout.numbers(turn, r)]
     assert sorted(n for n, _ in dealt) == list(range(turns * batch * replicas))

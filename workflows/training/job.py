@@ -50,7 +50,10 @@ class Job:
     @cached_property
     def layout(self) -> BatchLayout:
         """How the stream of samples is cut into batches."""
-        return BatchLayout(self.config.data.batch_size // self.plan.replicas, self.plan.replicas)
+        replicas, rounds = self.plan.replicas, self.plan.microbatches
+        if self.plan.shares is None:
+            return BatchLayout.alike(self.config.data.batch_size // replicas, replicas)
+        return BatchLayout(tuple(share // rounds for share in self.plan.shares), rounds)
 
     @cached_property
     def stream(self) -> SampleStream:

@@ -1,4 +1,5 @@
 import json
+from fractions import Fraction
 
 import pytest
 
@@ -10,6 +11,15 @@ def test_a_plan_counts_its_ranks_and_survives_json() -> None:
     plan = ParallelPlan(grids=((2, 2), (1, 1)), cuts=("layer2",), microbatches=2, replicas=3)
     assert plan.ranks == 15 and plan.ranks_per_replica == 5
     assert ParallelPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+
+
+def test_shares_weigh_replicas_and_survive_json() -> None:
+    plan = ParallelPlan(grids=((1, 2),), microbatches=2, replicas=2, shares=[6, 2])  # type: ignore[arg-type]
+    assert plan.shares == (6, 2) and (plan.weight(0), plan.weight(1)) == (Fraction(3, 4), Fraction(1, 4))
+    assert (plan.mean_over, ParallelPlan(((1, 1),), replicas=2).mean_over) == (1, 2)
+    assert ParallelPlan(((1, 1),), replicas=2).weight(1) == Fraction(1, 2)
+    assert ParallelPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    assert "of every 8 samples the replicas take 6, 2" in plan.describe()
 
 
 def test_describe_draws_every_rank_once() -> None:
@@ -30,6 +40,11 @@ def test_describe_draws_every_rank_once() -> None:
         ({"grids": ((1, 2), (1, 1)), "cuts": ()}, "2 stage(s) need 1"),
         ({"grids": ((1, 2),), "cuts": "layer1"}, "names of modules"),
         ({"grids": ((1, 2),), "fused_halo": 0}, '"auto"'),
+        ({"grids": ((1, 2),), "replicas": 2, "shares": (3,)}, "1 share(s); use null, or a multiple"),
+        ({"grids": ((1, 2),), "shares": 3}, "shares is 3"),
+        ({"grids": ((1, 2),), "replicas": 2, "shares": (3, 0)}, "shares has 0; every replica takes at least one"),
+        ({"grids": ((1, 2),), "replicas": 2, "microbatches": 2, "shares": (4, 3)}, "shares has 3"),
+        ({"grids": ((1, 2),), "replicas": 2, "shares": (1, 1.0)}, "shares has 1.0"),
     ],
 )
 def test_an_illegal_field_is_named_with_what_would_work(fields: dict, words: str) -> None:
