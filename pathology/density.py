@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import numpy.typing as npt
-from skimage.filters import gaussian
+
+from pathology.smoothing import smoothed
 
 Planes = npt.NDArray[np.uint8]
 Float = npt.NDArray[np.float32]
 
-_STRIP_PX = 512
+_STRIP_PX = 2**16
+"""Pixels of a strip: what is made of them stays in the processor's cache."""
 _DARKEST_GLASS = 200
+_COUNTED_AT_ONCE = 2**19
+_COMMON_LOG = np.float32(1 / np.log(10))
 
 
 def glass_colour(image: Planes) -> Float:
@@ -26,7 +28,7 @@ def glass_colour(image: Planes) -> Float:
     """
     found = []
     for channel in image:
-        counts = np.bincount(channel.ravel(), minlength=256).astype(np.float64)
+        counts = _histogram(channel).astype(np.float64)
         smooth = np.convolve(counts, np.ones(5), mode="same")
         brightest = int(np.searchsorted(counts.cumsum(), 0.98 * counts.sum()))
         lowest = max(0, min(_DARKEST_GLASS, brightest - 20))
@@ -34,26 +36,47 @@ def glass_colour(image: Planes) -> Float:
     return np.array(found, np.float32)
 
 
-def density_strips(image: Planes, glass: Float, sigma_px: float = 0.0) -> Iterator[tuple[slice, Float]]:
-    """Yield (rows, density) from top to bottom; density is ``(3, h, w)``: log10(glass / light), not below 0.
+def _histogram(channel: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
+    """Return how many pixels have each of the 256 values; two neighbours are counted as one number of 16 bits."""
+    flat = np.ascontiguousarray(channel).reshape(-1)
+    pairs = flat[: flat.size // 2 * 2].view(np.uint16)
+    counts = np.zeros(2**16, np.int64)
+    for start in range(0, pairs.size, _COUNTED_AT_ONCE):
+        counts += np.bincount(pairs[start : start + _COUNTED_AT_ONCE], minlength=2**16)
+    table = counts.reshape(256, 256)
+    totals: npt.NDArray[np.int64] = table.sum(0) + table.sum(1)
+    totals[flat[2 * pairs.size :]] += 1
+    return totals
 
-    In strips, so that a slide of 25 × 75 mm needs no gigabytes of floats; each is smoothed with as much of its
-    neighbours as the smoothing sees, so that strips leave no seam.
+
+def strips_of(height_px: int, width_px: int, multiple: int = 1) -> list[slice]:
+    """Return strips of rows, from the top down, of so many pixels that their floats stay in the processor's cache.
+
+    Args:
+        height_px: Of the picture.
+        width_px: Alike.
+        multiple: Strips begin at multiples of this.
+    """
+    step = -(-max(16, _STRIP_PX // max(1, width_px)) // multiple) * multiple
+    return [slice(top, min(top + step, height_px)) for top in range(0, height_px, step)]
+
+
+def density_of(image: Planes, glass: Float, rows: slice, sigma_px: float = 0.0) -> Float:
+    """Return the density of some rows, ``(3, rows, w)``: log10(glass / light), not below 0.
 
     Args:
         image: ``(3, h, w)`` uint8.
         glass: From `glass_colour`.
+        rows: Which; with smoothing, neighbouring rows are looked at, so that strips leave no seam.
         sigma_px: Standard deviation of the smoothing of the light; 0 for none.
     """
-    halo = int(np.ceil(4 * sigma_px)) + 1
-    height = image.shape[1]
-    for top in range(0, height, _STRIP_PX):
-        bottom = min(top + _STRIP_PX, height)
-        first, last = max(0, top - halo), min(height, bottom + halo)
-        density: Float = np.empty((3, bottom - top, image.shape[2]), np.float32)
-        for k, channel in enumerate(image):
-            light = channel[first:last].astype(np.float32)
-            if sigma_px > 0:
-                light = gaussian(light, sigma_px, preserve_range=True)
-            np.log10((glass[k] + 1) / (light[top - first : bottom - first] + 1), out=density[k])
-        yield slice(top, bottom), np.maximum(density, 0, out=density)
+    density: Float = np.empty((3, rows.stop - rows.start, image.shape[2]), np.float32)
+    for k, channel in enumerate(image):
+        light = smoothed(channel, rows, sigma_px)
+        light += 1
+        np.divide(glass[k] + 1, light, out=density[k])
+    np.maximum(density, 1, out=density)
+    # NumPy has the natural logarithm for many numbers at a time, the common one only on some processors.
+    np.log(density, out=density)
+    density *= _COMMON_LOG
+    return density

@@ -10,12 +10,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
-from scipy import ndimage
 
-from pathology.density import Float, Planes, density_strips
+from pathology.density import Float, Planes, density_of, strips_of
 from pathology.morphology import closed, dilated
+from pathology.smoothing import smoothed
+from pathology.source_threads import run_in_pool
 
 Mask = npt.NDArray[np.bool_]
 
@@ -47,44 +51,73 @@ def find_fat(image: Planes, glass: Float, known: Mask, mpp_um: float) -> Mask:
     block = max(1, round(_BLOCK_UM / mpp_um))
     if mpp_um > _BLOCK_UM / 2:
         return np.zeros_like(known)
-    walls, density, colour, weight = _block_sums(image, glass, known, block, mpp_um)
-    sigma = _AVERAGED_UM / (block * mpp_um)
-    total = ndimage.gaussian_filter(weight, sigma) + _LEAST_WEIGHT
-    walls, density, colour = (ndimage.gaussian_filter(v, sigma) / total for v in (walls, density, colour))
+    *seen, weight, mostly_known = _block_means(image, glass, known, block, mpp_um)
+    whole, sigma = slice(0, len(weight)), _AVERAGED_UM / (block * mpp_um)
+    total = smoothed(weight, whole, sigma, "symmetric") + _LEAST_WEIGHT
+    walls, density, colour = (smoothed(values, whole, sigma, "symmetric") / total for values in seen)
     webs = (walls > WALL_SHARE) & (colour > _COLOUR_SHARE * density)
     if not webs.any():
         return np.zeros_like(known)
-    return _enlarged(_with_cells(webs, _mostly(known, block), block * mpp_um), block, known.shape)
+    return _enlarged(_with_cells(webs, mostly_known >= 0.5, block * mpp_um), block, known.shape)
 
 
-def _block_sums(image: Planes, glass: Float, known: Mask, block: int, mpp_um: float) -> tuple[Float, ...]:
-    """Return means over blocks: share of walls, their density, their colour, and share of pixels that are not known."""
-    mean: Float = np.empty(known.shape, np.float32)
-    colour = np.empty_like(mean)
-    for rows, strip in density_strips(image, glass):
-        mean[rows] = strip.mean(0)
-        np.maximum(strip[1] - np.minimum(strip[0], strip[2]), 0, out=colour[rows])
-    # Only what is narrow stands out of its surroundings: a veil of stain or a scanner's grey field does not.
-    width = 2 * round(_WALL_UM / mpp_um / 2) + 1
-    narrow = mean - ndimage.grey_opening(mean, (width, width))
+def _block_means(image: Planes, glass: Float, known: Mask, block: int, mpp_um: float) -> tuple[Float, ...]:
+    """Return means over blocks: share of walls, their density, their colour, and shares of free and of known pixels."""
+    height, width = known.shape
     near = dilated(known, 4)
-    wall = (narrow > WALL_DENSITY) & ~near
-    density = np.where(wall, np.minimum(mean, _DENSEST), 0)
-    stained = np.where(wall, np.minimum(colour, _DENSEST), 0)
-    return _means(wall, block), _means(density, block), _means(stained, block), _means(~near, block)
+    means = tuple(np.empty((-(-height // block), -(-width // block)), np.float32) for _ in range(5))
+
+    def fill(rows: slice) -> None:
+        mean, narrow, colour = _walls(image, glass, rows, mpp_um)
+        wall = (narrow > WALL_DENSITY) & ~near[rows]
+        density = np.where(wall, np.minimum(mean, _DENSEST), 0)
+        stained = np.where(wall, np.minimum(colour, _DENSEST), 0)
+        blocks = slice(rows.start // block, -(-rows.stop // block))
+        for target, values in zip(means, (wall, density, stained, ~near[rows], known[rows]), strict=True):
+            target[blocks] = _means(values, block)
+
+    run_in_pool(fill, strips_of(height, width, block))
+    return means
 
 
-def _means(values: npt.NDArray[np.generic], block: int) -> Float:
+def _walls(image: Planes, glass: Float, rows: slice, mpp_um: float) -> tuple[Float, Float, Float]:
+    """Return of some rows the density, how far it stands out of its surroundings, and the colour.
+
+    Only what is narrow stands out of them: a veil of stain or a scanner's grey field does not.
+    """
+    half = round(_WALL_UM / mpp_um / 2)
+    first = max(0, rows.start - 2 * half)
+    density = density_of(image, glass, slice(first, min(image.shape[1], rows.stop + 2 * half)))
+    own = slice(rows.start - first, rows.stop - first)
+    mean: Float = density.mean(0)
+    colour: Float = density[1, own] - np.minimum(density[0, own], density[2, own])
+    narrow = mean[own] - _extreme(_extreme(mean, half, np.minimum), half, np.maximum)[own]
+    return mean[own], narrow, np.maximum(colour, 0, out=colour)
+
+
+def _extreme(values: Float, half: int, pick: Callable[[Any, Any], Any]) -> Float:
+    """Return the least or greatest value of each pixel's square of ``2 · half + 1``."""
+    return _along(_along(values, half, pick).T, half, pick).T
+
+
+def _along(lines: Float, half: int, pick: Callable[[Any, Any], Any]) -> Float:
+    """Return the same of ``2 · half + 1`` lines; of two, then of four, and so on: few passes for wide squares, too."""
+    best, span, wanted = np.pad(lines, ((half, half), (0, 0)), mode="edge"), 1, 2 * half + 1
+    while span < wanted:
+        step = min(span, wanted - span)
+        best = pick(best[:-step], best[step:])
+        span += step
+    return best
+
+
+def _means(values: npt.NDArray[Any], block: int) -> Float:
     """Return means over ``block`` squared pixels; the last row and column of blocks are filled up with 0."""
     height, width = values.shape
     padded = np.pad(values, ((0, -height % block), (0, -width % block)))
-    result: Float = padded.reshape(padded.shape[0] // block, block, -1, block).mean((1, 3), dtype=np.float32)
-    return result
-
-
-def _mostly(mask: Mask, block: int) -> Mask:
-    result: Mask = _means(mask, block) >= 0.5
-    return result
+    exact = np.dtype(np.int32 if values.dtype == bool else np.float32)
+    down = padded.reshape(-1, block, padded.shape[1]).sum(1, dtype=exact)
+    across: npt.NDArray[Any] = down.reshape(len(down), -1, block).sum(2, dtype=exact)
+    return (across / np.float32(block * block)).astype(np.float32)
 
 
 def _with_cells(webs: Mask, tissue: Mask, mpp_um: float) -> Mask:
@@ -95,15 +128,23 @@ def _with_cells(webs: Mask, tissue: Mask, mpp_um: float) -> Mask:
 
 def _enlarged(mask: Mask, block: int, shape: tuple[int, ...]) -> Mask:
     """Return the mask of blocks as one of pixels, its outline interpolated."""
-    smooth = _between(_between(mask.astype(np.float32), block).T, block).T
-    result: Mask = smooth[: shape[0], : shape[1]] >= 0.5
-    return result
+    height, width = shape
+    out: Mask = np.zeros((height, width), bool)
+    (above, below, down), (left, right, across) = _between(len(mask), block), _between(mask.shape[1], block)
+    values = mask.astype(np.float32)
+
+    def fill(rows: slice) -> None:
+        if values[above[rows.start] : below[rows.stop - 1] + 1].any():
+            tall = values[above[rows]] * (1 - down[rows, None]) + values[below[rows]] * down[rows, None]
+            wide = tall[:, left] * (1 - across) + tall[:, right] * across
+            out[rows] = wide[:, :width] >= 0.5
+
+    run_in_pool(fill, strips_of(height, width))
+    return out
 
 
-def _between(values: Float, times: int) -> Float:
-    """Return ``times`` as many rows, interpolated between the centres of the given ones."""
-    place = np.clip((np.arange(len(values) * times) + 0.5) / times - 0.5, 0, len(values) - 1).astype(np.float32)
-    below = np.minimum(place.astype(np.intp) + 1, len(values) - 1)
-    share = (place - np.floor(place))[:, None]
-    result: Float = values[place.astype(np.intp)] * (1 - share) + values[below] * share
-    return result
+def _between(blocks: int, times: int) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp], Float]:
+    """Return for ``times`` as many pixels as blocks the two blocks whose centres each lies between, and how far."""
+    place = np.clip((np.arange(blocks * times) + 0.5) / times - 0.5, 0, blocks - 1).astype(np.float32)
+    before = place.astype(np.intp)
+    return before, np.minimum(before + 1, blocks - 1), place - np.floor(place)

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from skimage.measure import label
-from skimage.morphology import remove_small_objects
 
 from pathology.density import Float
 from pathology.morphology import dilated, opened
+from pathology.pieces import joined_to, without_small
 
 Mask = npt.NDArray[np.bool_]
 
 _STROKE_UM = 8.0
 _SMALLEST_UM2 = 6_000.0
 _RIM_UM = 40.0
+_FAINTEST = 0.02
+"""Mean density of the palest ink; every rule below asks for more than this."""
 
 
-def ink(density: Float) -> tuple[Mask, Mask, Mask]:
-    """Return three masks ``(h, w)`` of ``(3, h, w)`` optical density.
+def ink(density: Float, mean: Float, colour: Float) -> tuple[Mask, Mask, Mask]:
+    """Return three masks ``(h, w)`` of ``(3, h, w)`` optical density, its mean and its greatest difference.
 
     Blue and green ink absorb most in red; red ink hardly in red and as much in blue as in green; black ink alike in
     all three. Haematoxylin and eosin absorb most in green, though haematoxylin alone may come near blue ink.
@@ -27,12 +28,12 @@ def ink(density: Float) -> tuple[Mask, Mask, Mask]:
         What is ink where it is wide, what no stain looks like, even if it is thin, and what may be the rim of a mark.
     """
     red, green, blue = density
-    mean = density.mean(0)
-    colour = density.max(0) - density.min(0)
+    if float(mean.max(initial=0)) <= _FAINTEST:
+        return np.zeros(mean.shape, bool), np.zeros(mean.shape, bool), np.zeros(mean.shape, bool)
     bluish = (red > 1.1 * green) & (red > 0.12)
     reddish = (blue > 0.75 * green) & (red < 0.25 * green) & (green > 0.4)
     black = (mean > 0.2) & (colour < 0.25 * mean)
-    faint = ((red > green) | (colour < 0.2 * mean)) & (mean > 0.02)
+    faint = ((red > green) | (colour < 0.2 * mean)) & (mean > _FAINTEST)
     blue_ink = (red > 1.15 * green) & (red > 2.5 * blue)
     green_ink = red > 1.6 * green
     return bluish | reddish | black, (blue_ink | green_ink) & (red > 0.15), faint
@@ -48,12 +49,11 @@ def pen_marks(core: Mask, thin: Mask, faint: Mask, mpp_um: float) -> Mask:
         mpp_um: Microns per pixel of all.
     """
     smallest = max(1, round(_SMALLEST_UM2 / mpp_um**2))
-    strokes = remove_small_objects(opened(core, max(1, round(_STROKE_UM / mpp_um))), max_size=smallest)
-    strokes |= remove_small_objects(thin, max_size=smallest, connectivity=2)
+    strokes = without_small(opened(core, max(1, round(_STROKE_UM / mpp_um))), smallest)
+    strokes |= without_small(thin, smallest, corners=True)
     if not strokes.any():
         return strokes
     # The rim of a mark is ink too, thinner: take what joins it and is not stained like tissue.
-    joined = label(faint | strokes)
-    rim = np.isin(joined, np.unique(joined[strokes])) & dilated(strokes, max(1, round(_RIM_UM / mpp_um)))
+    rim = joined_to(strokes, faint | strokes) & dilated(strokes, max(1, round(_RIM_UM / mpp_um)))
     result: Mask = strokes | rim
     return result

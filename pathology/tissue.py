@@ -15,19 +15,25 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from skimage.filters import threshold_otsu
-from skimage.morphology import remove_small_holes, remove_small_objects
-from skimage.segmentation import clear_border
 
-from pathology.density import Float, density_strips, glass_colour
+from pathology.density import Float, density_of, glass_colour, strips_of
 from pathology.fat import find_fat
 from pathology.morphology import closed
 from pathology.pen import ink, pen_marks
+from pathology.pieces import fill_small_holes, without_small
+from pathology.source_threads import run_in_pool
 
 Mask = npt.NDArray[np.bool_]
 Planes = npt.NDArray[np.uint8]
+Levels = npt.NDArray[np.uint16]
 
 _MOST_VALUES = 1_000_000
 """A threshold is decided on about so many pixels."""
+_DENSEST = 0.5
+"""Denser pixels count as this for the thresholds, which lie far below."""
+_STEP = np.float32(_DENSEST / 65_535)
+"""What density and colour are kept in, 16 bits each."""
+_CORE, _THIN, _FAINT, _COLOURED = 1, 2, 4, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +76,7 @@ class TissueMasks:
 def find_tissue(image: Planes, mpp_um: float, parameters: TissueParameters | None = None) -> TissueMasks:
     """Find the tissue and the pen marks of a slide.
 
-    Memory: about 25 bytes a pixel besides the image.
+    Memory: about 8 bytes a pixel besides the image.
 
     Args:
         image: ``(3, h, w)`` uint8, the whole slide at a low resolution.
@@ -80,39 +86,98 @@ def find_tissue(image: Planes, mpp_um: float, parameters: TissueParameters | Non
     p = parameters or TissueParameters()
     glass = glass_colour(image)
     stained, pen = _stained_and_pen(image, glass, mpp_um, p)
-    usable = ~pen
-    gap_px = max(1, round(p.close_um / mpp_um))
-    tissue = closed(stained, gap_px) & usable
+    gap_px, smallest_px = max(1, round(p.close_um / mpp_um)), _pixels(p.smallest_um2, mpp_um)
+    tissue = closed(stained, gap_px) & ~pen
     if p.fat:
-        solid = remove_small_objects(tissue, max_size=_pixels(p.smallest_um2, mpp_um))
-        fat = find_fat(image, glass, solid | pen, mpp_um)
-        tissue = closed(tissue | fat, gap_px) & usable if fat.any() else tissue
-    tissue = remove_small_objects(tissue, max_size=_pixels(p.smallest_um2, mpp_um))
-    holes = remove_small_holes(tissue, max_size=_pixels(p.hole_um2, mpp_um)) & ~tissue
+        fat = find_fat(image, glass, without_small(tissue, smallest_px) | pen, mpp_um)
+        tissue = closed(tissue | fat, gap_px) & ~pen if fat.any() else tissue
+    tissue = without_small(tissue, smallest_px)
     # What reaches the picture's border is no hole: a small slide without tissue would be one.
-    return TissueMasks((tissue | clear_border(holes)) & usable, pen)
+    fill_small_holes(tissue, _pixels(p.hole_um2, mpp_um))
+    return TissueMasks(tissue & ~pen, pen)
 
 
 def _stained_and_pen(image: Planes, glass: Float, mpp_um: float, p: TissueParameters) -> tuple[Mask, Mask]:
-    mean: Float = np.empty(image.shape[1:], np.float32)
-    colour = np.empty_like(mean)
-    core, thin, faint = (np.empty(mean.shape, bool) for _ in range(3))
-    for rows, density in density_strips(image, glass, p.smooth_um / mpp_um):
-        mean[rows] = density.mean(0)
-        colour[rows] = density.max(0) - density.min(0)
-        core[rows], thin[rows], faint[rows] = ink(density)
-    pen = pen_marks(core, thin, faint, mpp_um)
+    seen = _Seen.of(image, glass, p.smooth_um / mpp_um)
+    pen = seen.pen(mpp_um)
     usable = ~pen
-    stained = (mean > _threshold(mean[usable], p.density)) & (colour > _threshold(colour[usable], p.colour))
+    stained = seen.density > _threshold(seen.density, usable, p.density)
+    stained &= seen.colour > _threshold(seen.colour, usable, p.colour)
     # What absorbs alike in all channels has no stain: shadows, dust, the coverslip's edge.
-    stained &= colour > 0.2 * mean
-    return stained & usable, pen
+    stained &= seen.marked(_COLOURED)
+    stained &= usable
+    return stained, pen
 
 
-def _threshold(values: npt.NDArray[np.float32], bounds: tuple[float, float]) -> float:
-    if values.size == 0 or float(values.min()) == float(values.max()):
-        return bounds[0]
-    return float(np.clip(threshold_otsu(np.minimum(values[:: 1 + values.size // _MOST_VALUES], 0.5)), *bounds))
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What the decision is made from, five bytes a pixel.
+
+    Attributes:
+        density: ``(h, w)`` uint16, mean optical density in `_STEP`, smoothed.
+        colour: ``(h, w)`` uint16, the channels' difference in it.
+        marks: ``(h, w)`` uint8, one bit for what may be ink in each of three ways, one for what is not grey.
+    """
+
+    density: Levels
+    colour: Levels
+    marks: npt.NDArray[np.uint8]
+
+    @classmethod
+    def of(cls, image: Planes, glass: Float, sigma_px: float) -> _Seen:
+        """Look at a slide; in strips, so that one of 25 × 75 mm needs no gigabytes of floats."""
+        shape = image.shape[1:]
+        seen = cls(np.empty(shape, np.uint16), np.empty(shape, np.uint16), np.zeros(shape, np.uint8))
+
+        def look(rows: slice) -> None:
+            density = density_of(image, glass, rows, sigma_px)
+            mean: Float = density.mean(0)
+            colour: Float = density.max(0) - density.min(0)
+            marks = np.where(colour > 0.2 * mean, np.uint8(_COLOURED), np.uint8(0))
+            for mark, found in zip((_CORE, _THIN, _FAINT), ink(density, mean, colour), strict=True):
+                marks |= found.view(np.uint8) * np.uint8(mark)
+            seen.marks[rows] = marks
+            seen.density[rows], seen.colour[rows] = _levels(mean), _levels(colour)
+
+        run_in_pool(look, strips_of(*shape))
+        return seen
+
+    def marked(self, mark: int) -> Mask:
+        """Return where a bit is set, new."""
+        result: Mask = (self.marks & np.uint8(mark)).astype(bool)
+        return result
+
+    def pen(self, mpp_um: float) -> Mask:
+        """Return the marks of a pen."""
+        return pen_marks(self.marked(_CORE), self.marked(_THIN), self.marked(_FAINT), mpp_um)
+
+
+def _levels(values: Float) -> Levels:
+    """Return values in `_STEP`; they are given up."""
+    values *= 1 / _STEP
+    np.minimum(values, 65_535, out=values)
+    values += 0.5
+    result: Levels = values.astype(np.uint16)
+    return result
+
+
+def _threshold(levels: Levels, usable: Mask, bounds: tuple[float, float]) -> np.uint16:
+    """Return the greatest level that is not above the threshold."""
+    values = _every_so_many(levels, usable) * _STEP
+    flat = values.size == 0 or float(values.min()) == float(values.max())
+    threshold = bounds[0] if flat else float(np.clip(threshold_otsu(values), *bounds))
+    return np.uint16(threshold / _STEP)
+
+
+def _every_so_many(levels: Levels, usable: Mask) -> Levels:
+    """Return of the usable pixels so many that there are about `_MOST_VALUES`, evenly spread."""
+    if usable.all():
+        return levels.reshape(-1)[:: 1 + levels.size // _MOST_VALUES]
+    per_row = np.count_nonzero(usable, axis=1)
+    step = 1 + int(per_row.sum()) // _MOST_VALUES
+    before = np.cumsum(per_row) - per_row
+    rows = [row[free][-skipped % step :: step] for row, free, skipped in zip(levels, usable, before, strict=True)]
+    return np.concatenate(rows)
 
 
 def _pixels(area_um2: float, mpp_um: float) -> int:

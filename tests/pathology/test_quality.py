@@ -8,7 +8,7 @@ import pytest
 from data.store_writer import LevelSize
 from hyfi_core.plan.box import Box
 from pathology.blur import OUT_OF_FOCUS, BlurMap
-from pathology.density import density_strips, glass_colour
+from pathology.density import density_of, glass_colour, strips_of
 from pathology.morphology import closed, dilated, eroded, opened
 from pathology.pyramid import level_sizes
 from pathology.quality import Quality, Survey
@@ -115,8 +115,8 @@ def test_density_in_strips_has_no_seams() -> None:
     rng = np.random.default_rng(1)
     image = rng.integers(90, 250, (3, 1200, 40), dtype=np.uint8)
     glass = glass_colour(image)
-    strips = np.concatenate([d for _, d in density_strips(image, glass, 2.0)], axis=1)
-    ((_, middle),) = list(density_strips(image[:, 400:800], glass, 2.0))
+    strips = np.concatenate([density_of(image, glass, rows, 2.0) for rows in strips_of(1200, 40 * 200)], axis=1)
+    middle = density_of(image[:, 400:800], glass, slice(0, 400), 2.0)
     assert np.abs(strips[:, 420:780] - middle[:, 20:-20]).max() < 1e-5
 
 
