@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -55,13 +55,19 @@ class FileEntry:
         return cls(size, digest, tuple(blank))
 
 
-def write_file(path: Path, layout: ArrayLayout, chunks: Iterable[tuple[int, bytes | None]]) -> FileEntry:
+def write_file(
+    path: Path,
+    layout: ArrayLayout,
+    chunks: Iterable[tuple[int, bytes | None]],
+    written: Callable[[], object] = lambda: None,
+) -> FileEntry:
     """Write one shard, or one bare chunk, so that it appears whole and on the disk or not at all.
 
     Args:
         path: Where it is to appear; its folder exists.
         layout: Of the array.
         chunks: (slot, bytes with their checksum) of each used slot in rising order; None leaves the slot out.
+        written: Called when the system has all bytes; what follows waits for the disk, and holds no memory.
 
     Raises:
         OSError: It cannot be written.
@@ -77,6 +83,8 @@ def write_file(path: Path, layout: ArrayLayout, chunks: Iterable[tuple[int, byte
                 file.write(data)
         if layout.sharded:
             file.write(sealed(index.tobytes()))
+        file.flush()
+        written()
         if not file.size:
             return FileEntry(None, None, tuple(blank))
         file.publish()
@@ -98,8 +106,10 @@ class _Beside:
         self.digest.update(data)
         self.size += len(data)
 
-    def publish(self) -> None:
+    def flush(self) -> None:
         self._handle.flush()
+
+    def publish(self) -> None:
         os.fsync(self._handle.fileno())
         self._path.replace(self._final)
 

@@ -3,7 +3,8 @@
 ```
 write(level, y, x, block)   the caller goes on at once: chunks are encoded by threads, files written by others
         └ chunks → encoders ─┐ in slot order
-                             └ file: written, digested, synced, renamed, noted in the journal
+                             └ file: written, digested │ synced, renamed, noted in the journal
+                                                       └ from here on another block may be under way
 ```
 
 A slide whose writer is told its identity is prepared in a folder named after it. Killed, it goes on there: files that
@@ -15,7 +16,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -41,6 +42,8 @@ from hyfi_core.plan.box import Box
 __all__ = ["CHUNK_PX", "SHARD_PX", "LevelSize", "Mask", "SlideWriter", "StoredLevel", "pyramid_levels"]
 
 _BLOCKS_IN_FLIGHT = 2
+_FILES_IN_FLIGHT = 16
+"""Files that are written or wait for the disk, which takes many waiting writers in one turn."""
 
 
 class SlideWriter:
@@ -84,8 +87,7 @@ class SlideWriter:
         self._flight = threading.BoundedSemaphore(_BLOCKS_IN_FLIGHT)
         self._threads = threads or usable_cores()
         self._encoders = ThreadPoolExecutor(self._threads, "store-encode")
-        # One file waits for the disk while the next is written; small files all wait together.
-        self._disk = ThreadPoolExecutor(2 if self.levels[0].layout.sharded else 16, "store-write")
+        self._disk = ThreadPoolExecutor(_FILES_IN_FLIGHT, "store-write")
         self._pending: list[Future[None]] = []
         self._label_mpp: list[tuple[float, float]] = []
 
@@ -157,9 +159,7 @@ class SlideWriter:
                 yield slot, None if body is None or left_out else sealed(body)
 
         self._take()
-        future = self._disk.submit(self._store, name, layout, chunks())
-        future.add_done_callback(lambda _: self._flight.release())
-        self._pending.append(future)
+        self._submit(name, layout, chunks(), _Countdown(1, self._flight.release))
 
     def write_tissue(self, mask: Mask, mpp_um: float) -> None:
         """Write the tissue label from its finest level, with as many levels as the image has (NGFF asks for that).
@@ -240,9 +240,7 @@ class SlideWriter:
                 (slot, self._encode(layout, layout.chunk_box(file, slot), box, block, glass))
                 for slot in layout.used_slots(file)
             ]
-            future = self._disk.submit(self._store, names[file], layout, _results(chunks))
-            future.add_done_callback(left)
-            self._pending.append(future)
+            self._submit(names[file], layout, _results(chunks), left)
 
     def _encode(
         self, layout: ArrayLayout, chunk: Box, box: Box, block: Pixels, glass: Glass | None
@@ -251,8 +249,18 @@ class SlideWriter:
             return None
         return self._encoders.submit(lambda: layout.codec.encode(_whole_chunk(layout, chunk, box, block)))
 
-    def _store(self, name: str, layout: ArrayLayout, chunks: Iterator[tuple[int, bytes | None]]) -> None:
-        self._journal.add(name, write_file(self.path / name, layout, chunks))
+    def _submit(
+        self, name: str, layout: ArrayLayout, chunks: Iterator[tuple[int, bytes | None]], left: _Countdown
+    ) -> None:
+        once = _Once(left)
+        future = self._disk.submit(self._store, name, layout, chunks, once)
+        future.add_done_callback(once)  # where it failed
+        self._pending.append(future)
+
+    def _store(
+        self, name: str, layout: ArrayLayout, chunks: Iterator[tuple[int, bytes | None]], written: _Once
+    ) -> None:
+        self._journal.add(name, write_file(self.path / name, layout, chunks, written))
 
     def _take(self) -> None:
         """Wait until another block may be under way; raise what ended an earlier one."""
@@ -273,12 +281,24 @@ class _Countdown:
     def __init__(self, count: int, then: Any) -> None:
         self._count, self._then, self._lock = count, then, threading.Lock()
 
-    def __call__(self, _: object) -> None:
+    def __call__(self) -> None:
         with self._lock:
             self._count -= 1
             last = self._count == 0
         if last:
             self._then()
+
+
+class _Once:
+    """Calls a function the first time that it is called itself; by one thread at a time."""
+
+    def __init__(self, then: Callable[[], object]) -> None:
+        self._then: Callable[[], object] | None = then
+
+    def __call__(self, *_: object) -> None:
+        then, self._then = self._then, None
+        if then is not None:
+            then()
 
 
 def _results(chunks: list[tuple[int, Future[bytes] | None]]) -> Iterator[tuple[int, bytes | None]]:

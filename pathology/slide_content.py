@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from data.store_writer import Mask, SlideWriter, StoredLevel, pyramid_levels
@@ -122,15 +123,23 @@ class LosslessContent:
         self._copy.check()
         self.frame = whole_frame(slide, mpp)
         self.levels = self._copy.stored_levels(mpp.um)
-        self._quality = survey_lossless(slide, mpp.um, options.tissue)
-        masks = self._quality.masks
-        self.glass = (masks.tissue, self._quality.mpp_um) if options.glass == "blank" else None
+        self.glass: tuple[Mask, float] | None = None
+        self._quality: Quality | None = None
+        if options.glass == "blank":  # what is to be left out must be known before
+            self._quality = self._survey()
+            self.glass = (self._quality.masks.tissue, self._quality.mpp_um)
         self.bad_tiles = self.tiles = 0
 
+    def _survey(self) -> Quality:
+        return self._quality or survey_lossless(self._slide, self._mpp.um, self._options.tissue)
+
     def write(self, writer: SlideWriter, tick: Tick) -> Quality:
-        """See `SlideContent`. Memory: the tiles of three shards."""
-        tick(0.5)  # the survey is about half of the work
-        copied = self._copy.copy(writer, self._options.max_bad)
+        """See `SlideContent`. Memory: the tiles of three shards, and what the survey needs, which goes on beside."""
+        tick(0.0)
+        with ThreadPoolExecutor(1, "survey") as beside:
+            survey = beside.submit(self._survey)
+            copied = self._copy.copy(writer, self._options.max_bad)
+            quality = survey.result()
         self.bad_tiles, self.tiles = len(copied.bad), copied.tiles
-        writer.write_tissue(self._quality.masks.tissue, self._quality.mpp_um)
-        return self._quality
+        writer.write_tissue(quality.masks.tissue, quality.mpp_um)
+        return quality
