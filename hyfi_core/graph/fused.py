@@ -119,7 +119,7 @@ def unfused(sketch: Sketch) -> Spread:
     """Return what an exchange before each window operator comes to."""
     wanted: dict[str, tuple[Boxes, ...]] = {}
     for flow in sketch.flows:
-        for value, need in _reaching(sketch, flow, sketch.layouts[flow.makes[0]].parts):
+        for value, need in reaching(sketch, flow, sketch.layouts[flow.makes[0]].parts):
             wanted[value] = (*wanted.get(value, ()), need)
     wanted.pop(sketch.image, None)
     return Spread({}, wanted)
@@ -137,7 +137,7 @@ def spread(sketch: Sketch, depth: int) -> Spread:
         boxes = _joined([wide.get(value, layout.parts) for value in flow.makes])
         if boxes != layout.parts:
             computed[flow.name] = boxes
-        for value, need in _reaching(sketch, flow, boxes):
+        for value, need in reaching(sketch, flow, boxes):
             if value in inner:
                 wide[value] = _widened(sketch.layouts[value], wide.get(value), need)
             else:
@@ -146,8 +146,11 @@ def spread(sketch: Sketch, depth: int) -> Spread:
     return Spread(computed, wanted)
 
 
-def _reaching(sketch: Sketch, flow: Flow, boxes: Boxes) -> list[tuple[str, Boxes]]:
-    """Return the inputs of which some rank needs more than it owns, and what each rank needs of them."""
+def reaching(sketch: Sketch, flow: Flow, boxes: Boxes) -> list[tuple[str, Boxes]]:
+    """Return the inputs of which some rank needs more than it owns, and what each rank needs of them.
+
+    ``boxes``: what each rank computes of the results.
+    """
     found = []
     for value in flow.takes:
         layout = sketch.layouts[value]
@@ -160,7 +163,7 @@ def _reaching(sketch: Sketch, flow: Flow, boxes: Boxes) -> list[tuple[str, Boxes
 def _exchanged(sketch: Sketch, depth: int) -> set[str]:
     """Return the values at which runs begin."""
     made_by = {value: at for at, flow in enumerate(sketch.flows) for value in flow.makes}
-    grows = [[v for v, _ in _reaching(sketch, flow, sketch.layouts[flow.makes[0]].parts)] for flow in sketch.flows]
+    grows = [[v for v, _ in reaching(sketch, flow, sketch.layouts[flow.makes[0]].parts)] for flow in sketch.flows]
     windows: dict[str, float] = {sketch.image: 0}
     exchanged: set[str] = set()
     at = 0

@@ -34,12 +34,32 @@ def attribute(compiled: Compiled, values: Values, stage: CountedCommunicator) ->
     Raises:
         RequestError: the answer is not one tensor of logits reduced from a map.
     """
-    name, body, head = split_tape(compiled.only.ranked)
+    ranked = compiled.only.ranked
+    name, body, head = split_tape(ranked)
     Executor(body, stage).forward(values, record=False)
+    logits, part = attribute_head(ranked, name, head, values, stage)
+    return logits, _whole(part, ranked.splits[name].layout, stage)
+
+
+def attribute_head(
+    ranked: RankProgram, name: str, head: Tape, values: Values, stage: CountedCommunicator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (logits, this rank's part of the contributions), float32.
+
+    Args:
+        ranked: this rank's program.
+        name: the last map.
+        head: the tape from there to the answer, with gradients of the map.
+        values: what is there before it, this rank's part of the last map among them; changed.
+        stage: the ranks that hold the parts.
+
+    Raises:
+        RequestError: the answer is not one tensor of logits.
+    """
     activation = values[name]
     executor = Executor(head, stage)
     records = executor.forward(values, record=True)
-    logits, answer = _logits(compiled, values)
+    logits, answer = _logits(ranked, values)
     maps = []
     for index in range(logits.shape[1]):
         seed = torch.zeros_like(logits)
@@ -47,19 +67,18 @@ def attribute(compiled: Compiled, values: Values, stage: CountedCommunicator) ->
         found = executor.backward(records, {answer: seed}, {}, keep=True).get(name)
         share = torch.zeros_like(activation) if found is None else activation * found
         maps.append(share.float().sum(1, keepdim=True))
-    return logits.float(), _whole(torch.cat(maps, 1), compiled.only.ranked.splits[name].layout, stage)
+    return logits.float(), torch.cat(maps, 1)
 
 
-def _logits(compiled: Compiled, values: Values) -> tuple[torch.Tensor, str]:
+def _logits(ranked: RankProgram, values: Values) -> tuple[torch.Tensor, str]:
     """Return the only tensor of the answer and its name."""
-    tensors = [leaf for leaf in compiled.leaves(compiled.only, values) if isinstance(leaf, torch.Tensor)]
-    if len(tensors) != 1 or tensors[0].dim() != 2:
-        shapes = [tuple(tensor.shape) for tensor in tensors]
+    names = [item.name for item in ranked.outputs if isinstance(item, Ref)]
+    if len(names) != 1 or values[names[0]].dim() != 2:
+        shapes = [tuple(values[name].shape) for name in names]
         raise RequestError(
             f"contributions need logits of shape (B, classes), the model returns {shapes}; pass output=..."
         )
-    (ref,) = (item for item in compiled.only.ranked.outputs if isinstance(item, Ref))
-    return tensors[0], ref.name
+    return values[names[0]], names[0]
 
 
 def _whole(part: torch.Tensor, layout: Layout, stage: CountedCommunicator) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hyfi_core.comm.counted import KindCommunicator
-from hyfi_core.graph.segments import Meeting, Segment, Tape
+from hyfi_core.graph.segments import Meeting, Segment, Step, Tape
 
 Values = dict[str, torch.Tensor]
 
@@ -80,10 +80,14 @@ class Executor:
         """
         records: list[Record] = []
         for step in self.tape.steps:
-            made = self._meet(step, values) if isinstance(step, Meeting) else self._run(step, values, record)
+            made = self.do(step, values, record)
             if record and made is not None:
                 records.append(made)
         return records
+
+    def do(self, step: Step, values: Values, record: bool = False) -> Record | None:
+        """Run one step of the tape; see ``forward``. Where a communication raises, ``values`` is as it was."""
+        return self._meet(step, values) if isinstance(step, Meeting) else self._run(step, values, record)
 
     def _meet(self, meeting: Meeting, values: Values) -> Record | None:
         step = meeting.step
