@@ -11,17 +11,9 @@ from torch import nn
 import hyfi_core
 from data.batches import BatchLayout
 from hyfi_core import ParallelPlan
-from hyfi_core.comm.threads import run_ranks
 from hyfi_core.errors import RequestError
-from tests.steps import (
-    Batch,
-    adamw,
-    assert_equal_steps,
-    make_batches,
-    one_process_steps,
-    parallel_steps,
-    sgd,
-)
+from tests.harness import run_copies
+from tests.steps import Batch, adamw, assert_equal_steps, make_batches, one_process_steps, parallel_steps, sgd
 from tests.test_plans import make
 from workflows.training.optimisation import make_loss
 
@@ -109,16 +101,16 @@ def test_gradients_accumulate_over_calls() -> None:
     model, _ = make("hourglass")
     model, plan = model.double(), plan_with((3, 1), sync_batch_norm=True)
     batches = make_batches((4, 3, *SIZE_PX), 1, 1)
-    ((own, other),) = dealt(batches, plan)
+    (parts,) = dealt(batches, plan)
 
-    def body(comm: Any) -> Any:
-        images, labels = (own, other)[comm.rank]
-        engine = hyfi_core.parallelize(make("hourglass")[0].double(), tuple(images.shape), plan, comm)  # type: ignore[arg-type]
+    def body(comm: Any, module: nn.Module) -> Any:
+        images, labels = parts[comm.rank]
+        engine = hyfi_core.parallelize(module, tuple(images.shape), plan, comm)  # type: ignore[arg-type]
         first = engine.accumulate(images, labels)
         once = engine.gather_gradients()
         return first, once, engine.accumulate(images, labels), engine.gather_gradients()
 
-    first, once, second, twice = run_ranks(2, body)[0]
+    first, once, second, twice = run_copies(model, 2, body)[0]
     assert second == pytest.approx(first, rel=1e-12)  # statistics are the batch's own
     for name, gradient in once.items():
         torch.testing.assert_close(twice[name], 2 * gradient, rtol=1e-9, atol=1e-12)
@@ -127,13 +119,13 @@ def test_gradients_accumulate_over_calls() -> None:
 def test_a_batch_that_is_not_the_share_is_refused() -> None:
     plan = plan_with((3, 1))
 
-    def wrong_shape(comm: Any) -> None:
-        hyfi_core.parallelize(Dropping(), (2, 3, *SIZE_PX), plan, comm)
+    def wrong_shape(comm: Any, module: nn.Module) -> None:
+        hyfi_core.parallelize(module, (2, 3, *SIZE_PX), plan, comm)
 
-    def wrong_batch(comm: Any) -> None:
-        engine = hyfi_core.parallelize(Dropping(), ((3, 1)[comm.rank], 3, *SIZE_PX), plan, comm)
+    def wrong_batch(comm: Any, module: nn.Module) -> None:
+        engine = hyfi_core.parallelize(module, ((3, 1)[comm.rank], 3, *SIZE_PX), plan, comm)
         engine.accumulate(torch.zeros(2, 3, *SIZE_PX), torch.zeros(2, dtype=torch.long))
 
     for body in (wrong_shape, wrong_batch):
         with pytest.raises(RequestError, match=r"replica \d takes [31] of every 4 samples .* given a batch of 2"):
-            run_ranks(2, body)
+            run_copies(Dropping(), 2, body)

@@ -39,6 +39,8 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "roles.loaders",
         "roles.validators",
         "roles.design",
+        "roles.spare",
+        "roles.shares",
         "validation.every_steps",
         "validation.policy",
         "validation.grids",
@@ -96,7 +98,8 @@ def refuse_changes(before: Config, now: Config) -> None:
     Raises:
         RequestError: a key differs that decides what a step computes.
     """
-    changed = {key: pair for key, pair in changed_keys(before, now).items() if key not in MAY_CHANGE_ON_RESUME}
+    fixed = _fixed_design(before, now)
+    changed = {k: pair for k, pair in changed_keys(before, now).items() if k not in MAY_CHANGE_ON_RESUME or k == fixed}
     if changed:
         lines = [f"  {key}: the run has {old!r}, given now {new!r}" for key, (old, new) in changed.items()]
         raise RequestError(
@@ -105,6 +108,15 @@ def refuse_changes(before: Config, now: Config) -> None:
             + "\nGive the old values, or another run.dir. These may change: "
             + ", ".join(sorted(MAY_CHANGE_ON_RESUME - {"run.dir"}))
         )
+
+
+def _fixed_design(before: Config, now: Config) -> str | None:
+    """Return the key of the design where it decides what a step computes.
+
+    Several plain replicas cut a batch into pieces before micro-batches, spare ranks after: micro-batches are others.
+    """
+    shared = [config.roles.design == "offload_naive" for config in (before, now)]
+    return "roles.design" if shared[0] != shared[1] and now.plan.replicas > 1 else None
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -161,8 +161,9 @@ DESIGNS = {
     "offload_data": (True, False),
     "offload_validation": (False, True),
     "offload_all": (True, True),
+    "offload_naive": (False, False),
 }
-"""Names of the DPU papers' designs (baseline, O-DA, O-MV, O-Hy): whether others load, whether others validate."""
+"""Names of the DPU papers' designs (baseline, O-DA, O-MV, O-Hy, O-N): whether others load, whether others validate."""
 
 
 def _with_design(value: Any) -> Any:
@@ -174,7 +175,10 @@ def _with_design(value: Any) -> Any:
 
 
 class RolesConfig(Section):
-    """Ranks beside the trainers; without them trainers do that work themselves, with the same numbers."""
+    """Ranks beside the plan's; without them trainers do that work themselves, with the same numbers.
+
+    ``offload_naive`` has them train, too: as further replicas, with shares of each batch in proportion to speed.
+    """
 
     loaders: Count | Annotated[str, Field(min_length=1)] = Field(
         0, description='a whole number ≥ 0, or a pattern of host names ("dpu-*"): ranks that read slides ahead of time'
@@ -183,7 +187,19 @@ class RolesConfig(Section):
         0, description='a whole number ≥ 0, or a pattern of host names ("dpu-*"): ranks that validate meanwhile'
     )
     design: Design | None = Field(
-        None, description="inline, offload_data, offload_validation or offload_all; left out: as the numbers say"
+        None,
+        description="inline, offload_data, offload_validation, offload_all or offload_naive; left out: as the numbers "
+        "say",
+    )
+    spare: Positive | None = Field(
+        None,
+        description="a whole number ≥ 1: ranks that train beside the plan's, as further replicas (offload_naive); left "
+        "out: those of one replica",
+    )
+    shares: tuple[Positive, ...] | None = Field(
+        None,
+        description="slides of one step for each replica, as in [6, 2] (offload_naive); left out: by their speed, "
+        "measured before the first step",
     )
 
     @property
@@ -193,11 +209,10 @@ class RolesConfig(Section):
 
     @model_validator(mode="after")
     def _is_the_design(self) -> RolesConfig:
-        if self.design == "offload_naive":
+        if self.design != "offload_naive" and (self.spare is not None or self.shares is not None):
             raise ValueError(
-                "design: offload_naive is not offered: it has spare ranks train on shares of the batch in proportion "
-                "to their speed, while replicas here have batches of one shape and weigh the same, so that unequal "
-                "shares would give another gradient; use offload_all, or plan.replicas for ranks of equal speed"
+                f"spare: {self.spare} and shares: {self.shares} are for design: offload_naive, whose spare ranks train "
+                f"on shares of each batch; given design: {self.design}"
             )
         has = (bool(self.loaders), bool(self.validators))
         if self.design is not None and has != DESIGNS[self.design]:
@@ -321,10 +336,20 @@ class Config(Section):
     def ranks(self) -> int:
         """Processes of the whole run: trainers, loaders, validators; those chosen by host are not counted."""
         roles = (self.roles.loaders, self.roles.validators)
-        return self.plan.ranks + sum(role for role in roles if isinstance(role, int))
+        return self.trainers + sum(role for role in roles if isinstance(role, int))
+
+    @property
+    def trainers(self) -> int:
+        """Ranks that train: the plan's, and the spare ones that join them."""
+        if self.roles.design != "offload_naive":
+            return self.plan.ranks
+        return self.plan.ranks + (self.roles.spare or self.plan.ranks // self.plan.replicas)
 
     @model_validator(mode="after")
     def _batch_fits_plan(self) -> Config:
+        if self.roles.design == "offload_naive":
+            self._check_shares()
+            return self
         parts = self.plan.replicas * self.plan.microbatches
         if self.data.batch_size % parts:
             raise ValueError(
@@ -332,3 +357,28 @@ class Config(Section):
                 f"plan.microbatches = {self.plan.replicas} × {self.plan.microbatches} = {parts}"
             )
         return self
+
+    def _check_shares(self) -> None:
+        """Check what spare ranks train on."""
+        of_one, rounds = self.plan.ranks // self.plan.replicas, self.plan.microbatches
+        replicas, batch, shares = self.trainers // of_one, self.data.batch_size, self.roles.shares
+        if self.trainers % of_one:
+            raise ValueError(
+                f"roles.spare: given {self.roles.spare}; allowed: a multiple of {of_one}, the ranks of a replica (plan)"
+            )
+        if self.model.norm == "train" and not self.plan.sync_batch_norm:
+            raise ValueError(
+                "roles.design: given offload_naive: speed decides how many slides a replica has, and with batch norms "
+                "of each replica alone that would change the result; allowed: with plan.sync_batch_norm=true, or with "
+                "model.norm=group or frozen"
+            )
+        if batch % rounds or batch < replicas * rounds:
+            raise ValueError(
+                f"data.batch_size: given {batch}; allowed: a multiple of plan.microbatches = {rounds}, from "
+                f"{replicas * rounds}: each of {replicas} replicas, however slow, takes a slide of each micro-batch"
+            )
+        if shares and (len(shares) != replicas or sum(shares) != batch or any(share % rounds for share in shares)):
+            raise ValueError(
+                f"roles.shares: given {list(shares)}; allowed: a multiple of plan.microbatches = {rounds} for each of "
+                f"{replicas} replicas, together data.batch_size = {batch}"
+            )

@@ -76,6 +76,7 @@ def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, s
         RequestError: on all ranks, where one of them refuses; nothing is written then.
     """
     from workflows.training.job import prepare
+    from workflows.training.pace import with_shares
     from workflows.training.request import check_ranks, check_run
     from workflows.training.start import Roles, Saved, check_images, together
 
@@ -85,6 +86,7 @@ def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, s
     coverage = together(world, lambda: check_images(job) if world.rank == 0 else None)
     roles = Roles.of(world, config)
     saved = together(world, lambda: Saved.load(job, start) if roles.trainers is not None else None)
+    job = together(world, lambda: with_shares(job, roles))
     part = together(world, lambda: _role(job, roles, saved, coverage, stop))
     return _as_fault(lambda: part(as_json))
 
@@ -159,12 +161,14 @@ def _as_fault(part: Callable[[], int]) -> int:
 
 def _opening(job: Job, plan: ParallelPlan, start: int) -> str:
     from workflows.training.optimisation import describe_updates
+    from workflows.training.pace import describe_pace
 
     begin = f"goes on after step {start}" if start else "begins"
     return (
         f"run {job.config.run.dir} {begin}: {len(job.train)} training and {len(job.val)} validation slides, "
         f"classes {', '.join(job.classes)}, {job.steps} steps of {job.step_samples} slides\n"
-        f"{describe_updates(job.config.optimizer, job.step_samples)}\n{plan.describe()}"
+        f"{describe_updates(job.config.optimizer, job.step_samples)}\n"
+        f"{describe_pace(job)}{plan.describe()}"
     )
 
 

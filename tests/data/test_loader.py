@@ -30,8 +30,12 @@ def stream(weights: tuple[float, ...] | None = None) -> SampleStream:
     return SampleStream(SAMPLES, SEED, weights)
 
 
+def replica_of(trainer: int, layout: BatchLayout) -> int:
+    return trainer // len(BOXES) if layout.replicas > 1 else 0
+
+
 def plain_parts(trainer: int, layout: BatchLayout) -> tuple[Part, ...]:
-    return (Part(BOXES[trainer % len(BOXES)], 0, layout.batch_of(0)),)
+    return (Part(BOXES[trainer % len(BOXES)], 0, layout.batch_of(replica_of(trainer, layout))),)
 
 
 def mirrored_parts(trainer: int, layout: BatchLayout) -> tuple[Part, ...]:
@@ -43,8 +47,7 @@ def mirrored_parts(trainer: int, layout: BatchLayout) -> tuple[Part, ...]:
 
 
 def share_of(trainer: int, layout: BatchLayout, turns: tuple[int, int], parts=plain_parts, weights=None) -> Share:
-    replica = trainer // len(BOXES) if layout.replicas > 1 else 0
-    return Share(stream(weights), layout, replica, parts(trainer, layout), turns)
+    return Share(stream(weights), layout, replica_of(trainer, layout), parts(trainer, layout), turns)
 
 
 def read_all(feed: Feed, share: Share, turn: int) -> list[torch.Tensor]:
@@ -94,7 +97,10 @@ def job(
 
 
 @pytest.mark.parametrize("loaders", [1, 2, 4])
-@pytest.mark.parametrize(("trainers", "layout"), [(2, BatchLayout.alike(3)), (4, BatchLayout.alike(2, replicas=2))])
+@pytest.mark.parametrize(
+    ("trainers", "layout"),
+    [(2, BatchLayout.alike(3)), (4, BatchLayout.alike(2, 2)), (4, BatchLayout((1, 2), rounds=2))],
+)
 @pytest.mark.parametrize("weights", [None, WEIGHTS])
 def test_any_number_of_loaders_gives_what_inline_gives(loaders, trainers, layout, weights) -> None:
     results = job(trainers, loaders, layout, (0, 6), Images(), weights=weights)

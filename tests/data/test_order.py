@@ -85,16 +85,47 @@ def test_over_many_epochs_shares_are_exact():
     assert counts / 8000 == pytest.approx(np.array(weights) / sum(weights), abs=0.005)
 
 
+def dealt_whole(layout: BatchLayout) -> list[tuple[int, int]]:
+    """Return (number, replica) of 21 turns, in the order in which each replica takes its own."""
+    dealt = []
+    for turn in range(21):
+        own = [(n, r) for r in range(layout.replicas) for n in layout.numbers(turn, r)]
+        assert sorted(n for n, _ in own) == list(range(turn * layout.turn_samples, (turn + 1) * layout.turn_samples))
+        dealt += own
+    assert all(layout.replica_of(n) == r for n, r in dealt)
+    for replica in range(layout.replicas):
+        mine, batch = [n for n, r in dealt if r == replica], layout.batch_of(replica)
+        assert [layout.ordinal(n) for n in mine] == list(range(21 * batch))
+        assert [layout.place_of(n) for n in mine] == list(range(batch)) * 21
+    return dealt
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(1, 4))
+def test_unequal_shares_cut_every_round_among_all_replicas(shares, rounds):
+    layout = BatchLayout(tuple(shares), rounds)
+    dealt_whole(layout)
+    assert layout.turn_samples == sum(layout.batch_of(r) for r in range(layout.replicas)) == sum(shares) * rounds
+    for turn, round_ in ((0, 0), (3, rounds - 1)):
+        of_round = [
+            n
+            for replica, share in enumerate(shares)
+            for n in layout.numbers(turn, replica)[round_ * share : (round_ + 1) * share]
+        ]
+        first = (turn * rounds + round_) * sum(shares)
+        assert of_round == list(range(first, first + sum(shares)))
+
+
+def test_equal_batches_are_pieces_of_a_turn():
+    layout = BatchLayout.alike(3, 2)
+    assert [list(layout.numbers(1, replica)) for replica in range(2)] == [[6, 7, 8], [9, 10, 11]]
+    shared = BatchLayout((2, 1), rounds=2)
+    assert [list(shared.numbers(1, replica)) for replica in range(2)] == [[6, 7, 9, 10], [8, 11]]
+
+
 @given(st.integers(1, 4), st.integers(1, 3), st.booleans())
 def test_replicas_share_the_stream_without_repeats_or_losses(batch, replicas, weighted):
     stream = SampleStream(7, 3, [1, 0, 5, 1, 1, 2, 1] if weighted else None)
-    layout = BatchLayout.alike(batch, replicas)
-    turns = 21
-    dealt = [(n, r) for turn in range(turns) for r in range(replicas) for n in layout.numbers(turn, r)]
-    assert sorted(n for n, _ in dealt) == list(range(turns * batch * replicas))
-    assert all(layout.replica_of(n) == r for n, r in dealt)
-    for replica in range(replicas):
-        assert [layout.ordinal(n) for n, r in dealt if r == replica] == list(range(turns * batch))
+    dealt = dealt_whole(BatchLayout.alike(batch, replicas))
     assert len({stream.at(n) for n, _ in dealt}) == len(dealt)  # no image is varied alike twice
     again = SampleStream(7, 3, stream.weights)
     assert [again.at(n) for n, _ in dealt[::-1]] == [stream.at(n) for n, _ in dealt[::-1]]

@@ -18,6 +18,7 @@ from workflows.training.start import Roles
 
 ONE = ["here"] * 6
 TWO = ["n1", "n1", "n1", "n2", "n2", "n2"]
+SPARE = ["roles.design=offload_naive", "model.norm=group", "data.batch_size=4"]
 DPUS = ["n1", "n1", "dpu-1", "n2", "n2", "dpu-2"]
 
 
@@ -80,6 +81,13 @@ def path(tmp_path: Path) -> Path:
     return file
 
 
+def test_spare_ranks_train_beside_those_of_the_plan(path: Path) -> None:
+    assert load_config(path, SPARE).trainers == load_config(path, SPARE).ranks == 2
+    grid = [*SPARE, "plan.grids=[[1,2]]", "plan.replicas=2", "data.batch_size=8"]
+    assert load_config(path, grid).ranks == 4 + 2
+    assert load_config(path, [*grid, "roles.spare=4", "roles.shares=[3,3,1,1]"]).ranks == 4 + 4
+
+
 @pytest.mark.parametrize(
     ("design", "ranks"), [("inline", 1), ("offload_data", 2), ("offload_validation", 2), ("offload_all", 3)]
 )
@@ -97,7 +105,17 @@ def test_a_design_takes_more_ranks_where_they_are_given(path: Path) -> None:
     [
         (["roles.design=inline", "roles.loaders=1"], "inline means loaders: 0"),
         (["roles.design=offload_all", "roles.validators=0"], "offload_all means"),
-        (["roles.design=offload_naive"], "offload_naive is not offered"),
+        (["roles.design=offload_naive", "roles.loaders=1"], "offload_naive means loaders: 0"),
+        (["roles.spare=1"], "spare: 1 and shares: None are for design: offload_naive"),
+        (["roles.design=inline", "roles.shares=[1]"], "are for design: offload_naive, .* given design: inline"),
+        ([*SPARE, "model.norm=train"], r"allowed: with plan.sync_batch_norm=true, or with model.norm=group or frozen"),
+        ([*SPARE, "plan.grids=[[1,2]]", "roles.spare=3"], "roles.spare: given 3; allowed: a multiple of 2"),
+        ([*SPARE, "data.batch_size=1"], "data.batch_size: given 1; .* each of 2 replicas, however slow"),
+        ([*SPARE, "plan.microbatches=2", "data.batch_size=5"], "data.batch_size: given 5; .* plan.microbatches = 2"),
+        ([*SPARE, "roles.shares=[3,2]"], "roles.shares: given .3, 2.; .* 2 replicas, together data.batch_size = 4"),
+        ([*SPARE, "roles.shares=[4]"], "roles.shares: given .4."),
+        ([*SPARE, "roles.shares=[4,0]"], "roles.shares: given .4, 0."),
+        ([*SPARE, "plan.microbatches=2", "roles.shares=[3,1]"], "roles.shares: given .3, 1.; .*microbatches = 2"),
         (["roles.design=offload"], "roles.design"),
         (["roles.loaders=-1"], "roles.loaders"),
     ],

@@ -86,7 +86,10 @@ def _verdict(kind: str, share: float, setting: Setting) -> str:
         "halo": ("halo-bound", "cut into fewer parts (plan.grids) or exchange more seldom (plan.fused_halo)"),
         "stage": ("pipeline-bound", "raise plan.microbatches, or balance the stages (plan.cuts)"),
         "reduce": ("reduction-bound", "raise optimizer.accumulate or data.batch_size"),
-        "imbalance": ("bound by the slowest rank", "even parts (plan.grids) or ranks of equal speed"),
+        "imbalance": (
+            "bound by the slowest rank",
+            "even parts (plan.grids), ranks of equal speed, or shares by speed (roles.design=offload_naive)",
+        ),
     }[kind]
     return f"{named}: {share:.0%} {NAMES[kind]}; {advice}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,10 +11,13 @@ import torch
 from data.batches import Part
 from data.feed import Feed, InlineFeed, Pixels, Share
 from data.loader import LoaderService
+from data.normalise import Normalisation
 from data.remote_feed import RemoteFeed
 from hyfi_core.comm.base import Communicator
 from hyfi_core.plan.box import Box
 from hyfi_core.runtime.engine import Engine
+from workflows.models import DTYPES, FORMATS
+from workflows.schema import RunConfig
 from workflows.training.job import Job
 from workflows.training.start import Roles
 
@@ -30,6 +34,11 @@ def make_feed(job: Job, roles: Roles, engine: Engine, start_step: int, device: t
     if loaders:
         return RemoteFeed(roles.world, loaders, share, data.prefetch, device)
     return InlineFeed(job.train, share, data.cache_bytes, device)
+
+
+def preparation(run: RunConfig) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what makes of uint8 pixels what the run's model takes."""
+    return partial(Normalisation(), dtype=DTYPES[run.precision], memory_format=FORMATS[run.memory_format])
 
 
 class Images:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ class Job:
         val: the slides that validate, never augmented.
         class_weights: one for each class, mean 1 over the training split.
         draw_weights: how often each training slide is drawn, against the others; None: each once an epoch.
+        shares: slides of one step for each replica, where they are not alike; spare ranks are replicas, too.
+        pace_s: seconds that each replica took for a slide of each micro-batch, where that decided the shares.
     """
 
     config: Config
@@ -41,11 +43,14 @@ class Job:
     val: SlideDataset
     class_weights: tuple[float, ...]
     draw_weights: tuple[float, ...] | None = None
+    shares: tuple[int, ...] | None = None
+    pace_s: tuple[float, ...] | None = None
 
     @cached_property
     def plan(self) -> ParallelPlan:
         """How the model is spread over the trainers."""
-        return ParallelPlan.from_json(self.config.plan.model_dump())
+        plan = self.config.plan.build()
+        return plan if self.shares is None else replace(plan, replicas=len(self.shares), shares=self.shares)
 
     @cached_property
     def layout(self) -> BatchLayout:
@@ -176,6 +181,7 @@ def prepare(config: Config) -> Job:
         dataset_of(config, val, None),
         _weights(config, labels, train),
         _draw_weights(config, labels, train),
+        config.roles.shares,
     )
 
 

@@ -5,20 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 
-from data.normalise import Normalisation
 from hyfi_core.runtime.checkpoint import step_folder
 from hyfi_core.runtime.checkpoint_together import Share, save_together
 from hyfi_core.runtime.engine import Engine
 from workflows.console import Progress, say
-from workflows.models import DTYPES, FORMATS
 from workflows.training.bound_by import Setting, bound_by
 from workflows.training.ema import MovingAverage
-from workflows.training.feeding import Images, loading_report, loading_text, make_feed
+from workflows.training.feeding import Images, loading_report, loading_text, make_feed, preparation
 from workflows.training.job import Job
 from workflows.training.optimisation import lr_factor
 from workflows.training.recorder import Recorder
@@ -70,8 +67,7 @@ class Trainer:
         self._time = StepTime()
         policy = job.config.validation.policy
         self._setting = Setting(job.plan.ranks, len(roles.loader_ranks), len(roles.validator_ranks), policy)
-        run = job.config.run
-        self._prepare = partial(Normalisation(), dtype=DTYPES[run.precision], memory_format=FORMATS[run.memory_format])
+        self._prepare = preparation(job.config.run)
 
     def run(self, progress: Progress) -> bool:
         """Train to the end, or until a stop is asked for; return whether it was."""

@@ -49,7 +49,8 @@ class Recorder:
         self._job, config = job, job.config
         self._start = start
         self.folder = RunFolder(config.run.dir)
-        self.folder.begin(config, {**plan.to_json(), **config.roles.model_dump()})
+        roles = {**config.roles.model_dump(exclude={"shares"}), "pace_s": job.pace_s}
+        self.folder.begin(config, {**plan.to_json(), **roles})
         write_coverage(config.run.dir / "coverage.csv", coverage)
         self._log = MetricsLog(config.run.dir / "metrics.jsonl", start)
         self._board = _Board(config.run.dir / "tensorboard", start) if config.run.tensorboard else None

@@ -46,7 +46,7 @@ def check_ranks(config: Config, size: int) -> None:
         return
     if size != config.ranks:
         raise RequestError(
-            f"{size} ranks are given, the run needs {config.ranks}: {config.plan.ranks} trainers (plan), "
+            f"{size} ranks are given, the run needs {config.ranks}: {config.trainers} trainers (plan), "
             f"{roles.loaders} loaders and {roles.validators} validators (roles); "
             f"use --ranks {config.ranks} or change these"
         )

@@ -87,7 +87,7 @@ class Roles:
             RequestError: on all ranks: they do not come out even.
         """
         hosts = gather_hosts(world)
-        chosen = assign_roles(hosts, config.plan.ranks, config.roles.loaders, config.roles.validators)
+        chosen = assign_roles(hosts, config.trainers, config.roles.loaders, config.roles.validators)
         ordered = world.split(0, chosen.order.index(world.rank))
         assert ordered is not None
         first, second = len(chosen.trainers), len(chosen.trainers) + len(chosen.loaders)
