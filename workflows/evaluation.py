@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from data.batches import BatchLayout
 from data.dataset import SlideRef
 from data.feed import Readable
 from data.normalise import Normalisation
@@ -143,7 +144,12 @@ class Interrupted(Exception):  # noqa: N818 (not an error: somebody asked for it
 
 
 def predict_slides(
-    engine: Predictor, images: Images, slides: int, share: tuple[int, int], interrupted: Callable[[], bool]
+    engine: Predictor,
+    images: Images,
+    slides: int,
+    share: tuple[int, int],
+    interrupted: Callable[[], bool],
+    shares: Sequence[int] | None = None,
 ) -> Logits:
     """Return the logits of this replica's share of the slides.
 
@@ -153,18 +159,20 @@ def predict_slides(
         slides: how many there are.
         share: (replica, replicas): this one takes replica, replica + replicas, …
         interrupted: asked before each slide, by all ranks of all replicas alike; the same answer on all of them.
+        shares: in what proportion replicas of unequal speed take slides; then it is asked before each round of them.
 
     Raises:
         Interrupted: ``interrupted`` said so.
     """
     replica, replicas = share
     logits: Logits = {}
-    for first in range(0, slides, replicas):
+    rounds = BatchLayout(tuple(share // math.gcd(*shares) for share in shares) if shares else (1,) * replicas)
+    for turn in range(math.ceil(slides / rounds.turn_samples)):
         if interrupted():
             raise Interrupted
-        index = first + replica
-        if index < slides:
-            logits[index] = engine.predict(images.of(index))[0].double().tolist()
+        for index in rounds.numbers(turn, replica):
+            if index < slides:
+                logits[index] = engine.predict(images.of(index))[0].double().tolist()
     return logits
 
 

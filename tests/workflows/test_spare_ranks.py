@@ -19,6 +19,7 @@ from tests.harness import captured_once
 from tests.workflows.archive import make_config, make_store
 from tests.workflows.runs import in_this_process, losses, run_here, run_on
 from workflows.config import load_config, refuse_changes
+from workflows.evaluation import predict_slides
 from workflows.training.pace import TIMED, measured
 
 SPARE = ["roles.design=offload_naive", "plan.sync_batch_norm=true"]
@@ -84,6 +85,28 @@ def test_replicas_are_timed_together_and_are_as_fast_as_their_slowest_rank() -> 
     assert calls == [list(range(TIMED + 1))] * 4
 
 
+def test_slides_are_judged_by_those_who_have_time() -> None:
+    """Each replica asks as often as the others whether to go on: that is one question to all of them."""
+
+    class Engine:
+        def predict(self, images: Any) -> torch.Tensor:
+            return torch.tensor([[float(images)]])
+
+    class Numbers:
+        def of(self, index: int) -> int:
+            return index
+
+    def judged(replica: int, shares: tuple[int, ...] | None) -> tuple[list[int], int]:
+        asked: list[int] = []
+        images: Any = Numbers()
+        found = predict_slides(Engine(), images, 10, (replica, 2), lambda: bool(asked.append(1)), shares)
+        assert all(values == [float(index)] for index, values in found.items())
+        return list(found), len(asked)
+
+    assert [judged(replica, (12, 4)) for replica in range(2)] == [([0, 1, 2, 4, 5, 6, 8, 9], 3), ([3, 7], 3)]
+    assert [judged(replica, None) for replica in range(2)] == [([0, 2, 4, 6, 8], 5), ([1, 3, 5, 7, 9], 5)]
+
+
 @pytest.mark.parametrize(
     ("ranks", "microbatches", "words"),
     [
@@ -130,13 +153,15 @@ def test_several_plain_replicas_do_not_become_shared_ones(tmp_path: Path, store:
 
 @pytest.mark.mpi
 def test_a_spare_process_takes_its_share(tmp_path: Path, store: Path, hyfi: Any) -> None:
-    config = config_of(tmp_path, store, 8)
-    done = hyfi("train", config, *SPARE, "--json", OMP_NUM_THREADS="1")
+    """Less than half of the batch: it sleeps before each micro-batch."""
+    config = config_of(tmp_path, store, 8, model="faulty")
+    done = hyfi("train", config, *SPARE, "--json", OMP_NUM_THREADS="1", HYFI_TEST_FAULT="1:0:accumulate:slow")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["status"] == "done"
     plan = recorded(tmp_path / "run")
     shares, pace_s = plan["shares"], plan["pace_s"]
     assert sum(shares) == 8 and len(shares) == len(pace_s) == 2 and plan["design"] == "offload_naive"
+    assert shares[0] > shares[1] and pace_s[0] < pace_s[1]
     assert f"the replicas take {shares[0]}, {shares[1]}" in done.stderr + done.stdout
     assert "effective batch 8" in done.stderr + done.stdout and "in proportion to speed" in done.stderr + done.stdout
     assert run_on(2, config, *SPARE, "roles.shares=[4,4]", f"run.dir={tmp_path / 'equal'}") == [0, 0]

@@ -149,9 +149,10 @@ class Validating:
 
     def _validate_here(self, step: int) -> None:
         replica, place = divmod(self._trainers.rank, self._job.plan.ranks_per_replica)
-        share = (replica, self._job.plan.replicas)
+        plan, images, slides = self._job.plan, self._exam.images, len(self._job.val)
+        share = (replica, plan.replicas)
         try:
-            mine = predict_slides(self._engine, self._exam.images, len(self._job.val), share, self._interrupted)
+            mine = predict_slides(self._engine, images, slides, share, self._interrupted, plan.shares)
         except Interrupted:
             return
         logits = gather_logits(self._trainers, mine if place == 0 else None)
