@@ -15,6 +15,8 @@ from data.dataset import SlideDataset
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box
+from hyfi_core.runtime.cells import CellEngine
+from hyfi_core.runtime.engine import Engine
 from pathology.errors import SlideError
 from pathology.recipe import Member, Recipe
 
@@ -77,17 +79,28 @@ class Lookers:
         members: who look.
         recipe: what they share.
         comm: the group; all its ranks work on every slide.
+        cells: rows and columns, where one rank looks at an image cell by cell, in the memory of a cell.
 
     Raises:
-        RequestError: a model cannot be spread over the ranks.
+        RequestError: a model cannot be spread over the ranks, or more than one rank is to work cell by cell.
     """
 
-    def __init__(self, members: Sequence[Member], recipe: Recipe, comm: Communicator) -> None:
-        plan = hyfi_core.ParallelPlan(grids=(grid_of(comm.size),))
+    def __init__(
+        self, members: Sequence[Member], recipe: Recipe, comm: Communicator, cells: tuple[int, int] | None = None
+    ) -> None:
         shape = (1, 3, *recipe.size_px)
         self._comm = comm
         self._members = tuple(members)
-        self._engines = [hyfi_core.parallelize(member.model.eval(), shape, plan, comm) for member in members]
+        self._engines: list[Engine | CellEngine]
+        if cells is None:
+            plan = hyfi_core.ParallelPlan(grids=(grid_of(comm.size),))
+            self._engines = [hyfi_core.parallelize(member.model.eval(), shape, plan, comm) for member in members]
+        elif comm.size > 1:
+            raise RequestError(
+                f"cells {cells[0]},{cells[1]} with {comm.size} ranks: one process goes through cells; leave out either"
+            )
+        else:
+            self._engines = [CellEngine(member.model.eval(), shape, cells) for member in members]
 
     def look(self, dataset: SlideDataset, index: int) -> list[Attribution]:
         """Return what every member says of a sample of ``dataset``.
@@ -97,10 +110,7 @@ class Lookers:
         """
         found = []
         for member, engine in zip(self._members, self._engines, strict=True):
-            box, normalise = engine.input_box, member.normalisation
-            pixels = together(self._comm, lambda box=box: dataset.read(index, box))  # type: ignore[misc]
-            part = normalise(torch.from_numpy(pixels)[None])
-            logits, contributions = engine.attribute(_given(part, box))
+            logits, contributions = self._attribute(member, engine, dataset, index)
             if not bool(torch.isfinite(logits).all()):
                 raise SlideError(f"the network's output is not finite: {logits[0].tolist()}")
             found.append(
@@ -110,6 +120,18 @@ class Lookers:
                 )
             )
         return found
+
+    def _attribute(
+        self, member: Member, engine: Engine | CellEngine, dataset: SlideDataset, index: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        def read(box: Box) -> torch.Tensor:
+            return member.normalisation(torch.from_numpy(dataset.read(index, box))[None])
+
+        if isinstance(engine, CellEngine):
+            return together(self._comm, lambda: engine.attribute(read))
+        box = engine.input_box
+        part = together(self._comm, lambda: read(box))
+        return engine.attribute(_given(part, box))
 
 
 def _given(part: torch.Tensor, box: Box) -> Callable[[Box], torch.Tensor]:

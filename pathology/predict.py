@@ -46,11 +46,13 @@ class PredictOptions:
         mpp: micrometres per pixel to look at; None: the checkpoint's.
         slide_mpp: of slide files that do not state their own.
         overwrite: do finished slides again; replace what another checkpoint has left.
+        cells: rows and columns in which one process looks at an image, one after the other; None: at once.
     """
 
     mpp: float | None = None
     slide_mpp: float | None = None
     overwrite: bool = False
+    cells: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ def predict_slides(
     recipe = replace(recipe, mpp=options.mpp if options.mpp is not None else recipe.mpp)
     folder = OutFolder(out, members, recipe, slide_mpp=options.slide_mpp, overwrite=options.overwrite)
     chosen = _decided(comm, lambda: folder.open(inputs))
-    lookers = Lookers(members, recipe, comm) if any(not inputs[k].reason for k in chosen) else None
+    lookers = Lookers(members, recipe, comm, options.cells) if any(not inputs[k].reason for k in chosen) else None
     outcomes: list[Prediction] = []
     stopped = False
     with _scratch(folder, comm, bool(chosen)) as scratch:

@@ -41,6 +41,10 @@ PlanRanks = Annotated[
     int | None, typer.Option("--ranks", min=1, help="Processes to start; default: as many as the plan needs.")
 ]
 Ranks = Annotated[int | None, typer.Option("--ranks", min=1, help="Processes to start; default: one.")]
+Cells = Annotated[
+    str | None,
+    typer.Option("--cells", metavar="R,C", help="Cut an image into R x C cells, one after the other: less memory."),
+]
 SlideMpp = Annotated[
     float | None, typer.Option("--slide-mpp", min=0.01, help="Microns per pixel of slides whose files do not say it.")
 ]
@@ -195,11 +199,12 @@ def validate(
     splits: Annotated[Path | None, typer.Option("--splits", help="Splits; default: a column of the labels.")] = None,
     split_name: Annotated[str, typer.Option("--split", help="Which split to judge.")] = "test",
     ranks: Ranks = None,
+    cells: Cells = None,
     as_json: Json = False,
 ) -> None:
     """Compute a checkpoint's metrics: the same numbers as during training."""
     paths = {"checkpoint": checkpoint, "store": store, "labels": labels, "splits": splits}
-    _run("validate", split=split_name, ranks=ranks, as_json=as_json, **paths)
+    _run("validate", split=split_name, ranks=ranks, cells=cells, as_json=as_json, **paths)
 
 
 @app.command()
@@ -211,6 +216,7 @@ def predict(
         list[Path] | None, typer.Option("--checkpoint", help="Once more for each further member of an ensemble.")
     ] = None,
     ranks: Ranks = None,
+    cells: Cells = None,
     mpp: Annotated[
         float | None, typer.Option("--mpp", min=0.01, help="Microns per pixel to look at, if not the checkpoint's.")
     ] = None,
@@ -219,7 +225,8 @@ def predict(
     as_json: Json = False,
 ) -> None:
     """Predict slides: probabilities, heatmaps, overlays, annotations and reports."""
-    options = {"ranks": ranks, "mpp": mpp, "slide_mpp": slide_mpp, "overwrite": overwrite, "as_json": as_json}
+    options = {"ranks": ranks, "cells": cells, "mpp": mpp, "slide_mpp": slide_mpp}
+    options |= {"overwrite": overwrite, "as_json": as_json}
     _run("predict", checkpoints=[checkpoint, *(more or ())], inputs=inputs, out=out, **options)
 
 

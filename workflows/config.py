@@ -44,6 +44,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "validation.every_steps",
         "validation.policy",
         "validation.grids",
+        "validation.cells",
         "data.prefetch",
         "data.workers",
         "data.cache_bytes",

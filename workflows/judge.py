@@ -17,6 +17,7 @@ from data.dataset import SlideDataset, SlideRef
 from data.normalise import Normalisation
 from hyfi_core.comm.base import Communicator
 from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.runtime.cells import CellEngine
 from hyfi_core.runtime.parallelize import parallelize
 from workflows.evaluation import Exam, Images, Judgement, Predictor, gather_logits, predict_slides
 from workflows.models import DTYPES, FORMATS, build_model, lay_out
@@ -61,8 +62,22 @@ class Judge:
     group: Communicator
 
     @classmethod
-    def of(cls, model: Mapping[str, Any], dataset: SlideDataset, plan: ParallelPlan, group: Communicator) -> Judge:
+    def of(
+        cls,
+        model: Mapping[str, Any],
+        dataset: SlideDataset,
+        plan: ParallelPlan,
+        group: Communicator,
+        cells: tuple[int, int] | None = None,
+    ) -> Judge:
         """Build the network of a ``model.json``, spread as ``plan`` says; its weights are anything.
+
+        Args:
+            model: what the network is.
+            dataset: the slides.
+            plan: how the group is divided.
+            group: the ranks.
+            cells: rows and columns, where every rank is a replica of the plan and evaluates images cell by cell.
 
         Raises:
             RequestError: the plan cannot run it.
@@ -70,7 +85,12 @@ class Judge:
         precision = model.get("precision", "float32")
         module = lay_out(build_model(model["model"]), precision, model.get("memory_format", "channels_last"))
         autocast = torch.bfloat16 if precision == "bfloat16" else None
-        engine = parallelize(module, (1, 3, *dataset.size_px), plan, group, autocast=autocast)
+        shape = (1, 3, *dataset.size_px)
+        engine: Predictor
+        if cells is None:
+            engine = parallelize(module, shape, plan, group, autocast=autocast)
+        else:
+            engine = CellEngine(module, shape, cells, autocast=autocast)
         return cls(exam_of(model, dataset), engine, module, plan, group)
 
     def judge(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from hyfi_core.errors import RequestError
 from workflows import console
+from workflows.cells import parse_cells
 from workflows.launch import inside_launcher, launch, own_rank, run_as_rank
 from workflows.paths import require_writable
 
@@ -30,11 +31,12 @@ def run(
     slide_mpp: float | None,
     overwrite: bool,
     as_json: bool,
+    cells: str | None = None,
 ) -> int:
     """Predict ``inputs`` with one checkpoint, or with several as an ensemble, into ``out``.
 
     With ``ranks`` above 1 every slide is shared by so many processes, which this one starts; started by ``mpiexec`` or
-    ``srun``, by those that are there.
+    ``srun``, by those that are there. With ``cells`` ("R,C") one process looks at each image cell by cell.
 
     Returns:
         0 when all slides are done, 1 when some failed (each named on standard error and in the table), 3 when stopped.
@@ -44,7 +46,11 @@ def run(
     """
     from pathology.predict import PredictOptions
 
-    options = PredictOptions(mpp=mpp, slide_mpp=slide_mpp, overwrite=overwrite)
+    options = PredictOptions(mpp=mpp, slide_mpp=slide_mpp, overwrite=overwrite, cells=parse_cells(cells))
+    if options.cells is not None and ranks is not None and ranks > 1:
+        raise RequestError(
+            f"--cells {cells} with --ranks {ranks}: cells are looked at by one process; leave out either"
+        )
     if inside_launcher():
         return run_as_rank(lambda: _predict(checkpoints, inputs, out, ranks, options, as_json))
     if ranks is not None and ranks > 1:

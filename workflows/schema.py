@@ -284,6 +284,20 @@ class ValidationConfig(Section):
         min_length=1,
         description="[rows, columns] of validators for each stage, as in [[1, 2]]; left out: all of them in one row",
     )
+    cells: tuple[Positive, Positive] | None = Field(
+        None,
+        description="[rows, columns] of cells, as in [4, 4]: each validator judges images of its own, one cell after "
+        "the other, in the memory of a cell; left out: validators share each image as grids says",
+    )
+
+    @model_validator(mode="after")
+    def _alone_with_its_cells(self) -> ValidationConfig:
+        if self.cells is not None and self.grids not in (None, ((1, 1),)):
+            raise ValueError(
+                f"cells: {list(self.cells)} and grids: {[list(grid) for grid in self.grids or ()]}; with cells every "
+                "validator has images of its own: leave grids out, or leave cells out"
+            )
+        return self
 
 
 class RunConfig(Section):

@@ -8,6 +8,7 @@ from typing import Any
 
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.launch import inside_launcher
+from workflows.cells import parse_cells
 from workflows.console import emit_json, say, warn
 
 
@@ -19,8 +20,9 @@ def run(
     split: str,
     ranks: int | None,
     as_json: bool,
+    cells: str | None = None,
 ) -> int:
-    """Judge a checkpoint; ``ranks`` of them share each image in columns.
+    """Judge a checkpoint; ``ranks`` of them share each image in columns, or, with ``cells``, share the slides.
 
     Args:
         checkpoint: its folder.
@@ -30,6 +32,7 @@ def run(
         split: train, val or test.
         ranks: processes; None: one.
         as_json: print the numbers as one JSON object.
+        cells: "R,C": rows and columns in which a process looks at an image, one after the other; None: at once.
 
     Returns:
         0.
@@ -39,16 +42,24 @@ def run(
     """
     from workflows.launch import launch, run_as_rank
 
+    grid = parse_cells(cells)
     if ranks is not None and ranks > 1 and inside_launcher() is None:
         words = ["validate", str(checkpoint), "--store", str(store), "--split", split, *(["--json"] * as_json)]
         words += ["--labels", str(labels)] if labels else []
         words += ["--splits", str(splits)] if splits else []
+        words += ["--cells", cells] if cells else []
         return launch(words, ranks)
-    return run_as_rank(lambda: validate_rank(checkpoint, store, labels, splits, split, as_json))
+    return run_as_rank(lambda: validate_rank(checkpoint, store, labels, splits, split, as_json, grid))
 
 
 def validate_rank(
-    checkpoint: Path, store: Path, labels: Path | None, splits: Path | None, split: str, as_json: bool
+    checkpoint: Path,
+    store: Path,
+    labels: Path | None,
+    splits: Path | None,
+    split: str,
+    as_json: bool,
+    cells: tuple[int, int] | None = None,
 ) -> int:
     """Do this rank's share and return the exit code."""
     import hyfi_core
@@ -60,8 +71,9 @@ def validate_rank(
     world = hyfi_core.init()
     loaded = together(world, lambda: load_checkpoint(checkpoint))
     dataset = together(world, lambda: _dataset(loaded.model, store, labels, splits, split))
-    plan = ParallelPlan(grids=((1, world.size),))
-    judge = together(world, lambda: Judge.of(loaded.model, dataset, plan, world))
+    apart = ParallelPlan(grids=((1, 1),), replicas=world.size)
+    plan = ParallelPlan(grids=((1, world.size),)) if cells is None else apart
+    judge = together(world, lambda: Judge.of(loaded.model, dataset, plan, world, cells))
     metrics = judge.judge(loaded.judged)
     if metrics is None:
         return 0

@@ -43,6 +43,7 @@ def start_child(job: Job, plan: ParallelPlan, seat: Mapping[str, Any], descripto
     description = {
         "model": job.model_json(),
         "plan": plan.to_json(),
+        "cells": job.config.validation.cells,
         "store": str(job.config.data.store),
         "slides": [[sample.slide_id, sample.case_id, sample.label] for sample in job.val.samples],
         "threads": torch.get_num_threads(),
@@ -54,13 +55,16 @@ def start_child(job: Job, plan: ParallelPlan, seat: Mapping[str, Any], descripto
 def validation_plan(job: Job, validators: int) -> ParallelPlan:
     """Return how the validators share the work: the grids asked for, as often as there are ranks for.
 
+    With ``validation.cells`` every validator is alone with images of its own.
+
     Raises:
         RequestError: the ranks do not come out even.
     """
     from hyfi_core.errors import RequestError
     from hyfi_core.plan.parallel_plan import ParallelPlan
 
-    grids = job.config.validation.grids or ((1, validators),)
+    alone = job.config.validation.cells is not None
+    grids = job.config.validation.grids or ((1, 1 if alone else validators),)
     of_one = sum(rows * columns for rows, columns in grids)
     if validators % of_one:
         raise RequestError(
@@ -137,7 +141,8 @@ def _judge(description: Mapping[str, Any], plan: ParallelPlan, group: Communicat
 
     model = description["model"]
     slides = [SlideRef(slide_id, case_id, label) for slide_id, case_id, label in description["slides"]]
-    return Judge.of(model, dataset_of(model, Path(description["store"]), slides), plan, group)
+    cells = tuple(description["cells"]) if description["cells"] else None
+    return Judge.of(model, dataset_of(model, Path(description["store"]), slides), plan, group, cells)
 
 
 def _weights(parent: Parent, group: Communicator, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

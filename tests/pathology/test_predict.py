@@ -142,6 +142,18 @@ def test_two_ranks_say_what_one_says(slide: Path, tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "2").iterdir()} == {"one", "predictions.csv", "predictions.json"}
 
 
+def test_cells_say_what_one_piece_says(slide: Path, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    member = member_of(resnet10(2, width=8).eval(), size_px=[320, 330])
+    whole = predict(tmp_path / "1", [slide], member)
+    cells = predict(tmp_path / "2", [slide], member, cells=(3, 2))
+    np.testing.assert_allclose(cells.done[0].probabilities, whole.done[0].probabilities, atol=1e-6)
+    ours, theirs = (tifffile.imread(tmp_path / n / "one" / "heatmap.tiff") for n in "12")
+    np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.nanmax(np.abs(ours)))
+    with pytest.raises(RequestError, match="cells 3,2 with 2 ranks"):
+        run_ranks(2, lambda comm: predict(tmp_path / "3", [slide], member, comm=comm, cells=(3, 2)))
+
+
 def test_what_cannot_be_predicted_fails_alone(slide: Path, tmp_path: Path) -> None:
     folder = tmp_path / "slides"
     folder.mkdir()

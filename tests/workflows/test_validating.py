@@ -116,6 +116,29 @@ def test_late_results_and_a_killed_child_change_nothing(
     assert losses(tmp_path / "run") == losses(tmp_path / "inline")
 
 
+def test_validators_that_go_cell_by_cell_say_the_same_and_may_die(
+    tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Six cells; the child is killed once; ``hyfi validate --cells`` says the same, too."""
+    precise = {"steps": 8, "keep": 1, "precision": "float64"}
+    config = make_config(tmp_path, store, model=TINY, validation={"every_steps": 1}, run=precise)
+    assert run_here(config, f"run.dir={tmp_path / 'inline'}") == 0
+    killer = Killer(tmp_path / "run", times=1)
+    killer.start()
+    assert run_on(2, config, "roles.validators=1", "validation.cells=[3,2]") == [0, 0]
+    assert len(killer.killed) == 1
+    assert capfd.readouterr().err.count("ended by signal 9 (SIGKILL); it is started again") == 1
+    assert_same_run(tmp_path / "inline", tmp_path / "run", 8, losses_within=1e-10)
+    found, wanted = validations(tmp_path / "run"), validations(tmp_path / "inline")
+    for step, metrics in wanted.items():
+        for name in ("auroc", "balanced_accuracy", "f1", "quadratic_kappa", "calibration_error", "slides"):
+            assert found[step][name] == pytest.approx(metrics[name], rel=1e-10), name
+    checkpoint = tmp_path / "run" / "checkpoints" / "latest"
+    assert validate.run(checkpoint, store, None, None, "val", None, as_json=True, cells="2,5") == 0
+    said = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert said["loss"] == pytest.approx(wanted[8]["loss"], rel=1e-10)
+
+
 def test_trainers_go_on_alone_where_children_always_die(
     tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -257,3 +257,8 @@ def test_validators_share_the_work_as_the_grids_say(tmp_path: Path) -> None:
         validation_plan(job, 3)
     row = validation_plan(prepare(load_config(config, ["validation.grids=null"])), 3)
     assert (row.grids, row.replicas) == (((1, 3),), 1)
+    alone = ["validation.grids=null", "validation.cells=[4,2]"]
+    each = validation_plan(prepare(load_config(config, alone)), 3)
+    assert (each.grids, each.replicas) == (((1, 1),), 3)
+    with pytest.raises(RequestError, match=r"cells: \[4, 2\] and grids: \[\[1, 2\]\]"):
+        load_config(config, ["validation.cells=[4,2]"])
