@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from hyfi_core.plan.parallel_plan import ParallelPlan
+from workflows.sharing import check_sharing
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -191,10 +192,10 @@ class RolesConfig(Section):
         description="inline, offload_data, offload_validation, offload_all or offload_naive; left out: as the numbers "
         "say",
     )
-    spare: Positive | None = Field(
+    spare: Positive | Annotated[str, Field(min_length=1)] | None = Field(
         None,
-        description="a whole number ≥ 1: ranks that train beside the plan's, as further replicas (offload_naive); left "
-        "out: those of one replica",
+        description='a whole number ≥ 1, or a pattern of host names ("dpu-*"): ranks that train beside the plan\'s, as '
+        "further replicas (offload_naive); left out: those of one replica",
     )
     shares: tuple[Positive, ...] | None = Field(
         None,
@@ -205,7 +206,7 @@ class RolesConfig(Section):
     @property
     def by_host(self) -> bool:
         """Whether how many ranks there are is known only where they run."""
-        return isinstance(self.loaders, str) or isinstance(self.validators, str)
+        return any(isinstance(role, str) for role in (self.loaders, self.validators, self.spare))
 
     @model_validator(mode="after")
     def _is_the_design(self) -> RolesConfig:
@@ -354,15 +355,16 @@ class Config(Section):
 
     @property
     def trainers(self) -> int:
-        """Ranks that train: the plan's, and the spare ones that join them."""
-        if self.roles.design != "offload_naive":
+        """Ranks that train: the plan's, and the spare ones that join them; those chosen by host are not counted."""
+        spare = self.roles.spare
+        if self.roles.design != "offload_naive" or isinstance(spare, str):
             return self.plan.ranks
-        return self.plan.ranks + (self.roles.spare or self.plan.ranks // self.plan.replicas)
+        return self.plan.ranks + (spare or self.plan.ranks // self.plan.replicas)
 
     @model_validator(mode="after")
     def _batch_fits_plan(self) -> Config:
         if self.roles.design == "offload_naive":
-            self._check_shares()
+            check_sharing(self)
             return self
         parts = self.plan.replicas * self.plan.microbatches
         if self.data.batch_size % parts:
@@ -371,28 +373,3 @@ class Config(Section):
                 f"plan.microbatches = {self.plan.replicas} × {self.plan.microbatches} = {parts}"
             )
         return self
-
-    def _check_shares(self) -> None:
-        """Check what spare ranks train on."""
-        of_one, rounds = self.plan.ranks // self.plan.replicas, self.plan.microbatches
-        replicas, batch, shares = self.trainers // of_one, self.data.batch_size, self.roles.shares
-        if self.trainers % of_one:
-            raise ValueError(
-                f"roles.spare: given {self.roles.spare}; allowed: a multiple of {of_one}, the ranks of a replica (plan)"
-            )
-        if self.model.norm == "train" and not self.plan.sync_batch_norm:
-            raise ValueError(
-                "roles.design: given offload_naive: speed decides how many slides a replica has, and with batch norms "
-                "of each replica alone that would change the result; allowed: with plan.sync_batch_norm=true, or with "
-                "model.norm=group or frozen"
-            )
-        if batch % rounds or batch < replicas * rounds:
-            raise ValueError(
-                f"data.batch_size: given {batch}; allowed: a multiple of plan.microbatches = {rounds}, from "
-                f"{replicas * rounds}: each of {replicas} replicas, however slow, takes a slide of each micro-batch"
-            )
-        if shares and (len(shares) != replicas or sum(shares) != batch or any(share % rounds for share in shares)):
-            raise ValueError(
-                f"roles.shares: given {list(shares)}; allowed: a multiple of plan.microbatches = {rounds} for each of "
-                f"{replicas} replicas, together data.batch_size = {batch}"
-            )

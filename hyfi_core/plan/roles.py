@@ -25,7 +25,7 @@ Wanted = int | str
 
 @dataclass(frozen=True)
 class RankRoles:
-    """Ranks by role, each in rising order; together all ranks of the job, each once."""
+    """Ranks by role, each in rising order (spare trainers last); together all ranks of the job, each once."""
 
     trainers: tuple[int, ...]
     loaders: tuple[int, ...]
@@ -67,6 +67,27 @@ def assign_roles(hosts: Sequence[str], trainers: int, loaders: Wanted, validator
             f"{len(train)} others; the plan needs {trainers} trainers. Hosts: {', '.join(dict.fromkeys(hosts))}"
         )
     return RankRoles(tuple(train), tuple(load), tuple(validate))
+
+
+def with_spare(hosts: Sequence[str], trainers: int, pattern: str) -> RankRoles:
+    """Choose the ranks that join the plan's as further replicas: those on hosts whose name matches, after all others.
+
+    Args:
+        hosts: the host of each rank.
+        trainers: ranks that the plan needs without them.
+        pattern: of the spare ranks' hosts.
+
+    Raises:
+        RequestError: no host matches, or the others are not as many as the plan needs.
+    """
+    spare = _matching(hosts, pattern, "roles.spare")
+    others = _others(hosts, spare)
+    if len(others) != trainers:
+        raise RequestError(
+            f"{len(hosts)} ranks are {len(spare)} spare ones (roles.spare: {pattern}) and {len(others)} others; the "
+            f"plan needs {trainers} trainers. Hosts: {', '.join(dict.fromkeys(hosts))}"
+        )
+    return RankRoles((*others, *spare), (), ())
 
 
 def loaders_of(hosts: Sequence[str], roles: RankRoles) -> dict[int, tuple[int, ...]]:

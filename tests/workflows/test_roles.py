@@ -9,10 +9,12 @@ import pytest
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.errors import RequestError
-from hyfi_core.plan.roles import RankRoles, assign_roles, loaders_of
+from hyfi_core.plan.roles import RankRoles, assign_roles, loaders_of, with_spare
 from workflows.config import load_config
 from workflows.schema import RolesConfig
 from workflows.training import start
+from workflows.training.job import Job
+from workflows.training.pace import with_shares
 from workflows.training.request import check_ranks
 from workflows.training.start import Roles
 
@@ -86,6 +88,29 @@ def test_spare_ranks_train_beside_those_of_the_plan(path: Path) -> None:
     grid = [*SPARE, "plan.grids=[[1,2]]", "plan.replicas=2", "data.batch_size=8"]
     assert load_config(path, grid).ranks == 4 + 2
     assert load_config(path, [*grid, "roles.spare=4", "roles.shares=[3,3,1,1]"]).ranks == 4 + 4
+
+
+def test_spare_ranks_by_host_come_last() -> None:
+    assert with_spare(DPUS, 4, "dpu-*") == RankRoles((0, 1, 3, 4, 2, 5), (), ())
+    with pytest.raises(RequestError, match=r"6 ranks are 2 spare ones .* and 4 others; the plan needs 3 trainers"):
+        with_spare(DPUS, 3, "dpu-*")
+    with pytest.raises(RequestError, match=r"roles\.spare: no host matches"):
+        with_spare(TWO, 6, "dpu-*")
+
+
+def test_spare_ranks_by_host_find_their_places(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "gather_hosts", lambda world: DPUS)
+    config = load_config(path, [*SPARE, "plan.grids=[[2,2]]", "roles.spare=dpu-*"])
+    assert config.roles.by_host and config.ranks == 4
+
+    def body(world: Communicator) -> tuple:
+        roles = Roles.of(world, config)
+        assert roles.trainers is not None
+        with pytest.raises(RequestError, match=r"6 ranks train \(4 of the plan.* a replica has 4"):
+            with_shares(Job(config, (), None, None, ()), roles)  # type: ignore[arg-type]
+        return roles.trainers.rank, roles.trainers.size
+
+    assert run_ranks(6, body) == [(place, 6) for place in (0, 1, 4, 2, 3, 5)]
 
 
 @pytest.mark.parametrize(

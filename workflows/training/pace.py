@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 
 from hyfi_core.comm.base import Communicator
+from hyfi_core.errors import RequestError
 from hyfi_core.plan.apportion import apportion
 from workflows.schema import RolesConfig
 from workflows.training import start
@@ -25,11 +26,22 @@ TIMED = 3
 
 
 def with_shares(job: Job, roles: Roles) -> Job:
-    """Return the job with the shares of its replicas, where it asks for shares and does not say which (collective)."""
-    trainers = roles.trainers
-    if job.config.roles.design != "offload_naive" or job.shares is not None or trainers is None:
+    """Return the job with the shares of its replicas, where it asks for shares and does not say which (collective).
+
+    Raises:
+        RequestError: the ranks are no whole replicas, or not those of the shares; the batch is too small for them.
+    """
+    trainers, of_one = roles.trainers, job.config.plan.build().ranks_per_replica
+    if job.config.roles.design != "offload_naive" or trainers is None:
         return job
-    replica = trainers.rank // job.plan.ranks_per_replica
+    if trainers.size % of_one or (job.shares is not None and len(job.shares) != trainers.size // of_one):
+        raise RequestError(
+            f"{trainers.size} ranks train ({job.config.plan.ranks} of the plan, the others spare: roles.spare), and a "
+            f"replica has {of_one}; start whole replicas, one for each of roles.shares where these are given"
+        )
+    if job.shares is not None:
+        return job
+    replica = trainers.rank // of_one
     group = trainers.split(replica, trainers.rank)
     assert group is not None
     pace_s = measured(trainers, replica, _timed_turn(job, replace(roles, trainers=group)))

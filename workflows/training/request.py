@@ -40,8 +40,9 @@ def check_ranks(config: Config, size: int) -> None:
     if roles.by_host:
         if inside_launcher() is None:
             raise RequestError(
-                f"roles.loaders: {roles.loaders} and roles.validators: {roles.validators}: roles by host need a "
-                "launcher that starts ranks on several hosts (srun hyfi train …, mpiexec -hosts … hyfi train …)"
+                f"roles.loaders: {roles.loaders}, roles.validators: {roles.validators}, roles.spare: {roles.spare}: "
+                "roles by host need a launcher that starts ranks on several hosts (srun hyfi train …, mpiexec -hosts … "
+                "hyfi train …)"
             )
         return
     if size != config.ranks:

@@ -14,7 +14,7 @@ from data.normalise import Normalisation
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
-from hyfi_core.plan.roles import RankRoles, assign_roles, loaders_of
+from hyfi_core.plan.roles import RankRoles, assign_roles, loaders_of, with_spare
 from hyfi_core.runtime.checkpoint import (
     Checkpoint,
     TrainingState,
@@ -87,7 +87,10 @@ class Roles:
             RequestError: on all ranks: they do not come out even.
         """
         hosts = gather_hosts(world)
-        chosen = assign_roles(hosts, config.trainers, config.roles.loaders, config.roles.validators)
+        if isinstance(config.roles.spare, str):
+            chosen = with_spare(hosts, config.plan.ranks, config.roles.spare)
+        else:
+            chosen = assign_roles(hosts, config.trainers, config.roles.loaders, config.roles.validators)
         ordered = world.split(0, chosen.order.index(world.rank))
         assert ordered is not None
         first, second = len(chosen.trainers), len(chosen.trainers) + len(chosen.loaders)
