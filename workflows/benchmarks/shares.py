@@ -1,0 +1,89 @@
+"""What a slow replica adds when it takes its share by speed, and what it costs when it takes as much as others.
+
+    python -m workflows.benchmarks.shares [--slower 3] [--batch 8] [--steps 5]
+
+Two replicas, threads of one process, whose compute sleeps for every sample; one sleeps ``--slower`` times as long.
+Three sides, the same batch: the fast one alone, both with equal shares, both with shares by speed, which the code of
+``hyfi train`` measures first. Prints one JSON line; seconds are medians of steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+import hyfi_core
+from hyfi_core.comm.base import Communicator
+from hyfi_core.comm.threads import run_ranks
+from hyfi_core.plan.apportion import apportion
+from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.runtime.engine import Engine
+from workflows.training.pace import measured
+
+SAMPLE_S, SIZE_PX = 0.02, 16
+
+
+def main() -> None:
+    """Run the sides one after the other and print what came out."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--slower", type=float, default=3.0)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=5)
+    given = parser.parse_args()
+    sleeps, half = (SAMPLE_S, given.slower * SAMPLE_S), given.batch // 2
+    shares = apportion(given.batch, run_ranks(2, lambda comm: _pace(comm, sleeps))[0])
+    sides = {"alone": (given.batch,), "equal": (given.batch - half, half), "by_speed": shares}
+    seconds = {name: _step_s(side, sleeps, given.steps) for name, side in sides.items()}
+    least = seconds["alone"] / (1 + 1 / given.slower)
+    ratios = {f"by_speed_to_{name}": round(seconds["by_speed"] / seconds[name], 3) for name in ("alone", "equal")}
+    steps = {f"{name}_s": round(value, 4) for name, value in seconds.items()}
+    print(json.dumps({"shares": shares, **steps, **ratios, "by_speed_to_least": round(seconds["by_speed"] / least, 3)}))
+
+
+def _pace(comm: Communicator, sleeps: Sequence[float]) -> tuple[float, ...]:
+    """Return the seconds of a sample of each replica."""
+    group = comm.split(comm.rank)
+    assert group is not None
+    engine, images, labels = _engine(group, (1,), sleeps[comm.rank])
+
+    def turn(number: int) -> None:
+        engine.accumulate(images, labels)
+
+    return measured(comm, comm.rank, turn)
+
+
+def _step_s(shares: tuple[int, ...], sleeps: Sequence[float], steps: int) -> float:
+    def body(comm: Communicator) -> float:
+        engine, images, labels = _engine(comm, shares, sleeps[comm.rank])
+        seconds = []
+        for _ in range(steps + 1):  # the first compiles
+            start_s = time.perf_counter()
+            engine.accumulate(images, labels)
+            seconds.append(time.perf_counter() - start_s)
+        return statistics.median(seconds[1:])
+
+    return max(run_ranks(len(shares), body))
+
+
+def _engine(comm: Communicator, shares: tuple[int, ...], sleep_s: float) -> tuple[Engine, torch.Tensor, torch.Tensor]:
+    def loss(logits: Any, labels: torch.Tensor) -> torch.Tensor:
+        time.sleep(sleep_s * len(labels))
+        return nn.functional.cross_entropy(logits, labels)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
+    shape = (shares[comm.rank], 3, SIZE_PX, SIZE_PX)
+    plan = ParallelPlan(((1, 1),), replicas=len(shares), shares=shares)
+    engine = hyfi_core.parallelize(model, shape, plan, comm, loss=loss)
+    return engine, torch.zeros(shape), torch.zeros(shape[0], dtype=torch.long)
+
+
+if __name__ == "__main__":
+    main()
