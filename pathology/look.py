@@ -128,7 +128,7 @@ class Lookers:
             return member.normalisation(torch.from_numpy(dataset.read(index, box))[None])
 
         if isinstance(engine, CellEngine):
-            return together(self._comm, lambda: engine.attribute(read))
+            return engine.attribute(lambda box: together(self._comm, lambda: read(box)))  # as each cell comes to it
         box = engine.input_box
         part = together(self._comm, lambda: read(box))
         return engine.attribute(_given(part, box))

@@ -42,10 +42,8 @@ from hyfi_core.runtime.bindings import Bindings
 from hyfi_core.runtime.compiled import HostedStage
 from hyfi_core.runtime.evaluating import evaluating
 from hyfi_core.runtime.executor import Executor, Values
-from hyfi_core.runtime.images import Images, InputPart, read_part
+from hyfi_core.runtime.images import Images, InputPart, Shape, batch_shape, read_part
 from hyfi_core.runtime.random_key import RandomKey
-
-Shape = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -121,13 +119,13 @@ class CellEngine:
         self._dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         self._bindings = Bindings(model, RandomKey(0))
         self._known: dict[Shape, CellProgram] = {}
-        with self._evaluating():
-            self.program(shape)
+        self.program(shape)
 
     def program(self, shape: Shape) -> CellProgram:
-        """Return what is run for batches of a shape, with its price; the model must be in evaluation mode."""
+        """Return what is run for batches of a shape, with its price."""
         if shape not in self._known:
-            self._known[shape] = CellProgram.of(self._model, shape, self._dtype, self._grid)
+            with self._evaluating():
+                self._known[shape] = CellProgram.of(self._model, shape, self._dtype, self._grid)
         return self._known[shape]
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
@@ -142,7 +140,7 @@ class CellEngine:
                 given as a tensor is ever there as a whole.
         """
         with self._evaluating(), torch.no_grad():
-            made = self.program(self._shape_of(images))
+            made = self.program(batch_shape(images, self._shape))
             outputs = made.cells[0].ranked.outputs
             names = [item.name for item in outputs if isinstance(item, Ref)]
             answer = self._run(made, [cell.tape for cell in made.cells], images, lambda at: names if at == 0 else [])[0]
@@ -157,7 +155,7 @@ class CellEngine:
             RequestError: the model's answer is not one tensor of logits reduced from a map.
         """
         with self._evaluating():
-            made = self.program(self._shape_of(images))
+            made = self.program(batch_shape(images, self._shape))
             name, bodies, stage, head = made.head
             with torch.no_grad():
                 parts = self._run(made, bodies, images, lambda at: [name])
@@ -169,19 +167,17 @@ class CellEngine:
         self, made: CellProgram, tapes: Sequence[Tape], images: Images, keep: Callable[[int], Sequence[str]]
     ) -> list[Values]:
         """Run all cells and return what each keeps."""
-        batch = self._shape_of(images)
+        batch = batch_shape(images, self._shape)
 
         def begin(stage: HostedStage) -> Values:
             return self._bindings.begin(stage, self._read(images, stage.ranked.read_box, batch))
 
         turns = Turns(len(made.cells))
-        run_in_turn(
-            turns,
-            cells := [
-                _Cell(stage, tape, TurnCommunicator(turns, stage.position), begin, tuple(keep(stage.position)))
-                for stage, tape in zip(made.cells, tapes, strict=True)
-            ],
-        )
+        cells = [
+            _Cell(stage, tape, TurnCommunicator(turns, at), begin, keep(at))
+            for at, (stage, tape) in enumerate(zip(made.cells, tapes, strict=True))
+        ]
+        _in_turn(turns, cells)
         return [cell.values for cell in cells]
 
     def _read(self, images: Images, box: Box, batch: Shape) -> torch.Tensor:
@@ -189,14 +185,6 @@ class CellEngine:
         if box.empty:
             return torch.empty((*batch[:2], 0, 0), dtype=self._dtype, device=self._device)
         return read_part(images, InputPart(box, 0, batch[0])).to(device=self._device, dtype=self._dtype)
-
-    def _shape_of(self, images: Images) -> Shape:
-        if not isinstance(images, torch.Tensor):
-            return getattr(images, "samples", self._shape[0]), *self._shape[1:]
-        if images.dim() != 4:
-            raise RequestError(f"images have shape {tuple(images.shape)}; give the whole batch as (B, C, H, W)")
-        batch, channels, height, width = images.shape
-        return batch, channels, height, width
 
     def _evaluating(self) -> Any:
         return evaluating(self._model, self._device, self._autocast)
@@ -220,7 +208,7 @@ class _Cell:
     tape: Tape
     comm: TurnCommunicator
     begin: Callable[[HostedStage], Values]
-    keep: tuple[str, ...]
+    keep: Sequence[str]
     values: Values = field(default_factory=dict)
     at: int = 0
 
@@ -241,7 +229,7 @@ class _Cell:
         return True
 
 
-def run_in_turn(turns: Turns, cells: Sequence[_Cell]) -> None:
+def _in_turn(turns: Turns, cells: Sequence[_Cell]) -> None:
     """Let each cell go on as far as it can, one after the other, until all are done.
 
     Raises:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from hyfi_core.runtime.attribution import attribute
 from hyfi_core.runtime.bindings import Bindings
 from hyfi_core.runtime.compiled import Compiled, compile_model, with_named_cuts
 from hyfi_core.runtime.courier import Courier
+from hyfi_core.runtime.evaluating import autocasting, evaluating
 from hyfi_core.runtime.executor import Values
 from hyfi_core.runtime.gradients import StepGradients, clip
 from hyfi_core.runtime.groups import Groups
@@ -342,18 +342,7 @@ class Engine:
         return (sum(shares[: self._groups.index]) // count, sum(shares) // count) if shares else None
 
     def _autocasting(self) -> Any:
-        if self._autocast is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self._device.type, self._autocast)
+        return autocasting(self._device, self._autocast)
 
-    @contextlib.contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        """Evaluation mode for a while; every module gets its own flag back."""
-        flags = [(module, module.training) for module in self._model.modules()]
-        self._model.eval()
-        try:
-            with self._autocasting():
-                yield
-        finally:
-            for module, flag in flags:
-                module.training = flag
+    def _evaluating(self) -> Any:
+        return evaluating(self._model, self._device, self._autocast)

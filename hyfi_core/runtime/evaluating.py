@@ -1,12 +1,18 @@
-"""Evaluation mode for a while."""
+"""Modes for a while: evaluation, autocast."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
+
+
+def autocasting(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
+    """Return the context in which operators compute in ``dtype`` where autocast would; None: in their own types."""
+    return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
 @contextlib.contextmanager
@@ -21,7 +27,7 @@ def evaluating(model: nn.Module, device: torch.device, autocast: torch.dtype | N
     flags = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with torch.autocast(device.type, autocast) if autocast is not None else contextlib.nullcontext():
+        with autocasting(device, autocast):
             yield
     finally:
         for module, flag in flags:

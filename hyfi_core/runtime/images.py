@@ -41,6 +41,21 @@ class ImageParts(Protocol):
 
 
 Images = torch.Tensor | Callable[[Box], torch.Tensor] | ImageParts
+Shape = tuple[int, int, int, int]
+
+
+def batch_shape(images: Images, expected: Shape) -> Shape:
+    """Return the shape of a batch; of one that is read by boxes its ``samples``, else what is expected.
+
+    Raises:
+        RequestError: a tensor of it is not (B, C, H, W).
+    """
+    if not isinstance(images, torch.Tensor):
+        return getattr(images, "samples", expected[0]), *expected[1:]
+    if images.dim() != 4:
+        raise RequestError(f"images have shape {tuple(images.shape)}; give the whole batch as (B, C, H, W)")
+    batch, channels, height, width = images.shape
+    return batch, channels, height, width
 
 
 def read_part(images: Images, part: InputPart) -> torch.Tensor:

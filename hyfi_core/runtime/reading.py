@@ -8,10 +8,9 @@ from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.runtime.compiled import Compiled
 from hyfi_core.runtime.groups import Groups
-from hyfi_core.runtime.images import Images, InputPart, read_part
+from hyfi_core.runtime.images import Images, InputPart, Shape, batch_shape, read_part
 
 Key = tuple[int, int]
-Shape = tuple[int, int, int, int]
 
 
 class Reader:
@@ -63,12 +62,7 @@ class Reader:
 
     def batch_shape(self, images: Images) -> Shape:
         """Return the shape of the batch; of one read by boxes its ``samples``, else those the engine is made for."""
-        if not isinstance(images, torch.Tensor):
-            return getattr(images, "samples", self._shape[0]), *self._shape[1:]
-        if images.dim() != 4:
-            raise RequestError(f"images have shape {tuple(images.shape)}; give the whole batch as (B, C, H, W)")
-        batch, channels, height, width = images.shape
-        return batch, channels, height, width
+        return batch_shape(images, self._shape)
 
     def micro_shape(self, shape: Shape, strict: bool = False) -> Shape:
         """Return the shape of one micro-batch; unless ``strict`` a batch that does not divide is run whole.
