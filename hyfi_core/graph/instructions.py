@@ -13,6 +13,8 @@ from hyfi_core.ops.base import Collective
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.layout import Layout
 
+NO_MESSAGES = "none"
+
 
 @dataclass(frozen=True, slots=True)
 class Split:
@@ -66,13 +68,13 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Communicate:
-    """A communicating operator: every rank of the stage is there, whatever it owns.
+    """An operator with a backward of its own. If it communicates, every rank of the stage is there, whatever it owns.
 
     Attributes:
         collective: what it does.
         inputs: value names.
         outputs: value names; None for a result that nothing uses.
-        kind: what traffic counts it as.
+        kind: what traffic counts it as; ``NO_MESSAGES`` where it sends none.
         copies: whether the ranks of the stage in all replicas take part, not only those of one.
     """
 

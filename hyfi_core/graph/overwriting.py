@@ -5,6 +5,8 @@ their own. On a CPU the fresh pages of such a result cost more than the arithmet
 
     conv ──▶ a ──▶ norm ──▶ b ──▶ relu ──▶ c          b is norm's result, which norm does not save, and relu alone
                             └──── same ────┘          uses it: relu writes c over it
+
+A relu becomes an operator with a backward of its own, so that its cotangent, too, is written over the one it is given.
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ from typing import Any
 
 import torch
 
-from hyfi_core.graph.instructions import Communicate, Compute, Instruction, RankProgram
+from hyfi_core.graph.instructions import NO_MESSAGES, Communicate, Compute, Instruction, RankProgram
 from hyfi_core.graph.program import refs_in
 from hyfi_core.ops.convolution import Convolution
 from hyfi_core.ops.reduce import BatchNorm
+from hyfi_core.ops.relu import Relu
 
 # Operators whose first result is memory of its own that their backward does not look at.
 _FRESH = frozenset(
@@ -47,7 +50,7 @@ def overwriting(ranked: RankProgram) -> RankProgram:
     done: list[Instruction] = []
     for instruction in ranked.instructions:
         free = {name for name in instruction.inputs if name in fresh and uses[name] == 1}
-        done.append(_in_place(instruction, free) if isinstance(instruction, Compute) and free else instruction)
+        done.append(_in_place(instruction, free) if isinstance(instruction, Compute) else instruction)
         if _makes_fresh(instruction) and instruction.outputs[0] is not None:
             fresh.add(instruction.outputs[0])
     return replace(ranked, instructions=tuple(done))
@@ -59,14 +62,14 @@ def _makes_fresh(instruction: Instruction) -> bool:
     return instruction.operator is not None and instruction.operator.text in _FRESH
 
 
-def _in_place(compute: Compute, free: set[str]) -> Compute:
+def _in_place(compute: Compute, free: set[str]) -> Instruction:
     """Return the call with one of its ``free`` operands written over, if it is of a kind that can be."""
     op = compute.operator
     if op is None or compute.empty is not None:
         return compute
     if op.text == "aten.relu.default":
-        return replace(compute, function=torch.relu_)
-    if op.text == "aten.add.Tensor" and len(compute.inputs) == 2 and not op.kwargs:
+        return Communicate(Relu(over=bool(free)), compute.inputs, compute.outputs, NO_MESSAGES)
+    if free and op.text == "aten.add.Tensor" and len(compute.inputs) == 2 and not op.kwargs:
         order = (0, 1) if compute.inputs[0] in free else (1, 0)
         return replace(compute, function=_sum_over(*order))
     return compute

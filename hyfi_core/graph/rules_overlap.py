@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from hyfi_core.graph.instructions import Split
+from hyfi_core.graph.instructions import NO_MESSAGES, Split
 from hyfi_core.graph.lowering import Lowering
 from hyfi_core.graph.program import Operator
 from hyfi_core.graph.windows import arguments
@@ -55,6 +55,22 @@ def overlapped_max_pool(
     return True
 
 
+def max_pool_alone(lowering: Lowering, op: Operator, window: Window, split: Split, native: tuple[int, int]) -> bool:
+    """Emit the same operator without an exchange where one rank owns the whole map; whether it did.
+
+    It writes the cotangent over the map where it can, which autograd's does not.
+    """
+    name = op.args[0].name
+    have = lowering.splits[name].layout
+    if lowering.grid != (1, 1) or any(op.outputs[1:]):
+        return False
+    idle = Redistribute(plan_transfer(have.parts, have.parts, have.map, 0), lowering.splits[name].dims, -math.inf)
+    pool = MaxPool(idle, window, split.layout.parts[0], native)
+    if pool.own is not None:
+        _emit(lowering, pool, (lowering.part(name, lowering.splits[name]),), op, split, NO_MESSAGES)
+    return pool.own is not None
+
+
 def _own_halo(
     lowering: Lowering, name: str, split: Split, need: Sequence[Box], fill: float = 0.0
 ) -> Redistribute | None:
@@ -67,7 +83,12 @@ def _own_halo(
 
 
 def _emit(
-    lowering: Lowering, collective: Collective, inputs: tuple[str | None, ...], op: Operator, split: Split
+    lowering: Lowering,
+    collective: Collective,
+    inputs: tuple[str | None, ...],
+    op: Operator,
+    split: Split,
+    kind: str = "halo",
 ) -> None:
     lowering.splits.update((output, split) for output in op.outputs if output is not None)
-    lowering.communicate(collective, inputs, op.outputs, "halo")
+    lowering.communicate(collective, inputs, op.outputs, kind)

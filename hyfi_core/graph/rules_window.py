@@ -20,7 +20,7 @@ from hyfi_core.graph import windows
 from hyfi_core.graph.instructions import Split
 from hyfi_core.graph.lowering import Lowering, bound, renamed
 from hyfi_core.graph.program import Operator
-from hyfi_core.graph.rules_overlap import overlapped_convolution, overlapped_max_pool
+from hyfi_core.graph.rules_overlap import max_pool_alone, overlapped_convolution, overlapped_max_pool
 from hyfi_core.graph.windows import Sliding, arguments, pair
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.layout import Layout
@@ -122,11 +122,11 @@ def _thinned_convolution(lowering: Lowering, op: Operator, stride: tuple[int, in
 
 def max_pool2d(lowering: Lowering, op: Operator) -> None:
     """Maximum over windows; outside the map is -inf, so that it never wins."""
-    if _native(lowering, op):
-        return
     sliding = windows.max_pool2d(op, lowering.shape)
     y, x = sliding.window.y, sliding.window.x
     plan = _sliding(lowering, op, sliding)
+    if max_pool_alone(lowering, op, sliding.window, plan.split, plan.native) or _native(lowering, op):
+        return
     if overlapped_max_pool(lowering, op, sliding.window, plan.split, plan.need, plan.native):
         return
     canvas = lowering.moved(op.args[0].name, plan.need, fill=sliding.fill)

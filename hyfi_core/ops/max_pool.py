@@ -6,7 +6,8 @@
     └───────────┴─┘
 
 A maximum cannot be taken strip by strip as a sum can: of equal values the first in the window gets the gradient. What
-is saved are places of maxima, and no values but those that the map's maker shares.
+is saved are places of maxima, and no values but those that the map's maker shares; where it does not, the map's memory
+is kept for its cotangent.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.progress import polled
 from hyfi_core.ops.base import Cotangents, Tensors, Wanted
+from hyfi_core.ops.memory import ours_alone
 from hyfi_core.ops.redistribute import Redistribute, like
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.share import OwnCall, inner_outputs, own_call, worth_it
@@ -95,27 +97,25 @@ class MaxPool:
             result, indices = self._pool(canvas, self.canvas_padding)
             return (result,), (back, canvas, indices, ())
         flight = self.halo.start(comm, own)
-        seen = own[:, :, self.own.start[0] :, self.own.start[1] :]
         with polled(flight.pending):
-            result, indices = self._pool(seen, self.own.padding)
+            result, indices = self._pool(self._seen(own), self.own.padding)
         strips, places = flight.land(), []
         for band in self._bands:
             canvas = self._canvas(band, own, strips)
             found, where = self._pool(canvas, _AT_ONCE)
             _at(result, band, self.output).copy_(found)
             places.append(_Places(canvas, where))
-        return (result,), (own, seen, indices, tuple(places))
+        return (result,), (own, indices, tuple(places))
 
     def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
         """Return (the cotangent of the map,): each output's goes to the place of its maximum."""
-        whole, seen, indices, places = saved
         dy = cotangents[0]
-        if dy is None:
-            dy = seen.new_zeros((*seen.shape[:2], *self.output.shape))
         if self.own is None:
-            empty = indices is None
-            d_canvas = torch.zeros_like(seen) if empty else self._back(dy, seen, indices, self.canvas_padding)
-            return self.halo.backward(comm, whole, (d_canvas,))
+            return self._back_from_canvas(comm, saved, dy)
+        over = saved[0] if ours_alone(saved, 0) else None
+        whole, indices, places = saved
+        if dy is None:
+            dy = whole.new_zeros((*whole.shape[:2], *self.output.shape))
         received = self.halo.transfer.receives
         backs = [like(whole, [*whole.shape[:2], *strip.box.shape]).zero_() for strip in received]
         d_bands = []
@@ -125,17 +125,41 @@ class MaxPool:
             for strip, back in zip(received, backs, strict=True):
                 _add(back, strip.box, d_band, d_bands[-1][0])
         flight = self.halo.start_back(comm, whole, backs)
-        inner = torch.zeros_like(dy)
-        _at(inner, self.inner, self.output).copy_(_at(dy, self.inner, self.output))
         with polled(flight.pending):
-            d_own = self._back(inner, seen, indices, self.own.padding)
-            if seen.shape != whole.shape:
-                d_seen, d_own = d_own, torch.zeros_like(whole)
-                d_own[:, :, self.own.start[0] :, self.own.start[1] :] = d_seen
+            d_own = self._back_of_own(dy, whole, indices, over)
             for box, d_band in d_bands:
                 _add(d_own, self.halo.transfer.have, d_band, box)
         self.halo.add_back(d_own, flight)
         return (d_own,)
+
+    def _back_from_canvas(self, comm: Communicator, saved: Any, dy: torch.Tensor | None) -> Cotangents:
+        back, canvas, indices, _ = saved
+        if dy is None or indices is None:
+            d_canvas = torch.zeros_like(canvas)
+        else:
+            d_canvas = self._back(dy, canvas, indices, self.canvas_padding)
+        return self.halo.backward(comm, back, (d_canvas,))
+
+    def _back_of_own(
+        self, dy: torch.Tensor, whole: torch.Tensor, indices: torch.Tensor, over: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the cotangent of the own part from the inner outputs, in the memory of ``over`` if there is any."""
+        assert self.own is not None
+        inner = dy
+        if self.inner != self.output:
+            inner = torch.zeros_like(dy)
+            _at(inner, self.inner, self.output).copy_(_at(dy, self.inner, self.output))
+        if self.own.start == (0, 0):
+            return self._back(inner, whole, indices, self.own.padding, over)
+        d_own = torch.zeros_like(whole)
+        seen = self._seen(whole)
+        self._seen(d_own).copy_(self._back(inner, seen, indices, self.own.padding))
+        return d_own
+
+    def _seen(self, own: torch.Tensor) -> torch.Tensor:
+        """Return what the native call takes of the own part."""
+        assert self.own is not None
+        return own if self.own.start == (0, 0) else own[:, :, self.own.start[0] :, self.own.start[1] :]
 
     def _canvas(self, band: Box, own: torch.Tensor, strips: Tensors) -> torch.Tensor:
         """Return what a band's windows see: own pixels and strips, -inf outside the map."""
@@ -155,10 +179,17 @@ class MaxPool:
         return result, indices
 
     def _back(
-        self, dy: torch.Tensor, tensor: torch.Tensor, indices: torch.Tensor, padding: tuple[int, int]
+        self,
+        dy: torch.Tensor,
+        tensor: torch.Tensor,
+        indices: torch.Tensor,
+        padding: tuple[int, int],
+        over: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        call = torch.ops.aten.max_pool2d_with_indices_backward.default
-        result: torch.Tensor = call(dy, tensor, *self._steps[:2], padding, self._steps[2], False, indices)
+        """Return the cotangent of ``tensor``, of which the native call looks at nothing but the shape."""
+        result = torch.empty_like(tensor) if over is None else over
+        call = torch.ops.aten.max_pool2d_with_indices_backward.grad_input
+        call(dy, tensor, *self._steps[:2], padding, self._steps[2], False, indices, grad_input=result)
         return result
 
     @property

@@ -16,7 +16,8 @@ from hyfi_core.graph.autocast import dtypes_under_autocast
 from hyfi_core.graph.capture import capture
 from hyfi_core.graph.instructions import RankProgram, Split
 from hyfi_core.graph.lowering import Lowering
-from hyfi_core.graph.program import Program, Ref
+from hyfi_core.graph.pooled_first import pooled_first
+from hyfi_core.graph.program import Program, Ref, refs_in
 from hyfi_core.graph.rules import RULES
 from hyfi_core.graph.segments import Tape, build_tape
 from hyfi_core.graph.stages import Stage, active_values, cut_program, edges
@@ -207,7 +208,8 @@ class _Lowered:
         stage = self._stages[index]
         exits = tuple(dict.fromkeys(name for names in stage.exits.values() for name in names))
         grid, entries = self._placement.grids[index], self._entries[index]
-        lowering = Lowering(stage.program, grid, position, RULES, entries, self._plan.fused_halo, self._replicas)
+        program = pooled_first(stage.program, (*refs_in(stage.outputs), *exits))
+        lowering = Lowering(program, grid, position, RULES, entries, self._plan.fused_halo, self._replicas)
         ranked = lowering.run(stage.outputs, exits)
         sources = {*self._trained, *self._entries[index]} & self._active
         return HostedStage(ranked, build_tape(ranked, sources), position, stage.reads_image)

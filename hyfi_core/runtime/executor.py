@@ -11,6 +11,7 @@ import torch
 
 from hyfi_core.comm.counted import KindCommunicator
 from hyfi_core.graph.segments import Meeting, Segment, Step, Tape
+from hyfi_core.ops.memory import ours_alone
 
 Values = dict[str, torch.Tensor]
 
@@ -158,13 +159,7 @@ class Executor:
                     found = _run_back(record, open_cotangents, keep)
             else:
                 found = _run_back(record, open_cotangents, keep)
-            for name, cotangent in found:
-                if name in parameters:
-                    _accumulate(parameters[name], cotangent)
-                elif name in open_cotangents:
-                    open_cotangents[name] = open_cotangents[name] + cotangent
-                else:
-                    open_cotangents[name] = cotangent
+            _credit(found, parameters, open_cotangents)
             if complete is not None:
                 complete(names)
         return open_cotangents
@@ -244,6 +239,29 @@ def _told_early(
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _credit(found: list[tuple[str, torch.Tensor]], parameters: Mapping[str, torch.Tensor], cotangents: Values) -> None:
+    """Add what a step found to what it belongs to, and empty the list: the next step may then write over it."""
+    while found:
+        name, cotangent = found.pop(0)
+        if name in parameters:
+            _accumulate(parameters[name], cotangent)
+        elif name in cotangents:
+            both = (cotangents.pop(name), cotangent)
+            del cotangent
+            cotangents[name] = _sum(both)
+        else:
+            cotangents[name] = cotangent
+
+
+def _sum(both: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Return the sum of two cotangents, over one of them where nobody else holds that."""
+    if both[0].dtype == both[1].dtype and both[0].shape == both[1].shape:
+        for over, other in ((0, 1), (1, 0)):
+            if ours_alone(both, over):
+                return both[over].add_(both[other])
+    return both[0] + both[1]
 
 
 def _accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:

@@ -1,0 +1,41 @@
+"""Rectified linear units that write over what nobody needs: the map forward, the cotangent backward.
+
+Autograd would take fresh memory for the cotangent. On a CPU its pages cost many times the arithmetic, and the map of a
+network's first layers is the largest there is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hyfi_core.comm.base import Communicator
+from hyfi_core.ops.base import Cotangents, Tensors, Wanted
+from hyfi_core.ops.memory import ours_alone
+
+
+@dataclass(frozen=True)
+class Relu:
+    """``relu``, pixel by pixel: it has a backward of its own and no messages.
+
+    Attributes:
+        over: whether the input is memory that nobody else needs.
+    """
+
+    over: bool
+
+    def forward(self, comm: Communicator, inputs: Tensors) -> tuple[Tensors, Any]:
+        """Return (rectified map,), which is what is saved."""
+        result = inputs[0].relu_() if self.over else inputs[0].relu()
+        return (result,), result
+
+    def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
+        """Return (cotangent of the map,), over the one given where nobody else holds that."""
+        over = ours_alone(cotangents, 0)
+        dy = torch.zeros_like(saved) if cotangents[0] is None else cotangents[0].to(saved.dtype)
+        if not over:
+            return (torch.ops.aten.threshold_backward.default(dy, saved, 0),)
+        torch.ops.aten.threshold_backward.grad_input(dy, saved, 0, grad_input=dy)
+        return (dy,)
