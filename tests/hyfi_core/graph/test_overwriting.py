@@ -93,7 +93,7 @@ def test_cotangents_of_a_chain_are_written_over(columns: int, monkeypatch: pytes
     model = nn.Sequential(*stem, conv, nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
     def body(comm: Communicator) -> None:
-        plan = ParallelPlan(grids=((1, columns),))
+        plan = ParallelPlan(grids=((1, columns),), fused_halo=1)
         engine = parallelize(copy.deepcopy(model), (1, 3, 96, 96), plan, comm)
         engine.accumulate(torch.randn(1, 3, 96, 96), torch.tensor([1]))
 
