@@ -40,7 +40,7 @@ def plan_with(shares: tuple[int, ...], **fields: Any) -> ParallelPlan:
         ((4, 2, 2), {"microbatches": 2}),
         ((2, 6), {"grids": ((1, 2),), "microbatches": 2, "recompute": True}),
         ((6, 2), {"grids": ((1, 1), (1, 1)), "cuts": "auto", "microbatches": 2}),
-        ((4, 8), {"grids": ((1, 2), (1, 1)), "cuts": ("down1",), "microbatches": 4, "schedule": "chimera"}),
+        ((2, 4), {"grids": ((1, 2), (1, 1)), "cuts": ("down1",), "microbatches": 2, "schedule": "chimera"}),
         (
             (6, 2),
             {

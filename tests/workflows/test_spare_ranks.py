@@ -23,7 +23,7 @@ from workflows.evaluation import predict_slides
 from workflows.training.pace import TIMED, measured
 
 SPARE = ["roles.design=offload_naive", "plan.sync_batch_norm=true"]
-STEPS = 4
+STEPS, SHORT = 4, "run.steps=2"
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +155,7 @@ def test_several_plain_replicas_do_not_become_shared_ones(tmp_path: Path, store:
 def test_a_spare_process_takes_its_share(tmp_path: Path, store: Path, hyfi: Any) -> None:
     """Less than half of the batch: it sleeps before each micro-batch."""
     config = config_of(tmp_path, store, 8, model="faulty")
-    done = hyfi("train", config, *SPARE, "--json", OMP_NUM_THREADS="1", HYFI_TEST_FAULT="1:0:accumulate:slow")
+    done = hyfi("train", config, *SPARE, SHORT, "--json", OMP_NUM_THREADS="1", HYFI_TEST_FAULT="1:0:accumulate:slow")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["status"] == "done"
     plan = recorded(tmp_path / "run")
@@ -164,5 +164,5 @@ def test_a_spare_process_takes_its_share(tmp_path: Path, store: Path, hyfi: Any)
     assert shares[0] > shares[1] and pace_s[0] < pace_s[1]
     assert f"the replicas take {shares[0]}, {shares[1]}" in done.stderr + done.stdout
     assert "effective batch 8" in done.stderr + done.stdout and "in proportion to speed" in done.stderr + done.stdout
-    assert run_on(2, config, *SPARE, "roles.shares=[4,4]", f"run.dir={tmp_path / 'equal'}") == [0, 0]
+    assert run_on(2, config, *SPARE, SHORT, "roles.shares=[4,4]", f"run.dir={tmp_path / 'equal'}") == [0, 0]
     assert_close_runs(tmp_path / "run", tmp_path / "equal")
