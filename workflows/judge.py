@@ -19,6 +19,7 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.runtime.cells import CellEngine
 from hyfi_core.runtime.parallelize import parallelize
+from pathology.memory import return_what_is_freed
 from workflows.evaluation import Exam, Images, Judgement, Predictor, gather_logits, predict_slides
 from workflows.models import DTYPES, FORMATS, build_model, lay_out
 
@@ -90,6 +91,7 @@ class Judge:
         if cells is None:
             engine = parallelize(module, shape, plan, group, autocast=autocast)
         else:
+            return_what_is_freed()  # else the heap keeps as much again as a cell needs
             engine = CellEngine(module, shape, cells, autocast=autocast)
         return cls(exam_of(model, dataset), engine, module, plan, group)
 

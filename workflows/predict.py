@@ -103,9 +103,12 @@ def _predict(
 ) -> int:
     """Do this rank's share."""
     import hyfi_core
+    from pathology.memory import return_what_is_freed
     from pathology.predict import predict_slides
     from workflows.training.stop import StopFlag
 
+    if options.cells is not None:
+        return_what_is_freed()  # else the heap keeps as much again as a cell needs
     slides = _check(checkpoints, inputs, out, options)
     members = [load_member(path) for path in checkpoints]
     comm = hyfi_core.init()

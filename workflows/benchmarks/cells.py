@@ -1,0 +1,124 @@
+"""Cell by cell against one piece: memory that one process grows by to predict one image, and its seconds.
+
+    python -m workflows.benchmarks.cells [--size 4096] [--cells 4,4 8,8] [--model resnet18] [--threads N]
+
+Every way has a process of its own: plain PyTorch in one piece, then each grid of cells. Growth is the process' largest
+resident memory (VmHWM) less what it had with model, engine and kernels there (a small image has been predicted by
+then). Cells read the image, noise repeated, box by box, and have the C library give back what is freed, as the commands
+do; one piece is given it whole, as it must. Prints a JSON line for each way, with ratios to one piece and what was
+modelled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from hyfi_core.plan.box import Box
+
+_PATTERN_PX = 512
+_WARM_PX = 256
+
+
+def main() -> None:
+    """Measure each way in a process of its own, or, as a child, one of them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=int, default=4096)
+    parser.add_argument("--cells", nargs="+", default=["4,4"])
+    parser.add_argument("--model", default="resnet18")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--way", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.way is not None:
+        print(json.dumps(measure(given.model, given.size, given.way, given.threads)))
+        return
+    first: dict[str, Any] | None = None
+    for way in ("one piece", *given.cells):
+        command = [sys.executable, "-m", "workflows.benchmarks.cells", "--way", way]
+        command += ["--size", str(given.size), "--model", given.model]
+        command += ["--threads", str(given.threads)] if given.threads else []
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            print(json.dumps({"way": way, "size_px": given.size, "failed": done.stderr.splitlines()[-1:]}), flush=True)
+            continue
+        found = json.loads(done.stdout.splitlines()[-1])
+        first = first or found
+        ratios = {f"{key}_to_first": round(found[key] / first[key], 3) for key in ("growth_mb", "seconds")}
+        off = max(abs(a - b) for a, b in zip(found["logits"], first["logits"], strict=True))
+        print(json.dumps({**found, **ratios, "logits_off": off}), flush=True)
+
+
+def measure(name: str, size_px: int, way: str, threads: int | None) -> dict[str, Any]:
+    """Predict one image in this process and return megabytes, seconds and logits."""
+    import torch
+
+    from hyfi_core.runtime.cells import CellEngine
+    from pathology.memory import return_what_is_freed
+    from workflows.cells import parse_cells
+    from workflows.models import build_model
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    model = build_model({"name": name, "classes": 2}).eval()
+    shape, cells = (1, 3, size_px, size_px), None if way == "one piece" else parse_cells(way)
+    began_s, price = time.perf_counter(), None
+    if cells is not None:
+        return_what_is_freed()
+        engine = CellEngine(model, shape, cells)
+        price = engine.program(shape).price
+        engine.predict(torch.zeros(1, 3, _WARM_PX, _WARM_PX))
+    else:
+        with torch.no_grad():
+            model(torch.zeros(1, 3, _WARM_PX, _WARM_PX))
+    prepared_s = time.perf_counter() - began_s
+    pattern = torch.randn(1, 3, _PATTERN_PX, _PATTERN_PX)
+    Path("/proc/self/clear_refs").write_text("5")  # the largest so far is forgotten: it was the capture's
+    before_mb, began_s = _memory_mb("VmRSS"), time.perf_counter()
+    if cells is not None:
+        logits = engine.predict(lambda box: read(pattern, box))
+    else:
+        from hyfi_core.plan.box import Box
+
+        with torch.no_grad():
+            logits = model(read(pattern, Box.of_size(size_px, size_px)))
+    seconds = time.perf_counter() - began_s
+    found = {
+        "way": way,
+        "size_px": size_px,
+        "growth_mb": round(_memory_mb("VmHWM") - before_mb, 1),
+        "seconds": round(seconds, 2),
+        "prepared_seconds": round(prepared_s, 2),
+        "logits": logits[0].tolist(),
+    }
+    if price is not None:
+        found |= {"modelled_mb": round(price.peak_bytes / 1e6, 1), "modelled_work": round(price.work, 3)}
+    return found
+
+
+def read(pattern: torch.Tensor, box: Box) -> torch.Tensor:
+    """Return a box of the image that repeats ``pattern`` for ever; memory of its own."""
+    import torch
+
+    rows, columns = (torch.arange(start, stop) % _PATTERN_PX for start, stop in ((box.y0, box.y1), (box.x0, box.x1)))
+    return pattern[:, :, rows][:, :, :, columns]
+
+
+def _memory_mb(name: str) -> float:
+    """Return a value of this process' ``/proc/self/status`` in megabytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024 / 1e6
+    raise SystemExit(f"/proc/self/status does not tell {name}: this needs Linux")
+
+
+if __name__ == "__main__":
+    main()
