@@ -19,6 +19,7 @@ import torch
 
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.progress import polled
+from hyfi_core.ops import taps
 from hyfi_core.ops.base import Cotangents, Tensors, Wanted
 from hyfi_core.ops.redistribute import Flight, Redistribute, like
 from hyfi_core.plan.box import Box
@@ -114,8 +115,11 @@ class Convolution:
             result = self._convolve(seen, kernel, offset, self.own.padding)
         strips = flight.land()
         for piece in self._pieces:
-            canvas = _canvas(piece, strips, own)
-            self._outputs(result, piece).add_(self._convolve(canvas, _tapped(kernel, piece), None, (0, 0)))
+            canvas, tapped, outputs = _canvas(piece, strips, own), _tapped(kernel, piece), self._outputs(result, piece)
+            if taps.in_place(kernel, self.groups):
+                taps.add_outputs(outputs, canvas, tapped, *self._steps)
+            else:
+                outputs.add_(self._convolve(canvas, tapped, None, (0, 0)))
         return (result,), _Saved(seen, strips, weight, given.dtype, given.shape)
 
     def _convolve(
@@ -171,8 +175,11 @@ class Convolution:
         backs = [torch.zeros_like(strip) for strip in saved.strips]
         for piece in self._pieces:
             canvas, part = _canvas(piece, saved.strips, saved.seen), self._outputs(dy, piece)
-            only = (True, False, False)
-            d_canvas = self._differentiate(part, canvas, _tapped(kernel, piece), (0, 0), only)[0]
+            tapped, only = _tapped(kernel, piece), (True, False, False)
+            if taps.in_place(kernel, self.groups):
+                d_canvas = taps.back(canvas, tapped, part, *self._steps)
+            else:
+                d_canvas = self._differentiate(part, canvas, tapped, (0, 0), only)[0]
             both = piece.share.inputs.intersect(piece.box)
             _at(backs[piece.index], both, piece.box).copy_(_at(d_canvas, both, piece.share.inputs))
         return self.halo.start_back(comm, saved.seen, backs)
@@ -181,9 +188,11 @@ class Convolution:
         """Add what the strips give to the weight's cotangent, each through the taps that reach it."""
         for piece in self._pieces:
             canvas, part = _canvas(piece, saved.strips, saved.seen), self._outputs(dy, piece)
-            only = (False, True, False)
-            more = self._differentiate(part, canvas, _tapped(kernel, piece), (0, 0), only)[1]
-            _tapped(d_weight, piece).add_(more)
+            tapped, only = _tapped(d_weight, piece), (False, True, False)
+            if taps.in_place(d_weight, self.groups):
+                taps.add_to_weight(tapped, canvas, part, *self._steps)
+            else:
+                tapped.add_(self._differentiate(part, canvas, _tapped(kernel, piece), (0, 0), only)[1])
 
     def _widened(self, d_seen: torch.Tensor, saved: _Saved) -> torch.Tensor:
         """Return the cotangent of the whole own part, in its type: zero where no window touches it."""

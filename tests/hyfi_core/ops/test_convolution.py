@@ -89,6 +89,8 @@ def check(size: tuple[int, int], grid: tuple[int, int], how: Settings, batch: in
         memory_format=torch.channels_last if batch > 1 else torch.preserve_format
     )
     w, b = noise(6, 4 // how["groups"], *how["kernel"], seed=2), noise(6, seed=3) if bias else None
+    if batch > 1:  # strips then go tap by tap
+        w = w.contiguous(memory_format=torch.channels_last)
     y = noise(*whole(x, w, b, how).shape, seed=4)
     wanted = in_one(x, w, b, y, how)
     apart = 0

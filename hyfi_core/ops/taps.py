@@ -1,0 +1,73 @@
+"""A small convolution tap by tap, each tap one matrix product: what received strips give, and take back.
+
+    canvas   ·────────·   tap (1, 0) sees the pixels      output[p]    += canvas[p at tap] · weight[tap]ᵀ
+             │▒▒▒▒▒▒▒▒│   of one shifted lattice          weight[tap]  += cotangentᵀ · canvas at tap
+             ·────────·                                   canvas[p ..] += cotangent · weight[tap]
+
+Strips are a pixel or a few wide and the weights behind them large: a convolution call would lay out, copy and add whole
+weights for a handful of pixels. With channels innermost (channels-last), a tap of the weight is a matrix where it
+stands, so the products read and add in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+Pair = tuple[int, int]
+
+
+def in_place(kernel: torch.Tensor, groups: int) -> bool:
+    """Whether every tap of a weight ``(O, I, h, w)`` is a matrix where it stands."""
+    return groups == 1 and kernel.is_contiguous(memory_format=torch.channels_last)
+
+
+def add_outputs(
+    outputs: torch.Tensor, canvas: torch.Tensor, kernel: torch.Tensor, stride: Pair, dilation: Pair
+) -> None:
+    """Add the convolution of ``canvas`` ``(N, I, h, w)``, without padding, to ``outputs`` ``(N, O, h', w')``."""
+    total: torch.Tensor | None = None
+    for (y, x), seen in _seen(canvas, kernel, outputs, stride, dilation):
+        pixels, weight = _matrix(seen), kernel[:, :, y, x].t()
+        total = torch.mm(pixels, weight) if total is None else total.addmm_(pixels, weight)
+    if total is not None:
+        outputs.add_(_map(total, outputs))
+
+
+def add_to_weight(d_kernel: torch.Tensor, canvas: torch.Tensor, dy: torch.Tensor, stride: Pair, dilation: Pair) -> None:
+    """Add the cotangent of the weight to ``d_kernel``; ``dy`` is that of the outputs."""
+    pixels = _matrix(dy).t()
+    for (y, x), seen in _seen(canvas, d_kernel, dy, stride, dilation):
+        d_kernel[:, :, y, x].addmm_(pixels, _matrix(seen))
+
+
+def back(canvas: torch.Tensor, kernel: torch.Tensor, dy: torch.Tensor, stride: Pair, dilation: Pair) -> torch.Tensor:
+    """Return the cotangent of ``canvas``, whose own values do not matter."""
+    d_canvas = torch.zeros_like(canvas)
+    pixels = _matrix(dy)
+    for (y, x), seen in _seen(d_canvas, kernel, dy, stride, dilation):
+        seen.add_(_map(torch.mm(pixels, kernel[:, :, y, x]), seen))
+    return d_canvas
+
+
+def _seen(
+    canvas: torch.Tensor, kernel: torch.Tensor, outputs: torch.Tensor, stride: Pair, dilation: Pair
+) -> Iterator[tuple[Pair, torch.Tensor]]:
+    """Yield (tap, the view of the pixels that the outputs see through it)."""
+    height, width = ((n - 1) * step + 1 for n, step in zip(outputs.shape[2:], stride, strict=True))
+    for y in range(kernel.shape[2]):
+        for x in range(kernel.shape[3]):
+            top, left = y * dilation[0], x * dilation[1]
+            yield (y, x), canvas[:, :, top : top + height : stride[0], left : left + width : stride[1]]
+
+
+def _matrix(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``(N, C, h, w)`` as ``(N h w, C)``, a view where memory allows."""
+    return tensor.permute(0, 2, 3, 1).reshape(-1, tensor.shape[1])
+
+
+def _map(matrix: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return ``(N h w, C)`` as a view ``(N, C, h, w)`` of the shape of ``like``."""
+    images, _, height, width = like.shape
+    return matrix.view(images, height, width, -1).permute(0, 3, 1, 2)
