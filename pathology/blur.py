@@ -120,6 +120,8 @@ def _patch_means(mask: Mask, rows: int, columns: int, height: float, width: floa
     """Return the share of ``mask`` in each of rows × columns patches; the slide is ``height`` × ``width`` patches."""
     down = np.clip(np.round(np.arange(rows + 1) * mask.shape[0] / height).astype(int), 0, mask.shape[0])
     across = np.clip(np.round(np.arange(columns + 1) * mask.shape[1] / width).astype(int), 0, mask.shape[1])
+    if not mask.any():
+        return np.zeros((rows, columns), np.float32)
     total = np.add.reduceat(np.pad(mask, ((0, 1), (0, 1))), down[:-1], axis=0, dtype=np.int32)
     total = np.add.reduceat(total, across[:-1], axis=1)
     area = np.maximum(np.diff(down), 1)[:, None] * np.maximum(np.diff(across), 1)

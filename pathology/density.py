@@ -9,6 +9,7 @@ from pathology.smoothing import smoothed
 
 Planes = npt.NDArray[np.uint8]
 Float = npt.NDArray[np.float32]
+Places = npt.NDArray[np.intp]
 
 _STRIP_PX = 2**16
 """Pixels of a strip: what is made of them stays in the processor's cache."""
@@ -70,13 +71,23 @@ def density_of(image: Planes, glass: Float, rows: slice, sigma_px: float = 0.0) 
         rows: Which; with smoothing, neighbouring rows are looked at, so that strips leave no seam.
         sigma_px: Standard deviation of the smoothing of the light; 0 for none.
     """
-    density: Float = np.empty((3, rows.stop - rows.start, image.shape[2]), np.float32)
+    light: Float = np.empty((3, rows.stop - rows.start, image.shape[2]), np.float32)
     for k, channel in enumerate(image):
-        light = smoothed(channel, rows, sigma_px)
-        light += 1
-        np.divide(glass[k] + 1, light, out=density[k])
-    np.maximum(density, 1, out=density)
+        light[k] = smoothed(channel, rows, sigma_px)
+    return _density(light, glass)
+
+
+def density_at(image: Planes, glass: Float, y: Places, x: Places) -> Float:
+    """Return the density of some pixels, ``(3, n)``; see `density_of`."""
+    return _density(image[:, y, x].astype(np.float32), glass)
+
+
+def _density(light: Float, glass: Float) -> Float:
+    """Return the density of light ``(3, …)``, which is given up."""
+    light += 1
+    np.divide((glass + 1).reshape(3, *[1] * (light.ndim - 1)), light, out=light)
+    np.maximum(light, 1, out=light)
     # NumPy has the natural logarithm for many numbers at a time, the common one only on some processors.
-    np.log(density, out=density)
-    density *= _COMMON_LOG
-    return density
+    np.log(light, out=light)
+    light *= _COMMON_LOG
+    return light

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pathology.density import Float, Planes, density_of, strips_of
+from pathology.density import Float, Planes, density_at, strips_of
 from pathology.morphology import closed, dilated
-from pathology.smoothing import smoothed
+from pathology.smoothing import edged, smoothed
 from pathology.source_threads import run_in_pool
 
 Mask = npt.NDArray[np.bool_]
@@ -68,41 +68,51 @@ def _block_means(image: Planes, glass: Float, known: Mask, block: int, mpp_um: f
     means = tuple(np.empty((-(-height // block), -(-width // block)), np.float32) for _ in range(5))
 
     def fill(rows: slice) -> None:
-        mean, narrow, colour = _walls(image, glass, rows, mpp_um)
-        wall = (narrow > WALL_DENSITY) & ~near[rows]
-        density = np.where(wall, np.minimum(mean, _DENSEST), 0)
-        stained = np.where(wall, np.minimum(colour, _DENSEST), 0)
         blocks = slice(rows.start // block, -(-rows.stop // block))
-        for target, values in zip(means, (wall, density, stained, ~near[rows], known[rows]), strict=True):
-            target[blocks] = _means(values, block)
+        wall = _stands_out(image, glass, rows, mpp_um) & ~near[rows]
+        y, x = np.divmod(np.flatnonzero(wall), width)
+        density = density_at(image, glass, rows.start + y, x)
+        place = y // block * means[0].shape[1] + x // block
+        colour = density[1] - np.minimum(density[0], density[2])
+        for target, values in ((means[1], density.mean(0)), (means[2], np.maximum(colour, 0))):
+            total = np.bincount(place, np.minimum(values, _DENSEST), target[blocks].size)
+            target[blocks] = total.reshape(-1, target.shape[1]) / block**2
+        for target, mask in ((means[0], wall), (means[3], ~near[rows]), (means[4], known[rows])):
+            target[blocks] = _shares(mask, block)
 
     run_in_pool(fill, strips_of(height, width, block))
     return means
 
 
-def _walls(image: Planes, glass: Float, rows: slice, mpp_um: float) -> tuple[Float, Float, Float]:
-    """Return of some rows the density, how far it stands out of its surroundings, and the colour.
+def _stands_out(image: Planes, glass: Float, rows: slice, mpp_um: float) -> Mask:
+    """Return of some rows where the density stands out of its surroundings.
 
-    Only what is narrow stands out of them: a veil of stain or a scanner's grey field does not.
+    Only what is narrow does: a veil of stain or a scanner's grey field does not. Mean density is the logarithm of the
+    channels' product, so lights are compared instead, which are whole numbers, and their products, too.
     """
     half = round(_WALL_UM / mpp_um / 2)
     first = max(0, rows.start - 2 * half)
-    density = density_of(image, glass, slice(first, min(image.shape[1], rows.stop + 2 * half)))
-    own = slice(rows.start - first, rows.stop - first)
-    mean: Float = density.mean(0)
-    colour: Float = density[1, own] - np.minimum(density[0, own], density[2, own])
-    narrow = mean[own] - _extreme(_extreme(mean, half, np.minimum), half, np.maximum)[own]
-    return mean[own], narrow, np.maximum(colour, 0, out=colour)
+    seen = slice(first, rows.stop + 2 * half)
+    light: Float = np.ones(image[0, seen].shape, np.float32)
+    for channel, brightest in zip(image, glass, strict=True):
+        own = np.minimum(channel[seen], np.uint8(brightest)).astype(np.float32)
+        own += 1
+        light *= own
+    around = _extreme(_extreme(light, half, np.maximum), half, np.minimum)
+    light *= np.float32(10 ** (3 * WALL_DENSITY))
+    result: Mask = (around > light)[rows.start - first : rows.stop - first]
+    return result
 
 
 def _extreme(values: Float, half: int, pick: Callable[[Any, Any], Any]) -> Float:
     """Return the least or greatest value of each pixel's square of ``2 · half + 1``."""
-    return _along(_along(values, half, pick).T, half, pick).T
+    down = _along(edged(values, half, 0), half, pick)
+    return _along(edged(down, half, 1).T, half, pick).T
 
 
 def _along(lines: Float, half: int, pick: Callable[[Any, Any], Any]) -> Float:
     """Return the same of ``2 · half + 1`` lines; of two, then of four, and so on: few passes for wide squares, too."""
-    best, span, wanted = np.pad(lines, ((half, half), (0, 0)), mode="edge"), 1, 2 * half + 1
+    best, span, wanted = lines, 1, 2 * half + 1
     while span < wanted:
         step = min(span, wanted - span)
         best = pick(best[:-step], best[step:])
@@ -110,14 +120,16 @@ def _along(lines: Float, half: int, pick: Callable[[Any, Any], Any]) -> Float:
     return best
 
 
-def _means(values: npt.NDArray[Any], block: int) -> Float:
-    """Return means over ``block`` squared pixels; the last row and column of blocks are filled up with 0."""
-    height, width = values.shape
-    padded = np.pad(values, ((0, -height % block), (0, -width % block)))
-    exact = np.dtype(np.int32 if values.dtype == bool else np.float32)
-    down = padded.reshape(-1, block, padded.shape[1]).sum(1, dtype=exact)
-    across: npt.NDArray[Any] = down.reshape(len(down), -1, block).sum(2, dtype=exact)
-    return (across / np.float32(block * block)).astype(np.float32)
+def _shares(mask: Mask, block: int) -> Float:
+    """Return the share of set pixels in blocks; the last row and column of blocks are filled up with unset ones."""
+    height, width = mask.shape
+    count = np.pad(mask, ((0, -height % block), (0, -width % block))).astype(np.uint8 if block < 16 else np.uint32)
+    for _ in range(2):  # rows together, then columns
+        total = count[0::block].copy()
+        for k in range(1, block):
+            total += count[k::block]
+        count = total.T
+    return count / np.float32(block**2)
 
 
 def _with_cells(webs: Mask, tissue: Mask, mpp_um: float) -> Mask:

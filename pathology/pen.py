@@ -11,29 +11,27 @@ from pathology.pieces import joined_to, without_small
 
 Mask = npt.NDArray[np.bool_]
 
+PALEST_INK = 0.02
 _STROKE_UM = 8.0
 _SMALLEST_UM2 = 6_000.0
 _RIM_UM = 40.0
-_FAINTEST = 0.02
-"""Mean density of the palest ink; every rule below asks for more than this."""
 
 
 def ink(density: Float, mean: Float, colour: Float) -> tuple[Mask, Mask, Mask]:
-    """Return three masks ``(h, w)`` of ``(3, h, w)`` optical density, its mean and its greatest difference.
+    """Return three masks of pixels' optical density ``(3, …)``, its mean and its greatest difference ``(…)``.
 
     Blue and green ink absorb most in red; red ink hardly in red and as much in blue as in green; black ink alike in
-    all three. Haematoxylin and eosin absorb most in green, though haematoxylin alone may come near blue ink.
+    all three. Haematoxylin and eosin absorb most in green, though haematoxylin alone may come near blue ink. Nothing
+    is ink whose mean density is `PALEST_INK` or less.
 
     Returns:
         What is ink where it is wide, what no stain looks like, even if it is thin, and what may be the rim of a mark.
     """
     red, green, blue = density
-    if float(mean.max(initial=0)) <= _FAINTEST:
-        return np.zeros(mean.shape, bool), np.zeros(mean.shape, bool), np.zeros(mean.shape, bool)
     bluish = (red > 1.1 * green) & (red > 0.12)
     reddish = (blue > 0.75 * green) & (red < 0.25 * green) & (green > 0.4)
     black = (mean > 0.2) & (colour < 0.25 * mean)
-    faint = ((red > green) | (colour < 0.2 * mean)) & (mean > _FAINTEST)
+    faint = ((red > green) | (colour < 0.2 * mean)) & (mean > PALEST_INK)
     blue_ink = (red > 1.15 * green) & (red > 2.5 * blue)
     green_ink = red > 1.6 * green
     return bluish | reddish | black, (blue_ink | green_ink) & (red > 0.15), faint

@@ -88,7 +88,7 @@ def record_of(attributes: dict[str, Any], name: str, source_path: str) -> SlideR
 def versions() -> dict[str, str]:
     """Return the versions of what makes a slide's pixels."""
     readers = ("openslide-python", "openslide-bin", "tifffile", "imagecodecs", "simplejpeg")
-    packages = ("hyfi", *readers, "numcodecs", "zarr", "scikit-image", "scipy", "numpy")
+    packages = ("hyfi", *readers, "zarr", "scikit-image", "scipy", "numpy")
     return {"python": platform.python_version(), **{name: _version(name) for name in packages}}
 
 

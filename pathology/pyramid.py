@@ -40,9 +40,10 @@ def level_sizes(height_px: int, width_px: int, at_least: int) -> tuple[LevelSize
 
 def fitted(pixels: Planes, size: LevelSize) -> Planes:
     """Return the pixels with a last row or column more or less: halving rounds up, resampling to the nearest."""
-    rows = np.minimum(np.arange(size.height_px), pixels.shape[1] - 1)
-    columns = np.minimum(np.arange(size.width_px), pixels.shape[2] - 1)
-    return np.ascontiguousarray(pixels[:, rows][:, :, columns])
+    _, height, width = pixels.shape
+    more = ((0, 0), (0, max(0, size.height_px - height)), (0, max(0, size.width_px - width)))
+    kept = pixels[:, : size.height_px, : size.width_px]
+    return np.ascontiguousarray(np.pad(kept, more, mode="edge") if any(map(any, more)) else kept)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ tenth of the time.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, Literal
 
 import numpy as np
@@ -31,9 +32,20 @@ def smoothed(
     reach = len(weights) - 1
     if reach == 0:
         return plane[rows].astype(np.float32)
-    seen = np.pad(np.arange(len(plane)), reach, mode=border)[rows.start : rows.stop + 2 * reach]
-    down = _weighted(plane[seen].astype(np.float32), weights)
-    return _weighted(np.pad(down, ((0, 0), (reach, reach)), mode=border).T, weights).T
+    first, end = rows.start - reach, rows.stop + reach
+    if first >= 0 and end <= len(plane):
+        lines = plane[first:end]
+    else:
+        lines = plane[np.pad(np.arange(len(plane)), reach, mode=border)[first + reach : end + reach]]
+    down = _weighted(lines.astype(np.float32), weights)
+    wide = edged(down, reach, 1) if border == "edge" else np.pad(down, ((0, 0), (reach, reach)), mode=border)
+    return _weighted(wide.T, weights).T
+
+
+def edged(values: Float, reach: int, axis: int) -> Float:
+    """Return ``(h, w)`` values with the first and the last line of an axis repeated ``reach`` times."""
+    first, last = values.take([0] * reach, axis), values.take([-1] * reach, axis)
+    return np.concatenate((first, values, last), axis)
 
 
 def _weighted(lines: Float, weights: Float) -> Float:
@@ -49,6 +61,7 @@ def _weighted(lines: Float, weights: Float) -> Float:
     return total
 
 
+@cache
 def _weights(sigma_px: float) -> Float:
     """Return the weights of a line and of its neighbours on either side."""
     if sigma_px <= 0:

@@ -19,7 +19,7 @@ from skimage.filters import threshold_otsu
 from pathology.density import Float, density_of, glass_colour, strips_of
 from pathology.fat import find_fat
 from pathology.morphology import closed
-from pathology.pen import ink, pen_marks
+from pathology.pen import PALEST_INK, ink, pen_marks
 from pathology.pieces import fill_small_holes, without_small
 from pathology.source_threads import run_in_pool
 
@@ -131,11 +131,13 @@ class _Seen:
 
         def look(rows: slice) -> None:
             density = density_of(image, glass, rows, sigma_px)
-            mean: Float = density.mean(0)
+            mean: Float = (density[0] + density[1] + density[2]) * np.float32(1 / 3)
             colour: Float = density.max(0) - density.min(0)
-            marks = np.where(colour > 0.2 * mean, np.uint8(_COLOURED), np.uint8(0))
-            for mark, found in zip((_CORE, _THIN, _FAINT), ink(density, mean, colour), strict=True):
-                marks |= found.view(np.uint8) * np.uint8(mark)
+            marks = (colour > 0.2 * mean).view(np.uint8) * np.uint8(_COLOURED)
+            dark = np.flatnonzero(mean > PALEST_INK)
+            found = ink(density.reshape(3, -1)[:, dark], mean.reshape(-1)[dark], colour.reshape(-1)[dark])
+            for mark, where in zip((_CORE, _THIN, _FAINT), found, strict=True):
+                marks.reshape(-1)[dark] |= where.view(np.uint8) * np.uint8(mark)
             seen.marks[rows] = marks
             seen.density[rows], seen.colour[rows] = _levels(mean), _levels(colour)
 
