@@ -20,6 +20,7 @@ from functools import cached_property
 
 import torch
 
+from hyfi_core.ops.buffers import Buffers
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.transfer import Transfer, plan_transfer
 
@@ -114,6 +115,14 @@ class Handover:
     def incoming(self, target: int, back: bool = False) -> Pieces:
         """Return position in the first stage -> pieces that ``target`` takes from there, or sends there ``back``."""
         return self._pieces[back][1][target]
+
+    def parcel(self, pieces: tuple[Piece, ...], device: torch.device) -> torch.Tensor:
+        """Return memory for a message of these pieces; nobody else's until the caller drops it and all views of it."""
+        return self._buffers.take((_length(pieces),), torch.uint8, device)
+
+    @cached_property
+    def _buffers(self) -> Buffers:
+        return Buffers()
 
     def origin(self, value: Carried, position: int, at_source: bool) -> Box | None:
         """Return the box that a rank holds of a value, None for a replicated one."""
@@ -220,7 +229,7 @@ def pack(
         parts.append(part.reshape(-1).view(torch.uint8))
     if len(parts) == 1:
         return parts[0]
-    parcel = torch.empty(_length(pieces), dtype=torch.uint8, device=device)
+    parcel = handover.parcel(pieces, device)
     for (start, stop), part in zip(_places(pieces), parts, strict=True):
         parcel[start:stop].copy_(part)
     return parcel
@@ -241,11 +250,6 @@ def _unpacked(expected: Pieces, parcels: Mapping[int, torch.Tensor]) -> dict[str
         for piece, part in zip(pieces, unpack(parcels[position], pieces), strict=True):
             found.setdefault(piece.value.name, []).append((piece, part))
     return found
-
-
-def empty_parcel(pieces: tuple[Piece, ...], device: torch.device) -> torch.Tensor:
-    """Return memory for a message of these pieces."""
-    return torch.empty(_length(pieces), dtype=torch.uint8, device=device)
 
 
 def _places(pieces: tuple[Piece, ...]) -> list[tuple[int, int]]:

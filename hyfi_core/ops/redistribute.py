@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from hyfi_core.comm.base import Communicator, Message, Pending
 from hyfi_core.ops.base import Cotangents, Tensors, Wanted
+from hyfi_core.ops.buffers import Buffers
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.transfer import Transfer
 
@@ -88,9 +90,9 @@ class Redistribute:
         transfer = self.transfer
         return _fly(
             comm,
-            [Message(s.peer, self._view(own, s.box, transfer.have).contiguous()) for s in transfer.sends],
+            [Message(s.peer, self._buffers.dense(self._view(own, s.box, transfer.have))) for s in transfer.sends],
             # On the wire dims are in plain order: neighbours need not agree on how they lay out memory.
-            [Message(s.peer, own.new_empty(self._sized(own.shape, s.box))) for s in transfer.receives],
+            [Message(s.peer, self._landing(own, s.box)) for s in transfer.receives],
         )
 
     def start_back(self, comm: Communicator, like: torch.Tensor, strips: Sequence[torch.Tensor]) -> Flight:
@@ -104,14 +106,21 @@ class Redistribute:
         transfer = self.transfer
         return _fly(
             comm,
-            [Message(s.peer, back.contiguous()) for s, back in zip(transfer.receives, strips, strict=True)],
-            [Message(s.peer, like.new_empty(self._sized(like.shape, s.box))) for s in transfer.sends],
+            [Message(s.peer, self._buffers.dense(back)) for s, back in zip(transfer.receives, strips, strict=True)],
+            [Message(s.peer, self._landing(like, s.box)) for s in transfer.sends],
         )
 
     def add_back(self, cotangent: torch.Tensor, flight: Flight) -> None:
         """Add what ``start_back`` brings to the cotangent of what this rank owns, in place."""
         for strip, arrived in zip(self.transfer.sends, flight.land(), strict=True):
             self._view(cotangent, strip.box, self.transfer.have).add_(arrived)
+
+    @cached_property
+    def _buffers(self) -> Buffers:
+        return Buffers()
+
+    def _landing(self, like: torch.Tensor, box: Box) -> torch.Tensor:
+        return self._buffers.take(self._sized(like.shape, box), like.dtype, like.device)
 
     def _own_share(self, cotangent: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Return the cotangent of what is owned, as far as this rank computed it: zero where it did not look."""

@@ -13,7 +13,7 @@ import torch
 
 from hyfi_core.comm.base import Message, Pending
 from hyfi_core.comm.counted import CountedCommunicator
-from hyfi_core.ops.handover import Handover, Pieces, empty_parcel, pack
+from hyfi_core.ops.handover import Handover, Pieces, pack
 from hyfi_core.plan.placement import Placement
 
 Edge = tuple[int, int]
@@ -72,8 +72,9 @@ class Courier:
     def expect(self, edge: Edge, direction: int, microbatch: int, back: bool) -> None:
         """Post the receives of what the other stage sends to this rank."""
         _, pieces, peers = self._side(edge, direction, back, at_source=back)
+        handover = self._handovers[edge]
         parcels = {
-            other: empty_parcel(p, self.device) for other, p in pieces.items() if peers[other] != self._comm.rank
+            other: handover.parcel(p, self.device) for other, p in pieces.items() if peers[other] != self._comm.rank
         }
         receives = [Message(peers[other], parcel) for other, parcel in parcels.items()]
         self._arrivals[edge, direction, microbatch, back] = _Arrival(parcels, self._comm.exchange([], receives))

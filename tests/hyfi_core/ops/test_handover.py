@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hyfi_core.ops.handover import Carried, Handover, empty_parcel, pack
+from hyfi_core.ops.handover import Carried, Handover, pack
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.layout import Layout
 
@@ -33,7 +33,7 @@ def forward(handover: Handover, held: list[dict[str, torch.Tensor]]) -> list[dic
         expected = handover.incoming(target)
         assert inbox.keys() == expected.keys()
         for source, pieces in expected.items():
-            assert inbox[source].nbytes == empty_parcel(pieces, torch.device("cpu")).nbytes
+            assert inbox[source].nbytes == handover.parcel(pieces, torch.device("cpu")).nbytes
     return [handover.arrived(target, inbox) for target, inbox in enumerate(parcels)]
 
 
