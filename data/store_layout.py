@@ -96,8 +96,9 @@ class ArrayLayout:
 
     def used_slots(self, file: tuple[int, int]) -> list[int]:
         """Return the slots of a file that hold pixels of the array."""
-        rows, columns = self.slots
-        return [k for k in range(rows * columns) if not self.chunk_box(file, k).intersect(self.box).empty]
+        (ch, cw), inside = self.chunk_px, self.file_box(file)
+        rows, columns = -(-inside.height // ch), -(-inside.width // cw)
+        return [row * self.slots[1] + column for row in range(rows) for column in range(columns)]
 
     def to_json(self) -> dict[str, Any]:
         """Return the array's ``zarr.json``."""

@@ -19,6 +19,8 @@ from data.store_layout import ArrayLayout
 
 BESIDE = ".tmp-"
 """Stands in the name of a file that is not whole yet."""
+_TOGETHER_BYTES = 2**18
+"""Small chunks are written and digested together: threads that take turns for each lose more than that takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +99,24 @@ class _Beside:
     def __init__(self, path: Path) -> None:
         self._final = path
         self._path = path.with_name(f".{path.name}{BESIDE}{os.getpid()}")
-        self._handle = self._path.open("wb", buffering=2**20)
+        self._handle = self._path.open("wb", buffering=_TOGETHER_BYTES)
+        self._waiting: list[bytes] = []
+        self._waiting_bytes = 0
         self.digest = hashlib.sha256()
         self.size = 0
 
     def write(self, data: bytes) -> None:
-        self._handle.write(data)
-        self.digest.update(data)
+        self._waiting.append(data)
+        self._waiting_bytes += len(data)
         self.size += len(data)
+        if self._waiting_bytes >= _TOGETHER_BYTES:
+            self.flush()
 
     def flush(self) -> None:
+        data = self._waiting[0] if len(self._waiting) == 1 else b"".join(self._waiting)
+        self._waiting, self._waiting_bytes = [], 0
+        self.digest.update(data)
+        self._handle.write(data)
         self._handle.flush()
 
     def publish(self) -> None:

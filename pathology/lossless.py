@@ -16,7 +16,6 @@ import simplejpeg
 from data.store_codec import PixelCodec
 from data.store_layout import BACKGROUND, SHARD_PX, ArrayLayout
 from data.store_writer import SlideWriter, StoredLevel
-from hyfi_core.plan.box import Box
 from pathology.errors import SlideError, TileError
 from pathology.jpeg_tile import JpegDecoder
 from pathology.lossless_tile import TileJoiner
@@ -92,8 +91,7 @@ class LosslessSlide:
         copied = Copied(tiles=len(self._levels[0].offsets))
         for k, layout in enumerate(self.layouts):
             for file in layout.files():
-                boxes = [layout.chunk_box(file, slot) for slot in layout.used_slots(file)]
-                indices = [self._levels[k].tiles_in(Box(b.y0, b.y0 + 1, b.x0, b.x0 + 1))[0] for b in boxes]
+                indices = _tiles_of_file(self._levels[k], layout, file)
                 writer.write_encoded(k, file, [*self._bodies(k, indices, copied, max_bad)])
         return copied
 
@@ -143,6 +141,13 @@ def _refuse_too_many(copied: Copied, max_bad: float) -> None:
         raise SlideError(
             f"{len(copied.bad)} of {copied.tiles} tiles are damaged (--max-bad {max_bad:g}): {copied.bad[0]}"
         )
+
+
+def _tiles_of_file(level: TiffLevel, layout: ArrayLayout, file: tuple[int, int]) -> list[int]:
+    """Return the indices of the tiles that are a file's chunks, in the order of its used slots."""
+    rows, columns = layout.slots
+    corner = file[0] * rows * level.columns + file[1] * columns
+    return [corner + slot // columns * level.columns + slot % columns for slot in layout.used_slots(file)]
 
 
 def _joiner(level: TiffLevel) -> TileJoiner:

@@ -1,8 +1,8 @@
 """Memory of an ingest by the side of its slide: one worker's growth, and the ratio of the larger slide to the smaller.
 
-    python -m workflows.benchmarks.ingest_memory [--size 20480 40960] [--folder DIR] [--threads 2]
+    python -m workflows.benchmarks.ingest_memory [--size 20480 40960] [--mpp 0.5] [--folder DIR] [--threads 2]
 
-Each slide is a synthetic one, repeated to fill its size (so that drawing it takes seconds), tiled JPEG at 0.5 µm/px; it
+Each slide is a synthetic one, repeated to fill its size (so that drawing it takes seconds), tiled JPEG of ``--mpp``; it
 is ingested at its own resolution with pyramid, mask, blur, stains and picture, in a process like an ingest's workers.
 Growth is the process' largest resident memory (VmHWM) less what it had after importing everything. Prints a JSON line
 for each size.
@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-MPP_UM = 0.5
 TILE_PX = 256
 _PATTERN_PX = 4096
 
@@ -28,19 +27,20 @@ def main() -> None:
     """Measure each size in a process of its own, or, as a child, one of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, nargs="+", default=[20480, 40960])
+    parser.add_argument("--mpp", type=float, default=0.5, help="microns per pixel that the slides say they have")
     parser.add_argument("--folder", type=Path, help="where slides and stores go; default: a temporary folder")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--slide", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.slide is not None:
-        print(json.dumps(measure(given.slide, given.threads)))
+        print(json.dumps(measure(given.slide, given.mpp, given.threads)))
         return
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         first = None
         for size in given.size:
-            slide = write_slide(Path(folder) / f"{size}.svs", size)
+            slide = write_slide(Path(folder) / f"{size}.svs", size, given.mpp)
             command = [sys.executable, "-m", "workflows.benchmarks.ingest_memory", "--slide", str(slide)]
-            command += ["--threads", str(given.threads)]
+            command += ["--threads", str(given.threads), "--mpp", str(given.mpp)]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
             found = json.loads(done.stdout.splitlines()[-1])
             first = first or found["growth_mb"]
@@ -48,7 +48,7 @@ def main() -> None:
             slide.unlink()
 
 
-def measure(slide: Path, threads: int) -> dict[str, float]:
+def measure(slide: Path, mpp_um: float, threads: int) -> dict[str, float]:
     """Ingest ``slide`` in this process and return megabytes and seconds."""
     from pathology.contact import write_picture
     from pathology.ingest import IngestOptions, ingest_slide
@@ -59,7 +59,7 @@ def measure(slide: Path, threads: int) -> dict[str, float]:
     return_what_is_freed()
     before = _memory_mb("VmRSS")
     began_s = time.monotonic()
-    record = ingest_slide(slide, slide.parent / "store", IngestOptions(mpp=MPP_UM), threads=threads)
+    record = ingest_slide(slide, slide.parent / "store", IngestOptions(mpp=mpp_um), threads=threads)
     if record.status != "done":
         raise SystemExit(record.reason)
     write_picture(slide.parent / "store", record.slide_id)
@@ -71,7 +71,7 @@ def measure(slide: Path, threads: int) -> dict[str, float]:
     }
 
 
-def write_slide(path: Path, size_px: int) -> Path:
+def write_slide(path: Path, size_px: int, mpp_um: float) -> Path:
     """Write a tiled JPEG slide of ``size_px`` squared: one drawn slide, repeated; returns its path."""
     import imagecodecs
     import numpy as np
@@ -82,7 +82,7 @@ def write_slide(path: Path, size_px: int) -> Path:
     from pathology.synthetic.placing import make_anatomy
     from pathology.synthetic.render import Renderer
 
-    spec = SlideSpec(seed=3, index=0, case=0, size_px=_PATTERN_PX, positive=False, mpp_um=MPP_UM)
+    spec = SlideSpec(seed=3, index=0, case=0, size_px=_PATTERN_PX, positive=False, mpp_um=0.5)
     renderer, per_row = Renderer(make_anatomy(spec)), _PATTERN_PX // TILE_PX
     rows = []
     for y in range(per_row):
@@ -95,7 +95,7 @@ def write_slide(path: Path, size_px: int) -> Path:
             for x in range(size_px // TILE_PX):
                 yield rows[y % per_row][x % per_row]
 
-    description = f"Aperio Image Library v12\r\n{size_px}x{size_px} (256x256) JPEG|AppMag = 20|MPP = {MPP_UM}"
+    description = f"Aperio Image Library v12\r\n{size_px}x{size_px} (256x256) JPEG|AppMag = 20|MPP = {mpp_um}"
     with tifffile.TiffWriter(path, bigtiff=True) as tiff:
         tiff.write(
             repeated(),
