@@ -100,12 +100,12 @@ def find_tissue(image: Planes, mpp_um: float, parameters: TissueParameters | Non
 def _stained_and_pen(image: Planes, glass: Float, mpp_um: float, p: TissueParameters) -> tuple[Mask, Mask]:
     seen = _Seen.of(image, glass, p.smooth_um / mpp_um)
     pen = seen.pen(mpp_um)
-    usable = ~pen
-    stained = seen.density > _threshold(seen.density, usable, p.density)
-    stained &= seen.colour > _threshold(seen.colour, usable, p.colour)
-    # What absorbs alike in all channels has no stain: shadows, dust, the coverslip's edge.
-    stained &= seen.marked(_COLOURED)
-    stained &= usable
+    dense, coloured = (_threshold(v, pen, b) for v, b in ((seen.density, p.density), (seen.colour, p.colour)))
+    stained: Mask = np.empty_like(pen)
+    for rows in strips_of(*pen.shape):
+        # What absorbs alike in all channels has no stain: shadows, dust, the coverslip's edge.
+        stained[rows] = (seen.marks[rows] & np.uint8(_COLOURED)).astype(bool) & ~pen[rows]
+        stained[rows] &= (seen.density[rows] > dense) & (seen.colour[rows] > coloured)
     return stained, pen
 
 
@@ -151,6 +151,8 @@ class _Seen:
 
     def pen(self, mpp_um: float) -> Mask:
         """Return the marks of a pen."""
+        if not int(np.bitwise_or.reduce(self.marks, axis=None)) & (_CORE | _THIN):
+            return np.zeros(self.marks.shape, bool)
         return pen_marks(self.marked(_CORE), self.marked(_THIN), self.marked(_FAINT), mpp_um)
 
 
@@ -163,22 +165,22 @@ def _levels(values: Float) -> Levels:
     return result
 
 
-def _threshold(levels: Levels, usable: Mask, bounds: tuple[float, float]) -> np.uint16:
+def _threshold(levels: Levels, pen: Mask, bounds: tuple[float, float]) -> np.uint16:
     """Return the greatest level that is not above the threshold."""
-    values = _every_so_many(levels, usable) * _STEP
+    values = _every_so_many(levels, pen) * _STEP
     flat = values.size == 0 or float(values.min()) == float(values.max())
     threshold = bounds[0] if flat else float(np.clip(threshold_otsu(values), *bounds))
     return np.uint16(threshold / _STEP)
 
 
-def _every_so_many(levels: Levels, usable: Mask) -> Levels:
-    """Return of the usable pixels so many that there are about `_MOST_VALUES`, evenly spread."""
-    if usable.all():
+def _every_so_many(levels: Levels, pen: Mask) -> Levels:
+    """Return of the pixels without ink so many that there are about `_MOST_VALUES`, evenly spread."""
+    if not pen.any():
         return levels.reshape(-1)[:: 1 + levels.size // _MOST_VALUES]
-    per_row = np.count_nonzero(usable, axis=1)
+    per_row = np.count_nonzero(~pen, axis=1)
     step = 1 + int(per_row.sum()) // _MOST_VALUES
     before = np.cumsum(per_row) - per_row
-    rows = [row[free][-skipped % step :: step] for row, free, skipped in zip(levels, usable, before, strict=True)]
+    rows = [row[~inked][-skipped % step :: step] for row, inked, skipped in zip(levels, pen, before, strict=True)]
     return np.concatenate(rows)
 
 
