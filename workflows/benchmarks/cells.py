@@ -51,7 +51,9 @@ def main() -> None:
             continue
         found = json.loads(done.stdout.splitlines()[-1])
         first = first or found
-        ratios = {f"{key}_to_first": round(found[key] / first[key], 3) for key in ("growth_mb", "seconds")}
+        ratios = {
+            f"{key}_to_first": round(found[key] / first[key], 3) for key in ("growth_mb", "seconds", "cpu_seconds")
+        }
         off = max(abs(a - b) for a, b in zip(found["logits"], first["logits"], strict=True))
         print(json.dumps({**found, **ratios, "logits_off": off}), flush=True)
 
@@ -82,7 +84,7 @@ def measure(name: str, size_px: int, way: str, threads: int | None) -> dict[str,
     prepared_s = time.perf_counter() - began_s
     pattern = torch.randn(1, 3, _PATTERN_PX, _PATTERN_PX)
     Path("/proc/self/clear_refs").write_text("5")  # the largest so far is forgotten: it was the capture's
-    before_mb, began_s = _memory_mb("VmRSS"), time.perf_counter()
+    before_mb, began_s, cpu_s = _memory_mb("VmRSS"), time.perf_counter(), time.process_time()
     if cells is not None:
         logits = engine.predict(lambda box: read(pattern, box))
     else:
@@ -90,12 +92,13 @@ def measure(name: str, size_px: int, way: str, threads: int | None) -> dict[str,
 
         with torch.no_grad():
             logits = model(read(pattern, Box.of_size(size_px, size_px)))
-    seconds = time.perf_counter() - began_s
+    seconds, cpu_seconds = time.perf_counter() - began_s, time.process_time() - cpu_s
     found = {
         "way": way,
         "size_px": size_px,
         "growth_mb": round(_memory_mb("VmHWM") - before_mb, 1),
         "seconds": round(seconds, 2),
+        "cpu_seconds": round(cpu_seconds, 2),
         "prepared_seconds": round(prepared_s, 2),
         "logits": logits[0].tolist(),
     }
