@@ -90,7 +90,8 @@ def _peak_bytes(sketch: Sketch, operators: Sequence[Operator], maps: Collection[
 
     An operator that exchanges keeps its input until all cells have come to it; one that only adds up does not.
     """
-    lives = _lives(sketch.image, sketch.layouts, operators)
+    known = _lives(sketch.image, sketch.layouts, operators)
+    lives = {value: life for value, life in known.items() if value in sketch.layouts}  # the image may be no flow's
     waits = sorted(_waits(sketch, operators, maps, plan))
     sizes = dict(_cell_bytes(sketch, plan))
     for value, (made, last) in lives.items():

@@ -38,7 +38,7 @@ class Awkward(nn.Module):
         self.head = nn.Linear(4 * 4 * 4 + 8, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = F.relu(self.norm(self.first(x)))
+        x = F.relu(self.norm(self.first(F.pad(x, (1, 0, 2, 1)))))
         x = x * torch.sigmoid(self.squeeze(x.mean((2, 3))))[:, :, None, None]
         shifted = F.pad(x[:, :, 1:, 1:], (0, 1, 0, 1))
         deep = F.interpolate(F.max_pool2d(self.second(x), 2), size=x.shape[-2:], mode="bilinear")
