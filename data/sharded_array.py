@@ -134,7 +134,7 @@ class ShardedArray:
         """Return the file in this (row, column) of files."""
         return self.path / self.layout.file_name(file)
 
-    def _read_chunks(self, run: _Run) -> Iterator[tuple[int, bytes | None]]:
+    def _read_chunks(self, run: _Run) -> Iterator[tuple[int, Pixels | None]]:
         """Yield (slot, bytes) of each chunk; None for one that was left out on purpose."""
         path = self.file_path(run.file)
         blank = self.blank.get(self.layout.file_name(run.file), ())
@@ -163,7 +163,7 @@ class ShardedArray:
             raise StoreError(f"{path}: chunk {slot} is not in its shard; ingest the slide again")
         return True
 
-    def _decode(self, data: bytes, path: Path, slot: int) -> Pixels:
+    def _decode(self, data: Pixels, path: Path, slot: int) -> Pixels:
         shape = self.layout.chunk_shape
         try:
             body = unsealed(data)
@@ -225,11 +225,11 @@ def _read(handle: int, path: Path, index: Index, group: list[int]) -> bytes:
     return data
 
 
-def _slices(data: bytes, index: Index, group: list[int]) -> Iterator[tuple[int, bytes]]:
-    start = int(index[group[0], 0])
+def _slices(data: bytes, index: Index, group: list[int]) -> Iterator[tuple[int, Pixels]]:
+    start, whole = int(index[group[0], 0]), np.frombuffer(data, np.uint8)
     for slot in group:
         offset, size = (int(n) for n in index[slot])
-        yield slot, data[offset - start : offset - start + size]
+        yield slot, whole[offset - start : offset - start + size]
 
 
 _pools: dict[tuple[int, int], ThreadPoolExecutor] = {}

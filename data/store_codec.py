@@ -99,12 +99,14 @@ class PixelCodec:
             np.copyto(chunk, pixels)
             # Fresh memory for what may become as large as the pixels would cost a fifth of the time.
             room = scratch("coded", pixels.size + pixels.size // 128 + 1024)
-            return sealed(_codecs.zstd_encode(chunk, level=self.level, out=room).tobytes())
+            size = _codecs.zstd_encode(chunk, level=self.level, out=room).size
+            room[size : size + CRC_BYTES] = np.frombuffer(_checksum(room[:size]), np.uint8)
+            return room[: size + CRC_BYTES].tobytes()
         subsampling = "444" if (self.level or 0) >= _FULL_COLOUR_FROM else "420"
         interleaved = np.ascontiguousarray(pixels.transpose(1, 2, 0))
         return sealed(_codecs.jpeg8_encode(interleaved, level=self.level, subsampling=subsampling))
 
-    def decode(self, body: bytes, shape: tuple[int, ...]) -> Pixels:
+    def decode(self, body: Pixels, shape: tuple[int, ...]) -> Pixels:
         """Return the pixels of a chunk; they are valid until this thread decodes or encodes the next.
 
         Args:
@@ -147,16 +149,21 @@ ZSTD = PixelCodec("zstd", 1)
 
 def sealed(body: bytes) -> bytes:
     """Return ``body`` with its crc32c (little-endian) at its end."""
-    return body + int(google_crc32c.value(body)).to_bytes(CRC_BYTES, "little")
+    return body + _checksum(body)
 
 
-def unsealed(data: bytes) -> bytes:
-    """Return ``data`` without the crc32c at its end.
+def unsealed(data: bytes | Pixels) -> Pixels:
+    """Return ``data`` without the crc32c at its end, a view.
 
     Raises:
         ValueError: The checksum is wrong.
     """
-    body = data[:-CRC_BYTES]
-    if len(data) < CRC_BYTES or google_crc32c.value(body) != int.from_bytes(data[-CRC_BYTES:], "little"):
+    whole = np.frombuffer(data, np.uint8)
+    body = whole[:-CRC_BYTES]
+    if len(whole) < CRC_BYTES or _checksum(body) != whole[-CRC_BYTES:].tobytes():
         raise ValueError("the checksum is wrong")
     return body
+
+
+def _checksum(body: bytes | Pixels) -> bytes:
+    return int(google_crc32c.value(body)).to_bytes(CRC_BYTES, "little")
