@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from hyfi_core.graph.cost import value_bytes
 from hyfi_core.graph.fused import Boxes, Runs, Sketch, Spread, reaching, spread
 from hyfi_core.graph.fused_cost import PRICES
+from hyfi_core.graph.fused_place import CELL_RULES
 from hyfi_core.graph.fused_sketch import draw
 from hyfi_core.graph.lowering import Lowering
 from hyfi_core.graph.program import Operator, Program, refs_in
-from hyfi_core.graph.rules import RULES
 from hyfi_core.plan.box import hull
 
-DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 1000)
+DEPTHS = (2, 4, 8, 12, 16, 24, 1000)
 """Lengths of runs that are looked at: most windows along any path."""
 
 
@@ -60,7 +60,7 @@ def runs_for_cells(program: Program, grid: tuple[int, int]) -> tuple[Runs, Price
         made_here = {name for op in operators for name in op.outputs if name is not None}
         lives = _lives(program.image, made_here, operators)
         return Runs(), Price(_peak(lives, {name: value_bytes(program, name) for name in lives}), 1.0)
-    trial = Lowering(program, grid, 0, RULES)
+    trial = Lowering(program, grid, 0, CELL_RULES)
     trial.run(program.outputs)
     sketch = draw(program, operators, trial.splits, trial.able, ())
     plans: list[Spread] = []

@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 from hyfi_core.graph.fused import Flow, Sketch
+from hyfi_core.graph.fused_taps import one_tap
 from hyfi_core.graph.instructions import Split
 from hyfi_core.graph.program import Operator, Program, ValueInfo
 from hyfi_core.graph.windows import WINDOWS
@@ -53,7 +54,8 @@ def _flow(values: Mapping[str, ValueInfo], op: Operator, splits: Mapping[str, Sp
     touched = sum(_pixel_bytes(values[name], splits[name]) for name in (*takes, *makes))
     reads = WINDOWS.get(op.text)
     if reads is None:
-        return Flow(op.name, takes, makes, touched_bytes=touched)
+        tap = one_tap(op, values[takes[0]].shape, splits[takes[0]].dims)
+        return Flow(op.name, takes, makes, None if tap is None else tap.window, touched_bytes=touched)
     window = reads(op, lambda name: values[name].shape).window
     shape = values[makes[0]].shape
     taps = window.y.kernel * window.x.kernel
