@@ -98,8 +98,8 @@ def _darkest(green: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
 
 def _sharpness(patch: npt.NDArray[np.uint8]) -> float:
     values = patch.astype(np.int16)
-    variance = _variance(values)
-    if variance < _LEAST_VARIANCE or float(patch.mean()) > _PALEST_MEAN:
+    mean, variance = _moments(values)
+    if variance < _LEAST_VARIANCE or mean > _PALEST_MEAN:
         return float("nan")
     # Whole rows first: what lies together is quick to add.
     laplacian = 4 * values[1:-1]
@@ -107,13 +107,15 @@ def _sharpness(patch: npt.NDArray[np.uint8]) -> float:
     laplacian -= values[2:]
     laplacian = laplacian[:, 1:-1] - values[1:-1, :-2]
     laplacian -= values[1:-1, 2:]
-    return _variance(laplacian) / variance
+    return _moments(laplacian)[1] / variance
 
 
-def _variance(values: npt.NDArray[np.int16]) -> float:
+def _moments(values: npt.NDArray[np.int16]) -> tuple[float, float]:
+    """Return mean and variance, without a picture of the squares."""
     apart = values.astype(np.float32)
-    apart -= apart.mean()
-    return float(np.einsum("yx,yx->", apart, apart)) / apart.size  # without a picture of the squares
+    mean = float(apart.sum()) / apart.size
+    apart -= mean
+    return mean, float(np.einsum("yx,yx->", apart, apart)) / apart.size
 
 
 def _patch_means(mask: Mask, rows: int, columns: int, height: float, width: float) -> Float:
