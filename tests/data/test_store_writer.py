@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -272,6 +273,46 @@ def test_a_disk_that_does_not_take_a_shard_is_told_and_leaves_nothing(
     with pytest.raises(OSError, match="No space left"):
         write_slide(tmp_path, levels)
     assert not list(tmp_path.iterdir())
+
+
+def test_blocks_do_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, sync = threading.Event(), os.fsync
+
+    def slow(handle: int) -> None:
+        assert disk.wait(60)
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    levels = pixels_of(STRIP)
+    with SlideWriter(tmp_path, "s", pyramid_levels(STRIP, 1.0)) as writer:
+        caller = threading.Thread(target=write_levels, args=(writer, levels))
+        caller.start()
+        caller.join(30)
+        taken = not caller.is_alive()
+        assert not list((tmp_path).rglob("c/0/0/0"))  # none has its name before it is on the disk
+        disk.set()
+        caller.join()
+        assert taken
+        writer.write_tissue(MASK, 8.0)
+        writer.publish({"kind": "resampled"})
+    assert not verify_slide(slide_path(tmp_path, "s"), 2).faults
+    assert np.array_equal(SlideStore.open(slide_path(tmp_path, "s")).read(Box.of_size(90, 9000)), levels[0])
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ArrayLayout((3, 5000, 4100)),
+        ArrayLayout((90, 9000)),
+        ArrayLayout((3, 700, 1), (240, 256), (480, 768)),
+        ArrayLayout((3, 700, 900), shard_px=(512, 512), sharded=False),
+    ],
+)
+def test_used_slots_are_those_that_hold_pixels(layout: ArrayLayout) -> None:
+    slots = range(layout.slots[0] * layout.slots[1])
+    for file in layout.files():
+        used = [k for k in slots if not layout.chunk_box(file, k).intersect(layout.box).empty]
+        assert layout.used_slots(file) == used and used
 
 
 def test_encoded_chunks_are_kept_byte_by_byte(tmp_path: Path) -> None:

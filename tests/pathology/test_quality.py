@@ -98,6 +98,29 @@ def test_stains_of_two_pure_dyes_are_exact() -> None:
     assert estimate_stains(np.full((5000, 3), 90, np.uint8), np.full(3, 240, np.float32)) is None
 
 
+def test_amounts_of_stains_are_those_of_least_squares() -> None:
+    rng = np.random.default_rng(4)
+    amounts = rng.uniform(0.5, 1.5, (6000, 2))
+    pixels = np.clip(240 * np.exp(-amounts @ np.array([[0.65, 0.7, 0.29], [0.07, 0.99, 0.11]])), 0, 255).astype(
+        np.uint8
+    )
+    found = estimate_stains(pixels, np.full(3, 240, np.float32))
+    assert found is not None
+    density = np.log(241 / (pixels + 1.0))
+    density = density[(density > 0.15).all(1)]
+    solved = np.linalg.lstsq(np.stack([found.haematoxylin, found.eosin]).T, density.T, rcond=None)[0]
+    assert found.strength == pytest.approx(np.percentile(solved, 99, axis=1), rel=1e-4)
+
+
+def test_sharpness_is_the_variance_of_the_laplacian_by_that_of_the_pixels() -> None:
+    green = np.random.default_rng(5).integers(40, 200, (128, 100), dtype=np.uint8)
+    blur = BlurMap(128, 100)
+    blur.add(0, 0, np.stack([green] * 3))
+    v = green.astype(float)
+    laplacian = 4 * v[1:-1, 1:-1] - v[:-2, 1:-1] - v[2:, 1:-1] - v[1:-1, :-2] - v[1:-1, 2:]
+    assert blur.values.shape == (1, 1) and blur.values[0, 0] == pytest.approx(laplacian.var() / v.var(), rel=1e-4)
+
+
 def test_a_sample_picks_the_same_pixels_from_any_blocks() -> None:
     rng = np.random.default_rng(0)
     image = rng.integers(0, 255, (3, 1100, 1300), dtype=np.uint8)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from data.store_writer import LevelSize
 from hyfi_core.plan.box import Box
-from pathology.pyramid import PyramidBuilder, level_sizes
+from pathology.pyramid import PyramidBuilder, fitted, level_sizes
 from pathology.resample import Taps, halve, make_taps, resample, target_size
 
 
@@ -115,3 +115,11 @@ def test_level_sizes_halve_upwards_until_small() -> None:
     sizes = level_sizes(4097, 1000, at_least=1)
     assert [(s.height_px, s.width_px) for s in sizes] == [(4097, 1000), (2049, 500), (1025, 250), (513, 125), (257, 63)]
     assert len(level_sizes(100, 100, at_least=4)) == 4
+
+
+@pytest.mark.parametrize("size", [(7, 9), (8, 9), (7, 10), (6, 9), (8, 8)])
+def test_an_overview_gets_the_size_of_its_level(size: tuple[int, int]) -> None:
+    pixels = np.random.default_rng(6).integers(0, 255, (3, 7, 9), dtype=np.uint8)
+    rows, columns = (np.minimum(np.arange(n), side - 1) for n, side in zip(size, (7, 9), strict=True))
+    found = fitted(pixels, LevelSize(*size))
+    assert found.flags["C_CONTIGUOUS"] and np.array_equal(found, pixels[:, rows][:, :, columns])
