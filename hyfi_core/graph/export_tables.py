@@ -17,16 +17,17 @@ _TABLES = ("inputs_to_parameters", "inputs_to_buffers", "buffers_to_mutate")
 
 @contextlib.contextmanager
 def remembered_tables() -> Iterator[None]:
-    """Let signatures remember their tables for a while; what renames an input has them forgotten.
+    """Let signatures remember their tables for a while.
 
-    It changes a class of PyTorch's: one thread at a time.
+    Names change one at a time through ``replace_all_uses``, which has all forgotten, or all of them at once, which is
+    seen by the first and the last. It changes a class of PyTorch's: one thread at a time.
     """
-    made: dict[tuple[str, int], tuple[Any, Any]] = {}
+    made: dict[tuple[Any, ...], tuple[Any, Any]] = {}
     before = {name: ExportGraphSignature.__dict__[name] for name in (*_TABLES, "replace_all_uses")}
 
     def table(name: str) -> property:
         def look(signature: Any) -> Any:
-            key = (name, id(signature))
+            key = (name, id(signature), *_ends(signature.input_specs), *_ends(signature.output_specs))
             if key not in made:
                 made[key] = (signature, before[name].fget(signature))  # with the signature: its id is not used again
             return made[key][1]
@@ -46,3 +47,8 @@ def remembered_tables() -> Iterator[None]:
     finally:
         for name, plain in before.items():
             setattr(ExportGraphSignature, name, plain)
+
+
+def _ends(specs: list[Any]) -> tuple[Any, ...]:
+    """Return how many specifications there are, and the names of the first and the last."""
+    return (len(specs), *(getattr(spec.arg, "name", None) for spec in (*specs[:1], *specs[-1:])))
