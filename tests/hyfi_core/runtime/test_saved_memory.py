@@ -19,8 +19,6 @@ from hyfi_core.ops.convolution import _Saved
 from hyfi_core.runtime.executor import Executor
 from tests.harness import run_copies
 
-SHAPE = (1, 3, 1024, 1024)
-
 
 class Kept:
     """Unique storages that autograd saves while the body runs, parameters and buffers left out."""
@@ -59,11 +57,22 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(getattr(value, field.name))
 
 
-@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
-def test_a_rank_of_four_keeps_a_quarter_and_its_strips(order: torch.memory_format) -> None:
+LAST = torch.channels_last
+
+
+@pytest.mark.parametrize(
+    ("order", "width", "side"),
+    [
+        (torch.contiguous_format, 4, 1024),
+        (LAST, 4, 1024),
+        pytest.param(LAST, 64, 2048, marks=[pytest.mark.soak, pytest.mark.timeout(1200)]),
+    ],
+)
+def test_a_rank_of_four_keeps_a_quarter_and_its_strips(order: torch.memory_format, width: int, side: int) -> None:
     torch.manual_seed(0)
-    model = resnet.resnet18(2, width=4).to(memory_format=order)
-    images, labels = torch.randn(SHAPE).contiguous(memory_format=order), torch.tensor([1])
+    shape = (1, 3, side, side)
+    model = resnet.resnet18(2, width=width).to(memory_format=order)
+    images, labels = torch.randn(shape).contiguous(memory_format=order), torch.tensor([1])
     plain = copy.deepcopy(model)
     whole = Kept(plain)
     whole.during(lambda: F.cross_entropy(plain(images), labels))
@@ -86,7 +95,7 @@ def test_a_rank_of_four_keeps_a_quarter_and_its_strips(order: torch.memory_forma
         if comm.rank == 0:
             ours.leave_out(module)
         plan = hyfi_core.ParallelPlan(grids=((2, 2),), fused_halo=1)
-        hyfi_core.parallelize(module, SHAPE, plan, comm).accumulate(images, labels)
+        hyfi_core.parallelize(module, shape, plan, comm).accumulate(images, labels)
 
     with mock.patch.object(Executor, "forward", watched):
         run_copies(model, 4, body)
