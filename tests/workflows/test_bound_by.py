@@ -45,6 +45,9 @@ def test_validators_that_are_behind() -> None:
     late = [rank(compute=5, validation=5)]
     assert "validation.policy=latest" in bound_by(late, Setting(1, 1, 1, "all"))
     assert "roles.validators" not in bound_by(late, Setting(1, 1, 1, "latest"))
+    spare = Setting(2, 0, 0, "all", spare_train=True)
+    assert "roles.design=offload_validation" in bound_by(late, spare)
+    assert "roles.design=offload_data" in bound_by([rank(compute=5, wait=5)], spare)
     assert "add a loader (roles.loaders=1)" in bound_by([rank(compute=5, wait=5)], Setting(1, 0, 0, "all"))
 
 

@@ -35,12 +35,14 @@ class Setting:
     Attributes:
         ranks, loaders, validators: of the run.
         policy: ``all`` or ``latest``.
+        spare_train: whether spare ranks train, so that none is left to load or validate.
     """
 
     ranks: int
     loaders: int
     validators: int
     policy: str
+    spare_train: bool = False
 
 
 def shares(spent: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -95,6 +97,8 @@ def _verdict(kind: str, share: float, setting: Setting) -> str:
 
 
 def _loaders(share: float, setting: Setting) -> str:
+    if setting.spare_train:
+        return "let spare ranks load (roles.design=offload_data) or lower augment cost"
     if setting.loaders == 0:
         return "add a loader (roles.loaders=1) or lower augment cost"
     # So many loaders fill the whole time with the images of a shorter one; so many more fill what is left of it.
@@ -103,6 +107,8 @@ def _loaders(share: float, setting: Setting) -> str:
 
 
 def _validators(setting: Setting) -> str:
+    if setting.spare_train:
+        return "let spare ranks validate (roles.design=offload_validation) or validate more seldom"
     if setting.validators == 0:
         return "add a validator (roles.validators=1) or validate more seldom (validation.every_steps)"
     if setting.policy == "all":

@@ -65,8 +65,9 @@ class Trainer:
         device = next(model.parameters()).device
         self._feed = make_feed(job, roles, engine, self._start, device)
         self._time = StepTime()
-        policy = job.config.validation.policy
-        self._setting = Setting(job.plan.ranks, len(roles.loader_ranks), len(roles.validator_ranks), policy)
+        beside = len(roles.loader_ranks), len(roles.validator_ranks)
+        spare_train = job.config.roles.design == "offload_naive"
+        self._setting = Setting(job.plan.ranks, *beside, job.config.validation.policy, spare_train)
         self._prepare = preparation(job.config.run)
 
     def run(self, progress: Progress) -> bool:
