@@ -17,6 +17,7 @@ from pathology.blur import MEASURED_MPP_UM
 from pathology.level_reader import LevelReader, choose_level
 from pathology.pyramid import fitted, level_sizes
 from pathology.quality import Quality, Survey, mask_level
+from pathology.source_threads import run_in_pool
 from pathology.sources import SlideSource
 from pathology.tissue import TissueParameters, find_tissue
 
@@ -49,8 +50,12 @@ def survey_lossless(slide: SlideSource, mpp: tuple[float, float], parameters: Ti
     survey.see(level, 0, 0, overview)
     if level > 0:
         reader = LevelReader(slide, fine, max_bad=1.0)
-        for box in _samples(masks.tissue, 2**level, Box.of_size(fine.height_px, fine.width_px)):
+
+        def look(box: Box) -> None:
             survey.see(0, box.y0, box.x0, reader.read(box))
+
+        # One thread reads a block and measures it: blocks do not touch.
+        run_in_pool(look, _samples(masks.tissue, 2**level, Box.of_size(fine.height_px, fine.width_px)))
     return survey.result(masks)
 
 
