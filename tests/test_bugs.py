@@ -135,3 +135,20 @@ def test_weights_under_way_are_waited_for_when_an_engine_goes() -> None:
     (first, one), (second, two) = run_ranks(2, body)
     assert first == second == [True]
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def test_norms_without_statistics_are_each_replicas_own_in_evaluation_mode() -> None:
+    """Synchronised over replicas in training, they divided a replica's own sums by the pixels of all in ``predict``."""
+    body_of = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, track_running_stats=False), nn.ReLU())
+    net = nn.Sequential(body_of, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)).double()
+    plan = hyfi_core.ParallelPlan(((1, 2),), replicas=2, sync_batch_norm=True)
+    images = [torch.randn(1, 3, 12, 12).double() for _ in range(2)]
+
+    def body(comm: Communicator) -> Any:
+        engine = hyfi_core.parallelize(copy.deepcopy(net), (1, 3, 12, 12), plan, comm)
+        return engine.predict(images[comm.rank // 2])
+
+    with torch.no_grad():
+        wanted = [net.eval()(image) for image in images]
+    for rank, found in enumerate(run_ranks(4, body)):
+        torch.testing.assert_close(found, wanted[rank // 2], rtol=1e-12, atol=1e-12)

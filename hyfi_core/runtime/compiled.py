@@ -107,7 +107,8 @@ def compile_model(
     active = active_values(program, wanted, trained)
     assert plan.cuts != "auto" or plan.stages == 1, "cuts are chosen before"
     stages = cut_program(program, wanted, () if plan.cuts == "auto" else plan.cuts)
-    together = _taken_together(plan, shape[0])
+    # In evaluation mode each replica answers for images of its own.
+    together = _taken_together(plan, shape[0]) if model.training else Fraction(1)
     lowered = _Lowered(stages, Placement.of(plan), comm.rank, frozenset(trained), active, plan, together)
     last = any(_is_channels_last(p) for p in model.parameters())
     dtypes = dtypes_under_autocast(program, autocast) if autocast is not None and plan.stages > 1 else {}
