@@ -28,6 +28,7 @@ from hyfi_core.comm.in_turn import TurnCommunicator, Turns, Waiting
 from hyfi_core.errors import RequestError
 from hyfi_core.graph.capture import capture
 from hyfi_core.graph.fused_memory import Price, runs_for_cells
+from hyfi_core.graph.fused_place import CELL_RULES
 from hyfi_core.graph.instructions import Communicate, Instruction, RankProgram
 from hyfi_core.graph.lowering import Lowering
 from hyfi_core.graph.program import Program, Ref
@@ -71,7 +72,7 @@ class CellProgram:
         runs, price = runs_for_cells(program, grid)
 
         def lowered(position: int) -> RankProgram:
-            lowering = Lowering(program, grid, position, RULES)
+            lowering = Lowering(program, grid, position, CELL_RULES)
             lowering.runs = runs
             ranked = lowering.run(program.outputs)
             return replace(ranked, instructions=tuple(map(_looking, ranked.instructions)))

@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hyfi_core
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.errors import RequestError
+from hyfi_core.graph import fused_memory
+from hyfi_core.graph.segments import Meeting
 from hyfi_core.models.amoebanet import amoebanet_d
 from hyfi_core.models.resnet import resnet18
 from hyfi_core.plan.box import Box
@@ -44,6 +46,23 @@ class Awkward(nn.Module):
         deep = F.interpolate(F.max_pool2d(self.second(x), 2), size=x.shape[-2:], mode="bilinear")
         y = F.adaptive_avg_pool2d(self.last(torch.cat([shifted, deep], 1)), 4)
         return self.head(torch.cat([y.flatten(1), x.amax((2, 3))], 1))
+
+
+class Shifting(nn.Module):
+    """Slices and padding of every kind, which stand inside fused runs: steps, ends, crops, values, channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 6, 3), nn.Conv2d(6, 6, 3, stride=2)
+        self.third, self.head = nn.Conv2d(6, 4, 3), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.pad(x[:, :, 3:-2, ::2], (2, 1, 0, 3), value=0.5)
+        x = self.first(F.pad(x, (-1, 1, 1, -2)))
+        x = torch.cat([x[:, 3:], F.pad(x[:, :3, 1:, 1:], (0, 1, 0, 1), value=-1.0)], 1)
+        x = self.third(F.pad(self.second(x), (1, 1, 1, 1, 0, 0)))
+        x = F.pad(x, (2, 2, 1, 1), mode="reflect") + F.pad(x, (2, 2, 1, 1, 0, 0), value=2.0)
+        return self.head(torch.cat([F.pad(x, (0, 0, 0, 0, 1, -1)).mean((2, 3)), x.amax((2, 3))], 1))
 
 
 def settled(model: nn.Module) -> nn.Module:
@@ -75,6 +94,7 @@ MODELS = {
     "resnet18": (lambda: resnet18(3, width=16), (2, 3, 131, 117)),
     "amoebanet": (lambda: amoebanet_d(3, 3, 16), (1, 3, 118, 101)),
     "awkward": (Awkward, (2, 3, 61, 53)),
+    "shifting": (Shifting, (2, 3, 47, 58)),
 }
 CASES = [
     ("resnet18", (2, 3)),
@@ -83,6 +103,8 @@ CASES = [
     ("amoebanet", (5, 1)),
     ("awkward", (2, 2)),
     ("awkward", (3, 7)),
+    ("shifting", (2, 3)),
+    ("shifting", (4, 1)),
 ]
 
 
@@ -111,6 +133,19 @@ def test_contributions_are_those_of_one_piece() -> None:
     for found, wanted in zip(engine.attribute(images), whole.attribute(images), strict=True):
         assert found.dtype == torch.float32 and found.shape == wanted.shape
         assert float((found - wanted).norm()) <= 1e-6 * float(wanted.norm())
+
+
+@pytest.mark.parametrize("depth", [2, 8, 1000])
+def test_slices_and_padding_stand_inside_runs_of_any_length(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_memory, "DEPTHS", (depth,))
+    model, shape = settled(Shifting()), (1, 3, 64, 71)
+    images = images_of(shape)
+    engine = CellEngine(model, shape, (3, 3))
+    torch.testing.assert_close(engine.predict(images), model.eval()(images), rtol=0, atol=1e-10)
+    exchanges = sum(
+        isinstance(step, Meeting) and step.step.kind == "halo" for step in engine.program(shape).cells[4].tape.steps
+    )
+    assert exchanges == 1 if depth == 1000 else exchanges >= 1, "reflected padding alone ends a run that may be longest"
 
 
 def test_each_cell_reads_its_box_once_and_never_the_whole() -> None:
