@@ -159,7 +159,7 @@ class SlideWriter:
                 yield slot, None if body is None or left_out else sealed(body)
 
         self._take()
-        self._submit(name, layout, chunks(), _Countdown(1, self._flight.release))
+        self._submit(name, layout, chunks(), self._flight.release)
 
     def write_tissue(self, mask: Mask, mpp_um: float) -> None:
         """Write the tissue label from its finest level, with as many levels as the image has (NGFF asks for that).
@@ -250,11 +250,12 @@ class SlideWriter:
         return self._encoders.submit(lambda: layout.codec.encode(_whole_chunk(layout, chunk, box, block)))
 
     def _submit(
-        self, name: str, layout: ArrayLayout, chunks: Iterator[tuple[int, bytes | None]], left: _Countdown
+        self, name: str, layout: ArrayLayout, chunks: Iterator[tuple[int, bytes | None]], then: Callable[[], object]
     ) -> None:
-        once = _Once(left)
+        """Have a file written; ``then`` is called when it is, before it is synced, or when it cannot be."""
+        once = _Once(then)
         future = self._disk.submit(self._store, name, layout, chunks, once)
-        future.add_done_callback(once)  # where it failed
+        future.add_done_callback(once)
         self._pending.append(future)
 
     def _store(

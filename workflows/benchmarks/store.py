@@ -223,9 +223,6 @@ def _growth(path: Path, folder: Path, options: IngestOptions) -> int:
 
 
 def _grow(path: Path, out: Path, options: IngestOptions, results: Any) -> None:
-    import skimage.measure
-    import skimage.morphology  # noqa: F401  (what every ingest imports counts as the start)
-
     before = _peak_bytes(reset=True)
     _ingest(path, out, options)
     results.put(_peak_bytes() - before)
