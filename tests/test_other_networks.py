@@ -115,10 +115,12 @@ def assert_equal(make: Callable[[], nn.Module], output: Any, mode: Mode, shape: 
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             nn.init.uniform_(module.running_var, 0.5, 1.5)  # as after some training, not as at birth
             nn.init.uniform_(module.running_mean, -0.5, 0.5)
+            nn.init.uniform_(module.weight, 0.5, 1.5)  # an EfficientNet is made with 0.02: gradients of 1e-34
     mode(model)
     whole = OffsetImages(model, shape)
     whole.training = model.training
-    assert_equal_to_one_process(whole, shape, grid, classes=3, output=output)
+    found = assert_equal_to_one_process(whole, shape, grid, classes=3, output=output)
+    assert max(float(gradient.norm()) for gradient in found.gradients.values()) > 1e-3
 
 
 @pytest.mark.parametrize(
