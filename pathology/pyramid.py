@@ -7,21 +7,27 @@ level 0     ┌──┬──┤ 1 │ 2 │ …      order: 0.0 0.1 0.2 0.3 �
 ```
 
 Shards have an even size, so each half lies whole inside one quarter of its parent: no halo, no second pass. At any
-time one shard of each level is held, whatever the slide's size.
+time one shard of each level is held, whatever the slide's size; those of the coarse levels, which wait longest, packed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import imagecodecs
 import numpy as np
 
 from data.store_writer import SHARD_PX, LevelSize
 from hyfi_core.plan.box import Box
 from pathology.resample import Planes, halve
 
+_codecs: Any = imagecodecs  # its annotations know bytes alone; arrays are taken, too
+
 SMALLEST_PX = 512
+_PACKED_FROM = 3
+"""Level from which the halves that wait are packed: few of them are made, and they wait for long."""
 
 
 def level_sizes(height_px: int, width_px: int, at_least: int) -> tuple[LevelSize, ...]:
@@ -77,19 +83,40 @@ class PyramidBuilder:
 
     def _from_below(self, level: int, box: Box, row: int, column: int) -> Planes:
         # The quarters are put together when all are there: a block that waits for its last one holds three, not four.
-        quarters = {}
+        quarters: dict[tuple[int, int], Planes | _Packed] = {}
         for y in (0, 1):
             for x in (0, 1):
                 if not self._shard_box(level - 1, 2 * row + y, 2 * column + x).empty:
-                    quarters[y, x] = halve(self._build(level - 1, 2 * row + y, 2 * column + x))
+                    quarter = halve(self._build(level - 1, 2 * row + y, 2 * column + x))
+                    quarters[y, x] = quarter if level < _PACKED_FROM else _Packed.of(quarter)
+                    del quarter
         block: Planes = np.empty((3, *box.shape), np.uint8)
         half = self.shard_px // 2
-        for (y, x), quarter in quarters.items():
-            _, height, width = quarter.shape
-            block[:, y * half : y * half + height, x * half : x * half + width] = quarter
+        for y, x in list(quarters):
+            kept = quarters.pop((y, x))
+            part = kept.unpacked() if isinstance(kept, _Packed) else kept
+            _, height, width = part.shape
+            block[:, y * half : y * half + height, x * half : x * half + width] = part
         return block
 
     def _shard_box(self, level: int, row: int, column: int) -> Box:
         size, side = self.sizes[level], self.shard_px
         whole = Box(row * side, (row + 1) * side, column * side, (column + 1) * side)
         return whole.intersect(Box.of_size(size.height_px, size.width_px))
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """Pixels that wait, as zstd."""
+
+    shape: tuple[int, ...]
+    data: bytes
+
+    @classmethod
+    def of(cls, pixels: Planes) -> _Packed:
+        return cls(pixels.shape, bytes(_codecs.zstd_encode(pixels, level=1)))
+
+    def unpacked(self) -> Planes:
+        out: Planes = np.empty(self.shape, np.uint8)
+        _codecs.zstd_decode(self.data, out=out.reshape(-1))
+        return out
