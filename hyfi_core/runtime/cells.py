@@ -31,6 +31,7 @@ from hyfi_core.graph.fused_memory import Price, runs_for_cells
 from hyfi_core.graph.fused_place import CELL_RULES
 from hyfi_core.graph.instructions import Communicate, Instruction, RankProgram
 from hyfi_core.graph.lowering import Lowering
+from hyfi_core.graph.pooled_first import pooled_first
 from hyfi_core.graph.program import Program, Ref
 from hyfi_core.graph.rules import RULES
 from hyfi_core.graph.segments import Tape, build_tape
@@ -68,7 +69,7 @@ class CellProgram:
         Raises:
             RequestError: the model cannot be captured, or has an operator that cannot be computed by parts.
         """
-        program = capture(model, shape, dtype)
+        program = pooled_first(capture(model, shape, dtype), ())
         runs, price = runs_for_cells(program, grid)
 
         def lowered(position: int) -> RankProgram:
