@@ -1,4 +1,4 @@
-"""Linux processes: die with the parent, kill a whole session."""
+"""Linux processes: who is alive in a session, killing all of it, being told who ends."""
 
 from __future__ import annotations
 
