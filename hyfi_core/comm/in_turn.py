@@ -6,7 +6,7 @@
 
 A communicating operator may so be begun twice, and once more for each time that it communicates. What it was answered
 the times before it is answered again, and it sends nothing twice; so what it does between must have no effects, as is
-true of the forward of any collective here (see ``ops.base``).
+true of the forward of any operator here that communicates (see ``ops.base``).
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import time
 
 import torch
@@ -22,6 +21,7 @@ from hyfi_core.graph.lowering import Lowering
 from hyfi_core.graph.rules import RULES
 from hyfi_core.graph.segments import build_tape
 from hyfi_core.models import amoebanet, resnet
+from workflows.benchmarks.resident import peak_bytes
 
 
 def main() -> None:
@@ -42,7 +42,7 @@ def measure(name: str, size: int, grid: tuple[int, int], fused_halo: int | str) 
     """Return seconds and bytes of making ``name`` ready for images of ``size`` x ``size``."""
     model = _model(name)
     capture(nn.Conv2d(3, 3, 1), (1, 3, 8, 8), torch.float32)  # an export loads half of PyTorch the first time
-    before = _peak_bytes()
+    before = peak_bytes()
     started, worked = time.perf_counter(), time.process_time()
     program = capture(model, (1, 3, size, size), torch.float32)
     captured = time.perf_counter()
@@ -60,7 +60,7 @@ def measure(name: str, size: int, grid: tuple[int, int], fused_halo: int | str) 
         "plan_s": round(done - captured, 2),
         "total_s": round(done - started, 2),
         "total_processor_s": round(time.process_time() - worked, 2),
-        "peak_growth_mib": round((_peak_bytes() - before) / 2**20, 1),
+        "peak_growth_mib": round((peak_bytes() - before) / 2**20, 1),
     }
 
 
@@ -71,10 +71,6 @@ def _model(name: str) -> nn.Module:
         return resnet.resnet_v2(1001, classes=2)
     model: nn.Module = getattr(resnet, name)(2)
     return model
-
-
-def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 if __name__ == "__main__":

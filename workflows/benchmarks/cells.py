@@ -16,8 +16,9 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from workflows.benchmarks.resident import forget_peak, peak_bytes, resident_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -83,8 +84,8 @@ def measure(name: str, size_px: int, way: str, threads: int | None) -> dict[str,
             model(torch.zeros(1, 3, _WARM_PX, _WARM_PX))
     prepared_s = time.perf_counter() - began_s
     pattern = torch.randn(1, 3, _PATTERN_PX, _PATTERN_PX)
-    Path("/proc/self/clear_refs").write_text("5")  # the largest so far is forgotten: it was the capture's
-    before_mb, began_s, cpu_s = _memory_mb("VmRSS"), time.perf_counter(), time.process_time()
+    forget_peak()  # it was the capture's
+    before, began_s, cpu_s = resident_bytes(), time.perf_counter(), time.process_time()
     if cells is not None:
         logits = engine.predict(lambda box: read(pattern, box))
     else:
@@ -96,7 +97,7 @@ def measure(name: str, size_px: int, way: str, threads: int | None) -> dict[str,
     found = {
         "way": way,
         "size_px": size_px,
-        "growth_mb": round(_memory_mb("VmHWM") - before_mb, 1),
+        "growth_mb": round((peak_bytes() - before) / 1e6, 1),
         "seconds": round(seconds, 2),
         "cpu_seconds": round(cpu_seconds, 2),
         "prepared_seconds": round(prepared_s, 2),
@@ -113,14 +114,6 @@ def read(pattern: torch.Tensor, box: Box) -> torch.Tensor:
 
     rows, columns = (torch.arange(start, stop) % _PATTERN_PX for start, stop in ((box.y0, box.y1), (box.x0, box.x1)))
     return pattern[:, :, rows][:, :, :, columns]
-
-
-def _memory_mb(name: str) -> float:
-    """Return a value of this process' ``/proc/self/status`` in megabytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024 / 1e6
-    raise SystemExit(f"/proc/self/status does not tell {name}: this needs Linux")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from workflows.benchmarks.resident import peak_bytes, resident_bytes
+
 TILE_PX = 256
 _PATTERN_PX = 4096
 
@@ -57,16 +59,16 @@ def measure(slide: Path, mpp_um: float, threads: int) -> dict[str, float]:
 
     set_decode_threads(threads)
     return_what_is_freed()
-    before = _memory_mb("VmRSS")
+    before = resident_bytes()
     began_s = time.monotonic()
     record = ingest_slide(slide, slide.parent / "store", IngestOptions(mpp=mpp_um), threads=threads)
     if record.status != "done":
         raise SystemExit(record.reason)
     write_picture(slide.parent / "store", record.slide_id)
-    growth = _memory_mb("VmHWM") - before
+    growth = peak_bytes() - before
     return {
-        "imported_mb": round(before, 1),
-        "growth_mb": round(growth, 1),
+        "imported_mb": round(before / 1e6, 1),
+        "growth_mb": round(growth / 1e6, 1),
         "seconds": round(time.monotonic() - began_s, 1),
     }
 
@@ -109,14 +111,6 @@ def write_slide(path: Path, size_px: int, mpp_um: float) -> Path:
             metadata=None,
         )
     return path
-
-
-def _memory_mb(name: str) -> float:
-    """Return a value of this process' ``/proc/self/status`` in megabytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024 / 1e6
-    raise SystemExit(f"/proc/self/status does not tell {name}: this needs Linux")
 
 
 if __name__ == "__main__":

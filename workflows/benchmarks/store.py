@@ -33,6 +33,7 @@ from pathology.ingest_slide import ingest_slide
 from pathology.pyramid import PyramidBuilder, level_sizes
 from pathology.resample import Planes
 from pathology.sources import open_source
+from workflows.benchmarks.resident import forget_peak, peak_bytes
 
 READ_PX = 8192
 THREADS = usable_cores()
@@ -223,17 +224,10 @@ def _growth(path: Path, folder: Path, options: IngestOptions) -> int:
 
 
 def _grow(path: Path, out: Path, options: IngestOptions, results: Any) -> None:
-    before = _peak_bytes(reset=True)
+    forget_peak()
+    before = peak_bytes()
     _ingest(path, out, options)
-    results.put(_peak_bytes() - before)
-
-
-def _peak_bytes(reset: bool = False) -> int:
-    """Return the most memory that this process held, since the last reset (Linux, proc(5))."""
-    if reset:
-        Path("/proc/self/clear_refs").write_text("5")
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    results.put(peak_bytes() - before)
 
 
 if __name__ == "__main__":
