@@ -12,6 +12,7 @@ codec that the package imagecodecs registers as `imagecodecs_jpeg`.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,8 @@ from hyfi_core.errors import RequestError
 _codecs: Any = imagecodecs  # its annotations know bytes alone; arrays are taken, too
 
 Pixels = npt.NDArray[np.uint8]
+Parts = tuple[bytes | Pixels, ...]
+"""Bytes that follow each other, where joining them would be one copy more."""
 CRC_BYTES = 4
 _CRC32C = {"name": "crc32c"}
 _MOST = {"zstd": 22, "jpeg": 100}
@@ -104,7 +107,7 @@ class PixelCodec:
             return room[: size + CRC_BYTES].tobytes()
         subsampling = "444" if (self.level or 0) >= _FULL_COLOUR_FROM else "420"
         interleaved = np.ascontiguousarray(pixels.transpose(1, 2, 0))
-        return sealed(_codecs.jpeg8_encode(interleaved, level=self.level, subsampling=subsampling))
+        return joined(sealed(_codecs.jpeg8_encode(interleaved, level=self.level, subsampling=subsampling)))
 
     def decode(self, body: Pixels, shape: tuple[int, ...]) -> Pixels:
         """Return the pixels of a chunk; they are valid until this thread decodes or encodes the next.
@@ -147,9 +150,14 @@ ZSTD = PixelCodec("zstd", 1)
 """What is used where nothing else is asked for."""
 
 
-def sealed(body: bytes) -> bytes:
-    """Return ``body`` with its crc32c (little-endian) at its end."""
-    return body + _checksum(body)
+def sealed(*body: bytes | Pixels) -> Parts:
+    """Return ``body``, in parts, with its crc32c (little-endian) as the last."""
+    return *body, _checksum(*body)
+
+
+def joined(parts: Iterable[Any]) -> bytes:
+    """Return parts as one; their annotation knows no arrays, which are taken, too."""
+    return b"".join(parts)
 
 
 def unsealed(data: bytes | Pixels) -> Pixels:
@@ -165,5 +173,8 @@ def unsealed(data: bytes | Pixels) -> Pixels:
     return body
 
 
-def _checksum(body: bytes | Pixels) -> bytes:
-    return int(google_crc32c.value(body)).to_bytes(CRC_BYTES, "little")
+def _checksum(*body: bytes | Pixels) -> bytes:
+    value = 0
+    for part in body:
+        value = google_crc32c.extend(value, part)
+    return value.to_bytes(CRC_BYTES, "little")

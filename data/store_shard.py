@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 
 from data.sharded_array import ABSENT
-from data.store_codec import sealed
+from data.store_codec import Parts, Pixels, joined, sealed
 from data.store_layout import ArrayLayout
 
 BESIDE = ".tmp-"
@@ -60,7 +60,7 @@ class FileEntry:
 def write_file(
     path: Path,
     layout: ArrayLayout,
-    chunks: Iterable[tuple[int, bytes | None]],
+    chunks: Iterable[tuple[int, Parts | None]],
     written: Callable[[], object] = lambda: None,
 ) -> FileEntry:
     """Write one shard, or one bare chunk, so that it appears whole and on the disk or not at all.
@@ -68,29 +68,39 @@ def write_file(
     Args:
         path: Where it is to appear; its folder exists.
         layout: Of the array.
-        chunks: (slot, bytes with their checksum) of each used slot in rising order; None leaves the slot out.
+        chunks: (slot, bytes in parts, with their checksum) of each used slot in rising order; None leaves the slot out.
         written: Called when the system has all bytes; what follows waits for the disk, and holds no memory.
 
     Raises:
         OSError: It cannot be written.
     """
     blank: list[int] = []
-    index = np.full((layout.slots[0] * layout.slots[1], 2), ABSENT, "<u8")
+    places: list[tuple[int, int, int]] = []
     with _Beside(path) as file:
         for slot, data in chunks:
             if data is None:
                 blank.append(slot)
             else:
-                index[slot] = file.size, len(data)
+                begin = file.size
                 file.write(data)
+                places.append((slot, begin, file.size - begin))
         if layout.sharded:
-            file.write(sealed(index.tobytes()))
+            file.write(sealed(_index(layout, places)))
         file.flush()
         written()
         if not file.size:
             return FileEntry(None, None, tuple(blank))
         file.publish()
     return FileEntry(file.size, file.digest.hexdigest(), tuple(blank))
+
+
+def _index(layout: ArrayLayout, places: list[tuple[int, int, int]]) -> bytes:
+    """Return the index of a shard whose chunks are (slot, offset, length)."""
+    index = np.full((layout.slots[0] * layout.slots[1], 2), ABSENT, "<u8")
+    if places:
+        slots, *where = np.array(places, "<u8").T
+        index[slots.astype(np.intp)] = np.stack(where, axis=1)
+    return index.tobytes()
 
 
 class _Beside:
@@ -100,20 +110,21 @@ class _Beside:
         self._final = path
         self._path = path.with_name(f".{path.name}{BESIDE}{os.getpid()}")
         self._handle = self._path.open("wb", buffering=_TOGETHER_BYTES)
-        self._waiting: list[bytes] = []
+        self._waiting: list[bytes | Pixels] = []
         self._waiting_bytes = 0
         self.digest = hashlib.sha256()
         self.size = 0
 
-    def write(self, data: bytes) -> None:
-        self._waiting.append(data)
-        self._waiting_bytes += len(data)
-        self.size += len(data)
+    def write(self, data: Parts) -> None:
+        length = sum(map(len, data))
+        self._waiting += data
+        self._waiting_bytes += length
+        self.size += length
         if self._waiting_bytes >= _TOGETHER_BYTES:
             self.flush()
 
     def flush(self) -> None:
-        data = self._waiting[0] if len(self._waiting) == 1 else b"".join(self._waiting)
+        data: Any = self._waiting[0] if len(self._waiting) == 1 else joined(self._waiting)
         self._waiting, self._waiting_bytes = [], 0
         self.digest.update(data)
         self._handle.write(data)

@@ -29,7 +29,7 @@ from data.cores import usable_cores
 from data.files import publish_directory, sha256_of
 from data.sharded_array import ShardedArray
 from data.store import FORMAT, slide_path
-from data.store_codec import Pixels, sealed
+from data.store_codec import Parts, Pixels, sealed
 from data.store_glass import Glass, Mask
 from data.store_journal import Journal
 from data.store_layout import CHUNK_PX, SHARD_PX, ArrayLayout
@@ -137,8 +137,8 @@ class SlideWriter:
         layout = self.levels[level].layout
         self._write_block(str(level), layout, y0, x0, block, self._glass[level])
 
-    def write_encoded(self, level: int, file: tuple[int, int], bodies: Sequence[bytes | None]) -> None:
-        """Take the used chunks of one file of a level as encoded bytes without checksum; returns before it is written.
+    def write_encoded(self, level: int, file: tuple[int, int], bodies: Sequence[Parts | None]) -> None:
+        """Take the used chunks of one file of a level as encoded bytes, in parts, without checksum; returns at once.
 
         Args:
             level: 0 is the finest.
@@ -153,10 +153,10 @@ class SlideWriter:
         if self._journal.finished(name):
             return
 
-        def chunks() -> Iterator[tuple[int, bytes | None]]:
+        def chunks() -> Iterator[tuple[int, Parts | None]]:
             for slot, body in zip(layout.used_slots(file), bodies, strict=True):
                 left_out = body is None or (glass is not None and glass.covers(layout.chunk_box(file, slot)))
-                yield slot, None if body is None or left_out else sealed(body)
+                yield slot, None if body is None or left_out else sealed(*body)
 
         self._take()
         self._submit(name, layout, chunks(), self._flight.release)
@@ -250,7 +250,7 @@ class SlideWriter:
         return self._encoders.submit(lambda: layout.codec.encode(_whole_chunk(layout, chunk, box, block)))
 
     def _submit(
-        self, name: str, layout: ArrayLayout, chunks: Iterator[tuple[int, bytes | None]], then: Callable[[], object]
+        self, name: str, layout: ArrayLayout, chunks: Iterator[tuple[int, Parts | None]], then: Callable[[], object]
     ) -> None:
         """Have a file written; ``then`` is called when it is, before it is synced, or when it cannot be."""
         once = _Once(then)
@@ -259,7 +259,7 @@ class SlideWriter:
         self._pending.append(future)
 
     def _store(
-        self, name: str, layout: ArrayLayout, chunks: Iterator[tuple[int, bytes | None]], written: _Once
+        self, name: str, layout: ArrayLayout, chunks: Iterator[tuple[int, Parts | None]], written: _Once
     ) -> None:
         self._journal.add(name, write_file(self.path / name, layout, chunks, written))
 
@@ -302,12 +302,12 @@ class _Once:
             then()
 
 
-def _results(chunks: list[tuple[int, Future[bytes] | None]]) -> Iterator[tuple[int, bytes | None]]:
+def _results(chunks: list[tuple[int, Future[bytes] | None]]) -> Iterator[tuple[int, Parts | None]]:
     """Yield (slot, bytes) in order as they come, and let go of each."""
     chunks.reverse()
     while chunks:
         slot, future = chunks.pop()
-        yield slot, None if future is None else future.result()
+        yield slot, None if future is None else (future.result(),)
 
 
 def _whole_chunk(layout: ArrayLayout, chunk: Box, box: Box, block: Pixels) -> Pixels:

@@ -124,8 +124,10 @@ def _patch_means(mask: Mask, rows: int, columns: int, height: float, width: floa
     across = np.clip(np.round(np.arange(columns + 1) * mask.shape[1] / width).astype(int), 0, mask.shape[1])
     if not mask.any():
         return np.zeros((rows, columns), np.float32)
-    total = np.add.reduceat(np.pad(mask, ((0, 1), (0, 1))), down[:-1], axis=0, dtype=np.int32)
-    total = np.add.reduceat(total, across[:-1], axis=1)
+    # A patch is some twenty rows of a mask: their sum fits a byte, and bytes are added many at a time.
+    kind = np.uint8 if int(np.diff(down).max()) < 256 else np.int32
+    total = np.add.reduceat(np.pad(mask, ((0, 1), (0, 1))).view(np.uint8), down[:-1], axis=0, dtype=kind)
+    total = np.add.reduceat(total, across[:-1], axis=1, dtype=np.int32)
     area = np.maximum(np.diff(down), 1)[:, None] * np.maximum(np.diff(across), 1)
     result: Float = (total / area).astype(np.float32)
     return result

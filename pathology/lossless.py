@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import simplejpeg
 
-from data.store_codec import PixelCodec
+from data.store_codec import Parts, PixelCodec
 from data.store_layout import BACKGROUND, SHARD_PX, ArrayLayout
 from data.store_writer import SlideWriter, StoredLevel
 from pathology.errors import SlideError, TileError
@@ -24,6 +24,8 @@ from pathology.sources import SlideSource
 from pathology.tiff_level import TiffLevel
 from pathology.tiff_source import TiffSource
 
+_Place = tuple[bytes, int, int]
+"""What was read of a file, and where in it a tile begins and ends."""
 _LOOKED_AT = 5
 """Tiles of each level that are decoded and compared before the copy begins."""
 
@@ -92,39 +94,49 @@ class LosslessSlide:
         for k, layout in enumerate(self.layouts):
             for file in layout.files():
                 indices = _tiles_of_file(self._levels[k], layout, file)
-                writer.write_encoded(k, file, [*self._bodies(k, indices, copied, max_bad)])
+                writer.write_encoded(k, file, [*self._chunks(k, indices, copied, max_bad)])
         return copied
 
-    def _bodies(self, k: int, indices: Sequence[int], copied: Copied, max_bad: float) -> Iterator[bytes | None]:
-        for index, data in self._tiles(self._levels[k], indices):
+    def _chunks(self, k: int, indices: Sequence[int], copied: Copied, max_bad: float) -> Iterator[Parts | None]:
+        """Yield the tiles as chunks: views of what was read, their headers before them; None for what is left out."""
+        join = self._joiners[k].join
+        for index, place in self._tiles(self._levels[k], indices):
+            if place is None:
+                yield None
+                continue
+            block, start, end = place
             try:
-                yield None if data is None else self._joiners[k].join(data)
+                head, at = join(block, start, end)
             except TileError as error:
                 copied.bad.append(f"tile {index} of level {k}: {error}")
                 _refuse_too_many(copied, max_bad)
                 yield None
+            else:
+                yield head, np.frombuffer(block, np.uint8, end - at, at)
 
-    def _tiles(self, level: TiffLevel, indices: Sequence[int]) -> Iterator[tuple[int, bytes | None]]:
-        """Yield (index, bytes) in the order asked, None for tiles that were left out; few and long reads."""
+    def _tiles(self, level: TiffLevel, indices: Sequence[int]) -> Iterator[tuple[int, _Place | None]]:
+        """Yield (index, where its bytes are) in the order asked, None for tiles that were left out; few, long reads."""
         present = [index for index in indices if level.lengths[index]]
         offsets, lengths = level.offsets[present].tolist(), level.lengths[present].tolist()
-        data: dict[int, bytes] = {}
+        found: dict[int, _Place] = {}
         for span in coalesced(offsets, lengths):
             block = self._slide.file.read(span.offset, span.length)
             for member in span.members:
                 start = offsets[member] - span.offset
-                data[present[member]] = block[start : start + lengths[member]]
-        yield from ((index, data.get(index)) for index in indices)
+                found[present[member]] = block, start, min(start + lengths[member], len(block))
+        yield from ((index, found.get(index)) for index in indices)
 
     def _compare(self, k: int, index: int) -> None:
         level = self._levels[k]
         box = level.tile_box(index)
-        ((_, data),) = self._tiles(level, [index])
+        ((_, place),) = self._tiles(level, [index])
         try:
             shown = self._slide.read(box, k)
             stored: Any = np.full_like(shown, BACKGROUND)
-            if data is not None:
-                stored = simplejpeg.decode_jpeg(self._joiners[k].join(data), "RGB", strict=True)
+            if place is not None:
+                block, start, end = place
+                head, at = self._joiners[k].join(block, start, end)
+                stored = simplejpeg.decode_jpeg(head + block[at:end], "RGB", strict=True)
         except (TileError, ValueError):
             return  # damaged: the copy finds it, names it and counts it
         if not np.array_equal(stored[: box.height, : box.width], shown):

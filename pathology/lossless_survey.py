@@ -2,7 +2,7 @@
 
 ```
 finest level     tiles are copied, none is looked at
-about 1 µm       up to 48 blocks of tissue, spread over the slide: blur, stains
+about 1 µm       up to 96 blocks of tissue, spread over the slide: blur, stains
 about 8 µm       all of the slide: tissue, pen
 ```
 """
@@ -21,8 +21,8 @@ from pathology.source_threads import run_in_pool
 from pathology.sources import SlideSource
 from pathology.tissue import TissueParameters, find_tissue
 
-_SAMPLES = 48
-_SAMPLE_PX = 512
+_SAMPLES = 96
+_SAMPLE_PX = 256
 
 
 def survey_lossless(slide: SlideSource, mpp: tuple[float, float], parameters: TissueParameters) -> Quality:

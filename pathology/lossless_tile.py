@@ -37,19 +37,29 @@ class TileJoiner:
     _seen: bytes = field(default=b"", repr=False)
     _made: bytes = field(default=b"", repr=False)
 
-    def join(self, tile: bytes) -> bytes:
-        """Return the tile as a JPEG of its own.
+    def join(self, block: bytes, start: int = 0, end: int | None = None) -> tuple[bytes, int]:
+        """Return what the JPEG of its own begins with, and where in ``block`` the rest of it is, up to ``end``.
+
+        Nothing is copied: what was coded is most of the tile.
+
+        Args:
+            block: Bytes of the file that hold the tile.
+            start: Where in them the tile begins.
+            end: Where it ends; default: with the block.
 
         Raises:
             TileError: It is no JPEG of this size with three colours, or it does not end.
         """
-        if not (self._seen and tile.startswith(self._seen)):
+        end = len(block) if end is None else end
+        if not (self._seen and block.startswith(self._seen, start, end)):
             # Nearly all tiles of a level begin alike: what is true of one's header is true of theirs.
-            kept, end = self._header(tile)
-            self._seen, self._made = tile[:end], self.prefix + kept
-        if tile.rfind(_EOI) < len(self._seen):
+            tile = block[start:end]
+            kept, coded = self._header(tile)
+            self._seen, self._made = tile[:coded], self.prefix + kept
+        coded = start + len(self._seen)
+        if block.rfind(_EOI, coded, end) < 0:
             raise TileError("its JPEG is cut off: it has no end marker")
-        return self._made + tile[len(self._seen) :]
+        return self._made, coded
 
     def _header(self, tile: bytes) -> tuple[bytes, int]:
         """Return the tile's own segments but those that state colours, and where its coded data begins."""

@@ -46,12 +46,13 @@ class Quality:
     def to_json(self) -> dict[str, Any]:
         """Return what a slide's attributes say about it."""
         tissue, pen = self.masks.tissue, self.masks.pen
+        tissue_px = np.count_nonzero(tissue)
         return {
             "tissue": {
-                "fraction": float(tissue.mean()),
+                "fraction": tissue_px / tissue.size,
                 "mpp": self.mpp_um,
-                "area_mm2": round(float(tissue.sum()) * self.mpp_um**2 / 1e6, 4),
-                "pen_fraction": float(pen.mean()),
+                "area_mm2": round(tissue_px * self.mpp_um**2 / 1e6, 4),
+                "pen_fraction": self._pen_share,
             },
             "sharpness": self.blur.median,
             "blurred_share": self.blur.share,
@@ -65,9 +66,13 @@ class Quality:
         """Warnings that a reader of the table should see, and whether they hold."""
         return {
             "no_tissue": not self.masks.tissue.any(),
-            "pen": float(self.masks.pen.mean()) > PEN_SHARE,
+            "pen": self._pen_share > PEN_SHARE,
             "blur": self.blur.share > BLURRED_SHARE,
         }
+
+    @property
+    def _pen_share(self) -> float:
+        return np.count_nonzero(self.masks.pen) / self.masks.pen.size
 
 
 @dataclass(slots=True)

@@ -103,13 +103,17 @@ def coalesced(
     start = end = 0
     for index in sorted(range(len(offsets)), key=offsets.__getitem__):
         first, last = offsets[index], offsets[index] + lengths[index]
-        if members and (first > end + gap or max(end, last) - start > largest):
+        # Plain comparisons: a slide has a million tiles.
+        if last < end:
+            last = end
+        if members and (first > end + gap or last - start > largest):
             spans.append(Span(start, end - start, tuple(members)))
             members = []
+            last = offsets[index] + lengths[index]
         if not members:
-            start, end = first, first
+            start = first
         members.append(index)
-        end = max(end, last)
+        end = last
     if members:
         spans.append(Span(start, end - start, tuple(members)))
     return spans

@@ -146,7 +146,7 @@ def test_a_folder_that_is_no_store_is_refused(tmp_path: Path) -> None:
 
 
 def test_copied_tiles_are_verified_too(tmp_path: Path) -> None:
-    tiles = [os.urandom(5000) for _ in range(6)]
+    tiles = [(os.urandom(5000),) for _ in range(6)]
     layout = ArrayLayout((3, 100, 130), (64, 48), (128, 144), codec=PixelCodec("jpeg", None))
     with SlideWriter(tmp_path, "s", [StoredLevel(layout, (0.5, 0.5))]) as writer:
         writer.write_encoded(0, (0, 0), tiles)

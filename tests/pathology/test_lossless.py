@@ -209,7 +209,11 @@ def test_tiles_whose_headers_differ_are_each_read_anew() -> None:
     joiner = TileJoiner(b"\xff\xd8", (TILE, TILE))
     for quality in (50, 90, 50):
         tile = simplejpeg.encode_jpeg(np.ascontiguousarray(stained(TILE, TILE)), quality=quality)
-        assert np.array_equal(simplejpeg.decode_jpeg(joiner.join(tile)), simplejpeg.decode_jpeg(tile))
+        block = b"what stands before" + tile + b"\xff\xd9 and behind"
+        head, at = joiner.join(block, 18, 18 + len(tile))
+        assert np.array_equal(simplejpeg.decode_jpeg(head + block[at : 18 + len(tile)]), simplejpeg.decode_jpeg(tile))
+    with pytest.raises(TileError, match="no end marker"):
+        joiner.join(block, 18, 18 + len(tile) - 2)
     with pytest.raises(TileError, match="no header"):
         joiner.join(tile[:100])
 
