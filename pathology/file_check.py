@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from pathlib import Path
 
 from pathology.errors import SlideError
+
+_LARGEST_SLIDEDAT_BYTES = 2**20
 
 
 def check_file(path: Path) -> None:
     """Look at a file's size and first bytes.
 
     Raises:
-        SlideError: The file is missing, unreadable, empty, another kind of picture, an MRXS without its folder, or a
-            TIFF cut before its directory.
+        SlideError: The file is missing, unreadable, empty, another kind of picture, an MRXS whose folder or a file of
+            it is missing, or a TIFF cut before its directory.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for ever
@@ -29,11 +32,30 @@ def check_file(path: Path) -> None:
     for magic, name in ((b"\x89PNG", "a PNG picture"), (b"\xff\xd8\xff", "a JPEG picture"), (b"%PDF", "a PDF")):
         if head.startswith(magic) and path.suffix.lower() in {".svs", ".tif", ".tiff"}:
             raise SlideError(f"the file is {name} under the name of a slide")
-    if path.suffix.lower() == ".mrxs" and not (path.with_suffix("") / "Slidedat.ini").is_file():
-        raise SlideError(f"the folder {path.stem!r} beside it, with its Slidedat.ini and its pixels, is missing")
+    if path.suffix.lower() == ".mrxs":
+        _check_folder(path)
     first = _first_directory(head)
     if first is not None and first >= size:
         raise SlideError(f"the file is cut off: its directory should be at byte {first}, the file has {size} bytes")
+
+
+def _check_folder(path: Path) -> None:
+    """Look for the files that an MRXS names; OpenSlide opens a data file only when a tile of it is asked for."""
+    if path.suffix != ".mrxs":
+        raise SlideError(f"OpenSlide knows such slides by the ending .mrxs, not {path.suffix}; rename the file")
+    folder = path.with_suffix("")
+    if not (folder / "Slidedat.ini").is_file():
+        raise SlideError(f"the folder {path.stem!r} beside it, with its Slidedat.ini and its pixels, is missing")
+    try:
+        with (folder / "Slidedat.ini").open("rb") as file:
+            text = file.read(_LARGEST_SLIDEDAT_BYTES).decode("utf-8", "replace")
+    except OSError as error:
+        raise SlideError(f"Slidedat.ini in its folder cannot be read: {error.strerror}") from error
+    named = re.findall(r"^(?:FILE_\d+|INDEXFILE)[ \t]*=[ \t]*(.*?)[ \t\r]*$", text, re.MULTILINE)
+    missing = [name for name in named if name and not (folder / name).exists()]
+    if missing:
+        count = f" ({len(missing)} files are missing)" if len(missing) > 1 else ""
+        raise SlideError(f"its Slidedat.ini names {missing[0]!r}, which is not in the folder {path.stem!r}{count}")
 
 
 def _first_directory(head: bytes) -> int | None:

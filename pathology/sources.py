@@ -14,6 +14,7 @@ what OpenSlide does not know                                → pathology.tiff_s
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -62,13 +63,26 @@ def open_source(path: Path) -> SlideSource:
     except openslide.OpenSlideError as error:
         if "compression" in str(error):  # it knows the scanner, and not how this one packs its tiles
             return _upright(TiffSource(path), path)
-        raise SlideError(f"OpenSlide cannot open it: {error}") from error
+        raise SlideError(f"OpenSlide cannot open it: {_why(error, path, 'Slidedat.ini or Index.dat')}") from error
     if slow.vendor not in _TILED_TIFF_VENDORS:
         return slow
     if orientation_of_file(path) != 1:  # OpenSlide turns each tile and leaves it in its place
         slow.close()
         return _upright(TiffSource(path, known=slow), path)
     return _faster(path, slow) or slow
+
+
+def _why(error: openslide.OpenSlideError, path: Path, suspect: str) -> str:
+    """Return what OpenSlide says; in plain quotes, by which what is quoted from a file is known to be that.
+
+    Args:
+        error: Its error.
+        path: Of the slide.
+        suspect: What is damaged if the slide is an MRXS and the error names no file of its folder.
+    """
+    words = str(error).translate(dict.fromkeys(map(ord, "“”„"), '"'))
+    named = path.suffix != ".mrxs" or re.search(r"\.(dat|ini)\b", words, re.IGNORECASE)
+    return words if named else f"{words} ({suspect} in its folder is damaged or cut off)"
 
 
 def _upright(stored: TiffSource, path: Path) -> SlideSource:
@@ -191,7 +205,7 @@ class OpenSlideSource:
         except openslide.OpenSlideError as error:
             self._handles.drop()
             place = f"rows {block.y0}–{block.y1}, columns {block.x0}–{block.x1} of level {level}"
-            raise TileError(f"OpenSlide cannot decode {place}: {error}") from error
+            raise TileError(f"OpenSlide cannot decode {place}: {_why(error, self._path, 'a data file')}") from error
         self._put(rgba, out)
 
     def _read_what_can_be(self, block: Box, level: int, out: RGB) -> list[BadTile]:
@@ -242,7 +256,19 @@ def _pieces(box: Box, size: tuple[int, int]) -> list[Box]:
 
 
 def _whole_levels(slide: openslide.OpenSlide) -> tuple[SourceLevel, ...]:
-    return snapped_levels([(h, w) for w, h in slide.level_dimensions])
+    levels = snapped_levels([(h, w) for w, h in slide.level_dimensions])
+    return tuple(_as_stated(level, levels[0], f) for level, f in zip(levels, slide.level_downsamples, strict=True))
+
+
+def _as_stated(level: SourceLevel, finest: SourceLevel, factor: float) -> SourceLevel:
+    """Return the level with the whole factor that OpenSlide states, where it fits.
+
+    MRXS knows its factors (2, 4, 8 …). The sizes of coarse levels are rounded down and no longer tell: 2047 / 31 px is
+    66, and the factor was 64.
+    """
+    sizes = ((finest.height_px, level.height_px), (finest.width_px, level.width_px))
+    fits = factor == round(factor) and all(abs(full / factor - part) < 1 for full, part in sizes)
+    return replace(level, downsample=(factor, factor)) if fits else level
 
 
 def _stated_mpp(properties: Mapping[str, str]) -> tuple[float, float] | None:
