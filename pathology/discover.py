@@ -7,11 +7,13 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from data.manifest import SlideRecord, read_user_manifest
 from hyfi_core.errors import RequestError
+from pathology.dicom_files import DicomHead, dicom_head
 from pathology.sources import SLIDE_SUFFIXES
 
 _LONGEST_NAME_BYTES = 160
@@ -50,7 +52,7 @@ def find_jobs(paths: Sequence[Path], records: Mapping[str, SlideRecord]) -> list
     for path in paths:
         for source, row in _expand(path):
             rows[source] = rows.get(source, {}) | row
-    return _named(rows, records)
+    return _named(_one_of_each_series(rows), records)
 
 
 def user_columns(row: Mapping[str, str]) -> dict[str, str]:
@@ -74,6 +76,31 @@ def _expand(path: Path) -> Iterator[tuple[Path, dict[str, str]]]:
         yield _tidy(path), {}
 
 
+def _one_of_each_series(rows: Mapping[Path, dict[str, str]]) -> dict[Path, dict[str, str]]:
+    """Leave out DICOM files that belong to the slide of an earlier one and of which nothing is said."""
+    kept, seen = {}, set()
+    for source, row in rows.items():
+        head = _dicom_head(source)
+        series = (source.parent, head.series) if head is not None and head.series else None
+        if series is None or row or series not in seen:
+            kept[source] = row
+        seen.add(series)
+    return kept
+
+
+def _dicom_head(source: Path) -> DicomHead | None:
+    if source.suffix.lower() != ".dcm":
+        return None
+    with suppress(OSError):
+        return dicom_head(source)
+    return None  # what is wrong with it, its reader will say
+
+
+def _is_slide(source: Path) -> bool:
+    head = _dicom_head(source)
+    return source.suffix.lower() in SLIDE_SUFFIXES and (head is None or head.whole_slide)
+
+
 def _tidy(path: Path) -> Path:
     """Return the absolute path without ``.`` and ``..``, links kept: one file, one text."""
     tidy = Path(os.path.normpath(path.absolute()))
@@ -91,7 +118,7 @@ def _search(folder: Path) -> Iterator[Path]:
         visited.add(real)
         folders[:] = sorted(f for f in folders if not f.startswith(".") and not f.endswith(".zarr"))
         for name in files:
-            if not name.startswith(".") and Path(name).suffix.lower() in SLIDE_SUFFIXES:
+            if not name.startswith(".") and _is_slide(Path(here, name)):
                 yield Path(here, name)
 
 

@@ -38,9 +38,12 @@ from pathology.tiff_source import TiffSource, tiled_sizes
 from pathology.upright import UprightSource
 
 SLIDE_SUFFIXES = frozenset(
-    (".svs", ".tif", ".tiff", ".btf", ".ndpi", ".mrxs", ".scn", ".vms", ".vmu", ".bif", ".svslide", ".qptiff", ".czi")
+    (
+        *(".svs", ".tif", ".tiff", ".btf", ".ndpi", ".mrxs", ".scn", ".vms", ".vmu", ".bif", ".svslide", ".qptiff"),
+        *(".czi", ".dcm"),
+    )
 )
-"""What a folder is searched for."""
+"""What a folder is searched for; of DICOM files those that are whole slides."""
 
 _TILED_TIFF_VENDORS = frozenset(("aperio", "generic-tiff", "hamamatsu"))
 _BLOCK_PX = 1024
@@ -73,7 +76,7 @@ def open_source(path: Path) -> SlideSource:
 
 
 def _why(error: openslide.OpenSlideError, path: Path, suspect: str) -> str:
-    """Return what OpenSlide says; in plain quotes, by which what is quoted from a file is known to be that.
+    """Return what OpenSlide says; names of files and what is taken from them stand in plain quotes, to be found there.
 
     Args:
         error: Its error.
@@ -81,6 +84,8 @@ def _why(error: openslide.OpenSlideError, path: Path, suspect: str) -> str:
         suspect: What is damaged if the slide is an MRXS and the error names no file of its folder.
     """
     words = str(error).translate(dict.fromkeys(map(ord, "“”„"), '"'))
+    words = re.sub(rf"{re.escape(str(path.parent))}/([^:]*)", r'"\1"', words)
+    words = re.sub(r"\b\d+(\.\d+){3,}\b", r'"\g<0>"', words)  # the UIDs of DICOM
     named = path.suffix != ".mrxs" or re.search(r"\.(dat|ini)\b", words, re.IGNORECASE)
     return words if named else f"{words} ({suspect} in its folder is damaged or cut off)"
 

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from pathology.dicom_files import series_files
 from pathology.errors import SlideError
 
 _BLOCK_BYTES = 16 * 2**20
@@ -62,7 +63,7 @@ def staged(source: Path, cache: Path, spare_bytes: int = _SPARE_BYTES) -> Iterat
 def files_of(source: Path) -> list[Path]:
     """Return all files that a slide consists of, itself first.
 
-    MRXS has a folder of its name, VMS and VMU name theirs, the levels of a DICOM slide are files of one folder.
+    MRXS has a folder of its name, VMS and VMU name theirs, the levels of a DICOM slide are the files of one series.
 
     Raises:
         OSError: The folder or the list of names cannot be read.
@@ -73,8 +74,8 @@ def files_of(source: Path) -> list[Path]:
         return [source, *sorted(path for path in folder.rglob("*") if path.is_file())]
     if suffix in (".vms", ".vmu"):
         return [source, *_named_in(source)]
-    if suffix == ".dcm":
-        return [source, *sorted(path for path in source.parent.glob("*.dcm") if path != source and path.is_file())]
+    if suffix in (".dcm", ""):
+        return series_files(source)
     return [source]
 
 

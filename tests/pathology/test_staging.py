@@ -61,12 +61,6 @@ def test_a_vms_comes_with_the_files_that_it_names_and_no_others(tmp_path: Path) 
     assert [path.name for path in files_of(tmp_path / "a.vms")] == ["a.vms", "a(0,0).jpg", "a_map.jpg"]
 
 
-def test_a_dicom_comes_with_the_other_levels_of_its_folder(tmp_path: Path) -> None:
-    for name in ("2.dcm", "1.dcm", "note.txt"):
-        (tmp_path / name).write_bytes(b"d")
-    assert [path.name for path in files_of(tmp_path / "2.dcm")] == ["2.dcm", "1.dcm"]
-
-
 def test_what_does_not_fit_is_read_where_it_is(
     tmp_path: Path, make_slide: MakeSlide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
