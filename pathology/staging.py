@@ -82,7 +82,7 @@ def files_of(source: Path) -> list[Path]:
 def _named_in(index: Path) -> list[Path]:
     parser = configparser.ConfigParser(strict=False, interpolation=None, allow_no_value=True)
     try:
-        parser.read_string(index.read_text(encoding="utf-8", errors="replace"))
+        parser.read_string(index.read_text(encoding="utf-8-sig", errors="replace"))
     except configparser.Error:
         return []  # whatever is wrong with it, the reader will say
     values = {value for section in parser.sections() for value in parser[section].values() if value}
