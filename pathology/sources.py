@@ -266,14 +266,14 @@ def _whole_levels(slide: openslide.OpenSlide) -> tuple[SourceLevel, ...]:
 
 
 def _as_stated(level: SourceLevel, finest: SourceLevel, factor: float) -> SourceLevel:
-    """Return the level with the whole factor that OpenSlide states, where it fits.
+    """Return the level with the whole factor that its format states, where it states one.
 
-    MRXS knows its factors (2, 4, 8 …). The sizes of coarse levels are rounded down and no longer tell: 2047 / 31 px is
-    66, and the factor was 64.
+    MRXS, Philips and Ventana know their factors (2, 4, 8 …). The sizes of coarse levels, rounded down or filled up to
+    whole tiles, no longer tell: 2047 / 31 px is 66, and the factor was 64.
     """
-    sizes = ((finest.height_px, level.height_px), (finest.width_px, level.width_px))
-    fits = factor == round(factor) and all(abs(full / factor - part) < 1 for full, part in sizes)
-    return replace(level, downsample=(factor, factor)) if fits else level
+    by_size = (finest.height_px / level.height_px + finest.width_px / level.width_px) / 2  # where none is stated
+    stated = factor == round(factor) and abs(factor - by_size) > 1e-6 * factor
+    return replace(level, downsample=(factor, factor)) if stated else level
 
 
 def _stated_mpp(properties: Mapping[str, str]) -> tuple[float, float] | None:

@@ -25,6 +25,12 @@ def smooth(height: int, width: int, seed: int = 0) -> RGB:
     return np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC)).copy()
 
 
+def soft(height: int, width: int, seed: int = 0) -> RGB:
+    """Return a picture with shapes of 64 px, of which coarse levels show something, too."""
+    small = Image.fromarray(smooth(-(-height // 4), -(-width // 4), seed))
+    return np.asarray(small.resize((width, height), Image.Resampling.BICUBIC)).copy()
+
+
 def jpeg(tile: RGB, stored: str, subsampling: str = "4:2:0", quality: int = 80) -> bytes:
     """Return a JPEG with components 1, 2, 3 that hold RGB or YCbCr, as ``stored`` says, and no word about which."""
     file = io.BytesIO()
@@ -141,6 +147,8 @@ def write_leica(path: Path, image: RGB, corner: tuple[int, int], collection: tup
                 compression="jpeg",
                 photometric="ycbcr",
                 subsampling=(2, 2),
+                resolution=(1e7 / nm, 1e7 / nm),
+                resolutionunit="CENTIMETER",
                 description=xml if k == 0 else None,
                 metadata=None,
             )

@@ -26,7 +26,7 @@ from pathology.source_level import RGB
 from pathology.sources import OpenSlideSource, SlideSource, open_source
 from pathology.staging import files_of, staged
 from tests.pathology.mrxs_files import SLIDE_ID, Mirax, write_mirax
-from tests.pathology.scanners import smooth
+from tests.pathology.scanners import soft
 from tests.pathology.slides import FOCUS, Darkness, draw_slide, member_of
 from tests.pathology.test_source_processes import in_children
 
@@ -40,13 +40,11 @@ PERSONAL = {"SLIDE_NAME": NAME, "SLIDE_CREATIONDATETIME": DAY, "PROJECT_NAME": B
 
 def picture_of(how: Mirax) -> RGB:
     """Return a slide's pixels: soft colours where photos were taken, glass elsewhere."""
-    height, width = how.size_px
-    soft = Image.fromarray(smooth(-(-height // 4), -(-width // 4))).resize((width, height), Image.Resampling.BICUBIC)
-    picture: RGB = np.full((height, width, 3), how.fill, np.uint8)
+    shapes, picture = soft(*how.size_px), np.full((*how.size_px, 3), how.fill, np.uint8)
     for place in how.photos():
         y, x = how.position(place)
         part = slice(y, y + how.photo_px), slice(x, x + how.photo_px)
-        picture[part] = np.asarray(soft)[part]
+        picture[part] = shapes[part]
     return picture
 
 
