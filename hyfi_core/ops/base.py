@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
-from hyfi_core.comm.base import Communicator
+from hyfi_core.comm.base import Communicator, Pending
 
 Tensors = tuple[torch.Tensor, ...]
 Cotangents = tuple[torch.Tensor | None, ...]
 Wanted = tuple[bool, ...]
+Rest = Callable[[], Cotangents]
+"""What is left to do of a backward, without messages; like it, it returns a cotangent or None for every input."""
 
 
 class Collective(Protocol):
@@ -34,3 +38,23 @@ class Collective(Protocol):
                 not need be neither computed nor sent.
         """
         ...
+
+
+class InTwo(ABC):
+    """A collective operator whose weights' cotangents, which nobody waits for, can be computed later than its map's."""
+
+    @abstractmethod
+    def backward_first(
+        self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()
+    ) -> tuple[Cotangents, Rest]:
+        """Return what ``backward`` does of the map, None of all else, and what computes that."""
+
+
+class Waiting(ABC):
+    """A collective operator whose backward waits for one message, small enough to fly while something else is done."""
+
+    @abstractmethod
+    def start_back(
+        self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()
+    ) -> tuple[Pending, Rest]:
+        """Start ``backward``; return the message, and what makes the cotangents once it is there."""

@@ -20,13 +20,14 @@ import torch
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.progress import polled
 from hyfi_core.ops import taps
-from hyfi_core.ops.base import Cotangents, Tensors, Wanted
+from hyfi_core.ops.base import Cotangents, InTwo, Rest, Tensors, Wanted
 from hyfi_core.ops.redistribute import Flight, Redistribute, like
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.share import OwnCall, Share, own_call, share_of, worth_it
 from hyfi_core.plan.window import Window
 
 Mask = tuple[bool, bool, bool]
+_Shares = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,23 @@ class _Saved:
 
 
 @dataclass(frozen=True)
+class _Back:
+    """What a backward works with.
+
+    Attributes:
+        saved: by forward.
+        dy: cotangent of the output, in the type that was computed in.
+        kernel: the weight in that type.
+        mask: which cotangents are wanted: of map, weight, bias.
+    """
+
+    saved: _Saved
+    dy: torch.Tensor
+    kernel: torch.Tensor
+    mask: Mask
+
+
+@dataclass(frozen=True)
 class _Piece:
     """A received strip that reaches outputs of this rank.
 
@@ -64,7 +82,7 @@ class _Piece:
 
 
 @dataclass(frozen=True)
-class Convolution:
+class Convolution(InTwo):
     """``conv2d`` on a part. Inputs: map, weight, bias or None.
 
     Attributes:
@@ -136,42 +154,65 @@ class Convolution:
 
     def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
         """Return the cotangents of map, weight (this rank's share), bias (this rank's share)."""
-        mask = (wanted[0], wanted[1], wanted[2]) if wanted else (True, True, True)
+        back = self._begun(saved, cotangents, wanted)
+        d_own, shares = self._map_back(comm, back, now=True)
+        return d_own, *(shares or self._weight_back(back))
+
+    def backward_first(
+        self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()
+    ) -> tuple[Cotangents, Rest]:
+        """Return (cotangent of the map, None, None), and what computes the others; see ``ops.base.InTwo``."""
+        back = self._begun(saved, cotangents, wanted)
+        d_own, shares = self._map_back(comm, back, now=False)
+        return (d_own, None, None), lambda: (None, *(shares or self._weight_back(back)))
+
+    def _begun(self, saved: _Saved, cotangents: Cotangents, wanted: Wanted) -> _Back:
         seen, dy = saved.seen, cotangents[0]
         if dy is None:
             dy = seen.new_zeros((seen.shape[0], saved.weight.shape[0], *self.output.shape))
-        dy = dy.to(seen.dtype)
-        kernel = saved.weight.to(seen.dtype)
+        mask = (wanted[0], wanted[1], wanted[2]) if wanted else (True, True, True)
+        return _Back(saved, dy.to(seen.dtype), saved.weight.to(seen.dtype), mask)
+
+    def _map_back(self, comm: Communicator, back: _Back, now: bool) -> tuple[torch.Tensor | None, _Shares | None]:
+        """Return the cotangent of the own part and, if they were computed while its strips were on the way, the shares.
+
+        Args:
+            comm: the ranks of the stage.
+            back: what there is to do.
+            now: whether the shares are to be computed in any case; else only where this rank would have to wait.
+        """
+        if not back.mask[0]:
+            return None, None
+        only = (True, False, False)
         if self.own is None:
-            return self._back_from_canvas(comm, saved, dy, kernel, mask)
-        flight = self._send_back(comm, saved, dy, kernel) if mask[0] else None
-        with polled(flight.pending if flight is not None else None):
-            d_seen, d_weight, d_bias = self._differentiate(dy, seen, kernel, self.own.padding, mask)
-            if mask[1]:
-                self._add_strips(d_weight, saved, dy, kernel)
-        if flight is None:
-            return None, d_weight, d_bias
-        d_own = self._widened(d_seen, saved)
+            d_canvas = self._differentiate(back, only)[0]
+            given = (back.saved.shape, back.saved.seen.dtype, back.saved.seen.device)
+            d_own = self.halo.backward(comm, given, (d_canvas,))[0]
+            assert d_own is not None
+            return d_own.to(back.saved.dtype), None
+        flight, shares = self._send_back(comm, back), None
+        pending = flight.pending
+        with polled(pending):
+            d_seen = self._differentiate(back, only)[0]
+        if pending is not None and (now or not pending.test()):
+            with polled(pending):
+                shares = self._weight_back(back)
+        d_own = self._widened(d_seen, back.saved)
         self.halo.add_back(d_own, flight)
-        return d_own, d_weight, d_bias
+        return d_own, shares
 
-    def _back_from_canvas(
-        self, comm: Communicator, saved: _Saved, dy: torch.Tensor, kernel: torch.Tensor, mask: Mask
-    ) -> Cotangents:
-        canvas = saved.seen
-        if self.output.empty:
-            d_canvas, d_weight, d_bias = torch.zeros_like(canvas), None, None
-        else:
-            d_canvas, d_weight, d_bias = self._differentiate(dy, canvas, kernel, self.canvas_padding, mask)
-        if not mask[0]:
-            return None, d_weight, d_bias
-        back = (saved.shape, canvas.dtype, canvas.device)
-        d_own = self.halo.backward(comm, back, (d_canvas,))[0]
-        assert d_own is not None
-        return d_own.to(saved.dtype), d_weight, d_bias
+    def _weight_back(self, back: _Back) -> _Shares:
+        """Return this rank's shares of the cotangents of weight and bias."""
+        if not (back.mask[1] or back.mask[2]):
+            return None, None
+        _, d_weight, d_bias = self._differentiate(back, (False, *back.mask[1:]))
+        if d_weight is not None and self.own is not None:
+            self._add_strips(d_weight, back)
+        return d_weight, d_bias
 
-    def _send_back(self, comm: Communicator, saved: _Saved, dy: torch.Tensor, kernel: torch.Tensor) -> Flight:
+    def _send_back(self, comm: Communicator, back: _Back) -> Flight:
         """Start sending the cotangents of the strips to whom they belong."""
+        saved, dy, kernel = back.saved, back.dy, back.kernel
         backs = [torch.zeros_like(strip) for strip in saved.strips]
         for piece in self._pieces:
             canvas, part = _canvas(piece, saved.strips, saved.seen), self._outputs(dy, piece)
@@ -179,20 +220,21 @@ class Convolution:
             if taps.in_place(kernel, self.groups):
                 d_canvas = taps.back(canvas, tapped, part, *self._steps)
             else:
-                d_canvas = self._differentiate(part, canvas, tapped, (0, 0), only)[0]
+                d_canvas = self._native_back(part, canvas, tapped, (0, 0), only)[0]
             both = piece.share.inputs.intersect(piece.box)
             _at(backs[piece.index], both, piece.box).copy_(_at(d_canvas, both, piece.share.inputs))
         return self.halo.start_back(comm, saved.seen, backs)
 
-    def _add_strips(self, d_weight: torch.Tensor, saved: _Saved, dy: torch.Tensor, kernel: torch.Tensor) -> None:
+    def _add_strips(self, d_weight: torch.Tensor, back: _Back) -> None:
         """Add what the strips give to the weight's cotangent, each through the taps that reach it."""
+        saved, dy, kernel = back.saved, back.dy, back.kernel
         for piece in self._pieces:
             canvas, part = _canvas(piece, saved.strips, saved.seen), self._outputs(dy, piece)
             tapped, only = _tapped(d_weight, piece), (False, True, False)
             if taps.in_place(d_weight, self.groups):
                 taps.add_to_weight(tapped, canvas, part, *self._steps)
             else:
-                tapped.add_(self._differentiate(part, canvas, _tapped(kernel, piece), (0, 0), only)[1])
+                tapped.add_(self._native_back(part, canvas, _tapped(kernel, piece), (0, 0), only)[1])
 
     def _widened(self, d_seen: torch.Tensor, saved: _Saved) -> torch.Tensor:
         """Return the cotangent of the whole own part, in its type: zero where no window touches it."""
@@ -203,7 +245,14 @@ class Convolution:
         result[:, :, self.own.start[0] :, self.own.start[1] :] = d_seen
         return result
 
-    def _differentiate(
+    def _differentiate(self, back: _Back, mask: Mask) -> Any:
+        """Return the cotangents that ``mask`` asks for of what the native call took; None of nothing."""
+        if self.output.empty:
+            return torch.zeros_like(back.saved.seen) if mask[0] else None, None, None
+        padding = self.canvas_padding if self.own is None else self.own.padding
+        return self._native_back(back.dy, back.saved.seen, back.kernel, padding, mask)
+
+    def _native_back(
         self, dy: torch.Tensor, tensor: torch.Tensor, kernel: torch.Tensor, padding: tuple[int, int], mask: Mask
     ) -> Any:
         stride, dilation = self._steps

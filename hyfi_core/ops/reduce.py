@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from hyfi_core.comm.base import Communicator
-from hyfi_core.ops.base import Cotangents, Tensors, Wanted
+from hyfi_core.comm.base import Communicator, Pending
+from hyfi_core.ops.base import Cotangents, Rest, Tensors, Waiting, Wanted
 from hyfi_core.ops.memory import ours_alone
 
 
@@ -77,7 +77,7 @@ class MaxOverSpace:
 
 
 @dataclass(frozen=True)
-class BatchNorm:
+class BatchNorm(Waiting):
     """Batch normalisation in training mode, over all pixels of the map, each counted once.
 
     One all-reduce of sums forward and one backward, both in float64. Each rank gives the mean and the spread around
@@ -130,20 +130,32 @@ class BatchNorm:
         with numbers for each channel. It is written over dy where nobody else holds that: a fresh map costs more than
         all the arithmetic.
         """
+        pending, finish = self.start_back(comm, saved, cotangents, wanted)
+        pending.wait()
+        return finish()
+
+    def start_back(
+        self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()
+    ) -> tuple[Pending, Rest]:
+        """Start ``backward``: the sums are under way; what is returned then makes the cotangents of them."""
         own, weight, mean, variance = saved
         over = ours_alone(cotangents, 0)
         dy = torch.zeros_like(own) if cotangents[0] is None else cotangents[0]
         local = self._sums(dy, own, mean, variance)
         sums = local.clone()
-        comm.all_reduce(sums)
+        pending = comm.start_all_reduce(sums)
         kind = mean.dtype if weight is None else weight.dtype
         shares = local[1].to(kind), local[0].to(kind)
-        if wanted and not wanted[0]:
-            return None, *shares
-        gain, slope, shift = self._terms(weight, mean, variance, sums / self.count, own.dim())
-        dx = dy.mul_(gain) if over else torch.mul(dy, gain, out=torch.empty_like(dy))
-        self._counted(dx).addcmul_(self._counted(own), slope).add_(shift)
-        return dx, *shares
+
+        def finish() -> Cotangents:
+            if wanted and not wanted[0]:
+                return None, *shares
+            gain, slope, shift = self._terms(weight, mean, variance, sums / self.count, own.dim())
+            dx = dy.mul_(gain) if over else torch.mul(dy, gain, out=torch.empty_like(dy))
+            self._counted(dx).addcmul_(self._counted(own), slope).add_(shift)
+            return dx, *shares
+
+        return pending, finish
 
     def _sums(self, dy: torch.Tensor, own: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
         """Return this rank's Σ dy and Σ dy · x̂, float64: the native kernel's cotangents of bias and weight."""

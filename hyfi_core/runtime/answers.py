@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from hyfi_core.plan.placement import Placement
+from hyfi_core.runtime.backward import Values
 from hyfi_core.runtime.compiled import Compiled, HostedStage
 from hyfi_core.runtime.courier import Courier
-from hyfi_core.runtime.executor import Executor, Values
+from hyfi_core.runtime.executor import Executor
 from hyfi_core.runtime.groups import Groups
 
 Key = tuple[int, int]

@@ -19,8 +19,9 @@ from hyfi_core.graph.segments import Tape, build_tape
 from hyfi_core.ops.redistribute import Redistribute
 from hyfi_core.plan.layout import Layout
 from hyfi_core.plan.transfer import plan_transfer
+from hyfi_core.runtime.backward import Values
 from hyfi_core.runtime.compiled import Compiled
-from hyfi_core.runtime.executor import Executor, Values
+from hyfi_core.runtime.executor import Executor
 
 
 def attribute(compiled: Compiled, values: Values, stage: CountedCommunicator) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from hyfi_core.graph.program import KEY
+from hyfi_core.runtime.backward import Values
 from hyfi_core.runtime.compiled import HostedStage
-from hyfi_core.runtime.executor import Values
 from hyfi_core.runtime.random_key import RandomKey
 
 

@@ -40,10 +40,11 @@ from hyfi_core.ops.max_pool import MaxPool
 from hyfi_core.ops.redistribute import Flight, Redistribute
 from hyfi_core.plan.box import Box
 from hyfi_core.runtime.attribution import attribute_head, last_map, split_tape
+from hyfi_core.runtime.backward import Values
 from hyfi_core.runtime.bindings import Bindings
 from hyfi_core.runtime.compiled import HostedStage
 from hyfi_core.runtime.evaluating import evaluating
-from hyfi_core.runtime.executor import Executor, Values
+from hyfi_core.runtime.executor import Executor
 from hyfi_core.runtime.images import Images, InputPart, Shape, batch_shape, read_part
 from hyfi_core.runtime.random_key import RandomKey
 

@@ -15,11 +15,11 @@ from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
 from hyfi_core.runtime.answers import Predictor
 from hyfi_core.runtime.attribution import attribute
+from hyfi_core.runtime.backward import Values
 from hyfi_core.runtime.bindings import Bindings
 from hyfi_core.runtime.compiled import Compiled, compile_model, with_named_cuts
 from hyfi_core.runtime.courier import Courier
 from hyfi_core.runtime.evaluating import autocasting, evaluating
-from hyfi_core.runtime.executor import Values
 from hyfi_core.runtime.gradients import StepGradients, clip
 from hyfi_core.runtime.groups import Groups
 from hyfi_core.runtime.holdings import Holdings

@@ -151,24 +151,26 @@ def test_under_autocast_the_types_are_those_of_autocast() -> None:
     torch.testing.assert_close(torch.cat([left, right], 3).float(), wanted, rtol=0.03, atol=0.1)
 
 
+@dataclass
 class Recording:
-    """Writes down when messages start and when they are waited for."""
+    """Writes down when messages start and when they are waited for, and says whether they are there before."""
 
-    def __init__(self, comm: Communicator, events: list[str]) -> None:
-        self._comm, self.events = comm, events
+    comm: Communicator
+    events: list[str]
+    there: bool = True
 
     def exchange(self, sends: Any, receives: Any) -> Any:
         self.events.append("start")
-        pending, events = self._comm.exchange(sends, receives), self.events
+        pending, recording = self.comm.exchange(sends, receives), self
 
         class Wait:
             needs_polls = False
 
             def test(self) -> bool:
-                return pending.test()
+                return recording.there
 
             def wait(self) -> None:
-                events.append("wait")
+                recording.events.append("wait")
                 pending.wait()
 
         return Wait()
@@ -184,28 +186,42 @@ class Told(Convolution):
         self.events.append("own" if tensor.shape[3] > 3 else "strip")
         return super()._convolve(tensor, *rest)
 
-    def _differentiate(self, dy: torch.Tensor, tensor: torch.Tensor, *rest: Any) -> Any:
+    def _native_back(self, dy: torch.Tensor, tensor: torch.Tensor, *rest: Any) -> Any:
         self.events.append("own" if tensor.shape[3] > 3 else "strip")
-        return super()._differentiate(dy, tensor, *rest)
+        return super()._native_back(dy, tensor, *rest)
 
 
 def test_messages_fly_while_the_own_part_is_computed() -> None:
     how: Settings = {"kernel": (3, 3), "stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
     _, _, ops = operators((16, 20), (1, 2), how, True)
 
-    def body(comm: Communicator) -> tuple[list[str], list[str]]:
+    def body(comm: Communicator) -> list[list[str]]:
         plain = ops[comm.rank]
         op = Told(*(getattr(plain, item.name) for item in fields(plain)))
         recording: Any = Recording(comm, op.events)
-        (found,), saved = op.forward(recording, (noise(1, 4, 16, 10, seed=comm.rank), noise(4, 4, 3, 3), None))
-        forward = list(op.events)
-        op.events.clear()
-        op.backward(recording, saved, (found,), (True, True, False))
-        return forward, op.events
+        told: list[list[str]] = []
 
-    for forward, backward in run_ranks(2, body):
+        def tell(result: Any) -> Any:
+            told.append(list(op.events))
+            op.events.clear()
+            return result
+
+        (found,), saved = tell(op.forward(recording, (noise(1, 4, 16, 10, seed=comm.rank), noise(4, 4, 3, 3), None)))
+        asked = (recording, saved, (found,), (True, True, False))
+        d_own, d_weight, _ = tell(op.backward(*asked))
+        for recording.there in (True, False):
+            first, rest = tell(op.backward_first(*asked))
+            later = tell(rest())
+            assert torch.equal(first[0], d_own) and torch.equal(later[1], d_weight)
+            assert first[1:] == (None, None) and later[0] is later[2] is None
+        return told
+
+    for forward, backward, first, later, first_late, later_late in run_ranks(2, body):
         assert forward == ["start", "own", "wait", "strip"]
-        assert backward == ["strip", "start", "own", "strip", "wait"]
+        assert backward == ["strip", "start", "own", "own", "strip", "wait"]
+        assert (first, later) == (["strip", "start", "own", "wait"], ["own", "strip"])
+        # The weight's share is what can be done where strips are late.
+        assert (first_late, later_late) == (backward, [])
 
 
 def test_what_is_saved_is_the_own_part_itself_and_the_strips() -> None:

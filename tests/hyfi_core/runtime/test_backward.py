@@ -1,0 +1,109 @@
+"""Weights' cotangents are computed while sums of a norm are under way, and are what they are without that."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+
+import hyfi_core
+from hyfi_core.comm.counted import CountedCommunicator
+from hyfi_core.models import resnet
+from hyfi_core.ops.convolution import Convolution
+from hyfi_core.runtime.backward import BackwardPass
+from tests.harness import run_copies
+
+
+class Tied(nn.Module):
+    """One convolution used twice, a third whose weight is made of others; norms behind all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 3, padding=1)
+        self.twice = nn.Conv2d(4, 4, 3, padding=1)
+        self.made = weight_norm(nn.Conv2d(4, 4, 3, padding=1))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(4) for _ in range(4))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = images
+        for convolve, norm in zip((self.first, self.twice, self.twice, self.made), self.norms, strict=True):
+            x = F.relu(norm(convolve(x)))
+        return self.head(x.mean((2, 3)))
+
+
+def trained(model: nn.Module, plan: hyfi_core.ParallelPlan, owing: bool, strict: bool = False) -> Any:
+    """Gradients after two micro-batches, and how many convolutions owed their weight's on one rank."""
+    shape = (2, 3, 40, 44)
+    images = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    settled: list[int] = []
+    settle = BackwardPass._settle
+
+    def counting(self: BackwardPass) -> None:
+        settled.append(len(self._owed))
+        settle(self)
+
+    def body(comm: Any, module: nn.Module) -> dict[str, torch.Tensor]:
+        engine = hyfi_core.parallelize(module, shape, plan, comm)
+        engine.accumulate(images, torch.tensor([0, 1]))
+        return engine.gather_gradients()
+
+    with mock.patch.object(BackwardPass, "_settle", counting):
+        if owing:
+            return run_copies(model, plan.ranks, body, strict=strict)[0], sum(settled)
+        with mock.patch.object(BackwardPass, "_may_owe", lambda *_: False):
+            return run_copies(model, plan.ranks, body, strict=strict)[0], sum(settled)
+
+
+PLANS = {
+    "1x2": hyfi_core.ParallelPlan(grids=((1, 2),), microbatches=2, fused_halo=1),
+    "2x2": hyfi_core.ParallelPlan(grids=((2, 2),), microbatches=2, fused_halo=1),
+    "replicas": hyfi_core.ParallelPlan(grids=((1, 2),), replicas=2, fused_halo=1),
+    "pipeline": hyfi_core.ParallelPlan(grids=((1, 2), (2, 1)), microbatches=2, schedule="1f1b", fused_halo=1),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("model", [lambda: resnet.resnet10(2, width=4), Tied], ids=["resnet10", "tied"])
+def test_gradients_are_the_same_bits_whenever_they_are_computed(plan: hyfi_core.ParallelPlan, model: Any) -> None:
+    torch.manual_seed(0)
+    module = model().double()
+    (late, owed), (early, none) = (trained(module, plan, owing, strict=True) for owing in (True, False))
+    assert owed > 0 == none
+    assert late.keys() == early.keys()
+    for name, gradient in early.items():
+        assert torch.equal(late[name], gradient), name
+
+
+def test_what_is_owed_is_computed_while_sums_are_under_way() -> None:
+    events: list[str] = []
+    start, weight = CountedCommunicator.start_all_reduce, Convolution._weight_back
+
+    def told_start(self: CountedCommunicator, *given: Any) -> Any:
+        pending = start(self, *given)
+        if self.rank == 0 and self.kind == "reduce":
+            events.append("start")
+            wait = pending.wait
+            pending = mock.Mock(wraps=pending, needs_polls=False)
+            pending.wait.side_effect = lambda: (events.append("wait"), wait())
+        return pending
+
+    def told_weight(self: Convolution, back: Any) -> Any:
+        if self.halo.transfer.have.x0 == 0:
+            events.append("weight")
+        return weight(self, back)
+
+    torch.manual_seed(0)
+    with (
+        mock.patch.object(CountedCommunicator, "start_all_reduce", told_start),
+        mock.patch.object(Convolution, "_weight_back", told_weight),
+    ):
+        trained(resnet.resnet10(2, width=4).double(), hyfi_core.ParallelPlan(grids=((1, 2),)), owing=True)
+    between = [now for before, now in pairwise(events) if before == "start"]
+    assert between.count("weight") >= 3
