@@ -22,7 +22,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from hyfi_core.errors import RequestError
-from hyfi_core.graph.export_tables import remembered_tables
+from hyfi_core.graph.light_export import light_export
 from hyfi_core.graph.program import Operator, Program, Ref, ValueInfo
 
 # Two threads that export at once crash each other.
@@ -45,7 +45,7 @@ def capture(model: nn.Module, shape: tuple[int, int, int, int], dtype: torch.dty
         with FakeTensorMode(allow_non_fake_inputs=True):
             image = torch.empty(shape, dtype=dtype)
         try:
-            with _cumulative_averages(model), remembered_tables():
+            with _cumulative_averages(model), light_export():
                 exported = torch.export.export(model, (image,), strict=False).run_decompositions({})
         except Exception as error:
             first = (str(error).strip() or type(error).__name__).splitlines()[0]

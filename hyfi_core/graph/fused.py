@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.layout import Layout
@@ -66,9 +67,7 @@ class Flow:
 
     def need(self, boxes: Boxes, whole: Box) -> Boxes:
         """Return what each rank needs of an input, within the map, to compute ``boxes`` of the results."""
-        if self.window is None:
-            return boxes
-        return tuple(self.window.input_box(box).intersect(whole) for box in boxes)
+        return boxes if self.window is None else _need(self.window, boxes, whole)
 
 
 @dataclass(frozen=True)
@@ -155,9 +154,22 @@ def reaching(sketch: Sketch, flow: Flow, boxes: Boxes) -> list[tuple[str, Boxes]
     for value in flow.takes:
         layout = sketch.layouts[value]
         need = flow.need(boxes, layout.map)
-        if not covers(layout.parts, need, layout.map):
+        if not _owned(layout, need):
             found.append((value, need))
     return found
+
+
+# Networks repeat their blocks, and plans of several depths are compared: the same questions come again and again.
+
+
+@lru_cache(maxsize=4096)
+def _need(window: Window, boxes: Boxes, whole: Box) -> Boxes:
+    return tuple(window.input_box(box).intersect(whole) for box in boxes)
+
+
+@lru_cache(maxsize=4096)
+def _owned(layout: Layout, need: Boxes) -> bool:
+    return covers(layout.parts, need, layout.map)
 
 
 def _exchanged(sketch: Sketch, depth: int) -> set[str]:
@@ -209,6 +221,7 @@ def _joined(several: Sequence[Boxes]) -> Boxes:
     return result
 
 
+@lru_cache(maxsize=4096)
 def _widened(layout: Layout, boxes: Boxes | None, need: Boxes) -> Boxes:
     """Return what is computed already, and the need; along an axis with one rank always all of the map.
 

@@ -39,6 +39,8 @@ class Operator:
         kwargs: keyword arguments, likewise.
         outputs: names of what it returns, in order; None for a result that nothing uses.
         module: path of the module of the user's model that called it.
+        text: the operator's name, ``aten.conv2d.default``; it follows from the target.
+        inputs: names of all values it takes, in order of appearance; they follow from the arguments.
     """
 
     name: str
@@ -47,16 +49,13 @@ class Operator:
     kwargs: Mapping[str, Any]
     outputs: tuple[str | None, ...]
     module: str
+    text: str = field(init=False, repr=False, compare=False)
+    inputs: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
-    @property
-    def text(self) -> str:
-        """The operator's name, ``aten.conv2d.default``."""
-        return str(self.target)
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """Names of all values it takes, in order of appearance."""
-        return tuple(refs_in((self.args, tuple(self.kwargs.values()))))
+    def __post_init__(self) -> None:
+        # Made once: planning asks for them again and again.
+        object.__setattr__(self, "text", str(self.target))
+        object.__setattr__(self, "inputs", tuple(refs_in((self.args, tuple(self.kwargs.values())))))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ Layout(rows=(0, 3, 5), columns=(0, 4, 9))        rank 0 │ rank 1
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.window import Window, Window1d
@@ -41,7 +41,7 @@ class Layout:
         """Columns of the whole map."""
         return self.columns[-1]
 
-    @property
+    @cached_property
     def map(self) -> Box:
         """The whole map."""
         return Box.of_size(self.height, self.width)
@@ -64,6 +64,7 @@ def _even(length: int, count: int) -> tuple[int, ...]:
     return tuple(length * index // count for index in range(count + 1))
 
 
+@lru_cache(maxsize=1024)  # networks repeat their blocks
 def _through(cuts: tuple[int, ...], window: Window1d, outputs: int) -> tuple[int, ...]:
     balanced = _even(outputs, len(cuts) - 1)
     inner = [window.cut(cut, cuts[-1], outputs, even) for cut, even in zip(cuts[1:-1], balanced[1:-1], strict=True)]

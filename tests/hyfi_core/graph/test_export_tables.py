@@ -8,11 +8,13 @@ from torch.export.graph_signature import ExportGraphSignature
 
 from hyfi_core.graph.export_tables import remembered_tables
 
-NAMES = ("inputs_to_parameters", "inputs_to_buffers", "buffers_to_mutate")
+MAPPINGS = ("inputs_to_parameters", "inputs_to_buffers", "buffers_to_mutate")
+NAMES = (*MAPPINGS, "parameters", "buffers")
 
 
-def tables(signature: ExportGraphSignature) -> list[dict[str, str]]:
-    return [dict(getattr(signature, name)) for name in NAMES]
+def tables(signature: ExportGraphSignature) -> list[dict[str, str] | list[str]]:
+    found = [getattr(signature, name) for name in NAMES]
+    return [dict(table) if isinstance(table, dict) else list(table) for table in found]
 
 
 def test_tables_are_made_once_and_again_after_a_renaming() -> None:
@@ -22,6 +24,7 @@ def test_tables_are_made_once_and_again_after_a_renaming() -> None:
         exported = torch.export.export(model, (torch.zeros(1, 3, 4, 4),), strict=False).run_decompositions({})
         signature = exported.graph_signature
         assert signature.inputs_to_parameters is signature.inputs_to_parameters
+        assert signature.buffers is signature.buffers
         first = tables(signature)
         name = next(iter(first[0]))
         signature.replace_all_uses(name, "other")
