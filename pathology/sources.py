@@ -7,6 +7,7 @@ OME-TIFF (OpenSlide does not see levels in SubIFDs)         → pathology.tiff_s
 what OpenSlide knows: tiled TIFFs and NDPI that both show
                       with the same pixels (tried on open)  → pathology.tiff_source; facts, left-out tiles: OpenSlide
                       all else (MRXS, SCN, VMS, DICOM …)    → OpenSlide, one handle for each thread
+CZI (OpenSlide has no JPEG XR; damage ends its process)     → pathology.czi_source
 what OpenSlide does not know                                → pathology.tiff_source
 ```
 """
@@ -26,6 +27,8 @@ import openslide
 from PIL import ImageCms
 
 from hyfi_core.plan.box import Box
+from pathology.czi_file import is_czi
+from pathology.czi_source import CziSource
 from pathology.errors import SlideError, TileError
 from pathology.file_check import check_file
 from pathology.mpp import first_sensible, mpp_of_resolution, parse_mpp
@@ -57,6 +60,8 @@ def open_source(path: Path) -> SlideSource:
         SlideError: No reader knows the file, or it is damaged; the message says why.
     """
     check_file(path)
+    if is_czi(path):
+        return CziSource(path)
     if path.name.lower().endswith((".ome.tif", ".ome.tiff", ".ome.btf")):
         return _upright(TiffSource(path), path)
     try:
