@@ -30,7 +30,7 @@ class CziSource:
 
     Blocks are large (up to 2056 × 2464 px). Where they overlap the highest is seen, as in Zeiss' own libCZI; between
     scenes there is white glass.
-    A block that is missing, cut off or of another size is an error. JPEG XR itself has no check: bytes that were changed
+    A block that is missing, cut off or of another size is an error. JPEG XR itself has no check: bytes that changed
     inside of a block show as other pixels, and no decoder can tell.
     Memory: 128 MiB of decoded blocks and one more for each thread.
 
