@@ -13,7 +13,9 @@ DEPTHS = (2, 3, 4, 6)
 
 @dataclass(frozen=True)
 class Prices:
-    """What things cost, in seconds: estimates for processes on shared memory, each with one thread of a server CPU.
+    """What things cost, in seconds, to processes on shared memory, each with one thread of a server's CPU.
+
+    Rounded from what ``workflows.benchmarks.prices`` finds on such a machine; it says what they are on yours.
 
     Attributes:
         message_s: one message with all that surrounds it, whatever its size.
@@ -22,10 +24,10 @@ class Prices:
         touched_bytes_per_s: of operators that do little with each pixel.
     """
 
-    message_s: float = 70e-6
-    bytes_per_s: float = 5e9
-    flops_per_s: float = 50e9
-    touched_bytes_per_s: float = 5e9
+    message_s: float = 50e-6
+    bytes_per_s: float = 2.5e9
+    flops_per_s: float = 100e9
+    touched_bytes_per_s: float = 16e9
 
 
 PRICES = Prices()
@@ -37,8 +39,8 @@ def choose(sketch: Sketch, fused_halo: int | str) -> Runs:
     A number n: runs of at most n windows along any path; 1 leaves every operator its own exchange. "auto": of the
     lengths 1, 2, 3, 4 and 6 the one whose step costs least, the shorter one of equals, by this rule::
 
-        cost = 2 · Σ exchanges  max over ranks (messages received · 70 µs + bytes received / 5 GB/s)
-             + 3 · Σ operators  max over ranks (margin pixels · max(flops / 50 GF/s, bytes touched / 5 GB/s))
+        cost = 2 · Σ exchanges  max over ranks (messages received · 50 µs + bytes received / 2.5 GB/s)
+             + 3 · Σ operators  max over ranks (margin pixels · max(flops / 100 GF/s, bytes touched / 16 GB/s))
 
     Twice for the exchange, since backward sends as much as forward; three times for the work, since backward does it
     for inputs and for weights. What is read wider of the image costs no message. The work is over-estimated a little
