@@ -2,7 +2,7 @@
 
 ```
 finest level     tiles are copied, none is looked at
-about 1 µm       up to 96 blocks of tissue, spread over the slide: blur, stains
+about 1 µm       up to 48 blocks of tissue, spread over the slide: blur, stains
 about 8 µm       all of the slide: tissue, pen
 ```
 """
@@ -21,7 +21,7 @@ from pathology.source_threads import run_in_pool
 from pathology.sources import SlideSource
 from pathology.tissue import TissueParameters, find_tissue
 
-_SAMPLES = 96
+_SAMPLES = 48
 _SAMPLE_PX = 256
 
 
