@@ -11,7 +11,7 @@ Planes = npt.NDArray[np.uint8]
 Float = npt.NDArray[np.float32]
 Places = npt.NDArray[np.intp]
 
-_STRIP_PX = 2**17
+_STRIP_PX = 2**18
 """Pixels of a strip: what is made of them stays in the processor's cache."""
 _DARKEST_GLASS = 200
 _COUNTED_AT_ONCE = 2**19
