@@ -9,6 +9,7 @@ from hyfi_core.graph.instructions import NO_MESSAGES, Split
 from hyfi_core.graph.lowering import Lowering
 from hyfi_core.graph.program import Operator
 from hyfi_core.graph.windows import arguments
+from hyfi_core.ops.avg_pool import AvgPool
 from hyfi_core.ops.base import Collective
 from hyfi_core.ops.convolution import Convolution
 from hyfi_core.ops.max_pool import MaxPool
@@ -52,6 +53,26 @@ def overlapped_max_pool(
     if halo is None:
         return False
     _emit(lowering, MaxPool(halo, window, split.layout.parts[lowering.rank], native), (name,), op, split)
+    return True
+
+
+def overlapped_avg_pool(
+    lowering: Lowering,
+    op: Operator,
+    window: Window,
+    split: Split,
+    need: Sequence[Box],
+    include_pad: bool,
+    divisor: int | None,
+) -> bool:
+    """Emit a mean pool that overlaps its exchange; whether it did. As for convolutions; all padding is in the need."""
+    name = op.args[0].name
+    halo = _own_halo(lowering, name, split, need)
+    if halo is None:
+        return False
+    output = split.layout.parts[lowering.rank]
+    pool = AvgPool(halo, window, output, (0, 0), include_pad=include_pad, divisor=divisor)
+    _emit(lowering, pool, (name,), op, split)
     return True
 
 

@@ -20,11 +20,16 @@ from hyfi_core.graph import windows
 from hyfi_core.graph.instructions import Split
 from hyfi_core.graph.lowering import Lowering, bound, renamed
 from hyfi_core.graph.program import Operator
-from hyfi_core.graph.rules_overlap import max_pool_alone, overlapped_convolution, overlapped_max_pool
+from hyfi_core.graph.rules_overlap import (
+    max_pool_alone,
+    overlapped_avg_pool,
+    overlapped_convolution,
+    overlapped_max_pool,
+)
 from hyfi_core.graph.windows import Sliding, arguments, pair
+from hyfi_core.ops.avg_pool import counts
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.layout import Layout
-from hyfi_core.plan.window import Window1d
 
 
 @dataclass(frozen=True)
@@ -146,25 +151,18 @@ def avg_pool2d(lowering: Lowering, op: Operator) -> None:
     sliding = windows.avg_pool2d(op, lowering.shape)
     y, x = sliding.window.y, sliding.window.x
     plan = _sliding(lowering, op, sliding)
+    if overlapped_avg_pool(lowering, op, sliding.window, plan.split, plan.need, include_pad, divisor):
+        return
     canvas = lowering.moved(op.args[0].name, plan.need)
     part = plan.split.held[lowering.rank]
     have = lowering.splits[op.args[0].name].layout.map
-    rows = _counts(y, part.y0, part.y1, have.height, y.padding if include_pad else 0)
-    columns = _counts(x, part.x0, part.x1, have.width, x.padding if include_pad else 0)
+    rows = counts(y, part.y0, part.y1, have.height, include_pad)
+    columns = counts(x, part.x0, part.x1, have.width, include_pad)
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
         kernel, stride = (y.kernel, x.kernel), (y.stride, x.stride)
         sums: torch.Tensor = F.avg_pool2d(tensor, kernel, stride, divisor_override=1)
-        counts = tensor.new_tensor(rows)[:, None] * tensor.new_tensor(columns)[None, :]
-        return sums / (divisor or counts)
+        counted = tensor.new_tensor(rows)[:, None] * tensor.new_tensor(columns)[None, :]
+        return sums / (divisor or counted)
 
     lowering.compute(call, (canvas,), op.outputs, plan.split)
-
-
-def _counts(window: Window1d, start: int, stop: int, length: int, beyond: int) -> list[int]:
-    """Return how many positions of the map, and ``beyond`` either end of it, each output's window covers."""
-    counts = []
-    for output in range(start, stop):
-        first, last = window.input_interval(output, output + 1)
-        counts.append(max(1, min(last, length + beyond) - max(first, -beyond)))
-    return counts

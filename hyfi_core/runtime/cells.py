@@ -35,8 +35,8 @@ from hyfi_core.graph.pooled_first import pooled_first
 from hyfi_core.graph.program import Program, Ref
 from hyfi_core.graph.rules import RULES
 from hyfi_core.graph.segments import Tape, build_tape
+from hyfi_core.ops.bands import Banded
 from hyfi_core.ops.convolution import Convolution
-from hyfi_core.ops.max_pool import MaxPool
 from hyfi_core.ops.redistribute import Flight, Redistribute
 from hyfi_core.plan.box import Box
 from hyfi_core.runtime.attribution import attribute_head, last_map, split_tape
@@ -264,7 +264,7 @@ def _looking(instruction: Instruction) -> Instruction:
     collective = instruction.collective
     if isinstance(collective, Redistribute):
         return replace(instruction, collective=_look(collective))
-    if isinstance(collective, (Convolution, MaxPool)):
+    if isinstance(collective, (Convolution, Banded)):
         return replace(instruction, collective=replace(collective, halo=_look(collective.halo)))
     return instruction
 

@@ -1,0 +1,118 @@
+"""Mean over windows of a part while its halo is on the way.
+
+A mean is a sum and a number for each output, how much its window counts. Sums are linear, so nothing of the map is
+saved, only its shape: neither the map nor a padded copy of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from hyfi_core.comm.base import Communicator
+from hyfi_core.comm.progress import polled
+from hyfi_core.ops.bands import AT_ONCE, Banded, at
+from hyfi_core.ops.base import Cotangents, Tensors, Wanted
+from hyfi_core.ops.redistribute import like
+from hyfi_core.plan.window import Window1d
+
+_PATTERN = [1, 2, 2, 2]  # the smallest map that shows in which order it lies in memory
+
+
+@dataclass(frozen=True)
+class AvgPool(Banded):
+    """``avg_pool2d`` on a part; its halo fills with 0.
+
+    Attributes:
+        include_pad: whether padding counts; what hangs over it, for ``ceil_mode``, never does.
+        divisor: what sums are divided by instead of the count; None: the count.
+    """
+
+    include_pad: bool = True
+    divisor: int | None = None
+
+    def forward(self, comm: Communicator, inputs: Tensors) -> tuple[Tensors, Any]:
+        """Return (means,); saved is what the map was like."""
+        (own,) = inputs
+        if self.own is None:
+            (canvas,), back = self.halo.forward(comm, (own,))
+            if self.output.empty:
+                return (own.new_empty((*own.shape[:2], *self.output.shape)),), (back, canvas.shape, like(own, _PATTERN))
+            result = self._sums(canvas, self.canvas_padding)
+            return (result.div_(self._counts(result)),), (back, canvas.shape, like(own, _PATTERN))
+        flight = self.halo.start(comm, own)
+        with polled(flight.pending):
+            result = self._sums(self.seen(own), self.own.padding)
+        for band, canvas in self.canvases(own, flight.land()):
+            at(result, band, self.output).copy_(self._sums(canvas, AT_ONCE))
+        return (result.div_(self._counts(result)),), (None, own.shape, like(own, _PATTERN))
+
+    def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
+        """Return (the cotangent of the map,): each output's goes to its whole window."""
+        back, shape, pattern = saved
+        form = like(pattern, list(shape))
+        dy = cotangents[0]
+        if dy is None or self.output.empty:
+            dy = like(pattern, [*shape[:2], *self.output.shape]).zero_()
+        else:
+            dy = dy / self._counts(dy)
+        if self.own is None:
+            d_canvas = form.zero_() if self.output.empty else self._back(dy, form, self.canvas_padding)
+            return self.halo.backward(comm, back, (d_canvas,))
+        d_bands = []
+        for band in self.bands:
+            canvas = like(pattern, [*shape[:2], *self.window.input_box(band).shape])
+            d_bands.append(self._back(at(dy, band, self.output), canvas, AT_ONCE))
+        return (self.back(comm, form, d_bands, lambda: self._back_of_own(dy, form)),)
+
+    def _back_of_own(self, dy: torch.Tensor, form: torch.Tensor) -> torch.Tensor:
+        """Return the cotangent of the own part from the inner outputs, in the memory of ``form``."""
+        assert self.own is not None
+        for band in self.bands:
+            at(dy, band, self.output).zero_()
+        if self.own.start == (0, 0):
+            return self._back(dy, form, self.own.padding)
+        d_own = form.zero_()
+        seen = self.seen(d_own)
+        seen.copy_(self._back(dy, like(form, list(seen.shape)), self.own.padding))
+        return d_own
+
+    def _sums(self, tensor: torch.Tensor, padding: tuple[int, int]) -> torch.Tensor:
+        sums: torch.Tensor = F.avg_pool2d(tensor, *self.steps[:2], padding, divisor_override=1)
+        return sums
+
+    def _back(self, dy: torch.Tensor, into: torch.Tensor, padding: tuple[int, int]) -> torch.Tensor:
+        """Return the cotangent of what the sums were taken of, in the memory of ``into``."""
+        call = torch.ops.aten.avg_pool2d_backward.grad_input
+        call(dy, into, *self.steps[:2], padding, False, True, 1, grad_input=into)
+        return into
+
+    def _counts(self, like: torch.Tensor) -> torch.Tensor | int:
+        """Return what each sum is divided by."""
+        if self.divisor is not None:
+            return self.divisor
+        rows, columns = self._counted
+        return like.new_tensor(rows)[:, None] * like.new_tensor(columns)[None, :]
+
+    @cached_property
+    def _counted(self) -> tuple[list[int], list[int]]:
+        """How many rows and columns each output's window counts."""
+        whole, out, (y, x) = self.halo.transfer.map, self.output, (self.window.y, self.window.x)
+        return (
+            counts(y, out.y0, out.y1, whole.height, self.include_pad),
+            counts(x, out.x0, out.x1, whole.width, self.include_pad),
+        )
+
+
+def counts(window: Window1d, start: int, stop: int, length: int, include_pad: bool) -> list[int]:
+    """Return how many positions of a map of this length, and of its padding if that counts, each window covers."""
+    beyond = window.padding if include_pad else 0
+    found = []
+    for output in range(start, stop):
+        first, last = window.input_interval(output, output + 1)
+        found.append(max(1, min(last, length + beyond) - max(first, -beyond)))
+    return found

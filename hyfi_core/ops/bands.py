@@ -1,0 +1,139 @@
+"""Windows of a part whose halo is on the way: inner outputs on the own part, bands on small canvases.
+
+    ┌───────────┬─┐  inner outputs, whose windows stay on the own part: one native call on it, no copy
+    │   inner   │b│
+    ├───────────┼─┤  bands b: their windows reach into strips; computed on small canvases when these have come
+    └───────────┴─┘
+
+Backward the bands come first: what they give to strips is sent while the inner outputs' share is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from hyfi_core.comm.base import Communicator
+from hyfi_core.comm.progress import polled
+from hyfi_core.ops.base import Tensors
+from hyfi_core.ops.redistribute import Redistribute, like
+from hyfi_core.plan.box import Box
+from hyfi_core.plan.share import OwnCall, inner_outputs, own_call, worth_it
+from hyfi_core.plan.window import Window
+
+AT_ONCE = (0, 0)
+"""Padding of a call on a canvas, which has all that its windows see."""
+
+
+@dataclass(frozen=True)
+class Banded:
+    """A pool on a part.
+
+    Attributes:
+        halo: brings a rank all that it needs; fills with what stands outside the map.
+        window: of the pool.
+        output: this rank's part of the output; may be empty.
+        canvas_padding: (y, x) that the need leaves to the native call.
+        apart: whether inner outputs may be computed apart; False: always on one canvas.
+    """
+
+    halo: Redistribute
+    window: Window
+    output: Box
+    canvas_padding: tuple[int, int]
+    apart: bool = True
+
+    @cached_property
+    def own(self) -> OwnCall | None:
+        """The call on the own part; None where one canvas is the better way, or the only one."""
+        transfer = self.halo.transfer
+        call = own_call(self.window, transfer.have, self.output)
+        if not self.apart or not worth_it(transfer) or call is None or self.inner.empty:
+            return None
+        kernels = (self.window.y.kernel, self.window.x.kernel)  # the native call pads by half a window at most
+        return call if all(p <= k // 2 for p, k in zip(call.padding, kernels, strict=True)) else None
+
+    @cached_property
+    def inner(self) -> Box:
+        """Outputs whose windows touch nobody else's pixels."""
+        return inner_outputs(self.window, self.halo.transfer.have, self.halo.transfer.map, self.output)
+
+    @cached_property
+    def bands(self) -> tuple[Box, ...]:
+        """All other outputs."""
+        out, inner = self.output, self.inner
+        bands = (
+            Box(out.y0, inner.y0, out.x0, out.x1),
+            Box(inner.y1, out.y1, out.x0, out.x1),
+            Box(inner.y0, inner.y1, out.x0, inner.x0),
+            Box(inner.y0, inner.y1, inner.x1, out.x1),
+        )
+        return tuple(band for band in bands if not band.empty)
+
+    @property
+    def steps(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+        """(kernel, stride, dilation), each (y, x)."""
+        y, x = self.window.y, self.window.x
+        return (y.kernel, x.kernel), (y.stride, x.stride), (y.dilation, x.dilation)
+
+    def seen(self, own: torch.Tensor) -> torch.Tensor:
+        """Return what the native call takes of the own part; a view."""
+        assert self.own is not None
+        return own if self.own.start == (0, 0) else own[:, :, self.own.start[0] :, self.own.start[1] :]
+
+    def canvases(self, own: torch.Tensor, strips: Tensors) -> Iterator[tuple[Box, torch.Tensor]]:
+        """Yield each band and what its windows see: own pixels and strips, the fill value outside the map."""
+        have = self.halo.transfer.have
+        pieces = [(have, own), *zip((s.box for s in self.halo.transfer.receives), strips, strict=True)]
+        for band in self.bands:
+            box = self.window.input_box(band)
+            canvas = like(own, [*own.shape[:2], *box.shape]).fill_(self.halo.fill)
+            for origin, piece in pieces:
+                both = box.intersect(origin)
+                if not both.empty:
+                    at(canvas, both, box).copy_(at(piece, both, origin))
+            yield band, canvas
+
+    def back(
+        self,
+        comm: Communicator,
+        form: torch.Tensor,
+        d_bands: Sequence[torch.Tensor],
+        back_of_own: Callable[[], torch.Tensor],
+    ) -> torch.Tensor:
+        """Return the cotangent of the own part.
+
+        Args:
+            comm: the ranks.
+            form: has the batch, channels, type, device and order in memory of the map.
+            d_bands: the cotangent of each band's canvas.
+            back_of_own: computes the share of the inner outputs, while the others' is on the way.
+        """
+        boxes = [self.window.input_box(band) for band in self.bands]
+        received = self.halo.transfer.receives
+        backs = [like(form, [*form.shape[:2], *strip.box.shape]).zero_() for strip in received]
+        for strip, back in zip(received, backs, strict=True):
+            for box, d_band in zip(boxes, d_bands, strict=True):
+                _add(back, strip.box, d_band, box)
+        flight = self.halo.start_back(comm, form, backs)
+        with polled(flight.pending):
+            d_own = back_of_own()
+            for box, d_band in zip(boxes, d_bands, strict=True):
+                _add(d_own, self.halo.transfer.have, d_band, box)
+        self.halo.add_back(d_own, flight)
+        return d_own
+
+
+def at(tensor: torch.Tensor, box: Box, origin: Box) -> torch.Tensor:
+    """Return the pixels of ``box`` in a tensor whose first pixel is that of ``origin``; a view."""
+    y, x = box.relative_to(origin).slices()
+    return tensor[:, :, y, x]
+
+
+def _add(target: torch.Tensor, target_box: Box, more: torch.Tensor, more_box: Box) -> None:
+    both = target_box.intersect(more_box)
+    if not both.empty:
+        at(target, both, target_box).add_(at(more, both, more_box))

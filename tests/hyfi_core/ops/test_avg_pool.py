@@ -1,0 +1,159 @@
+"""Mean pools of parts: inner outputs apart and everything on one canvas equal one process, whatever counts."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from hyfi_core.comm.base import Communicator
+from hyfi_core.comm.threads import run_ranks
+from hyfi_core.graph.instructions import Communicate
+from hyfi_core.graph.lowering import Lowering
+from hyfi_core.graph.rules import RULES
+from hyfi_core.ops.avg_pool import AvgPool
+from hyfi_core.ops.redistribute import Redistribute
+from hyfi_core.plan import Layout, plan_transfer
+from hyfi_core.plan.window import Window, Window1d
+from tests.harness import assert_equal_to_one_process, captured_once
+
+Pair = tuple[int, int]
+
+
+def pools(
+    size: Pair, outputs: Pair, grid: Pair, pool: nn.AvgPool2d, apart: bool
+) -> tuple[Layout, Layout, list[AvgPool]]:
+    """Return how input and output are laid out, and the pool of each rank."""
+    (ky, kx), (sy, sx), (py, px) = pool.kernel_size, pool.stride, pool.padding
+    window = Window(Window1d(ky, sy, py), Window1d(kx, sx, px))
+    have = Layout.even(*size, grid)
+    out = have.through(window, *outputs)
+    need = [window.input_box(part) for part in out.parts]
+    halos = [Redistribute(plan_transfer(have.parts, need, have.map, rank)) for rank in range(len(need))]
+    return (
+        have,
+        out,
+        [
+            AvgPool(halo, window, part, (0, 0), apart, pool.count_include_pad, pool.divisor_override)
+            for halo, part in zip(halos, out.parts, strict=True)
+        ],
+    )
+
+
+def check(size: Pair, grid: Pair, pool: nn.AvgPool2d, order: torch.memory_format, given_back: bool = True) -> int:
+    """Hold both ways against one process; return how many ranks computed their inner outputs apart."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn((2, 3, *size), generator=generator, dtype=torch.float64).contiguous(memory_format=order)
+    leaf = x.clone().requires_grad_()
+    wanted = pool(leaf)
+    dy = torch.randn(wanted.shape, dtype=torch.float64, generator=generator) * given_back
+    wanted.backward(dy)
+    assert leaf.grad is not None
+    count = 0
+    for apart in (True, False):
+        have, out, ops = pools(size, wanted.shape[2:], grid, pool, apart)
+
+        def body(comm: Communicator, ops: Any = ops, have: Layout = have, out: Layout = out) -> Any:
+            mine, theirs = have.parts[comm.rank].slices(), out.parts[comm.rank].slices()
+            own = x[:, :, *mine].contiguous(memory_format=order)
+            (found,), saved = ops[comm.rank].forward(comm, (own,))
+            tensors = [item for item in saved if isinstance(item, torch.Tensor)]
+            assert sum(tensor.untyped_storage().nbytes() for tensor in tensors) < 100
+            cotangent = dy[:, :, *theirs].clone() if given_back else None
+            kept = None if cotangent is None else cotangent.clone()
+            back = ops[comm.rank].backward(comm, saved, (cotangent,))[0]
+            assert kept is None or torch.equal(kept, cotangent)
+            return found, back, own.stride()
+
+        for rank, (found, back, strides) in enumerate(run_ranks(len(ops), body, strict=True)):
+            torch.testing.assert_close(found, wanted[:, :, *out.parts[rank].slices()], rtol=0, atol=1e-14)
+            torch.testing.assert_close(back, leaf.grad[:, :, *have.parts[rank].slices()], rtol=0, atol=1e-14)
+            assert ops[rank].own is None or back.stride() == strides
+        count += sum(op.own is not None for op in ops)
+    return count
+
+
+def made(kernel: Pair, stride: Pair, padding: Pair, **more: Any) -> nn.AvgPool2d:
+    return nn.AvgPool2d(kernel, stride, padding, **more)
+
+
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("include_pad", [True, False])
+def test_inner_outputs_apart_and_one_canvas_equal_one_process(order: torch.memory_format, include_pad: bool) -> None:
+    assert check((32, 36), (2, 2), made((3, 3), (2, 2), (1, 1), count_include_pad=include_pad), order) == 4
+    assert check((31, 34), (1, 2), made((3, 3), (1, 1), (1, 1), count_include_pad=include_pad), order) == 2
+    assert check((31, 34), (2, 1), made((3, 5), (1, 2), (1, 2), divisor_override=7), order) == 2
+
+
+def test_a_cotangent_that_nobody_computed_is_zero() -> None:
+    assert check((32, 36), (2, 2), made((3, 3), (1, 1), (1, 1)), torch.contiguous_format, given_back=False) == 4
+    assert check((5, 4), (3, 3), made((2, 2), (2, 2), (1, 1)), torch.contiguous_format, given_back=False) == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_any_setting_equals_one_process(data: st.DataObject) -> None:
+    kernel = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
+    check(
+        (data.draw(st.integers(4, 25)), data.draw(st.integers(4, 25))),
+        data.draw(st.sampled_from([(1, 2), (2, 2), (3, 1), (3, 3)])),
+        made(
+            kernel,
+            (data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))),
+            (data.draw(st.integers(0, kernel[0] // 2)), data.draw(st.integers(0, kernel[1] // 2))),
+            ceil_mode=data.draw(st.booleans()),
+            count_include_pad=data.draw(st.booleans()),
+            divisor_override=data.draw(st.sampled_from([None, 1, 3, -2])),
+        ),
+        data.draw(st.sampled_from([torch.contiguous_format, torch.channels_last])),
+    )
+
+
+class Pools(nn.Sequential):
+    """Pools of all kinds between convolutions, which have halos of their own."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv2d(3, 4, 3, padding=1),
+            nn.ReLU(inplace=True),
+            nn.AvgPool2d(3, 1, 1),
+            nn.AvgPool2d(3, 2, 1, ceil_mode=True, count_include_pad=False),
+            nn.BatchNorm2d(4),
+            nn.AvgPool2d((2, 3), 1, (1, 0), divisor_override=5),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(4, 2),
+        )
+
+
+@pytest.mark.parametrize("grid", [(1, 2), (2, 2)])
+def test_a_model_with_pools_equals_one_process_with_the_same_messages(grid: Pair) -> None:
+    model, shape = Pools(), (1, 3, 45, 50)
+    ours = assert_equal_to_one_process(copy.deepcopy(model), shape, grid, fused_halo=1)
+    with mock.patch("hyfi_core.graph.rules_window.overlapped_avg_pool", lambda *_: False):
+        plain = assert_equal_to_one_process(copy.deepcopy(model), shape, grid, fused_halo=1)
+    assert [rank["halo"] for rank in ours.traffic] == [rank["halo"] for rank in plain.traffic]
+    assert all(rank["halo"]["messages"] > 0 for rank in ours.traffic)
+    program = captured_once(model.double(), shape, torch.float64)
+    emitted = [
+        step.collective
+        for step in Lowering(program, grid, 0, RULES).run(program.outputs).instructions
+        if isinstance(step, Communicate) and isinstance(step.collective, AvgPool)
+    ]
+    assert len(emitted) == 3 and emitted[0].own is not None
+
+
+@pytest.mark.parametrize("ceil_mode", [False, True])
+def test_padding_that_hangs_over_the_end_never_counts(ceil_mode: bool) -> None:
+    pool = made((3, 3), (2, 2), (1, 1), ceil_mode=ceil_mode)
+    x = torch.ones(1, 1, 6, 6)
+    have, _, ops = pools((6, 6), pool(x).shape[2:], (1, 2), pool, True)
+    found = run_ranks(2, lambda c: ops[c.rank].forward(c, (x[:, :, *have.parts[c.rank].slices()],))[0][0])
+    assert torch.equal(torch.cat(found, 3), F.avg_pool2d(x, 3, 2, 1, ceil_mode=ceil_mode))
