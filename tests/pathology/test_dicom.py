@@ -119,7 +119,6 @@ def test_each_damage_is_named_and_the_good_ones_are_done(tmp_path: Path, hyfi: C
     assert {name for name, r in records.items() if r.status == DONE} == {"good-0"}
     for name in names[1:]:
         assert records[f"{name}-0"].reason in told.stderr, records  # type: ignore[attr-defined]
-    assert hyfi("verify", "store").returncode == 0  # type: ignore[attr-defined]
 
 
 def test_without_its_finest_level_a_slide_is_refused(archive: Path, tmp_path: Path) -> None:

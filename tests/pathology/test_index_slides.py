@@ -15,7 +15,7 @@ from pathology.errors import SlideError
 from pathology.identity import SourceStamp
 from pathology.ingest import IngestOptions, Request, ingest, ingest_slide
 from pathology.source_level import RGB
-from pathology.sources import OpenSlideSource, open_source
+from pathology.sources import OpenSlideSource, SlideSource, open_source
 from pathology.staging import files_of, staged
 from tests.pathology.index_slides import write_vms, write_vmu
 from tests.pathology.scanners import smooth
@@ -40,11 +40,17 @@ def test_pixels_are_those_that_were_drawn(slide: tuple[Path, RGB], tmp_path: Pat
     found = source.read(size, 0)
     apart = np.abs(found - picture.astype(int))
     assert apart.max() == 0 if path.suffix == ".vmu" else apart.mean() < 2
-    assert in_children([source], [found], workers=1, reads=6) == [0] * 3
     record = ingest_slide(path, tmp_path / "store", IngestOptions(mpp=0.5, cache=tmp_path / "cache"))
     assert record.status == DONE and list((tmp_path / "cache").iterdir()) == []
     pixels = SlideStore.open(slide_path(tmp_path / "store", "a")).read(size, 0)
     assert np.array_equal(pixels.transpose(1, 2, 0), found)
+
+
+def test_readers_in_threads_and_children_show_the_same(tmp_path: Path) -> None:
+    slides = [write_vms(tmp_path / "a.vms", smooth(512, 512), (1, 1)), write_vmu(tmp_path / "b.vmu", smooth(300, 400))]
+    sources: list[SlideSource] = [open_source(path) for path in slides]
+    found = [source.read(Box.of_size(*source.bounds.shape), 0) for source in sources]
+    assert in_children(sources, found, workers=1, reads=12) == [0] * 3
 
 
 def test_all_named_files_are_the_slide(slide: tuple[Path, RGB], tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def picture_of(how: Mirax) -> RGB:
 @pytest.fixture(scope="module", params=LAYOUTS)
 def slide(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mirax]:
     how = LAYOUTS[request.param]
-    return write_mirax(tmp_path_factory.mktemp("mirax") / "a.b.mrxs", picture_of(how), how), how
+    return write_mirax(tmp_path_factory.mktemp("mirax") / "schön – 良い.b.mrxs", picture_of(how), how), how
 
 
 @pytest.fixture
@@ -114,9 +114,10 @@ def test_factors_are_the_scanners_where_sizes_do_not_tell(tmp_path: Path) -> Non
     assert [v.downsample for v in source.levels] == [(f, f) for f in (1, 2, 4, 8, 16)]
 
 
-def test_readers_in_threads_and_children_show_the_same(slide: tuple[Path, Mirax]) -> None:
-    sources: list[SlideSource] = [open_source(slide[0])]
-    assert in_children(sources, [whole(sources[0], 0)], workers=1, reads=12) == [0] * 3
+def test_readers_in_threads_and_children_show_the_same(tmp_path: Path) -> None:
+    paths = [write_mirax(tmp_path / f"{name}.mrxs", picture_of(how), how) for name, how in LAYOUTS.items()]
+    sources: list[SlideSource] = [open_source(path) for path in paths]
+    assert in_children(sources, [whole(source, 0) for source in sources], workers=1, reads=20) == [0] * 3
 
 
 def twin(path: Path, mpp: float = 0.25) -> Path:
@@ -163,17 +164,34 @@ def test_annotations_and_heatmaps_count_from_the_bounds(tmp_path: Path) -> None:
     how = Mirax((6, 10), (1, 1, 4, 8), tile_px=250, levels=1, mpp=(0.5, 0.5))
     glass: RGB = np.full((*how.size_px, 3), 243, np.uint8)
     glass[250:1250, 250:2250] = draw_slide()
-    path = write_mirax(tmp_path / "one.mrxs", glass, how)
-    answers = {}
-    for name, source in (("bounds", path), ("none", twin(path, 0.5))):
-        inputs = find_inputs([source])
-        predict_slides((member_of(Darkness()),), inputs, tmp_path / name, AloneCommunicator(), PredictOptions())
-        regions = json.loads((tmp_path / name / "one" / "regions.geojson").read_text())["features"]
-        answers[name] = [f["geometry"] for f in regions], tifffile.imread(tmp_path / name / "one" / "heatmap.tiff")
-    assert answers["bounds"][0] == answers["none"][0] and answers["bounds"][0]
-    assert np.array_equal(answers["bounds"][1], answers["none"][1], equal_nan=True)
-    y, x = np.unravel_index(np.nanargmax(answers["bounds"][1][1]), answers["bounds"][1].shape[1:])
-    assert FOCUS[0] - 64 < y * 64 < FOCUS[1] and FOCUS[2] - 64 < x * 64 < FOCUS[3]
+    inputs = find_inputs([write_mirax(tmp_path / "one.mrxs", glass, how)])
+    predict_slides((member_of(Darkness()),), inputs, tmp_path / "out", AloneCommunicator(), PredictOptions())
+    dark = tifffile.imread(tmp_path / "out" / "one" / "heatmap.tiff")[1]
+    assert dark.shape == (-(-500 // 32), -(-1000 // 32))  # of the bounds, at 1 µm in cells of 32 px
+    cells = np.argwhere(dark > 0.9 * np.nanmax(dark)) * 64
+    y0, y1, x0, x1 = FOCUS
+    assert len(cells) and (cells > (y0 - 64, x0 - 64)).all() and (cells < (y1, x1)).all()
+    features = json.loads((tmp_path / "out" / "one" / "regions.geojson").read_text())["features"]
+    corners = np.concatenate([ring for f in features for ring in f["geometry"]["coordinates"]])
+    # The tissue that was drawn, (x, y) from (60, 100) to (1880, 840), give or take a cell of 64 px.
+    assert (corners.min(0) >= (0, 36)).all() and corners.min(0)[0] <= 124
+    assert (corners.max(0) <= (1944, 904)).all() and corners.max(0)[0] >= 1816
+
+
+def test_a_crop_lies_inside_of_the_bounds(tmp_path: Path) -> None:
+    how = Mirax((8, 14), (1, 1, 6, 12), tile_px=256, levels=1, mpp=(0.5, 0.5))
+    glass: RGB = np.full((*how.size_px, 3), 243, np.uint8)
+    glass[1256:1556, 2656:3056] = soft(300, 400) // 4 + (120, 40, 90)
+    path = write_mirax(tmp_path / "a.mrxs", glass.astype(np.uint8), how)
+    for name, crop in (("part", True), ("whole", False)):
+        options = IngestOptions(mpp=0.5, crop_tissue=crop)
+        assert ingest_slide(path, tmp_path / "store", options, slide_id=name).status == DONE
+    part, whole_slide = (SlideStore.open(slide_path(tmp_path / "store", name)) for name in ("part", "whole"))
+    crop = part.attributes["crop"]
+    assert (crop["y0"], crop["x0"]) == (512, 2048) and part.attributes["source"]["bounds"]["y0"] == 256
+    assert part.attributes["affine"] == [[1, 0, 256 + 512], [0, 1, 256 + 2048]]
+    box = Box(crop["y0"], crop["y1"], crop["x0"], crop["x1"])
+    assert np.array_equal(part.read(Box.of_size(*box.shape), 0), whole_slide.read(box, 0))
 
 
 def test_a_staged_slide_comes_with_its_folder(slide: tuple[Path, Mirax], tmp_path: Path) -> None:
@@ -266,11 +284,9 @@ def test_the_ending_is_small(tmp_path: Path, plain: Path) -> None:
         open_source(large)
 
 
-def test_lossless_says_why_not(plain: Path, tmp_path: Path, hyfi: Callable[..., object]) -> None:
-    told = hyfi("ingest", plain, "--out", "store", "--lossless")
-    assert told.returncode == 1  # type: ignore[attr-defined]
-    record = load_records(tmp_path / "store")["a"]
-    assert record.status == FAILED and "lossless" in record.reason and record.reason in told.stderr  # type: ignore[attr-defined]
+def test_lossless_says_why_not(plain: Path, tmp_path: Path) -> None:
+    record = ingest_slide(plain, tmp_path / "store", IngestOptions(mpp=0.5, lossless=True))
+    assert record.status == FAILED and "mirax. Ingest it without --lossless" in record.reason
 
 
 def test_nothing_that_tells_of_a_person_reaches_the_store(tmp_path: Path) -> None:
