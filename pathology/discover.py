@@ -77,15 +77,19 @@ def _expand(path: Path) -> Iterator[tuple[Path, dict[str, str]]]:
 
 
 def _one_of_each_series(rows: Mapping[Path, dict[str, str]]) -> dict[Path, dict[str, str]]:
-    """Leave out DICOM files that belong to the slide of an earlier one and of which nothing is said."""
-    kept, seen = {}, set()
+    """Leave out DICOM files that a manifest says nothing of and whose slide is meant by another file already."""
+    series = {source: _series_of(source) for source in rows}
+    kept, meant = {}, {series[source] for source, row in rows.items() if row}
     for source, row in rows.items():
-        head = _dicom_head(source)
-        series = (source.parent, head.series) if head is not None and head.series else None
-        if series is None or row or series not in seen:
+        if row or series[source] is None or series[source] not in meant:
             kept[source] = row
-        seen.add(series)
+            meant.add(series[source])
     return kept
+
+
+def _series_of(source: Path) -> tuple[Path, str] | None:
+    head = _dicom_head(source)
+    return (source.parent, head.series) if head is not None and head.series else None
 
 
 def _dicom_head(source: Path) -> DicomHead | None:

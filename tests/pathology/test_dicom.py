@@ -57,6 +57,7 @@ def test_a_folder_gives_each_slide_once_and_no_other_pictures(archive: Path) -> 
     assert [job.slide_id for job in find_jobs(files, {})] == ["a-0", "b-0", "ct"]
     (archive / "rows.csv").write_text("path,slide_id\nb-1.dcm,mine\n")
     assert [job.slide_id for job in find_jobs([archive / "rows.csv", archive], {})] == ["mine", "a-0"]
+    assert [job.slide_id for job in find_jobs([archive, archive / "rows.csv"], {})] == ["a-0", "mine"]
     for file in files[:-1]:
         file.unlink()
     with pytest.raises(RequestError, match=r"no slide in this folder.*\.dcm"):
