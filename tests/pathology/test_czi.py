@@ -12,6 +12,7 @@ from data.manifest import DONE, FAILED
 from data.store import SlideStore, slide_path
 from hyfi_core.plan.box import Box
 from pathology import czi_source
+from pathology.czi_file import CziBlock
 from pathology.czi_source import CziSource
 from pathology.errors import SlideError, TileError
 from pathology.ingest import IngestOptions, Request, ingest, ingest_slide
@@ -83,6 +84,18 @@ def test_few_blocks_are_kept_and_each_shows_the_same(slide: Path, monkeypatch: p
     source, again = CziSource(slide), CziSource(slide)
     assert np.array_equal(whole(source, 0), whole(again, 0)) and np.array_equal(whole(source, 0), whole(again, 0))
     assert len(source._kept) == 2
+
+
+def test_an_ingest_decodes_each_block_once(slide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode, decoded = czi_source._decode, []
+
+    def counted(block: CziBlock, data: bytes) -> RGB:
+        decoded.append(block)
+        return decode(block, data)
+
+    monkeypatch.setattr(czi_source, "_decode", counted)
+    assert ingest_slide(slide, tmp_path, IngestOptions(mpp=0.37)).status == DONE
+    assert len(decoded) == len(set(decoded)) == 4 + 6 and {block.factor for block in decoded} == {1}
 
 
 @pytest.mark.parametrize("mpp", [0.25, 1.0])
