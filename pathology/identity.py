@@ -18,7 +18,13 @@ _READ_BYTES = 4 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class SourceStamp:
-    """Size and time of a slide's files; companions (the folder beside an MRXS) included."""
+    """Size and time of a slide's files; companions (the folder beside an MRXS) included.
+
+    Attributes:
+        size_bytes: Of all together.
+        mtime_ns: The file's; of several a number that changes with the name, size or time of any of them: the newest
+            time alone would not see that an older one was replaced.
+    """
 
     size_bytes: int
     mtime_ns: int
@@ -31,10 +37,14 @@ class SourceStamp:
             SlideError: The slide is not there or cannot be read.
         """
         try:
-            stats = [f.stat() for f in files_of(path)]
+            found = [(f.name, f.stat()) for f in files_of(path)]
         except OSError as error:
             raise SlideError(f"the file cannot be read: {error.strerror}") from error
-        return cls(sum(s.st_size for s in stats), max(s.st_mtime_ns for s in stats))
+        size_bytes = sum(s.st_size for _, s in found)
+        if len(found) == 1:
+            return cls(size_bytes, found[0][1].st_mtime_ns)
+        listed = sorted((name, s.st_size, s.st_mtime_ns) for name, s in found)
+        return cls(size_bytes, int.from_bytes(hashlib.sha256(repr(listed).encode()).digest()[:7], "big"))
 
     def to_json(self, secret: str = "") -> dict[str, int]:
         """Return both numbers.
