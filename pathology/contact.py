@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import base64
 import io
+import os
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 import numpy as np
 import numpy.typing as npt
@@ -42,7 +44,7 @@ _HATCH_PX = 8
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """One slide on the sheet; texts are shown escaped."""
+    """One slide on the sheet; texts are shown escaped, ``link`` is ready for an address."""
 
     name: str
     picture: str
@@ -143,7 +145,7 @@ def _card(store: Path, record: SlideRecord) -> Card:
     with suppress(FileNotFoundError):
         picture = "data:image/jpeg;base64," + base64.b64encode(small.read_bytes()).decode("ascii")
     flags = tuple((flag, FLAG_MEANINGS.get(flag, "")) for flag in record.flags)
-    return Card(record.slide_id, picture, f"contact/{large.name}", _facts(record), flags, "")
+    return Card(record.slide_id, picture, f"contact/{quote(os.fsencode(large.name))}", _facts(record), flags, "")
 
 
 def _facts(record: SlideRecord) -> str:

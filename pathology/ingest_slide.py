@@ -15,6 +15,7 @@ from pathology.claims import ClaimLostError
 from pathology.discover import user_columns
 from pathology.disk import is_stores_fault, require_room
 from pathology.errors import SlideError
+from pathology.file_check import check_file
 from pathology.identity import RunningDigest, SourceStamp
 from pathology.ingest_options import IngestOptions
 from pathology.mpp import SourceMpp, resolve_mpp
@@ -108,6 +109,7 @@ class _Work:
 
     def run(self) -> SlideRecord:
         """Ingest the slide; raises what `ingest_slide` turns into a record."""
+        check_file(self.source)  # before it is copied or digested: to read a pipe is to wait for ever
         stamp = SourceStamp.of(self.source)
         with self._at_hand() as file, RunningDigest(file) as digest, closing(open_source(file)) as slide:
             mpp = resolve_mpp(slide.mpp, self.manifest_mpp, self.options.slide_mpp)

@@ -119,8 +119,12 @@ def _what_the_file_says(file_mpp: tuple[float, float] | None) -> str:
     if file_mpp is None:
         return "the file does not state its microns per pixel"
     y, x = file_mpp
-    stated = f"{x:.4g}" if x == y else f"{x:.4g} × {y:.4g} (x, y)"
+    stated = _number(x) if x == y else f"{_number(x)} × {_number(y)} (x, y)"
     return f"the file states {stated} µm/px, which makes no sense (expected: {_range()}, square within 5 %)"
+
+
+def _number(um: float) -> str:
+    return f"{um:.4g}" if um < 1000 else f"{um:.1f}"  # to be found again in the file: 9999.9, not 1e+04
 
 
 def _range() -> str:

@@ -35,14 +35,23 @@ def warn(text: str) -> None:
 
 
 def _write(stream: TextIO, text: str) -> None:
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    # A file's name need not be text in any encoding, and a log may know ASCII alone: no reason to end with an error.
+    shown = text.encode(encoding, "backslashreplace").decode(encoding)
     # One write for text and line end: several ranks write into one pipe.
-    stream.write(text + "\n")
+    stream.write(shown + "\n")
     stream.flush()
 
 
 def emit_json(value: Mapping[str, Any] | Sequence[Any]) -> None:
     """Print one JSON object as the last line of standard output; NaN and infinities become null."""
-    _write(sys.stdout, json.dumps(plain_json(value), ensure_ascii=False, allow_nan=False))
+    plain = plain_json(value)
+    text = json.dumps(plain, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:  # JSON has escapes of its own
+        text = json.dumps(plain, allow_nan=False)
+    _write(sys.stdout, text)
 
 
 def plain_json(value: Any) -> Any:

@@ -168,6 +168,12 @@ def nothing(path: Path) -> None:
     path.write_bytes(b"")
 
 
+def pipe(path: Path) -> None:
+    """To open one is to wait until somebody writes into it."""
+    path.unlink()
+    os.mkfifo(path)
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "garbage": (garbage_in_a_tile, "decode"),
     "zeros": (zeroed_tail, "decode"),
@@ -176,6 +182,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "folderless": (index_without_its_folder, "folder|cannot|not"),
     "looped": (link_to_itself, "symbolic links"),
     "empty": (nothing, "empty"),
+    "pipe": (pipe, "no regular file"),
 }
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import base64
 import io
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -95,6 +96,13 @@ def test_names_and_reasons_are_escaped_and_failed_slides_come_first(tmp_path: Pa
     assert page.texts.index("Failed (1)") < page.texts.index("Nothing found (1)")
     link = next(ref for ref in page.refers if ref.endswith(".png"))
     assert re.fullmatch(r"contact/[\w%.]+", link)
+
+
+def test_a_name_that_is_no_text_is_linked_byte_by_byte(tmp_path: Path, make_slide: MakeSlide) -> None:
+    odd = make_slide().rename(tmp_path / os.fsdecode(b"old\xffdisk.tiff"))
+    assert len(run([odd], tmp_path / "store").done) == 1
+    page = Page((tmp_path / "store" / "contact.html").read_text(errors="surrogateescape"))
+    assert "contact/old%FFdisk.png" in page.refers and "Nothing found (1)" in page.texts
 
 
 def test_pictures_that_are_missing_are_made_again_and_damage_is_told(tmp_path: Path, make_slide: MakeSlide) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -99,6 +100,18 @@ def test_json_is_the_last_line_and_strict(capsys: pytest.CaptureFixture[str]) ->
     emit_json({"path": Path("a/b"), "auroc": float("nan"), "n": np.int64(3), "x": (np.float32(0.5), None), "ö": True})
     lines = capsys.readouterr().out.splitlines()
     assert json.loads(lines[-1]) == {"path": "a/b", "auroc": None, "n": 3, "x": [0.5, None], "ö": True}
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_what_no_encoding_knows_is_shown_escaped(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slide whose name is not UTF-8 ended the command that wanted to name it."""
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
+    say("done: a\udcff, 1 µm")
+    emit_json({"slide_id": "a\udcff", "unit": "µm"})
+    first, last = written.getvalue().decode(encoding).splitlines()
+    assert first.startswith("done: a\\udcff, 1 ")
+    assert json.loads(last) == {"slide_id": "a\udcff", "unit": "µm"}
 
 
 def test_progress_in_a_log_is_plain_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
