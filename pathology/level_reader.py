@@ -141,7 +141,7 @@ class LevelReader:
             out[place.relative_to(box).slices()] = _GLASS
             if self.bad_tiles > self._max_bad * self.tiles:
                 raise SlideError(
-                    f"{self.bad_tiles} of {self.tiles} tiles cannot be decoded (--max-bad {self._max_bad:g}): "
+                    f"at least {self.bad_tiles} of {self.tiles} tiles cannot be decoded (--max-bad {self._max_bad:g}): "
                     f"{next(iter(self._bad.values()))}"
                 )
 

@@ -116,6 +116,9 @@ def ingest(
         float, typer.Option("--max-bad", min=0.0, max=1.0, help="Share of unreadable tiles that a slide may have.")
     ] = 0.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; write nothing.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on where a run stopped; an ingest does so without it, too.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Turn slides into a store. Safe to run again: finished slides are skipped."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from hyfi_core.errors import RequestError
 from workflows import console
+from workflows.paths import require_writable
 
 if TYPE_CHECKING:
     from data.manifest import SlideRecord
@@ -64,6 +65,7 @@ def run(
         icc=icc,
         cache=cache,
     )
+    _check_cache(cache)
     request = Request(paths, out, options, overwrite, _part(part), pseudonyms)
     memory_bytes = None if memory is None else parse_bytes(memory)
     processes = worker_count(workers, memory_bytes)
@@ -103,6 +105,15 @@ def _part(text: str) -> tuple[int, int]:
     if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
         raise RequestError(f"--part {text}: i/n is expected, as in 1/4, 2/4, 3/4, 4/4")
     return int(number), int(of)
+
+
+def _check_cache(cache: Path | None) -> None:
+    """Refuse a folder for copies that takes none, before every slide is said to be unreadable for it."""
+    if cache is None:
+        return
+    if cache.exists() and not cache.is_dir():
+        raise RequestError(f"--cache {cache}: is a file; name a folder on a local disk")
+    require_writable(cache)
 
 
 def _refuse_too_little_room(plan: Plan, request: Request) -> None:

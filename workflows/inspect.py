@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hyfi_core.errors import RequestError
 from workflows import console
+from workflows.paths import require_writable
 
 if TYPE_CHECKING:
     from pathology.sources import SlideSource
@@ -27,8 +28,12 @@ def run(path: Path, png: Path | None, as_json: bool) -> int:
         raise RequestError(
             f"{path}: no such file or folder; name a store, a slide of a store (.zarr) or a slide's file"
         )
-    if png is not None and not png.absolute().parent.is_dir():
-        raise RequestError(f"{png}: there is no folder {png.absolute().parent} to write to")
+    if png is not None:
+        if not png.absolute().parent.is_dir():
+            raise RequestError(f"{png}: there is no folder {png.absolute().parent} to write to")
+        if png.is_dir():
+            raise RequestError(f"{png}: is a folder; name a file for the picture")
+        require_writable(png)
     if path.is_dir() and (path / "zarr.json").exists():
         found = _slide_of_store(path, png)
     elif path.is_dir():
@@ -48,17 +53,20 @@ def run(path: Path, png: Path | None, as_json: bool) -> int:
 
 
 def _slide_of_store(path: Path, png: Path | None) -> dict[str, Any]:
-    from data.store import SlideStore
+    from data.store import SlideStore, StoreError
     from pathology.thumbnail import save_png, thumbnail_of_store
 
-    slide = SlideStore.open(path)
+    try:
+        slide = SlideStore.open(path)
+        if png is not None:
+            save_png(thumbnail_of_store(slide).drawn(), png)
+    except StoreError as error:
+        return {"kind_of_path": "slide", "status": "damaged", "reason": str(error), "lines": [], "drawn": False}
     facts = dict(slide.attributes)
     shards = facts.pop("shards")
     facts["source"] = {k: v for k, v in facts["source"].items() if k != "icc_profile"}
     facts["stored_bytes"] = sum(entry.get("size", 0) for entry in shards.values())
     levels = [{"height_px": v.height_px, "width_px": v.width_px, "mpp": list(v.mpp)} for v in slide.levels]
-    if png is not None:
-        save_png(thumbnail_of_store(slide).drawn(), png)
     source = facts["source"]
     lines = [
         f"{slide.slide_id}: {facts['kind']}, {len(levels)} levels, {len(shards)} shards, "

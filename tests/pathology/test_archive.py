@@ -225,6 +225,9 @@ def test_a_folder_that_takes_no_more_ends_the_run(
     monkeypatch.setattr(disk, "free_bytes", lambda folder: 1000)
     report = run(sources, tmp_path / "store")
     assert not report.done and not report.failed and "no room" in report.stopped and "GB are free" in report.stopped
+    # How small JPEG is, or a slide without its glass, nobody knows before.
+    small = run(sources[:1], tmp_path / "jpeg", replace(AT_HALF, codec="jpeg:80"))
+    assert f"needs {disk.RESERVE_BYTES / 1e9:.2f} GB" in small.stopped
     monkeypatch.undo()
     assert len(run(sources, tmp_path / "store").done) == 2
 

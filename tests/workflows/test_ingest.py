@@ -31,7 +31,7 @@ def test_ingest_names_what_failed_and_goes_on_next_time(hyfi: Hyfi, archive: Pat
     assert "unknown.tiff" in first.stderr and "--slide-mpp" in first.stderr and "Traceback" not in first.stderr
     told = json.loads(first.stdout.splitlines()[-1])
     assert told["done"] == ["a", "b"] and told["failed"][0]["slide_id"] == "unknown"
-    second = hyfi("ingest", archive, "--out", "store", "--slide-mpp", "0.5", "--workers", "1", "--json")
+    second = hyfi("ingest", archive, "--out", "store", "--slide-mpp", "0.5", "--workers", "1", "--resume", "--json")
     assert second.returncode == 0, second.stderr
     told = json.loads(second.stdout.splitlines()[-1])
     assert told["skipped"] == ["a", "b"] and told["done"] == ["unknown"]
@@ -96,6 +96,7 @@ def test_every_flag_does_what_it_says(hyfi: Hyfi, archive: Path, tmp_path: Path)
         (("archive", "--out", "store", "--part", "3/2"), "1/4"),
         (("archive", "--out", "store", "--memory", "10MB"), "one worker needs"),
         (("archive", "--out", "store", "--pseudonyms", "store/key.csv"), "inside the store"),
+        (("archive", "--out", "store", "--cache", "file"), "--cache file: is a file"),
         (("archive", "--out", "file/store"), "file/store"),
     ],
 )
@@ -123,8 +124,12 @@ def test_inspect_shows_a_file_and_an_ingested_slide(hyfi: Hyfi, archive: Path, t
     assert "a: resampled" in slide.stdout
     assert (tmp_path / "file.png").exists() and (tmp_path / "slide.png").exists()
     (tmp_path / "store/a.zarr/0/c/0/0/0").unlink()
-    damaged = hyfi("inspect", "store", "--json")
-    assert damaged.returncode == 1 and "0/c/0/0/0" in damaged.stdout
+    for of in ("store", "store/a.zarr"):
+        damaged = hyfi("inspect", of, "--json")
+        assert damaged.returncode == 1 and "0/c/0/0/0" in damaged.stdout
+        assert json.loads(damaged.stdout.splitlines()[-1])["status"] == "damaged"
+    refused = hyfi("inspect", archive / "b.tiff", "--png", archive)
+    assert refused.returncode == 2 and "is a folder" in refused.stderr and "Traceback" not in refused.stderr
     assert hyfi("inspect", "nothing").returncode == 2
     (tmp_path / "empty.svs").touch()
     empty = hyfi("inspect", "empty.svs")
