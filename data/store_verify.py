@@ -239,13 +239,28 @@ def _reasons_inside(handle: int, file: _File) -> list[str]:
         data = os.pread(handle, end - start, start)
         digest.update(data)
         if slot is not None:
-            try:
-                unsealed(data)
-            except ValueError as error:
-                reasons.append(f"{error} in chunk {slot}")
+            reasons += _reasons_of_chunk(data, slot, file.layout)
     if digest.hexdigest() != file.entry.sha256:
         reasons.append("the shard was altered: its digest is another one")
     return reasons
+
+
+def _reasons_of_chunk(data: bytes, slot: int, layout: ArrayLayout) -> list[str]:
+    try:
+        body = unsealed(data)
+    except ValueError as error:
+        return [f"{error} in chunk {slot}"]
+    if layout.codec.exact or layout.codec.level is not None:
+        return []
+    try:
+        # A scanner's tile was copied as it was, and nobody has looked into it.
+        layout.codec.decode(body, layout.chunk_shape)
+    except (ValueError, RuntimeError) as error:
+        return [
+            f"chunk {slot} does not decode ({error}): its tile is damaged in the slide's file, too; "
+            "ingest it without --lossless, with --max-bad"
+        ]
+    return []
 
 
 def _reasons_of_index(index: Index, file: _File) -> list[str]:

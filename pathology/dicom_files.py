@@ -12,6 +12,7 @@ SLIDE/1.dcm   level 0  \
 from __future__ import annotations
 
 import os
+import stat
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
@@ -48,6 +49,8 @@ def dicom_head(path: Path) -> DicomHead | None:
         OSError: It cannot be read.
     """
     state = path.stat()
+    if not stat.S_ISREG(state.st_mode):
+        return None  # a pipe would be waited for
     return _head(str(path), state.st_size, state.st_mtime_ns)
 
 

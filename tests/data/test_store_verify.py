@@ -146,13 +146,20 @@ def test_a_folder_that_is_no_store_is_refused(tmp_path: Path) -> None:
 
 
 def test_copied_tiles_are_verified_too(tmp_path: Path) -> None:
-    tiles = [(os.urandom(5000),) for _ in range(6)]
+    import simplejpeg
+
+    rng = np.random.default_rng(0)
+    tiles = [simplejpeg.encode_jpeg(rng.integers(0, 256, (64, 48, 3), dtype=np.uint8)) for _ in range(6)]
+    # Its markers stand, so a copy cannot see it; what is between them is none of a JPEG.
+    damaged = tiles[4][:-600] + bytes(598) + tiles[4][-2:]
     layout = ArrayLayout((3, 100, 130), (64, 48), (128, 144), codec=PixelCodec("jpeg", None))
-    with SlideWriter(tmp_path, "s", [StoredLevel(layout, (0.5, 0.5))]) as writer:
-        writer.write_encoded(0, (0, 0), tiles)
-        writer.write_tissue(np.ones((7, 9), bool), 8.0)
-        writer.publish({"kind": "source"})
-    path = slide_path(tmp_path, "s")
+    for name, last in (("good", tiles[4]), ("bad", damaged)):
+        with SlideWriter(tmp_path, name, [StoredLevel(layout, (0.5, 0.5))]) as writer:
+            writer.write_encoded(0, (0, 0), [(tile,) for tile in (*tiles[:4], last, tiles[5])])
+            writer.write_tissue(np.ones((7, 9), bool), 8.0)
+            writer.publish({"kind": "source"})
+    path = slide_path(tmp_path, "good")
     assert not verify_slide(path, 1).faults
-    _flip(path / "0/c/0/0/0", 12_000)
+    assert "chunk 4 does not decode" in said(verify_slide(slide_path(tmp_path, "bad"), 1))
+    _flip(path / "0/c/0/0/0", 2 * len(tiles[0]) + 1_000)
     assert "the checksum is wrong in chunk 2" in said(verify_slide(path, 1))

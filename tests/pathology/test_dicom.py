@@ -152,3 +152,10 @@ def test_heads_of_all_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert dicom_head(tmp_path / "a.dcm") == expected
     with pytest.raises(SlideError, match="cannot be read"):
         SourceStamp.of(tmp_path / "none.dcm")
+
+
+def test_a_pipe_that_is_named_so_is_no_slide_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.dcm")
+    assert dicom_head(tmp_path / "a.dcm") is None and dicom_files.series_files(tmp_path / "a.dcm") == [
+        tmp_path / "a.dcm"
+    ]
