@@ -11,10 +11,11 @@ Planes = npt.NDArray[np.uint8]
 Float = npt.NDArray[np.float32]
 Places = npt.NDArray[np.intp]
 
-_STRIP_PX = 2**18
+_STRIP_PX = 2**19
 """Pixels of a strip: what is made of them stays in the processor's cache."""
 _DARKEST_GLASS = 200
-_COUNTED_AT_ONCE = 2**19
+_COUNTED_PX = 2**20
+"""Glass is the commonest colour of about so many pixels or more."""
 _COMMON_LOG = np.float32(1 / np.log(10))
 
 
@@ -28,26 +29,14 @@ def glass_colour(image: Planes) -> Float:
         image: ``(3, h, w)`` uint8, the whole slide at a low resolution.
     """
     found = []
-    for channel in image:
-        counts = _histogram(channel).astype(np.float64)
+    rows = slice(None, None, max(1, image[0].size // _COUNTED_PX))
+    for channel in image[:, rows]:
+        counts = np.bincount(channel.reshape(-1), minlength=256).astype(np.float64)
         smooth = np.convolve(counts, np.ones(5), mode="same")
         brightest = int(np.searchsorted(counts.cumsum(), 0.98 * counts.sum()))
         lowest = max(0, min(_DARKEST_GLASS, brightest - 20))
         found.append(lowest + int(np.argmax(smooth[lowest:])))
     return np.array(found, np.float32)
-
-
-def _histogram(channel: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
-    """Return how many pixels have each of the 256 values; two neighbours are counted as one number of 16 bits."""
-    flat = np.ascontiguousarray(channel).reshape(-1)
-    pairs = flat[: flat.size // 2 * 2].view(np.uint16)
-    counts = np.zeros(2**16, np.int64)
-    for start in range(0, pairs.size, _COUNTED_AT_ONCE):
-        counts += np.bincount(pairs[start : start + _COUNTED_AT_ONCE], minlength=2**16)
-    table = counts.reshape(256, 256)
-    totals: npt.NDArray[np.int64] = table.sum(0) + table.sum(1)
-    totals[flat[2 * pairs.size :]] += 1
-    return totals
 
 
 def strips_of(height_px: int, width_px: int, multiple: int = 1) -> list[slice]:
@@ -73,8 +62,8 @@ def density_of(image: Planes, glass: Float, rows: slice, sigma_px: float = 0.0) 
     """
     light: Float = np.empty((3, rows.stop - rows.start, image.shape[2]), np.float32)
     for k, channel in enumerate(image):
-        light[k] = smoothed(channel, rows, sigma_px)
-    return _density(light, glass)
+        light[k], weight = smoothed(channel, rows, sigma_px)
+    return _density(light, glass, weight)
 
 
 def density_at(image: Planes, glass: Float, y: Places, x: Places) -> Float:
@@ -82,12 +71,13 @@ def density_at(image: Planes, glass: Float, y: Places, x: Places) -> Float:
     return _density(image[:, y, x].astype(np.float32), glass)
 
 
-def _density(light: Float, glass: Float) -> Float:
-    """Return the density of light ``(3, …)``, which is given up."""
-    light += 1
-    np.divide((glass + 1).reshape(3, *[1] * (light.ndim - 1)), light, out=light)
-    np.maximum(light, 1, out=light)
+def _density(light: Float, glass: Float, weight: int = 1) -> Float:
+    """Return the density of light ``(3, …)``, which is given up; ``weight``: what it is to be divided by."""
+    brightest = np.log10((glass + 1) * weight).astype(np.float32)
+    light += weight
     # NumPy has the natural logarithm for many numbers at a time, the common one only on some processors.
     np.log(light, out=light)
-    light *= _COMMON_LOG
+    light *= -_COMMON_LOG
+    light += brightest.reshape(3, *[1] * (light.ndim - 1))
+    np.maximum(light, 0, out=light)
     return light

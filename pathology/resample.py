@@ -74,6 +74,8 @@ def resample(source: Planes, rows: Taps, columns: Taps) -> Planes:
     """Return ``(c, h, w)`` uint8 from the pixels of ``source_box(rows, columns)``, ``(c, y, x)`` uint8."""
     if rows.whole == columns.whole == 1:
         return np.ascontiguousarray(source)
+    if rows.whole == columns.whole == 2:
+        return mean_of_2x2(source)
     if rows.whole and columns.whole:
         return _mean_of_whole(source, rows.whole, columns.whole)
     out: Planes = np.empty((source.shape[0], rows.index.shape[1], columns.index.shape[1]), np.uint8)

@@ -1,72 +1,69 @@
-"""Gaussian smoothing of some rows of a picture, a border that repeats or reflects: plain sums of shifted rows.
+"""Smoothing of some rows of a picture by a binomial bell: sums of neighbouring lines, again and again.
 
-The same weights as SciPy's, in float32 and symmetric pairs; with rows that stay in the processor's cache it takes a
-third of the time.
+```
+pairs 1     1 2 1              each pair is two sums of neighbours, of lines first and of columns then; its variance
+pairs 2     1 4 6 4 1          is half a pixel squared, and variances add: the bell is as wide as a Gaussian of the
+pairs 3     1 6 15 20 15 6 1   nearest variance, and nearly of its shape
+```
+
+A picture of bytes summed twice over fits 16 bits: nothing is rounded, and a pixel takes a fifteenth of the time of a
+Gaussian in floats.
 """
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 Float = npt.NDArray[np.float32]
+Sums = npt.NDArray[np.uint16] | Float
 
-_TRUNCATED = 4.0
+_EXACT_PAIRS = 2
+"""Up to here the sums of bytes, sixteen-fold for each pair, fit 16 bits."""
 
 
-def smoothed(
-    plane: npt.NDArray[Any], rows: slice, sigma_px: float, border: Literal["edge", "symmetric"] = "edge"
-) -> Float:
-    """Return rows of a smoothed plane, ``(rows, w)`` float32, new.
+def smoothed(plane: npt.NDArray[Any], rows: slice, sigma_px: float) -> tuple[Sums, int]:
+    """Return rows of a smoothed plane, ``(rows, w)``, new, and what they are to be divided by.
+
+    Beyond the border lies the border's pixel again and again.
 
     Args:
         plane: ``(h, w)`` of numbers.
         rows: Which rows; of the others as many are looked at as the smoothing sees.
-        sigma_px: Standard deviation; 0 for none.
-        border: What lies beyond the border: its pixels again and again, or the plane mirrored.
+        sigma_px: Standard deviation; its square is rounded to halves. 0 for none.
     """
-    weights = _weights(sigma_px)
-    reach = len(weights) - 1
-    if reach == 0:
-        return plane[rows].astype(np.float32)
-    first, end = rows.start - reach, rows.stop + reach
+    pairs = pairs_of(sigma_px)
+    exact = plane.dtype == np.uint8 and pairs <= _EXACT_PAIRS
+    if pairs == 0:
+        return plane[rows].astype(np.float32), 1
+    first, end = rows.start - pairs, rows.stop + pairs
     if first >= 0 and end <= len(plane):
         lines = plane[first:end]
     else:
-        lines = plane[np.pad(np.arange(len(plane)), reach, mode=border)[first + reach : end + reach]]
-    down = _weighted(lines.astype(np.float32), weights)
-    wide = edged(down, reach, 1) if border == "edge" else np.pad(down, ((0, 0), (reach, reach)), mode=border)
-    return _weighted(wide.T, weights).T
+        lines = plane[np.clip(np.arange(first, end), 0, len(plane) - 1)]
+    down = _summed(lines.astype(np.uint16 if exact else np.float32), pairs)
+    across = _summed(edged(down, pairs, 1).T, pairs).T
+    return across, 16**pairs if exact else 1
 
 
-def edged(values: Float, reach: int, axis: int) -> Float:
+def pairs_of(sigma_px: float) -> int:
+    """Return the pairs of sums whose bell is about as wide as a Gaussian of this standard deviation."""
+    return round(2 * sigma_px**2)
+
+
+def edged(values: npt.NDArray[Any], reach: int, axis: int) -> npt.NDArray[Any]:
     """Return ``(h, w)`` values with the first and the last line of an axis repeated ``reach`` times."""
     first, last = values.take([0] * reach, axis), values.take([-1] * reach, axis)
     return np.concatenate((first, values, last), axis)
 
 
-def _weighted(lines: Float, weights: Float) -> Float:
-    """Return sums of neighbouring lines; as many fewer as the weights reach on both sides."""
-    reach = len(weights) - 1
-    middle = len(lines) - 2 * reach
-    total = lines[reach : reach + middle] * weights[0]
-    pair = np.empty_like(total)
-    for k in range(1, reach + 1):
-        np.add(lines[reach - k : reach - k + middle], lines[reach + k : reach + k + middle], out=pair)
-        pair *= weights[k]
-        total += pair
-    return total
-
-
-@cache
-def _weights(sigma_px: float) -> Float:
-    """Return the weights of a line and of its neighbours on either side."""
-    if sigma_px <= 0:
-        return np.ones(1, np.float32)
-    distance = np.arange(int(_TRUNCATED * sigma_px + 0.5) + 1)
-    bell = np.exp(-0.5 * (distance / sigma_px) ** 2)
-    result: Float = (bell / (2 * bell.sum() - 1)).astype(np.float32)
-    return result
+def _summed(lines: Any, pairs: int) -> Any:
+    """Return sums of neighbouring lines; of floats means, which do not grow."""
+    for _ in range(pairs):
+        once = lines[1:] + lines[:-1]
+        lines = once[1:] + once[:-1]
+        if lines.dtype != np.uint16:
+            lines *= np.float32(0.25)
+    return lines

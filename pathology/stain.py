@@ -55,7 +55,7 @@ def estimate_stains(pixels: npt.NDArray[np.uint8], glass: Float) -> StainVectors
     """
     # By channels: NumPy is quick along what lies together, and slow along threes.
     density = np.log((glass[:, None] + 1) / (pixels.T.astype(np.float32) + 1))
-    density = density[:, density.min(0) > LEAST_DENSITY]
+    density = density.take(np.flatnonzero(density.min(0) > LEAST_DENSITY), axis=1)
     if density.shape[1] < _FEWEST_PX:
         return None
     _, vectors = np.linalg.eigh(np.cov(density, dtype=np.float64))
@@ -113,4 +113,4 @@ class StainSample:
         rows = (np.arange(self._pixels.shape[1]) * self._step * tissue.shape[0] // max(1, self.height_px)).astype(int)
         columns = (np.arange(self._pixels.shape[2]) * self._step * tissue.shape[1] // max(1, self.width_px)).astype(int)
         inside = tissue[np.minimum(rows, tissue.shape[0] - 1)][:, np.minimum(columns, tissue.shape[1] - 1)]
-        return estimate_stains(self._pixels[:, inside].T, glass)
+        return estimate_stains(self._pixels.reshape(3, -1).take(np.flatnonzero(inside), axis=1).T, glass)
