@@ -2,9 +2,9 @@
 
 python -m workflows.benchmarks.store SLIDE.svs [--runs 3]
 
-Others are compared with where they are installed: ``pip install -e .[test,rivals]``. All that is written is synced. Every
-line is a median. ``ratio`` is the rival's seconds for a megapixel over ours, by the clock and by processor time: on a
-machine that others use, too, the second is the steadier one.
+Others are compared with where they are installed: ``pip install -e .[test,rivals]``. All that is written is synced.
+Every line is a median. ``ratio`` is the rival's seconds for a megapixel over ours, by the clock and by processor time:
+on a machine that others use, too, the second is the steadier one.
 """
 
 from __future__ import annotations
