@@ -76,7 +76,7 @@ class TissueMasks:
 def find_tissue(image: Planes, mpp_um: float, parameters: TissueParameters | None = None) -> TissueMasks:
     """Find the tissue and the pen marks of a slide.
 
-    Memory: about 8 bytes a pixel besides the image.
+    Memory: about 11 bytes a pixel besides the image, and strips of half a million pixels as floats.
 
     Args:
         image: ``(3, h, w)`` uint8, the whole slide at a low resolution.
