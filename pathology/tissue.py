@@ -135,9 +135,9 @@ class _Seen:
             colour: Float = density.max(0) - density.min(0)
             marks = (colour > 0.2 * mean).view(np.uint8) * np.uint8(_COLOURED)
             dark = np.flatnonzero(mean > PALEST_INK)
-            found = ink(density.reshape(3, -1)[:, dark], mean.reshape(-1)[dark], colour.reshape(-1)[dark])
-            for mark, where in zip((_CORE, _THIN, _FAINT), found, strict=True):
-                marks.reshape(-1)[dark] |= where.view(np.uint8) * np.uint8(mark)
+            core, thin, faint = ink(density.reshape(3, -1).take(dark, axis=1), mean.take(dark), colour.take(dark))
+            bits = np.uint8(_CORE) * core | np.uint8(_THIN) * thin | np.uint8(_FAINT) * faint
+            marks.reshape(-1)[dark] |= bits
             seen.marks[rows] = marks
             seen.density[rows], seen.colour[rows] = _levels(mean), _levels(colour)
 
