@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hyfi_core.comm.base import Communicator, Message, Pending
+from hyfi_core.comm.base import Communicator, Message, Pending, ReduceOp
 
 
 @dataclass
@@ -18,8 +18,8 @@ class Latency:
     """How late messages are, and what that cost one rank.
 
     Attributes:
-        seconds: for which a message of an exchange is under way at least.
-        injected_s: latency of all exchanges that this rank has waited for, together.
+        seconds: for which a message is under way at least.
+        injected_s: latency of everything late that this rank has waited for, together.
         visible_s: how much of it the rank spent waiting, with nothing left to wait for but the latency.
     """
 
@@ -47,11 +47,13 @@ class DelayedCommunicator:
     Args:
         comm: what carries the messages.
         latency: how late they are; shared with all groups that are split off.
+        reductions: whether sums over ranks are as late, counted from when this rank gave its share.
     """
 
-    def __init__(self, comm: Communicator, latency: Latency) -> None:
+    def __init__(self, comm: Communicator, latency: Latency, reductions: bool = False) -> None:
         self._comm = comm
         self._latency = latency
+        self._reductions = reductions
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Start sends and receives, with stamps behind them."""
@@ -64,10 +66,23 @@ class DelayedCommunicator:
         )
         return _Late(self._latency, pending, boxes)
 
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
+        """Reduce, and take as long as is asked for."""
+        if self._reductions:
+            self.start_all_reduce(tensor, op).wait()
+        else:
+            self._comm.all_reduce(tensor, op)
+
+    def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
+        """Start a reduction."""
+        stamps = [torch.tensor([perf_counter()], dtype=torch.float64)] if self._reductions else []
+        pending = self._comm.start_all_reduce(tensor, op)
+        return _Late(self._latency, pending, stamps) if stamps else pending
+
     def split(self, color: int | None, key: int = 0) -> DelayedCommunicator | None:
         """Return the group of all ranks that gave the same color; its messages are as late."""
         group = self._comm.split(color, key)
-        return None if group is None else DelayedCommunicator(group, self._latency)
+        return None if group is None else DelayedCommunicator(group, self._latency, self._reductions)
 
     def __getattr__(self, name: str) -> Any:
         """Everything else is passed on."""

@@ -14,14 +14,13 @@ import copy
 import json
 import statistics
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 import hyfi_core
-from hyfi_core.comm.base import Message
+from hyfi_core.comm.delayed import DelayedCommunicator, Latency
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.models import amoebanet, resnet
 
@@ -47,7 +46,7 @@ def compare(name: str, size: int, delay_s: float, fused_halo: int | str, rounds:
     models = [[copy.deepcopy(model) for _ in range(2)] for _ in range(2)]
 
     def body(comm: Any) -> tuple[dict[str, list[float]], dict[str, int]]:
-        slow = Delayed(comm, delay_s)
+        slow = DelayedCommunicator(comm, Latency(delay_s), reductions=True)
         sides = {
             side: _step(models[at][comm.rank], size, halo, slow)
             for at, (side, halo) in enumerate({"plain": 1, "fused": fused_halo}.items())
@@ -83,53 +82,6 @@ def _step(model: nn.Module, size: int, fused_halo: Any, comm: Any) -> tuple[Any,
     engine = hyfi_core.parallelize(model, shape, plan, comm)
     images, labels = torch.randn(shape, generator=torch.Generator().manual_seed(1)), torch.tensor([1])
     return lambda: engine.accumulate(images, labels), engine
-
-
-class Delayed:
-    """A communicator whose messages arrive late; those of one exchange are under way together."""
-
-    def __init__(self, comm: Any, delay_s: float) -> None:
-        self._comm = comm
-        self._delay_s = delay_s
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._comm, name)
-
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Any:
-        """Start an exchange that is finished no sooner than the delay allows."""
-        pending = self._comm.exchange(sends, receives)
-        return _Late(pending, self._delay_s) if receives else pending
-
-    def all_reduce(self, tensor: torch.Tensor, op: Any = "sum") -> None:
-        """Reduce, and take at least the delay."""
-        begun = time.perf_counter()
-        self._comm.all_reduce(tensor, op)
-        _sleep_until(begun + self._delay_s)
-
-    def split(self, color: int | None, key: int = 0) -> Any:
-        """Return a group with the same delay."""
-        group = self._comm.split(color, key)
-        return None if group is None else Delayed(group, self._delay_s)
-
-
-class _Late:
-    def __init__(self, pending: Any, delay_s: float) -> None:
-        self._pending = pending
-        self._arrives = time.perf_counter() + delay_s
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._pending, name)
-
-    def test(self) -> bool:
-        return time.perf_counter() >= self._arrives and self._pending.test()
-
-    def wait(self) -> None:
-        _sleep_until(self._arrives)
-        self._pending.wait()
-
-
-def _sleep_until(moment: float) -> None:
-    time.sleep(max(0.0, moment - time.perf_counter()))
 
 
 if __name__ == "__main__":

@@ -6,12 +6,12 @@ Two ranks, one thread each, ResNet-18, batch 1, float32, channels-last. Each mes
 was sent; that is less than what a convolution takes on a rank's own part. Prints a JSON line for forward (a prediction)
 and one for the whole training step:
 
-    hidden           of the injected latency, what no rank sat out (pools are not overlapped: theirs is seen)
+    hidden           of the injected latency, what no rank sat out
     left_in_step     by how much latency makes the step longer, over all injected latency
 
 each with overlap and without. Both ask for a quiet machine: ranks that fight for cores wait for each other, and latency
-passes meanwhile. On a busy one let the convolutions of own parts take ``--resting-ms`` longer, asleep (twice that
-backward), with a small ``--size``.
+passes meanwhile. On a busy one let the convolutions of own parts take ``--resting-ms`` longer, asleep (backward
+for the map and for the weight), with a small ``--size``.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Resting(Convolution):
         time.sleep(self.seconds if tensor.shape[3] > 1 else 0.0)
         return super()._convolve(tensor, *rest)
 
-    def _differentiate(self, dy: torch.Tensor, tensor: torch.Tensor, *rest: Any) -> Any:
-        time.sleep(2 * self.seconds if tensor.shape[3] > 1 else 0.0)
-        return super()._differentiate(dy, tensor, *rest)
+    def _differentiate(self, back: Any, mask: Any) -> Any:
+        time.sleep(sum(mask[:2]) * self.seconds if back.saved.seen.shape[3] > 1 else 0.0)
+        return super()._differentiate(back, mask)
 
 
 def main() -> None:

@@ -36,6 +36,10 @@ class _Link:
     def __init__(self, pending: Pending, done_s: float) -> None:
         self._pending, self._done_s = pending, done_s
 
+    @property
+    def needs_polls(self) -> bool:
+        return self._pending.needs_polls
+
     def test(self) -> bool:
         return time.perf_counter() >= self._done_s and self._pending.test()
 
