@@ -8,6 +8,7 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
+from data.cores import usable_cores
 from hyfi_core.errors import RequestError
 
 WORKER_BYTES = 1_000_000_000
@@ -31,11 +32,6 @@ def parse_bytes(text: str) -> int:
     return int(float(found[1]) * base ** " kmgt".index(found[2] or " "))
 
 
-def default_workers() -> int:
-    """Return the cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def worker_count(asked: int, memory_bytes: int | None) -> int:
     """Return how many workers there are to be.
 
@@ -46,7 +42,7 @@ def worker_count(asked: int, memory_bytes: int | None) -> int:
     Raises:
         RequestError: The memory is too small for one.
     """
-    workers = asked or default_workers()
+    workers = asked or usable_cores()
     if memory_bytes is not None and memory_bytes < WORKER_BYTES:
         raise RequestError(
             f"--memory {memory_bytes / 1e9:.2g} GB: one worker needs up to {WORKER_BYTES / 1e9:g} GB; give more"

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from data.children import die_with_parent
+from data.cores import usable_cores
 from data.files import remove_leftovers
 from data.manifest import FAILED, SlideRecord
 from data.store import slide_path
 from pathology.claims import is_held, remove_ended
 from pathology.discover import SlideJob, user_columns
 from pathology.ingest_options import IngestOptions
-from pathology.memory import default_workers, return_what_is_freed
+from pathology.memory import return_what_is_freed
 from pathology.slide_work import CLAIMS, Outcome, do_job
 from pathology.source_threads import set_decode_threads
 
@@ -128,7 +129,7 @@ class SlidePool:
     @property
     def _threads(self) -> int:
         """Threads for each worker: all together, as many as there are cores."""
-        return max(1, default_workers() // self.workers)
+        return max(1, usable_cores() // self.workers)
 
     def _alone(self, number: int) -> Outcome | None:
         """Ingest one slide in a process of its own."""

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+from data.cores import usable_cores
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -19,7 +21,11 @@ _in_pool = threading.local()
 
 
 def set_decode_threads(count: int) -> None:
-    """Say how many threads this process, and those forked from it, decode with; workers share the cores."""
+    """Say how many threads this process, and those forked from it, decode with; workers share the cores.
+
+    Raises:
+        ValueError: The count is below one.
+    """
     global _threads, _pool
     if count < 1:
         raise ValueError(f"{count} threads cannot decode; 1 or more are needed")
@@ -31,7 +37,7 @@ def set_decode_threads(count: int) -> None:
 
 def decode_threads() -> int:
     """Return the number of threads: as set, else one for each core that this process may use, at most eight."""
-    return _threads or min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+    return _threads or min(_MOST_THREADS, usable_cores())
 
 
 def run_in_pool(call: Callable[[T], R], parts: Iterable[T]) -> list[R]:

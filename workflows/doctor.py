@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from data.cores import usable_cores
 from workflows.console import emit_json, say
 
 PROBE_SECONDS = 120
@@ -178,7 +179,7 @@ def _threads() -> str:
     ranks = ", ".join(
         f"{name}={value}" for name, value in (RANK_SETTINGS | os.environ).items() if name in RANK_SETTINGS
     )
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     return f"{cores} cores for this process; {settings}; ranks get {ranks}; kernel's huge pages: {_huge_pages()}"
 
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from types import FrameType
 
 from data.children import die_with_parent
+from data.cores import usable_cores
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.launch import inside_launcher
 from workflows import mpiexec
@@ -82,8 +83,7 @@ def launch_program(program: Sequence[str], ranks: int) -> int:
 
 def _environment(ranks: int) -> dict[str, str]:
     """Return the ranks' environment: cores are shared out, unless the user has said how."""
-    cores = len(os.sched_getaffinity(0))
-    return {"OMP_NUM_THREADS": str(max(1, cores // ranks))} | RANK_SETTINGS | os.environ
+    return {"OMP_NUM_THREADS": str(max(1, usable_cores() // ranks))} | RANK_SETTINGS | os.environ
 
 
 class _Watch:
