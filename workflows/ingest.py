@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from hyfi_core.errors import RequestError
 from workflows import console
-from workflows.paths import require_writable
+from workflows.paths import require_folder, require_writable
 
 if TYPE_CHECKING:
     from data.manifest import SlideRecord
@@ -47,7 +44,7 @@ def run(
 
     Raises:
         RequestError: A path, a value or the store is wrong; nothing was written.
-        KeyboardInterrupt: Stopped by SIGINT, SIGTERM or SIGUSR1; the same command goes on.
+        KeyboardInterrupt: Stopped by SIGINT, or by what `workflows.cli` answers like it; the same command goes on.
     """
     from pathology.ingest import IngestOptions, Request, ingest, make_plan
     from pathology.memory import parse_bytes, worker_count
@@ -73,7 +70,7 @@ def run(
     if dry_run:
         return _dry_run(plan, request, processes, as_json)
     _refuse_too_little_room(plan, request)
-    with _stop_on_signals(), console.progress(len(plan.jobs), "ingest") as bar:
+    with console.progress(len(plan.jobs), "ingest") as bar:
         shown = _Shown(bar, Pace(plan.jobs))
         report = ingest(
             request, workers=processes, memory_bytes=memory_bytes, finished=shown.finished, told=shown.told, plan=plan
@@ -111,8 +108,7 @@ def _check_cache(cache: Path | None) -> None:
     """Refuse a folder for copies that takes none, before every slide is said to be unreadable for it."""
     if cache is None:
         return
-    if cache.exists() and not cache.is_dir():
-        raise RequestError(f"--cache {cache}: is a file; name a folder on a local disk")
+    require_folder(cache, "--cache, on a local disk")
     require_writable(cache)
 
 
@@ -194,18 +190,3 @@ def _dry_run(plan: Plan, request: Request, workers: int, as_json: bool) -> int:
             {"dry_run": True, "slides": total.slides, "refused": told, "skipped": list(plan.finished), **numbers}
         )
     return 1 if refused else 0
-
-
-@contextmanager
-def _stop_on_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGUSR1 stop the work like Ctrl-C, so that workers end and claims are given back."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

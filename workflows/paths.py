@@ -28,3 +28,17 @@ def require_writable(target: Path) -> None:
             f"{target}: cannot be written: the folder {folder.absolute()} takes no files ({reason}); "
             "choose another path"
         ) from None
+
+
+def require_folder(target: Path, purpose: str) -> None:
+    """Check that ``target`` is a folder or can become one.
+
+    Args:
+        target: what was given.
+        purpose: what the folder is for, as said to the user.
+
+    Raises:
+        RequestError: it is a file.
+    """
+    if target.exists() and not target.is_dir():
+        raise RequestError(f"{target} is a file; name a folder for {purpose}")

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 
-from hyfi_core.errors import RequestError
 from workflows import console
+from workflows.paths import require_folder
 
 
 def run(out: Path, slides: int, size_px: int, seed: int, pen: bool, blur: bool, as_json: bool) -> int:
     """Draw ``slides`` slides of ``size_px`` pixels into ``out`` and write ``manifest.csv`` there; returns 0.
 
     Raises:
-        RequestError: the numbers cannot be drawn, or ``out`` cannot be written.
+        RequestError: the numbers cannot be drawn, or ``out`` is a file.
     """
+    from data.cores import usable_cores
     from pathology.synthetic.archive import make_archive, plan_archive
 
     planned = plan_archive(slides, size_px, seed, pen=pen, blur=blur)
-    _check_folder(out)
+    require_folder(out, "the slides")
     with console.progress(len(planned), "drawing slides") as progress:
         manifest = make_archive(
             planned,
             out,
-            workers=min(8, _cores()),
+            workers=min(8, usable_cores()),
             done=lambda path: progress.advance(1, path.name),
         )
     cases = len({slide.spec.case for slide in planned})
@@ -34,19 +33,3 @@ def run(out: Path, slides: int, size_px: int, seed: int, pen: bool, blur: bool, 
             {"manifest": str(manifest), "slides": len(planned), "cases": cases, "size_px": size_px, "seed": seed}
         )
     return 0
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _check_folder(out: Path) -> None:
-    """Raise RequestError unless files can be created in ``out``, or it can be made; leaves nothing behind."""
-    if out.exists() and not out.is_dir():
-        raise RequestError(f"{out} is a file; name a folder for the slides")
-    parent = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
-    try:
-        with tempfile.TemporaryFile(dir=parent):
-            pass
-    except OSError as error:
-        raise RequestError(f"cannot write to {parent} ({error.strerror}); name a folder that you may write") from error
