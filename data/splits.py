@@ -11,20 +11,17 @@ from hyfi_core.errors import RequestError
 SPLITS = ("train", "val", "test")
 
 
-def load_splits(
-    path: Path, rows: Iterable[Mapping[str, str]] = (), *, column: str = "split", fold: int | None = None
-) -> dict[str, str]:
-    """Read the split of each slide from a CSV with ``slide_id`` or ``case_id`` and a column of splits or folds.
+def load_splits(path: Path, rows: Iterable[Mapping[str, str]] = (), *, column: str = "split") -> dict[str, str]:
+    """Read the split of each slide from a CSV with ``slide_id`` or ``case_id`` and a column of splits.
 
-    The column holds ``train``, ``val`` or ``test`` (empty: the slide is not used), or whole numbers, which are folds:
-    then ``fold`` is ``val`` and the others are ``train``. Any CSV will do, labels and the store's manifest too.
+    The column holds ``train``, ``val`` or ``test`` (empty: the slide is not used). Any CSV will do, labels and the
+    store's manifest too.
 
     Args:
         path: the file.
         rows: slides as mappings with ``slide_id`` and ``case_id`` (a manifest's rows, :func:`data.labels.with_cases`):
             they give slides to cases where the file is keyed by case, and the cases of slides where it is by slide.
         column: the column to read.
-        fold: the fold that validates; turns ``column="split"`` into ``fold`` where the file has only that.
 
     Returns:
         slide to ``train``, ``val`` or ``test``; slides that are not used are left out.
@@ -33,10 +30,8 @@ def load_splits(
         RequestError: file or column missing, another value, a case (or slide) in two splits.
     """
     table = read_table(path, "splits")
-    if fold is not None and column not in table.columns:
-        column = "fold"
-    table.require(column, "train, val or test: data.split_column")
-    named = _split_of_rows(table, column, fold)
+    table.require(column, "train, val or test: data.split_column, --split-column of hyfi validate")
+    named = _split_of_rows(table, column)
     known = [{"slide_id": row.get("slide_id", ""), "case_id": row.get("case_id", "")} for row in rows]
     return _slides_by_case(table, named, known) if table.key == "case_id" else _slides(table, named, known)
 
@@ -63,22 +58,20 @@ def check_cases(splits: Mapping[str, str], cases: Mapping[str, str], where: str 
             )
 
 
-def _split_of_rows(table: Table, column: str, fold: int | None) -> list[str]:
-    """Return the split of each row, folds translated; ``""`` where the row is not used."""
+def _split_of_rows(table: Table, column: str) -> list[str]:
+    """Return the split of each row; ``""`` where the row is not used."""
     values = [row[column].lower() for row in table.rows]
-    folds = sorted({int(value) for value in values if value.isdecimal()})
-    if folds and fold is None:
-        raise RequestError(f"{table.name}: {column!r} holds folds, not splits; which one validates? (0 to {folds[-1]})")
-    if fold is not None and fold not in folds:
-        raise RequestError(
-            f"{table.name}: no fold {fold} in {column!r}; it has: {', '.join(map(str, folds)) or 'none'}"
-        )
     for line, value in zip(table.lines, values, strict=True):
-        if value and value not in SPLITS and not value.isdecimal():
+        if value.isdecimal():
+            raise RequestError(
+                f"{table.name}, line {line}: {column!r} holds folds ({value}), not splits; name a column that says "
+                f"which one validates, such as split_{value} of those that `hyfi split --folds` writes"
+            )
+        if value and value not in SPLITS:
             raise RequestError(
                 f"{table.name}, line {line}: {column} is {value!r}; allowed: {', '.join(SPLITS)}, or empty"
             )
-    return [("val" if int(value) == fold else "train") if value.isdecimal() else value for value in values]
+    return values
 
 
 def _slides(table: Table, named: Sequence[str], known: Sequence[Mapping[str, str]]) -> dict[str, str]:

@@ -49,6 +49,10 @@ SlideMpp = Annotated[
     float | None, typer.Option("--slide-mpp", min=0.01, help="Microns per pixel of slides whose files do not say it.")
 ]
 
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on where a run stopped; what is finished is kept without it, too.")
+]
+
 
 @app.command()
 def doctor(as_json: Json = False) -> None:
@@ -59,6 +63,7 @@ def doctor(as_json: Json = False) -> None:
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option("--out", help="Folder for everything the demo makes.")] = Path("demo"),
+    resume: Resume = False,
     as_json: Json = False,
 ) -> None:
     """Do the whole job on a small synthetic archive: slides, store, training, prediction, report."""
@@ -73,6 +78,7 @@ def synth(
     seed: Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same slides.")] = 0,
     pen: Annotated[bool, typer.Option("--pen", help="Put pen marks on some.")] = False,
     blur: Annotated[bool, typer.Option("--blur", help="Put some out of focus in places.")] = False,
+    resume: Resume = False,
     as_json: Json = False,
 ) -> None:
     """Make synthetic H&E-like slides with labels and cases."""
@@ -116,9 +122,7 @@ def ingest(
         float, typer.Option("--max-bad", min=0.0, max=1.0, help="Share of unreadable tiles that a slide may have.")
     ] = 0.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; write nothing.")] = False,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on where a run stopped; an ingest does so without it, too.")
-    ] = False,
+    resume: Resume = False,
     as_json: Json = False,
 ) -> None:
     """Turn slides into a store. Safe to run again: finished slides are skipped."""
@@ -139,6 +143,7 @@ def ingest(
 @app.command()
 def verify(
     store: Annotated[Path, typer.Argument(metavar="STORE", help="A store, or a slide of a store.")],
+    resume: Resume = False,
     as_json: Json = False,
 ) -> None:
     """Re-check every digest, size and checksum of a store."""
@@ -150,6 +155,7 @@ def export(
     store: Annotated[Path, typer.Argument(metavar="STORE", help="A store, or a slide of a store.")],
     ngff: Annotated[str, typer.Option("--ngff", help="Version of OME-NGFF to write: 0.4.")],
     out: Annotated[Path, typer.Option("--out", help="Folder for the copies.")],
+    resume: Resume = False,
     as_json: Json = False,
 ) -> None:
     """Copy slides of a store for viewers that know only an older format."""
@@ -160,6 +166,7 @@ def export(
 def inspect(
     path: Annotated[Path, typer.Argument(metavar="STORE_OR_SLIDE", help="A store, a slide of a store, or a file.")],
     png: Annotated[Path | None, typer.Option("--png", help="Write a thumbnail with the tissue outline.")] = None,
+    resume: Resume = False,
     as_json: Json = False,
 ) -> None:
     """Show levels, microns per pixel, tissue share and provenance."""
@@ -174,6 +181,7 @@ def split(
     group: Annotated[str, typer.Option("--group", help="Column that is never in two splits.")] = "case_id",
     stratify: Annotated[str | None, typer.Option("--stratify", help="Column to balance over the splits.")] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same splits.")] = 0,
+    resume: Resume = False,
     as_json: Json = False,
 ) -> None:
     """Divide slides into train, val and test, or into folds; no case in two of them."""
@@ -201,13 +209,17 @@ def validate(
     labels: Annotated[Path | None, typer.Option("--labels", help="Labels; default: the store's manifest.")] = None,
     splits: Annotated[Path | None, typer.Option("--splits", help="Splits; default: a column of the labels.")] = None,
     split_name: Annotated[str, typer.Option("--split", help="Which split to judge.")] = "test",
+    split_column: Annotated[
+        str | None, typer.Option("--split-column", help="The column of splits; default: the one trained by.")
+    ] = None,
     ranks: Ranks = None,
     cells: Cells = None,
+    resume: Resume = False,
     as_json: Json = False,
 ) -> None:
     """Compute a checkpoint's metrics: the same numbers as during training."""
     paths = {"checkpoint": checkpoint, "store": store, "labels": labels, "splits": splits}
-    _run("validate", split=split_name, ranks=ranks, cells=cells, as_json=as_json, **paths)
+    _run("validate", split=split_name, split_column=split_column, ranks=ranks, cells=cells, as_json=as_json, **paths)
 
 
 @app.command()
@@ -225,6 +237,7 @@ def predict(
     ] = None,
     slide_mpp: SlideMpp = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Do finished slides again.")] = False,
+    resume: Resume = False,
     as_json: Json = False,
 ) -> None:
     """Predict slides: probabilities, heatmaps, overlays, annotations and reports."""

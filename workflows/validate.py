@@ -21,6 +21,7 @@ def run(
     ranks: int | None,
     as_json: bool,
     cells: str | None = None,
+    split_column: str | None = None,
 ) -> int:
     """Judge a checkpoint; ``ranks`` of them share each image in columns, or, with ``cells``, share the slides.
 
@@ -33,6 +34,7 @@ def run(
         ranks: processes; None: one.
         as_json: print the numbers as one JSON object.
         cells: "R,C": rows and columns in which a process looks at an image, one after the other; None: at once.
+        split_column: the column of splits; None: the one that the checkpoint was trained by.
 
     Returns:
         0.
@@ -47,9 +49,10 @@ def run(
         words = ["validate", str(checkpoint), "--store", str(store), "--split", split, *(["--json"] * as_json)]
         words += ["--labels", str(labels)] if labels else []
         words += ["--splits", str(splits)] if splits else []
+        words += ["--split-column", split_column] if split_column else []
         words += ["--cells", cells] if cells else []
         return launch(words, ranks)
-    return run_as_rank(lambda: validate_rank(checkpoint, store, labels, splits, split, as_json, grid))
+    return run_as_rank(lambda: validate_rank(checkpoint, store, labels, splits, split, as_json, grid, split_column))
 
 
 def validate_rank(
@@ -60,6 +63,7 @@ def validate_rank(
     split: str,
     as_json: bool,
     cells: tuple[int, int] | None = None,
+    split_column: str | None = None,
 ) -> int:
     """Do this rank's share and return the exit code."""
     import hyfi_core
@@ -70,7 +74,7 @@ def validate_rank(
 
     world = hyfi_core.init()
     loaded = together(world, lambda: load_checkpoint(checkpoint))
-    dataset = together(world, lambda: _dataset(loaded.model, store, labels, splits, split))
+    dataset = together(world, lambda: _dataset(loaded.model, store, labels, splits, split, split_column))
     apart = ParallelPlan(grids=((1, 1),), replicas=world.size)
     plan = ParallelPlan(grids=((1, world.size),)) if cells is None else apart
     judge = together(world, lambda: Judge.of(loaded.model, dataset, plan, world, cells))
@@ -86,7 +90,14 @@ def validate_rank(
     return 0
 
 
-def _dataset(model: Mapping[str, Any], store: Path, labels: Path | None, splits: Path | None, split: str) -> Any:
+def _dataset(
+    model: Mapping[str, Any],
+    store: Path,
+    labels: Path | None,
+    splits: Path | None,
+    split: str,
+    split_column: str | None,
+) -> Any:
     """Return the split's slides as the checkpoint's network sees them."""
     from data.dataset import select_slides
     from data.labels import load_labels
@@ -99,7 +110,8 @@ def _dataset(model: Mapping[str, Any], store: Path, labels: Path | None, splits:
     rows = StoreManifest.load(store)
     path = labels or store / "manifest.csv"
     known = load_labels(path, model.get("target", "label"), classes=model["class_names"])
-    slides = select_slides(rows, known, load_splits(splits or path, rows), split)
+    column = split_column or model.get("split_column", "split")
+    slides = select_slides(rows, known, load_splits(splits or path, rows, column=column), split)
     if not slides:
         raise RequestError(f"--split {split}: no slide of {store} is done, labelled in {path} and in {split!r}")
     return dataset_of(model, store, slides)

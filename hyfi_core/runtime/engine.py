@@ -33,6 +33,7 @@ from hyfi_core.runtime.statistics import FoldedStatistics, FollowingStatistics
 from hyfi_core.schedule.action import Action, Schedule
 from hyfi_core.schedule.generate import generate
 from hyfi_core.schedule.lower import lower
+from hyfi_core.schedule.simulate import validate
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -311,7 +312,9 @@ class Engine:
         edges = tuple(compiled.handovers)
         if edges not in self._schedules:
             bare = generate(self.plan, self._placement)
-            self._schedules[edges] = lower(bare, self._placement, edges, mirror=self.plan.mirror)
+            lowered = lower(bare, self._placement, edges, mirror=self.plan.mirror)
+            validate(lowered, self._placement, edges, mirror=self.plan.mirror)  # dry, before any rank can wait for ever
+            self._schedules[edges] = lowered
         return self._schedules[edges]
 
     def _actions(self, compiled: Compiled) -> tuple[Action, ...]:

@@ -32,11 +32,6 @@ def test_splits_by_case_reach_its_slides(tmp_path):
     assert load_splits(path, MANIFEST, column="part") == {"s1": "val", "s2": "val", "s3": "train"}
 
 
-def test_a_fold_validates(tmp_path):
-    path = write(tmp_path, "slide_id,fold\ns1,0\ns2,0\ns3,1\ns4,test\n")
-    assert load_splits(path, MANIFEST, fold=1) == {"s1": "train", "s2": "train", "s3": "val", "s4": "test"}
-
-
 @pytest.mark.parametrize(
     ("text", "options", "words"),
     [
@@ -50,8 +45,8 @@ def test_a_fold_validates(tmp_path):
         ("slide_id,split\ns3,train\ns3,test\n", {}, "slide s3 is in two splits: train and test"),
         ("slide_id,split\ns3,training\n", {}, "line 2: split is 'training'; allowed: train, val, test"),
         ("slide_id,part\ns3,train\n", {}, "no column 'split'.*slide_id, part"),
-        ("slide_id,split\ns3,0\ns4,1\n", {}, "holds folds.*0 to 1"),
-        ("slide_id,fold\ns3,0\ns4,1\n", {"fold": 2}, "no fold 2 in 'fold'; it has: 0, 1"),
+        ("slide_id,split\ns3,0\ns4,1\n", {}, "line 2: 'split' holds folds.*such as split_0"),
+        ("slide_id,split\ns3,train\n", {"column": "split_1"}, "no column 'split_1'.*--split-column"),
         ("slide_id,split\n,train\n", {}, "line 2: in train, but no slide"),
     ],
 )

@@ -16,13 +16,14 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
+from data.table import read_table
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.checkpoint import load_checkpoint
 from tests.workflows.archive import make_config, make_store
 from tests.workflows.runs import assert_same_run, in_this_process, losses, run_here, run_on, weights_of
-from workflows import validate
+from workflows import split, validate
 from workflows.config import load_config
 from workflows.models import build_model
 from workflows.training.best import merit
@@ -367,6 +368,24 @@ def test_a_checkpoint_is_worth_afterwards_what_it_was_worth(
     assert json.loads(capfd.readouterr().out.splitlines()[-1])["slides"] == 2
     with pytest.raises(RequestError, match="--split"):
         validate.validate_rank(checkpoint, store, None, None, "holdout", as_json=False)
+
+
+def test_validate_judges_by_the_column_of_splits_that_was_trained_by(
+    tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folds = tmp_path / "folds.csv"
+    assert split.run(store / "manifest.csv", folds, 2, "case_id", "label", 0) == 0
+    assert run_here(make_config(tmp_path, store, data={"splits": str(folds), "split_column": "split_1"})) == 0
+    checkpoint = tmp_path / "run" / "checkpoints" / "latest"
+    recorded = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "validation"][-1]
+    capfd.readouterr()
+    assert validate.run(checkpoint, store, None, folds, "val", None, as_json=True) == 0
+    assert json.loads(capfd.readouterr().out.splitlines()[-1])["auroc"] == recorded["auroc"]
+    assert validate.run(checkpoint, store, None, folds, "val", None, as_json=True, split_column="split_0") == 0
+    trained_on = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert trained_on["slides"] + recorded["slides"] == len(read_table(folds, "splits").rows)
+    with pytest.raises(RequestError, match=r"no column 'split_7'.*--split-column"):
+        validate.validate_rank(checkpoint, store, None, folds, "val", as_json=False, split_column="split_7")
 
 
 def test_what_is_written_is_yaml_that_loads(tmp_path: Path, store: Path) -> None:

@@ -138,6 +138,7 @@ class Job:
             "class_names": list(self.classes),
             "class_weights": list(self.class_weights),
             "target": data.target,
+            "split_column": data.split_column,
             "task": data.task,
             "mpp": data.mpp,
             "size_px": list(data.size_px),
