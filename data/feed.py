@@ -82,11 +82,6 @@ class Share:
     parts: tuple[Part, ...]
     turns: tuple[int, int]
 
-    @property
-    def turn_bytes(self) -> int:
-        """Bytes of one turn's images."""
-        return sum((part.stop - part.first) * part_bytes(part.box) for part in self.parts)
-
 
 class InlineFeed:
     """Reads the samples where it trains, when asked: the baseline, and the measure for all others.

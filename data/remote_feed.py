@@ -34,8 +34,8 @@ CONTROL_TAG, PIXELS_TAG, REPORT_TAG = 101, 102, 103
 class RemoteFeed:
     """Receives this trainer's parts of each image from loader ranks, ``prefetch`` turns ahead.
 
-    The replica's sample ``i`` comes from loader ``i % len(loaders)``. Memory: ``(prefetch + 1) × share.turn_bytes``,
-    allocated once (pinned where the device is a GPU), and on a GPU one turn more there.
+    The replica's sample ``i`` comes from loader ``i % len(loaders)``. Memory: its parts of ``prefetch + 1``
+    turns, allocated once (pinned where the device is a GPU), and on a GPU one turn more there.
 
     Args:
         comm: the world.
@@ -71,11 +71,6 @@ class RemoteFeed:
         of = len(self._loaders)
         self._tell({loader: {**hello, "every": [place, of]} for place, loader in enumerate(self._loaders)})
         self._ask_ahead()
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Host memory that this feed holds: all of it, all the time."""
-        return sum(buffer.numel() for slot in self._slots for buffer in slot.buffers)
 
     def batch(self, turn: int) -> Pixels:
         """Wait for the images of a turn; those of the turn before are overwritten from now on."""

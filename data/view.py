@@ -80,21 +80,9 @@ class View:
             if not (shown := self.pieces[i].target.intersect(box)).empty
         )
 
-    def to_image(self, box: Box) -> tuple[Piece, ...]:
-        """Return where ``box`` (slide pixels) appears in the image; what is not in any piece does not."""
-        return tuple(
-            Piece(seen, seen.shift(-self.pieces[i].offset[0], -self.pieces[i].offset[1]))
-            for i in self._over(self._sources, box)
-            if not (seen := self.pieces[i].source.intersect(box)).empty
-        )
-
     @cached_property
     def _targets(self) -> NDArray[np.int64]:
         return _ends([piece.target for piece in self.pieces])
-
-    @cached_property
-    def _sources(self) -> NDArray[np.int64]:
-        return _ends([piece.source for piece in self.pieces])
 
     @staticmethod
     def _over(ends: NDArray[np.int64], box: Box) -> list[int]:

@@ -88,11 +88,6 @@ class LevelReader:
         return len(self._bad)
 
     @property
-    def bad_boxes(self) -> tuple[Box, ...]:
-        """Where they are, in pixels of the source's level."""
-        return tuple(sorted(self._bad))
-
-    @property
     def tiles(self) -> int:
         """How many tiles the level has."""
         return self._level.tiles

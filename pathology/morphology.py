@@ -22,11 +22,6 @@ def dilated(mask: Mask, radius_px: int) -> Mask:
     return _in_bands(mask, radius_px, lambda window: _grown(window, radius_px))
 
 
-def eroded(mask: Mask, radius_px: int) -> Mask:
-    """Return ``(h, w)`` bool: no pixel within ``radius_px`` is outside ``mask``; beyond the border all is inside."""
-    return _in_bands(mask, radius_px, lambda window: _shrunk(window, radius_px))
-
-
 def closed(mask: Mask, radius_px: int) -> Mask:
     """Return the mask with gaps up to twice ``radius_px`` bridged; beyond the border nothing is set."""
     height, width = mask.shape
@@ -42,7 +37,7 @@ def closed(mask: Mask, radius_px: int) -> Mask:
 
 
 def opened(mask: Mask, radius_px: int) -> Mask:
-    """Return the mask without what is narrower than about twice ``radius_px``."""
+    """Return the mask without what is narrower than about twice ``radius_px``; beyond the border all is set."""
     return _in_bands(mask, 2 * radius_px, lambda window: _grown(_shrunk(window, radius_px), radius_px))
 
 

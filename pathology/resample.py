@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hyfi_core.plan.box import Box
 from pathology.halving import mean_of_2x2
 
 Planes = npt.NDArray[np.uint8]
@@ -65,13 +64,8 @@ def make_taps(start: int, stop: int, ratio: float, source_px: int) -> Taps:
     return Taps(first, end, index - first, (covered / covered.sum(0)).astype(np.float32), whole)
 
 
-def source_box(rows: Taps, columns: Taps) -> Box:
-    """Return the source pixels that two sets of taps read."""
-    return Box(rows.first, rows.end, columns.first, columns.end)
-
-
 def resample(source: Planes, rows: Taps, columns: Taps) -> Planes:
-    """Return ``(c, h, w)`` uint8 from the pixels of ``source_box(rows, columns)``, ``(c, y, x)`` uint8."""
+    """Return ``(c, h, w)`` uint8 from the pixels ``[first, end)`` of both taps, ``(c, y, x)`` uint8."""
     if rows.whole == columns.whole == 1:
         return np.ascontiguousarray(source)
     if rows.whole == columns.whole == 2:

@@ -117,7 +117,7 @@ def damaged(path: Path, *indices: int) -> Path:
     return path
 
 
-def test_bad_tiles_are_counted_once_with_their_place_and_the_rest_is_read(make_slide: MakeSlide) -> None:
+def test_bad_tiles_are_counted_once_and_white_and_the_rest_is_read(make_slide: MakeSlide) -> None:
     good = open_source(make_slide("good.tiff", compression="jpeg"))
     source = open_source(damaged(make_slide("bad.tiff", compression="jpeg"), 1, 6))
     choice = choose_level(source, (0.5, 0.5), 0.74)
@@ -129,8 +129,7 @@ def test_bad_tiles_are_counted_once_with_their_place_and_the_rest_is_read(make_s
     reader = LevelReader(source, choice, 0.2)
     found = [reader.read(whole), reader.read(whole)][1]
     assert (reader.bad_tiles, reader.tiles) == (2, 12)
-    assert reader.bad_boxes == (Box(0, 256, 256, 512), Box(256, 512, 512, 768))
     expected = good.read(Box.of_size(700, 900), 0).copy()
-    for box in reader.bad_boxes:
+    for box in (Box(0, 256, 256, 512), Box(256, 512, 512, 768)):
         expected[box.slices()] = 255
     assert np.array_equal(found, at_once(expected, 0.74 / 0.5, whole))
