@@ -375,7 +375,8 @@ def test_validate_judges_by_the_column_of_splits_that_was_trained_by(
 ) -> None:
     folds = tmp_path / "folds.csv"
     assert split.run(store / "manifest.csv", folds, 2, "case_id", "label", 0) == 0
-    assert run_here(make_config(tmp_path, store, data={"splits": str(folds), "split_column": "split_1"})) == 0
+    config = make_config(tmp_path, store, data={"splits": str(folds), "split_column": "split_1"}, run={"steps": 2})
+    assert run_here(config) == 0
     checkpoint = tmp_path / "run" / "checkpoints" / "latest"
     recorded = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "validation"][-1]
     capfd.readouterr()
