@@ -37,11 +37,17 @@ class Section(BaseModel):
 class AugmentConfig(Section):
     """How training images are varied; each is a function of (seed, epoch, slide) alone."""
 
-    flips: bool = Field(True, description="true or false: mirror and turn by 90 degrees")
-    stain: Share = Field(
-        0.1, description="a number from 0 to 1: spread of the haematoxylin and eosin amounts; 0 turns it off"
+    flips: bool = Field(
+        True, description="true or false: mirror, and turn by quarters (by halves where the image is not square)"
     )
-    colour: Share = Field(0.05, description="a number from 0 to 1: spread of brightness and contrast; 0 turns it off")
+    stain: Share = Field(
+        0.1,
+        description="a number from 0 to 1: spread of the haematoxylin and eosin amounts, factors in 1 ± this; 0 turns"
+        " it off",
+    )
+    colour: Share = Field(
+        0.05, description="a number from 0 to 1: spread of brightness and contrast, factors in 1 ± this; 0 turns it off"
+    )
 
 
 def _augment(value: Any) -> Any:
@@ -53,41 +59,88 @@ def _augment(value: Any) -> Any:
 class DataConfig(Section):
     """Which slides, which labels, and how one training image is made of a slide."""
 
-    store: UserPath = Field(description="the folder that `hyfi ingest --out` wrote")
+    store: UserPath = Field(description="a folder: the one that `hyfi ingest --out` wrote")
     labels: UserPath | None = Field(
-        None, description="a CSV keyed by slide_id or case_id; left out: the store's own manifest.csv"
+        None,
+        description="a CSV file: the class of each slide, by slide_id or case_id; left out: the store's own "
+        "manifest.csv",
     )
-    target: str = Field("label", min_length=1, description="the column of the labels that holds the class")
-    task: Literal["multiclass"] = Field("multiclass", description="multiclass")
-    splits: UserPath | None = Field(None, description="a CSV of `hyfi split`; left out: a column of the labels")
-    split_column: str = Field("split", min_length=1, description="the column that says train, val or test")
-    size_px: Size = Field(description="a whole number of pixels, or [height, width], of one training image")
+    target: str = Field(
+        "label",
+        min_length=1,
+        description="a column of the labels: holds the class; where it is empty the slide is not used",
+    )
+    task: Literal["multiclass"] = Field(
+        "multiclass", description="multiclass: the kind of question; each slide has one class of two or more"
+    )
+    splits: UserPath | None = Field(
+        None, description="a CSV file: what `hyfi split` wrote; left out: the labels with their split_column"
+    )
+    split_column: str = Field(
+        "split",
+        min_length=1,
+        description="a column of the splits: says train, val or test (split_2 where `hyfi split --folds` made folds)",
+    )
+    size_px: Size = Field(description="a whole number of pixels, or [height, width]: size of one training image")
     mpp: float = Field(
-        1.0, gt=0, allow_inf_nan=False, description="microns per pixel > 0 that a level of the store has"
+        1.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="a number > 0: microns per pixel of the training images; a level of the store must have it",
     )
-    view: Literal["pack", "crop"] = Field("pack", description="pack or crop: how a slide becomes one image")
-    align_px: Positive = Field(64, description="a whole number ≥ 1: grid on which tissue pieces are moved (the stride)")
-    min_coverage: Share = Field(0.9, description="a number from 0 to 1: least share of the tissue in each image")
-    batch_size: Positive = Field(1, description="a whole number ≥ 1: slides of one step, over all replicas")
+    view: Literal["pack", "crop"] = Field(
+        "pack",
+        description="pack or crop: how a slide becomes one image: its tissue moved together (pack), or the window "
+        "with most tissue (crop)",
+    )
+    align_px: Positive = Field(
+        64,
+        description="a whole number ≥ 1: pixels of the grid on which tissue pieces are moved; a multiple of the "
+        "network's stride",
+    )
+    min_coverage: Share = Field(
+        0.9,
+        description="a number from 0 to 1: least share of its tissue that each slide's image shows; less is refused",
+    )
+    batch_size: Positive = Field(
+        1,
+        description="a whole number ≥ 1: slides of one batch, over all replicas; a multiple of plan.replicas × "
+        "plan.microbatches",
+    )
     augment: Annotated[AugmentConfig, BeforeValidator(_augment)] = Field(
-        default_factory=AugmentConfig, description="true, false, or the keys flips, stain, colour"
+        default_factory=AugmentConfig,
+        description="true, false, or the keys flips, stain, colour: how training images are varied; true: as the "
+        "defaults say",
     )
-    class_weights: Literal["none", "balanced"] = Field("none", description="none or balanced")
+    class_weights: Literal["none", "balanced"] = Field(
+        "none", description="none or balanced: what a class counts in the loss; balanced: the more, the rarer it is"
+    )
     case_aggregate: Literal["mean", "max", "none"] = Field(
-        "mean", description="mean, max or none: how slides speak for their case in metrics by case"
+        "mean",
+        description="mean, max or none: who speaks for a case of several slides: all of them alike (mean), the most "
+        "advanced (max), or nobody (none: no metrics by case)",
     )
     sampling: Literal["shuffle", "balanced", "weighted"] = Field(
-        "shuffle", description="shuffle (each slide once an epoch), balanced (classes alike often) or weighted"
+        "shuffle",
+        description="shuffle, balanced or weighted: which slides an epoch draws: each once (shuffle), each class "
+        "alike often (balanced), or as weights_column says (weighted)",
     )
     weights_column: str | None = Field(
-        None, min_length=1, description="a column of the labels: how often each slide is drawn (sampling: weighted)"
+        None,
+        min_length=1,
+        description="a column of the labels: numbers ≥ 0, how often each slide is drawn against others (sampling: "
+        "weighted)",
     )
-    prefetch: Positive = Field(2, description="a whole number ≥ 1: batches made ready ahead of time")
+    prefetch: Positive = Field(
+        2, description="a whole number ≥ 1: batches that loaders send ahead of the one being worked on"
+    )
     workers: Positive | None = Field(
         None, description="a whole number ≥ 1: decoding processes of each loader; left out: as many as it has threads"
     )
     cache_bytes: Count = Field(
-        0, description="a whole number ≥ 0: bytes of decoded images kept in each loader's memory for later epochs"
+        0,
+        description="a whole number ≥ 0: bytes of decoded images that each loader (each trainer where there are none)"
+        " keeps in memory for later epochs",
     )
 
     @model_validator(mode="after")
@@ -103,42 +156,93 @@ class DataConfig(Section):
 class ModelConfig(Section):
     """The classifier: an ordinary PyTorch module."""
 
-    name: str = Field("resnet18", min_length=1, description="a built-in model, or package.module:factory")
-    classes: Positive | tuple[str, ...] | None = Field(
-        None, description="number of classes, or their names in order; left out: those of the labels, sorted"
+    name: str = Field(
+        "resnet18",
+        min_length=1,
+        description="resnet6, resnet10, resnet18, resnet34, resnet50, resnet_v1, resnet_v2, amoebanet_d, or "
+        "package.module:factory: a built-in network, or a function of your own that returns one",
     )
-    weights: UserPath | None = Field(None, description="a local file of weights under torchvision's names")
-    norm: Literal["train", "frozen", "group"] = Field("train", description="train, frozen or group")
-    pool: Literal["avg", "max"] = Field("avg", description="avg or max")
-    options: dict[str, Any] = Field(default_factory=dict, description="further arguments of the model, by name")
+    classes: Positive | tuple[str, ...] | None = Field(
+        None,
+        description="a whole number ≥ 1, or a list of names: the classes, in order; left out: those of the labels, "
+        "sorted",
+    )
+    weights: UserPath | None = Field(
+        None,
+        description="a .safetensors or .pth file: weights to begin with, under torchvision's names; left out: random "
+        "ones",
+    )
+    norm: Literal["train", "frozen", "group"] = Field(
+        "train",
+        description="train, frozen or group: what normalises in the built-in ResNets: batch norm (train), batch norm "
+        "that stays as loaded (frozen), or group norm (group)",
+    )
+    pool: Literal["avg", "max"] = Field(
+        "avg",
+        description="avg or max: what the built-in ResNets take of their last map; max suits classes that one small "
+        "focus decides",
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="keys of the model: its further arguments by name, as in {width: 16}"
+    )
 
 
 class PlanConfig(Section):
-    """The fields of ``hyfi_core.ParallelPlan``, which checks how they fit together."""
+    """How images and layers are spread over ranks: the fields of ``hyfi_core.ParallelPlan``, which checks them."""
 
     grids: tuple[tuple[Positive, Positive], ...] = Field(
-        ((1, 1),), min_length=1, description="[rows, columns] of ranks for each stage, as in [[1, 2]]"
+        ((1, 1),),
+        min_length=1,
+        description="a list of [rows, columns], as in [[1, 2]]: ranks that each stage's images are spread over, a "
+        "grid for each stage",
     )
-    cuts: tuple[str, ...] | Literal["auto"] = Field("auto", description="modules that end a stage, or auto")
-    microbatches: Positive = Field(1, description="a whole number ≥ 1: micro-batches of one replica")
+    cuts: tuple[str, ...] | Literal["auto"] = Field(
+        "auto",
+        description="auto, or a list of modules, as in [layer2]: each stage but the last ends after one; auto: by cost",
+    )
+    microbatches: Positive = Field(
+        1,
+        description="a whole number ≥ 1: parts in which each replica's batch goes through the model; more need less "
+        "memory",
+    )
     schedule: Literal["sequential", "gpipe", "1f1b", "gems_mast", "gems_master", "chimera"] = Field(
-        "1f1b", description="sequential, gpipe, 1f1b, gems_mast, gems_master or chimera"
+        "1f1b",
+        description="sequential, gpipe, 1f1b, gems_mast, gems_master or chimera: order of forwards and backwards; the"
+        " last three run two pipelines in opposite directions",
     )
-    replicas: Positive = Field(1, description="a whole number ≥ 1: data-parallel copies")
+    replicas: Positive = Field(
+        1, description="a whole number ≥ 1: data-parallel copies of the grids, each with its part of every batch"
+    )
     fused_halo: Positive | Literal["auto"] = Field(
-        "auto", description="auto, or a whole number ≥ 1: most window operators for one exchange"
+        "auto",
+        description="auto, or a whole number ≥ 1: most window operators (convolutions, pools) for one exchange of "
+        "borders; auto: by cost",
     )
-    interleave: Positive = Field(1, description="a whole number ≥ 1: how often the grids are gone through (1f1b)")
+    interleave: Positive = Field(
+        1,
+        description="a whole number ≥ 1: how often the grids are gone through, as further stages (1f1b on two grids "
+        "or more)",
+    )
     recompute: bool | tuple[int, ...] = Field(
-        False, description="true, false, or the stages that compute their activations again in backward"
+        False,
+        description="true, false, or a list of stages from 0: which compute their activations again in backward, to "
+        "save memory",
     )
     mirror: Literal["all_reduce", "point_to_point"] = Field(
-        "all_reduce", description="all_reduce, or point_to_point: of two directions one owns the optimizer's state"
+        "all_reduce",
+        description="all_reduce or point_to_point: how the two directions of a schedule share weights: both update "
+        "them (all_reduce), or one, which alone holds the optimizer's state (point_to_point)",
     )
-    reduce_dtype: Literal["bfloat16"] | None = Field(None, description="null, or bfloat16: gradients on the wire")
-    sync_batch_norm: bool = Field(False, description="true or false: batch norm over all replicas")
+    reduce_dtype: Literal["bfloat16"] | None = Field(
+        None, description="null or bfloat16: type of gradients on the wire between replicas; null: their own"
+    )
+    sync_batch_norm: bool = Field(
+        False,
+        description="true or false: whether batch norm takes its statistics over all replicas, not over each alone",
+    )
     memory_bytes: Positive | None = Field(
-        None, description="null, or what a rank may need at most, as modelled; for cuts: auto"
+        None,
+        description="null, or a whole number ≥ 1: bytes that a rank may need at most, as modelled, where cuts are auto",
     )
 
     @model_validator(mode="after")
@@ -185,22 +289,25 @@ class RolesConfig(Section):
         0, description='a whole number ≥ 0, or a pattern of host names ("dpu-*"): ranks that read slides ahead of time'
     )
     validators: Count | Annotated[str, Field(min_length=1)] = Field(
-        0, description='a whole number ≥ 0, or a pattern of host names ("dpu-*"): ranks that validate meanwhile'
+        0,
+        description='a whole number ≥ 0, or a pattern of host names ("dpu-*"): ranks that validate while training '
+        "goes on",
     )
     design: Design | None = Field(
         None,
-        description="inline, offload_data, offload_validation, offload_all or offload_naive; left out: as the numbers "
-        "say",
+        description="inline, offload_data, offload_validation, offload_all or offload_naive: loaders and validators "
+        "by one word: none, one loader, one validator, one of each, or ranks that train, too (spare); "
+        "left out: as their numbers say",
     )
     spare: Positive | Annotated[str, Field(min_length=1)] | None = Field(
         None,
-        description='a whole number ≥ 1, or a pattern of host names ("dpu-*"): ranks that train beside the plan\'s, as '
-        "further replicas (offload_naive); left out: those of one replica",
+        description='a whole number ≥ 1, or a pattern of host names ("dpu-*"): ranks that train beside the plan\'s, as'
+        " further replicas (offload_naive); left out: those of one replica",
     )
     shares: tuple[Positive, ...] | None = Field(
         None,
-        description="slides of one step for each replica, as in [6, 2] (offload_naive); left out: by their speed, "
-        "measured before the first step",
+        description="a list of whole numbers ≥ 1, as in [6, 2]: slides of one batch for each replica (offload_naive);"
+        " left out: by their speed, measured before the first step",
     )
 
     @property
@@ -231,17 +338,28 @@ class RolesConfig(Section):
 class OptimizerConfig(Section):
     """How gradients change weights."""
 
-    name: Literal["sgd", "adamw"] = Field("adamw", description="sgd or adamw")
+    name: Literal["sgd", "adamw"] = Field("adamw", description="sgd or adamw: how a gradient becomes an update")
     lr: float = Field(1e-3, gt=0, allow_inf_nan=False, description="a number > 0: learning rate after the warm-up")
-    momentum: Share = Field(0.9, description="a number from 0 to 1 (sgd)")
-    betas: tuple[Share, Share] = Field((0.9, 0.999), description="two numbers from 0 to 1 (adamw)")
-    weight_decay: Rate = Field(0.0, description="a number ≥ 0")
-    max_norm: float | None = Field(None, gt=0, description="a number > 0: gradients are clipped to this global norm")
-    accumulate: Positive = Field(1, description="a whole number ≥ 1: batches whose gradients make one update")
-    lr_scaling: Literal["none", "linear", "sqrt"] = Field(
-        "none", description="none, linear or sqrt: how lr grows with the slides of one update"
+    momentum: Share = Field(0.9, description="a number from 0 to 1: how much of the last update goes on (sgd)")
+    betas: tuple[Share, Share] = Field(
+        (0.9, 0.999),
+        description="two numbers from 0 to 1: decays of the means of gradients and of their squares (adamw)",
     )
-    lr_batch: Positive = Field(1, description="a whole number ≥ 1: slides of one update that lr is meant for")
+    weight_decay: Rate = Field(0.0, description="a number ≥ 0: how strongly weights are drawn to 0")
+    max_norm: float | None = Field(
+        None, gt=0, description="a number > 0: gradients are clipped to this global norm; left out: they are not"
+    )
+    accumulate: Positive = Field(
+        1, description="a whole number ≥ 1: batches whose mean gradient makes one update (a step)"
+    )
+    lr_scaling: Literal["none", "linear", "sqrt"] = Field(
+        "none",
+        description="none, linear or sqrt: how lr grows with the slides of one update: not, by slides / lr_batch, or "
+        "by its root",
+    )
+    lr_batch: Positive = Field(
+        1, description="a whole number ≥ 1: slides of one update that lr is meant for (lr_scaling: linear, sqrt)"
+    )
 
     def scaled_lr(self, batch: int) -> float:
         """Return the learning rate for updates of ``batch`` slides."""
@@ -253,11 +371,15 @@ class LrScheduleConfig(Section):
     """How the learning rate moves; counted in steps (updates)."""
 
     name: Literal["constant", "cosine", "step", "linear"] = Field(
-        "constant", description="constant, cosine, step or linear"
+        "constant", description="constant, cosine, step or linear: how the rate moves after the warm-up"
     )
     warmup_steps: Count = Field(0, description="a whole number ≥ 0: steps of linear rise at the start")
-    end_factor: Share = Field(0.0, description="a number from 0 to 1: last rate / first rate (cosine, linear)")
-    every_steps: Positive | None = Field(None, description="a whole number ≥ 1: steps between two drops (step)")
+    end_factor: Share = Field(
+        0.0, description="a number from 0 to 1: last rate / rate after the warm-up (cosine, linear)"
+    )
+    every_steps: Positive | None = Field(
+        None, description="a whole number ≥ 1: steps between two drops (step, which needs it)"
+    )
     gamma: float = Field(0.1, gt=0, le=1, description="a number above 0, at most 1: factor of each drop (step)")
 
     @model_validator(mode="after")
@@ -270,25 +392,32 @@ class LrScheduleConfig(Section):
 class ValidationConfig(Section):
     """When and on what the weights are judged."""
 
-    every_steps: Positive | None = Field(None, description="a whole number ≥ 1; left out: after every epoch")
-    split: Literal["val", "train"] = Field("val", description="val or train (test is for `hyfi validate`)")
+    every_steps: Positive | None = Field(
+        None, description="a whole number ≥ 1: steps between two validations; left out: those of an epoch"
+    )
+    split: Literal["val", "train"] = Field(
+        "val", description="val or train: whose slides judge the weights (test is for `hyfi validate`)"
+    )
     metric: Literal["auroc", "balanced_accuracy", "f1", "quadratic_kappa", "calibration_error", "loss"] = Field(
         "auroc",
-        description="auroc, balanced_accuracy, f1, quadratic_kappa, calibration_error or loss: what makes a checkpoint "
-        "the best",
+        description="auroc, balanced_accuracy, f1, quadratic_kappa, calibration_error or loss: what makes a "
+        "checkpoint the best",
     )
     policy: Literal["all", "latest"] = Field(
-        "all", description="all (none is skipped) or latest (training never waits): where validators are behind"
+        "all",
+        description="all or latest: what is judged where validators are behind: every checkpoint (all), or only the "
+        "newest, so that training never waits (latest)",
     )
     grids: tuple[tuple[Positive, Positive], ...] | None = Field(
         None,
         min_length=1,
-        description="[rows, columns] of validators for each stage, as in [[1, 2]]; left out: all of them in one row",
+        description="a list of [rows, columns], as in [[1, 2]]: validators that each image is spread over, a grid for"
+        " each stage; left out: all of them in one row",
     )
     cells: tuple[Positive, Positive] | None = Field(
         None,
-        description="[rows, columns] of cells, as in [4, 4]: each validator judges images of its own, one cell after "
-        "the other, in the memory of a cell; left out: validators share each image as grids says",
+        description="[rows, columns], as in [4, 4]: each validator judges images of its own, one cell after the "
+        "other, in the memory of a cell; left out: validators share each image as grids says",
     )
 
     @model_validator(mode="after")
@@ -304,27 +433,45 @@ class ValidationConfig(Section):
 class RunConfig(Section):
     """Where the run writes, how long it is, how it computes."""
 
-    dir: UserPath = Field(description="a folder for the run; must not exist unless --resume is given")
-    epochs: Positive | None = Field(None, description="a whole number ≥ 1; either this or steps")
-    steps: Positive | None = Field(None, description="a whole number ≥ 1; either this or epochs")
-    seed: Count = Field(0, description="a whole number ≥ 0")
+    dir: UserPath = Field(description="a folder: what the run writes; must not exist unless --resume is given")
+    epochs: Positive | None = Field(
+        None, description="a whole number ≥ 1: length of the run; give either this or steps"
+    )
+    steps: Positive | None = Field(
+        None, description="a whole number ≥ 1: length of the run in updates; give either this or epochs"
+    )
+    seed: Count = Field(
+        0, description="a whole number ≥ 0: first weights, order and variation of slides; the same seed, the same run"
+    )
     precision: Literal["float32", "bfloat16", "float64"] = Field(
-        "float32", description="float32, bfloat16 (autocast) or float64"
+        "float32",
+        description="float32, bfloat16 or float64: type that the model computes in; with bfloat16 (autocast) weights "
+        "stay float32",
     )
     memory_format: Literal["channels_last", "contiguous"] = Field(
-        "channels_last", description="channels_last or contiguous"
+        "channels_last",
+        description="channels_last or contiguous: how images and convolutions lie in memory; decides speed",
     )
-    threads: Positive | None = Field(None, description="threads of each rank; left out: cores / ranks of the node")
+    threads: Positive | None = Field(
+        None, description="a whole number ≥ 1: threads of each rank; left out: cores / ranks of the node"
+    )
     checkpoint_every_steps: Positive | None = Field(
-        None, description="a whole number ≥ 1; left out: whenever the weights are validated"
+        None,
+        description="a whole number ≥ 1: steps between two checkpoints, beside those that are validated; left out: "
+        "those alone",
     )
-    keep: Positive = Field(3, description="a whole number ≥ 1: checkpoints kept beside latest and best")
-    tensorboard: bool = Field(True, description="true or false: write TensorBoard events")
+    keep: Positive = Field(3, description="a whole number ≥ 1: newest checkpoints that are kept; the best stays, too")
+    tensorboard: bool = Field(True, description="true or false: whether TensorBoard events are written")
     ema: float | None = Field(
-        None, gt=0, lt=1, description="a number between 0 and 1: decay of the weights' moving average; left out: none"
+        None,
+        gt=0,
+        lt=1,
+        description="a number between 0 and 1: decay of the weights' moving average, which then is judged and "
+        "predicts; left out: none is kept",
     )
     early_stop: Positive | None = Field(
-        None, description="a whole number ≥ 1: validations without a better one that end the run; left out: none do"
+        None,
+        description="a whole number ≥ 1: validations in a row without a better one that end the run; left out: none do",
     )
 
     @model_validator(mode="after")
