@@ -47,7 +47,7 @@ def _plans() -> dict[str, ParallelPlan]:
         "layer": ParallelPlan((ONE,) * 8, eight, BATCH, "sequential"),
         "pipeline, gpipe": ParallelPlan((ONE,) * 8, eight, BATCH, "gpipe"),
         "pipeline, 1f1b": ParallelPlan((ONE,) * 8, eight, BATCH, "1f1b"),
-        "spatial": ParallelPlan(((2, 4),), microbatches=BATCH),
+        "spatial, 2 x 4": ParallelPlan(((2, 4),), microbatches=BATCH),
         "spatial + pipeline": ParallelPlan(((2, 2), ONE, ONE, ONE, ONE), behind, BATCH, "1f1b"),
         "two directions, gems_master": ParallelPlan((ONE,) * 8, eight, BATCH, "gems_master"),
         "two directions, chimera": ParallelPlan((ONE,) * 8, eight, BATCH, "chimera"),
@@ -154,13 +154,13 @@ def _picture(out: Path | None, name: str, events: list[TraceEvent]) -> None:
 
 
 REAL = {
-    "plain PyTorch's place: one rank": ParallelPlan((ONE,), microbatches=4),
+    "one rank": ParallelPlan((ONE,), microbatches=4),
     "layer": ParallelPlan((ONE, ONE), ("layer1",), 4, "sequential"),
     "pipeline, 1f1b": ParallelPlan((ONE, ONE), ("layer1",), 4, "1f1b"),
     "pipeline, recomputed": ParallelPlan((ONE, ONE), ("layer1",), 4, "1f1b", recompute=True),
-    "spatial": ParallelPlan(((1, 2),), microbatches=4),
+    "spatial, 1 x 2": ParallelPlan(((1, 2),), microbatches=4),
     "two directions, chimera": ParallelPlan((ONE, ONE), ("layer1",), 4, "chimera"),
-    "replicas": ParallelPlan((ONE,), microbatches=2, replicas=2),
+    "2 replicas": ParallelPlan((ONE,), microbatches=2, replicas=2),
 }
 
 

@@ -43,10 +43,12 @@ def main() -> None:
     """Measure, and print what came out."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=1024, help="pixels of an image's side")
-    parser.add_argument("--steps", type=int, default=45)
+    parser.add_argument("--steps", type=int, default=45, help=f"at least {WARM + 2 * EVERY_STEPS}")
     parser.add_argument("--share", type=float, default=0.2, help="loading and validation in an inline step")
     parser.add_argument("--rounds", type=int, default=2)
     given = parser.parse_args()
+    if given.steps < WARM + 2 * EVERY_STEPS:
+        parser.error(f"--steps {given.steps}: the first {WARM} warm up; {WARM + 2 * EVERY_STEPS} or more are needed")
     with tempfile.TemporaryDirectory(prefix="hyfi-offload-") as folder:
         print(json.dumps(compare(Path(folder), given.size, given.steps, given.share, given.rounds), indent=2))
 
