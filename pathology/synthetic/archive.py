@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from data.files import write_atomically
 from hyfi_core.errors import RequestError
 from pathology.synthetic.anatomy import SlideSpec, focus_boxes
 from pathology.synthetic.placing import make_anatomy
@@ -118,7 +118,7 @@ def write_archive_slide(slide: ArchiveSlide, folder: Path, *, truth: bool = Fals
         boxes = [[box.y0, box.y1, box.x0, box.x1] for box in focus_boxes(anatomy)]
         (folder / "truth").mkdir(exist_ok=True)
         text = json.dumps({"slide_id": slide.slide_id, "label": slide.row["label"], "foci": boxes})
-        _replace(folder / "truth" / f"{slide.slide_id}.json", text + "\n")
+        write_atomically(folder / "truth" / f"{slide.slide_id}.json", (text + "\n").encode())
     return path
 
 
@@ -134,13 +134,8 @@ def write_manifest(slides: list[ArchiveSlide], folder: Path) -> Path:
     writer = csv.DictWriter(_Lines(), COLUMNS, lineterminator="\n")
     writer.writeheader()
     writer.writerows(slide.row for slide in slides)
-    return _replace(folder / "manifest.csv", "".join(lines))
-
-
-def _replace(path: Path, text: str) -> Path:
-    beside = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    beside.write_text(text)
-    beside.replace(path)
+    path = folder / "manifest.csv"
+    write_atomically(path, "".join(lines).encode())
     return path
 
 

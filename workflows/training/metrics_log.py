@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from data.files import write_atomically
 from workflows.console import plain_json
 
 Record = dict[str, Any]
@@ -45,7 +46,7 @@ class MetricsLog:
             self._file.close()
         self.records = [record for record in self.records if record["step"] <= until_step]
         if self.path.exists():
-            _replace(self.path, self.records)
+            write_atomically(self.path, "".join(map(_line, self.records)).encode())
         self._file = self.path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, kind: str, **values: Any) -> None:
@@ -70,12 +71,3 @@ class MetricsLog:
 
 def _line(record: Mapping[str, Any]) -> str:
     return json.dumps(record, allow_nan=False) + "\n"
-
-
-def _replace(path: Path, records: Iterable[Record]) -> None:
-    beside = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    with beside.open("w", encoding="utf-8") as file:
-        file.writelines(_line(record) for record in records)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from data.files import write_atomically
 from hyfi_core.runtime import checkpoint as checkpoints
 from workflows.config import Config, dump_resolved
 from workflows.training.best import Records, best_step
@@ -24,8 +24,8 @@ class RunFolder:
     def begin(self, config: Config, plan: Mapping[str, Any]) -> None:
         """Write ``config.yaml`` and ``plan.json`` (roles beside the plan's fields), each whole or not at all."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        _write(self.folder / "config.yaml", dump_resolved(config))
-        _write(self.folder / "plan.json", json.dumps(plan, indent=2) + "\n")
+        write_atomically(self.folder / "config.yaml", dump_resolved(config).encode())
+        write_atomically(self.folder / "plan.json", (json.dumps(plan, indent=2) + "\n").encode())
 
     def saved(self, step: int) -> None:
         """Point ``latest`` at the checkpoint of a step."""
@@ -54,12 +54,3 @@ class RunFolder:
         link = self.checkpoints / "best"
         if not link.is_symlink() or str(link.readlink()) != name:
             checkpoints.point_link(link, name)
-
-
-def _write(path: Path, text: str) -> None:
-    beside = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
