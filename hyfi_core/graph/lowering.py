@@ -89,6 +89,9 @@ class Lowering:
         """Return the instructions that compute the ``wanted`` outputs, the ``exits`` and every mutation.
 
         Outputs are gathered where they are split; exits go on to other stages as they are.
+
+        Raises:
+            RequestError: an operator has no rule for how its maps are split, or a buffer would hold a whole map.
         """
         program = self.program
         roots = {*refs_in(wanted), *exits, *program.mutations.values()}
@@ -314,9 +317,9 @@ def draws_numbers(op: Operator) -> bool:
     return torch.Tag.nondeterministic_seeded in tags
 
 
-def bound(op: Operator, values_first: tuple[str, ...] | None = None) -> tuple[Callable[..., Any], tuple[str, ...]]:
+def bound(op: Operator) -> tuple[Callable[..., Any], tuple[str, ...]]:
     """Return (function, inputs): the operator's call as a function of the values it takes, constants bound."""
-    names = tuple(dict.fromkeys(op.inputs)) if values_first is None else values_first
+    names = tuple(dict.fromkeys(op.inputs))
 
     def call(*tensors: Any) -> Any:
         values = dict(zip(names, tensors, strict=True))

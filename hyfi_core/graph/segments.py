@@ -57,15 +57,12 @@ class Tape:
     active: frozenset[str]
 
 
-def build_tape(
-    ranked: RankProgram, sources: Iterable[str], cut_after: str | None = None, start: int = 0, stop: int | None = None
-) -> Tape:
+def build_tape(ranked: RankProgram, sources: Iterable[str], start: int = 0, stop: int | None = None) -> Tape:
     """Group instructions into steps.
 
     Args:
         ranked: the rank's program.
         sources: names from which gradients are wanted: trained parameters.
-        cut_after: a value at whose making a segment ends.
         start: first instruction.
         stop: instruction before which to stop; None for all.
     """
@@ -80,8 +77,6 @@ def build_tape(
             steps.append(Meeting(instruction, _drops(index, instruction, last_use)))
         else:
             run.append((index, instruction))
-            if cut_after is not None and cut_after in instruction.outputs:
-                _close(steps, run, last_use)
     _close(steps, run, last_use)
     return Tape(tuple(steps), frozenset(active))
 

@@ -59,8 +59,8 @@ def cut_program(program: Program, wanted: tuple[Any, ...], cuts: Sequence[str]) 
     owner = {op.name: stage for stage, (a, b) in enumerate(ends) for op in operators[a:b]}
     free = _free_values(program, operators)
     pieces = [_operators_of(operators, free, owner, stage) for stage in range(len(ends))]
-    travels = _travels(program, operators, wanted, owner, free, len(ends))
-    _check_buffers(program, pieces, travels)
+    travels = _travels(operators, wanted, owner, free, len(ends))
+    _check_buffers(program, pieces)
     return tuple(
         Stage(
             _part_of(program, pieces[stage]),
@@ -143,7 +143,6 @@ def _operators_of(
 
 
 def _travels(
-    program: Program,
     operators: Sequence[Operator],
     wanted: tuple[Any, ...],
     owner: Mapping[str, int],
@@ -167,9 +166,7 @@ def _travels(
     return {edge: tuple(names) for edge, names in sorted(found.items())}
 
 
-def _check_buffers(
-    program: Program, pieces: Sequence[Sequence[Operator]], travels: Mapping[tuple[int, int], tuple[str, ...]]
-) -> None:
+def _check_buffers(program: Program, pieces: Sequence[Sequence[Operator]]) -> None:
     """Refuse a buffer that one stage changes and another reads: within a step they would not see the same."""
     changed = {name: value for value, name in program.buffers.items() if name in program.mutations}
     for buffer, value in changed.items():

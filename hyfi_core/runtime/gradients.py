@@ -85,8 +85,8 @@ class StepGradients:
         for group in self._groups:
             group.poll()
 
-    def stage_done(self, stage: int) -> None:
-        """All of a stage's backwards are done on this rank: let reductions make progress."""
+    def stage_done(self) -> None:
+        """All backwards of a stage are done on this rank: let reductions make progress."""
         self._land(wait=False)
         for group in self._groups:
             group.poll()

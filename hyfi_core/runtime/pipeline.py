@@ -45,8 +45,8 @@ class Gradients(Protocol):
         """Take note that a stage adds no more to these gradients on this rank."""
         ...
 
-    def stage_done(self, stage: int) -> None:
-        """All of a stage's backwards are done on this rank."""
+    def stage_done(self) -> None:
+        """All backwards of a stage are done on this rank."""
         ...
 
     def send(self, stage: int) -> None:
@@ -154,7 +154,7 @@ class Pipeline:
             case Verb.RECV_B:
                 courier.expect((action.stage, _peer(action)), key[1], m, back=True)
             case Verb.REDUCE:
-                self._gradients.stage_done(action.stage)
+                self._gradients.stage_done()
             case Verb.SEND_G:
                 self._gradients.send(action.stage)
             case Verb.RECV_G:
