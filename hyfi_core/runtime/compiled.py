@@ -111,7 +111,8 @@ def compile_model(
     together = _taken_together(plan, shape[0]) if model.training else Fraction(1)
     lowered = _Lowered(stages, Placement.of(plan), comm.rank, frozenset(trained), active, plan, together)
     last = any(_is_channels_last(p) for p in model.parameters())
-    dtypes = dtypes_under_autocast(program, autocast) if autocast is not None and plan.stages > 1 else {}
+    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    dtypes = dtypes_under_autocast(program, autocast, device) if autocast is not None and plan.stages > 1 else {}
     return Compiled(
         program,
         lowered.hosted,
