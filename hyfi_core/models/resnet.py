@@ -222,7 +222,7 @@ def resnet_v2(
     in_channels: int = 3,
     block: str = "auto",
 ) -> ResNetV2:
-    """Return the v2 network of ``depth`` layers (164: 1.7 million parameters, 1001: 10.2 million).
+    """Return the v2 network of ``depth`` layers (164: 1.7 million parameters, 1001: 10.3 million).
 
     Depth 9n + 2 is made of bottlenecks, 6n + 2 of basic blocks. A depth that is both (110, 164) is made of bottlenecks
     unless ``block`` is ``"basic"``.

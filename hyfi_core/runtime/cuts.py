@@ -21,7 +21,7 @@ from hyfi_core.plan.placement import Placement
 MOST_CANDIDATES = 300
 """Beyond this many module ends, only those of outer modules are looked at."""
 WEIGHT_COPIES = 4
-"""Bytes of a weight on its rank: itself, its gradient, and two moments of the optimiser."""
+"""Tensors of a weight's size on its rank: itself, its gradient, and two moments of the optimiser."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,11 @@ class _Search:
         self._ranks = [rows * columns for rows, columns in Placement.of(plan).grids]
 
     def best(self) -> tuple[str, ...]:
-        """Return the modules after which to cut."""
+        """Return the modules after which to cut.
+
+        Raises:
+            RequestError: no cut fits into ``plan.memory_bytes``.
+        """
         stages, places = self._plan.stages, len(self._places)
         best = [0.0 if place == 0 else float("inf") for place in range(places)]
         choices: list[list[int]] = []
