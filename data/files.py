@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -56,7 +55,8 @@ def remove_leftovers(final: Path) -> None:
     for kind in ("tmp", "old"):
         prefix = f".{final.name}.{kind}-{host}-"
         for path in final.parent.glob(f"{_escape(prefix)}*"):
-            if _is_running(path.name.removeprefix(prefix)):
+            pid = path.name.removeprefix(prefix)
+            if pid.isdigit() and int(pid) != os.getpid() and is_running(int(pid)):
                 continue
             if kind == "old" and not final.exists():
                 path.rename(final)
@@ -70,17 +70,16 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def is_running(pid: int) -> bool:
+    """Whether a process of this host, anybody's, has this number."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
 def _escape(text: str) -> str:
     return "".join(f"[{c}]" if c in "*?[" else c for c in text)
-
-
-def _is_running(pid: str) -> bool:
-    if not pid.isdigit() or int(pid) == os.getpid():
-        return False
-    with contextlib.suppress(ProcessLookupError):
-        try:
-            os.kill(int(pid), 0)
-        except PermissionError:
-            return True
-        return True
-    return False

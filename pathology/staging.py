@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from data.files import is_running
 from pathology.dicom_files import series_files
 from pathology.errors import SlideError
 
@@ -134,15 +135,5 @@ def _remove_left_behind(cache: Path) -> None:
     mine = re.compile(rf"{re.escape(_PREFIX + socket.gethostname())}-(\d+)-")
     for folder in cache.glob(f"{_PREFIX}*"):
         found = mine.match(folder.name)
-        if found is not None and not _is_alive(int(found[1])):
+        if found is not None and not is_running(int(found[1])):
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True

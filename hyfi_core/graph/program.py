@@ -57,6 +57,11 @@ class Operator:
         object.__setattr__(self, "text", str(self.target))
         object.__setattr__(self, "inputs", tuple(refs_in((self.args, tuple(self.kwargs.values())))))
 
+    @property
+    def first_output(self) -> str:
+        """Name of the first result that something uses."""
+        return next(output for output in self.outputs if output is not None)
+
 
 @dataclass(frozen=True)
 class Program:

@@ -42,7 +42,7 @@ le.Tensor ge.Tensor ne.Tensor masked_fill.Scalar fill.Scalar type_as bitwise_not
 def pointwise(lowering: Lowering, op: Operator) -> None:
     """Each output pixel comes from the input pixels at the same place; replicated operands broadcast over space."""
     names = {}
-    full = len(lowering.shape(_first_output(op)))
+    full = len(lowering.shape(op.first_output))
     maps = {name: _from_right(lowering, name, full) for name in dict.fromkeys(op.inputs) if name in lowering.splits}
     anchor = lowering.computed(op, next(iter(maps.values())))
     for name in dict.fromkeys(op.inputs):
@@ -56,8 +56,8 @@ def pointwise(lowering: Lowering, op: Operator) -> None:
                     "equal sizes in equal dims",
                 )
             names[name] = lowering.part(name, replace(anchor, dims=lowering.splits[name].dims))
-        elif _reaches_space(lowering.shape(name), lowering.shape(_first_output(op)), anchor):
-            names[name] = _cut_out(lowering, name, anchor, len(lowering.shape(_first_output(op))))
+        elif _reaches_space(lowering.shape(name), lowering.shape(op.first_output), anchor):
+            names[name] = _cut_out(lowering, name, anchor, len(lowering.shape(op.first_output)))
     function, inputs = bound(renamed(op, names))
     lowering.compute(function, inputs, op.outputs, anchor, op)
 
@@ -67,10 +67,6 @@ def _from_right(lowering: Lowering, name: str, rank: int) -> Split:
     split = lowering.splits[name]
     more = rank - len(lowering.shape(name))
     return Split(split.layout, (split.dims[0] + more, split.dims[1] + more))
-
-
-def _first_output(op: Operator) -> str:
-    return next(output for output in op.outputs if output is not None)
 
 
 def _reaches_space(shape: tuple[int, ...], full: tuple[int, ...], split: Split) -> bool:

@@ -46,7 +46,7 @@ def _pad_constant(
 ) -> None:
     name = op.args[0].name
     dims = lowering.splits[name].dims
-    output = next(item for item in op.outputs if item is not None)
+    output = op.first_output
     sizes = lowering.shape(output)
     axes = tuple(Axis.shifted(sizes[dim], -before) for dim, (before, _) in zip(dims, space, strict=True))
     plan = reach(lowering, name, axes, fill=value)  # type: ignore[arg-type]
@@ -96,7 +96,7 @@ def slice_of_space(lowering: Lowering, op: Operator, dim: int) -> None:
 def upsample_nearest(lowering: Lowering, op: Operator) -> None:
     """Nearest-neighbour resizing to any size; the table is what PyTorch itself does to a ramp."""
     name = op.args[0].name
-    output = next(item for item in op.outputs if item is not None)
+    output = op.first_output
     factors = op.args[2] if len(op.args) > 2 else None
     tables = []
     for at, dim in enumerate(lowering.splits[name].dims):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
-from typing import Any
 
 import torch
 
@@ -78,7 +77,7 @@ def drawn_like(draw: _Draw) -> Callable[[Lowering, Operator], None]:
     """Return the rule of ``rand_like`` or ``randn_like``."""
 
     def rule(lowering: Lowering, op: Operator) -> None:
-        output = _output(op)
+        output = op.first_output
         name, split = _laid_out(lowering, op)
         numbers, kind = _Numbers(lowering, op, lowering.shape(output), split), lowering.values[output].dtype
         lowering.compute(lambda tensor, key: numbers(draw, key, tensor.device, kind), (name, KEY), op.outputs, split)
@@ -90,7 +89,7 @@ def drawn(draw: _Draw) -> Callable[[Lowering, Operator], None]:
     """Return the rule of ``rand`` or ``randn``: a value that every rank holds whole."""
 
     def rule(lowering: Lowering, op: Operator) -> None:
-        output = _output(op)
+        output = op.first_output
         numbers, kind = _Numbers(lowering, op, lowering.shape(output), None), lowering.values[output].dtype
         device = torch.device(op.kwargs.get("device") or "cpu")
         lowering.compute(lambda key: numbers(draw, key, device, kind), (KEY,), op.outputs)
@@ -104,11 +103,6 @@ def _laid_out(lowering: Lowering, op: Operator) -> tuple[str, Split | None]:
         return name, None
     split = lowering.seen(op, name)
     return lowering.part(name, split), split
-
-
-def _output(op: Operator) -> str:
-    output: Any = next(item for item in op.outputs if item is not None)
-    return str(output)
 
 
 RANDOM: dict[str, Callable[[Lowering, Operator], None]] = {

@@ -25,7 +25,7 @@ def conv_transpose2d(lowering: Lowering, op: Operator) -> None:
     defaults = (None, [1, 1], [0, 0], [0, 0], 1, [1, 1])
     x, weight, bias, stride, padding, _, groups, dilation = arguments(op.args, defaults, 2)
     stride, padding, dilation = pair(stride), pair(padding), pair(dilation)
-    sizes = lowering.shape(_output(op))[2:]
+    sizes = lowering.shape(op.first_output)[2:]
     spans = [d * (k - 1) for d, k in zip(dilation, lowering.shape(weight.name)[2:], strict=True)]
     axes = tuple(_scattered(size, *rest) for size, *rest in zip(sizes, stride, padding, spans, strict=True))
     plan = reach(lowering, x.name, axes)  # type: ignore[arg-type]
@@ -65,7 +65,7 @@ def upsample_bilinear(lowering: Lowering, op: Operator) -> None:
     double = lowering.values[name].dtype == torch.float64
     blends = []
     for at, dim in enumerate(dims):
-        size, outputs = lowering.shape(name)[dim], lowering.shape(_output(op))[dim]
+        size, outputs = lowering.shape(name)[dim], lowering.shape(op.first_output)[dim]
         blends.append(_blend(size, outputs, align, None if factors is None else factors[at], double))
     axes = tuple(Axis(low.numel(), _between(low.tolist(), high.tolist())) for low, high, _ in blends)
     plan = reach(lowering, name, axes)  # type: ignore[arg-type]
@@ -119,7 +119,7 @@ def adaptive_avg_pool2d(lowering: Lowering, op: Operator) -> None:
     """Adaptive mean to any size: cell ``i`` of ``n`` covers the inputs from floor(i·N/n) to ceil((i + 1)·N/n)."""
     name = op.args[0].name
     sizes = lowering.shape(name)[2:]
-    outputs = lowering.shape(_output(op))[2:]
+    outputs = lowering.shape(op.first_output)[2:]
     axes = tuple(_cells(size, count) for size, count in zip(sizes, outputs, strict=True))
     plan = reach(lowering, name, axes)  # type: ignore[arg-type]
     part, need = plan.part, plan.need
@@ -157,7 +157,3 @@ def adaptive_max_pool2d(lowering: Lowering, op: Operator) -> None:
     part = lowering.part(name, split)
     box = split.layout.parts[lowering.rank]
     lowering.communicate(FirstMaximum(box, split.layout.width), (part,), op.outputs, "reduce")
-
-
-def _output(op: Operator) -> str:
-    return next(output for output in op.outputs if output is not None)

@@ -112,7 +112,7 @@ def expand(lowering: Lowering, op: Operator) -> None:
 
 
 def _result(lowering: Lowering, op: Operator) -> tuple[int, ...]:
-    return lowering.shape(next(output for output in op.outputs if output is not None))
+    return lowering.shape(op.first_output)
 
 
 def _renumbered(split: Split, number: Any) -> Split:

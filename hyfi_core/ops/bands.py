@@ -19,6 +19,7 @@ import torch
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.progress import polled
 from hyfi_core.ops.base import Tensors
+from hyfi_core.ops.cut import at
 from hyfi_core.ops.redistribute import Redistribute, like
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.share import OwnCall, inner_outputs, own_call, worth_it
@@ -125,12 +126,6 @@ class Banded:
                 _add(d_own, self.halo.transfer.have, d_band, box)
         self.halo.add_back(d_own, flight)
         return d_own
-
-
-def at(tensor: torch.Tensor, box: Box, origin: Box) -> torch.Tensor:
-    """Return the pixels of ``box`` in a tensor whose first pixel is that of ``origin``; a view."""
-    y, x = box.relative_to(origin).slices()
-    return tensor[:, :, y, x]
 
 
 def _add(target: torch.Tensor, target_box: Box, more: torch.Tensor, more_box: Box) -> None:

@@ -21,6 +21,7 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.progress import polled
 from hyfi_core.ops import taps
 from hyfi_core.ops.base import Cotangents, InTwo, Rest, Tensors, Wanted
+from hyfi_core.ops.cut import at
 from hyfi_core.ops.redistribute import Flight, Redistribute, like
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.share import OwnCall, Share, own_call, share_of, worth_it
@@ -222,7 +223,7 @@ class Convolution(InTwo):
             else:
                 d_canvas = self._native_back(part, canvas, tapped, (0, 0), only)[0]
             both = piece.share.inputs.intersect(piece.box)
-            _at(backs[piece.index], both, piece.box).copy_(_at(d_canvas, both, piece.share.inputs))
+            at(backs[piece.index], both, piece.box).copy_(at(d_canvas, both, piece.share.inputs))
         return self.halo.start_back(comm, saved.seen, backs)
 
     def _add_strips(self, d_weight: torch.Tensor, back: _Back) -> None:
@@ -267,7 +268,7 @@ class Convolution(InTwo):
         return (y.stride, x.stride), (y.dilation, x.dilation)
 
     def _outputs(self, tensor: torch.Tensor, piece: _Piece) -> torch.Tensor:
-        return _at(tensor, piece.share.outputs, self.output)
+        return at(tensor, piece.share.outputs, self.output)
 
 
 def _computed_in(tensor: torch.Tensor) -> torch.dtype:
@@ -276,12 +277,6 @@ def _computed_in(tensor: torch.Tensor) -> torch.dtype:
     if tensor.dtype != torch.float64 and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return tensor.dtype
-
-
-def _at(tensor: torch.Tensor, box: Box, origin: Box) -> torch.Tensor:
-    """Return the pixels of ``box`` in a tensor whose first pixel is that of ``origin``."""
-    y, x = box.relative_to(origin).slices()
-    return tensor[:, :, y, x]
 
 
 def _tapped(kernel: torch.Tensor, piece: _Piece) -> torch.Tensor:
@@ -296,5 +291,5 @@ def _canvas(piece: _Piece, strips: tuple[torch.Tensor, ...], own: torch.Tensor) 
     if inputs != piece.box:
         canvas.zero_()
     both = inputs.intersect(piece.box)
-    _at(canvas, both, inputs).copy_(_at(strip, both, piece.box))
+    at(canvas, both, inputs).copy_(at(strip, both, piece.box))
     return canvas

@@ -10,6 +10,12 @@ import torch.nn.functional as F
 from hyfi_core.plan.box import Box
 
 
+def at(tensor: torch.Tensor, box: Box, origin: Box) -> torch.Tensor:
+    """Return the pixels of ``box`` in a tensor whose first pixel is that of ``origin``; a view."""
+    y, x = box.relative_to(origin).slices()
+    return tensor[:, :, y, x]
+
+
 def cut(held: Box, need: Box, whole: Box, dims: tuple[int, int], fill: float) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the function that takes what a rank holds to what it needs.
 

@@ -14,8 +14,9 @@ import torch
 
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.progress import polled
-from hyfi_core.ops.bands import AT_ONCE, Banded, at
+from hyfi_core.ops.bands import AT_ONCE, Banded
 from hyfi_core.ops.base import Cotangents, Tensors, Wanted
+from hyfi_core.ops.cut import at
 from hyfi_core.ops.memory import ours_alone
 
 
