@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,11 @@ COLUMNS = (
     "stain_e",
 )
 """Columns of ``manifest.csv`` that this project writes; the user's own follow."""
+
+_PROMISED = COLUMNS[: COLUMNS.index("flags")]
+"""Columns that every store's table has, whatever version wrote it."""
+_GIVEN = ("slide_id", "source_path", "source_mpp")
+"""Columns of ours that a user's manifest may fill."""
 
 DONE = "done"
 FAILED = "failed"
@@ -178,32 +183,50 @@ class StoreManifest:
         path = store / "manifest.csv"
         if not path.is_file():
             raise StoreError(f"{store}: not a store (it has no manifest.csv); `hyfi ingest … --out {store}` makes one")
-        return _read_rows(path)
+        return [row for _, row in _read_rows(path)]
 
 
 def read_user_manifest(path: Path) -> list[dict[str, str]]:
     """Return the rows of a user's manifest, each with ``source_path`` resolved against the CSV's own folder.
 
-    The separator may be a comma, a semicolon or a tab. Column names lose surrounding blanks.
+    The separator may be a comma, a semicolon or a tab. Column names lose surrounding blanks, empty lines are skipped.
+    The table of a store will do, too; what it says of the slides in that store is left out.
 
     Raises:
-        RequestError: The file is unreadable, has no path column, no rows, an empty path or a slide id twice.
+        RequestError: The file is unreadable, has no path column, no rows, an empty path, a slide id twice, a column
+            twice or one that a store's table fills itself, or a row of more values than columns.
     """
-    rows = _read_rows(path)
-    if not rows:
+    numbered = _read_rows(path)
+    if not numbered:
         raise RequestError(f"{path}: the manifest has no rows")
-    column = next((c for c in ("source_path", "path") if c in rows[0]), None)
+    columns = tuple(numbered[0][1])
+    column = next((c for c in ("source_path", "path") if c in columns), None)
     if column is None:
-        found = ", ".join(rows[0])
-        raise RequestError(f"{path}: the manifest needs a column `path` (or `source_path`); it has {found}")
-    for number, row in enumerate(rows, start=2):
+        raise RequestError(
+            f"{path}: the manifest needs a column `path` (or `source_path`); it has {', '.join(columns)}"
+        )
+    ours = _ours(path, columns)
+    for number, row in numbered:
         if not row[column]:
             raise RequestError(f"{path}: line {number} has no {column}")
         located = Path(row.pop(column))
-        row.pop("path", None)
+        for name in ("path", *ours):
+            row.pop(name, None)
         row["source_path"] = str(located if located.is_absolute() else path.absolute().parent / located)
+    rows = [row for _, row in numbered]
     _refuse_twice(path, (row.get("slide_id", "") for row in rows))
     return rows
+
+
+def _ours(path: Path, columns: tuple[str, ...]) -> list[str]:
+    """Return the columns that say what became of the slides in a store; only the table of a store may have them."""
+    ours = [name for name in columns if name in COLUMNS and name not in _GIVEN]
+    if ours and not set(_PROMISED) <= set(columns):
+        raise RequestError(
+            f"{path}: the column {', '.join(map(repr, ours))} is one that the store's own table fills, "
+            "and what it says here would be lost; give it another name"
+        )
+    return ours
 
 
 def _refuse_twice(path: Path, names: Iterable[str]) -> None:
@@ -214,21 +237,53 @@ def _refuse_twice(path: Path, names: Iterable[str]) -> None:
         seen.add(name)
 
 
-def _read_rows(path: Path) -> list[dict[str, str]]:
+def _read_rows(path: Path) -> list[tuple[int, dict[str, str]]]:
+    """Return the rows of a CSV, each with the line of the file in which it ends."""
+    text = _text_of(path)
+    header = text.partition("\n")[0]
+    separator = max(",;\t", key=header.count)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+    try:
+        lines = [(reader.line_num, [cell.strip() for cell in row]) for row in reader if any(map(str.strip, row))]
+    except csv.Error as error:
+        raise RequestError(f"{path}: line {reader.line_num} is not CSV ({error})") from error
+    if not lines:
+        return []
+    columns = _named_columns(path, lines[0][1])
+    return [(number, _row(path, number, columns, values)) for number, values in lines[1:]]
+
+
+def _text_of(path: Path) -> str:
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise RequestError(f"{path}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
         raise RequestError(f"{path}: not a CSV in UTF-8 ({error.reason} at byte {error.start})") from error
-    header = text.partition("\n")[0]
-    separator = max(",;\t", key=header.count)
-    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator)
-    return [_clean(row) for row in reader]
+    if "\0" in text:
+        number = text.count("\n", 0, text.index("\0")) + 1
+        raise RequestError(f"{path}: line {number} holds a NUL character; save the file as a CSV in UTF-8")
+    return text
 
 
-def _clean(row: Mapping[str | None, str | list[str] | None]) -> dict[str, str]:
-    return {k.strip(): v.strip() if isinstance(v, str) else "" for k, v in row.items() if k is not None}
+def _named_columns(path: Path, columns: list[str]) -> list[str]:
+    twice = sorted({name for name in columns if name and columns.count(name) > 1})
+    if twice:
+        raise RequestError(f"{path}: two columns are named {twice[0]!r}; each needs its own name")
+    return columns
+
+
+def _row(path: Path, number: int, columns: list[str], values: list[str]) -> dict[str, str]:
+    """Return a row by its columns; spreadsheets end rows with empty cells that have no column, which are left out."""
+    padded = values + [""] * (len(columns) - len(values))
+    named = columns + [""] * (len(values) - len(columns))
+    nameless = [value for name, value in zip(named, padded, strict=True) if value and not name]
+    if nameless:
+        raise RequestError(
+            f"{path}, line {number}: the value {nameless[0]!r} stands in no column that has a name; "
+            "put values that hold the separator into quotes"
+        )
+    return {name: value for name, value in zip(named, padded, strict=True) if name}
 
 
 def _to_csv(rows: list[dict[str, str]]) -> bytes:

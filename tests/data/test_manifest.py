@@ -74,12 +74,34 @@ def test_paths_count_from_the_manifests_folder(tmp_path: Path, separator: str, c
         ("path\n", "no rows"),
         ("path,slide_id\na.svs,x\nb.svs,x\n", "'x'"),
         ("path,slide_id\n,x\n", "line 2"),
+        ('path;note\na.svs;"two\nlines"\n\n;;\n;x\n', "line 6"),
+        ("path,note,label\na.svs,tumour, grade 2,1\n", r"m\.csv, line 2: the value '1' stands in no column"),
+        ("path,label,label\na.svs,1,2\n", "two columns are named 'label'"),
+        ("path,label,status,reason\na.svs,1,ill,none\n", "'status', 'reason'.*another name"),
+        ('path,label\n"a.svs,1\nb.svs,2\n', "line 3 is not CSV"),
+        (f"path,note\na.svs,{'y' * 140_000}\n", "is not CSV"),
+        ("path,label\na.svs,1\nb\0.svs,2\n", "line 3 holds a NUL"),
     ],
 )
 def test_a_wrong_manifest_is_refused(tmp_path: Path, text: str, word: str) -> None:
     (tmp_path / "m.csv").write_text(text)
     with pytest.raises(RequestError, match=word):
         read_user_manifest(tmp_path / "m.csv")
+
+
+def test_empty_cells_and_lines_of_a_spreadsheet_say_nothing(tmp_path: Path) -> None:
+    (tmp_path / "m.csv").write_text("path;label;;\na.svs;1;;;\n;;;\nb.svs\n")
+    rows = read_user_manifest(tmp_path / "m.csv")
+    assert [(Path(row["source_path"]).name, row["label"], len(row)) for row in rows] == [
+        ("a.svs", "1", 2),
+        ("b.svs", "", 2),
+    ]
+
+
+def test_the_table_of_another_store_is_a_manifest(tmp_path: Path) -> None:
+    SlideRecord("a", "/x/a.svs", DONE, source_mpp=0.25, extra={"label": "benign"}).save(tmp_path)
+    rows = read_user_manifest(compile_manifest(tmp_path))
+    assert rows == [{"slide_id": "a", "source_path": "/x/a.svs", "source_mpp": "0.25", "label": "benign"}]
 
 
 def test_a_manifest_that_is_no_text_is_refused(tmp_path: Path) -> None:
