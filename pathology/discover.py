@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import stat
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -46,12 +47,13 @@ def find_jobs(paths: Sequence[Path], records: Mapping[str, SlideRecord]) -> list
         records: What the store holds already: a slide keeps the name that it has there.
 
     Raises:
-        RequestError: A path does not exist, a folder holds no slide, a manifest is wrong, a name is given twice.
+        RequestError: A path does not exist, a folder holds no slide, a manifest is wrong, a name is given twice, or
+            two rows say different things of one slide.
     """
     rows: dict[Path, dict[str, str]] = {}
     for path in paths:
         for source, row in _expand(path):
-            rows[source] = rows.get(source, {}) | row
+            rows[source] = _merged(path, source, rows.get(source, {}), row)
     return _named(_one_of_each_series(rows), records)
 
 
@@ -60,15 +62,43 @@ def user_columns(row: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in row.items() if k not in ("path", "source_path")}
 
 
+def is_gone(path: Path) -> bool:
+    """Whether there is no longer a file in this place; one that cannot be looked at may be there still."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _merged(path: Path, source: Path, one: Mapping[str, str], other: Mapping[str, str]) -> dict[str, str]:
+    """Return what two rows say of one slide, if they do not contradict each other."""
+    for column in sorted(one.keys() & other.keys() - {"source_path"}):
+        if one[column] != other[column]:
+            raise RequestError(
+                f"{path}: {source} stands in two rows that differ in the column {column!r}: "
+                f"{one[column]!r} and {other[column]!r}; keep one of them"
+            )
+    return {**one, **other}
+
+
 def _expand(path: Path) -> Iterator[tuple[Path, dict[str, str]]]:
-    if path.is_dir():
+    try:
+        is_folder = stat.S_ISDIR(path.stat().st_mode)
+        if is_folder:
+            os.scandir(path).close()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise RequestError(f"{path}: no such file or folder") from error
+    except OSError as error:
+        raise RequestError(f"{path}: cannot be read ({error.strerror or error})") from error
+    if is_folder:
         found = sorted(_search(path))
         if not found:
             looked_for = ", ".join(sorted(SLIDE_SUFFIXES))
             raise RequestError(f"{path}: no slide in this folder or below; files ending in {looked_for} are looked for")
         yield from ((source, {}) for source in found)
-    elif not path.exists():
-        raise RequestError(f"{path}: no such file or folder")
     elif path.suffix.lower() in {".csv", ".tsv"}:
         for row in read_user_manifest(path):
             yield _tidy(Path(row["source_path"])), row
@@ -109,12 +139,22 @@ def _tidy(path: Path) -> Path:
     """Return the absolute path without ``.`` and ``..``, links kept: one file, one text."""
     tidy = Path(os.path.normpath(path.absolute()))
     # Behind a link to a folder, `..` is not what the text says.
-    return tidy if not path.exists() or (tidy.exists() and tidy.samefile(path)) else path.absolute()
+    try:
+        return tidy if tidy.samefile(path) else path.absolute()
+    except OSError:  # what is wrong with it, its reader will say
+        return tidy if is_gone(path) else path.absolute()
 
 
 def _search(folder: Path) -> Iterator[Path]:
+    """Yield the slides, and the folders that cannot be searched: these fail like a slide that cannot be read."""
     visited: set[str] = set()
-    for here, folders, files in os.walk(_tidy(folder), followlinks=True):
+    closed: list[Path] = []
+
+    def note(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):  # one that was removed meanwhile
+            closed.append(Path(error.filename))
+
+    for here, folders, files in os.walk(_tidy(folder), onerror=note, followlinks=True):
         real = os.path.realpath(here)
         if real in visited:
             folders.clear()
@@ -124,6 +164,7 @@ def _search(folder: Path) -> Iterator[Path]:
         for name in files:
             if not name.startswith(".") and _is_slide(Path(here, name)):
                 yield Path(here, name)
+    yield from closed
 
 
 def _named(rows: Mapping[Path, dict[str, str]], records: Mapping[str, SlideRecord]) -> list[SlideJob]:
@@ -152,7 +193,7 @@ def name_with_place(name: str, source: Path) -> str:
 
 def _is_anothers(record: SlideRecord | None) -> bool:
     """Whether the name belongs to a slide in another place; one that is no longer there has been moved here."""
-    return record is not None and (not record.source_path or Path(record.source_path).exists())
+    return record is not None and (not record.source_path or not is_gone(Path(record.source_path)))
 
 
 def _checked(name: str) -> str:

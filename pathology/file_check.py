@@ -12,6 +12,10 @@ from pathology.errors import SlideError
 _LARGEST_SLIDEDAT_BYTES = 2**20
 
 
+CLOSED_FOLDER = "the folder cannot be searched for slides"
+"""Begins the reason of a folder that fails in place of the slides that may lie in it."""
+
+
 def check_file(path: Path) -> None:
     """Look at a file's size and first bytes.
 
@@ -21,7 +25,7 @@ def check_file(path: Path) -> None:
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for ever
-            raise SlideError("it is a folder, not a slide file" if path.is_dir() else "it is no regular file")
+            raise SlideError(_of_folder(path) if path.is_dir() else "it is no regular file")
         with path.open("rb") as file:
             head = file.read(16)
             size = os.fstat(file.fileno()).st_size
@@ -39,23 +43,46 @@ def check_file(path: Path) -> None:
         raise SlideError(f"the file is cut off: its directory should be at byte {first}, the file has {size} bytes")
 
 
+def closed_folder(path: Path) -> OSError | None:
+    """Return why a folder cannot be searched; None where it can."""
+    try:
+        os.scandir(path).close()
+    except OSError as error:
+        return error
+    return None
+
+
+def _of_folder(path: Path) -> str:
+    closed = closed_folder(path)
+    return f"{CLOSED_FOLDER}: {closed.strerror}" if closed else "it is a folder, not a slide file"
+
+
 def _check_folder(path: Path) -> None:
     """Look for the files that an MRXS names; OpenSlide opens a data file only when a tile of it is asked for."""
     if path.suffix != ".mrxs":
         raise SlideError(f"OpenSlide knows such slides by the ending .mrxs, not {path.suffix}; rename the file")
     folder = path.with_suffix("")
-    if not (folder / "Slidedat.ini").is_file():
-        raise SlideError(f"the folder {path.stem!r} beside it, with its Slidedat.ini and its pixels, is missing")
     try:
         with (folder / "Slidedat.ini").open("rb") as file:
             text = file.read(_LARGEST_SLIDEDAT_BYTES).decode("utf-8", "replace")
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        missing_folder = f"the folder {path.stem!r} beside it, with its Slidedat.ini and its pixels, is missing"
+        raise SlideError(missing_folder) from error
     except OSError as error:
         raise SlideError(f"Slidedat.ini in its folder cannot be read: {error.strerror}") from error
     named = re.findall(r"^(?:FILE_\d+|INDEXFILE)[ \t]*=[ \t]*(.*?)[ \t\r]*$", text, re.MULTILINE)
-    missing = [name for name in named if name and not (folder / name).exists()]
+    missing = [name for name in named if name and _is_missing(folder / name)]
     if missing:
         count = f" ({len(missing)} files are missing)" if len(missing) > 1 else ""
         raise SlideError(f"its Slidedat.ini names {missing[0]!r}, which is not in the folder {path.stem!r}{count}")
+
+
+def _is_missing(path: Path) -> bool:
+    try:
+        path.stat()
+    except (OSError, ValueError):  # names come from the file: some of them no disk takes
+        return True
+    return False
 
 
 def _first_directory(head: bytes) -> int | None:

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from data.manifest import DONE, SlideRecord, compile_manifest, load_records, record_state
+from data.manifest import DONE, SlideRecord, compile_manifest, load_records, record_path, record_state
 from data.store import SlideStore, StoreError, slide_path
 from hyfi_core.errors import RequestError
 from pathology.contact import write_contact
 from pathology.discover import SlideJob, find_jobs, user_columns
 from pathology.errors import SlideError
+from pathology.file_check import CLOSED_FOLDER, closed_folder
 from pathology.identity import SourceStamp, differences, source_digest
 from pathology.ingest_options import IngestOptions
 from pathology.ingest_slide import ingest_slide
@@ -262,8 +263,15 @@ def _refuse_changed(changed: Sequence[str], store: Path) -> None:
 
 
 def _refresh(finished: dict[str, SlideRecord], store: Path) -> None:
-    """Save the records of skipped slides whose file moved or whose manifest row changed."""
+    """Save the records of skipped slides whose file moved or whose manifest row changed; drop what no longer is."""
     records = load_records(store)
+    for record in records.values():
+        if (
+            record.reason.startswith(CLOSED_FOLDER)
+            and record.source_path
+            and not closed_folder(Path(record.source_path))
+        ):
+            record_path(store, record.slide_id).unlink(missing_ok=True)  # now its slides speak for themselves
     for name, record in finished.items():
         if records.get(name) != record:
             record.save(store)

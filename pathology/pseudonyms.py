@@ -27,7 +27,7 @@ from data.files import temporary_beside
 from hyfi_core.errors import RequestError
 from hyfi_core.files import sync_file
 from pathology.claims import Claim
-from pathology.discover import SlideJob
+from pathology.discover import SlideJob, is_gone
 
 KEPT_COLUMNS = ("source_mpp", "label", "split")
 """Columns of the user's manifest that the store gets as they are; all others stay in the key."""
@@ -120,7 +120,7 @@ class KeyFile:
     def _moved(self, source: Path) -> KeyRow | None:
         """Return the row of a slide of this file name that is no longer where it was, if there is just one."""
         alike = [row for row in self._rows.values() if Path(row.source_path).name == source.name]
-        gone = [row for row in alike if not Path(row.source_path).exists()]
+        gone = [row for row in alike if is_gone(Path(row.source_path))]
         if len(gone) != 1:
             return None
         return replace(self._rows.pop(gone[0].source_path), source_path=str(source))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +25,7 @@ def run(path: Path, png: Path | None, as_json: bool) -> int:
     Raises:
         RequestError: There is nothing at ``path``, or ``png`` cannot be written.
     """
-    if not path.exists():
-        raise RequestError(
-            f"{path}: no such file or folder; name a store, a slide of a store (.zarr) or a slide's file"
-        )
+    _require_there(path)
     if png is not None:
         if not png.absolute().parent.is_dir():
             raise RequestError(f"{png}: there is no folder {png.absolute().parent} to write to")
@@ -50,6 +48,20 @@ def run(path: Path, png: Path | None, as_json: bool) -> int:
     if as_json:
         console.emit_json(found)
     return 0 if found["status"] == "done" else 1
+
+
+def _require_there(path: Path) -> None:
+    try:
+        path.stat()
+        if path.is_dir():
+            os.scandir(path).close()
+            (path / "zarr.json").exists()  # to list a folder is not to reach what is in it
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise RequestError(
+            f"{path}: no such file or folder; name a store, a slide of a store (.zarr) or a slide's file"
+        ) from error
+    except OSError as error:
+        raise RequestError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
 def _slide_of_store(path: Path, png: Path | None) -> dict[str, Any]:
