@@ -22,6 +22,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from hyfi_core.errors import RequestError
+from hyfi_core.graph.faithful import detach_what_has_no_gradient, faithful, refuse_fake_constants
 from hyfi_core.graph.light_export import light_export
 from hyfi_core.graph.program import Operator, Program, Ref, ValueInfo
 
@@ -45,8 +46,13 @@ def capture(model: nn.Module, shape: tuple[int, int, int, int], dtype: torch.dty
         with FakeTensorMode(allow_non_fake_inputs=True):
             image = torch.empty(shape, dtype=dtype)
         try:
-            with _cumulative_averages(model), light_export():
-                exported = torch.export.export(model, (image,), strict=False).run_decompositions({})
+            with light_export():
+                with _cumulative_averages(model), faithful(model):
+                    traced = torch.export.export(model, (image,), strict=False)
+                detach_what_has_no_gradient(traced)
+                exported = traced.run_decompositions({})
+        except RequestError as error:
+            raise RequestError(f"the model {type(model).__name__} cannot be captured: {error}") from error
         except Exception as error:
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise RequestError(
@@ -158,6 +164,7 @@ def _assemble(
             constants[name] = exported.constants[str(spec.target)]
         else:
             images.append(name)
+    refuse_fake_constants(constants)
     mutations: dict[str, str] = {}
     returned: list[Any] = []
     for out_spec, output in zip(exported.graph_signature.output_specs, outputs, strict=True):
