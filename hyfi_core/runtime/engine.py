@@ -84,7 +84,7 @@ class Engine:
         self.events: list[tuple[Action, float, float]] = []
         # Captures the model: what cannot run is refused here.
         compiled = self._compiled(micro)
-        self._holdings = Holdings(model, compiled, self._groups, self._placement, plan)
+        self._holdings = Holdings(model, compiled, self._groups)
         self._mirror = self._make_mirror(compiled)
         self._optimizer = optimizer(self._holdings.optimized()) if optimizer is not None else None
         self._input_parts = tuple(self._reader.training_parts(compiled, shape[0]).values())
@@ -281,7 +281,10 @@ class Engine:
             return self._bindings.begin(compiled.hosted[key], part, microbatch)
 
         def loss(answer: Any, microbatch: int) -> torch.Tensor:
-            return self._loss(answer, targets[microbatch]) / parts
+            value = self._loss(answer, targets[microbatch])
+            if value.numel() != 1:
+                raise RequestError(f"the loss has shape {tuple(value.shape)}; give one number, a mean over its samples")
+            return value / parts
 
         parameters = {key: self._bindings.parameters(stage) for key, stage in compiled.hosted.items()}
         return Step(begin, loss, parameters)
@@ -303,9 +306,7 @@ class Engine:
 
     def _gradients_of(self, compiled: Compiled) -> StepGradients:
         if id(compiled) not in self._gradients:
-            self._gradients[id(compiled)] = StepGradients(
-                self._model, compiled, self._groups, self._placement, self.plan, self._mirror
-            )
+            self._gradients[id(compiled)] = StepGradients(self._model, compiled, self._groups, self.plan, self._mirror)
         return self._gradients[id(compiled)]
 
     def _schedule(self, compiled: Compiled) -> Schedule:

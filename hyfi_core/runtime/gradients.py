@@ -9,7 +9,6 @@ from torch import nn
 
 from hyfi_core.comm.counted import CountedCommunicator
 from hyfi_core.plan.parallel_plan import ParallelPlan
-from hyfi_core.plan.placement import Placement
 from hyfi_core.runtime.compiled import Compiled
 from hyfi_core.runtime.groups import Groups
 from hyfi_core.runtime.mirror import Mirror
@@ -25,7 +24,6 @@ class StepGradients:
         model: the user's module.
         compiled: its stages.
         groups: the plan's groups.
-        placement: which ranks hold which stage.
         plan: replicas and their shares, mirror, type on the wire.
         mirror: the gradients of direction 1 on their way, None where they are reduced with the others.
     """
@@ -35,7 +33,6 @@ class StepGradients:
         model: nn.Module,
         compiled: Compiled,
         groups: Groups,
-        placement: Placement,
         plan: ParallelPlan,
         mirror: Mirror | None,
     ) -> None:

@@ -8,8 +8,6 @@ import torch
 from torch import nn
 
 from hyfi_core.comm.base import Message
-from hyfi_core.plan.parallel_plan import ParallelPlan
-from hyfi_core.plan.placement import Placement
 from hyfi_core.runtime.compiled import Compiled
 from hyfi_core.runtime.groups import Groups
 
@@ -21,17 +19,13 @@ class Holdings:
         model: the user's module.
         compiled: its stages.
         groups: the plan's groups.
-        placement: which ranks hold which stage.
-        plan: directions and mirror.
     """
 
-    def __init__(
-        self, model: nn.Module, compiled: Compiled, groups: Groups, placement: Placement, plan: ParallelPlan
-    ) -> None:
+    def __init__(self, model: nn.Module, compiled: Compiled, groups: Groups) -> None:
         self._model = model
         self._compiled = compiled
         self._groups = groups
-        self._stages = _stages_by_name(model, compiled, placement.stages)
+        self._stages = _stages_by_name(model, compiled)
         self._named = dict(model.named_parameters(remove_duplicate=False))
         self._holders = {name: groups.holders(stages) for name, stages in self._stages.items()}
         rank = groups.replica.rank
@@ -98,7 +92,7 @@ class Holdings:
         return nn.Parameter(torch.zeros(0, device=device))
 
 
-def _stages_by_name(model: nn.Module, compiled: Compiled, stages: int) -> dict[str, set[int]]:
+def _stages_by_name(model: nn.Module, compiled: Compiled) -> dict[str, set[int]]:
     """Return name of a parameter or buffer -> stages that use it.
 
     Names of one tensor (tied weights) share their stages. What no operator takes now (a counter in evaluation mode)

@@ -45,6 +45,8 @@ def parallelize(
     Raises:
         RequestError: plan, ranks, shape or model do not go together; nothing has been sent then.
     """
+    if not isinstance(model, nn.Module):
+        raise RequestError(f"model is {type(model).__name__}; give a torch.nn.Module that takes one image tensor")
     if len(shape) != 4 or any(side < 1 for side in shape):
         raise RequestError(f"shape is {shape}; give (B, C, H, W) of the whole batch of one replica")
     if (plan is None) == (strategy is None):

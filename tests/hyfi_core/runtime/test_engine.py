@@ -212,12 +212,23 @@ def test_bfloat16_autocast_stays_near_float32() -> None:
         ({"plan": hyfi_core.ParallelPlan(grids=((2, 2),))}, "needs 4 ranks, 1 are here"),
         ({"plan": hyfi_core.ParallelPlan(grids=((1, 1),), microbatches=2), "shape": (3, 3, 8, 8)}, "microbatches=1"),
         ({"shape": (3, 8, 8)}, r"give \(B, C, H, W\)"),
+        ({"model": torch.relu}, "builtin_function_or_method; give a torch.nn.Module"),
     ],
 )
 def test_what_does_not_go_together_is_refused(change: dict[str, Any], words: str) -> None:
-    given = {"plan": hyfi_core.ParallelPlan(grids=((1, 1),)), "shape": (2, 3, 8, 8)} | change
+    given = {"model": Small(), "plan": hyfi_core.ParallelPlan(grids=((1, 1),)), "shape": (2, 3, 8, 8)} | change
     with pytest.raises(RequestError, match=words):
-        hyfi_core.parallelize(Small(), given["shape"], given["plan"], AloneCommunicator())
+        hyfi_core.parallelize(given["model"], given["shape"], given["plan"], AloneCommunicator())
+
+
+def test_a_loss_that_is_no_number_is_refused() -> None:
+    def of_each(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits, labels, reduction="none")
+
+    plan = hyfi_core.ParallelPlan(grids=((1, 1),))
+    engine = hyfi_core.parallelize(Small(), (2, 3, 8, 8), plan, AloneCommunicator(), loss=of_each)
+    with pytest.raises(RequestError, match=r"loss has shape \(2,\); give one number"):
+        engine.accumulate(torch.zeros(2, 3, 8, 8), torch.tensor([0, 1]))
 
 
 def test_an_operator_without_a_rule_is_refused_at_capture_by_name_and_module() -> None:
