@@ -1,0 +1,61 @@
+"""Every benchmark still runs: small, so what it prints means nothing here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tifffile
+
+from tests.conftest import ROOT
+
+SMALL = {
+    "capture": ["--model", "resnet18", "--size", "512"],
+    "cells": ["--size", "256", "--cells", "2"],
+    "decode": ["--size", "1024", "--region", "512", "--rounds", "1"],
+    "demo_task": ["--help"],  # trains for a quarter of an hour, however little is asked
+    "dimensions": ["--steps", "1"],
+    "fused": ["--size", "64", "--rounds", "1"],
+    "ingest_memory": ["--size", "1024", "--mpp", "0.5"],
+    "offload": ["--size", "256", "--steps", "25", "--rounds", "1"],
+    "overlap": ["--size", "128", "--steps", "1"],
+    "overview": None,  # draws from a finished demo: the demo's own test does
+    "prices": ["--rounds", "1"],
+    "reduction": ["--rounds", "1"],
+    "shares": ["--steps", "2"],
+    "snapshot": ["--size", "64", "--every", "1", "--validations", "2"],
+    "spatial": ["--size", "128", "--rounds", "1", "--steps", "1"],
+    "store": ["SLIDE", "--runs", "1"],
+}
+PARTS = {"__init__", "resident", "resting"}
+
+
+def test_all_benchmarks_are_known_here() -> None:
+    found = {path.stem for path in (ROOT / "workflows" / "benchmarks").glob("*.py")}
+    assert found - PARTS == SMALL.keys()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", [name for name, words in SMALL.items() if words is not None])
+def test_a_benchmark_runs(name: str, tmp_path: Path) -> None:
+    words = list(SMALL[name] or [])
+    if "SLIDE" in words:
+        picture = np.random.default_rng(0).integers(0, 256, (1500, 1700, 3), dtype=np.uint8)
+        words[words.index("SLIDE")] = str(tmp_path / "slide.tiff")
+        how = {"compression": "jpeg", "resolution": (20_000, 20_000), "resolutionunit": "CENTIMETER"}
+        tifffile.imwrite(tmp_path / "slide.tiff", picture, tile=(256, 256), photometric="rgb", **how)
+    done = subprocess.run(
+        [sys.executable, "-m", f"workflows.benchmarks.{name}", *words],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
