@@ -80,9 +80,10 @@ def edges(stages: Sequence[Stage]) -> tuple[tuple[int, int], ...]:
 def active_values(program: Program, wanted: tuple[Any, ...], sources: Iterable[str]) -> frozenset[str]:
     """Return the values that depend on a source and on which the answer depends: they carry gradients."""
     reached = set(sources)
-    for op in program.operators:
+    for op in program.operators:  # a check (of a type, before a cast) has a name, but no tensor as its result
         if any(name in reached for name in op.inputs):
-            reached.update(o for o in op.outputs if o is not None and program.values[o].dtype.is_floating_point)
+            made = {o: program.values[o].dtype for o in op.outputs if o is not None and o in program.values}
+            reached.update(name for name, dtype in made.items() if dtype.is_floating_point)
     return frozenset(reached & program.needed(set(refs_in(wanted))))
 
 

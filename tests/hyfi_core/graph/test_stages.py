@@ -10,6 +10,7 @@ from hyfi_core.errors import RequestError
 from hyfi_core.graph.capture import capture
 from hyfi_core.graph.program import Program
 from hyfi_core.graph.stages import active_values, cut_program, edges
+from tests.harness import assert_equal_to_one_process
 
 
 class Skips(nn.Module):
@@ -77,3 +78,32 @@ def test_a_norm_that_two_stages_call_is_refused_by_name() -> None:
     shared = capture(Shared(), (2, 3, 9, 9), torch.float32)
     with pytest.raises(RequestError, match=r"buffer 'norm\.\w+' is kept up to date in stages \[0, 1\]"):
         cut_program(shared, shared.outputs, ("b",))
+
+
+class Casts(nn.Module):
+    """Each cast is captured with a check of the type before it, an operator without a tensor as its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.fc = nn.Conv2d(3, 4, 3, 2, 1), nn.Conv2d(4, 4, 3, 1, 1), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x).to(memory_format=torch.channels_last).double()
+        y = self.b(y.to(x.dtype)).float().to(x.dtype)
+        return self.fc(y.to(self.fc.weight.device).mean((2, 3)))
+
+
+def test_checks_without_a_result_are_no_part_of_a_stage() -> None:
+    program = capture(Casts(), (1, 3, 8, 8), torch.float32)
+    checks = [op.name for op in program.operators if "_assert" in op.text]
+    assert checks
+    active = active_values(program, program.outputs, program.parameters)
+    assert set(program.parameters) <= active and not active & set(checks)
+    stages = cut_program(program, program.outputs, ("a",))
+    assert not any("_assert" in op.text for stage in stages for op in stage.program.operators)
+
+
+@pytest.mark.parametrize("grid", [(1, 1), (2, 2)])
+def test_casts_equal_one_process(grid: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    assert_equal_to_one_process(Casts(), (2, 3, 13, 16), grid, tolerance=1e-6)  # it rounds to float32
