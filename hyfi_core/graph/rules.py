@@ -30,7 +30,7 @@ _POINTWISE = """
 relu relu6 leaky_relu elu selu celu gelu silu mish hardswish hardsigmoid hardtanh sigmoid tanh softplus exp
 log sqrt rsqrt abs neg reciprocal clamp clamp_min clamp_max square pow.Tensor_Scalar sin cos erf floor log1p
 expm1 add.Tensor add.Scalar sub.Tensor sub.Scalar mul.Tensor mul.Scalar div.Tensor div.Scalar rsub.Scalar
-rsub.Tensor maximum minimum prelu _prelu_kernel where.self eq.Scalar eq.Tensor gt.Scalar gt.Tensor lt.Scalar
+rsub.Tensor maximum minimum _prelu_kernel where.self eq.Scalar eq.Tensor gt.Scalar gt.Tensor lt.Scalar
 lt.Tensor ge.Scalar le.Scalar clone alias detach contiguous _to_copy to.dtype lerp.Tensor lerp.Scalar addcmul
 logical_not zeros_like ones_like empty_like full_like sign sgn log_sigmoid threshold hardshrink softshrink
 where.ScalarSelf where.ScalarOther where.Scalar ne.Scalar logical_and logical_or isnan trunc ceil round frac
@@ -220,6 +220,7 @@ RULES.update(
             "rms_norm": rules_channel.channel_norm,
             "linear": rules_channel.linear,
             "matmul": rules_channel.matmul,
+            "prelu": rules_channel.prelu,
             "glu": rules_channel.along(1, None),
             "max.dim": rules_channel.along(1, 2),
             "min.dim": rules_channel.along(1, 2),

@@ -1,4 +1,4 @@
-"""Rules for operators that work on each pixel's channels: norms over channels, linear layers, reductions of channels.
+"""Rules for operators that work on each pixel's channels: norms over channels, linear layers, slopes, reductions.
 
 Space may stand anywhere: (B, C, H, W), or (B, H, W, C) as in ConvNeXt.
 """
@@ -79,6 +79,14 @@ def matmul(lowering: Lowering, op: Operator) -> None:
     if len(lowering.shape(op.args[1].name)) != 2:
         lowering.refuse(op, "multiplies a map by more than one matrix", "one matrix, (B, H, W, C) times (C, D)")
     linear(lowering, op)
+
+
+def prelu(lowering: Lowering, op: Operator) -> None:
+    """PReLU: its slopes are one for each channel of dim 1, or one for all; they are no map, however many they are."""
+    here, slopes = _here(lowering, op), lowering.shape(op.args[1].name)
+    if 1 in here.dims and slopes not in ((), (1,)):
+        lowering.refuse(op, "has a slope for each row or column", "channels in dim 1, or one slope, PReLU()")
+    _per_pixel(lowering, op, here)
 
 
 def along(at: int, keepdim_at: int | None) -> Rule:
