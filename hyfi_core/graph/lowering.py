@@ -342,6 +342,9 @@ def lower_replicated(lowering: Lowering, op: Operator) -> None:
         function, inputs = batch_norm_on_features(lowering.program, op)
     elif op.text == "aten._native_batch_norm_legit.no_stats":
         function, inputs = batch_norm_alone(op)
+    elif op.text in ("aten.view.default", "aten._unsafe_view.default"):
+        # Values may lie otherwise in memory here than where the model was captured, attention's for one.
+        function, inputs = bound(replace(op, target=torch.ops.aten.reshape.default))
     else:
         function, inputs = bound(op)
     lowering.compute(function, inputs, op.outputs)
