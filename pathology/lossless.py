@@ -164,10 +164,9 @@ def _tiles_of_file(level: TiffLevel, layout: ArrayLayout, file: tuple[int, int])
 
 def _joiner(level: TiffLevel) -> TileJoiner:
     if not isinstance(level.decode, JpegDecoder) or level.tile_width_px >= level.width_px > 2 * SHARD_PX:
-        kind = type(level.decode).__name__.removesuffix("Decoder")
         raise SlideError(
-            f"--lossless needs JPEG tiles; level {level.width_px} × {level.height_px} px is in {kind} blocks of "
-            f"{level.tile_width_px} × {level.tile_height_px} px. {_WITHOUT}"
+            f"--lossless needs JPEG tiles; level {level.width_px} × {level.height_px} px is in {level.compression} "
+            f"blocks of {level.tile_width_px} × {level.tile_height_px} px. {_WITHOUT}"
         )
     return TileJoiner(level.decode.prefix, (level.tile_height_px, level.tile_width_px))
 

@@ -4,8 +4,10 @@ This is the only place that knows OpenSlide's ``(x, y)`` order. Which reader ope
 
 ```
 OME-TIFF (OpenSlide does not see levels in SubIFDs)         → pathology.tiff_source
-what OpenSlide knows: tiled TIFFs and NDPI that both show
-                      with the same pixels (tried on open)  → pathology.tiff_source; facts, left-out tiles: OpenSlide
+what OpenSlide knows: TIFFs of no scanner (libtiff shows
+                      damaged tiles as they come)           → pathology.tiff_source, or refused
+                      Aperio and NDPI that both show with
+                      the same pixels (tried on open)       → pathology.tiff_source; facts, left-out tiles: OpenSlide
                       all else (MRXS, SCN, VMS, DICOM …)    → OpenSlide, one handle for each thread
 CZI (OpenSlide has no JPEG XR; damage ends its process)     → pathology.czi_source
 what OpenSlide does not know                                → pathology.tiff_source
@@ -36,7 +38,7 @@ from pathology.per_thread import PerThread
 from pathology.slide_source import SlideSource
 from pathology.source_level import RGB, Affine, BadTile, SourceLevel, moved_by, snapped_levels
 from pathology.source_threads import run_in_pool
-from pathology.tiff_facts import orientation_of_file
+from pathology.tiff_facts import is_ome_tiff, largest_page, orientation_of_file
 from pathology.tiff_source import TiffSource, tiled_sizes
 from pathology.upright import UprightSource
 
@@ -48,7 +50,8 @@ SLIDE_SUFFIXES = frozenset(
 )
 """What a folder is searched for; of DICOM files those that are whole slides."""
 
-_TILED_TIFF_VENDORS = frozenset(("aperio", "generic-tiff", "hamamatsu"))
+_PLAIN_TIFF = "generic-tiff"
+_TILED_TIFF_VENDORS = frozenset(("aperio", _PLAIN_TIFF, "hamamatsu"))
 _BLOCK_PX = 1024
 _CACHE_BYTES = 64 * 2**20
 
@@ -62,7 +65,7 @@ def open_source(path: Path) -> SlideSource:
     check_file(path)
     if is_czi(path):
         return CziSource(path)
-    if path.name.lower().endswith((".ome.tif", ".ome.tiff", ".ome.btf")):
+    if is_ome_tiff(path):
         return _upright(TiffSource(path), path)
     try:
         slow = OpenSlideSource(path)
@@ -74,6 +77,11 @@ def open_source(path: Path) -> SlideSource:
         raise SlideError(f"OpenSlide cannot open it: {_why(error, path, 'Slidedat.ini or Index.dat')}") from error
     if slow.vendor not in _TILED_TIFF_VENDORS:
         return slow
+    if slow.vendor == _PLAIN_TIFF:
+        slow.close()
+        size = slow.levels[0].height_px, slow.levels[0].width_px
+        largest = largest_page(path) == size  # OpenSlide takes the first page, which may be a label
+        return _upright(TiffSource(path, known=slow if largest else None), path)
     if orientation_of_file(path) != 1:  # OpenSlide turns each tile and leaves it in its place
         slow.close()
         return _upright(TiffSource(path, known=slow), path)
@@ -129,20 +137,19 @@ def _stored_levels(path: Path, slow: OpenSlideSource) -> list[int]:
 
 
 def _same_pixels(fast: TiffSource, k: int, slow: OpenSlideSource, level: int) -> bool:
-    """Whether a tile of level ``k``, ``level`` for OpenSlide, looks alike; the first of a coarse one, which it hits."""
+    """Whether a tile of level ``k``, ``level`` for OpenSlide, looks alike; the first of a coarse one, which it hits.
+
+    True where it is damaged: the fast reader says so when it is read, and OpenSlide may show it as it comes.
+    """
     size = fast.levels[k]
     height, width = size.tile_px
     y = size.height_px // 2 // height * height if level == 0 else 0
     x = size.width_px // 2 // width * width if level == 0 else 0
     box = Box(y, y + height, x, x + width).intersect(Box.of_size(size.height_px, size.width_px))
     try:
-        expected = slow.read(box, level)
+        return bool(np.array_equal(fast.read(box, k), slow.read(box, level)))
     except TileError:
-        return True  # damaged: nothing to compare
-    try:
-        return bool(np.array_equal(fast.read(box, k), expected))
-    except TileError:
-        return False
+        return True
 
 
 class OpenSlideSource:
@@ -289,9 +296,13 @@ def _stated_mpp(properties: Mapping[str, str]) -> tuple[float, float] | None:
     ]
     stated = [(_number(y), _number(x)) for y, x in pairs]
     unit = properties.get("tiff.ResolutionUnit", "")
-    tags = [_number(properties.get(f"tiff.{axis}Resolution")) or 0.0 for axis in "YX"]
-    stated.append((mpp_of_resolution(tags[0], unit), mpp_of_resolution(tags[1], unit)))
+    tags = [_number(properties.get(f"tiff.{axis}Resolution")) for axis in "YX"]
+    stated.append((_mpp_of_tag(tags[0], unit), _mpp_of_tag(tags[1], unit)))
     return first_sensible(*[(y, x) for y, x in stated if y is not None and x is not None])
+
+
+def _mpp_of_tag(pixels_per_unit: float | None, unit: str) -> float | None:
+    return None if pixels_per_unit is None else mpp_of_resolution(pixels_per_unit, unit)
 
 
 def _number(text: str | None) -> float | None:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from hyfi_core.plan.box import Box
 from pathology.errors import SlideError
-from pathology.tile_decoders import Decode, make_decoder
+from pathology.tile_decoders import Decode, compression_name, make_decoder
 
 _LARGEST_TILE_PX = 2**26
 _STRIP_BYTES = 2**20
@@ -30,6 +30,7 @@ class TiffLevel:
         offsets: First byte of each tile.
         lengths: Bytes of each tile; 0: the scanner left it out.
         decode: From a tile's bytes to its pixels.
+        compression: What the tiles are packed with, for messages.
     """
 
     height_px: int
@@ -39,6 +40,7 @@ class TiffLevel:
     offsets: npt.NDArray[np.int64]
     lengths: npt.NDArray[np.int64]
     decode: Decode
+    compression: str
 
     @property
     def columns(self) -> int:
@@ -63,7 +65,7 @@ def parse_level(page: Any) -> TiffLevel:
     """Return the level that a page of tifffile holds; the file must still be open.
 
     Raises:
-        SlideError: Its pixels are not 8-bit RGB, or it is not cut into parts that can be decoded one by one.
+        SlideError: Its pixels are not 8-bit RGB or grey, or it is not cut into parts that can be decoded one by one.
     """
     height, width = int(page.imagelength), int(page.imagewidth)
     tile = (int(page.tilelength), int(page.tilewidth)) if page.is_tiled else (int(page.rowsperstrip), width)
@@ -73,7 +75,7 @@ def parse_level(page: Any) -> TiffLevel:
     decode = make_decoder(page, *tile)
     if page.compression == 1 and not page.is_tiled:
         tile, offsets, lengths = _cut_strips(tile, height, int(page.samplesperpixel) * width, offsets, lengths)
-    level = TiffLevel(height, width, *tile, offsets, lengths, decode)
+    level = TiffLevel(height, width, *tile, offsets, lengths, decode, compression_name(page))
     if tile[0] * tile[1] > _LARGEST_TILE_PX:
         raise SlideError(f"the TIFF is not tiled: one compressed block has {tile[0]} × {tile[1]} px; tile it first")
     if len(offsets) != len(lengths) or len(offsets) != -(-height // tile[0]) * level.columns:

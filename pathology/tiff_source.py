@@ -25,7 +25,7 @@ from pathology.slide_file import SlideFile, coalesced
 from pathology.slide_source import SlideSource
 from pathology.source_level import RGB, Affine, BadTile, SourceLevel, moved_by, snapped_levels
 from pathology.source_threads import decode_threads, in_pool, submit
-from pathology.tiff_facts import mpp_of_tiff
+from pathology.tiff_facts import keyframe, mpp_of_tiff
 from pathology.tiff_level import TiffLevel, left_out_from_below, parse_level
 
 _JOB_PX = 2**19
@@ -46,7 +46,7 @@ class TiffSource:
         stored: Indices of those levels of ``known`` that stand in the file, where it has others, too.
 
     Raises:
-        SlideError: Not a TIFF, its pixels are not 8-bit RGB, or its pages are not the levels that ``known`` has.
+        SlideError: Not a TIFF, not 8-bit RGB or grey, or its pages are not the levels that ``known`` has.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class TiffSource:
         self._fill_missing = fill_missing
         try:
             with tifffile.TiffFile(path) as tiff:
-                pages = _pages_of_series(tiff) if known is None else _pages_of_sizes(tiff, known.levels, stored)
+                pages = _pages_of_series(tiff) if known is None else _pages_known(tiff, known, stored)
                 levels = [parse_level(page) for page in pages]
                 self._levels = left_out_from_below(levels) if known and known.vendor == "aperio" else levels
                 first = pages[0]
@@ -217,15 +217,18 @@ def _pages_of_series(tiff: tifffile.TiffFile) -> list[Any]:
     for level in largest.levels:
         if len(level.pages) != 1:
             raise SlideError(f"the TIFF is a stack of {len(level.pages)} planes; a slide has one")
-    return [_keyframe(level.pages[0]) for level in largest.levels]
+    return [keyframe(level.pages[0]) for level in largest.levels]
 
 
-def _pages_of_sizes(tiff: tifffile.TiffFile, levels: Sequence[SourceLevel], stored: Sequence[int] | None) -> list[Any]:
+def _pages_known(tiff: tifffile.TiffFile, known: SlideSource, stored: Sequence[int] | None) -> list[Any]:
     """Return the tiled page that has the size of each level."""
-    found = []
-    for level in levels if stored is None else [levels[k] for k in stored]:
-        same = [page for page in _tiled_pages(tiff) if _size(page) == (level.height_px, level.width_px)]
-        if len(same) != 1:
+    found, pages = [], _tiled_pages(tiff)
+    plain = known.vendor == "generic-tiff"
+    if plain:  # OpenSlide takes the first page and those marked as smaller copies of it
+        pages = [page for page in pages if page.index == 0 or page.is_reduced]
+    for level in known.levels if stored is None else [known.levels[k] for k in stored]:
+        same = [page for page in pages if _size(page) == (level.height_px, level.width_px)]
+        if not same or (len(same) > 1 and not plain):
             raise SlideError(f"the TIFF has {len(same)} tiled pages of {level.width_px} × {level.height_px} px")
         found.append(same[0])
     return found
@@ -241,12 +244,8 @@ def tiled_sizes(path: Path) -> set[tuple[int, int]]:
 
 
 def _tiled_pages(tiff: tifffile.TiffFile) -> list[Any]:
-    return [page for page in map(_keyframe, tiff.pages) if page.is_tiled]
+    return [page for page in map(keyframe, tiff.pages) if page.is_tiled]
 
 
 def _size(page: Any) -> tuple[int, int]:
     return int(page.imagelength), int(page.imagewidth)
-
-
-def _keyframe(page: Any) -> Any:
-    return page.aspage() if isinstance(page, tifffile.TiffFrame) else page

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import imagecodecs
 import numpy as np
 import numpy.typing as npt
+import tifffile
 
 from pathology.errors import SlideError
 from pathology.jpeg_tile import JpegDecoder, RestartDecoder, jpeg_prefix
@@ -21,10 +23,14 @@ Decode = Callable[[bytes, int], RGB]
 JPEG = 7
 JPEG_2000 = (33003, 33005, 34712)
 _JPEG_2000_YCBCR = 33003
-_RGB, _YCBCR = 2, 6
+_WHITE_IS_ZERO, _BLACK_IS_ZERO, _RGB, _YCBCR = 0, 1, 2, 6
 _OLD_JPEG = 6
 _SUBSAMPLED = {JPEG, _JPEG_2000_YCBCR}
 _ASSOCIATED, _UNASSOCIATED = 1, 2
+_CONVERT = (
+    "Convert it to 8-bit RGB first, for example with libvips: "
+    "vips colourspace IN.tif 'OUT.tif[tile,pyramid,compression=deflate]' srgb"
+)
 
 
 def make_decoder(page: Any, height_px: int, width_px: int) -> Decode:
@@ -36,12 +42,24 @@ def make_decoder(page: Any, height_px: int, width_px: int) -> Decode:
         width_px: Columns of a tile.
 
     Raises:
-        SlideError: The page is not 8-bit RGB (with or without alpha), or its compression is not known.
+        SlideError: The page is not 8-bit RGB (with or without alpha) or grey, or its compression is not known.
     """
     _check_page(page)
+    decode = _decoder_of_samples(page, height_px, width_px)
+    return decode if page.samplesperpixel > 1 else GreyDecoder(decode, page.photometric == _WHITE_IS_ZERO)
+
+
+def compression_name(page: Any) -> str:
+    """Return what a page's tiles are packed with, as people say it: JPEG, grey JPEG, LZW, uncompressed."""
+    name = "uncompressed" if page.compression == 1 else _name_of(tifffile.COMPRESSION, page.compression)
+    return f"grey {name}" if page.samplesperpixel == 1 else name
+
+
+def _decoder_of_samples(page: Any, height_px: int, width_px: int) -> Decode:
+    """Return what decodes the samples as they are stored: one of grey is still one."""
     if page.compression == JPEG and page.jpegheader:
         return RestartDecoder(height_px, width_px, page.jpegheader)
-    if page.compression == JPEG and page.samplesperpixel == 3:
+    if page.compression == JPEG and page.samplesperpixel in (1, 3):
         return JpegDecoder(height_px, width_px, jpeg_prefix(page.jpegtables, page.photometric == _YCBCR))
     if page.compression in JPEG_2000:
         return Jpeg2000Decoder(page.compression == _JPEG_2000_YCBCR)
@@ -49,22 +67,37 @@ def make_decoder(page: Any, height_px: int, width_px: int) -> Decode:
         return PlainDecoder(width_px, page.samplesperpixel, _alpha_of(page))
     if page.compression in (_OLD_JPEG, JPEG):  # its decoder would show a damaged tile as it comes
         raise SlideError(
-            f"its JPEG is of a kind that cannot be checked: {page.samplesperpixel} samples, {page.compression!s}"
+            f"its JPEG is of a kind that cannot be checked: {page.samplesperpixel} samples, "
+            f"{_name_of(tifffile.COMPRESSION, page.compression)}. {_CONVERT}"
         )
     decode = page.decode  # built while the file is open (it looks for a JFIF header), used after
     return CodecDecoder(decode, page.jpegtables, _alpha_of(page))
 
 
 def _check_page(page: Any) -> None:
-    kind = f"{page.samplesperpixel} × {page.bitspersample} bit, {page.photometric!s}"
-    if page.samplesperpixel not in (3, 4) or page.bitspersample != 8 or page.planarconfig != 1:
-        raise SlideError(f"its pixels are not 8-bit RGB but {kind}")
-    if page.photometric != _RGB and not (page.photometric == _YCBCR and page.compression in _SUBSAMPLED):
-        raise SlideError(f"its colours are not RGB, or YCbCr in JPEG, but {kind}")
+    grey = page.samplesperpixel == 1 and page.photometric in (_WHITE_IS_ZERO, _BLACK_IS_ZERO)
+    colours = page.photometric == _RGB or (page.photometric == _YCBCR and page.compression in _SUBSAMPLED)
+    rgb = page.samplesperpixel in (3, 4) and page.planarconfig == 1 and colours
+    if page.bitspersample == 8 and (rgb or (grey and page.compression not in JPEG_2000)):
+        return
+    kind = f"{page.samplesperpixel} × {page.bitspersample} bit {_name_of(tifffile.PHOTOMETRIC, page.photometric)}"
+    planes = " in separate planes" if page.samplesperpixel > 1 and page.planarconfig != 1 else ""
+    packed = _name_of(tifffile.COMPRESSION, page.compression)
+    raise SlideError(f"its pixels are not 8-bit RGB or grey but {kind}{planes} ({packed}). {_CONVERT}")
+
+
+def _name_of(names: type[IntEnum], value: int) -> str:
+    try:
+        return names(value).name
+    except ValueError:
+        return str(value)
 
 
 def _alpha_of(page: Any) -> int:
-    """Return the meaning of a fourth sample: associated, unassociated, or none (TIFF 6.0, ExtraSamples)."""
+    """Return the meaning of a fourth sample: associated, unassociated, or none (TIFF 6.0, ExtraSamples).
+
+    A fourth sample without a stated meaning is ignored, wherever on the slide it stands: nobody knows what it says.
+    """
     extra = page.extrasamples
     return int(extra[0]) if page.samplesperpixel == 4 and extra else 0
 
@@ -96,6 +129,25 @@ class PlainDecoder:
     def __call__(self, data: bytes, index: int) -> RGB:
         """Return ``(h, w, 3)``, a view of ``data`` where it has no alpha; see `Decode`."""
         return _over_white(np.frombuffer(data, np.uint8).reshape(-1, self.width_px, self.samples), self.alpha)
+
+
+@dataclass(frozen=True, slots=True)
+class GreyDecoder:
+    """Grey as the colours that it shows.
+
+    Attributes:
+        decode: Gives the grey as its first sample, or its only one.
+        inverted: 0 is white.
+    """
+
+    decode: Decode
+    inverted: bool
+
+    def __call__(self, data: bytes, index: int) -> RGB:
+        """Return ``(h, w, 3)``, a view that is not to be written to; see `Decode`."""
+        grey: RGB = self.decode(data, index)[..., :1]
+        shown: RGB = 255 - grey if self.inverted else grey
+        return np.broadcast_to(shown, (*grey.shape[:2], 3))
 
 
 _NOT_IN_PACKETS = re.compile(rb"\xff[\x94-\xd8\xda-\xff]")
