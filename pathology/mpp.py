@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 from pathology.errors import SlideError
@@ -44,22 +45,24 @@ class SourceMpp:
 
 
 def parse_mpp(text: str) -> float:
-    """Return a number that people may have written with a decimal comma.
+    """Return a number that people may have written with a decimal comma, or, before it, with points as in 1.000,5.
 
     Raises:
         ValueError: It is no finite number.
     """
-    value = float(text.strip().replace(",", "."))
+    whole, comma, part = text.strip().rpartition(",")
+    points = comma and re.fullmatch(r"\d{1,3}(\.\d{3})+", whole)
+    value = float(f"{whole.replace('.', '')}.{part}" if points else text.strip().replace(",", "."))
     if not math.isfinite(value):
         raise ValueError(f"{text!r} is not a finite number")
     return value
 
 
 def mpp_of_resolution(pixels_per_unit: float, unit: str) -> float | None:
-    """Return microns per pixel of a TIFF resolution tag; None where the unit says nothing or there is no resolution."""
-    if unit not in _UM_PER_UNIT or not pixels_per_unit > 0:
+    """Return microns per pixel of a TIFF resolution tag; None where the unit says nothing, 0 for what is no number."""
+    if unit not in _UM_PER_UNIT:
         return None
-    return _UM_PER_UNIT[unit] / pixels_per_unit
+    return _UM_PER_UNIT[unit] / pixels_per_unit if pixels_per_unit > 0 else 0.0
 
 
 def is_sensible(mpp: tuple[float, float] | None) -> bool:
@@ -119,8 +122,10 @@ def _what_the_file_says(file_mpp: tuple[float, float] | None) -> str:
     if file_mpp is None:
         return "the file does not state its microns per pixel"
     y, x = file_mpp
-    stated = _number(x) if x == y else f"{_number(x)} × {_number(y)} (x, y)"
-    return f"the file states {stated} µm/px, which makes no sense (expected: {_range()}, square within 5 %)"
+    stated = f"{_number(x)} µm/px" if x == y else f"{_number(x)} × {_number(y)} (x, y) µm/px"
+    if 0 in file_mpp:
+        stated += ", or a resolution of 0"
+    return f"the file states {stated}, which makes no sense (expected: {_range()}, square within 5 %)"
 
 
 def _number(um: float) -> str:

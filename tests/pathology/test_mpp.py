@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +13,14 @@ from pathology.mpp import is_sensible, mpp_of_resolution, parse_mpp, resolve_mpp
 from pathology.sources import open_source
 
 
-@pytest.mark.parametrize(("text", "value"), [("0.25", 0.25), ("0,25", 0.25), (" 1 ", 1.0), ("2.5e-1", 0.25)])
+@pytest.mark.parametrize(
+    ("text", "value"), [("0.25", 0.25), ("0,25", 0.25), (" 1 ", 1.0), ("2.5e-1", 0.25), ("1.000,5", 1000.5)]
+)
 def test_numbers_as_people_write_them(text: str, value: float) -> None:
     assert parse_mpp(text) == value
 
 
-@pytest.mark.parametrize("text", ["", "nan", "inf", "about 0.5"])
+@pytest.mark.parametrize("text", ["", "nan", "inf", "about 0.5", "0.25,5", "1,000,5"])
 def test_what_is_no_number(text: str) -> None:
     with pytest.raises(ValueError):
         parse_mpp(text)
@@ -30,7 +33,7 @@ def test_what_is_no_number(text: str) -> None:
 def test_resolution_tags_in_any_unit(pixels: float, unit: str, mpp: float) -> None:
     assert mpp_of_resolution(pixels, unit) == pytest.approx(mpp)
     assert mpp_of_resolution(pixels, "") is None
-    assert mpp_of_resolution(0, unit) is None
+    assert mpp_of_resolution(0, unit) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -123,7 +126,7 @@ def test_physical_sizes_of_ome_in_any_unit(
     assert found == (None if mpp is None else pytest.approx(mpp, rel=1e-4))
 
 
-@pytest.mark.parametrize("text", ["0", "0,0", "-0.25", "499", "0.001", "9999.9"])
+@pytest.mark.parametrize("text", ["0", "0,0", "-0.25", "499", "0.001", "9999.9", "1.000,0"])
 def test_an_absurd_mpp_of_a_scanner_is_refused_with_its_value(tmp_path: Path, text: str) -> None:
     path = tmp_path / "a.svs"
     about = f"Aperio Image Library v1\r\n96x64 (32x32)|AppMag = 20|MPP = {text}"
@@ -133,11 +136,24 @@ def test_an_absurd_mpp_of_a_scanner_is_refused_with_its_value(tmp_path: Path, te
     )
     source = open_source(path)
     assert source.vendor == "aperio"
-    value = f"{float(text.replace(',', '.')):g}"
+    value = "1000.0" if text == "1.000,0" else f"{float(text.replace(',', '.')):g}"
     with pytest.raises(SlideError, match=rf"states {re.escape(value)} µm/px.*source_mpp.*--slide-mpp"):
         resolve_mpp(source.mpp, "", None)
     assert resolve_mpp(source.mpp, "0,25", None).um == (0.25, 0.25)
     assert resolve_mpp(source.mpp, "", 0.25).origin == "flag"
+
+
+@pytest.mark.parametrize("per", [0, 1])
+@pytest.mark.parametrize("shape", [{"tile": (32, 32)}, {"rowsperstrip": 16}])
+def test_a_resolution_of_nothing_is_refused_with_its_value(tmp_path: Path, per: int, shape: dict[str, object]) -> None:
+    how = {"photometric": "rgb", "metadata": None, "resolution": (1, 1), "resolutionunit": "CENTIMETER"}
+    tifffile.imwrite(tmp_path / "a.tif", np.zeros((64, 96, 3), np.uint8), **how, **shape)
+    with tifffile.TiffFile(tmp_path / "a.tif") as tiff, (tmp_path / "a.tif").open("r+b") as file:
+        for name in ("XResolution", "YResolution"):
+            file.seek(tiff.pages[0].tags[name].valueoffset)
+            file.write(struct.pack("<II", 0, per))
+    with pytest.raises(SlideError, match="states 0 µm/px, or a resolution of 0, which makes no sense"):
+        resolve_mpp(open_source(tmp_path / "a.tif").mpp, "", None)
 
 
 def test_pixels_that_are_not_square_are_refused_beyond_five_per_cent(tmp_path: Path) -> None:
