@@ -60,7 +60,7 @@ class SlideRecord:
         slide_id: Its name in the store.
         source_path: The file it was read from; empty where the store is not to know it (pseudonyms).
         status: ``done`` or ``failed``.
-        reason: Why it failed; empty when done.
+        reason: Why it failed; when done, why a later attempt to make it again failed, else empty.
         source_mpp: Microns per pixel of the source's finest level (mean of both axes).
         store_mpp: Microns per pixel of the store's finest level.
         height_px, width_px: Size of the store's finest level.

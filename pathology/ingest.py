@@ -21,7 +21,7 @@ from pathology.identity import SourceStamp, differences, source_digest
 from pathology.ingest_options import IngestOptions
 from pathology.ingest_slide import ingest_slide
 from pathology.memory import worker_count
-from pathology.mpp import parse_mpp
+from pathology.mpp import AGREE_TOLERANCE, parse_mpp
 from pathology.pseudonyms import KeyFile
 from pathology.slide_pool import SlidePool
 from pathology.slide_work import Outcome, sweep_claims
@@ -221,9 +221,18 @@ def _other_parameters(record: SlideRecord, job: SlideJob, options: IngestOptions
         now = _given_mpp(job, options)
         if now is not None and now != given:
             old["slide_mpp"], new["slide_mpp"] = given, now
+    elif _contradicts(job, record.source_mpp):
+        old["source_mpp"], new["source_mpp"] = record.source_mpp, parse_mpp(job.row["source_mpp"])
     if (record.bad_share or 0.0) > options.max_bad:
         old["bad tiles"], new["bad tiles"] = f"{record.bad_share:.4g} of all", f"--max-bad {options.max_bad:g}"
     return differences(old, new)
+
+
+def _contradicts(job: SlideJob, file_mpp: float | None) -> bool:
+    """Whether the manifest says another number than the file that a slide was made from."""
+    with suppress(ValueError):
+        return file_mpp is not None and abs(parse_mpp(job.row.get("source_mpp", "")) / file_mpp - 1) > AGREE_TOLERANCE
+    return False
 
 
 def _given_mpp(job: SlideJob, options: IngestOptions) -> float | None:
@@ -235,7 +244,7 @@ def _given_mpp(job: SlideJob, options: IngestOptions) -> float | None:
 def _unchanged_source(record: SlideRecord, job: SlideJob) -> SlideRecord | None:
     """Return the record, brought up to date, if the file is the one it was made from; None to do it again."""
     extra = user_columns(job.row) or record.extra
-    kept = replace(record, extra=extra)
+    kept = replace(record, extra=extra, reason="")
     try:
         stamp = SourceStamp.of(job.source)
     except SlideError:

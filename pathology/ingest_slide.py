@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from data.manifest import DONE, FAILED, SlideRecord, record_path
+from data.sharded_array import read_json
 from data.store import SlideStore, StoreError, slide_path
+from data.store_metadata import digest_of_group
 from data.store_writer import SlideWriter
 from pathology.claims import ClaimLostError
 from pathology.discover import user_columns
@@ -79,9 +81,19 @@ def ingest_slide(
         # What it says may quote the file: not where the store is to know nothing of it.
         record = work.failed(type(error).__name__ if secret else f"{type(error).__name__}: {error}")
     record = replace(record, extra=user_columns(row))
-    if record.status == DONE or not record_path(store, name).exists() or not slide_path(store, name).exists():
-        record.save(store)
+    save_outcome(record, store)
     return record
+
+
+def save_outcome(record: SlideRecord, store: Path) -> None:
+    """Save a slide's record; an earlier, finished form keeps its own, in which the reason of a failure is noted."""
+    path = record_path(store, record.slide_id)
+    if record.status == FAILED and path.exists() and slide_path(store, record.slide_id).exists():
+        with suppress(StoreError):
+            known = SlideRecord.load(path)
+            if known.status == DONE:
+                record = replace(known, reason=f"kept as it was made before; made again, it failed: {record.reason}")
+    record.save(store)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +178,8 @@ class _Work:
             return None
         with suppress(StoreError):
             attributes = SlideStore.open(path).attributes
-            if all(attributes.get(key) == value for key, value in identity.items()):
+            whole = digest_of_group(read_json(path / "zarr.json")) == attributes.get("metadata_sha256")
+            if whole and all(attributes.get(key) == value for key, value in identity.items()):
                 return attributes
         return None
 

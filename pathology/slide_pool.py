@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import signal
 import time
 from collections import deque
@@ -22,6 +23,7 @@ from data.store import slide_path
 from pathology.claims import is_held, remove_ended
 from pathology.discover import SlideJob, user_columns
 from pathology.ingest_options import IngestOptions
+from pathology.ingest_slide import save_outcome
 from pathology.memory import return_what_is_freed
 from pathology.slide_work import CLAIMS, Outcome, do_job
 from pathology.source_threads import set_decode_threads
@@ -124,7 +126,8 @@ class SlidePool:
         return []
 
     def _submit(self, pool: ProcessPoolExecutor, number: int) -> Future[Outcome | None]:
-        return pool.submit(_work, number, self._jobs[number], self.store, self.options, self._threads)
+        with _interrupts_blocked():  # the first one starts the workers
+            return pool.submit(_work, number, self._jobs[number], self.store, self.options, self._threads)
 
     @property
     def _threads(self) -> int:
@@ -143,7 +146,7 @@ class SlidePool:
                 reason = "the process that decoded it died (a crash in the decoder, or out of memory)"
                 place = "" if job.secret else str(job.source)
                 record = SlideRecord(job.slide_id, place, FAILED, reason=reason, extra=user_columns(job.row))
-                record.save(self.store)
+                save_outcome(record, self.store)
                 return Outcome(record, job)
 
 
@@ -156,6 +159,16 @@ def _pool(workers: int, shares: Any, threads: int) -> Iterator[ProcessPoolExecut
         yield pool
 
 
+@contextlib.contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Let processes that are started here not hear Ctrl-C before they can ignore it: they would tell where it hit."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _start_worker(shares: Any, threads: int) -> None:
     global _shares
     _shares = shares
@@ -163,6 +176,9 @@ def _start_worker(shares: Any, threads: int) -> None:
     return_what_is_freed()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
+    parent = multiprocessing.parent_process()
+    if parent is not None and not parent.is_alive():  # it ended before it could be watched
+        os._exit(1)
 
 
 def _end_workers(pool: ProcessPoolExecutor) -> None:
