@@ -18,6 +18,7 @@ import io
 import os
 import re
 import secrets
+import tempfile
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,7 @@ from hyfi_core.errors import RequestError
 from hyfi_core.files import sync_file
 from pathology.claims import Claim
 from pathology.discover import SlideJob, is_gone
+from pathology.mpp import is_sensible, parse_mpp
 
 KEPT_COLUMNS = ("source_mpp", "label", "split")
 """Columns of the user's manifest that the store gets as they are; all others stay in the key."""
@@ -68,6 +70,7 @@ class KeyFile:
             raise RequestError(f"--pseudonyms {path}: lies inside the store {store}; the key must stay outside of it")
         if not path.absolute().parent.is_dir():
             raise RequestError(f"--pseudonyms {path}: there is no folder {path.absolute().parent} to write to")
+        _require_writable(path)
         self._path = path.absolute()
         self._rows = _load(self._path)
         self._secret = next((row.secret for row in self._rows.values()), secrets.token_hex(32))
@@ -102,6 +105,8 @@ class KeyFile:
         row = self._row(job)
         self._rows[row.source_path] = row
         shown = {"slide_id": row.slide_id, **{k: v for k, v in job.row.items() if k in KEPT_COLUMNS}}
+        if not _may_be_mpp(shown.get("source_mpp", "")):
+            shown["source_mpp"] = "…"  # it still fails the slide, and tells nothing of what stood there
         if row.case_id:
             shown["case_id"] = row.case_id
         return replace(job, slide_id=row.slide_id, row=shown, secret=row.secret)
@@ -128,6 +133,26 @@ class KeyFile:
     def _drawn(self, kind: str, real: str) -> str:
         digest = hmac.new(self._secret.encode(), f"{kind}:{real}".encode("utf-8", "surrogateescape"), "sha256")
         return f"{kind}-{digest.hexdigest()[:16]}"
+
+
+def _require_writable(path: Path) -> None:
+    try:
+        with tempfile.TemporaryFile(dir=path.absolute().parent):
+            pass
+    except OSError as error:
+        raise RequestError(
+            f"--pseudonyms {path}: the folder {path.absolute().parent} takes no files ({error.strerror}); "
+            "name a file in another folder"
+        ) from error
+
+
+def _may_be_mpp(text: str) -> bool:
+    if not text:
+        return True
+    with suppress(ValueError):
+        value = parse_mpp(text)
+        return is_sensible((value, value))
+    return False
 
 
 def scrubbed(reason: str, source: Path, name: str) -> str:

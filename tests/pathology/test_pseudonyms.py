@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import csv
+import errno
+import os
 import stat
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -119,6 +122,31 @@ def test_a_store_of_real_names_takes_no_pseudonyms(tmp_path: Path, make_slide: M
     ingest(Request([source], tmp_path / "store", AT_HALF), workers=1)
     with pytest.raises(RequestError, match="own names"):
         make_plan(Request([source], tmp_path / "store", AT_HALF, pseudonyms=tmp_path / "key.csv"))
+
+
+def test_a_key_that_cannot_be_written_is_refused_before_anything_is(
+    tmp_path: Path, make_slide: MakeSlide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = tempfile.TemporaryFile
+
+    def read_only(dir: Path) -> object:
+        if Path(dir) == tmp_path:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return make(dir=dir)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", read_only)
+    with pytest.raises(RequestError, match=os.strerror(errno.EROFS)):
+        ingest(Request([make_slide()], tmp_path / "store", AT_HALF, pseudonyms=tmp_path / "key.csv"), workers=1)
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("cell", [NAME, "19610517"])
+def test_what_is_no_mpp_stays_out_of_the_store(tmp_path: Path, make_slide: MakeSlide, cell: str) -> None:
+    manifest, store = make_slide().with_name("m.csv"), tmp_path / "store"
+    manifest.write_text(f"path,source_mpp\na.tiff,{cell}\n")
+    report = ingest(Request([manifest], store, AT_HALF, pseudonyms=tmp_path / "key.csv"), workers=1)
+    assert len(report.failed) == 1 and "source_mpp" in report.failed[0].reason
+    assert not [f for f in store.rglob("*") if f.is_file() and cell.encode() in f.read_bytes()]
 
 
 def test_what_is_no_key_is_left_alone(tmp_path: Path, make_slide: MakeSlide) -> None:
