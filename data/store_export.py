@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -59,7 +60,7 @@ def export_ngff04(slide: Path, folder: Path, threads: int, progress: Callable[[i
     beside = temporary_beside(final)
     shutil.rmtree(beside, ignore_errors=True)
     try:
-        _write(store, beside, threads, progress or (lambda _: None))
+        _write_apart(store, beside, threads, progress or (lambda _: None))
         _sync(beside)
         publish_directory(beside, final)
     except BaseException:
@@ -90,6 +91,22 @@ def _identity(store: SlideStore) -> dict[str, Any]:
     return {"slide_id": store.slide_id, _COPY_OF: store.attributes.get(_COPY_OF)}
 
 
+def _write_apart(store: SlideStore, path: Path, threads: int, progress: Callable[[int], None]) -> None:
+    """Write in a thread of its own, which ends its block: zarr complains at length of work that an interrupt leaves."""
+    stop = threading.Event()
+
+    def checked(pixels: int) -> None:
+        if stop.is_set():
+            raise InterruptedError("the export was stopped")
+        progress(pixels)
+
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            pool.submit(_write, store, path, threads, checked).result()
+        finally:
+            stop.set()
+
+
 def _write(store: SlideStore, path: Path, threads: int, progress: Callable[[int], None]) -> None:
     import zarr
 
@@ -101,7 +118,7 @@ def _write(store: SlideStore, path: Path, threads: int, progress: Callable[[int]
         _copy(root, store.images[dataset["path"]], dataset["path"], threads, progress)
     for dataset in label_ome["multiscales"][0]["datasets"]:
         source = ShardedArray.open(label / dataset["path"])
-        _copy(root, source, f"labels/tissue/{dataset['path']}", threads, lambda _: None)
+        _copy(root, source, f"labels/tissue/{dataset['path']}", threads, lambda _: progress(0))
     image_label = {"version": "0.4", **label_ome["image-label"]}
     root["labels"].attrs["labels"] = ["tissue"]
     root["labels/tissue"].attrs.update({"multiscales": _multiscales(label_ome), "image-label": image_label})

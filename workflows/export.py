@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hyfi_core.errors import RequestError
 from workflows import console
+from workflows.paths import require_folder, require_writable
 
 _FORMATS = ("0.4",)
 _LIST = "export.csv"
@@ -33,15 +34,17 @@ def run(store: Path, ngff: str, out: Path, as_json: bool) -> int:
         raise RequestError(
             f"--out {out}: the copies would have the names of the slides themselves; name another folder"
         )
+    require_folder(out, "the copies")
+    require_writable(out / _LIST)
     out.mkdir(parents=True, exist_ok=True)
     with console.progress(sum(map(pixels_of, slides)) / 1e6, "export (MP)") as bar:
         rows = [_export(slide, out, lambda pixels: bar.advance(pixels / 1e6)) for slide in slides]
-    _write_list(out, rows)
+    listed = _write_list(out, rows)
     counts = {status: sum(row["status"] == status for row in rows) for status in (_DONE, _FAILED, _BEFORE)}
     console.say(f"{counts[_DONE]} done, {counts[_FAILED]} failed, {counts[_BEFORE]} copied before: {out}")
     if as_json:
         console.emit_json({"out": str(out), "ngff": ngff, **counts, "slides": rows})
-    return 1 if counts[_FAILED] else 0
+    return 1 if counts[_FAILED] or not listed else 0
 
 
 def _slides(store: Path) -> list[Path]:
@@ -66,16 +69,24 @@ def _export(slide: Path, out: Path, progress: Callable[[int], None]) -> dict[str
         new = export_ngff04(slide, out, threads, progress)
         row = {"status": _DONE if new else _BEFORE, "reason": ""}
     except StoreError as error:
-        console.warn(f"failed: {slide_id}: {error}")
         row = {"status": _FAILED, "reason": str(error)}
+    except OSError as error:
+        row = {"status": _FAILED, "reason": f"{error.filename or out}: {error.strerror or error}"}
+    if row["reason"]:
+        console.warn(f"failed: {slide_id}: {row['reason']}")
     return {"slide_id": slide_id, "path": str(out / slide.name), **row}
 
 
-def _write_list(out: Path, rows: list[dict[str, str]]) -> None:
+def _write_list(out: Path, rows: list[dict[str, str]]) -> bool:
     from data.files import write_atomically
 
     text = io.StringIO(newline="")
     table = csv.DictWriter(text, ["slide_id", "path", "status", "reason"], lineterminator="\n")
     table.writeheader()
     table.writerows(rows)
-    write_atomically(out / _LIST, text.getvalue().encode("utf-8", "surrogateescape"))
+    try:
+        write_atomically(out / _LIST, text.getvalue().encode("utf-8", "surrogateescape"))
+    except OSError as error:
+        console.warn(f"{out / _LIST} cannot be written: {error.strerror or error}")
+        return False
+    return True

@@ -11,6 +11,9 @@ from workflows import console
 from workflows.paths import require_writable
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from pathology.sources import SlideSource
 
 _MOST_PICTURES = 120
@@ -64,14 +67,23 @@ def _require_there(path: Path) -> None:
         raise RequestError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
+def _save(picture: npt.NDArray[np.uint8], png: Path) -> None:
+    from pathology.thumbnail import save_png
+
+    try:
+        save_png(picture, png)
+    except OSError as error:
+        raise RequestError(f"{png}: cannot be written ({error.strerror or error}); choose another path") from error
+
+
 def _slide_of_store(path: Path, png: Path | None) -> dict[str, Any]:
     from data.store import SlideStore, StoreError
-    from pathology.thumbnail import save_png, thumbnail_of_store
+    from pathology.thumbnail import thumbnail_of_store
 
     try:
         slide = SlideStore.open(path)
         if png is not None:
-            save_png(thumbnail_of_store(slide).drawn(), png)
+            _save(thumbnail_of_store(slide).drawn(), png)
     except StoreError as error:
         return {"kind_of_path": "slide", "status": "damaged", "reason": str(error), "lines": [], "drawn": False}
     facts = dict(slide.attributes)
@@ -100,7 +112,7 @@ def _file(path: Path, png: Path | None) -> dict[str, Any]:
     from pathology.errors import SlideError
     from pathology.mpp import is_sensible, resolve_mpp
     from pathology.sources import open_source
-    from pathology.thumbnail import save_png, thumbnail_of_source
+    from pathology.thumbnail import thumbnail_of_source
 
     try:
         source = open_source(path)
@@ -112,7 +124,7 @@ def _file(path: Path, png: Path | None) -> dict[str, Any]:
     except SlideError as error:
         return {"kind_of_path": "file", "status": "failed", "reason": str(error), "lines": [], "drawn": False}
     if png is not None:
-        save_png(thumbnail.drawn(), png)
+        _save(thumbnail.drawn(), png)
     facts = _facts_of_file(source, mpp, tissue)
     lines = [
         f"{path.name}: {source.vendor}, {_power(source.objective_power)}{_mpp_text(source.mpp)}",
@@ -145,7 +157,7 @@ def _facts_of_file(source: SlideSource, mpp: tuple[float, float] | None, tissue:
 def _store(path: Path, png: Path | None) -> dict[str, Any]:
     from data.manifest import DONE, StoreManifest
     from data.store import SlideStore, StoreError, slide_path
-    from pathology.thumbnail import contact_sheet, save_png, thumbnail_of_store
+    from pathology.thumbnail import contact_sheet, thumbnail_of_store
 
     rows = StoreManifest.load(path)
     lines, slides, pictures = [], [], []
@@ -161,7 +173,7 @@ def _store(path: Path, png: Path | None) -> dict[str, Any]:
         slides.append(entry | {k: row[k] for k in ("height_px", "width_px", "store_mpp", "tissue_fraction", "flags")})
         lines.append(_row_line(slides[-1]))
     if png is not None:
-        save_png(contact_sheet(pictures), png)
+        _save(contact_sheet(pictures), png)
     bad = [s for s in slides if s["status"] != DONE]
     lines.insert(0, f"{path}: {len(slides)} slides, {len(slides) - len(bad)} usable, {len(bad)} not")
     # What failed to be ingested is on record; what was ingested and is now damaged is news.

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -94,4 +97,28 @@ def test_a_damaged_slide_leaves_no_copy(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with pytest.raises(StoreError, match="checksum"):
         export_ngff04(path, tmp_path / "out", 1)
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_an_interrupt_leaves_neither_a_copy_nor_work_that_is_half_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from zarr.storage import LocalStore
+
+    path, _, _ = make_slide(tmp_path / "store")
+    (tmp_path / "out").mkdir()
+    begun, ended, put = [], [], LocalStore.set
+
+    async def slow(self: LocalStore, key: str, *value: object) -> None:
+        begun.append(key)
+        if key.endswith("0/0/0/0") and begun.count(key) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(0.3)
+        await put(self, key, *value)  # type: ignore[arg-type]
+        ended.append(key)
+
+    monkeypatch.setattr(LocalStore, "set", slow)
+    with pytest.raises(KeyboardInterrupt):
+        export_ngff04(path, tmp_path / "out", 2)
+    assert any(key.endswith("0/0/0/0") for key in begun) and sorted(begun) == sorted(ended)
     assert not list((tmp_path / "out").iterdir())

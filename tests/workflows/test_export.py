@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import csv
+import errno
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +13,7 @@ from data.store import SlideStore
 from hyfi_core.plan.box import Box
 from tests.conftest import Hyfi
 from tests.data.test_store_verify import make_slide
+from workflows import export
 
 
 @pytest.fixture
@@ -47,6 +51,7 @@ def test_slides_are_copied_once_and_a_damaged_one_is_named(hyfi: Hyfi, store: Pa
         (("store", "--ngff", "0.4", "--out", "store"), "name another folder"),
         (("nowhere", "--ngff", "0.4", "--out", "copies"), "no such folder"),
         ((".", "--ngff", "0.4", "--out", "copies"), "no ingested slide"),
+        (("store", "--ngff", "0.4", "--out", "store/a.zarr/zarr.json"), "is a file"),
     ],
 )
 def test_wrong_requests_write_nothing(
@@ -55,3 +60,18 @@ def test_wrong_requests_write_nothing(
     done = hyfi("export", *words)
     assert done.returncode == 2 and said in done.stderr
     assert not (tmp_path / "copies").exists()
+
+
+def test_a_full_disk_fails_the_slides_with_its_reason(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr("data.store_export._write", lambda store, path, threads, progress: full(path, b""))
+    assert export.run(store, "0.4", tmp_path / "copies", as_json=False) == 1
+    assert [row["status"] for row in csv.DictReader((tmp_path / "copies/export.csv").open())] == ["failed", "failed"]
+    monkeypatch.setattr("data.files.write_atomically", full)
+    assert export.run(store, "0.4", tmp_path / "copies", as_json=False) == 1
+    said = capsys.readouterr().err
+    assert "failed: a: " in said and "export.csv cannot be written" in said and os.strerror(errno.ENOSPC) in said
