@@ -48,8 +48,13 @@ def batch_shape(images: Images, expected: Shape) -> Shape:
     """Return the shape of a batch; of one that is read by boxes its ``samples``, else what is expected.
 
     Raises:
-        RequestError: a tensor of it is not (B, C, H, W).
+        RequestError: a tensor of it is not (B, C, H, W), or it is in none of the forms of ``Images``.
     """
+    if not isinstance(images, (torch.Tensor, ImageParts)) and not callable(images):
+        raise RequestError(
+            f"images are a {_type_name(images)}; give a tensor ({expected[0]}, {expected[1]}, H, W), "
+            "or a function Box -> tensor that returns any box of them"
+        )
     if not isinstance(images, torch.Tensor):
         return getattr(images, "samples", expected[0]), *expected[1:]
     if images.dim() != 4:
@@ -62,7 +67,7 @@ def read_part(images: Images, part: InputPart) -> torch.Tensor:
     """Return ``(samples, C, h, w)`` of a batch, whatever form it is given in.
 
     Raises:
-        RequestError: what was returned does not have the shape asked for.
+        RequestError: what was returned is no tensor of the shape asked for.
     """
     box = part.box
     if isinstance(images, torch.Tensor):
@@ -74,8 +79,16 @@ def read_part(images: Images, part: InputPart) -> torch.Tensor:
         local, name = images.read(box, part.first, part.stop), f"images.read({box}, {part.first}, {part.stop})"
     else:
         local, name = images(box)[part.first : part.stop], f"images({box})"
+    if not isinstance(local, torch.Tensor):
+        raise RequestError(f"{name} returned a {_type_name(local)}; return a tensor (B, C, h, w)")
     if local.shape[-2:] != box.shape or local.shape[0] != part.stop - part.first:
         raise RequestError(
             f"{name} returned {tuple(local.shape)}; {part.stop - part.first} samples of {box.shape} were asked for"
         )
     return local
+
+
+def _type_name(given: object) -> str:
+    """Return ``list``, ``numpy.ndarray``: what a user calls it."""
+    kind = type(given)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
