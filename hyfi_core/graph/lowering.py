@@ -17,6 +17,7 @@ from hyfi_core.errors import RequestError
 from hyfi_core.graph.fused import Runs, covers
 from hyfi_core.graph.fused_cost import choose
 from hyfi_core.graph.fused_sketch import draw
+from hyfi_core.graph.instead import INSTEAD
 from hyfi_core.graph.instructions import Communicate, Compute, Instruction, RankProgram, Split
 from hyfi_core.graph.overwriting import overwriting
 from hyfi_core.graph.program import Operator, Program, Ref, ValueInfo, refs_in, substitute
@@ -126,7 +127,8 @@ class Lowering:
         elif rule is not None:
             rule(self, op if op.name in self.runs.inside else self._trimmed(op))
         else:
-            self.refuse(op, "has no rule for maps that are split over ranks", "a plan of one rank, or another operator")
+            instead = INSTEAD.get(op.text, "another operator")
+            self.refuse(op, "has no rule for maps that are split over ranks", f"{instead}; or a grid of one rank")
 
     def _lower_alone(self, op: Operator, rule: Rule | None) -> None:
         """One rank holds every map whole: where no rule takes the operator as it is, the operator itself will do."""

@@ -223,7 +223,7 @@ def instance_norm(lowering: Lowering, op: Operator) -> None:
     """Instance norm is group norm with one channel a group."""
     x, weight, bias, running_mean, _, use_input_stats = op.args[:6]
     if running_mean is not None or not use_input_stats:
-        lowering.refuse(op, "keeps running statistics", "track_running_stats=False")
+        lowering.refuse(op, "keeps running statistics", "track_running_stats=False, or nn.GroupNorm")
     _grouped(lowering, op, x.name, lowering.shape(x.name)[1], weight, bias, op.args[7])
 
 

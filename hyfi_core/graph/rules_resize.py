@@ -153,7 +153,8 @@ def adaptive_max_pool2d(lowering: Lowering, op: Operator) -> None:
     name, size = op.args[0].name, tuple(op.args[1])
     split = lowering.splits[name]
     if size != (1, 1):
-        lowering.refuse(op, f"pools to {size}", "pooling to 1 x 1, or a maximum pool with kernel and stride")
+        instead = "nn.AdaptiveAvgPool2d to any size, nn.AdaptiveMaxPool2d(1), or nn.MaxPool2d with kernel and stride"
+        lowering.refuse(op, f"pools to {size}", instead)
     part = lowering.part(name, split)
     box = split.layout.parts[lowering.rank]
     lowering.communicate(FirstMaximum(box, split.layout.width), (part,), op.outputs, "reduce")
