@@ -48,7 +48,11 @@ def run(store: Path, ngff: str, out: Path, as_json: bool) -> int:
 
 
 def _slides(store: Path) -> list[Path]:
-    if not store.is_dir():
+    try:
+        is_folder = store.is_dir()
+    except OSError as error:
+        raise RequestError(f"{store}: cannot be read ({error.strerror})") from error
+    if not is_folder:
         raise RequestError(f"{store}: there is no such folder; name a store, or a slide of a store (.zarr)")
     slides = [store] if (store / "zarr.json").exists() else sorted(store.glob("*.zarr"))
     if not slides:

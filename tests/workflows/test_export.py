@@ -52,6 +52,7 @@ def test_slides_are_copied_once_and_a_damaged_one_is_named(hyfi: Hyfi, store: Pa
         (("nowhere", "--ngff", "0.4", "--out", "copies"), "no such folder"),
         ((".", "--ngff", "0.4", "--out", "copies"), "no ingested slide"),
         (("store", "--ngff", "0.4", "--out", "store/a.zarr/zarr.json"), "is a file"),
+        (("x" * 300, "--ngff", "0.4", "--out", "copies"), os.strerror(errno.ENAMETOOLONG)),
     ],
 )
 def test_wrong_requests_write_nothing(
