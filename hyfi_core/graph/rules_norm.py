@@ -83,14 +83,20 @@ def _sum_over_space(
     for dim in dims:
         count *= shape[dim]
     partial, summed = lowering.fresh(name), lowering.fresh(name)
+    kind = lowering.values[output].dtype if output is not None else torch.float32
 
     def sums(tensor: torch.Tensor) -> torch.Tensor:
-        own = tensor.sum(dims, keepdim=keepdim, dtype=_accumulator(tensor))
+        wide = kind if kind == torch.float64 else _accumulator(tensor)  # sum(dims, dtype=torch.float64)
+        own = tensor.sum(dims, keepdim=keepdim, dtype=wide)
         return own if placed is None else placed(own)
+
+    def finish(tensor: torch.Tensor) -> torch.Tensor:
+        result = tensor / count if mean else tensor.clone()
+        return result.to(kind) if kind in (torch.bfloat16, torch.float16) else result
 
     lowering.compute(sums, (lowering.part(name, lowering.splits[name]),), (partial,))
     lowering.communicate(SumOverRanks(), (partial,), (summed,), "reduce")
-    lowering.compute(lambda tensor: tensor / count if mean else tensor.clone(), (summed,), (output,))
+    lowering.compute(finish, (summed,), (output,))
 
 
 def mean_over_space(lowering: Lowering, name: str, output: str | None, keepdim: bool) -> None:
