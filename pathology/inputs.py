@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,8 +42,10 @@ def find_inputs(paths: Sequence[Path]) -> list[SlideInput]:
     Raises:
         RequestError: a path is missing, a folder holds no slide, a manifest is wrong, or two slides have one name.
     """
-    stored = [one for path in paths if path.is_dir() for one in _stored(path)]
-    jobs = find_jobs([path for path in paths if not (path.is_dir() and _is_stored(path))], {})
+    # Unlike those of paths, these say no to what the system cannot look at; it is told with the other files.
+    folders = [path for path in paths if os.path.isdir(path)]  # noqa: PTH112
+    stored = [one for path in folders for one in _stored(path)]
+    jobs = find_jobs([path for path in paths if not (path in folders and _is_stored(path))], {})
     files = [SlideInput(job.slide_id, job.row.get("case_id", ""), job.source, False, job.row) for job in jobs]
     found: dict[str, SlideInput] = {}
     for one in (*stored, *files):

@@ -12,8 +12,9 @@ def require_writable(target: Path) -> None:
     """Check that ``target``, a file or a folder, can be made or written; leaves nothing behind.
 
     Raises:
-        RequestError: a part of the path is a file, or its nearest existing folder refuses new files.
+        RequestError: a part of the path is a file, its nearest existing folder refuses new files, or it cannot be.
     """
+    _look(target)
     folder = target if target.is_dir() else target.parent
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
@@ -38,7 +39,23 @@ def require_folder(target: Path, purpose: str) -> None:
         purpose: what the folder is for, as said to the user.
 
     Raises:
-        RequestError: it is a file.
+        RequestError: it is a file, or a path that cannot be.
     """
+    _look(target)
     if target.exists() and not target.is_dir():
         raise RequestError(f"{target} is a file; name a folder for {purpose}")
+
+
+def _look(target: Path) -> None:
+    """Check that the system can say whether a path is there.
+
+    Raises:
+        RequestError: it cannot: the name is too long, or a folder on the way is closed.
+    """
+    try:
+        target.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise RequestError(f"{str(target)[:200]}: cannot be looked at ({reason}); choose another path") from None

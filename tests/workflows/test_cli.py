@@ -133,3 +133,10 @@ def test_nothing_is_left_where_writing_was_tried(tmp_path: Path) -> None:
 
     require_writable(tmp_path / "new" / "deep")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_is_a_wrong_request(hyfi: Hyfi, tmp_path: Path) -> None:
+    for words in (["synth", "a" * 300, "--slides", "1", "--size", "256"], ["ingest", ".", "--out", "b" * 300]):
+        done = hyfi(*words)
+        assert done.returncode == 2 and "File name too long" in done.stderr
+        assert "Traceback" not in done.stderr
