@@ -120,10 +120,15 @@ def _operator(node: torch.fx.Node, values: dict[str, ValueInfo]) -> Operator:
         name=node.name,
         target=node.target,  # type: ignore[arg-type]
         args=tuple(_argument(item) for item in node.args),
-        kwargs={key: _argument(item) for key, item in node.kwargs.items()},
+        kwargs={key: _argument(item) for key, item in node.kwargs.items() if not _says_where(node, key)},
         outputs=tuple(names),
         module=stack[-1][0] if stack else "",
     )
+
+
+def _says_where(node: torch.fx.Node, key: str) -> bool:
+    """Whether an argument names the device of the capture's image: on a rank, values stay where they are."""
+    return key == "device" and node.target is torch.ops.aten._to_copy.default
 
 
 def _canonical(getitem: torch.fx.Node) -> str:

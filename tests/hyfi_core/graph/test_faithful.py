@@ -153,3 +153,12 @@ def test_what_a_trace_computed_with_is_no_constant() -> None:
         fake = torch.zeros(2)
     with pytest.raises(RequestError, match=r"takes a tensor \(2,\) out"):
         refuse_fake_constants({"known": torch.zeros(2), "c": fake})
+
+
+def test_a_cast_does_not_say_where_the_capture_ran() -> None:
+    class Cast(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.to(torch.float64, memory_format=torch.channels_last).mean((2, 3))
+
+    casts = [op for op in capture(Cast(), SHAPE, torch.float32).operators if "_to_copy" in op.text]
+    assert casts and not any("device" in op.kwargs for op in casts)
