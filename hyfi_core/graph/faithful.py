@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,10 +29,13 @@ from torch.utils import _pytree
 
 from hyfi_core.errors import RequestError
 
+_here = threading.local()
+"""Whether this thread traces: others may run models meanwhile, with the same classes."""
+
 
 @contextlib.contextmanager
 def faithful(model: nn.Module) -> Iterator[None]:
-    """Have ``model`` traced as it runs. It changes classes of PyTorch's: one thread at a time.
+    """Have ``model`` traced as it runs. It changes classes of PyTorch's, for this thread: one thread at a time.
 
     Raises:
         RequestError: its backward is more than that of its calculations.
@@ -39,6 +43,7 @@ def faithful(model: nn.Module) -> Iterator[None]:
     _refuse_backward_hooks(model)
     before = {module: dict(vars(module)) for module in model.modules()}
     handle = model.register_forward_hook(_known_answer)
+    _here.traces = True
     try:
         with (
             _changed(torch.autograd.Function, "apply", classmethod(_refuse_function)),
@@ -48,6 +53,7 @@ def faithful(model: nn.Module) -> Iterator[None]:
         ):
             yield
     finally:
+        _here.traces = False
         handle.remove()
         for module, attributes in before.items():
             _restore(vars(module), attributes)
@@ -85,6 +91,10 @@ def refuse_fake_constants(constants: dict[str, torch.Tensor]) -> None:
             )
 
 
+def _traces() -> bool:
+    return getattr(_here, "traces", False)
+
+
 def _switches_off(node: torch.fx.Node) -> bool:
     name = getattr(node.target, "__name__", "") or str(node.target)
     return node.op == "call_function" and "wrap_with_set_grad_enabled" in name and node.args[0] is False
@@ -114,7 +124,7 @@ _PLAIN_APPLY: Any = vars(torch.autograd.Function)["apply"].__func__
 
 
 def _refuse_function(cls: Any, *given: Any, **named: Any) -> Any:
-    if cls.__module__.startswith("torch."):  # checkpointing and its like calculate what they wrap
+    if not _traces() or cls.__module__.startswith("torch."):  # checkpointing and its like calculate what they wrap
         return _PLAIN_APPLY(cls, *given, **named)
     raise RequestError(
         f"the model calls {cls.__module__}.{cls.__qualname__}, an autograd.Function, whose own backward would be lost; "
@@ -123,7 +133,12 @@ def _refuse_function(cls: Any, *given: Any, **named: Any) -> Any:
     )
 
 
+_PLAIN_HOOK: Any = torch.Tensor.register_hook
+
+
 def _refuse_tensor_hook(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
+    if not _traces():
+        return _PLAIN_HOOK(tensor, hook)
     raise RequestError(
         f"the model registers a hook on a tensor {tuple(tensor.shape)}, which would not be called; "
         "change gradients after engine.gather_gradients()"
@@ -135,7 +150,7 @@ _PLAIN_DATA: Any = torch.Tensor.data
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
     """``x.data`` of a value on its way through the model; a parameter's stays what it is."""
-    stays = isinstance(tensor, nn.Parameter) or not _is_traced(tensor)
+    stays = not _traces() or isinstance(tensor, nn.Parameter) or not _is_traced(tensor)
     result: torch.Tensor = _PLAIN_DATA.__get__(tensor) if stays else tensor.detach()
     return result
 
@@ -146,7 +161,13 @@ _PLAIN_SETATTR: Any = nn.Module.__setattr__
 def _assign(module: nn.Module, name: str, value: Any) -> None:
     """``self.buffer = value`` as the model means it: from now on the buffer holds that."""
     buffer = vars(module).get("_buffers", {}).get(name)
-    if buffer is None or not isinstance(value, torch.Tensor) or value is buffer or not _is_traced(value):
+    if (
+        not _traces()
+        or buffer is None
+        or not isinstance(value, torch.Tensor)
+        or value is buffer
+        or not _is_traced(value)
+    ):
         _PLAIN_SETATTR(module, name, value)
         return
     if value.shape != buffer.shape or value.dtype != buffer.dtype:

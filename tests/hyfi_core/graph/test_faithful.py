@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import hyfi_core
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.errors import RequestError
 from hyfi_core.graph.capture import capture
-from hyfi_core.graph.faithful import refuse_fake_constants
+from hyfi_core.graph.faithful import faithful, refuse_fake_constants
 from tests.harness import assert_equal_to_one_process
 
 SHAPE = (2, 3, 21, 30)
@@ -162,3 +163,15 @@ def test_a_cast_does_not_say_where_the_capture_ran() -> None:
 
     casts = [op for op in capture(Cast(), SHAPE, torch.float32).operators if "_to_copy" in op.text]
     assert casts and not any("device" in op.kwargs for op in casts)
+
+
+def test_other_threads_run_on_while_one_traces() -> None:
+    def works() -> float:
+        x = torch.ones(2, requires_grad=True)
+        y = x * 1
+        y.register_hook(lambda dy: 3 * dy)
+        Doubled.apply(y).sum().backward()
+        return float((x.grad + y.data).sum())
+
+    with faithful(Net("")), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(works).result() == 14
