@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from workflows.schema import Config
+from workflows.schema.run import Config
 
 HEAD = """\
 # What the configuration of a run may hold
@@ -27,7 +27,7 @@ command line `section.key=value` goes over what the file says, the value as YAML
 Keys marked *needed* have no default; a default of `null` means that nothing stands there. Relative paths start from \
 the working directory.
 
-<!-- Written by `python -m workflows.config_page > docs/config.md`; the words are those of workflows/schema.py. -->
+<!-- Written by `python -m workflows.config_page > docs/config.md`; the words are those of workflows/schema. -->
 """
 
 

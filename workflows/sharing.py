@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from workflows.schema import Config
+    from workflows.schema.run import Config
 
 
 def check_sharing(config: Config) -> None:

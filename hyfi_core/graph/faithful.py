@@ -28,6 +28,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree
 
 from hyfi_core.errors import RequestError
+from hyfi_core.graph.changed import changed
 
 _here = threading.local()
 """Whether this thread traces: others may run models meanwhile, with the same classes."""
@@ -46,10 +47,10 @@ def faithful(model: nn.Module) -> Iterator[None]:
     _here.traces = True
     try:
         with (
-            _changed(torch.autograd.Function, "apply", classmethod(_refuse_function)),
-            _changed(torch.Tensor, "register_hook", _refuse_tensor_hook),
-            _changed(torch.Tensor, "data", property(_detached, _PLAIN_DATA.__set__)),
-            _changed(nn.Module, "__setattr__", _assign),
+            changed(torch.autograd.Function, "apply", classmethod(_refuse_function)),
+            changed(torch.Tensor, "register_hook", _refuse_tensor_hook),
+            changed(torch.Tensor, "data", property(_detached, _PLAIN_DATA.__set__)),
+            changed(nn.Module, "__setattr__", _assign),
         ):
             yield
     finally:
@@ -209,18 +210,3 @@ def _restore(attributes: dict[str, Any], before: dict[str, Any]) -> None:
     for name in attributes.keys() - before.keys():
         del attributes[name]
     attributes.update(before)
-
-
-@contextlib.contextmanager
-def _changed(holder: Any, name: str, value: Any) -> Iterator[None]:
-    """Set a class's attribute for a while, whether the class itself has it or one that it derives from."""
-    own = name in vars(holder)
-    before = vars(holder).get(name)
-    setattr(holder, name, value)
-    try:
-        yield
-    finally:
-        if own:
-            setattr(holder, name, before)
-        else:
-            delattr(holder, name)

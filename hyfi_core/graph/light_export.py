@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from hyfi_core.graph.changed import changed
 from hyfi_core.graph.export_code import code_when_run
 from hyfi_core.graph.export_tables import remembered_tables
 
@@ -41,7 +42,7 @@ def light_export() -> Iterator[None]:
 def _no_stack_traces() -> Iterator[None]:
     """Let no node of a graph say from which line of the user's program it came."""
     settings: Any = getattr(torch.fx, "config", None)
-    with _changed(settings, "do_not_emit_stack_traces", True):
+    with changed(settings, "do_not_emit_stack_traces", True):
         yield
 
 
@@ -73,7 +74,7 @@ def _no_search_for_nothing() -> Iterator[None]:
         pending = named.get("pending")
         return {} if pending is not None and not pending else plain(*given, **named)
 
-    with _changed(symbolic_shapes, name, look):
+    with changed(symbolic_shapes, name, look):
         yield
 
 
@@ -89,7 +90,7 @@ def _quick_call_names() -> Iterator[None]:
     def is_call(call_name: str, base: str) -> bool:
         return call_name == base or (call_name.startswith(base) and bool(plain(call_name, base)))
 
-    with _changed(unflatten, "_is_call_name", is_call):
+    with changed(unflatten, "_is_call_name", is_call):
         yield
 
 
@@ -103,17 +104,3 @@ def _rare_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
-
-
-@contextlib.contextmanager
-def _changed(holder: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute for a while, if it is there."""
-    if not hasattr(holder, name):
-        yield
-        return
-    before = getattr(holder, name)
-    setattr(holder, name, value)
-    try:
-        yield
-    finally:
-        setattr(holder, name, before)

@@ -10,7 +10,7 @@ import pytest
 from workflows.config import load_config
 from workflows.config_page import Setting, page, sections, settings
 from workflows.models import BUILT_IN
-from workflows.schema import Config
+from workflows.schema.run import Config
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "config.md"
@@ -54,7 +54,7 @@ def test_every_key_of_a_resolved_run_is_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("setting", EVERY, ids=lambda setting: setting.key)
 def test_a_key_says_what_may_stand_there_and_what_it_means(setting: Setting) -> None:
-    assert setting.allowed, "no Field(description=…) in workflows/schema.py"
+    assert setting.allowed, "no Field(description=…) in workflows/schema"
     assert setting.meaning, f"not of the form 'what may stand there: what it means': {setting.allowed!r}"
     words = re.findall(r"\w+", setting.allowed)
     assert [choice for choice in choices(annotation(setting.key)) if choice not in words] == []

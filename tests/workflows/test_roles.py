@@ -11,7 +11,7 @@ from hyfi_core.comm.threads import run_ranks
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.roles import RankRoles, assign_roles, loaders_of, with_spare
 from workflows.config import load_config
-from workflows.schema import RolesConfig
+from workflows.schema.ranks import RolesConfig
 from workflows.training import start
 from workflows.training.job import Job
 from workflows.training.pace import with_shares

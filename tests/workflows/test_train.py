@@ -280,7 +280,7 @@ def test_the_learning_rate_follows_its_schedule() -> None:
 
 
 def load_config_schedule(**values: Any) -> Any:
-    from workflows.schema import LrScheduleConfig
+    from workflows.schema.learning import LrScheduleConfig
 
     return LrScheduleConfig(**values)
 

@@ -17,7 +17,7 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.plan.box import Box
 from hyfi_core.runtime.engine import Engine
 from workflows.models import DTYPES, FORMATS
-from workflows.schema import RunConfig
+from workflows.schema.run import RunConfig
 from workflows.training.job import Job
 from workflows.training.start import Roles
 
