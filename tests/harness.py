@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import hyfi_core
+from hyfi_core.capture.export import capture
+from hyfi_core.capture.program import Program
 from hyfi_core.comm.threads import run_ranks
-from hyfi_core.graph.capture import capture
-from hyfi_core.graph.program import Program
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 

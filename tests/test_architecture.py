@@ -15,19 +15,45 @@ ROOT = Path(__file__).parent.parent
 # A package may import itself and everything to its right.
 PACKAGES = ("workflows", "pathology", "data", "hyfi_core")
 
-# Inside the core; `errors` is open to all of it, `__init__` is the front door.
-CORE = {
-    "plan": {"plan"},
-    "schedule": {"schedule", "plan"},
-    "comm": {"comm", "plan"},
-    "ops": {"ops", "comm", "plan"},
-    "graph": {"graph", "ops", "comm", "plan"},
-    "runtime": {"runtime", "graph", "ops", "comm", "plan", "schedule"},
-    "cost": {"cost", "graph", "ops", "comm", "plan", "schedule"},
-    "models": {"models"},
+# Inside a package a folder may import itself and the folders named here; modules at the package's top are open to all.
+ARROWS = {
+    "hyfi_core": {
+        "plan": set(),
+        "schedule": {"plan"},
+        "comm": {"plan"},
+        "ops": {"comm", "plan"},
+        "capture": {"plan"},
+        "rules": {"capture", "ops", "comm", "plan"},
+        "lowering": {"rules", "capture", "ops", "comm", "plan"},
+        "cost": {"lowering", "rules", "capture", "schedule", "plan"},
+        "runtime": {"cost", "lowering", "rules", "capture", "ops", "comm", "schedule", "plan"},
+        "cells": {"runtime", "cost", "lowering", "rules", "capture", "ops", "comm", "schedule", "plan"},
+        "models": set(),
+    },
+    "data": {
+        "store": set(),
+        "samples": {"store"},
+        "loading": {"samples", "store"},
+    },
+    "pathology": {
+        "readers": set(),
+        "tissue": {"readers"},
+        "ingest": {"tissue", "readers"},
+        "predict": {"ingest", "tissue", "readers"},
+        "synthetic": set(),
+    },
+    "workflows": {
+        "config": set(),
+        "launch": {"config"},
+        "evaluation": {"launch", "config"},
+        "training": {"evaluation", "launch", "config"},
+        "commands": {"training", "evaluation", "launch", "config"},
+        "benchmarks": {"commands", "training", "evaluation", "launch", "config"},
+    },
 }
+LARGEST_FOLDER = 20
 PURE = ("plan", "schedule")
-ONLY_HERE = {"mpi4py": "hyfi_core/comm/mpi.py", "openslide": "pathology/sources.py"}
+ONLY_HERE = {"mpi4py": "hyfi_core/comm/mpi.py", "openslide": "pathology/readers/sources.py"}
 
 
 def sources(package: str) -> list[Path]:
@@ -44,12 +70,12 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
-def wrong_imports(path: Path, allowed: set[str], known: set[str], depth: int) -> list[str]:
-    """Return imports whose ``depth``-th name is one of ``known`` but not ``allowed``."""
+def wrong_imports(path: Path, inside: str, allowed: set[str], known: set[str]) -> list[str]:
+    """Return the imports of ``inside``'s folders (of top-level packages where it is empty) that are not ``allowed``."""
+    prefix = f"{inside}." if inside else ""
     found = []
     for line, name in imports(path):
-        parts = name.split(".")
-        if len(parts) > depth and parts[depth] in known - allowed and (depth == 0 or parts[0] == "hyfi_core"):
+        if name.startswith(prefix) and name.removeprefix(prefix).split(".")[0] in known - allowed:
             found.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
     return found
 
@@ -58,21 +84,61 @@ def wrong_imports(path: Path, allowed: set[str], known: set[str], depth: int) ->
 def test_packages_import_one_way(package: str) -> None:
     allowed = set(PACKAGES[PACKAGES.index(package) :])
     assert sources(package)
-    assert [fault for path in sources(package) for fault in wrong_imports(path, allowed, set(PACKAGES), 0)] == []
+    assert [fault for path in sources(package) for fault in wrong_imports(path, "", allowed, set(PACKAGES))] == []
 
 
-@pytest.mark.parametrize("part", CORE)
-def test_core_imports_one_way(part: str) -> None:
-    paths = sources(f"hyfi_core/{part}")
-    if not paths:
-        assert part == "cost", f"hyfi_core/{part} is empty"
-        pytest.skip(f"hyfi_core/{part} is not built yet")
-    assert [fault for path in paths for fault in wrong_imports(path, CORE[part], set(CORE), 1)] == []
+@pytest.mark.parametrize(("package", "folder"), [(package, folder) for package in ARROWS for folder in ARROWS[package]])
+def test_folders_import_one_way(package: str, folder: str) -> None:
+    allowed, known = ARROWS[package][folder] | {folder}, set(ARROWS[package])
+    paths = sources(f"{package}/{folder}")
+    assert paths
+    assert [fault for path in paths for fault in wrong_imports(path, package, allowed, known)] == []
 
 
-def test_every_part_of_the_core_has_its_arrows() -> None:
-    folders = {path.name for path in (ROOT / "hyfi_core").iterdir() if any(path.glob("*.py"))}
-    assert folders <= set(CORE)
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_folder_has_its_arrows_and_is_no_crowd(package: str) -> None:
+    folders = {
+        path.name: len(list(path.glob("*.py"))) - 1 for path in (ROOT / package).iterdir() if any(path.glob("*.py"))
+    }
+    assert set(folders) == set(ARROWS[package])
+    assert {name: files for name, files in folders.items() if files > LARGEST_FOLDER} == {}
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def circles(graph: dict[str, set[str]]) -> list[str]:
+    """Return the modules of ``graph`` that reach themselves."""
+    done: set[str] = set()
+
+    def reaches(module: str, goal: str, seen: set[str]) -> bool:
+        for after in graph[module] - seen - done:
+            seen.add(after)
+            if after == goal or reaches(after, goal, seen):
+                return True
+        return False
+
+    found = []
+    for module in sorted(graph):
+        if reaches(module, module, set()):
+            found.append(module)
+        else:
+            done.add(module)
+    return found
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    paths = {module_name(path): path for package in PACKAGES for path in sources(package)}
+    graph = {}
+    for module, path in paths.items():
+        named = {name for _, name in imports(path)}
+        graph[module] = {name if name in paths else name.rpartition(".")[0] for name in named} & set(paths) - {module}
+    assert circles(graph) == []
+
+
+def test_a_circle_is_seen() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == ["b", "c"]
 
 
 @pytest.mark.parametrize("part", PURE)
@@ -98,8 +164,9 @@ def test_the_check_sees_a_wrong_import(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     wrong = tmp_path / "wrong.py"
     wrong.write_text("def f():\n    from workflows import cli\n\nimport hyfi_core.runtime.engine\n")
-    assert wrong_imports(wrong, {"data", "hyfi_core"}, set(PACKAGES), 0) == ["wrong.py:2 imports workflows.cli"]
-    assert wrong_imports(wrong, CORE["plan"], set(CORE), 1) == ["wrong.py:4 imports hyfi_core.runtime.engine"]
+    assert wrong_imports(wrong, "", {"data", "hyfi_core"}, set(PACKAGES)) == ["wrong.py:2 imports workflows.cli"]
+    found = wrong_imports(wrong, "hyfi_core", {"plan"}, set(ARROWS["hyfi_core"]))
+    assert found == ["wrong.py:4 imports hyfi_core.runtime.engine"]
 
 
 def loaded_by(code: str) -> set[str]:

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import hyfi_core
-from hyfi_core.graph.capture import capture
-from hyfi_core.graph.instructions import Communicate
-from hyfi_core.graph.lowering import Lowering
-from hyfi_core.graph.program import Program
-from hyfi_core.graph.rules import RULES
+from hyfi_core.capture.export import capture
+from hyfi_core.capture.program import Program
+from hyfi_core.lowering.lower import Lowering
 from hyfi_core.models import amoebanet, resnet
 from hyfi_core.models.amoebanet import Cell
+from hyfi_core.rules.instructions import Communicate
+from hyfi_core.rules.table import RULES
 from tests.harness import OffsetImages, Result, assert_equal_to_one_process, compare, identity, one_process, parallel
 
 Shape = tuple[int, int, int, int]

@@ -14,14 +14,14 @@ from torch import nn
 
 import hyfi_core
 from hyfi_core import ParallelPlan
+from hyfi_core.capture.export import capture
+from hyfi_core.capture.stages import cut_program
 from hyfi_core.comm.threads import run_ranks
+from hyfi_core.cost.cuts import with_cuts
+from hyfi_core.cost.operators import operator_costs
 from hyfi_core.errors import RequestError
-from hyfi_core.graph.capture import capture
-from hyfi_core.graph.cost import operator_costs
-from hyfi_core.graph.stages import cut_program
 from hyfi_core.models.amoebanet import amoebanet_d
 from hyfi_core.models.resnet import resnet18
-from hyfi_core.runtime.cuts import with_cuts
 from hyfi_core.runtime.reduction import ReductionGroup
 from tests.harness import identity, one_process, run_copies
 from tests.steps import (

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hyfi_core
-from data.batches import BatchLayout
+from data.loading.batches import BatchLayout
 from hyfi_core import ParallelPlan
 from hyfi_core.errors import RequestError
 from tests.harness import run_copies

@@ -252,7 +252,7 @@ def _run(module: str, **arguments: Any) -> NoReturn:
     def body() -> int:
         if "out" in arguments and not arguments.get("dry_run"):
             require_writable(arguments["out"])
-        code: int = import_module(f"workflows.{module}").run(**arguments)
+        code: int = import_module(f"workflows.commands.{module}").run(**arguments)
         return code
 
     raise typer.Exit(exit_code_of(body))

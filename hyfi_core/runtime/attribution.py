@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import torch
 
+from hyfi_core.capture.program import Ref, refs_in
 from hyfi_core.comm.counted import CountedCommunicator
 from hyfi_core.errors import RequestError
-from hyfi_core.graph.instructions import RankProgram
-from hyfi_core.graph.program import Ref, refs_in
-from hyfi_core.graph.segments import Tape, build_tape
+from hyfi_core.lowering.segments import Tape, build_tape
 from hyfi_core.ops.redistribute import Redistribute
 from hyfi_core.plan.layout import Layout
 from hyfi_core.plan.transfer import plan_transfer
+from hyfi_core.rules.instructions import RankProgram
 from hyfi_core.runtime.backward import Values
 from hyfi_core.runtime.compiled import Compiled
 from hyfi_core.runtime.executor import Executor

@@ -23,10 +23,10 @@ import torch
 
 from hyfi_core.comm.counted import KindCommunicator
 from hyfi_core.comm.progress import polled
-from hyfi_core.graph.instructions import NO_MESSAGES, Communicate
-from hyfi_core.graph.segments import Meeting, Segment, Tape
+from hyfi_core.lowering.segments import Meeting, Segment, Tape
 from hyfi_core.ops.base import Cotangents, InTwo, Rest, Waiting
 from hyfi_core.ops.memory import ours_alone
+from hyfi_core.rules.instructions import NO_MESSAGES, Communicate
 
 Values = dict[str, torch.Tensor]
 Found = list[tuple[str, torch.Tensor]]

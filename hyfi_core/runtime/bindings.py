@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from hyfi_core.graph.program import KEY
+from hyfi_core.capture.program import KEY
 from hyfi_core.runtime.backward import Values
 from hyfi_core.runtime.compiled import HostedStage
 from hyfi_core.runtime.random_key import RandomKey

@@ -10,22 +10,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from hyfi_core.capture.autocast import dtypes_under_autocast
+from hyfi_core.capture.export import capture
+from hyfi_core.capture.program import Program, Ref, refs_in
+from hyfi_core.capture.stages import Stage, active_values, cut_program, edges
 from hyfi_core.comm.base import Communicator
+from hyfi_core.cost.cuts import with_cuts
 from hyfi_core.errors import RequestError
-from hyfi_core.graph.autocast import dtypes_under_autocast
-from hyfi_core.graph.capture import capture
-from hyfi_core.graph.instructions import RankProgram, Split
-from hyfi_core.graph.lowering import Lowering
-from hyfi_core.graph.pooled_first import pooled_first
-from hyfi_core.graph.program import Program, Ref, refs_in
-from hyfi_core.graph.rules import RULES
-from hyfi_core.graph.segments import Tape, build_tape
-from hyfi_core.graph.stages import Stage, active_values, cut_program, edges
-from hyfi_core.ops.handover import Carried, Handover
+from hyfi_core.lowering.lower import Lowering
+from hyfi_core.lowering.pool_before_relu import pooled_first
+from hyfi_core.lowering.segments import Tape, build_tape
+from hyfi_core.ops.boundary import Carried, Handover
 from hyfi_core.plan.layout import Layout
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
-from hyfi_core.runtime.cuts import with_cuts
+from hyfi_core.rules.instructions import RankProgram, Split
+from hyfi_core.rules.table import RULES
 
 Output = Callable[[Any], Any]
 

@@ -13,22 +13,22 @@ from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
-from hyfi_core.runtime.answers import Predictor
 from hyfi_core.runtime.attribution import attribute
 from hyfi_core.runtime.backward import Values
+from hyfi_core.runtime.batch_reader import Reader
 from hyfi_core.runtime.bindings import Bindings
 from hyfi_core.runtime.compiled import Compiled, compile_model, with_named_cuts
-from hyfi_core.runtime.courier import Courier
-from hyfi_core.runtime.evaluating import autocasting, evaluating
 from hyfi_core.runtime.gradients import StepGradients, clip
 from hyfi_core.runtime.groups import Groups
-from hyfi_core.runtime.holdings import Holdings
 from hyfi_core.runtime.images import Images, InputPart
 from hyfi_core.runtime.mirror import Mirror
+from hyfi_core.runtime.modes import autocasting, evaluating
 from hyfi_core.runtime.optimizer_state import optimizer_state, restricted
+from hyfi_core.runtime.ownership import Holdings
 from hyfi_core.runtime.pipeline import Key, Pipeline, Step
+from hyfi_core.runtime.predictor import Predictor
 from hyfi_core.runtime.random_key import RandomKey
-from hyfi_core.runtime.reading import Reader
+from hyfi_core.runtime.stage_exchange import Courier
 from hyfi_core.runtime.statistics import FoldedStatistics, FollowingStatistics
 from hyfi_core.schedule.action import Action, Schedule
 from hyfi_core.schedule.generate import generate

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from hyfi_core.comm.counted import KindCommunicator
-from hyfi_core.graph.instructions import Communicate
-from hyfi_core.graph.segments import Meeting, Segment, Step, Tape
+from hyfi_core.lowering.segments import Meeting, Segment, Step, Tape
+from hyfi_core.rules.instructions import Communicate
 from hyfi_core.runtime.backward import BackwardPass, Complete, MeetingRecord, Record, SegmentRecord, Values
 
 

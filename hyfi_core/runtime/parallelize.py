@@ -13,8 +13,8 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.strategy import Strategy, plan_for
+from hyfi_core.runtime.batch_reader import check_share, divisor
 from hyfi_core.runtime.engine import Engine, Loss, OptimizerFactory
-from hyfi_core.runtime.reading import check_share, divisor
 
 
 def parallelize(

@@ -14,8 +14,8 @@ from hyfi_core.comm.counted import CountedCommunicator
 from hyfi_core.comm.replay import Log, RecordingCommunicator, ReplayingCommunicator
 from hyfi_core.runtime.backward import Record, Values
 from hyfi_core.runtime.compiled import Compiled, HostedStage
-from hyfi_core.runtime.courier import Courier
 from hyfi_core.runtime.executor import Executor
+from hyfi_core.runtime.stage_exchange import Courier
 from hyfi_core.schedule.action import Action, Verb
 
 Key = tuple[int, int]

@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
-from workflows import launch, train
-from workflows.config import load_config
+from workflows.commands import train
+from workflows.config.load import load_config
+from workflows.launch import launch
 from workflows.training import start
 from workflows.training.metrics_log import read_metrics
 from workflows.training.stop import SIGNALS, StopFlag

@@ -16,11 +16,11 @@ import time
 import torch
 from torch import nn
 
-from hyfi_core.graph.capture import capture
-from hyfi_core.graph.lowering import Lowering
-from hyfi_core.graph.rules import RULES
-from hyfi_core.graph.segments import build_tape
+from hyfi_core.capture.export import capture
+from hyfi_core.lowering.lower import Lowering
+from hyfi_core.lowering.segments import build_tape
 from hyfi_core.models import amoebanet, resnet
+from hyfi_core.rules.table import RULES
 from workflows.benchmarks.resident import peak_bytes
 
 

@@ -63,10 +63,10 @@ def measure(name: str, size_px: int, way: str, threads: int | None) -> dict[str,
     """Predict one image in this process and return megabytes, seconds and logits."""
     import torch
 
-    from hyfi_core.runtime.cells import CellEngine
-    from pathology.memory import return_what_is_freed
-    from workflows.cells import parse_cells
-    from workflows.models import build_model
+    from hyfi_core.cells.engine import CellEngine
+    from pathology.ingest.memory import return_what_is_freed
+    from workflows.evaluation.cells import parse_cells
+    from workflows.training.models import build_model
 
     if threads is not None:
         torch.set_num_threads(threads)

@@ -24,10 +24,10 @@ import numpy as np
 import tifffile
 
 from hyfi_core.plan.box import Box
-from pathology import sources
-from pathology.source_level import RGB
-from pathology.source_threads import set_decode_threads
-from pathology.sources import SlideSource, open_source
+from pathology.readers import sources
+from pathology.readers.source_level import RGB
+from pathology.readers.sources import SlideSource, open_source
+from pathology.readers.threads import set_decode_threads
 from pathology.synthetic.anatomy import SlideSpec
 from pathology.synthetic.placing import make_anatomy
 from pathology.synthetic.tiff import write_slide

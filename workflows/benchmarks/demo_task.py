@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from hyfi_core.models import resnet
 from hyfi_core.plan.box import Box
-from pathology.sources import open_source
+from pathology.readers.sources import open_source
 from pathology.synthetic.archive import ArchiveSlide, make_archive, plan_archive
-from workflows.demo import RECIPE, Archive
+from workflows.commands.demo import RECIPE, Archive
 
 THUMBNAIL_PX = 256
 

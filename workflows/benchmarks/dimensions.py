@@ -32,8 +32,8 @@ from hyfi_core.schedule.picture import draw
 from hyfi_core.schedule.simulate import simulate
 from hyfi_core.schedule.trace import TraceEvent, bubble, to_json
 from workflows.benchmarks.resting import RestingNetwork
-from workflows.launch import own_rank
-from workflows.mpiexec import find
+from workflows.launch.launch import own_rank
+from workflows.launch.mpiexec import find
 
 BLOCKS, BLOCK_S, SIZE_PX, BATCH = 16, 0.02, 32, 8
 ONE = (1, 1)

@@ -52,10 +52,10 @@ def main() -> None:
 
 def measure(slide: Path, mpp_um: float, threads: int) -> dict[str, float]:
     """Ingest ``slide`` in this process and return megabytes and seconds."""
-    from pathology.contact import write_picture
-    from pathology.ingest import IngestOptions, ingest_slide
-    from pathology.memory import return_what_is_freed
-    from pathology.source_threads import set_decode_threads
+    from pathology.ingest.archive import IngestOptions, ingest_slide
+    from pathology.ingest.contact import write_picture
+    from pathology.ingest.memory import return_what_is_freed
+    from pathology.readers.threads import set_decode_threads
 
     set_decode_threads(threads)
     return_what_is_freed()

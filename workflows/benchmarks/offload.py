@@ -141,8 +141,8 @@ def make_store(folder: Path, size_px: int) -> Path:
     """Write eight slides of noise to train on, and two to validate."""
     import numpy as np
 
-    from data.manifest import SlideRecord, compile_manifest
-    from data.store_writer import LevelSize, SlideWriter, pyramid_levels
+    from data.store.manifest import SlideRecord, compile_manifest
+    from data.store.writer import LevelSize, SlideWriter, pyramid_levels
 
     store = folder / "store"
     store.mkdir(parents=True)
@@ -171,8 +171,8 @@ def make_store(folder: Path, size_px: int) -> Path:
 
 def seconds_to_load(store: Path, size_px: int) -> float:
     """Return how long reading and varying one batch takes in this process, alone."""
-    from data.augment import Augment
-    from data.dataset import SlideDataset, SlideRef
+    from data.samples.augment import Augment
+    from data.samples.dataset import SlideDataset, SlideRef
     from hyfi_core.plan.box import Box
 
     slides = [SlideRef(f"slide-{number:02d}") for number in range(8)]
@@ -193,7 +193,7 @@ def sleeper(classes: int, **_: Any) -> nn.Module:
 
 
 def _sleep_instead(setting: dict[str, Any]) -> None:
-    from data.feed import InlineFeed
+    from data.loading.feed import InlineFeed
     from hyfi_core.plan.box import Box
     from hyfi_core.runtime.engine import Engine
     from hyfi_core.runtime.images import InputPart, read_part

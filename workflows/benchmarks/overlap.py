@@ -34,7 +34,7 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.delayed import DelayedCommunicator, Latency
 from hyfi_core.models import resnet
 from hyfi_core.ops.convolution import Convolution
-from workflows.mpiexec import find
+from workflows.launch.mpiexec import find
 
 
 class Resting(Convolution):
@@ -89,7 +89,7 @@ def _runs(comm: DelayedCommunicator, size: int, overlapped: bool) -> dict[str, C
     made = functools.partial(Resting, apart=overlapped)
 
     def run(call: Callable[[], object]) -> object:
-        with mock.patch("hyfi_core.graph.rules_overlap.Convolution", made):  # lowered at the first call
+        with mock.patch("hyfi_core.rules.overlap.Convolution", made):  # lowered at the first call
             return call()
 
     engine = run(lambda: hyfi_core.parallelize(model, (1, 3, size, size), plan, comm))  # type: ignore[arg-type]

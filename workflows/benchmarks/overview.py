@@ -14,7 +14,7 @@ from typing import Any
 from PIL import Image, ImageDraw, ImageFont
 
 from hyfi_core.plan.box import Box
-from pathology.sources import open_source
+from pathology.readers.sources import open_source
 
 PANEL_PX, GAP_PX, CAPTION_PX = 440, 20, 52
 INK, SOFT, ACCENT, SECOND = (32, 36, 48), (120, 126, 140), (176, 32, 80), (36, 96, 168)

@@ -2,7 +2,7 @@
 
     python -m workflows.benchmarks.prices [--rounds 200]
 
-Prints a JSON line for each price of ``hyfi_core.graph.fused_cost.Prices``: what is assumed, what is found, and the
+Prints a JSON line for each price of ``hyfi_core.lowering.fused_cost.Prices``: what is assumed, what is found, and the
 ratio of found to assumed. A message is a halo of one row through ``ops.redistribute``, with all that surrounds it;
 bytes are those of one of 1 MiB; flops are those of a 3 x 3 convolution of 64 channels, bytes touched those of a sum of
 two maps of 64 MiB, larger than caches, into a new one.
@@ -24,12 +24,12 @@ import torch.nn.functional as F
 
 import hyfi_core
 from hyfi_core.comm.base import Communicator
-from hyfi_core.graph.fused_cost import PRICES
+from hyfi_core.lowering.fused_cost import PRICES
 from hyfi_core.ops.redistribute import Redistribute
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.transfer import plan_transfer
-from workflows.launch import RANK_SETTINGS
-from workflows.mpiexec import find
+from workflows.launch.launch import RANK_SETTINGS
+from workflows.launch.mpiexec import find
 
 _LARGE_PX = 2**12
 _CHANNELS = 64

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hyfi_core.graph.lowering import Lowering
-from hyfi_core.graph.program import Operator
-from hyfi_core.graph.rules import RULES
+from hyfi_core.capture.program import Operator
+from hyfi_core.lowering.lower import Lowering
+from hyfi_core.rules.table import RULES
 
 
 @torch.library.custom_op("hyfi_benchmarks::rest", mutates_args=())

@@ -27,10 +27,10 @@ import hyfi_core
 from hyfi_core.comm.base import Communicator
 from hyfi_core.models import resnet
 from hyfi_core.runtime.engine import Engine
-from workflows.child_process import ChildProcess, Parent
-from workflows.mpiexec import find
-from workflows.validation_client import QUEUE, Policy, ValidationClient
-from workflows.validator import ValidationService
+from workflows.evaluation.validation_client import QUEUE, Policy, ValidationClient
+from workflows.evaluation.validator import ValidationService
+from workflows.launch.child_process import ChildProcess, Parent
+from workflows.launch.mpiexec import find
 
 PROGRAM = ("-m", "workflows.benchmarks.snapshot", "--child")
 

@@ -24,8 +24,8 @@ import torch.nn.functional as F
 
 import hyfi_core
 from hyfi_core.models import resnet
-from workflows.launch import RANK_SETTINGS, own_rank
-from workflows.mpiexec import find
+from workflows.launch.launch import RANK_SETTINGS, own_rank
+from workflows.launch.mpiexec import find
 
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
 SIDES = ("plain", "as_started", "two_ranks", "one_rank")

@@ -25,14 +25,14 @@ from typing import Any
 import numpy as np
 
 from data.cores import usable_cores
-from data.store import SlideStore, slide_path
-from data.store_writer import SlideWriter, pyramid_levels
+from data.store.slide_store import SlideStore, slide_path
+from data.store.writer import SlideWriter, pyramid_levels
 from hyfi_core.plan.box import Box
-from pathology.ingest_options import IngestOptions
-from pathology.ingest_slide import ingest_slide
-from pathology.pyramid import PyramidBuilder, level_sizes
-from pathology.resample import Planes
-from pathology.sources import open_source
+from pathology.ingest.options import IngestOptions
+from pathology.ingest.pyramid import PyramidBuilder, level_sizes
+from pathology.ingest.slide import ingest_slide
+from pathology.readers.resample import Planes
+from pathology.readers.sources import open_source
 from workflows.benchmarks.resident import forget_peak, peak_bytes
 
 READ_PX = 8192

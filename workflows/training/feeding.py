@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 
-from data.batches import Part
-from data.feed import Feed, InlineFeed, Pixels, Share
-from data.loader import LoaderService
-from data.normalise import Normalisation
-from data.remote_feed import RemoteFeed
+from data.loading.batches import Part
+from data.loading.feed import Feed, InlineFeed, Pixels, Share
+from data.loading.loader import LoaderService
+from data.loading.normalise import Normalisation
+from data.loading.remote_feed import RemoteFeed
 from hyfi_core.comm.base import Communicator
 from hyfi_core.plan.box import Box
 from hyfi_core.runtime.engine import Engine
-from workflows.models import DTYPES, FORMATS
-from workflows.schema.run import RunConfig
+from workflows.config.run import RunConfig
 from workflows.training.job import Job
+from workflows.training.models import DTYPES, FORMATS
 from workflows.training.start import Roles
 
 

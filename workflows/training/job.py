@@ -8,18 +8,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from data.augment import Augment
-from data.batches import BatchLayout
-from data.dataset import SlideDataset, SlideRef, select_slides
-from data.labels import Labels, class_weights, load_labels
-from data.manifest import StoreManifest
-from data.normalise import Normalisation
-from data.order import SampleStream
-from data.sampling import balanced_weights, column_weights
-from data.splits import load_splits
+from data.loading.batches import BatchLayout
+from data.loading.normalise import Normalisation
+from data.loading.order import SampleStream
+from data.samples.augment import Augment
+from data.samples.dataset import SlideDataset, SlideRef, select_slides
+from data.samples.labels import Labels, class_weights, load_labels
+from data.samples.sampling import balanced_weights, column_weights
+from data.samples.splits import load_splits
+from data.store.manifest import StoreManifest
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
-from workflows.config import Config
+from workflows.config.load import Config
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def read_labels(config: Config, path: Path) -> Labels:
     """Read the labels; their classes must be those of the model.
 
     Raises:
-        RequestError: as :func:`data.labels.load_labels`; also fewer than two classes, or not as many as configured.
+        RequestError: as :func:`data.samples.labels.load_labels`; fewer than two classes, or not as many as configured.
     """
     wanted = config.model.classes
     labels = load_labels(path, config.data.target, classes=wanted if isinstance(wanted, tuple) else None)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from workflows.schema.learning import LrScheduleConfig, OptimizerConfig
+from workflows.config.learning import LrScheduleConfig, OptimizerConfig
 
 
 def make_optimizer(

@@ -16,7 +16,7 @@ import torch
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.apportion import apportion
-from workflows.schema.ranks import RolesConfig
+from workflows.config.ranks import RolesConfig
 from workflows.training import start
 from workflows.training.feeding import Images, make_feed, preparation
 from workflows.training.job import Job

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from data.coverage import write_coverage
+from data.samples.coverage import write_coverage
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.runtime.checkpoint import prune, saved_steps
 from workflows.console import say

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.launch import inside_launcher
-from workflows.config import Config, load_config, refuse_changes
+from workflows.config.load import Config, load_config, refuse_changes
 from workflows.paths import require_writable
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from data.files import write_atomically
 from hyfi_core.runtime import checkpoint as checkpoints
-from workflows.config import Config, dump_resolved
+from workflows.config.load import Config, dump_resolved
 from workflows.training.best import Records, best_step
 
 

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from data.coverage import check_coverage
-from data.normalise import Normalisation
+from data.loading.normalise import Normalisation
+from data.samples.coverage import check_coverage
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
@@ -24,13 +24,13 @@ from hyfi_core.runtime.checkpoint import (
 from hyfi_core.runtime.engine import Engine
 from hyfi_core.runtime.optimizer_state import load_optimizer_state
 from hyfi_core.runtime.parallelize import parallelize
-from workflows.config import Config
+from workflows.config.load import Config
 from workflows.console import say
-from workflows.evaluation import Exam, Images
-from workflows.models import DTYPES, FORMATS, build_model, lay_out
+from workflows.evaluation.evaluate import Exam, Images
 from workflows.training.job import Job
+from workflows.training.models import DTYPES, FORMATS, build_model, lay_out
 from workflows.training.optimisation import make_loss, make_optimizer
-from workflows.weights import load_weights
+from workflows.training.weights import load_weights
 
 T = TypeVar("T")
 

@@ -12,14 +12,14 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.runtime.checkpoint import load_checkpoint, step_folder
 from hyfi_core.runtime.engine import Engine
 from workflows.console import say
-from workflows.evaluation import Interrupted, gather_logits, predict_slides
+from workflows.evaluation.evaluate import Interrupted, gather_logits, predict_slides
+from workflows.evaluation.snapshot import Snapshot, snapshot_bytes, unflatten
+from workflows.evaluation.validation_client import ValidationClient
 from workflows.training.ema import MovingAverage
 from workflows.training.job import Job
 from workflows.training.recorder import Recorder
-from workflows.training.snapshot import Snapshot, snapshot_bytes, unflatten
 from workflows.training.start import Roles, make_exam
 from workflows.training.stop import StopFlag
-from workflows.validation_client import ValidationClient
 
 Weights = Mapping[str, torch.Tensor]
 

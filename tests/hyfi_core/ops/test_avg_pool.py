@@ -15,13 +15,13 @@ from torch import nn
 
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
-from hyfi_core.graph.instructions import Communicate
-from hyfi_core.graph.lowering import Lowering
-from hyfi_core.graph.rules import RULES
+from hyfi_core.lowering.lower import Lowering
 from hyfi_core.ops.avg_pool import AvgPool
 from hyfi_core.ops.redistribute import Redistribute
 from hyfi_core.plan import Layout, plan_transfer
 from hyfi_core.plan.window import Window, Window1d
+from hyfi_core.rules.instructions import Communicate
+from hyfi_core.rules.table import RULES
 from tests.harness import assert_equal_to_one_process, captured_once
 
 Pair = tuple[int, int]
@@ -137,7 +137,7 @@ class Pools(nn.Sequential):
 def test_a_model_with_pools_equals_one_process_with_the_same_messages(grid: Pair) -> None:
     model, shape = Pools(), (1, 3, 45, 50)
     ours = assert_equal_to_one_process(copy.deepcopy(model), shape, grid, fused_halo=1)
-    with mock.patch("hyfi_core.graph.rules_window.overlapped_avg_pool", lambda *_: False):
+    with mock.patch("hyfi_core.rules.window.overlapped_avg_pool", lambda *_: False):
         plain = assert_equal_to_one_process(copy.deepcopy(model), shape, grid, fused_halo=1)
     assert [rank["halo"] for rank in ours.traffic] == [rank["halo"] for rank in plain.traffic]
     assert all(rank["halo"]["messages"] > 0 for rank in ours.traffic)

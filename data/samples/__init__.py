@@ -1,0 +1,1 @@
+"""Which slides are learned from, and the training image that each becomes."""

@@ -1,0 +1,250 @@
+"""The training images of a list of slides: any box of any of them, varied for an epoch or as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import ceil
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data.samples.augment import Augment, Variation
+from data.samples.coverage import COVERAGE_COLUMNS, Coverage, check_coverage, coverage_of, write_coverage
+from data.samples.labels import Labels, with_cases
+from data.samples.splits import check_cases
+from data.samples.view import BACKGROUND, Kind, View, make_view
+from data.store.slide_store import SlideStore, StoreLevel, slide_path
+from hyfi_core.errors import RequestError
+from hyfi_core.plan.box import Box
+
+__all__ = ["COVERAGE_COLUMNS", "SlideDataset", "SlideRef", "check_coverage", "select_slides", "write_coverage"]
+
+MPP_TOLERANCE = 0.02
+
+
+class SlideReader(Protocol):
+    """What a dataset needs of an open slide; :class:`data.store.slide_store.SlideStore` is one."""
+
+    @property
+    def levels(self) -> tuple[StoreLevel, ...]:
+        """The pyramid, finest first."""
+        ...
+
+    def read(self, box: Box, level: int = 0) -> NDArray[np.uint8]:
+        """Return the pixels of a box, (3, h, w)."""
+        ...
+
+    def tissue(self, mpp_um: float | None = None) -> tuple[NDArray[np.bool_], tuple[float, float]]:
+        """Return the tissue mask and its mpp (y, x)."""
+        ...
+
+
+@dataclass(frozen=True)
+class SlideRef:
+    """A slide of a dataset: its name in the store, its case, the index of its class (None: unlabelled)."""
+
+    slide_id: str
+    case_id: str = ""
+    label: int | None = None
+
+
+class SlideDataset:
+    """Training images of one size, one for each slide. Any number of threads may read at once.
+
+    Slides are opened, and their views made, when they are first asked for; both are small and kept.
+
+    Attributes:
+        samples: the slides, in the order given.
+        size_px: (height, width) of every image.
+    """
+
+    def __init__(
+        self,
+        store: Path,
+        slides: Sequence[SlideRef],
+        *,
+        size_px: int | tuple[int, int],
+        mpp: float,
+        view: Kind = "pack",
+        align_px: int = 64,
+        seed: int = 0,
+        augment: Augment | None = None,
+        opener: Callable[[Path], SlideReader] = SlideStore.open,
+    ) -> None:
+        """Name the slides and how images are made of them; reads nothing but the names in ``store``.
+
+        Args:
+            store: the folder of ``<slide_id>.zarr``.
+            slides: the samples.
+            size_px: of every image; a whole number means square.
+            mpp: micrometres per pixel of the images; a level of each slide has it, within 2 %.
+            view: ``pack`` or ``crop``, see :func:`data.samples.view.make_view`.
+            align_px: grid on which pieces of tissue are moved.
+            seed: key of the variations, with epoch and slide.
+            augment: how much images are varied; None: never.
+            opener: opens ``STORE/<slide_id>.zarr``.
+
+        Raises:
+            RequestError: a slide is not in the store, or there twice in ``slides``.
+        """
+        self.samples = tuple(slides)
+        self.size_px = (size_px, size_px) if isinstance(size_px, int) else (int(size_px[0]), int(size_px[1]))
+        self.mpp, self.kind, self.align_px, self.seed = mpp, view, align_px, seed
+        self._store, self._augment, self._opener = Path(store), augment, opener
+        self._slides: dict[int, SlideReader] = {}
+        self._views: dict[int, View] = {}
+        self._check_slides()
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self.samples)
+
+    def view(self, index: int) -> View:
+        """Return what of its slide the image shows; :meth:`level` is what its sources are pixels of.
+
+        Raises:
+            RequestError: the slide has no level of the dataset's mpp, or the image is smaller than a block.
+        """
+        if index not in self._views:
+            self._views[index] = self._viewer(index)(self.size_px, 1.0)
+        return self._views[index]
+
+    def level(self, index: int) -> int:
+        """Return the level of the slide's pyramid that has the dataset's mpp.
+
+        Raises:
+            RequestError: none has it within 2 %; names the slide and the mpp that it has.
+        """
+        levels = self.slide(index).levels
+        off = [max(abs(side / self.mpp - 1) for side in level.mpp) for level in levels]
+        best = int(np.argmin(off))
+        if off[best] > MPP_TOLERANCE:
+            has = ", ".join(f"{level.mpp[0]:g}" for level in levels)
+            raise RequestError(
+                f"data.mpp: given {self.mpp:g}; slide {self.samples[index].slide_id} has levels of {has} (others by "
+                f"`hyfi ingest --mpp {self.mpp:g}`)"
+            )
+        return best
+
+    def slide(self, index: int) -> SlideReader:
+        """Return the open slide of a sample."""
+        if index not in self._slides:
+            self._slides[index] = self._opener(slide_path(self._store, self.samples[index].slide_id))
+        return self._slides[index]
+
+    def variation(self, index: int, epoch: int | None) -> Variation | None:
+        """Return how the image is varied in an epoch; None: not at all."""
+        if epoch is None or self._augment is None:
+            return None
+        return self._augment.draw(self.seed, epoch, self.samples[index].slide_id, self.size_px)
+
+    def read(self, index: int, box: Box, epoch: int | None = None) -> NDArray[np.uint8]:
+        """Return a box of a training image, (3, h, w) uint8 that the caller owns; what is not slide is 255.
+
+        Boxes fit together: every partition of the image gives the pixels of the whole. Only the pieces in the box are
+        read. Memory: twice the box.
+
+        Args:
+            index: of the sample.
+            box: pixels of the (varied) image; may hang over its border.
+            epoch: key of the variation, with seed and slide; None: as it is.
+
+        Raises:
+            StoreError: a shard is missing or damaged.
+        """
+        return self.vary(index, epoch, self.read_plain(index, self.source(index, box, epoch)))
+
+    def source(self, index: int, box: Box, epoch: int | None) -> Box:
+        """Return the box of the image as it is that becomes ``box`` of the image varied for an epoch."""
+        variation = self.variation(index, epoch)
+        return box if variation is None else variation.source(box)
+
+    def vary(self, index: int, epoch: int | None, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Return the varied pixels of a box, of those of its :meth:`source`, which stay as they are; (3, h, w) uint8.
+
+        A new array; where nothing is varied (no epoch, no augmentation), ``pixels`` itself.
+        """
+        variation = self.variation(index, epoch)
+        return pixels if variation is None else variation.apply(pixels)
+
+    def coverage_table(self) -> list[dict[str, Any]]:
+        """Return a row for each slide (keys: ``COVERAGE_COLUMNS``): how much of its tissue the image holds.
+
+        For slides whose image leaves tissue out, ``fits_size_px`` and ``fits_mpp`` were tried: they hold all of it.
+        """
+        return [self.coverage(index).row() for index in range(len(self))]
+
+    def coverage(self, index: int) -> Coverage:
+        """Return how much of a slide's tissue its image holds, and what would hold all."""
+        sample = self.samples[index]
+        view_at = cache(lambda: self._viewer(index))
+
+        def holds_all(size_px: tuple[int, int], coarser: float) -> bool:
+            return "cropped" not in view_at()(size_px, coarser).flags
+
+        return coverage_of(sample.slide_id, sample.case_id, self.view(index), self.mpp, self.align_px, holds_all)
+
+    def read_plain(self, index: int, box: Box) -> NDArray[np.uint8]:
+        """Return a box of a training image as it is, (3, h, w) uint8 that the caller owns."""
+        pixels = np.full((3, *box.shape), BACKGROUND, np.uint8)
+        for piece in self.view(index).to_slide(box):
+            rows, columns = piece.target.relative_to(box).slices()
+            pixels[:, rows, columns] = self.slide(index).read(piece.source, self.level(index))
+        return pixels
+
+    def _viewer(self, index: int) -> Callable[[tuple[int, int], float], View]:
+        """Return what makes views of a slide, for images of any size, of the slide at so many times its mpp."""
+        level = self.slide(index).levels[self.level(index)]
+        mask, mask_mpp = self.slide(index).tissue()
+
+        def make(size_px: tuple[int, int], coarser: float) -> View:
+            slide_px = (ceil(level.height_px / coarser), ceil(level.width_px / coarser))
+            mpp = (level.mpp[0] * coarser, level.mpp[1] * coarser)
+            return make_view(mask, mask_mpp, slide_px, mpp, size_px, self.kind, self.align_px)
+
+        return make
+
+    def _check_slides(self) -> None:
+        seen: set[str] = set()
+        for sample in self.samples:
+            if sample.slide_id in seen:
+                raise RequestError(f"slide {sample.slide_id} is listed twice")
+            seen.add(sample.slide_id)
+        if self._opener == SlideStore.open:
+            missing = [s.slide_id for s in self.samples if not slide_path(self._store, s.slide_id).is_dir()]
+            if missing:
+                more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+                raise RequestError(f"store {self._store} has no slide {missing[0]}{more}; `hyfi ingest` it first")
+
+
+def select_slides(
+    rows: Iterable[Mapping[str, str]],
+    labels: Labels | None = None,
+    splits: Mapping[str, str] | None = None,
+    split: str | None = None,
+) -> tuple[SlideRef, ...]:
+    """Return the slides of a store's manifest that are done, labelled and in a split, in the manifest's order.
+
+    Args:
+        rows: of the store's manifest.
+        labels: classes; slides without one are left out. None: all slides, unlabelled.
+        splits: slide to split (:func:`data.samples.splits.load_splits`).
+        split: the split wanted; None: all slides.
+
+    Raises:
+        RequestError: a case is in two splits (cases may be known from rows or labels alone, not from the splits' file).
+    """
+    chosen = []
+    rows = with_cases(rows, labels)
+    check_cases(splits or {}, {row["slide_id"]: row["case_id"] for row in rows})
+    for row in rows:
+        slide, case = row["slide_id"], row["case_id"]
+        label = labels.of(slide, case) if labels else None
+        in_split = split is None or (splits or {}).get(slide) == split
+        if row.get("status", "done") == "done" and in_split and (labels is None or label is not None):
+            chosen.append(SlideRef(slide, case or slide, label))
+    return tuple(chosen)

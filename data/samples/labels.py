@@ -1,0 +1,123 @@
+"""Which class a slide has: a CSV apart from the store, keyed by slide or by case."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from data.samples.table import Table, natural_key, read_table
+from hyfi_core.errors import RequestError
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The classes of slides or cases.
+
+    Attributes:
+        target: the column that held the class.
+        key: ``slide_id`` or ``case_id``: what the labels are keyed by.
+        classes: names in the order of their indices.
+        indices: slide or case to the index of its class; None: known, but unlabelled.
+        cases: slide to case, where the CSV has both columns.
+        rows: the CSV's rows as they are (splits may stand in another of their columns).
+    """
+
+    target: str
+    key: str
+    classes: tuple[str, ...]
+    indices: Mapping[str, int | None]
+    cases: Mapping[str, str] = field(default_factory=dict)
+    rows: tuple[dict[str, str], ...] = ()
+
+    def of(self, slide_id: str, case_id: str | None = None) -> int | None:
+        """Return the class index of a slide; None where it is unlabelled or not in the CSV."""
+        return self.indices.get(slide_id if self.key == "slide_id" else (case_id or ""))
+
+    def case_of(self, slide_id: str, default: str = "") -> str:
+        """Return the case of a slide where the CSV says it, else ``default``."""
+        return self.cases.get(slide_id) or default
+
+
+def load_labels(csv: Path, target: str, *, classes: Sequence[str] | None = None) -> Labels:
+    """Read labels from a CSV with a column ``slide_id`` or ``case_id`` and the column ``target``.
+
+    With both keys a row is about its slide. An empty value means unlabelled, never class 0. Without ``classes`` the
+    classes are the values found, numbers by their value, words in natural order: the same for the same values.
+
+    Args:
+        csv: the file; the store's own ``manifest.csv`` will do.
+        target: the column that holds the class.
+        classes: the allowed classes, in the order of their indices.
+
+    Raises:
+        RequestError: a file, a column or all labels missing, a class not among ``classes``, a slide with two labels.
+    """
+    table = read_table(csv, "labels")
+    table.require(target, "the class of each slide: data.target")
+    key = table.key
+    found = _found(table, key, target)
+    names = tuple(classes) if classes is not None else tuple(sorted(set(found.values()) - {""}, key=natural_key))
+    if not any(found.values()):
+        raise RequestError(f"{table.name}: the column {target!r} is empty for every slide")
+    index = {name: i for i, name in enumerate(names)}
+    unknown = {name: who for who, name in found.items() if name and name not in index}
+    if unknown:
+        name, who = next(iter(unknown.items()))
+        raise RequestError(
+            f"{table.name}: {key} {who}: unknown class {name!r} in {target!r}; known: {', '.join(names)}"
+        )
+    indices = {who: index[name] if name else None for who, name in found.items()}
+    return Labels(target, key, names, indices, _cases(table), table.rows)
+
+
+def with_cases(rows: Iterable[Mapping[str, str]], labels: Labels | None) -> list[dict[str, str]]:
+    """Return copies of slides' rows whose ``case_id`` is that of the row, else of the labels, else empty."""
+    return [
+        {**row, "case_id": row.get("case_id") or (labels.case_of(row["slide_id"]) if labels else "")} for row in rows
+    ]
+
+
+def _found(table: Table, key: str, target: str) -> dict[str, str]:
+    """Return slide or case to class name, refusing two names for one; rows without a key must be without a class."""
+    found: dict[str, str] = {}
+    lines: dict[str, int] = {}
+    for line, row in zip(table.lines, table.rows, strict=True):
+        who, name = row[key], row[target]
+        if not who:
+            if name:
+                raise RequestError(f"{table.name}, line {line}: {target} {name!r}, but no {key}")
+            continue
+        if found.setdefault(who, name) != name:
+            first = f"{found[who]!r} on line {lines[who]}"
+            raise RequestError(f"{table.name}: {key} {who} has two labels: {first} and {name!r} on line {line}")
+        lines.setdefault(who, line)
+    return found
+
+
+def _cases(table: Table) -> dict[str, str]:
+    if not {"slide_id", "case_id"} <= set(table.columns):
+        return {}
+    return {row["slide_id"]: row["case_id"] for row in table.rows if row["slide_id"] and row["case_id"]}
+
+
+def class_weights(labels: Iterable[int | None], classes: int | Sequence[str]) -> tuple[float, ...]:
+    """Return one weight for each class so that every class weighs the same: N / (K · n_class).
+
+    Their mean *over the labelled samples given* (the training split) is 1, so the size of the loss does not depend on
+    how rare a class is.
+
+    Args:
+        labels: the class index of each sample; None (unlabelled) is not counted.
+        classes: the number of classes, or their names.
+
+    Raises:
+        RequestError: a class has no sample, so that no weight can balance it.
+    """
+    names = [str(i) for i in range(classes)] if isinstance(classes, int) else list(classes)
+    counts = Counter(label for label in labels if label is not None)
+    absent = [name for i, name in enumerate(names) if not counts[i]]
+    if absent:
+        raise RequestError(f"class weights: no slide of the training split has class {', '.join(absent)}")
+    return tuple(counts.total() / (len(names) * counts[i]) for i in range(len(names)))

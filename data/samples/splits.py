@@ -1,0 +1,109 @@
+"""Which slides are learnt from (train), which choose (val), which judge (test); a case is never in two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from data.samples.table import Table, read_table
+from hyfi_core.errors import RequestError
+
+SPLITS = ("train", "val", "test")
+
+
+def load_splits(path: Path, rows: Iterable[Mapping[str, str]] = (), *, column: str = "split") -> dict[str, str]:
+    """Read the split of each slide from a CSV with ``slide_id`` or ``case_id`` and a column of splits.
+
+    The column holds ``train``, ``val`` or ``test`` (empty: the slide is not used). Any CSV will do, labels and the
+    store's manifest too.
+
+    Args:
+        path: the file.
+        rows: slides as mappings with ``slide_id`` and ``case_id`` (a manifest's rows,
+            :func:`data.samples.labels.with_cases`): they give slides to cases where the file is keyed by
+            case, and the cases of slides where it is by slide.
+        column: the column to read.
+
+    Returns:
+        slide to ``train``, ``val`` or ``test``; slides that are not used are left out.
+
+    Raises:
+        RequestError: file or column missing, another value, a case (or slide) in two splits.
+    """
+    table = read_table(path, "splits")
+    table.require(column, "train, val or test: data.split_column, --split-column of hyfi validate")
+    named = _split_of_rows(table, column)
+    known = [{"slide_id": row.get("slide_id", ""), "case_id": row.get("case_id", "")} for row in rows]
+    return _slides_by_case(table, named, known) if table.key == "case_id" else _slides(table, named, known)
+
+
+def check_cases(splits: Mapping[str, str], cases: Mapping[str, str], where: str = "splits") -> None:
+    """Check that no case is in two splits; a slide without a case is a case of its own.
+
+    Args:
+        splits: slide to split.
+        cases: slide to case.
+        where: begins the message.
+
+    Raises:
+        RequestError: names the case, both splits and a slide in each.
+    """
+    first: dict[str, str] = {}
+    for slide, split in splits.items():
+        case = cases.get(slide) or slide
+        other = first.setdefault(case, slide)
+        if splits[other] != split:
+            raise RequestError(
+                f"{where}: case {case} is in two splits: {splits[other]} (slide {other}) and {split} (slide {slide}); "
+                "all slides of a case belong to one (`hyfi split` keeps them together)"
+            )
+
+
+def _split_of_rows(table: Table, column: str) -> list[str]:
+    """Return the split of each row; ``""`` where the row is not used."""
+    values = [row[column].lower() for row in table.rows]
+    for line, value in zip(table.lines, values, strict=True):
+        if value.isdecimal():
+            raise RequestError(
+                f"{table.name}, line {line}: {column!r} holds folds ({value}), not splits; name a column that says "
+                f"which one validates, such as split_{value} of those that `hyfi split --folds` writes"
+            )
+        if value and value not in SPLITS:
+            raise RequestError(
+                f"{table.name}, line {line}: {column} is {value!r}; allowed: {', '.join(SPLITS)}, or empty"
+            )
+    return values
+
+
+def _slides(table: Table, named: Sequence[str], known: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    cases = {row["slide_id"]: row["case_id"] for row in known}
+    cases |= {row["slide_id"]: row["case_id"] for row in table.rows if row.get("case_id")}
+    splits = _once(table, named, "slide_id")
+    check_cases(splits, cases, table.name)
+    return splits
+
+
+def _slides_by_case(table: Table, named: Sequence[str], known: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    if not known:
+        raise RequestError(f"{table.name}: keyed by case_id, but no slide is known with its case")
+    by_case = _once(table, named, "case_id")
+    splits = {row["slide_id"]: by_case[row["case_id"]] for row in known if row["case_id"] in by_case}
+    if by_case and not splits:
+        raise RequestError(f"{table.name}: none of its cases, such as {next(iter(by_case))}, has a slide that is known")
+    return splits
+
+
+def _once(table: Table, named: Sequence[str], key: str) -> dict[str, str]:
+    """Return key to split of the rows that are used, refusing two splits for one key."""
+    splits: dict[str, str] = {}
+    noun = key.removesuffix("_id")
+    for line, row, split in zip(table.lines, table.rows, named, strict=True):
+        if not split:
+            continue
+        if not row[key]:
+            raise RequestError(f"{table.name}, line {line}: in {split}, but no {key}")
+        if splits.setdefault(row[key], split) != split:
+            raise RequestError(
+                f"{table.name}: {noun} {row[key]} is in two splits: {splits[row[key]]} and {split} (line {line})"
+            )
+    return splits

@@ -1,0 +1,1 @@
+"""One slide as an OME-Zarr image: written, read, verified, exported."""

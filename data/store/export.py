@@ -1,0 +1,163 @@
+"""A copy of a slide for viewers that know only NGFF 0.4: zarr format 2, no shards, blosc with zstd inside.
+
+```
+DIR/<slide_id>.zarr/   .zgroup .zattrs        multiscales, omero, and under `hyfi` what it is a copy of
+    0/ 1/ …            .zarray 0/0/0 …        (3, y, x) uint8, chunks (1, 1024, 1024)
+    labels/tissue/     .zattrs 0/ 1/ …        (y, x) uint8
+```
+
+Specification: NGFF 0.4, zarr 2.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from data.errors import StoreError
+from data.files import publish_directory, remove_leftovers, temporary_beside
+from data.store.metadata import omero
+from data.store.sharded_array import ShardedArray, read_json
+from data.store.slide_store import SlideStore, slide_path
+from hyfi_core.errors import RequestError
+from hyfi_core.files import sync_file
+from hyfi_core.plan.box import Box
+
+_CHUNK_PX = 1024
+_BLOCK_PX = 4096
+_COPY_OF = "metadata_sha256"
+
+
+def export_ngff04(slide: Path, folder: Path, threads: int, progress: Callable[[int], None] | None = None) -> bool:
+    """Copy one slide of a store into ``folder``, under its own name; it appears whole or not at all.
+
+    Memory: one block of 48 MiB and its encoded form.
+
+    Args:
+        slide: ``STORE/<slide_id>.zarr``.
+        folder: Where the copy goes; exists.
+        threads: Chunks decoded at a time.
+        progress: Called with pixels that were copied.
+
+    Returns:
+        False where a copy of just this slide is there already.
+
+    Raises:
+        RequestError: Something else has the name of the copy.
+        StoreError: The slide is missing or damaged.
+        OSError: The copy cannot be written.
+    """
+    store = SlideStore.open(slide)
+    final = slide_path(folder, store.slide_id)
+    if _is_copy(final, store):
+        return False
+    remove_leftovers(final)
+    beside = temporary_beside(final)
+    shutil.rmtree(beside, ignore_errors=True)
+    try:
+        _write_apart(store, beside, threads, progress or (lambda _: None))
+        _sync(beside)
+        publish_directory(beside, final)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+    return True
+
+
+def pixels_of(slide: Path) -> int:
+    """Return how many pixels an export of a slide copies; 0 where it cannot be opened."""
+    try:
+        return sum(level.height_px * level.width_px for level in SlideStore.open(slide).levels)
+    except StoreError:
+        return 0
+
+
+def _is_copy(final: Path, store: SlideStore) -> bool:
+    if not final.exists():
+        return False
+    try:
+        of = read_json(final / ".zattrs")["hyfi"]["copy_of"]
+    except (StoreError, KeyError, TypeError) as error:
+        raise RequestError(f"{final} is there and no copy made by hyfi export; name another folder") from error
+    return bool(of == _identity(store))
+
+
+def _identity(store: SlideStore) -> dict[str, Any]:
+    return {"slide_id": store.slide_id, _COPY_OF: store.attributes.get(_COPY_OF)}
+
+
+def _write_apart(store: SlideStore, path: Path, threads: int, progress: Callable[[int], None]) -> None:
+    """Write in a thread of its own, which ends its block: zarr complains at length of work that an interrupt leaves."""
+    stop = threading.Event()
+
+    def checked(pixels: int) -> None:
+        if stop.is_set():
+            raise InterruptedError("the export was stopped")
+        progress(pixels)
+
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            pool.submit(_write, store, path, threads, checked).result()
+        finally:
+            stop.set()
+
+
+def _write(store: SlideStore, path: Path, threads: int, progress: Callable[[int], None]) -> None:
+    import zarr
+
+    ome = read_json(store.path / "zarr.json")["attributes"]["ome"]
+    label = store.path / "labels" / "tissue"
+    label_ome = read_json(label / "zarr.json")["attributes"]["ome"]
+    root = zarr.create_group(str(path), zarr_format=2)
+    for dataset in ome["multiscales"][0]["datasets"]:
+        _copy(root, store.images[dataset["path"]], dataset["path"], threads, progress)
+    for dataset in label_ome["multiscales"][0]["datasets"]:
+        source = ShardedArray.open(label / dataset["path"])
+        _copy(root, source, f"labels/tissue/{dataset['path']}", threads, lambda _: progress(0))
+    image_label = {"version": "0.4", **label_ome["image-label"]}
+    root["labels"].attrs["labels"] = ["tissue"]
+    root["labels/tissue"].attrs.update({"multiscales": _multiscales(label_ome), "image-label": image_label})
+    root.attrs.update(
+        {
+            "multiscales": _multiscales(ome),
+            "omero": {"version": "0.4", **omero()},
+            "hyfi": {"copy_of": _identity(store), "kind": store.attributes.get("kind")},
+        }
+    )
+
+
+def _multiscales(ome: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"version": "0.4", **multiscale} for multiscale in ome["multiscales"]]
+
+
+def _copy(root: Any, source: ShardedArray, name: str, threads: int, progress: Callable[[int], None]) -> None:
+    from numcodecs import Blosc
+
+    leading = len(source.shape) - 2
+    target = root.create_array(
+        name,
+        shape=source.shape,
+        dtype="uint8",
+        chunks=(*(1,) * leading, _CHUNK_PX, _CHUNK_PX),
+        compressors=Blosc(cname="zstd", clevel=1, shuffle=Blosc.NOSHUFFLE),
+        fill_value=source.layout.fill,
+        chunk_key_encoding={"name": "v2", "separator": "/"},
+    )
+    height, width = source.shape[-2:]
+    for y in range(0, height, _BLOCK_PX):
+        for x in range(0, width, _BLOCK_PX):
+            box = Box(y, min(y + _BLOCK_PX, height), x, min(x + _BLOCK_PX, width))
+            target[(..., *box.slices())] = source.read(box, threads)
+            progress(box.area)
+
+
+def _sync(path: Path) -> None:
+    found = list(os.walk(path))
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(sync_file, [Path(folder) / file for folder, _, files in found for file in files]))
+        list(pool.map(sync_file, [Path(folder) for folder, _, _ in found]))

@@ -1,0 +1,305 @@
+"""What a store holds: one record per slide, which are the truth, and the table compiled from them.
+
+```
+STORE/.records/<slide_id>.json     one slide, done or failed; replaced atomically
+STORE/manifest.csv                 all of them, one row a slide, sorted by slide_id
+```
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from data.errors import StoreError
+from data.files import write_atomically, write_json_atomically
+from data.store.sharded_array import read_json
+from hyfi_core.errors import RequestError
+
+COLUMNS = (
+    "slide_id",
+    "source_path",
+    "source_mpp",
+    "store_mpp",
+    "height_px",
+    "width_px",
+    "tissue_fraction",
+    "bad_tiles",
+    "status",
+    "reason",
+    "flags",
+    "sharpness",
+    "blurred_share",
+    "pen_fraction",
+    "tissue_mm2",
+    "tiles",
+    "bad_share",
+    "stain_h",
+    "stain_e",
+)
+"""Columns of ``manifest.csv`` that this project writes; the user's own follow."""
+
+_PROMISED = COLUMNS[: COLUMNS.index("flags")]
+"""Columns that every store's table has, whatever version wrote it."""
+_GIVEN = ("slide_id", "source_path", "source_mpp")
+"""Columns of ours that a user's manifest may fill."""
+
+DONE = "done"
+FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class SlideRecord:
+    """What became of one slide.
+
+    Attributes:
+        slide_id: Its name in the store.
+        source_path: The file it was read from; empty where the store is not to know it (pseudonyms).
+        status: ``done`` or ``failed``.
+        reason: Why it failed; when done, why a later attempt to make it again failed, else empty.
+        source_mpp: Microns per pixel of the source's finest level (mean of both axes).
+        store_mpp: Microns per pixel of the store's finest level.
+        height_px, width_px: Size of the store's finest level.
+        tissue_fraction: Share of the slide's area that is tissue.
+        bad_tiles: Source tiles that could not be decoded and are white in the store.
+        flags: Warnings a reader of the table should see, e.g. ``pen``, ``blur``, ``upsampled``.
+        sharpness: Median sharpness of the tissue, see `pathology.tissue.blur`.
+        blurred_share: Share of the tissue that is out of focus.
+        pen_fraction: Share of the slide's area under ink.
+        tissue_mm2: Area of the tissue.
+        tiles: Source tiles that were asked for, of the size in which the source fails.
+        bad_share: ``bad_tiles`` among them.
+        stain_h, stain_e: Optical density of haematoxylin and eosin in (red, green, blue), of length 1.
+        identity: Parameters, size, mtime and digest that this record belongs to.
+        extra: The user's own columns.
+    """
+
+    slide_id: str
+    source_path: str
+    status: str
+    reason: str = ""
+    source_mpp: float | None = None
+    store_mpp: float | None = None
+    height_px: int | None = None
+    width_px: int | None = None
+    tissue_fraction: float | None = None
+    bad_tiles: int | None = None
+    flags: tuple[str, ...] = ()
+    sharpness: float | None = None
+    blurred_share: float | None = None
+    pen_fraction: float | None = None
+    tissue_mm2: float | None = None
+    tiles: int | None = None
+    bad_share: float | None = None
+    stain_h: tuple[float, ...] = ()
+    stain_e: tuple[float, ...] = ()
+    identity: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, str] = field(default_factory=dict)
+
+    def row(self) -> dict[str, str]:
+        """Return the record as a row of ``manifest.csv``; what is not known is empty."""
+        values = asdict(self)
+        own = {name: _text(values[name]) for name in COLUMNS}
+        return own | {k: v for k, v in self.extra.items() if k not in own}
+
+    def save(self, store: Path) -> None:
+        """Replace this slide's record in ``store``."""
+        path = record_path(store, self.slide_id)
+        path.parent.mkdir(exist_ok=True)
+        write_json_atomically(path, asdict(self))
+
+    @classmethod
+    def load(cls, path: Path) -> SlideRecord:
+        """Read a record.
+
+        Raises:
+            StoreError: It is unreadable or not a record.
+        """
+        value = read_json(path)
+        known = {f.name for f in fields(cls)}
+        if not {"slide_id", "source_path", "status"} <= value.keys() <= known:
+            raise StoreError(f"{path}: not a slide's record of this version; remove it to ingest its slide again")
+        return cls(**value | {name: tuple(value.get(name, ())) for name in ("flags", "stain_h", "stain_e")})
+
+
+def record_path(store: Path, slide_id: str) -> Path:
+    """Return where the record of this slide lies."""
+    return store / ".records" / f"{slide_id}.json"
+
+
+def record_state(store: Path, slide_id: str) -> str:
+    """Return a text that changes whenever this slide's record is saved; empty while there is none."""
+    try:
+        found = record_path(store, slide_id).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    return f"{found.st_ino}-{found.st_mtime_ns}"
+
+
+def load_records(store: Path) -> dict[str, SlideRecord]:
+    """Return all records of ``store`` by slide id, sorted; none when there is no store yet."""
+    paths = sorted((store / ".records").glob("*.json"))
+    records = (SlideRecord.load(p) for p in paths if not p.name.startswith("."))
+    return {r.slide_id: r for r in records}
+
+
+def compile_manifest(store: Path) -> Path:
+    """Write ``manifest.csv`` from the records and return its path; replaced atomically.
+
+    Many processes may compile at the same time: the one that ends last has seen all records that were there before.
+    """
+    path = store / "manifest.csv"
+    seen = None
+    while seen != (now := _states(store)):
+        # A record that came while the table was made is in nobody's table yet, if its own maker was faster.
+        seen = now
+        rows = [record.row() for record in load_records(store).values()]
+        write_atomically(path, _to_csv(rows))
+    return path
+
+
+def _states(store: Path) -> list[str]:
+    names = (p.stem for p in (store / ".records").glob("*.json") if not p.name.startswith("."))
+    return sorted(f"{name} {record_state(store, name)}" for name in names)
+
+
+class StoreManifest:
+    """The table of a store's slides."""
+
+    @staticmethod
+    def load(store: Path) -> list[dict[str, str]]:
+        """Return one row a slide, done and failed, from the records, or from ``manifest.csv`` where they are not kept.
+
+        Raises:
+            StoreError: There is no store in this folder.
+        """
+        records = load_records(store)
+        if records:
+            return [record.row() for record in records.values()]
+        path = store / "manifest.csv"
+        if not path.is_file():
+            raise StoreError(f"{store}: not a store (it has no manifest.csv); `hyfi ingest … --out {store}` makes one")
+        return [row for _, row in _read_rows(path)]
+
+
+def read_user_manifest(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a user's manifest, each with ``source_path`` resolved against the CSV's own folder.
+
+    The separator may be a comma, a semicolon or a tab. Column names lose surrounding blanks, empty lines are skipped.
+    The table of a store will do, too; what it says of the slides in that store is left out.
+
+    Raises:
+        RequestError: The file is unreadable, has no path column, no rows, an empty path, a slide id twice, a column
+            twice or one that a store's table fills itself, or a row of more values than columns.
+    """
+    numbered = _read_rows(path)
+    if not numbered:
+        raise RequestError(f"{path}: the manifest has no rows")
+    columns = tuple(numbered[0][1])
+    column = next((c for c in ("source_path", "path") if c in columns), None)
+    if column is None:
+        raise RequestError(
+            f"{path}: the manifest needs a column `path` (or `source_path`); it has {', '.join(columns)}"
+        )
+    ours = _ours(path, columns)
+    for number, row in numbered:
+        if not row[column]:
+            raise RequestError(f"{path}: line {number} has no {column}")
+        located = Path(row.pop(column))
+        for name in ("path", *ours):
+            row.pop(name, None)
+        row["source_path"] = str(located if located.is_absolute() else path.absolute().parent / located)
+    rows = [row for _, row in numbered]
+    _refuse_twice(path, (row.get("slide_id", "") for row in rows))
+    return rows
+
+
+def _ours(path: Path, columns: tuple[str, ...]) -> list[str]:
+    """Return the columns that say what became of the slides in a store; only the table of a store may have them."""
+    ours = [name for name in columns if name in COLUMNS and name not in _GIVEN]
+    if ours and not set(_PROMISED) <= set(columns):
+        raise RequestError(
+            f"{path}: the column {', '.join(map(repr, ours))} is one that the store's own table fills, "
+            "and what it says here would be lost; give it another name"
+        )
+    return ours
+
+
+def _refuse_twice(path: Path, names: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name and name in seen:
+            raise RequestError(f"{path}: slide_id {name!r} stands in two rows; each slide needs its own")
+        seen.add(name)
+
+
+def _read_rows(path: Path) -> list[tuple[int, dict[str, str]]]:
+    """Return the rows of a CSV, each with the line of the file in which it ends."""
+    text = _text_of(path)
+    header = text.partition("\n")[0]
+    separator = max(",;\t", key=header.count)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+    try:
+        lines = [(reader.line_num, [cell.strip() for cell in row]) for row in reader if any(map(str.strip, row))]
+    except csv.Error as error:
+        raise RequestError(f"{path}: line {reader.line_num} is not CSV ({error})") from error
+    if not lines:
+        return []
+    columns = _named_columns(path, lines[0][1])
+    return [(number, _row(path, number, columns, values)) for number, values in lines[1:]]
+
+
+def _text_of(path: Path) -> str:
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise RequestError(f"{path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{path}: not a CSV in UTF-8 ({error.reason} at byte {error.start})") from error
+    if "\0" in text:
+        number = text.count("\n", 0, text.index("\0")) + 1
+        raise RequestError(f"{path}: line {number} holds a NUL character; save the file as a CSV in UTF-8")
+    return text
+
+
+def _named_columns(path: Path, columns: list[str]) -> list[str]:
+    twice = sorted({name for name in columns if name and columns.count(name) > 1})
+    if twice:
+        raise RequestError(f"{path}: two columns are named {twice[0]!r}; each needs its own name")
+    return columns
+
+
+def _row(path: Path, number: int, columns: list[str], values: list[str]) -> dict[str, str]:
+    """Return a row by its columns; spreadsheets end rows with empty cells that have no column, which are left out."""
+    padded = values + [""] * (len(columns) - len(values))
+    named = columns + [""] * (len(values) - len(columns))
+    nameless = [value for name, value in zip(named, padded, strict=True) if value and not name]
+    if nameless:
+        raise RequestError(
+            f"{path}, line {number}: the value {nameless[0]!r} stands in no column that has a name; "
+            "put values that hold the separator into quotes"
+        )
+    return {name: value for name, value in zip(named, padded, strict=True) if name}
+
+
+def _to_csv(rows: list[dict[str, str]]) -> bytes:
+    extra = sorted({name for row in rows for name in row} - set(COLUMNS))
+    file = io.StringIO(newline="")
+    writer = csv.DictWriter(file, [*COLUMNS, *extra], restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue().encode("utf-8", "surrogateescape")
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, (list, tuple)):
+        return ";".join(str(v) for v in value)
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return str(value)

@@ -1,0 +1,261 @@
+"""Boxes out of a zarr 3 array, by positional reads, with every chunk under its checksum.
+
+A shard is one file::
+
+    [chunk][chunk][chunk] … [index: one (offset, length) pair for each chunk of the shard][crc32c of the index]
+     └ codec(pixels) + crc32c                                  little-endian uint64
+
+Without shards a chunk is a file. Specification: zarr core 3.0 and its `sharding_indexed` codec; only the layouts of
+`data.store.layout` are read. Whatever is missing or altered is an error, never background: a chunk that was left
+out on purpose is listed as such. No file stays open between reads and nothing is shared but a cache of indexes and
+a pool of threads that knows its process, so a reader may be forked or pickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from data.errors import StoreError
+from data.store.codec import Pixels, unsealed
+from data.store.layout import ArrayLayout
+from hyfi_core.plan.box import Box
+
+ABSENT = np.uint64(2**64 - 1)
+_LONGEST_READ_BYTES = 2**22
+_LONGEST_RUN = 8
+"""Chunks that one task reads and decodes: few enough to keep threads equally busy."""
+
+Index = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Chunks of one file that lie next to each other in it, in a row of the array."""
+
+    file: tuple[int, int]
+    slots: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class ShardedArray:
+    """A read-only uint8 array ``(y, x)`` or ``(c, y, x)`` of one directory with a ``zarr.json``.
+
+    Attributes:
+        path: The array's directory.
+        layout: Its shape, chunks, shards and codec.
+        blank: For each file by name, the slots that were left out on purpose and read as background.
+    """
+
+    path: Path
+    layout: ArrayLayout
+    blank: Mapping[str, Collection[int]] = field(default_factory=dict, repr=False)
+    _index: dict[tuple[int, int], Index] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def open(cls, path: Path, blank: Mapping[str, Collection[int]] | None = None) -> ShardedArray:
+        """Read the metadata of the array in ``path``.
+
+        Raises:
+            StoreError: There is no readable ``zarr.json`` or it says something that is not read here.
+        """
+        meta = read_json(path / "zarr.json")
+        try:
+            layout = ArrayLayout.from_json(meta)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise StoreError(f"{path / 'zarr.json'}: not an array of this project's stores ({error})") from error
+        return cls(path, layout, blank or {})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array."""
+        return self.layout.shape
+
+    def read_into(self, box: Box, out: Pixels, threads: int = 1) -> None:
+        """Fill ``out`` with the pixels of ``box``, which must lie inside the array.
+
+        Memory: beside ``out``, for each thread one chunk and a read of at most a few MB.
+
+        Args:
+            box: Rectangle of the array.
+            out: Array ``(…, box.height, box.width)`` of the caller; any strides.
+            threads: Chunks decoded at a time.
+
+        Raises:
+            StoreError: A shard or a chunk is missing, cut short or altered; names file and cause.
+        """
+        runs = list(self._runs(box))
+        if threads <= 1 or len(runs) <= 1:
+            for run in runs:
+                self._read_run(run, box, out)
+            return
+        for _ in _pool(threads).map(lambda run: self._read_run(run, box, out), runs):
+            pass
+
+    def read(self, box: Box, threads: int = 1) -> Pixels:
+        """Return the pixels of ``box``, new; see `read_into`."""
+        out: Pixels = np.empty((*self.shape[:-2], *box.shape), np.uint8)
+        self.read_into(box, out, threads)
+        return out
+
+    def _runs(self, box: Box) -> Iterator[_Run]:
+        layout = self.layout
+        (ch, cw), columns = layout.chunk_px, layout.slots[1]
+        for file in layout.files(box):
+            inside = layout.file_box(file).intersect(box)
+            y0, x0 = file[0] * layout.shard_px[0], file[1] * layout.shard_px[1]
+            first, end = (inside.x0 - x0) // cw, -(-(inside.x1 - x0) // cw)
+            for row in range((inside.y0 - y0) // ch, -(-(inside.y1 - y0) // ch)):
+                for start in range(first, end, _LONGEST_RUN):
+                    stop = min(end, start + _LONGEST_RUN)
+                    yield _Run(file, tuple(range(row * columns + start, row * columns + stop)))
+
+    def _read_run(self, run: _Run, box: Box, out: Pixels) -> None:
+        layout = self.layout
+        for slot, data in self._read_chunks(run):
+            whole = layout.chunk_box(run.file, slot)
+            common = whole.intersect(box)
+            target = out[(..., *common.relative_to(box).slices())]
+            if data is None:
+                target[...] = layout.fill
+            else:
+                chunk = self._decode(data, self.file_path(run.file), slot)
+                target[...] = chunk[(..., *common.relative_to(whole).slices())]
+
+    def file_path(self, file: tuple[int, int]) -> Path:
+        """Return the file in this (row, column) of files."""
+        return self.path / self.layout.file_name(file)
+
+    def _read_chunks(self, run: _Run) -> Iterator[tuple[int, Pixels | None]]:
+        """Yield (slot, bytes) of each chunk; None for one that was left out on purpose."""
+        path = self.file_path(run.file)
+        blank = self.blank.get(self.layout.file_name(run.file), ())
+        if not self.layout.sharded and 0 in blank:
+            yield 0, None
+            return
+        try:
+            handle = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise StoreError(f"{path}: the shard cannot be read ({error.strerror})") from error
+        try:
+            index = self._index_of(handle, path, run.file)
+            here = [slot for slot in run.slots if not self._is_blank(index, slot, blank, path)]
+            yield from ((slot, None) for slot in run.slots if slot not in here)
+            for group in _adjacent(index, here):
+                yield from _slices(_read(handle, path, index, group), index, group)
+        except OSError as error:
+            raise StoreError(f"{path}: the shard cannot be read ({error.strerror})") from error
+        finally:
+            os.close(handle)
+
+    def _is_blank(self, index: Index, slot: int, blank: Collection[int], path: Path) -> bool:
+        if index[slot, 0] != ABSENT and index[slot, 1] != ABSENT:
+            return False
+        if slot not in blank:
+            raise StoreError(f"{path}: chunk {slot} is not in its shard; ingest the slide again")
+        return True
+
+    def _decode(self, data: Pixels, path: Path, slot: int) -> Pixels:
+        shape = self.layout.chunk_shape
+        try:
+            body = unsealed(data)
+        except ValueError as error:
+            raise StoreError(f"{path}: {error} in chunk {slot}, the file is damaged; ingest the slide again") from error
+        try:
+            return self.layout.codec.decode(body, shape)
+        except (ValueError, RuntimeError) as error:
+            raise StoreError(f"{path}: chunk {slot} does not decode ({error}); ingest the slide again") from error
+
+    def _index_of(self, handle: int, path: Path, file: tuple[int, int]) -> Index:
+        index = self._index.get(file)
+        if index is None:
+            index = read_index(handle, path, self.layout)
+            self._index[file] = index
+        return index
+
+
+def read_index(handle: int, path: Path, layout: ArrayLayout) -> Index:
+    """Return (offset, length) of each slot of an open file, ``ABSENT`` twice where there is no chunk.
+
+    Raises:
+        StoreError: The file is too short or its index altered.
+    """
+    size = os.fstat(handle).st_size
+    if not layout.sharded:
+        return np.array([[0, size]], np.uint64)
+    length = layout.index_bytes
+    if size < length:
+        raise StoreError(f"{path}: {size} bytes are too few for a shard; ingest the slide again")
+    try:
+        body = unsealed(os.pread(handle, length, size - length))
+    except ValueError as error:
+        raise StoreError(f"{path}: {error} in its index, the file is damaged; ingest the slide again") from error
+    return np.frombuffer(body, "<u8").reshape(-1, 2)
+
+
+def _adjacent(index: Index, slots: list[int]) -> Iterator[list[int]]:
+    """Group slots whose chunks follow each other in the file, up to a few MB: one read for each group."""
+    group: list[int] = []
+    length = 0
+    for slot in slots:
+        offset, size = (int(n) for n in index[slot])
+        follows = group and offset == int(index[group[-1]].sum()) and length + size <= _LONGEST_READ_BYTES
+        if group and not follows:
+            yield group
+            group, length = [], 0
+        group.append(slot)
+        length += size
+    if group:
+        yield group
+
+
+def _read(handle: int, path: Path, index: Index, group: list[int]) -> bytes:
+    start, end = int(index[group[0], 0]), int(index[group[-1]].sum())
+    data = os.pread(handle, end - start, start)
+    if len(data) != end - start:
+        raise StoreError(f"{path}: the shard is cut short; ingest the slide again")
+    return data
+
+
+def _slices(data: bytes, index: Index, group: list[int]) -> Iterator[tuple[int, Pixels]]:
+    start, whole = int(index[group[0], 0]), np.frombuffer(data, np.uint8)
+    for slot in group:
+        offset, size = (int(n) for n in index[slot])
+        yield slot, whole[offset - start : offset - start + size]
+
+
+_pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
+
+
+def _pool(threads: int) -> ThreadPoolExecutor:
+    """Return the pool of this process: threads do not survive a fork, so a child makes its own."""
+    key = (os.getpid(), threads)
+    pool = _pools.get(key)
+    if pool is None:
+        pool = _pools.setdefault(key, ThreadPoolExecutor(threads, thread_name_prefix="store-read"))
+    return pool
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in ``path``.
+
+    Raises:
+        StoreError: The file is missing, unreadable or holds no JSON object.
+    """
+    try:
+        value = json.loads(path.read_bytes().decode("utf-8", "surrogateescape"))
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise StoreError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise StoreError(f"{path}: holds no JSON object")
+    return value

@@ -1,0 +1,200 @@
+"""One ingested slide: an OME-Zarr 0.5 image with its pyramid, tissue label and provenance.
+
+```
+STORE/<slide_id>.zarr/            zarr.json: attributes `ome` (the standard) and `hyfi` (ours)
+    0/ 1/ 2/ …                    (3, y, x) uint8, each level half of the one before, or as the scanner made them
+    labels/tissue/ 0/ 1/ …        (y, x) uint8, 0 glass and 1 tissue, from about 8 µm per pixel upwards
+```
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from data.errors import StoreError
+from data.store.codec import Pixels
+from data.store.layout import BACKGROUND
+from data.store.shard import FileEntry
+from data.store.sharded_array import ShardedArray, read_json
+from hyfi_core.plan.box import Box
+
+__all__ = ["FORMAT", "SlideStore", "StoreError", "StoreLevel", "slide_path"]
+
+FORMAT = 1
+"""Version of the `hyfi` attributes; a store of another one is refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLevel:
+    """One level of the pyramid: size in pixels, microns per pixel as (y, x), path inside the group."""
+
+    height_px: int
+    width_px: int
+    mpp: tuple[float, float]
+    path: str
+
+
+def slide_path(store: Path, slide_id: str) -> Path:
+    """Return where the slide of this name lies in ``store``."""
+    return store / f"{slide_id}.zarr"
+
+
+@dataclass(frozen=True)
+class SlideStore:
+    """A finished slide, open for reading. Holds no open file: cheap to keep, safe to fork and to pickle.
+
+    Attributes:
+        path: ``STORE/<slide_id>.zarr``.
+        slide_id: Its name.
+        levels: The pyramid, finest first.
+        attributes: The `hyfi` group attributes (source, parameters, tissue, shards, versions …).
+    """
+
+    path: Path
+    slide_id: str
+    levels: tuple[StoreLevel, ...]
+    attributes: dict[str, Any]
+    _images: tuple[ShardedArray, ...]
+    _masks: tuple[tuple[ShardedArray, tuple[float, float]], ...]
+
+    @classmethod
+    def open(cls, path: Path) -> SlideStore:
+        """Open ``STORE/<slide_id>.zarr`` and check that every listed shard is there with its size.
+
+        Raises:
+            StoreError: The slide is missing, of another version, or a shard is missing or of another size.
+        """
+        path = Path(path)
+        attributes, ome = group_attributes(path)
+        files = listed_files(path, attributes)
+        _check_shards(path, files)
+        blank = _blank(files)
+        images = [(ShardedArray.open(path / name, blank.get(name)), mpp, name) for name, mpp in _datasets(path, ome)]
+        levels = tuple(StoreLevel(a.shape[-2], a.shape[-1], mpp, name) for a, mpp, name in images)
+        label = path / "labels" / "tissue"
+        label_ome = read_json(label / "zarr.json").get("attributes", {}).get("ome", {})
+        masks = tuple((ShardedArray.open(label / name), mpp) for name, mpp in _datasets(label, label_ome))
+        return cls(path, path.name.removesuffix(".zarr"), levels, attributes, tuple(a for a, _, _ in images), masks)
+
+    def read(self, box: Box, level: int = 0, threads: int = 1, out: Pixels | None = None) -> Pixels:
+        """Return the pixels of ``box`` of a level as ``(3, h, w)`` uint8 that the caller owns.
+
+        Memory: the result, and for each thread one chunk and a read of at most a few MB.
+
+        Args:
+            box: Rectangle in pixels of that level; what lies outside it is 255.
+            level: 0 is the finest.
+            threads: Chunks decoded at a time.
+            out: Memory of the caller to fill and return, ``(3, h, w)`` uint8 of any strides; default new.
+
+        Raises:
+            StoreError: A shard or a chunk is missing or damaged; names file and cause.
+            ValueError: ``out`` has another shape or type.
+        """
+        shape = (3, *box.shape)
+        if out is None:
+            out = np.empty(shape, np.uint8)
+        elif out.shape != shape or out.dtype != np.uint8:
+            raise ValueError(f"out is {out.dtype} {out.shape}; uint8 {shape} is expected")
+        size = self.levels[level]
+        inside = box.intersect(Box.of_size(size.height_px, size.width_px))
+        if inside != box:
+            out[...] = BACKGROUND
+        if not inside.empty:
+            target = out[(slice(None), *inside.relative_to(box).slices())]
+            self._images[level].read_into(inside, target, threads)
+        return out
+
+    def tissue(self, mpp_um: float | None = None) -> tuple[npt.NDArray[np.bool_], tuple[float, float]]:
+        """Return the tissue mask ``(h, w)`` and its microns per pixel ``(y, x)``; pixel 0 starts where the slide does.
+
+        Args:
+            mpp_um: The level of the label that is nearest to this; default its finest, about 8 µm per pixel.
+
+        Raises:
+            StoreError: A shard or a chunk is missing or damaged.
+        """
+        masks = self._masks
+        nearest = 0
+        if mpp_um is not None:
+            nearest = min(range(len(masks)), key=lambda k: abs(np.log(masks[k][1][0] / mpp_um)))
+        array, mpp = masks[nearest]
+        return array.read(array.layout.box) != 0, mpp
+
+    @property
+    def images(self) -> dict[str, ShardedArray]:
+        """The arrays of the levels by their path inside the group."""
+        return {level.path: array for level, array in zip(self.levels, self._images, strict=True)}
+
+
+def group_attributes(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the `hyfi` and the `ome` attributes of a slide.
+
+    Raises:
+        StoreError: There is no slide, or it is of another version.
+    """
+    if not path.is_dir():
+        raise StoreError(f"{path}: there is no ingested slide of this name")
+    attributes = read_json(path / "zarr.json").get("attributes", {})
+    ours, ome = attributes.get("hyfi"), attributes.get("ome")
+    if not isinstance(ours, dict) or not isinstance(ome, dict):
+        raise StoreError(f"{path}: not a slide written by hyfi ingest (no `hyfi` attributes)")
+    if ours.get("format") != FORMAT:
+        found = ours.get("format")
+        raise StoreError(f"{path}: store format {found!r}, this version reads {FORMAT}; ingest the slide again")
+    return ours, ome
+
+
+def listed_files(path: Path, attributes: dict[str, Any]) -> dict[str, FileEntry]:
+    """Return what a slide's list says of each file of pixels, by its name inside the slide.
+
+    Raises:
+        StoreError: There is no such list.
+    """
+    shards = attributes.get("shards")
+    if not isinstance(shards, dict) or not shards:
+        raise StoreError(f"{path}: the list of shards is missing; ingest the slide again")
+    try:
+        return {name: FileEntry.from_json(entry) for name, entry in shards.items()}
+    except (ValueError, AttributeError) as error:
+        raise StoreError(f"{path}: the list of shards is damaged ({error}); ingest the slide again") from error
+
+
+def _check_shards(path: Path, files: dict[str, FileEntry]) -> None:
+    for name, entry in files.items():
+        if entry.size is None:
+            continue
+        file = path / name
+        try:
+            size = file.stat().st_size
+        except OSError as error:
+            raise StoreError(f"{file}: a shard is missing ({error.strerror}); ingest the slide again") from error
+        if size != entry.size:
+            raise StoreError(f"{file}: the shard has {size} bytes, not {entry.size}; ingest the slide again")
+
+
+def _blank(files: dict[str, FileEntry]) -> dict[str, dict[str, frozenset[int]]]:
+    """Return the slots left out on purpose, by array and file."""
+    found: dict[str, dict[str, frozenset[int]]] = {}
+    for name, entry in files.items():
+        if entry.blank:
+            array, _, file = name.partition("/c/")
+            found.setdefault(array, {})[f"c/{file}"] = frozenset(entry.blank)
+    return found
+
+
+def _datasets(path: Path, ome: dict[str, Any]) -> list[tuple[str, tuple[float, float]]]:
+    try:
+        datasets = ome["multiscales"][0]["datasets"]
+        found = []
+        for dataset in datasets:
+            scale = dataset["coordinateTransformations"][0]["scale"]
+            found.append((str(dataset["path"]), (float(scale[-2]), float(scale[-1]))))
+        return found
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise StoreError(f"{path}: its OME metadata is not complete ({error!r})") from error

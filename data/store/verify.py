@@ -1,0 +1,312 @@
+"""Every byte of a store against what was noted when it was written: digests, sizes, checksums, and what belongs there.
+
+```
+zarr.json of the slide   its own digest, and the lists:
+  metadata               JSON of groups and arrays   size, sha256
+  shards                 files of pixels             size, sha256, and inside: index, chunks, each under its crc32c
+anything else            foreign
+```
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from data.errors import StoreError
+from data.files import sha256_of
+from data.store.codec import unsealed
+from data.store.layout import ArrayLayout
+from data.store.manifest import DONE, SlideRecord
+from data.store.metadata import digest_of_group
+from data.store.shard import FileEntry
+from data.store.sharded_array import ABSENT, Index, read_index, read_json
+from data.store.slide_store import group_attributes, listed_files, slide_path
+
+_PIECE_BYTES = 2**22
+
+Progress = Callable[[int, str], None]
+"""Called with bytes that were read and the slide's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that is not as it was written: where, and what."""
+
+    slide_id: str
+    path: Path
+    reason: str
+
+
+@dataclass(slots=True)
+class Verified:
+    """What a verification looked at and what it found.
+
+    Attributes:
+        slides: Slides looked at, damaged ones too.
+        files: Files read.
+        size_bytes: Their size.
+        faults: What is wrong, slide by slide.
+    """
+
+    slides: int = 0
+    files: int = 0
+    size_bytes: int = 0
+    faults: list[Fault] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A file of pixels to look at."""
+
+    path: Path
+    layout: ArrayLayout
+    place: tuple[int, int]
+    entry: FileEntry
+
+
+def verify_store(store: Path, threads: int, progress: Progress | None = None) -> Verified:
+    """Verify every slide of a store, and that its records and its slides are the same ones.
+
+    Memory: for each thread one chunk or a few MB.
+
+    Args:
+        store: The store's folder.
+        threads: Files read at a time.
+        progress: See there.
+
+    Raises:
+        StoreError: There is no store in this folder.
+    """
+    records, faults = _records(store)
+    slides = {path.name.removesuffix(".zarr"): path for path in sorted(store.glob("*.zarr"))}
+    if not slides and not records and not (store / "manifest.csv").exists():
+        raise StoreError(f"{store}: not a store (no slide, no record, no manifest.csv); `hyfi ingest` makes one")
+    found = Verified(faults=faults)
+    for name, path in slides.items():
+        verify_slide(path, threads, progress, found)
+        if records and name not in records:
+            found.faults.append(Fault(name, path, "the store has no record of this slide; ingest it again"))
+    for name, record in records.items():
+        if record.status == DONE:
+            found.faults += _against_record(record, slide_path(store, name))
+    return found
+
+
+def verify_slide(path: Path, threads: int, progress: Progress | None = None, found: Verified | None = None) -> Verified:
+    """Verify one slide; see `verify_store`.
+
+    Args:
+        path: ``STORE/<slide_id>.zarr``.
+        threads: Files read at a time.
+        progress: See there.
+        found: What to add to; default new.
+    """
+    found = found if found is not None else Verified()
+    slide_id = path.name.removesuffix(".zarr")
+    found.slides += 1
+
+    def fault(where: Path, reason: str) -> None:
+        found.faults.append(Fault(slide_id, where, reason))
+
+    try:
+        attributes, _ = group_attributes(path)
+        entries = listed_files(path, attributes)
+        known = _known_metadata(path, attributes, fault)
+        files = list(_files(path, entries, known, fault))
+    except StoreError as error:
+        fault(path, str(error))
+        return found
+    for foreign in _foreign(path, {"zarr.json", *known, *entries}):
+        fault(foreign, "this file was not written with the slide")
+    with ThreadPoolExecutor(max(1, threads), "verify") as pool:
+        for file, reasons in zip(files, pool.map(_reasons, files), strict=True):
+            found.files += 1
+            found.size_bytes += file.entry.size or 0
+            for reason in reasons:
+                fault(file.path, reason)
+            if progress is not None:
+                progress(file.entry.size or 0, slide_id)
+    return found
+
+
+def size_of_store(paths: Iterable[Path]) -> int:
+    """Return how many bytes of pixels the slides of these paths list; damaged ones count nothing."""
+    total = 0
+    for path in paths:
+        try:
+            entries = listed_files(path, group_attributes(path)[0])
+        except StoreError:
+            continue
+        total += sum(entry.size or 0 for entry in entries.values())
+    return total
+
+
+def _known_metadata(path: Path, attributes: dict[str, Any], fault: Callable[[Path, str], None]) -> set[str]:
+    """Check the slide's JSON; return the names of what it lists, its own left out."""
+    stated = attributes.get("metadata_sha256")
+    listed = attributes.get("metadata")
+    if stated is None or not isinstance(listed, dict):
+        fault(
+            path / "zarr.json", "it lists no digests of its metadata (written by an earlier version); ingest it again"
+        )
+        return {f.relative_to(path).as_posix() for f in path.rglob("zarr.json")} - {"zarr.json"}
+    if digest_of_group(read_json(path / "zarr.json")) != stated:
+        fault(path / "zarr.json", "the slide's metadata was altered: its digest is another one")
+    for name, entry in listed.items():
+        reason = _reason_of_plain(path / name, entry.get("size"), entry.get("sha256"))
+        if reason:
+            fault(path / name, reason)
+    return set(listed)
+
+
+def _reason_of_plain(path: Path, size: int | None, sha256: str | None) -> str:
+    try:
+        found = path.stat().st_size
+        if found != size:
+            return f"it has {found} bytes, not {size}"
+        return "" if sha256_of(path) == sha256 else "it was altered: its digest is another one"
+    except OSError as error:
+        return f"it cannot be read ({error.strerror})"
+
+
+def _files(
+    path: Path, entries: dict[str, FileEntry], known: set[str], fault: Callable[[Path, str], None]
+) -> Iterator[_File]:
+    """Yield every file of pixels that the arrays must have; name those that the list has not, and the reverse."""
+    seen: set[str] = set()
+    for name in sorted(known):
+        folder = Path(name).parent
+        try:
+            meta = read_json(path / name)
+            if meta.get("node_type") == "group":
+                continue
+            layout = ArrayLayout.from_json(meta)
+        except (StoreError, KeyError, TypeError, ValueError, IndexError):
+            # Its digest has told; what its files should be is not known.
+            seen.update(file for file in entries if file.startswith(f"{folder.as_posix()}/c/"))
+            continue
+        for place in layout.files():
+            file = (folder / layout.file_name(place)).as_posix()
+            seen.add(file)
+            if file in entries:
+                yield _File(path / file, layout, place, entries[file])
+            else:
+                fault(path / file, "the slide's list does not have this file")
+    for name in sorted(entries.keys() - seen):
+        fault(path / name, "the slide's list has this file, none of its arrays does")
+
+
+def _foreign(path: Path, names: set[str]) -> list[Path]:
+    found = (Path(folder) / file for folder, _, files in os.walk(path) for file in files)
+    return sorted(f for f in found if f.relative_to(path).as_posix() not in names)
+
+
+def _reasons(file: _File) -> list[str]:
+    """Return what is wrong with one file of pixels."""
+    if file.entry.size is None:
+        return ["it is there, and was left out when the slide was written"] if file.path.exists() else []
+    try:
+        handle = os.open(file.path, os.O_RDONLY)
+    except OSError as error:
+        return [f"the shard is missing or cannot be read ({error.strerror})"]
+    try:
+        size = os.fstat(handle).st_size
+        if size != file.entry.size:
+            return [f"the shard has {size} bytes, not {file.entry.size}"]
+        return _reasons_inside(handle, file)
+    except OSError as error:
+        return [f"the shard cannot be read ({error.strerror})"]
+    finally:
+        os.close(handle)
+
+
+def _reasons_inside(handle: int, file: _File) -> list[str]:
+    reasons, chunks = [], []
+    try:
+        index = read_index(handle, file.path, file.layout)
+        reasons += _reasons_of_index(index, file)
+        chunks = [(int(o), int(o + n), slot) for slot, (o, n) in enumerate(index) if o != ABSENT and n != ABSENT]
+    except StoreError as error:
+        reasons.append(str(error).removeprefix(f"{file.path}: "))
+    digest = hashlib.sha256()
+    for start, end, slot in _pieces(sorted(chunks), file.entry.size or 0):
+        data = os.pread(handle, end - start, start)
+        digest.update(data)
+        if slot is not None:
+            reasons += _reasons_of_chunk(data, slot, file.layout)
+    if digest.hexdigest() != file.entry.sha256:
+        reasons.append("the shard was altered: its digest is another one")
+    return reasons
+
+
+def _reasons_of_chunk(data: bytes, slot: int, layout: ArrayLayout) -> list[str]:
+    try:
+        body = unsealed(data)
+    except ValueError as error:
+        return [f"{error} in chunk {slot}"]
+    if layout.codec.exact or layout.codec.level is not None:
+        return []
+    try:
+        # A scanner's tile was copied as it was, and nobody has looked into it.
+        layout.codec.decode(body, layout.chunk_shape)
+    except (ValueError, RuntimeError) as error:
+        return [
+            f"chunk {slot} does not decode ({error}): its tile is damaged in the slide's file, too; "
+            "ingest it without --lossless, with --max-bad"
+        ]
+    return []
+
+
+def _reasons_of_index(index: Index, file: _File) -> list[str]:
+    used = file.layout.used_slots(file.place)
+    absent = {slot for slot in used if index[slot, 0] == ABSENT}
+    lost, back = sorted(absent - set(file.entry.blank)), sorted(set(file.entry.blank) - absent)
+    reasons = [f"chunks {_some(lost)} are not in their shard"] if lost else []
+    return (
+        [*reasons, f"chunks {_some(back)} are there, and were left out when the slide was written"] if back else reasons
+    )
+
+
+def _pieces(chunks: Sequence[tuple[int, int, int]], size: int) -> Iterator[tuple[int, int, int | None]]:
+    """Yield (start, end, slot) that cover a file once, in order: its chunks, and what lies between (slot None)."""
+    at = 0
+    for start, end, slot in [*chunks, (size, size, -1)]:
+        for begin in range(at, min(start, size), _PIECE_BYTES):
+            yield begin, min(begin + _PIECE_BYTES, start, size), None
+        at = max(at, min(start, size))
+        if slot >= 0 and start >= at and end <= size:
+            yield start, end, slot
+            at = end
+
+
+def _some(slots: Sequence[int]) -> str:
+    return ", ".join(map(str, slots[:5])) + (" …" if len(slots) > 5 else "")
+
+
+def _records(store: Path) -> tuple[dict[str, SlideRecord], list[Fault]]:
+    records, faults = {}, []
+    for path in sorted((store / ".records").glob("[!.]*.json")):
+        try:
+            record = SlideRecord.load(path)
+            records[record.slide_id] = record
+        except StoreError as error:
+            faults.append(Fault(path.stem, path, str(error)))
+    return records, faults
+
+
+def _against_record(record: SlideRecord, path: Path) -> list[Fault]:
+    if not path.is_dir():
+        return [Fault(record.slide_id, path, "the slide is missing; its record says that it is done")]
+    try:
+        attributes, _ = group_attributes(path)
+    except StoreError:
+        return []  # told already
+    if record.identity.get("sha256") not in (None, attributes.get("sha256")):
+        return [Fault(record.slide_id, path, "the slide was made from another file than its record says")]
+    return []

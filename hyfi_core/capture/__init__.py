@@ -1,0 +1,1 @@
+"""The user's module becomes a program."""

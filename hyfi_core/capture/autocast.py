@@ -1,0 +1,39 @@
+"""Autocast decides types while the model runs; ranks that receive values have to know them before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hyfi_core.capture.program import Program, refs_in, substitute
+
+
+def dtypes_under_autocast(program: Program, dtype: torch.dtype, device: str) -> Mapping[str, torch.dtype]:
+    """Return the type that each value has when the program runs under autocast; nothing is computed.
+
+    Args:
+        program: the captured model.
+        dtype: what autocast casts to.
+        device: type of the device; each casts other operators, and only tensors of its own.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.autocast(device, dtype), torch.no_grad():
+        made = {op_output for op in program.operators for op_output in op.outputs}
+        values = {
+            name: torch.empty(info.shape, dtype=info.dtype, device=device)
+            for name, info in program.values.items()
+            if name not in made
+        }
+        alive = program.needed({*refs_in(program.outputs), *program.mutations.values()})
+        for op in program.operators:
+            if not any(output in alive for output in op.outputs):
+                continue  # no rank runs it: a check of the types without autocast, for one
+            given = {key: substitute(item, values) for key, item in op.kwargs.items()}
+            if given.get("device") is not None:  # where it was captured; types are the same with all in one place
+                given["device"] = torch.device(device)
+            results = op.target(*substitute(op.args, values), **given)
+            if isinstance(results, torch.Tensor):
+                results = (results,)
+            values.update((n, r) for n, r in zip(op.outputs, results, strict=False) if n is not None)
+    return {name: value.dtype for name, value in values.items()}

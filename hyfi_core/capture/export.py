@@ -1,0 +1,196 @@
+"""Capture: the user's untouched module becomes a program, through ``torch.export`` at the image's full size.
+
+The input is a fake tensor, so that a 16384 x 16384 image costs nothing. ``run_decompositions({})`` makes the graph
+functional (no ``relu_``, no counters that change behind our back) and leaves ``conv2d`` and its like whole, which
+autocast knows; a full decomposition would give ``aten.convolution``, which it does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+
+from hyfi_core.capture.guards import detach_what_has_no_gradient, faithful, refuse_fake_constants
+from hyfi_core.capture.light_export import light_export
+from hyfi_core.capture.program import Operator, Program, Ref, ValueInfo
+from hyfi_core.errors import RequestError
+
+# Two threads that export at once crash each other.
+_EXPORT_LOCK = threading.Lock()
+
+
+def capture(model: nn.Module, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Program:
+    """Return the program of ``model`` for images of this shape, with its training flags as they are now.
+
+    Args:
+        model: any module that takes one image tensor; it is not changed.
+        shape: (micro-batch, channels, height, width).
+        dtype: of the images.
+
+    Raises:
+        RequestError: ``torch.export`` cannot follow the model, with what it said.
+    """
+    with _EXPORT_LOCK, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            image = torch.empty(shape, dtype=dtype)
+        try:
+            with light_export():
+                with _cumulative_averages(model), faithful(model):
+                    traced = torch.export.export(model, (image,), strict=False)
+                detach_what_has_no_gradient(traced)
+                exported = traced.run_decompositions({})
+        except RequestError as error:
+            raise RequestError(f"the model {type(model).__name__} cannot be captured: {error}") from error
+        except Exception as error:
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise RequestError(
+                f"the model {type(model).__name__} cannot be captured for images of shape {shape}: {first}. "
+                "It must run without control flow that depends on pixel values; "
+                f"torch.export.export(model, (images,)) shows where it fails"
+            ) from error
+    return _parse(exported)
+
+
+@contextlib.contextmanager
+def _cumulative_averages(model: nn.Module) -> Iterator[None]:
+    """Let batch norms with ``momentum=None`` be captured: their momentum is data, 1 / batches; nan stands for it."""
+    found = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        and module.momentum is None
+        and module.training
+        and module.track_running_stats
+    ]
+    for module in found:
+        module.momentum = math.nan
+    try:
+        yield
+    finally:
+        for module in found:
+            module.momentum = None
+
+
+def _parse(exported: ExportedProgram) -> Program:
+    """Turn the exported graph into our frozen form."""
+    values: dict[str, ValueInfo] = {}
+    operators: list[Operator] = []
+    outputs: tuple[Any, ...] = ()
+    for node in exported.graph.nodes:
+        if node.op == "placeholder":
+            _declare(values, node.name, node.meta.get("val"))
+        elif node.op == "output":
+            outputs = tuple(_argument(item) for item in node.args[0])
+        elif node.op == "call_function" and node.target is not operator.getitem:
+            operators.append(_operator(node, values))
+        elif node.op != "call_function":
+            raise RequestError(f"the model has a nested graph ({node.op} {node.target}); control flow is not supported")
+    return _assemble(exported, values, operators, outputs)
+
+
+def _operator(node: torch.fx.Node, values: dict[str, ValueInfo]) -> Operator:
+    """Return a node as an operator; what it returns is named by the getitems that pick it apart."""
+    result = node.meta.get("val")
+    names: list[str | None]
+    if isinstance(result, (tuple, list)):
+        names = [None] * len(result)
+        for user in node.users:
+            if user.target is operator.getitem:
+                names[user.args[1]] = _canonical(user)  # type: ignore[index]
+        for name, item in zip(names, result, strict=True):
+            if name is not None:
+                _declare(values, name, item)
+    else:
+        names = [node.name]
+        _declare(values, node.name, result)
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return Operator(
+        name=node.name,
+        target=node.target,  # type: ignore[arg-type]
+        args=tuple(_argument(item) for item in node.args),
+        kwargs={key: _argument(item) for key, item in node.kwargs.items() if not _says_where(node, key)},
+        outputs=tuple(names),
+        module=stack[-1][0] if stack else "",
+    )
+
+
+def _says_where(node: torch.fx.Node, key: str) -> bool:
+    """Whether an argument names the device of the capture's image: on a rank, values stay where they are."""
+    return key == "device" and node.target is torch.ops.aten._to_copy.default
+
+
+def _canonical(getitem: torch.fx.Node) -> str:
+    """Return one name for one result, however many getitems pick it."""
+    source, index = getitem.args[0], getitem.args[1]
+    return f"{source.name}.{index}"  # type: ignore[union-attr]
+
+
+def _declare(values: dict[str, ValueInfo], name: str, value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        values[name] = ValueInfo(tuple(int(side) for side in value.shape), value.dtype)
+
+
+def _argument(item: Any) -> Any:
+    if isinstance(item, torch.fx.Node):
+        return Ref(_canonical(item) if item.target is operator.getitem else item.name)
+    if isinstance(item, (list, tuple)):
+        return (
+            tuple(_argument(part) for part in item) if isinstance(item, tuple) else [_argument(part) for part in item]
+        )
+    return item
+
+
+def _assemble(
+    exported: ExportedProgram, values: dict[str, ValueInfo], operators: list[Operator], outputs: tuple[Any, ...]
+) -> Program:
+    parameters: dict[str, str] = {}
+    buffers: dict[str, str] = {}
+    constants: dict[str, torch.Tensor] = {}
+    images: list[str] = []
+    for spec in exported.graph_signature.input_specs:
+        name = spec.arg.name
+        if spec.kind == InputKind.PARAMETER:
+            parameters[name] = str(spec.target)
+        elif spec.kind == InputKind.BUFFER:
+            buffers[name] = str(spec.target)
+        elif spec.kind == InputKind.CONSTANT_TENSOR:
+            constants[name] = exported.constants[str(spec.target)]
+        else:
+            images.append(name)
+    refuse_fake_constants(constants)
+    mutations: dict[str, str] = {}
+    returned: list[Any] = []
+    for out_spec, output in zip(exported.graph_signature.output_specs, outputs, strict=True):
+        if out_spec.kind == OutputKind.BUFFER_MUTATION:
+            mutations[str(out_spec.target)] = output.name
+        elif out_spec.kind == OutputKind.USER_OUTPUT:
+            returned.append(output)
+        else:
+            raise RequestError(
+                f"the model changes {out_spec.target} as it runs ({out_spec.kind.name}), which is not supported"
+            )
+    spec_out = exported.call_spec.out_spec
+    assert spec_out is not None
+    return Program(
+        operators=tuple(operators),
+        values=values,
+        parameters=parameters,
+        buffers=buffers,
+        constants=constants,
+        image=images[0],
+        outputs=tuple(returned),
+        mutations=mutations,
+        unflatten=lambda leaves: torch.utils._pytree.tree_unflatten(leaves, spec_out),
+    )

@@ -1,0 +1,199 @@
+"""Stages: a captured program cut into runs of operators, and what travels between them.
+
+    operators   a b c │ d e f │ g h
+    stage         0   │   1   │  2
+    alive at cuts    c,a      f,a          a is used by d and by g: it travels from stage 0 to 1, and from 0 to 2
+
+A value travels straight from the stage that makes it to every stage that uses it, so a long skip passes through
+nobody. What depends on neither image nor weights (positions, constants) is computed again where it is used.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from hyfi_core.capture.program import Operator, Program, refs_in
+from hyfi_core.errors import RequestError
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a program.
+
+    Attributes:
+        program: its operators, with the parameters and buffers that they use.
+        entries: stage -> values that come from it.
+        exits: stage -> values that go to it.
+        outputs: the leaves of the model's answer in the last stage; empty elsewhere.
+    """
+
+    program: Program
+    entries: Mapping[int, tuple[str, ...]]
+    exits: Mapping[int, tuple[str, ...]]
+    outputs: tuple[Any, ...]
+
+    @property
+    def reads_image(self) -> bool:
+        """Whether an operator of the stage takes the image itself."""
+        return any(self.program.image in op.inputs for op in self.program.operators)
+
+
+def cut_program(program: Program, wanted: tuple[Any, ...], cuts: Sequence[str]) -> tuple[Stage, ...]:
+    """Cut a program after the last operators of the modules named.
+
+    Args:
+        program: the captured model.
+        wanted: the leaves of its answer that matter.
+        cuts: each stage but the last ends after this module.
+
+    Raises:
+        RequestError: a cut names no module with operators, cuts are out of order, or a buffer is kept up in two stages.
+    """
+    alive = program.needed({*refs_in(wanted), *program.mutations.values()})
+    operators = tuple(op for op in program.operators if any(o in alive for o in op.outputs if o is not None))
+    ends = _ends(operators, cuts)
+    owner = {op.name: stage for stage, (a, b) in enumerate(ends) for op in operators[a:b]}
+    free = _free_values(program, operators)
+    pieces = [_operators_of(operators, free, owner, stage) for stage in range(len(ends))]
+    travels = _travels(operators, wanted, owner, free, len(ends))
+    _check_buffers(program, pieces)
+    return tuple(
+        Stage(
+            _part_of(program, pieces[stage]),
+            {a: names for (a, b), names in travels.items() if b == stage},
+            {b: names for (a, b), names in travels.items() if a == stage},
+            wanted if stage == len(ends) - 1 else (),
+        )
+        for stage in range(len(ends))
+    )
+
+
+def edges(stages: Sequence[Stage]) -> tuple[tuple[int, int], ...]:
+    """Return (from, to) of all pairs of stages between which values travel, in order."""
+    return tuple((a, b) for a, stage in enumerate(stages) for b in sorted(stage.exits))
+
+
+def active_values(program: Program, wanted: tuple[Any, ...], sources: Iterable[str]) -> frozenset[str]:
+    """Return the values that depend on a source and on which the answer depends: they carry gradients."""
+    reached = set(sources)
+    for op in program.operators:  # a check (of a type, before a cast) has a name, but no tensor as its result
+        if any(name in reached for name in op.inputs):
+            made = {o: program.values[o].dtype for o in op.outputs if o is not None and o in program.values}
+            reached.update(name for name, dtype in made.items() if dtype.is_floating_point)
+    return frozenset(reached & program.needed(set(refs_in(wanted))))
+
+
+def _ends(operators: Sequence[Operator], cuts: Sequence[str]) -> list[tuple[int, int]]:
+    """Return the half-open range of operators of each stage."""
+    bounds = [0]
+    for cut in cuts:
+        inside = [index for index, op in enumerate(operators) if op.module == cut or op.module.startswith(cut + ".")]
+        if not inside:
+            raise RequestError(f"plan.cuts names {cut!r}, {_nearest(operators, cut)}")
+        if inside[-1] + 1 <= bounds[-1]:
+            raise RequestError(
+                f"plan.cuts names {cut!r} after {cuts[len(bounds) - 2]!r}, but it ends before it; "
+                "name the cuts in the order in which the model runs"
+            )
+        bounds.append(inside[-1] + 1)
+    if cuts and bounds[-1] == len(operators):
+        raise RequestError(f"plan.cuts names {cuts[-1]!r}, after which the model does nothing; cut earlier")
+    bounds.append(len(operators))
+    return list(pairwise(bounds))
+
+
+def _nearest(operators: Sequence[Operator], cut: str) -> str:
+    modules: dict[str, None] = {}
+    for op in operators:
+        parts = op.module.split(".")
+        modules.update((".".join(parts[: n + 1]), None) for n in range(len(parts)) if op.module)
+    close = difflib.get_close_matches(cut, modules, n=3) or [name for name in modules if "." not in name]
+    return f"which is no module that computes something in this model; there are {', '.join(close[:8])} …"
+
+
+def _free_values(program: Program, operators: Sequence[Operator]) -> set[str]:
+    """Return values that depend on neither image nor parameters nor buffers."""
+    bound = {program.image, *program.parameters, *program.buffers}
+    free: set[str] = set()
+    for op in operators:
+        names = {o for o in op.outputs if o is not None}
+        if any(name in bound for name in op.inputs):
+            bound |= names
+        else:
+            free |= names
+    return free
+
+
+def _operators_of(
+    operators: Sequence[Operator], free: set[str], owner: Mapping[str, int], stage: int
+) -> tuple[Operator, ...]:
+    """Return a stage's operators, with copies of earlier free ones that it needs."""
+    chosen = [op for op in operators if owner[op.name] == stage]
+    needed = {name for op in chosen for name in op.inputs}
+    copies: set[str] = set()
+    for op in reversed(operators):
+        made = {o for o in op.outputs if o is not None}
+        if owner[op.name] < stage and made & needed & free:
+            copies.add(op.name)
+            needed.update(op.inputs)
+    return tuple(op for op in operators if owner[op.name] == stage or op.name in copies)
+
+
+def _travels(
+    operators: Sequence[Operator],
+    wanted: tuple[Any, ...],
+    owner: Mapping[str, int],
+    free: set[str],
+    stages: int,
+) -> dict[tuple[int, int], tuple[str, ...]]:
+    """Return (from, to) -> values, in the order in which they are made."""
+    maker = {o: owner[op.name] for op in operators for o in op.outputs if o is not None}
+    users: dict[str, set[int]] = {name: set() for name in maker}
+    for op in operators:
+        for name in op.inputs:
+            if name in maker and name not in free:
+                users[name].add(owner[op.name])
+    for name in refs_in(wanted):
+        if name in maker:
+            users[name].add(stages - 1)
+    found: dict[tuple[int, int], list[str]] = {}
+    for name, first in maker.items():
+        for to in sorted(users[name] - {first}):
+            found.setdefault((first, to), []).append(name)
+    return {edge: tuple(names) for edge, names in sorted(found.items())}
+
+
+def _check_buffers(program: Program, pieces: Sequence[Sequence[Operator]]) -> None:
+    """Refuse a buffer that one stage changes and another reads: within a step they would not see the same."""
+    changed = {name: value for value, name in program.buffers.items() if name in program.mutations}
+    for buffer, value in changed.items():
+        users = {stage for stage, ops in enumerate(pieces) for op in ops if value in op.inputs}
+        new = program.mutations[buffer]
+        makers = {stage for stage, ops in enumerate(pieces) for op in ops if new in op.outputs}
+        if len(users | makers) > 1:
+            raise RequestError(
+                f"buffer {buffer!r} is kept up to date in stages {sorted(users | makers)}; "
+                "cut so that all calls of its module are in one stage"
+            )
+
+
+def _part_of(program: Program, operators: tuple[Operator, ...]) -> Program:
+    """Return the program of some operators only."""
+    made = {o for op in operators for o in op.outputs if o is not None}
+    used = {name for op in operators for name in op.inputs}
+    mutations = {name: value for name, value in program.mutations.items() if value in made}
+    used.update(value for value, name in program.buffers.items() if name in mutations)
+    ordinals = {op.name: at for at, op in enumerate(program.operators)}
+    return replace(
+        program,
+        operators=operators,
+        parameters={value: name for value, name in program.parameters.items() if value in used},
+        buffers={value: name for value, name in program.buffers.items() if value in used},
+        constants={value: tensor for value, tensor in program.constants.items() if value in used},
+        mutations=mutations,
+        ordinals=ordinals,
+    )

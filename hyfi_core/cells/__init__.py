@@ -1,0 +1,1 @@
+"""Ranks of one process that take turns: images larger than memory."""

@@ -1,0 +1,168 @@
+"""Fused runs for cells: how far each cell goes before the next one begins, by memory and by work that is done twice.
+
+    image ── run ── map ── run ── map ── run ── answer        four cells, three runs
+    cell 0   ════╗       ╔═════╗       ╔══                    within a run one cell's maps are there;
+    cell 1       ╚═══╗   ║     ║       ║                      between two, every cell's part of what the next one needs
+    …                ╚═══╝     ╚══…
+
+Long runs hold little between them and compute wide margins; short ones the other way round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from hyfi_core.capture.program import Operator, Program, refs_in
+from hyfi_core.cells.fused_place import CELL_RULES
+from hyfi_core.cost.operators import value_bytes
+from hyfi_core.lowering.fused_cost import PRICES
+from hyfi_core.lowering.fused_halo import Boxes, Runs, Sketch, Spread, reaching, spread
+from hyfi_core.lowering.fused_sketch import draw
+from hyfi_core.lowering.lower import Lowering
+from hyfi_core.plan.box import hull
+
+DEPTHS = (2, 4, 8, 12, 16, 24, 1000)
+"""Lengths of runs that are looked at: most windows along any path."""
+
+
+@dataclass(frozen=True)
+class Price:
+    """What runs cost.
+
+    Attributes:
+        peak_bytes: of all maps that are there at the same time, at most; modelled.
+        work: of all cells together against one process'; 1 where nothing is computed twice.
+    """
+
+    peak_bytes: float
+    work: float
+
+    @property
+    def product(self) -> float:
+        """What is made small: to halve the memory is worth twice the work."""
+        return self.peak_bytes * self.work
+
+
+def runs_for_cells(program: Program, grid: tuple[int, int]) -> tuple[Runs, Price]:
+    """Return the runs whose peak times work is least, and their price.
+
+    Args:
+        program: in evaluation mode.
+        grid: rows and columns of cells.
+
+    Raises:
+        RequestError: an operator cannot be computed by parts.
+    """
+    alive = program.needed({*refs_in(program.outputs), *program.mutations.values()})
+    operators = [op for op in program.operators if any(name in alive for name in op.outputs if name is not None)]
+    if grid == (1, 1):
+        made_here = {name for op in operators for name in op.outputs if name is not None}
+        lives = _lives(program.image, made_here, operators)
+        return Runs(), Price(_peak(lives, {name: value_bytes(program, name) for name in lives}), 1.0)
+    trial = Lowering(program, grid, 0, CELL_RULES)
+    trial.run(program.outputs)
+    sketch = draw(program, operators, trial.splits, trial.able, ())
+    plans: list[Spread] = []
+    for depth in DEPTHS:
+        plans.append(spread(sketch, depth))
+        if not plans[-1].wanted:
+            break  # nothing is exchanged any more
+    prices = [price(sketch, operators, trial.splits, plan) for plan in plans]
+    best = min(range(len(plans)), key=lambda at: prices[at].product)
+    return plans[best].runs(sketch), prices[best]
+
+
+def price(sketch: Sketch, operators: Sequence[Operator], maps: Collection[str], plan: Spread) -> Price:
+    """Return what a plan of runs costs.
+
+    Args:
+        sketch: the program.
+        operators: all that are run, in order; those that are not in the sketch end a run.
+        maps: values that are split over the cells.
+        plan: where runs end, and what is computed.
+    """
+    return Price(_peak_bytes(sketch, operators, maps, plan), _work(sketch, plan))
+
+
+def _peak_bytes(sketch: Sketch, operators: Sequence[Operator], maps: Collection[str], plan: Spread) -> float:
+    """Return the largest sum over what is alive: of one cell, or of all where the cells wait for each other meanwhile.
+
+    An operator that exchanges keeps its input until all cells have come to it; one that only adds up does not.
+    """
+    known = _lives(sketch.image, sketch.layouts, operators)
+    lives = {value: life for value, life in known.items() if value in sketch.layouts}  # the image may be no flow's
+    waits = sorted(_waits(sketch, operators, maps, plan))
+    sizes = dict(_cell_bytes(sketch, plan))
+    for value, (made, last) in lives.items():
+        if any(2 * made + 1 < at <= 2 * last for at in waits):
+            sizes[value] = sketch.layouts[value].map.area * sketch.pixel_bytes[value]
+    return _peak(lives, sizes)
+
+
+def _peak(lives: Mapping[str, tuple[int, int]], sizes: Mapping[str, float]) -> float:
+    """Return the largest sum of the sizes of values that are there at the same time."""
+    change: dict[int, float] = {}
+    for value, (made, last) in lives.items():
+        change[made] = change.get(made, 0.0) + sizes[value]
+        change[last + 1] = change.get(last + 1, 0.0) - sizes[value]
+    alive, peak = 0.0, 0.0
+    for place in sorted(change):
+        alive += change[place]
+        peak = max(peak, alive)
+    return peak
+
+
+def _lives(image: str, values: Collection[str], operators: Sequence[Operator]) -> dict[str, tuple[int, int]]:
+    """Return the place of the operator that makes each value, and of the last one that uses it."""
+    lives = {image: (-1, -1)}
+    for at, op in enumerate(operators):
+        lives.update((name, (at, at)) for name in op.outputs if name is not None and name in values)
+        lives.update((name, (lives[name][0], at)) for name in op.inputs if name in lives)
+    return lives
+
+
+def _waits(sketch: Sketch, operators: Sequence[Operator], maps: Collection[str], plan: Spread) -> Iterator[int]:
+    """Yield where cells wait for each other: 2 · place before an operator, one more where its inputs have gone."""
+    flows = {flow.name: flow for flow in sketch.flows}
+    exchanged: set[str] = set()
+    for at, op in enumerate(operators):
+        flow = flows.get(op.name)
+        if flow is not None:
+            boxes = plan.computed.get(flow.name, sketch.layouts[flow.makes[0]].parts)
+            new = {value for value, _ in reaching(sketch, flow, boxes) if value in plan.wanted} - exchanged
+            exchanged |= new
+            if new:
+                yield 2 * at
+        elif any(name in maps for name in op.inputs):
+            yield 2 * at if any(name in maps for name in op.outputs) else 2 * at + 1
+
+
+def _cell_bytes(sketch: Sketch, plan: Spread) -> Mapping[str, float]:
+    """Return map -> bytes of what the cell with most of it computes, or reads of the image."""
+    read: list[Boxes] = []
+    found = {value: _largest(layout.parts) * sketch.pixel_bytes[value] for value, layout in sketch.layouts.items()}
+    for flow in sketch.flows:
+        boxes = plan.computed.get(flow.name, sketch.layouts[flow.makes[0]].parts)
+        found.update((value, _largest(boxes) * sketch.pixel_bytes[value]) for value in flow.makes)
+        if sketch.image in flow.takes:
+            read.append(flow.need(boxes, sketch.layouts[sketch.image].map))
+    if read:
+        boxes = tuple(hull(needs) for needs in zip(*read, strict=True))
+        found[sketch.image] = _largest(boxes) * sketch.pixel_bytes[sketch.image]
+    return found
+
+
+def _largest(boxes: Boxes) -> float:
+    return float(max(box.area for box in boxes))
+
+
+def _work(sketch: Sketch, plan: Spread) -> float:
+    """Return the modelled time of all cells over that of one process."""
+    done = once = 0.0
+    for flow in sketch.flows:
+        layout = sketch.layouts[flow.makes[0]]
+        pixel_s = max(flow.flops / PRICES.flops_per_s, flow.touched_bytes / PRICES.touched_bytes_per_s)
+        done += pixel_s * sum(box.area for box in plan.computed.get(flow.name, layout.parts))
+        once += pixel_s * layout.map.area
+    return done / once if once else 1.0

@@ -1,0 +1,1 @@
+"""What running a program costs, in time and in memory."""

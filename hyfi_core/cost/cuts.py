@@ -1,0 +1,184 @@
+"""Cuts by cost: where a model is cut so that the slowest stage is as fast as can be, and every rank has room.
+
+    operators    ▁▁▃▃▇▇▇▅▅▅▅▃▃▃▃▂▂▂▁        modelled time of each
+    grids 2x2 │ 1x1 │ 1x1                   a stage's time is that of its operators over its ranks,
+    stages    ├──────┼─────────┼────┤       and of what crosses its end
+
+Candidates are the ends of modules, so that a cut has a name that holds in every mode of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hyfi_core.capture.program import Program
+from hyfi_core.cost.operators import LINK_BYTES_PER_S, operator_costs, value_bytes
+from hyfi_core.errors import RequestError
+from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.plan.placement import Placement
+
+MOST_CANDIDATES = 300
+"""Beyond this many module ends, only those of outer modules are looked at."""
+WEIGHT_COPIES = 4
+"""Tensors of a weight's size on its rank: itself, its gradient, and two moments of the optimiser."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A place to cut: after this many operators, which is the end of this module."""
+
+    index: int
+    module: str
+    crossing_bytes: int
+
+
+def with_cuts(plan: ParallelPlan, program: Program) -> ParallelPlan:
+    """Return the plan with ``cuts="auto"`` replaced by names of modules.
+
+    Args:
+        plan: any; one that names its cuts is returned as it is.
+        program: the captured model, of one micro-batch.
+
+    Raises:
+        RequestError: the model has too few modules for the stages, or no cut fits into ``plan.memory_bytes``.
+    """
+    if plan.cuts != "auto" or plan.stages == 1:
+        return plan
+    candidates = _candidates(program)
+    if len(candidates) < plan.stages - 1:
+        raise RequestError(
+            f"plan.grids asks for {plan.stages} stages, but the model ends only {len(candidates)} modules before its "
+            f"last; use at most {len(candidates) + 1} stages"
+        )
+    search = _Search(plan, program, candidates)
+    return replace(plan, cuts=search.best())
+
+
+def _candidates(program: Program) -> list[_Candidate]:
+    last: dict[str, int] = {}
+    for index, op in enumerate(program.operators):
+        parts = op.module.split(".")
+        last.update({".".join(parts[: n + 1]): index + 1 for n in range(len(parts)) if op.module})
+    ends: dict[int, str] = {}
+    for module, index in last.items():
+        if index < len(program.operators) and (index not in ends or module.count(".") < ends[index].count(".")):
+            ends[index] = module
+    depth = max((module.count(".") for module in ends.values()), default=0)
+    while len(ends) > MOST_CANDIDATES and depth > 0:
+        depth -= 1
+        ends = {index: module for index, module in ends.items() if module.count(".") <= depth}
+    crossing = _crossing_bytes(program)
+    return [_Candidate(index, module, crossing[index]) for index, module in sorted(ends.items())]
+
+
+def _crossing_bytes(program: Program) -> list[int]:
+    """Return for each place between operators the bytes of all values alive there."""
+    last_use = {name: index for index, op in enumerate(program.operators) for name in op.inputs}
+    steps = [0] * (len(program.operators) + 2)
+    for index, op in enumerate(program.operators):
+        for name in op.outputs:
+            if name is not None and name in last_use:
+                steps[index + 1] += value_bytes(program, name)
+                steps[last_use[name] + 1] -= value_bytes(program, name)
+    alive, total = [], 0
+    for step in steps:
+        total += step
+        alive.append(total)
+    return alive
+
+
+class _Search:
+    """The best cut by dynamic programming: best[k][j] = fastest slowest stage of the first k stages up to place j."""
+
+    def __init__(self, plan: ParallelPlan, program: Program, candidates: Sequence[_Candidate]) -> None:
+        self._plan = plan
+        self._names = [candidate.module for candidate in candidates]
+        self._places = [0, *(candidate.index for candidate in candidates), len(program.operators)]
+        self._crossing = [0, *(candidate.crossing_bytes for candidate in candidates), 0]
+        costs = operator_costs(program)
+        self._seconds = _sums([cost.seconds for cost in costs])
+        self._made = _sums([cost.output_bytes for cost in costs])
+        self._weights = _sums(_weight_bytes(program))
+        self._ranks = [rows * columns for rows, columns in Placement.of(plan).grids]
+
+    def best(self) -> tuple[str, ...]:
+        """Return the modules after which to cut.
+
+        Raises:
+            RequestError: no cut fits into ``plan.memory_bytes``.
+        """
+        stages, places = self._plan.stages, len(self._places)
+        best = [0.0 if place == 0 else float("inf") for place in range(places)]
+        choices: list[list[int]] = []
+        for stage in range(stages):
+            row, choice = [float("inf")] * places, [0] * places
+            for end in range(stage + 1, places - (stages - 1 - stage)):
+                for start in range(stage, end):
+                    slowest = max(best[start], self._stage_s(stage, start, end))
+                    if slowest < row[end]:
+                        row[end], choice[end] = slowest, start
+            best = row
+            choices.append(choice)
+        if best[-1] == float("inf"):
+            raise RequestError(self._no_room())
+        place, cuts = places - 1, []
+        for choice in reversed(choices[1:]):
+            place = choice[place]
+            cuts.append(self._names[place - 1])
+        return tuple(reversed(cuts))
+
+    def _stage_s(self, stage: int, start: int, end: int) -> float:
+        if self._plan.memory_bytes is not None and self._stage_bytes(stage, start, end) > self._plan.memory_bytes:
+            return float("inf")
+        compute = self._between(self._seconds, start, end) / self._ranks[stage]
+        return compute + self._crossing[end] / self._ranks[stage] / LINK_BYTES_PER_S
+
+    def _stage_bytes(self, stage: int, start: int, end: int) -> float:
+        """Return what a rank of the stage needs: weights in all their copies, activations of all that is in flight."""
+        activations = self._between(self._made, start, end) / self._ranks[stage]
+        if self._plan.recomputes(stage):
+            activations += self._crossing[start] / self._ranks[stage] * self._in_flight(stage)
+        else:
+            activations *= self._in_flight(stage)
+        return WEIGHT_COPIES * self._between(self._weights, start, end) + activations
+
+    def _in_flight(self, stage: int) -> int:
+        """Return the most micro-batches between their forward and their backward, as the schedules' papers say."""
+        count, stages = self._plan.microbatches, self._plan.stages
+        if self._plan.schedule == "gpipe":
+            return count
+        if self._plan.schedule in ("1f1b", "chimera"):
+            return min(stages - stage, count)
+        return 1
+
+    def _between(self, sums: Sequence[float], start: int, end: int) -> float:
+        return sums[self._places[end]] - sums[self._places[start]]
+
+    def _no_room(self) -> str:
+        whole = max(
+            min(self._stage_bytes(stage, place, place + 1) for stage in range(self._plan.stages))
+            for place in range(len(self._places) - 1)
+        )
+        return (
+            f"plan.memory_bytes is {self._plan.memory_bytes:,}, and no cut into {self._plan.stages} stages fits; the "
+            f"largest module alone needs {whole:,.0f}: use more ranks in its stage, recompute, or more micro-batches"
+        )
+
+
+def _sums(items: Sequence[float]) -> list[float]:
+    sums = [0.0]
+    for item in items:
+        sums.append(sums[-1] + item)
+    return sums
+
+
+def _weight_bytes(program: Program) -> list[float]:
+    """Return the bytes of the parameters that each operator is the first to use."""
+    seen: set[str] = set()
+    found = []
+    for op in program.operators:
+        new = [name for name in op.inputs if name in program.parameters and name not in seen]
+        seen.update(new)
+        found.append(float(sum(value_bytes(program, name) for name in new)))
+    return found

@@ -1,1 +1,0 @@
-"""What the model is: capture, program, rules."""

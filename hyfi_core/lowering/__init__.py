@@ -1,0 +1,1 @@
+"""A program becomes one rank's instructions."""

@@ -1,0 +1,69 @@
+"""The sketch of a program on which fused runs are planned: drawn from a lowering that exchanges before each window."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+
+from hyfi_core.capture.program import Operator, Program, ValueInfo
+from hyfi_core.lowering.fused_halo import Flow, Sketch
+from hyfi_core.lowering.fused_taps import one_tap
+from hyfi_core.rules.instructions import Split
+from hyfi_core.rules.window_arguments import WINDOWS
+
+
+def draw(
+    program: Program,
+    operators: Sequence[Operator],
+    splits: Mapping[str, Split],
+    able: Collection[str],
+    exits: Sequence[str],
+) -> Sketch:
+    """Return the sketch.
+
+    Args:
+        program: the captured model.
+        operators: those that are run.
+        splits: how each value is laid out.
+        able: operators whose rules can compute more than what a rank owns.
+        exits: values that other stages take.
+    """
+    readers: dict[str, int] = {}
+    for op in operators:
+        for name in dict.fromkeys(op.inputs):
+            readers[name] = readers.get(name, 0) + 1
+    flows = tuple(_flow(program.values, op, splits) for op in operators if op.name in able and _makes_maps(op, splits))
+    maps = {name for flow in flows for name in (*flow.takes, *flow.makes)}
+    return Sketch(
+        flows=flows,
+        layouts={name: splits[name].layout for name in maps},
+        pixel_bytes={name: _pixel_bytes(program.values[name], splits[name]) for name in maps},
+        readers=readers,
+        image=program.image,
+        fixed=frozenset(exits),
+    )
+
+
+def _makes_maps(op: Operator, splits: Mapping[str, Split]) -> bool:
+    return any(name in splits for name in op.outputs if name is not None)
+
+
+def _flow(values: Mapping[str, ValueInfo], op: Operator, splits: Mapping[str, Split]) -> Flow:
+    takes = tuple(name for name in dict.fromkeys(op.inputs) if name in splits)
+    makes = tuple(name for name in op.outputs if name is not None and name in splits)
+    touched = sum(_pixel_bytes(values[name], splits[name]) for name in (*takes, *makes))
+    reads = WINDOWS.get(op.text)
+    if reads is None:
+        tap = one_tap(op, values[takes[0]].shape, splits[takes[0]].dims)
+        return Flow(op.name, takes, makes, None if tap is None else tap.window, touched_bytes=touched)
+    window = reads(op, lambda name: values[name].shape).window
+    shape = values[makes[0]].shape
+    taps = window.y.kernel * window.x.kernel
+    if op.text.startswith("aten.conv2d"):
+        taps *= values[op.args[1].name].shape[1]
+    return Flow(op.name, takes, makes, window, 2.0 * taps * shape[0] * shape[1], touched)
+
+
+def _pixel_bytes(info: ValueInfo, split: Split) -> int:
+    sides = [side for dim, side in enumerate(info.shape) if dim not in split.dims]
+    return math.prod(sides) * info.dtype.itemsize

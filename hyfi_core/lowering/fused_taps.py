@@ -1,0 +1,64 @@
+"""Slices of space and padding by a constant as windows of one tap, so that they may stand inside a fused run.
+
+x[:, :, 1:]       output i looks at input i + 1       one tap, padding -1
+x[:, :, ::2]      output i looks at input 2 i         one tap, stride 2
+pad(x, (0, 1))    output i looks at input i           one tap, and one output more than there are inputs
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hyfi_core.capture.program import Operator
+from hyfi_core.plan.window import Window, Window1d
+
+
+@dataclass(frozen=True, slots=True)
+class Tap:
+    """What each output looks at.
+
+    Attributes:
+        window: of one tap along (y, x).
+        fill: what stands outside the map.
+    """
+
+    window: Window
+    fill: float = 0.0
+
+
+def one_tap(op: Operator, shape: tuple[int, ...], dims: tuple[int, int]) -> Tap | None:
+    """Return what a slice or a padding looks at; None for another operator, or one that does more than move pixels.
+
+    Args:
+        op: any.
+        shape: of its first argument.
+        dims: which dims of that are (y, x).
+    """
+    if op.text == "aten.slice.Tensor":
+        return _slice(op, shape, dims)
+    return _pad(op, len(shape), dims) if op.text == "aten.pad.default" else None
+
+
+def _slice(op: Operator, shape: tuple[int, ...], dims: tuple[int, int]) -> Tap | None:
+    dim = (op.args[1] if len(op.args) > 1 else 0) % len(shape)
+    start, stop, step = (list(op.args[2:5]) + [None] * 3)[:3]
+    kept = range(shape[dim])[start:stop:step]
+    if dim not in dims or not kept:
+        return None
+    return _tap({dim: Window1d(1, kept.step, -kept.start)}, dims, 0.0)
+
+
+def _pad(op: Operator, rank: int, dims: tuple[int, int]) -> Tap | None:
+    widths = list(op.args[1])
+    mode = op.args[2] if len(op.args) > 2 else op.kwargs.get("mode", "constant")
+    value = op.args[3] if len(op.args) > 3 else op.kwargs.get("value")
+    around = {rank - 1 - at: (widths[2 * at], widths[2 * at + 1]) for at in range(len(widths) // 2)}
+    if mode != "constant" or any(pair != (0, 0) for dim, pair in around.items() if dim not in dims):
+        return None
+    windows = {dim: Window1d(1, 1, before) for dim, (before, _) in around.items()}
+    return _tap(windows, dims, 0.0 if value is None else float(value))
+
+
+def _tap(windows: dict[int, Window1d], dims: tuple[int, int], fill: float) -> Tap:
+    y, x = (windows.get(dim, Window1d(1)) for dim in dims)
+    return Tap(Window(y, x), fill)

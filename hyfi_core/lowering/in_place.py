@@ -1,0 +1,85 @@
+"""Overwriting: sums and activations written over an operand that nobody needs any more.
+
+The captured program is functional, so ``relu_`` and ``+=`` of the user's model have become operators with results of
+their own. On a CPU the fresh pages of such a result cost more than the arithmetic.
+
+    conv ──▶ a ──▶ norm ──▶ b ──▶ relu ──▶ c          b is norm's result, which norm does not save, and relu alone
+                            └──── same ────┘          uses it: relu writes c over it
+
+A relu becomes an operator with a backward of its own, so that its cotangent, too, is written over the one it is given.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from hyfi_core.capture.program import refs_in
+from hyfi_core.ops.convolution import Convolution
+from hyfi_core.ops.reduce import BatchNorm
+from hyfi_core.ops.relu import Relu
+from hyfi_core.rules.instructions import NO_MESSAGES, Communicate, Compute, Instruction, RankProgram
+
+# Operators whose first result is memory of its own that their backward does not look at.
+_FRESH = frozenset(
+    f"aten.{name}"
+    for name in (
+        "conv2d.default",
+        "conv2d.padding",
+        "add.Tensor",
+        "batch_norm.default",
+        "_native_batch_norm_legit_functional.default",
+        "_native_batch_norm_legit_no_training.default",
+        "_native_batch_norm_legit.no_stats",
+    )
+)
+
+
+def overwriting(ranked: RankProgram) -> RankProgram:
+    """Return the program with in-place calls where an operand is fresh and used by nobody else.
+
+    What leaves the program (outputs, values for other stages, buffers) counts as used; what enters is never fresh.
+    """
+    uses = Counter(name for instruction in ranked.instructions for name in instruction.inputs)
+    uses.update((*refs_in(ranked.outputs), *ranked.exits, *ranked.program.mutations.values()))
+    fresh: set[str] = set()
+    done: list[Instruction] = []
+    for instruction in ranked.instructions:
+        free = {name for name in instruction.inputs if name in fresh and uses[name] == 1}
+        done.append(_in_place(instruction, free) if isinstance(instruction, Compute) else instruction)
+        if _makes_fresh(instruction) and instruction.outputs[0] is not None:
+            fresh.add(instruction.outputs[0])
+    return replace(ranked, instructions=tuple(done))
+
+
+def _makes_fresh(instruction: Instruction) -> bool:
+    if isinstance(instruction, Communicate):
+        return isinstance(instruction.collective, (Convolution, BatchNorm))
+    return instruction.operator is not None and instruction.operator.text in _FRESH
+
+
+def _in_place(compute: Compute, free: set[str]) -> Instruction:
+    """Return the call with one of its ``free`` operands written over, if it is of a kind that can be."""
+    op = compute.operator
+    if op is None or compute.empty is not None:
+        return compute
+    if op.text == "aten.relu.default":
+        return Communicate(Relu(over=bool(free)), compute.inputs, compute.outputs, NO_MESSAGES)
+    if free and op.text == "aten.add.Tensor" and len(compute.inputs) == 2 and not op.kwargs:
+        order = (0, 1) if compute.inputs[0] in free else (1, 0)
+        return replace(compute, function=_sum_over(*order))
+    return compute
+
+
+def _sum_over(target: int, other: int) -> Callable[..., torch.Tensor]:
+    def call(*operands: Any) -> Any:
+        over, more = operands[target], operands[other]
+        # Autocast may have made their types differ.
+        fits = over.shape == more.shape and over.dtype == more.dtype
+        return over.add_(more) if fits else torch.add(*operands)
+
+    return call

@@ -1,0 +1,50 @@
+"""Maxima before rectification: ``max_pool(relu(x))`` is ``relu(max_pool(x))``, to the bit, forward and backward.
+
+    before    norm ──▶ a ──▶ relu ──▶ b ──▶ max pool ──▶ c         b: the largest map of a ResNet, rectified, saved
+    after     norm ──▶ a ──▶ max pool ──▶ b ──▶ relu ──▶ c         b: a quarter of it
+
+relu is monotone, so the maximum is the same. A window whose maximum is positive has it at the same place, and any other
+window gives no gradient to any place. The order of the user's model costs a pass over the large map in each direction,
+its memory until backward, and a fresh map for the cotangent.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+
+from hyfi_core.capture.program import Operator, Program, Ref, refs_in
+
+_POOLS = ("aten.max_pool2d.default", "aten.max_pool2d_with_indices.default")
+
+
+def pooled_first(program: Program, kept: Iterable[str]) -> Program:
+    """Return the program with every relu that only a maximum pool takes moved behind that pool.
+
+    Names stay where they are in the order: what the relu's result was called, the pool's is now.
+
+    Args:
+        program: a model or a stage of it.
+        kept: values that are needed as they are: outputs and what other stages take.
+    """
+    uses = Counter(name for op in program.operators for name in op.inputs)
+    uses.update((*kept, *refs_in(program.outputs), *program.mutations.values()))
+    relus = {op.outputs[0]: op for op in program.operators if op.text == "aten.relu.default"}
+    pools = {
+        relus[op.args[0].name].name: op
+        for op in program.operators
+        if op.text in _POOLS and op.args[0].name in relus and uses[op.args[0].name] == 1 and not any(op.outputs[1:])
+    }
+    if not pools:
+        return program
+    values = dict(program.values)
+    moved: dict[str, Operator] = {}
+    for relu in relus.values():
+        if relu.name in pools:
+            pool, middle = pools[relu.name], relu.outputs[0]
+            assert middle is not None and pool.outputs[0] is not None
+            values[middle] = values[pool.outputs[0]]
+            moved[relu.name] = replace(pool, args=(relu.args[0], *pool.args[1:]), outputs=(middle, *pool.outputs[1:]))
+            moved[pool.name] = replace(relu, args=(Ref(middle),), outputs=pool.outputs[:1])
+    return replace(program, operators=tuple(moved.get(op.name, op) for op in program.operators), values=values)

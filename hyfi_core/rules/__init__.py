@@ -1,0 +1,1 @@
+"""One operator, one rule: what it does to a layout."""

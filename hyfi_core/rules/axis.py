@@ -1,0 +1,130 @@
+"""Axes: for operators whose outputs look at an interval of the input along y and along x, each axis by itself.
+
+    nearest ×1.5   input    0   1   2   3
+                   output   0 1 2 3 4 5          output 3 looks at input 2: interval(3, 4) = (2, 3)
+
+From the interval follows everything else: where to cut the output so that fewest pixels move, and what each rank needs.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hyfi_core.lowering.lower import Lowering
+from hyfi_core.plan.box import Box
+from hyfi_core.plan.layout import Layout
+from hyfi_core.rules.instructions import Split
+
+_MOST_CANDIDATES = 64
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What an operator does along one axis.
+
+    Attributes:
+        outputs: how many there are.
+        interval: (start, stop) of outputs, not empty -> half-open input interval that they look at; it may hang over.
+    """
+
+    outputs: int
+    interval: Callable[[int, int], tuple[int, int]]
+
+    @classmethod
+    def of_table(cls, table: Sequence[int]) -> Axis:
+        """Return the axis on which output ``i`` looks at input ``table[i]`` alone."""
+
+        def interval(start: int, stop: int) -> tuple[int, int]:
+            return min(table[start:stop]), max(table[start:stop]) + 1
+
+        return cls(len(table), interval)
+
+    @classmethod
+    def shifted(cls, outputs: int, by: int) -> Axis:
+        """Return the axis on which output ``i`` looks at input ``i + by``."""
+        return cls(outputs, lambda start, stop: (start + by, stop + by))
+
+    def through(self, cuts: tuple[int, ...]) -> tuple[int, ...]:
+        """Return where to cut the outputs, for inputs cut at ``cuts``."""
+        result = [0]
+        for cut in cuts[1:-1]:
+            result.append(max(result[-1], self._cut(cut, cuts[-1])))
+        return (*result, self.outputs)
+
+    def _cut(self, cut: int, inputs: int) -> int:
+        """Return the output cut across which fewest inputs move; the most balanced one of several.
+
+        Before ``low`` nothing moves down the axis, from ``high`` on nothing moves up: the best lies between them.
+        """
+        everyone = range(self.outputs + 1)
+        low = bisect_left(everyone, 1, key=lambda out: self._needed_before(out, cut, inputs)) - 1
+        high = bisect_left(everyone, 0, key=lambda out: -self._needed_behind(out, cut))
+        first, last = max(0, min(low, high)), min(self.outputs, max(low, high))
+        step = max(1, (last - first) // _MOST_CANDIDATES)
+        balanced = self.outputs * cut / max(inputs, 1)
+        return min(
+            range(first, last + 1, step),
+            key=lambda out: (
+                self._needed_before(out, cut, inputs) + self._needed_behind(out, cut),
+                abs(out - balanced),
+            ),
+        )
+
+    def _needed_before(self, out: int, cut: int, inputs: int) -> int:
+        """Return how many inputs from ``cut`` on the outputs before ``out`` look at."""
+        return max(0, min(self.interval(0, out)[1], inputs) - cut) if out > 0 else 0
+
+    def _needed_behind(self, out: int, cut: int) -> int:
+        """Return how many inputs before ``cut`` the outputs from ``out`` on look at."""
+        return max(0, cut - max(self.interval(out, self.outputs)[0], 0)) if out < self.outputs else 0
+
+
+@dataclass(frozen=True)
+class Reach:
+    """An operator's output laid out, and what this rank holds to compute its part of it.
+
+    Attributes:
+        split: of the output, space in the same dims as the input's.
+        canvas: name of the value that holds what this rank needs.
+        need: the box of the input that the canvas covers; may hang over the map.
+        part: the box of the output that this rank owns.
+    """
+
+    split: Split
+    canvas: str
+    need: Box
+    part: Box
+
+
+def reach(lowering: Lowering, name: str, axes: tuple[Axis, Axis], fill: float = 0.0) -> Reach:
+    """Lay out an operator's output and bring each rank what it needs of the input.
+
+    Args:
+        lowering: the program under way.
+        name: the input, a split value.
+        axes: the operator along (y, x).
+        fill: value outside the map.
+    """
+    here = lowering.splits[name]
+    layout = Layout(axes[0].through(here.layout.rows), axes[1].through(here.layout.columns))
+    need = []
+    for part in layout.parts:
+        if part.empty:
+            need.append(Box(0, 0, 0, 0))
+        else:
+            need.append(Box(*axes[0].interval(part.y0, part.y1), *axes[1].interval(part.x0, part.x1)))
+    canvas = lowering.moved(name, need, fill=fill)
+    return Reach(Split(layout, here.dims), canvas, need[lowering.rank], layout.parts[lowering.rank])
+
+
+def taken(tensor: torch.Tensor, dim: int, indices: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` at ``indices`` along ``dim``: a view where they are one run."""
+    count = indices.numel()
+    first, last = int(indices[0]), int(indices[-1])
+    if last - first == count - 1 and bool((indices.diff() == 1).all()):
+        return tensor.narrow(dim, first, count)
+    return tensor.index_select(dim, indices.to(tensor.device))

@@ -1,0 +1,116 @@
+"""Rules for operators that draw random numbers: the same numbers on any plan.
+
+Each number depends on (seed, step, sample, operator, position in the whole value) and on nothing else, so a rank draws
+those of its own part and agrees with all others. The first three come in the value ``KEY``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+
+import torch
+
+from hyfi_core.capture.program import KEY, Operator, ValueInfo
+from hyfi_core.lowering.lower import Lowering
+from hyfi_core.ops import draws
+from hyfi_core.rules.instructions import Split
+
+_Draw = Callable[[int, torch.Tensor, torch.dtype], torch.Tensor]
+
+
+class _Numbers:
+    """The numbers that one operator draws on this rank."""
+
+    def __init__(self, lowering: Lowering, op: Operator, shape: tuple[int, ...], split: Split | None) -> None:
+        self._operator = lowering.program.ordinal(op)
+        self._shape = shape
+        self._images = lowering.shape(lowering.program.image)[0]
+        self._dims = split.dims if split is not None else None
+        box = split.held[lowering.rank] if split is not None else None
+        self._box = (box.y0, box.y1, box.x0, box.x1) if box is not None else (0, 0, 0, 0)
+        lowering.values[KEY] = ValueInfo((3,), torch.int64)
+
+    def __call__(self, draw: _Draw, key: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        """Return this rank's numbers; ``key`` holds seed, step and the micro-batch's first sample."""
+        seed, step, sample = (int(word) for word in key)
+        first = sample * prod(self._shape) // self._images  # samples follow each other: alike however a batch is cut
+        where = draws.positions(self._shape, self._dims, self._box, device, first)
+        return draw(draws.mixed(seed, step, self._operator), where, dtype)
+
+
+def dropout(lowering: Lowering, op: Operator) -> None:
+    """Dropout of single elements."""
+    x, probability, train = op.args[:3]
+    if op.outputs[1:] and op.outputs[1] is not None:
+        lowering.refuse(op, "is asked for its mask", "dropout whose mask nothing else uses")
+    name, split = _laid_out(lowering, op)
+    if not train or probability == 0.0:
+        lowering.compute(lambda tensor: tensor.view_as(tensor), (name,), op.outputs[:1], split)
+        return
+    numbers = _Numbers(lowering, op, lowering.shape(x.name), split)
+    scale = 0.0 if probability == 1.0 else 1.0 / (1.0 - probability)
+
+    def call(tensor: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        kept = numbers(draws.uniform, key, tensor.device, torch.float64) >= probability
+        result: torch.Tensor = tensor * (kept.to(tensor.dtype) * scale)
+        return result
+
+    lowering.compute(call, (name, KEY), op.outputs[:1], split)
+
+
+def bernoulli(lowering: Lowering, op: Operator) -> None:
+    """Zeros and ones; what the first argument holds does not matter, or is the probability where none is given."""
+    x = op.args[0]
+    probability = op.args[1] if op.text == "aten.bernoulli.p" else None
+    name, split = _laid_out(lowering, op)
+    numbers = _Numbers(lowering, op, lowering.shape(x.name), split)
+
+    def call(tensor: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        number = numbers(draws.uniform, key, tensor.device, torch.float64)
+        return (number < (tensor if probability is None else probability)).to(tensor.dtype)
+
+    lowering.compute(call, (name, KEY), op.outputs, split)
+
+
+def drawn_like(draw: _Draw) -> Callable[[Lowering, Operator], None]:
+    """Return the rule of ``rand_like`` or ``randn_like``."""
+
+    def rule(lowering: Lowering, op: Operator) -> None:
+        output = op.first_output
+        name, split = _laid_out(lowering, op)
+        numbers, kind = _Numbers(lowering, op, lowering.shape(output), split), lowering.values[output].dtype
+        lowering.compute(lambda tensor, key: numbers(draw, key, tensor.device, kind), (name, KEY), op.outputs, split)
+
+    return rule
+
+
+def drawn(draw: _Draw) -> Callable[[Lowering, Operator], None]:
+    """Return the rule of ``rand`` or ``randn``: a value that every rank holds whole."""
+
+    def rule(lowering: Lowering, op: Operator) -> None:
+        output = op.first_output
+        numbers, kind = _Numbers(lowering, op, lowering.shape(output), None), lowering.values[output].dtype
+        device = torch.device(op.kwargs.get("device") or "cpu")
+        lowering.compute(lambda key: numbers(draw, key, device, kind), (KEY,), op.outputs)
+
+    return rule
+
+
+def _laid_out(lowering: Lowering, op: Operator) -> tuple[str, Split | None]:
+    name = op.args[0].name
+    if name not in lowering.splits:
+        return name, None
+    split = lowering.seen(op, name)
+    return lowering.part(name, split), split
+
+
+RANDOM: dict[str, Callable[[Lowering, Operator], None]] = {
+    "aten.native_dropout.default": dropout,
+    "aten.bernoulli.p": bernoulli,
+    "aten.bernoulli.default": bernoulli,
+    "aten.rand_like.default": drawn_like(draws.uniform),
+    "aten.randn_like.default": drawn_like(draws.normal),
+    "aten.rand.default": drawn(draws.uniform),
+    "aten.randn.default": drawn(draws.normal),
+}

@@ -1,0 +1,160 @@
+"""Rules for operators that blend neighbours by position: transposed convolution, bilinear resizing, adaptive pools.
+
+transposed convolution, kernel 3, stride 2, padding 1
+
+input      0       1       2          input i adds to the outputs 2i - 1 … 2i + 1
+output   · 0 1 2 3 4 ·                output 3 needs the inputs 1 and 2
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from hyfi_core.capture.program import Operator
+from hyfi_core.lowering.lower import Lowering
+from hyfi_core.ops.first_maximum import FirstMaximum
+from hyfi_core.rules.axis import Axis, reach, taken
+from hyfi_core.rules.window_arguments import arguments, pair
+
+
+def conv_transpose2d(lowering: Lowering, op: Operator) -> None:
+    """Transposed convolution: any stride, padding, output padding, groups and dilation."""
+    defaults = (None, [1, 1], [0, 0], [0, 0], 1, [1, 1])
+    x, weight, bias, stride, padding, _, groups, dilation = arguments(op.args, defaults, 2)
+    stride, padding, dilation = pair(stride), pair(padding), pair(dilation)
+    sizes = lowering.shape(op.first_output)[2:]
+    spans = [d * (k - 1) for d, k in zip(dilation, lowering.shape(weight.name)[2:], strict=True)]
+    axes = tuple(_scattered(size, *rest) for size, *rest in zip(sizes, stride, padding, spans, strict=True))
+    plan = reach(lowering, x.name, axes)  # type: ignore[arg-type]
+    # The first position that the local result covers, and where the owned part begins and ends in it.
+    before = [
+        plan.part.y0 - (plan.need.y0 * stride[0] - padding[0]),
+        plan.part.x0 - (plan.need.x0 * stride[1] - padding[1]),
+    ]
+    covered = [(n - 1) * s + span + 1 for n, s, span in zip(plan.need.shape, stride, spans, strict=True)]
+    behind = [b + n - c for b, n, c in zip(before, plan.part.shape, covered, strict=True)]
+    edges = (-before[1], behind[1], -before[0], behind[0])
+
+    def call(tensor: torch.Tensor, kernel: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        result = F.conv_transpose2d(tensor, kernel, None, stride, 0, 0, groups, dilation)
+        result = F.pad(result, edges)
+        return result + rest[0].to(result.dtype).view(1, -1, 1, 1) if rest else result
+
+    inputs = (plan.canvas, weight.name) if bias is None else (plan.canvas, weight.name, bias.name)
+    lowering.compute(call, inputs, op.outputs, plan.split)
+
+
+def _scattered(outputs: int, stride: int, padding: int, span: int) -> Axis:
+    """Return the axis on which input ``i`` reaches outputs ``i * stride - padding`` to ``… + span``."""
+
+    def interval(start: int, stop: int) -> tuple[int, int]:
+        first = -(-(start + padding - span) // stride)
+        return first, max(first, (stop - 1 + padding) // stride) + 1
+
+    return Axis(outputs, interval)
+
+
+def upsample_bilinear(lowering: Lowering, op: Operator) -> None:
+    """Bilinear resizing to any size, corners aligned or not."""
+    name, align = op.args[0].name, bool(op.args[2])
+    factors = op.args[3] if len(op.args) > 3 else None
+    dims = lowering.splits[name].dims
+    double = lowering.values[name].dtype == torch.float64
+    blends = []
+    for at, dim in enumerate(dims):
+        size, outputs = lowering.shape(name)[dim], lowering.shape(op.first_output)[dim]
+        blends.append(_blend(size, outputs, align, None if factors is None else factors[at], double))
+    axes = tuple(Axis(low.numel(), _between(low.tolist(), high.tolist())) for low, high, _ in blends)
+    plan = reach(lowering, name, axes)  # type: ignore[arg-type]
+    part, need = plan.part, plan.need
+    own = [
+        (low[a:b] - start, high[a:b] - start, share[a:b])
+        for (low, high, share), a, b, start in zip(
+            blends, (part.y0, part.x0), (part.y1, part.x1), (need.y0, need.x0), strict=True
+        )
+    ]
+
+    def call(tensor: torch.Tensor) -> torch.Tensor:
+        kind = torch.promote_types(tensor.dtype, torch.float32)
+        result = tensor.to(kind)
+        for dim, (low, high, share) in zip(dims, own, strict=True):
+            sides = [1] * tensor.dim()
+            sides[dim] = -1
+            weight = share.to(result).view(sides)
+            result = taken(result, dim, low) * (1 - weight) + taken(result, dim, high) * weight
+        return result.to(tensor.dtype)
+
+    lowering.compute(call, (plan.canvas,), op.outputs, plan.split)
+
+
+def _between(low: list[int], high: list[int]) -> Any:
+    return lambda start, stop: (low[start], high[stop - 1] + 1)
+
+
+def _blend(
+    size: int, outputs: int, align: bool, factor: float | None, double: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (lower index, upper index, weight of the upper) of every output, in PyTorch's arithmetic.
+
+    See ``area_pixel_compute_source_index`` in ATen/native/UpSample.h; positions are of the map's own precision.
+    """
+    kind = torch.float64 if double else torch.float32
+    out = torch.arange(outputs, dtype=kind)
+    if size == outputs:
+        position = out
+    elif align:
+        position = out * (torch.tensor(size - 1, dtype=kind) / max(outputs - 1, 1) if outputs > 1 else 0.0)
+    else:
+        step = torch.tensor(1.0 / factor if factor else size / outputs, dtype=kind)
+        position = (step * (out + 0.5) - 0.5).clamp(min=0.0)
+    low = position.floor().long().clamp(max=size - 1)
+    high = (low + 1).clamp(max=size - 1)
+    return low, high, (position - low).clamp(0.0, 1.0)
+
+
+def adaptive_avg_pool2d(lowering: Lowering, op: Operator) -> None:
+    """Adaptive mean to any size: cell ``i`` of ``n`` covers the inputs from floor(i·N/n) to ceil((i + 1)·N/n)."""
+    name = op.args[0].name
+    sizes = lowering.shape(name)[2:]
+    outputs = lowering.shape(op.first_output)[2:]
+    axes = tuple(_cells(size, count) for size, count in zip(sizes, outputs, strict=True))
+    plan = reach(lowering, name, axes)  # type: ignore[arg-type]
+    part, need = plan.part, plan.need
+    rows = _means(axes[0], part.y0, part.y1, need.y0, need.y1)
+    columns = _means(axes[1], part.x0, part.x1, need.x0, need.x1)
+
+    def call(tensor: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(tensor.device.type, enabled=False):
+            kind = torch.promote_types(tensor.dtype, torch.float32)
+            means = torch.matmul(rows.to(tensor.device, kind), tensor.to(kind))
+            return torch.matmul(means, columns.to(means).T).to(tensor.dtype)
+
+    lowering.compute(call, (plan.canvas,), op.outputs, plan.split)
+
+
+def _cells(size: int, count: int) -> Axis:
+    return Axis(count, lambda start, stop: (start * size // count, -(-stop * size // count)))
+
+
+def _means(axis: Axis, start: int, stop: int, first: int, last: int) -> torch.Tensor:
+    """Return the matrix that takes inputs ``[first, last)`` to the means of cells ``[start, stop)``."""
+    matrix = torch.zeros(max(0, stop - start), max(0, last - first), dtype=torch.float64)
+    for cell in range(start, stop):
+        low, high = axis.interval(cell, cell + 1)
+        matrix[cell - start, low - first : high - first] = 1.0 / (high - low)
+    return matrix
+
+
+def adaptive_max_pool2d(lowering: Lowering, op: Operator) -> None:
+    """Adaptive maximum to 1 × 1: the first of equal maxima, in the order of the whole map, gets the gradient."""
+    name, size = op.args[0].name, tuple(op.args[1])
+    split = lowering.splits[name]
+    if size != (1, 1):
+        instead = "nn.AdaptiveAvgPool2d to any size, nn.AdaptiveMaxPool2d(1), or nn.MaxPool2d with kernel and stride"
+        lowering.refuse(op, f"pools to {size}", instead)
+    part = lowering.part(name, split)
+    box = split.layout.parts[lowering.rank]
+    lowering.communicate(FirstMaximum(box, split.layout.width), (part,), op.outputs, "reduce")

@@ -1,0 +1,295 @@
+"""Many slides into a store: what is finished is skipped, what changed is redone or refused, what fails fails alone."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from data.store.manifest import DONE, SlideRecord, compile_manifest, load_records, record_path, record_state
+from data.store.slide_store import SlideStore, StoreError, slide_path
+from hyfi_core.errors import RequestError
+from pathology.errors import SlideError
+from pathology.ingest.contact import write_contact
+from pathology.ingest.discover import SlideJob, find_jobs, user_columns
+from pathology.ingest.identity import SourceStamp, differences, source_digest
+from pathology.ingest.memory import worker_count
+from pathology.ingest.options import IngestOptions
+from pathology.ingest.pool import SlidePool
+from pathology.ingest.pseudonyms import KeyFile
+from pathology.ingest.slide import ingest_slide
+from pathology.ingest.work import Outcome, sweep_claims
+from pathology.readers.file_check import CLOSED_FOLDER, closed_folder
+from pathology.readers.mpp import AGREE_TOLERANCE, parse_mpp
+
+__all__ = ["IngestOptions", "IngestReport", "Plan", "Request", "ingest", "ingest_slide", "make_plan"]
+
+
+@dataclass(slots=True)
+class IngestReport:
+    """What an ingest did.
+
+    Attributes:
+        done: Records of the slides that were ingested now.
+        failed: Records of those that failed now, each with its reason.
+        skipped: Names of those that were finished before, or meanwhile by another run.
+        stopped: Why the store could not be written any more; empty otherwise.
+    """
+
+    done: list[SlideRecord] = field(default_factory=list)
+    failed: list[SlideRecord] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    stopped: str = ""
+
+    def take(self, outcome: Outcome) -> None:
+        """Add what became of one slide."""
+        if outcome.record.status != DONE:
+            self.failed.append(outcome.record)
+        elif outcome.ours:
+            self.done.append(outcome.record)
+        else:
+            self.skipped.append(outcome.record.slide_id)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What an ingest would do.
+
+    Attributes:
+        jobs: To do.
+        finished: Finished slides by name, with the record they are to have.
+        key: The pseudonyms, not saved yet; None where slides keep their names.
+    """
+
+    jobs: tuple[SlideJob, ...]
+    finished: dict[str, SlideRecord]
+    key: KeyFile | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Which slides an ingest is about, and how they are named.
+
+    Attributes:
+        paths: Slides, folders, manifest CSVs.
+        store: The store's folder; made where it does not exist.
+        options: See there.
+        overwrite: Do finished slides again, with other parameters too.
+        part: (i, n): the i-th, from 1, of n parts into which slides fall by their names; the others are left out.
+        pseudonyms: ``KEY.csv``: slides get random names, see `pathology.ingest.pseudonyms`.
+    """
+
+    paths: Sequence[Path]
+    store: Path
+    options: IngestOptions
+    overwrite: bool = False
+    part: tuple[int, int] = (1, 1)
+    pseudonyms: Path | None = None
+
+
+def ingest(
+    request: Request,
+    *,
+    workers: int = 0,
+    memory_bytes: int | None = None,
+    finished: Callable[[Outcome], None] = lambda outcome: None,
+    told: Callable[[Sequence[float]], None] = lambda shares: None,
+    plan: Plan | None = None,
+) -> IngestReport:
+    """Ingest slides into the store and compile its ``manifest.csv`` and contact sheet.
+
+    Args:
+        request: See there.
+        workers: Processes; 0: as many as cores and memory allow, 1: this process.
+        memory_bytes: What all of them together may use; default: what is free.
+        finished: Called with each slide's outcome as it comes.
+        told: Called now and then with the share of each of the plan's jobs that is done.
+        plan: From `make_plan`, where it was made already.
+
+    Raises:
+        RequestError: A path is wrong, the store cannot be written, or holds slides of other parameters.
+    """
+    store = request.store
+    plan = plan or make_plan(request)
+    processes = min(worker_count(workers, memory_bytes), len(plan.jobs))
+    _make_store(store)
+    if plan.key is not None and not plan.key.commit():
+        # Another run made the key meanwhile.
+        return ingest(request, workers=workers, memory_bytes=memory_bytes, finished=finished, told=told)
+    report = IngestReport(skipped=list(plan.finished))
+
+    def take(outcome: Outcome) -> None:
+        report.take(outcome)
+        finished(outcome)
+
+    try:
+        _refresh(plan.finished, store)
+        SlidePool(store, request.options, processes, take, told).run(plan.jobs)
+    except OSError as error:
+        report.stopped = f"the store {store} cannot be written: {error.strerror or error}"
+    finally:
+        for last in (compile_manifest, write_contact, sweep_claims):
+            with suppress(OSError):  # a full disk; what is missing comes with the next run
+                last(store)
+    return report
+
+
+def make_plan(request: Request) -> Plan:
+    """Compare what is asked with what the store holds; writes nothing.
+
+    Raises:
+        RequestError: A path is wrong, finished slides were made with other parameters and ``overwrite`` is off, or the
+            store holds slides under their own names and pseudonyms are asked for, or the other way round.
+    """
+    store = request.store
+    if store.exists() and not store.is_dir():
+        raise RequestError(f"{store} is a file; name a folder for the store")
+    records = load_records(store)
+    jobs, key = _jobs(request, records)
+    to_do, finished, changed = [], {}, []
+    for job in jobs:
+        known = records.get(job.slide_id)
+        record = None if request.overwrite else _finished_record(known, store)
+        if record is None:
+            to_do.append(replace(job, seen=record_state(store, job.slide_id)))
+            continue
+        other = _other_parameters(record, job, request.options)
+        if other:
+            changed.append(f"{job.slide_id} ({', '.join(other)})")
+            continue
+        kept = _unchanged_source(record, job)
+        if kept is None:
+            to_do.append(replace(job, seen=record_state(store, job.slide_id)))
+        else:
+            finished[job.slide_id] = kept
+    _refuse_changed(changed, store)
+    return Plan(tuple(to_do), finished, key)
+
+
+def _jobs(request: Request, records: dict[str, SlideRecord]) -> tuple[list[SlideJob], KeyFile | None]:
+    """Return the slides of this part under the names that they have in the store, and the key to these."""
+    _refuse_mixed_names(request, records)
+    key = None
+    if request.pseudonyms is None:
+        jobs = find_jobs(request.paths, records)
+    else:
+        key = KeyFile(request.pseudonyms, request.store)
+        jobs = key.disguise(find_jobs(request.paths, {}))
+    number, parts = request.part
+    return [job for job in jobs if part_of(job.slide_id, parts) == number], key
+
+
+def part_of(slide_id: str, parts: int) -> int:
+    """Return which of ``parts``, from 1, a slide falls into: by its name alone, so that all nodes agree."""
+    return int.from_bytes(hashlib.sha256(slide_id.encode("utf-8", "surrogateescape")).digest()[:8], "big") % parts + 1
+
+
+def _refuse_mixed_names(request: Request, records: dict[str, SlideRecord]) -> None:
+    named = [record.slide_id for record in records.values() if record.source_path]
+    if request.pseudonyms is not None and named:
+        raise RequestError(
+            f"{request.store} holds slides under their own names ({named[0]}); name another folder with --out, "
+            "or leave --pseudonyms out"
+        )
+    if request.pseudonyms is None and len(named) < len(records):
+        raise RequestError(
+            f"{request.store} holds slides under pseudonyms; give its key with --pseudonyms KEY.csv, "
+            "or name another folder with --out"
+        )
+
+
+def _finished_record(record: SlideRecord | None, store: Path) -> SlideRecord | None:
+    """Return the record if its slide is finished and whole; a damaged one is done again."""
+    if record is None or record.status != DONE:
+        return None
+    try:
+        SlideStore.open(slide_path(store, record.slide_id))
+    except StoreError:
+        return None
+    return record
+
+
+def _other_parameters(record: SlideRecord, job: SlideJob, options: IngestOptions) -> list[str]:
+    old = dict(record.identity.get("parameters", {}))
+    new: dict[str, Any] = options.parameters()
+    given = old.pop("given_mpp", None)
+    if given is not None:
+        now = _given_mpp(job, options)
+        if now is not None and now != given:
+            old["slide_mpp"], new["slide_mpp"] = given, now
+    elif _contradicts(job, record.source_mpp):
+        old["source_mpp"], new["source_mpp"] = record.source_mpp, parse_mpp(job.row["source_mpp"])
+    if (record.bad_share or 0.0) > options.max_bad:
+        old["bad tiles"], new["bad tiles"] = f"{record.bad_share:.4g} of all", f"--max-bad {options.max_bad:g}"
+    return differences(old, new)
+
+
+def _contradicts(job: SlideJob, file_mpp: float | None) -> bool:
+    """Whether the manifest says another number than the file that a slide was made from."""
+    with suppress(ValueError):
+        return file_mpp is not None and abs(parse_mpp(job.row.get("source_mpp", "")) / file_mpp - 1) > AGREE_TOLERANCE
+    return False
+
+
+def _given_mpp(job: SlideJob, options: IngestOptions) -> float | None:
+    with suppress(ValueError):
+        return parse_mpp(job.row.get("source_mpp", ""))
+    return options.slide_mpp
+
+
+def _unchanged_source(record: SlideRecord, job: SlideJob) -> SlideRecord | None:
+    """Return the record, brought up to date, if the file is the one it was made from; None to do it again."""
+    extra = user_columns(job.row) or record.extra
+    kept = replace(record, extra=extra, reason="")
+    try:
+        stamp = SourceStamp.of(job.source)
+    except SlideError:
+        return kept  # the file is gone, its slide is in the store
+    old = record.identity
+    now = stamp.to_json(job.secret)
+    if now["size_bytes"] != old.get("size_bytes"):
+        return None
+    if now["mtime_ns"] != old.get("mtime_ns"):
+        # Copied, or touched: only now is it worth reading the whole file.
+        if source_digest(job.source) != old.get("sha256"):
+            return None
+        kept = replace(kept, identity={**old, **now})
+    return kept if job.secret else replace(kept, source_path=str(job.source))
+
+
+def _refuse_changed(changed: Sequence[str], store: Path) -> None:
+    if not changed:
+        return
+    shown = "; ".join(changed[:3]) + (f"; and {len(changed) - 3} more" if len(changed) > 3 else "")
+    raise RequestError(
+        f"{store} holds slides that were made with other parameters: {shown}. "
+        "Do them again with --overwrite, or name another folder with --out"
+    )
+
+
+def _refresh(finished: dict[str, SlideRecord], store: Path) -> None:
+    """Save the records of skipped slides whose file moved or whose manifest row changed; drop what no longer is."""
+    records = load_records(store)
+    for record in records.values():
+        if (
+            record.reason.startswith(CLOSED_FOLDER)
+            and record.source_path
+            and not closed_folder(Path(record.source_path))
+        ):
+            record_path(store, record.slide_id).unlink(missing_ok=True)  # now its slides speak for themselves
+    for name, record in finished.items():
+        if records.get(name) != record:
+            record.save(store)
+
+
+def _make_store(store: Path) -> None:
+    try:
+        store.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=store):
+            pass
+    except OSError as error:
+        raise RequestError(f"cannot write to {store} ({error.strerror}); name a folder that you may write") from error

@@ -1,0 +1,176 @@
+"""The contact sheet: every slide of a store on one page, to be skimmed for what went wrong.
+
+```
+STORE/contact.html                 one page, pictures inside, no network and no script
+STORE/contact/<slide_id>.png       each slide with its outline, pen and blur, larger
+STORE/contact/<slide_id>.jpg       the same, as small as the page shows it
+```
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from data.files import write_atomically
+from data.store.manifest import DONE, SlideRecord, load_records
+from data.store.slide_store import SlideStore, StoreError, slide_path
+from pathology.ingest.thumbnail import thumbnail_of_store
+from pathology.predict.report import FLAG_MEANINGS, TEMPLATES
+from pathology.tissue.blur import OUT_OF_FOCUS
+from pathology.tissue.quality_maps import blur_from_json, pen_from_json
+
+RGB = npt.NDArray[np.uint8]
+Mask = npt.NDArray[np.bool_]
+
+PICTURE_PX = 1200
+SMALL_PX = 240
+PEN = (230, 30, 30)
+BLUR = (255, 150, 0)
+_TINT = 0.45
+_HATCH_PX = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """One slide on the sheet; texts are shown escaped, ``link`` is ready for an address."""
+
+    name: str
+    picture: str
+    link: str
+    facts: str
+    flags: tuple[tuple[str, str], ...]
+    reason: str
+
+
+def write_contact(store: Path) -> Path:
+    """Write ``contact.html`` of all slides in ``store`` and return its path; pictures that are missing are made.
+
+    Raises:
+        OSError: The store cannot be written.
+    """
+    records = load_records(store).values()
+    cards = [_card(store, record) for record in records]
+    groups = [
+        ("Failed", [c for c in cards if c.reason]),
+        ("To look at", [c for c in cards if c.flags and not c.reason]),
+        ("Nothing found", [c for c in cards if not c.flags and not c.reason]),
+    ]
+    path = store / "contact.html"
+    write_atomically(path, _page(groups, _summary(records)).encode("utf-8", "surrogateescape"))
+    return path
+
+
+def write_picture(store: Path, slide_id: str) -> None:
+    """Draw a finished slide with its outline, pen and blur, in both sizes.
+
+    Raises:
+        StoreError: The slide is damaged.
+        OSError: The store cannot be written.
+    """
+    drawn = Image.fromarray(draw(SlideStore.open(slide_path(store, slide_id))))
+    large, small = _files(store, slide_id)
+    large.parent.mkdir(exist_ok=True)
+    buffer = io.BytesIO()
+    drawn.quantize(128, Image.Quantize.FASTOCTREE).save(buffer, "PNG", optimize=True)
+    write_atomically(large, buffer.getvalue())
+    drawn.thumbnail((SMALL_PX, SMALL_PX), Image.Resampling.LANCZOS)
+    buffer = io.BytesIO()
+    drawn.save(buffer, "JPEG", quality=80, optimize=True)
+    write_atomically(small, buffer.getvalue())
+
+
+def draw(slide: SlideStore, longest_px: int = PICTURE_PX) -> RGB:
+    """Return the picture ``(h, w, 3)`` of a slide: tissue outlined, ink red, what is out of focus hatched orange.
+
+    Raises:
+        StoreError: The slide is damaged.
+    """
+    picture = thumbnail_of_store(slide, longest_px).drawn()
+    maps = slide.attributes.get("maps")
+    if maps is None:
+        return picture
+    size = slide.levels[0]
+    extent_um = (size.height_px * size.mpp[0], size.width_px * size.mpp[1])
+    blur, patch_um = blur_from_json(maps["blur"])
+    with np.errstate(invalid="ignore"):
+        unsharp = _spread(blur < OUT_OF_FOCUS, patch_um, picture.shape, extent_um)
+    y, x = np.indices(picture.shape[:2], sparse=True)
+    _tint(picture, unsharp & ((y + x) % _HATCH_PX < _HATCH_PX // 2), BLUR)
+    pen, pen_um = pen_from_json(maps["pen"])
+    _tint(picture, _spread(pen, pen_um, picture.shape, extent_um), PEN)
+    return picture
+
+
+def _spread(mask: Mask, mpp_um: float, shape: tuple[int, ...], extent_um: tuple[float, float]) -> Mask:
+    """Return the mask on the picture's grid: what the pixel of ``mpp_um`` under each of its pixels says."""
+    rows, columns = (
+        np.minimum(((np.arange(n) + 0.5) * um / n / mpp_um).astype(int), side - 1)
+        for n, um, side in zip(shape[:2], extent_um, mask.shape, strict=True)
+    )
+    result: Mask = mask[rows][:, columns]
+    return result
+
+
+def _tint(picture: RGB, where: Mask, colour: tuple[int, int, int]) -> None:
+    picture[where] = (picture[where] * (1 - _TINT) + np.array(colour) * _TINT).astype(np.uint8)
+
+
+def _files(store: Path, slide_id: str) -> tuple[Path, Path]:
+    folder = store / "contact"
+    return folder / f"{slide_id}.png", folder / f"{slide_id}.jpg"
+
+
+def _card(store: Path, record: SlideRecord) -> Card:
+    if record.status != DONE:
+        return Card(record.slide_id, "", "", "", (), record.reason or "failed")
+    large, small = _files(store, record.slide_id)
+    if not (large.exists() and small.exists()):
+        try:
+            write_picture(store, record.slide_id)
+        except StoreError as error:
+            return Card(record.slide_id, "", "", "", (), f"damaged: {error}")
+    picture = ""
+    with suppress(FileNotFoundError):
+        picture = "data:image/jpeg;base64," + base64.b64encode(small.read_bytes()).decode("ascii")
+    flags = tuple((flag, FLAG_MEANINGS.get(flag, "")) for flag in record.flags)
+    return Card(record.slide_id, picture, f"contact/{quote(os.fsencode(large.name))}", _facts(record), flags, "")
+
+
+def _facts(record: SlideRecord) -> str:
+    mpp = record.store_mpp or 0.0
+    facts = [f"{(record.width_px or 0) * mpp / 1000:.1f} × {(record.height_px or 0) * mpp / 1000:.1f} mm"]
+    facts.append(f"tissue {record.tissue_fraction or 0:.0%}")
+    if record.blurred_share:
+        facts.append(f"blur {record.blurred_share:.0%}")
+    if record.pen_fraction:
+        facts.append(f"pen {record.pen_fraction:.1%}")
+    if record.bad_tiles:
+        facts.append(f"{record.bad_tiles} bad tiles")
+    return " · ".join(facts)
+
+
+def _summary(records: Iterable[SlideRecord]) -> str:
+    status = Counter(record.status for record in records)
+    flags = Counter(flag for record in records for flag in record.flags)
+    words = [f"{sum(status.values())} slides", *(f"{count} {name}" for name, count in sorted(status.items()))]
+    return " · ".join([*words, *(f"{count} × {flag}" for flag, count in sorted(flags.items()))])
+
+
+def _page(groups: list[tuple[str, list[Card]]], summary: str) -> str:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    loader = FileSystemLoader(TEMPLATES)
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    return environment.get_template("contact.html").render(groups=groups, summary=summary)

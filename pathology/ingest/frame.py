@@ -1,0 +1,101 @@
+"""Which part of a slide becomes a store: all of it, or the box around its tissue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from data.store.writer import LevelSize
+from hyfi_core.plan.box import Box
+from pathology.ingest.level_reader import LevelChoice, LevelReader, choose_level
+from pathology.ingest.options import IngestOptions
+from pathology.ingest.pyramid import fitted, level_sizes
+from pathology.readers.mpp import SourceMpp
+from pathology.readers.sources import SlideSource
+from pathology.tissue.quality import mask_level
+from pathology.tissue.tissue import Mask, TissueMasks, find_tissue
+
+CROP_ALIGN_PX = 512
+"""Crops start at multiples of this: their pyramid has the pixels that the whole slide's would have."""
+CROP_MARGIN_UM = 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What is written of a slide.
+
+    Attributes:
+        choice: The source's level that is read, and the size of the whole slide.
+        mpp: Microns per pixel (y, x) of the store's finest level.
+        box: The part that is written, in pixels of that level of the whole slide.
+        masks: Tissue and pen of that part, where the writer has to know them before; else None.
+        mask_mpp: Microns per pixel of the masks.
+    """
+
+    choice: LevelChoice
+    mpp: tuple[float, float]
+    box: Box
+    masks: TissueMasks | None
+    mask_mpp: float
+
+    @property
+    def cropped(self) -> bool:
+        """Whether the part is not the whole."""
+        return self.box != Box.of_size(self.choice.height_px, self.choice.width_px)
+
+    def sizes(self, options: IngestOptions) -> tuple[LevelSize, ...]:
+        """Return the sizes of the pyramid's levels."""
+        return level_sizes(self.box.height, self.box.width, at_least=mask_level(options.mpp, options.tissue) + 1)
+
+
+def find_frame(slide: SlideSource, mpp: SourceMpp, options: IngestOptions) -> Frame:
+    """Return what of a slide is to be written.
+
+    Where the tissue must be known before (`--crop-tissue`, `--glass blank`), a coarse level is looked at first.
+
+    Raises:
+        SlideError: No level is fine enough, or the coarse level cannot be read.
+    """
+    choice = choose_level(slide, mpp.um, options.mpp)
+    whole = Box.of_size(choice.height_px, choice.width_px)
+    level = mask_level(options.mpp, options.tissue)
+    scale = 2**level
+    if not options.crop_tissue and options.glass == "keep":
+        return Frame(choice, (options.mpp, options.mpp), whole, None, options.mpp * scale)
+    masks = _masks(slide, mpp, options, level_sizes(choice.height_px, choice.width_px, level + 1)[level])
+    box = _around(masks.tissue, scale, whole, options.mpp) if options.crop_tissue else whole
+    part = (slice(box.y0 // scale, -(-box.y1 // scale)), slice(box.x0 // scale, -(-box.x1 // scale)))
+    kept = TissueMasks(masks.tissue[part], masks.pen[part]) if options.glass == "blank" else None
+    return Frame(choice, (options.mpp, options.mpp), box, kept, options.mpp * scale)
+
+
+def whole_frame(slide: SlideSource, mpp: SourceMpp) -> Frame:
+    """Return the frame of a slide whose own levels are kept."""
+    finest = slide.levels[0]
+    choice = LevelChoice(0, mpp.um, (1.0, 1.0), finest.height_px, finest.width_px, upsampled=False)
+    return Frame(choice, mpp.um, Box.of_size(finest.height_px, finest.width_px), None, 0.0)
+
+
+def _masks(slide: SlideSource, mpp: SourceMpp, options: IngestOptions, size: LevelSize) -> TissueMasks:
+    """Return the masks of the whole slide on the grid of the pyramid's level that they are made from."""
+    mask_mpp = options.mpp * 2 ** mask_level(options.mpp, options.tissue)
+    choice = choose_level(slide, mpp.um, mask_mpp)
+    pixels = LevelReader(slide, choice, options.max_bad).read(Box.of_size(choice.height_px, choice.width_px))
+    return find_tissue(fitted(pixels, size), mask_mpp, options.tissue)
+
+
+def _around(tissue: Mask, scale: int, whole: Box, mpp_um: float) -> Box:
+    """Return the box around the tissue with a margin, aligned; the whole where there is none."""
+    rows, columns = np.flatnonzero(tissue.any(1)), np.flatnonzero(tissue.any(0))
+    if not rows.size:
+        return whole
+    margin = round(CROP_MARGIN_UM / mpp_um)
+    (y0, y1), (x0, x1) = (_aligned(found, scale, margin) for found in (rows, columns))
+    return Box(y0, y1, x0, x1).intersect(whole)
+
+
+def _aligned(found: Sequence[int], scale: int, margin: int) -> tuple[int, int]:
+    start, stop = int(found[0]) * scale - margin, (int(found[-1]) + 1) * scale + margin
+    return max(0, start // CROP_ALIGN_PX * CROP_ALIGN_PX), -(-stop // CROP_ALIGN_PX) * CROP_ALIGN_PX

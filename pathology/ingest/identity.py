@@ -1,0 +1,126 @@
+"""Whether a slide in the store is the slide that is asked for: parameters, size, mtime, and digest in doubt."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from pathology.errors import SlideError
+from pathology.ingest.staging import files_of
+
+_READ_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class SourceStamp:
+    """Size and time of a slide's files; companions (the folder beside an MRXS) included.
+
+    Attributes:
+        size_bytes: Of all together.
+        mtime_ns: The file's; of several a number that changes with the name, size or time of any of them: the newest
+            time alone would not see that an older one was replaced.
+    """
+
+    size_bytes: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, path: Path) -> SourceStamp:
+        """Stat the slide's files.
+
+        Raises:
+            SlideError: The slide is not there or cannot be read.
+        """
+        try:
+            found = [(f.name, f.stat()) for f in files_of(path)]
+        except OSError as error:
+            raise SlideError(f"the file cannot be read: {error.strerror}") from error
+        size_bytes = sum(s.st_size for _, s in found)
+        if len(found) == 1:
+            return cls(size_bytes, found[0][1].st_mtime_ns)
+        listed = sorted((name, s.st_size, s.st_mtime_ns) for name, s in found)
+        return cls(size_bytes, int.from_bytes(hashlib.sha256(repr(listed).encode()).digest()[:7], "big"))
+
+    def to_json(self, secret: str = "") -> dict[str, int]:
+        """Return both numbers.
+
+        Args:
+            secret: Not empty: the time, which is a date, becomes a number that says nothing without this.
+        """
+        return {"size_bytes": self.size_bytes, "mtime_ns": _disguised(self.mtime_ns, secret)}
+
+
+def _disguised(mtime_ns: int, secret: str) -> int:
+    if not secret:
+        return mtime_ns
+    digest = hmac.digest(secret.encode(), str(mtime_ns).encode(), "sha256")
+    return int.from_bytes(digest[:7], "big")
+
+
+def source_digest(path: Path) -> str:
+    """Return the SHA-256 of the slide's file; with companions, that of all their digests."""
+    with RunningDigest(path) as digest:
+        return digest.result()
+
+
+class RunningDigest:
+    """The SHA-256 of a slide's files, taken by a thread while the slide is decoded.
+
+    It reads the file from front to end, a little ahead of the decoder at best: an archive's disk is read once. To be
+    used as a context manager; leaving it stops the thread.
+
+    Args:
+        path: The slide's file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stop = threading.Event()
+        self._pool = ThreadPoolExecutor(1, "digest")
+        self._digest = self._pool.submit(self._run)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._pool.shutdown(wait=True)
+
+    def result(self) -> str:
+        """Wait for the end and return the hexadecimal digits.
+
+        Raises:
+            SlideError: A file cannot be read.
+        """
+        return self._digest.result()
+
+    def _run(self) -> str:
+        try:
+            digests = [self._of(file) for file in files_of(self._path)]
+        except OSError as error:
+            raise SlideError(f"the file cannot be read: {error.strerror}") from error
+        return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+
+    def _of(self, file: Path) -> str:
+        digest, buffer = hashlib.sha256(), memoryview(bytearray(_READ_BYTES))
+        with file.open("rb", buffering=0) as stream:
+            while (size := stream.readinto(buffer)) and not self._stop.is_set():
+                digest.update(buffer[:size])
+        return digest.hexdigest()
+
+
+def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+    """Return what differs between two nested parameter objects, as lines ``key: old → new``."""
+    found = []
+    for key in sorted(old.keys() | new.keys()):
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            found += differences(before, after, f"{prefix}{key}.")
+        elif before != after:
+            found.append(f"{prefix}{key}: {before} → {after}")
+    return found

@@ -1,0 +1,181 @@
+"""The level of a source that a store is made from, and its boxes at the store's own microns per pixel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from hyfi_core.plan.box import Box
+from pathology.errors import SlideError
+from pathology.readers.resample import Planes, Taps, make_taps, resample, target_size
+from pathology.readers.slide_source import SlideSource
+from pathology.readers.source_level import RGB, BadTile
+from pathology.readers.threads import decode_threads, run_in_pool
+
+FINE_ENOUGH = 1.02
+"""A level this much coarser than asked still counts as fine enough."""
+UPSAMPLED_TO = 1.05
+"""The finest level may be this much coarser than asked; it is upsampled and flagged."""
+_BAND_PX = 2**22
+"""Source pixels that are asked for at a time: enough tiles to keep the threads busy, 12 MiB."""
+_WIDEST_PX = 16_384
+"""Source columns that are held at a time."""
+_GLASS = 255
+
+
+@dataclass(frozen=True, slots=True)
+class LevelChoice:
+    """Which level is read, and how many of its pixels lie under one pixel of the store, (y, x)."""
+
+    level: int
+    mpp: tuple[float, float]
+    ratio: tuple[float, float]
+    height_px: int
+    width_px: int
+    upsampled: bool
+
+
+def choose_level(source: SlideSource, source_mpp: tuple[float, float], mpp_um: float) -> LevelChoice:
+    """Choose the coarsest level that is not coarser than 1.02 × ``mpp_um``.
+
+    Args:
+        source: The slide.
+        source_mpp: Microns per pixel (y, x) of its finest level.
+        mpp_um: What the store is to have.
+
+    Raises:
+        SlideError: The finest level is more than 5 % coarser than asked.
+    """
+    finest = sum(source_mpp) / 2
+    fits = [k for k, level in enumerate(source.levels) if finest * max(level.downsample) <= FINE_ENOUGH * mpp_um]
+    if not fits and finest > UPSAMPLED_TO * mpp_um:
+        raise SlideError(
+            f"its finest level has {finest:.4g} µm/px, more than 5 % coarser than the {mpp_um:g} asked for; "
+            f"--mpp {finest:.3g} would work"
+        )
+    index = max(fits, key=lambda k: source.levels[k].downsample) if fits else 0
+    level = source.levels[index]
+    mpp = (source_mpp[0] * level.downsample[0], source_mpp[1] * level.downsample[1])
+    ratio = (mpp_um / mpp[0], mpp_um / mpp[1])
+    # The size follows from the finest level: a scanner's coarse level may have lost its last row.
+    height = target_size(source.levels[0].height_px, mpp_um / source_mpp[0])
+    width = target_size(source.levels[0].width_px, mpp_um / source_mpp[1])
+    return LevelChoice(index, mpp, ratio, height, width, upsampled=not fits)
+
+
+class LevelReader:
+    """Boxes of the store's finest level out of a source, and the count of tiles that could not be read.
+
+    Each source tile under a box is decoded once for it. Memory: the box itself, and bands of its source pixels of
+    about 30 MiB, whatever the box and the ratio.
+
+    Args:
+        source: The open slide.
+        choice: From `choose_level`.
+        max_bad: Share of the level's tiles that may fail; those are white. 0: the first ends the slide.
+    """
+
+    def __init__(self, source: SlideSource, choice: LevelChoice, max_bad: float) -> None:
+        self._source, self._choice, self._max_bad = source, choice, max_bad
+        self._level = source.levels[choice.level]
+        self._bad: dict[Box, str] = {}
+
+    @property
+    def bad_tiles(self) -> int:
+        """How many tiles of the level could not be read so far."""
+        return len(self._bad)
+
+    @property
+    def tiles(self) -> int:
+        """How many tiles the level has."""
+        return self._level.tiles
+
+    def read(self, box: Box) -> Planes:
+        """Return ``(3, h, w)`` uint8 of a box of the store's finest level.
+
+        Raises:
+            SlideError: More tiles cannot be decoded than are allowed.
+        """
+        out: Planes = np.empty((3, *box.shape), np.uint8)
+        ry, rx = self._choice.ratio
+        size = self._level
+        for first, stop in _steps(box.x0, box.x1, max(1, int(_WIDEST_PX / rx))):
+            columns = make_taps(first, stop, rx, size.width_px)
+            into = out[:, :, first - box.x0 : stop - box.x0]
+            rows = make_taps(box.y0, box.y1, ry, size.height_px)
+            if rows.whole == columns.whole == 1:
+                self._read_into(Box(rows.first, rows.end, columns.first, columns.end), into.transpose(1, 2, 0))
+            else:
+                self._resample_into(box.y0, box.y1, columns, into)
+        return out
+
+    def _resample_into(self, start: int, stop: int, columns: Taps, out: Planes) -> None:
+        ratio, height = self._choice.ratio[0], self._level.height_px
+        window = _RowWindow(self._read_into, columns.first, columns.end, height, self._level.tile_px[0])
+        step = max(1, int(window.band_px / ratio))
+        for first, end in _steps(start, stop, step):
+            needed = make_taps(first, end, ratio, height)
+            source = window.rows(needed.first, needed.end)
+            base = needed.first
+
+            def fill(part: tuple[int, int], source: Planes = source, base: int = base) -> None:
+                rows = make_taps(*part, ratio, height)
+                found = resample(source[:, rows.first - base : rows.end - base], rows, columns)
+                out[:, part[0] - start : part[1] - start] = found
+
+            run_in_pool(fill, list(_steps(first, end, -(-(end - first) // (2 * decode_threads())))))
+
+    def _read_into(self, box: Box, out: RGB) -> None:
+        found: list[BadTile] = []
+        self._source.read_into(box, self._choice.level, out, None if self._max_bad <= 0 else found)
+        for tile in found:
+            self._bad[tile.box] = tile.reason
+            place = tile.box.intersect(box)
+            out[place.relative_to(box).slices()] = _GLASS
+            if self.bad_tiles > self._max_bad * self.tiles:
+                raise SlideError(
+                    f"at least {self.bad_tiles} of {self.tiles} tiles cannot be decoded (--max-bad {self._max_bad:g}): "
+                    f"{next(iter(self._bad.values()))}"
+                )
+
+
+class _RowWindow:
+    """Rows of some source columns, from the top down; what two steps share is kept, so no tile is decoded twice.
+
+    ```
+    step 1    ████████████▒▒▒▒        ▒ read to the end of its tiles and kept
+    step 2                ▒▒▒▒███████████▒
+    ```
+    """
+
+    def __init__(
+        self, read_into: Callable[[Box, RGB], None], x0: int, x1: int, height_px: int, tile_height_px: int
+    ) -> None:
+        self._read_into, self._x0, self._x1 = read_into, x0, x1
+        self._height, self._tile = height_px, tile_height_px
+        self._have: Planes = np.empty((3, 0, x1 - x0), np.uint8)
+        self._first = 0
+        whole = max(1, round(_BAND_PX / (x1 - x0) / tile_height_px)) * tile_height_px
+        self.band_px = min(whole, max(1, _BAND_PX // (x1 - x0))) if tile_height_px > 1024 else whole
+
+    def rows(self, first: int, end: int) -> Planes:
+        """Return ``(3, end - first, w)``, valid until the next call; ``first`` must not go back."""
+        have_end = self._first + self._have.shape[1]
+        if end > have_end:
+            begin = max(first, have_end)
+            whole = min(self._height, -(-end // self._tile) * self._tile)
+            stop = whole if whole - end <= self.band_px else end
+            kept = self._have[:, max(0, first - self._first) :] if first < have_end else self._have[:, :0]
+            joined: Planes = np.empty((3, kept.shape[1] + stop - begin, self._x1 - self._x0), np.uint8)
+            joined[:, : kept.shape[1]] = kept
+            into = joined[:, kept.shape[1] :].transpose(1, 2, 0)
+            self._read_into(Box(begin, stop, self._x0, self._x1), into)
+            self._have, self._first = joined, begin - kept.shape[1]
+        return self._have[:, first - self._first : end - self._first]
+
+
+def _steps(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
+    for first in range(start, stop, step):
+        yield first, min(first + step, stop)

@@ -1,0 +1,99 @@
+"""What the user asks of an ingest, and which of it belongs to a slide's identity."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from data.store.codec import PixelCodec
+from hyfi_core.errors import RequestError
+from pathology.readers.mpp import SENSIBLE_UM
+from pathology.tissue.tissue import TissueParameters
+
+GLASS = ("keep", "blank")
+ICC = ("keep", "apply")
+
+
+@dataclass(frozen=True, slots=True)
+class IngestOptions:
+    """How slides become a store; checked when it is built.
+
+    Attributes:
+        mpp: Microns per pixel of the store's finest level.
+        slide_mpp: Microns per pixel of the finest level of slides that do not state them.
+        codec: ``zstd:N``, N from 1 (fast) to 22 (small), or ``jpeg:Q``, Q from 1 to 100 (lossy).
+        max_bad: Share of a slide's tiles that may be undecodable (white, and counted).
+        glass: ``keep`` writes the whole slide; ``blank`` leaves out what lies far from tissue.
+        sharded: Files are shards of 8 × 8 chunks; otherwise every chunk is a file.
+        crop_tissue: Write the box around the tissue only.
+        lossless: Keep the scanner's JPEG tiles and levels as they are; ``mpp`` says nothing then.
+        icc: ``keep`` leaves pixels as they are and the profile beside them; ``apply`` converts them to sRGB.
+        cache: Folder on a local disk where each slide is copied to while it is read; None reads it where it is.
+        tissue: Parameters of the tissue mask.
+
+    Raises:
+        RequestError: A value is out of range.
+    """
+
+    mpp: float = 1.0
+    slide_mpp: float | None = None
+    codec: str = "zstd:1"
+    max_bad: float = 0.0
+    glass: str = "keep"
+    sharded: bool = True
+    crop_tissue: bool = False
+    lossless: bool = False
+    icc: str = "keep"
+    cache: Path | None = None
+    tissue: TissueParameters = field(default_factory=TissueParameters)
+
+    def __post_init__(self) -> None:
+        low, high = SENSIBLE_UM
+        for name, value in (("--mpp", self.mpp), ("--slide-mpp", self.slide_mpp)):
+            if value is not None and not low <= value <= high:
+                raise RequestError(f"{name} {value:g}: microns per pixel from {low:g} to {high:g} are expected")
+        if not 0 <= self.max_bad <= 1:
+            raise RequestError(f"--max-bad {self.max_bad:g}: a share from 0 to 1 is expected")
+        if self.glass not in GLASS:
+            raise RequestError(f"--glass {self.glass}: {' or '.join(GLASS)} are expected")
+        if self.icc not in ICC:
+            raise RequestError(f"--icc {self.icc}: {' or '.join(ICC)} are expected")
+        _ = self.pixel_codec
+        if self.lossless:
+            self._refuse_what_changes_tiles()
+
+    def _refuse_what_changes_tiles(self) -> None:
+        changes = {
+            f"--codec {self.codec}": self.codec != "zstd:1",
+            "--unsharded": not self.sharded,
+            "--crop-tissue": self.crop_tissue,
+            "--icc apply": self.icc == "apply",
+        }
+        found = [name for name, is_asked in changes.items() if is_asked]
+        if found:
+            raise RequestError(f"--lossless keeps the scanner's tiles as they are; leave {' and '.join(found)} out")
+
+    @property
+    def pixel_codec(self) -> PixelCodec:
+        """How chunks are compressed.
+
+        Raises:
+            RequestError: `codec` is something else.
+        """
+        return PixelCodec.parse(self.codec)
+
+    def parameters(self) -> dict[str, Any]:
+        """Return what decides a slide's pixels and mask: the same parameters and source give the same store.
+
+        What was not asked for is left out, so that a store stays the same when options are added.
+        """
+        asked = {
+            "glass": None if self.glass == "keep" else self.glass,
+            "sharded": None if self.sharded else False,
+            "crop_tissue": True if self.crop_tissue else None,
+            "icc": None if self.icc == "keep" else self.icc,
+        }
+        pixels = {"mpp": self.mpp, "codec": str(self.pixel_codec)}
+        always = {**({"lossless": True} if self.lossless else pixels), "tissue": self.tissue.to_json()}
+        return always | {name: value for name, value in asked.items() if value is not None}

@@ -1,0 +1,196 @@
+"""Slides in worker processes: one that kills its worker fails alone, one that another run works on is left to it."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from data.children import die_with_parent
+from data.cores import usable_cores
+from data.files import remove_leftovers
+from data.store.manifest import FAILED, SlideRecord
+from data.store.slide_store import slide_path
+from pathology.ingest.claims import is_held, remove_ended
+from pathology.ingest.discover import SlideJob, user_columns
+from pathology.ingest.memory import return_what_is_freed
+from pathology.ingest.options import IngestOptions
+from pathology.ingest.slide import save_outcome
+from pathology.ingest.work import CLAIMS, Outcome, do_job
+from pathology.readers.threads import set_decode_threads
+
+_LOOK_EVERY_S = 0.5
+"""How often the share that is done is told, and whether slides of other runs have become free."""
+
+_shares: Any = None
+"""In a worker: shared memory where it writes how much of each job is done; no lock that a dying worker could keep."""
+
+
+@dataclass(slots=True)
+class SlidePool:
+    """Ingests jobs in processes.
+
+    Attributes:
+        store: The store's folder.
+        options: See there.
+        workers: Processes; 1 works in this process.
+        finished: Called in this process with each outcome as it comes.
+        told: Called in this process with the share of each job that is done, now and then; jobs in the given order.
+    """
+
+    store: Path
+    options: IngestOptions
+    workers: int
+    finished: Callable[[Outcome], None]
+    told: Callable[[Sequence[float]], None] = lambda shares: None
+    _jobs: tuple[SlideJob, ...] = field(default=(), init=False)
+    _done: Any = field(default=None, init=False)
+    _waiting: deque[int] = field(default_factory=deque, init=False)
+    _elsewhere: deque[int] = field(default_factory=deque, init=False)
+
+    def run(self, jobs: Sequence[SlideJob]) -> None:
+        """Ingest every job once, here or by another run that has it already.
+
+        Raises:
+            OSError: The store cannot be written.
+        """
+        self._jobs = tuple(jobs)
+        self._done = multiprocessing.get_context("spawn").RawArray("d", max(1, len(jobs)))
+        self._waiting, self._elsewhere = deque(range(len(jobs))), deque()
+        while self._waiting or self._elsewhere:
+            if not self._waiting:
+                self._wait_for_others()
+            elif self.workers <= 1:
+                self._here()
+            else:
+                for number in self._until_broken():
+                    self._take(number, self._alone(number))
+
+    def _wait_for_others(self) -> None:
+        """Move the slides that nobody works on any more back to those that wait; sleep while there are none."""
+        for _ in range(len(self._elsewhere)):
+            number = self._elsewhere.popleft()
+            held = is_held(self.store / CLAIMS, self._jobs[number].slide_id)
+            (self._elsewhere if held else self._waiting).append(number)
+        if not self._waiting:
+            time.sleep(_LOOK_EVERY_S)
+
+    def _here(self) -> None:
+        while self._waiting:
+            number = self._waiting.popleft()
+
+            def tick(share: float, number: int = number) -> None:
+                self._done[number] = share
+                self.told(self._done)
+
+            self._take(number, do_job(self._jobs[number], self.store, self.options, 0, tick))
+
+    def _take(self, number: int, outcome: Outcome | None) -> None:
+        if outcome is None:
+            self._elsewhere.append(number)
+            return
+        self._done[number] = 1.0
+        self.finished(outcome)
+        self.told(self._done)
+
+    def _until_broken(self) -> list[int]:
+        """Work off what waits until none is left or a worker dies; return the jobs that were under way then."""
+        running: dict[Future[Outcome | None], int] = {}
+        with _pool(self.workers, self._done, self._threads) as pool:
+            try:
+                while self._waiting or running:
+                    while self._waiting and len(running) < 2 * self.workers:
+                        number = self._waiting.popleft()
+                        running[self._submit(pool, number)] = number
+                    for future in wait(running, timeout=_LOOK_EVERY_S, return_when=FIRST_COMPLETED).done:
+                        outcome = future.result()
+                        self._take(running.pop(future), outcome)
+                    self.told(self._done)
+            except BrokenProcessPool:
+                return list(running.values())
+            except BaseException:
+                _end_workers(pool)
+                for number in running.values():
+                    remove_ended(self.store / CLAIMS, self._jobs[number].slide_id)
+                    remove_leftovers(slide_path(self.store, self._jobs[number].slide_id))
+                raise
+        return []
+
+    def _submit(self, pool: ProcessPoolExecutor, number: int) -> Future[Outcome | None]:
+        with _interrupts_blocked():  # the first one starts the workers
+            return pool.submit(_work, number, self._jobs[number], self.store, self.options, self._threads)
+
+    @property
+    def _threads(self) -> int:
+        """Threads for each worker: all together, as many as there are cores."""
+        return max(1, usable_cores() // self.workers)
+
+    def _alone(self, number: int) -> Outcome | None:
+        """Ingest one slide in a process of its own."""
+        job = self._jobs[number]
+        with _pool(1, self._done, self._threads) as pool:
+            try:
+                return self._submit(pool, number).result()
+            except BrokenProcessPool:
+                remove_ended(self.store / CLAIMS, job.slide_id)
+                remove_leftovers(slide_path(self.store, job.slide_id))
+                reason = "the process that decoded it died (a crash in the decoder, or out of memory)"
+                place = "" if job.secret else str(job.source)
+                record = SlideRecord(job.slide_id, place, FAILED, reason=reason, extra=user_columns(job.row))
+                save_outcome(record, self.store)
+                return Outcome(record, job)
+
+
+@contextlib.contextmanager
+def _pool(workers: int, shares: Any, threads: int) -> Iterator[ProcessPoolExecutor]:
+    # Spawned, not forked: readers and their threads do not survive a fork.
+    context = multiprocessing.get_context("spawn")
+    start = {"initializer": _start_worker, "initargs": (shares, threads)}
+    with ProcessPoolExecutor(workers, mp_context=context, **start) as pool:  # type: ignore[arg-type]
+        yield pool
+
+
+@contextlib.contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Let processes that are started here not hear Ctrl-C before they can ignore it: they would tell where it hit."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _start_worker(shares: Any, threads: int) -> None:
+    global _shares
+    _shares = shares
+    set_decode_threads(threads)
+    return_what_is_freed()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent()
+    parent = multiprocessing.parent_process()
+    if parent is not None and not parent.is_alive():  # it ended before it could be watched
+        os._exit(1)
+
+
+def _end_workers(pool: ProcessPoolExecutor) -> None:
+    pool.shutdown(wait=False, cancel_futures=True)
+    for process in multiprocessing.active_children():
+        process.terminate()
+    for process in multiprocessing.active_children():
+        process.join(5)
+
+
+def _work(number: int, job: SlideJob, store: Path, options: IngestOptions, threads: int) -> Outcome | None:
+    def tick(share: float) -> None:
+        _shares[number] = share
+
+    return do_job(job, store, options, threads, tick)

@@ -1,0 +1,99 @@
+"""What a slide in the store says about itself: where its pixels come from, and its record for the table."""
+
+from __future__ import annotations
+
+import base64
+import platform
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from data.store.manifest import DONE, SlideRecord
+from pathology.ingest.frame import Frame
+from pathology.readers.mpp import SourceMpp
+from pathology.readers.sources import SlideSource
+
+_LARGEST_ICC_BYTES = 2**20
+IDENTITY = ("parameters", "size_bytes", "mtime_ns", "sha256")
+"""Attributes that a slide is recognised by."""
+
+
+def provenance(slide: SlideSource, mpp: SourceMpp, frame: Frame) -> dict[str, Any]:
+    """Return what is kept of the slide's own metadata: an allow-list, nothing that names a person, a day or a path."""
+    bounds, choice = slide.bounds, frame.choice
+    scale = [kept / stated for kept, stated in zip(frame.mpp, mpp.um, strict=True)]
+    icc = slide.icc if slide.icc and len(slide.icc) <= _LARGEST_ICC_BYTES else None
+    kept: dict[str, Any] = {
+        "mpp": list(frame.mpp),
+        "size_px": [frame.box.height, frame.box.width],
+        "source": {
+            "vendor": slide.vendor,
+            "mpp": list(mpp.um),
+            "mpp_from": mpp.origin,
+            "objective_power": slide.objective_power,
+            "levels": [
+                {"height_px": v.height_px, "width_px": v.width_px, "downsample": list(v.downsample)}
+                for v in slide.levels
+            ],
+            "bounds": {"y0": bounds.y0, "y1": bounds.y1, "x0": bounds.x0, "x1": bounds.x1},
+            "level_used": choice.level,
+            "level_used_mpp": list(choice.mpp),
+            "icc_profile": None if icc is None else base64.b64encode(icc).decode(),
+        },
+        # (y, x, 1) of the store's level 0 to (y, x) of the source's, both measured from the corner of pixel 0.
+        "affine": [
+            [a * scale[0], b * scale[1], a * frame.box.y0 * scale[0] + b * frame.box.x0 * scale[1] + c]
+            for a, b, c in slide.to_file_px
+        ],
+    }
+    if frame.cropped:
+        whole = {"height_px": choice.height_px, "width_px": choice.width_px}
+        kept["crop"] = {"y0": frame.box.y0, "y1": frame.box.y1, "x0": frame.box.x0, "x1": frame.box.x1, "of": whole}
+    return kept
+
+
+def record_of(attributes: dict[str, Any], name: str, source_path: str) -> SlideRecord:
+    """Return the record of a finished slide from its `hyfi` attributes.
+
+    Args:
+        attributes: Of the slide's group.
+        name: The slide's name.
+        source_path: Its file; empty where the store is not to know it.
+    """
+    stains = attributes.get("stains") or {}
+    return SlideRecord(
+        slide_id=name,
+        source_path=source_path,
+        status=DONE,
+        source_mpp=sum(attributes["source"]["mpp"]) / 2,
+        store_mpp=attributes["mpp"][0],
+        height_px=attributes["size_px"][0],
+        width_px=attributes["size_px"][1],
+        tissue_fraction=attributes["tissue"]["fraction"],
+        bad_tiles=attributes["bad_tiles"],
+        flags=tuple(attributes["flags"]),
+        sharpness=attributes["sharpness"],
+        tiles=attributes["tiles"],
+        bad_share=attributes["bad_tiles"] / max(1, attributes["tiles"]),
+        pen_fraction=attributes["tissue"]["pen_fraction"],
+        blurred_share=attributes["blurred_share"],
+        tissue_mm2=attributes["tissue"].get("area_mm2"),
+        stain_h=tuple(stains.get("haematoxylin", ())),
+        stain_e=tuple(stains.get("eosin", ())),
+        identity={key: attributes[key] for key in IDENTITY},
+    )
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Return the versions of what makes a slide's pixels."""
+    readers = ("openslide-python", "openslide-bin", "tifffile", "imagecodecs", "simplejpeg")
+    packages = ("hyfi", *readers, "zarr", "scikit-image", "scipy", "numpy")
+    return {"python": platform.python_version(), **{name: _version(name) for name in packages}}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed as a package"

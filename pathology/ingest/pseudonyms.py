@@ -1,0 +1,206 @@
+"""Random names for slides and cases; the key that leads back stays in one file, outside the store.
+
+```
+KEY.csv   slide_id, case_id      the random names, which the store knows
+          secret                 what they are drawn from, the same in each row; it also disguises the files' times
+          source_path, real_slide_id, real_case_id, and the user's other columns: here alone
+```
+
+Names are keyed digests (HMAC-SHA-256) of what they stand for: random to all who do not have the secret, and the same
+again for all who have.
+"""
+
+from __future__ import annotations
+
+import csv
+import hmac
+import io
+import os
+import re
+import secrets
+import tempfile
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from data.files import temporary_beside
+from hyfi_core.errors import RequestError
+from hyfi_core.files import sync_file
+from pathology.ingest.claims import Claim
+from pathology.ingest.discover import SlideJob, is_gone
+from pathology.readers.mpp import is_sensible, parse_mpp
+
+KEPT_COLUMNS = ("source_mpp", "label", "split")
+"""Columns of the user's manifest that the store gets as they are; all others stay in the key."""
+_QUOTED = re.compile(r"""b?'[^']*'|b?"[^"]*\"""")
+_COLUMNS = ("slide_id", "case_id", "secret", "source_path", "real_slide_id", "real_case_id")
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRow:
+    """One slide's way back; see the module."""
+
+    slide_id: str
+    case_id: str
+    secret: str
+    source_path: str
+    real_slide_id: str
+    real_case_id: str
+    others: dict[str, str] = field(default_factory=dict)
+
+    def to_csv(self) -> dict[str, str]:
+        """Return the row as it stands in the file."""
+        return {**self.others, **{name: getattr(self, name) for name in _COLUMNS}}
+
+
+class KeyFile:
+    """The pseudonyms of an archive.
+
+    Args:
+        path: ``KEY.csv``; made by `commit`.
+        store: Where the slides go.
+
+    Raises:
+        RequestError: The file would lie inside the store, cannot be written, or is there and no key.
+    """
+
+    def __init__(self, path: Path, store: Path) -> None:
+        if path.resolve().is_relative_to(store.resolve()):
+            raise RequestError(f"--pseudonyms {path}: lies inside the store {store}; the key must stay outside of it")
+        if not path.absolute().parent.is_dir():
+            raise RequestError(f"--pseudonyms {path}: there is no folder {path.absolute().parent} to write to")
+        _require_writable(path)
+        self._path = path.absolute()
+        self._rows = _load(self._path)
+        self._secret = next((row.secret for row in self._rows.values()), secrets.token_hex(32))
+
+    def disguise(self, jobs: Sequence[SlideJob]) -> list[SlideJob]:
+        """Return the jobs under their random names, with what of their rows the store may know."""
+        return [self._disguised(job) for job in jobs]
+
+    def commit(self) -> bool:
+        """Save the names that `disguise` gave, readable by their owner alone.
+
+        Returns:
+            False when another run made the key meanwhile: its names count now, and the jobs must be disguised again.
+
+        Raises:
+            OSError: The key cannot be written.
+        """
+        folder = self._path.parent / f".{self._path.name}.claims"
+        with Claim.wait(folder, "key"):
+            there = _load(self._path)
+            if any(row.secret != self._secret for row in there.values()):
+                self._rows, self._secret = there, next(iter(there.values())).secret
+                return False
+            ours = {row.slide_id for row in self._rows.values()}  # a slide that moved has another path there
+            self._rows = {path: row for path, row in there.items() if row.slide_id not in ours} | self._rows
+            _save(self._path, self._rows.values())
+        with suppress(OSError):
+            folder.rmdir()
+        return True
+
+    def _disguised(self, job: SlideJob) -> SlideJob:
+        row = self._row(job)
+        self._rows[row.source_path] = row
+        shown = {"slide_id": row.slide_id, **{k: v for k, v in job.row.items() if k in KEPT_COLUMNS}}
+        if not _may_be_mpp(shown.get("source_mpp", "")):
+            shown["source_mpp"] = "…"  # it still fails the slide, and tells nothing of what stood there
+        if row.case_id:
+            shown["case_id"] = row.case_id
+        return replace(job, slide_id=row.slide_id, row=shown, secret=row.secret)
+
+    def _row(self, job: SlideJob) -> KeyRow:
+        """Return the job's row, brought up to date with the user's manifest."""
+        path, given = str(job.source), job.row
+        row = self._rows.get(path) or self._moved(job.source)
+        if row is None:
+            row = KeyRow(self._drawn("s", path), "", self._secret, path, given.get("slide_id", job.slide_id), "")
+        if given.get("case_id"):
+            row = replace(row, case_id=self._drawn("c", given["case_id"]), real_case_id=given["case_id"])
+        others = {k: v for k, v in given.items() if k not in (*_COLUMNS, *KEPT_COLUMNS, "path")}
+        return replace(row, others=row.others | others)
+
+    def _moved(self, source: Path) -> KeyRow | None:
+        """Return the row of a slide of this file name that is no longer where it was, if there is just one."""
+        alike = [row for row in self._rows.values() if Path(row.source_path).name == source.name]
+        gone = [row for row in alike if is_gone(Path(row.source_path))]
+        if len(gone) != 1:
+            return None
+        return replace(self._rows.pop(gone[0].source_path), source_path=str(source))
+
+    def _drawn(self, kind: str, real: str) -> str:
+        digest = hmac.new(self._secret.encode(), f"{kind}:{real}".encode("utf-8", "surrogateescape"), "sha256")
+        return f"{kind}-{digest.hexdigest()[:16]}"
+
+
+def _require_writable(path: Path) -> None:
+    try:
+        with tempfile.TemporaryFile(dir=path.absolute().parent):
+            pass
+    except OSError as error:
+        raise RequestError(
+            f"--pseudonyms {path}: the folder {path.absolute().parent} takes no files ({error.strerror}); "
+            "name a file in another folder"
+        ) from error
+
+
+def _may_be_mpp(text: str) -> bool:
+    if not text:
+        return True
+    with suppress(ValueError):
+        value = parse_mpp(text)
+        return is_sensible((value, value))
+    return False
+
+
+def scrubbed(reason: str, source: Path, name: str) -> str:
+    """Return a failed slide's reason without its file's name and place, and without what was quoted from the file."""
+    plain = _QUOTED.sub("…", reason)
+    places = {str(source), str(source.absolute()), str(source.resolve()), source.name, source.stem}
+    places |= {str(parent) for parent in (*source.absolute().parents, *source.resolve().parents) if parent.name}
+    places |= {parent.name for parent in source.absolute().parents if len(parent.name) > 2}
+    for place in sorted(places, key=len, reverse=True):
+        plain = plain.replace(place, name if place == str(source.absolute()) else "…")
+    return plain
+
+
+def _load(path: Path) -> dict[str, KeyRow]:
+    """Return the rows by source path; none where there is no file yet."""
+    try:
+        text = path.read_bytes().decode("utf-8-sig", "surrogateescape")
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise RequestError(f"--pseudonyms {path}: cannot be read ({error.strerror})") from error
+    reader = csv.DictReader(io.StringIO(text, newline=""))
+    if not set(_COLUMNS) <= set(reader.fieldnames or ()):
+        raise RequestError(
+            f"--pseudonyms {path}: is there and no key of an earlier ingest (its columns are {', '.join(_COLUMNS)}); "
+            "name another file"
+        )
+    rows = [{k: v or "" for k, v in row.items() if k is not None} for row in reader]
+    found = (KeyRow(**{k: row.pop(k) for k in _COLUMNS}, others=row) for row in rows)
+    return {row.source_path: row for row in found}
+
+
+def _save(path: Path, rows: Iterable[KeyRow]) -> None:
+    table = sorted((row.to_csv() for row in rows), key=lambda row: row["source_path"])
+    columns = [*_COLUMNS, *sorted({name for row in table for name in row} - set(_COLUMNS))]
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(table)
+    beside = temporary_beside(path)
+    try:
+        # Never readable by others, not for a moment: the mode is given when the file is made.
+        handle = os.open(beside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        with os.fdopen(handle, "wb") as file:
+            file.write(text.getvalue().encode("utf-8", "surrogateescape"))
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+        sync_file(path.parent)
+    finally:
+        beside.unlink(missing_ok=True)

@@ -1,0 +1,122 @@
+"""The pyramid in one pass and bounded memory: depth first, from the shards of level 0 upwards.
+
+```
+level 2                 ┌───┐  made of four halved shards of level 1, when the last of them is there
+level 1           ┌───┬─┴─┐
+level 0     ┌──┬──┤ 1 │ 2 │ …      order: 0.0 0.1 0.2 0.3 → 1.0, 0.4 … → 1.1, … → 2.0
+```
+
+Shards have an even size, so each half lies whole inside one quarter of its parent: no halo, no second pass. At any
+time one shard of each level is held, whatever the slide's size; those of the coarse levels, which wait longest, packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import imagecodecs
+import numpy as np
+
+from data.store.writer import SHARD_PX, LevelSize
+from hyfi_core.plan.box import Box
+from pathology.readers.resample import Planes, halve
+
+_codecs: Any = imagecodecs  # its annotations know bytes alone; arrays are taken, too
+
+SMALLEST_PX = 512
+_PACKED_FROM = 3
+"""Level from which the halves that wait are packed: few of them are made, and they wait for long."""
+
+
+def level_sizes(height_px: int, width_px: int, at_least: int) -> tuple[LevelSize, ...]:
+    """Return the sizes of a pyramid whose levels halve (ceil).
+
+    Args:
+        height_px: Rows of level 0.
+        width_px: Columns of level 0.
+        at_least: Levels to make; more until the longer side is ``SMALLEST_PX`` or less.
+    """
+    sizes = [LevelSize(height_px, width_px)]
+    while len(sizes) < at_least or max(sizes[-1].height_px, sizes[-1].width_px) > SMALLEST_PX:
+        sizes.append(LevelSize(-(-sizes[-1].height_px // 2), -(-sizes[-1].width_px // 2)))
+    return tuple(sizes)
+
+
+def fitted(pixels: Planes, size: LevelSize) -> Planes:
+    """Return the pixels with a last row or column more or less: halving rounds up, resampling to the nearest."""
+    _, height, width = pixels.shape
+    more = ((0, 0), (0, max(0, size.height_px - height)), (0, max(0, size.width_px - width)))
+    kept = pixels[:, : size.height_px, : size.width_px]
+    return np.ascontiguousarray(np.pad(kept, more, mode="edge") if any(map(any, more)) else kept)
+
+
+@dataclass(frozen=True, slots=True)
+class PyramidBuilder:
+    """Makes all levels from the boxes of level 0.
+
+    Attributes:
+        sizes: From `level_sizes`.
+        read: Gives the ``(3, h, w)`` uint8 pixels of a box of level 0, called once for every shard.
+        write: Takes (level, y0, x0, block) for every shard of every level.
+        shard_px: Side of a shard, even.
+    """
+
+    sizes: Sequence[LevelSize]
+    read: Callable[[Box], Planes]
+    write: Callable[[int, int, int, Planes], None]
+    shard_px: int = SHARD_PX
+
+    def build(self) -> None:
+        """Make and write every shard of every level once."""
+        top = self.sizes[-1]
+        for row in range(-(-top.height_px // self.shard_px)):
+            for column in range(-(-top.width_px // self.shard_px)):
+                self._build(len(self.sizes) - 1, row, column)
+
+    def _build(self, level: int, row: int, column: int) -> Planes:
+        box = self._shard_box(level, row, column)
+        block = self.read(box) if level == 0 else self._from_below(level, box, row, column)
+        self.write(level, box.y0, box.x0, block)
+        return block
+
+    def _from_below(self, level: int, box: Box, row: int, column: int) -> Planes:
+        # The quarters are put together when all are there: a block that waits for its last one holds three, not four.
+        quarters: dict[tuple[int, int], Planes | _Packed] = {}
+        for y in (0, 1):
+            for x in (0, 1):
+                if not self._shard_box(level - 1, 2 * row + y, 2 * column + x).empty:
+                    quarter = halve(self._build(level - 1, 2 * row + y, 2 * column + x))
+                    quarters[y, x] = quarter if level < _PACKED_FROM else _Packed.of(quarter)
+                    del quarter
+        block: Planes = np.empty((3, *box.shape), np.uint8)
+        half = self.shard_px // 2
+        for y, x in list(quarters):
+            kept = quarters.pop((y, x))
+            part = kept.unpacked() if isinstance(kept, _Packed) else kept
+            _, height, width = part.shape
+            block[:, y * half : y * half + height, x * half : x * half + width] = part
+        return block
+
+    def _shard_box(self, level: int, row: int, column: int) -> Box:
+        size, side = self.sizes[level], self.shard_px
+        whole = Box(row * side, (row + 1) * side, column * side, (column + 1) * side)
+        return whole.intersect(Box.of_size(size.height_px, size.width_px))
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """Pixels that wait, as zstd."""
+
+    shape: tuple[int, ...]
+    data: bytes
+
+    @classmethod
+    def of(cls, pixels: Planes) -> _Packed:
+        return cls(pixels.shape, bytes(_codecs.zstd_encode(pixels, level=1)))
+
+    def unpacked(self) -> Planes:
+        out: Planes = np.empty(self.shape, np.uint8)
+        _codecs.zstd_decode(self.data, out=out.reshape(-1))
+        return out

@@ -1,0 +1,196 @@
+"""One slide into a store: all of it or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from data.store.manifest import DONE, FAILED, SlideRecord, record_path
+from data.store.metadata import digest_of_group
+from data.store.sharded_array import read_json
+from data.store.slide_store import SlideStore, StoreError, slide_path
+from data.store.writer import SlideWriter
+from pathology.errors import SlideError
+from pathology.ingest.claims import ClaimLostError
+from pathology.ingest.content import Tick, content_of
+from pathology.ingest.discover import user_columns
+from pathology.ingest.disk import is_stores_fault, require_room
+from pathology.ingest.identity import RunningDigest, SourceStamp
+from pathology.ingest.options import IngestOptions
+from pathology.ingest.provenance import provenance, record_of, versions
+from pathology.ingest.pseudonyms import scrubbed
+from pathology.ingest.staging import staged
+from pathology.readers.file_check import check_file
+from pathology.readers.mpp import SourceMpp, resolve_mpp
+from pathology.readers.sources import SlideSource, open_source
+
+
+def ingest_slide(
+    source: Path,
+    store: Path,
+    options: IngestOptions,
+    manifest_row: dict[str, str] | None = None,
+    slide_id: str | None = None,
+    *,
+    secret: str = "",
+    threads: int = 0,
+    tick: Tick = lambda share: None,
+) -> SlideRecord:
+    """Ingest one slide and write its record; a slide that fails leaves nothing but the record with the reason.
+
+    Memory: one shard (48 MiB) of each level, bands of decoded tiles, and the slide at about 8 µm per pixel.
+
+    Args:
+        source: The slide's file.
+        store: The store's folder; made where it does not exist.
+        options: See there.
+        manifest_row: The slide's row of the user's manifest; its own columns are kept.
+        slide_id: The slide's name; default the row's, else the file's name without its suffix.
+        secret: Not empty: the store is not to know the file's name, place or time (see `pathology.ingest.pseudonyms`).
+        threads: Chunks encoded at a time; 0: as many as there are cores.
+        tick: Called with the share that is done, before each shard and before the slide is given its name; it may
+            raise `ClaimLostError` to end the work.
+
+    Returns:
+        The record, ``done`` or ``failed``. An earlier, finished form of the slide survives a failure.
+
+    Raises:
+        OSError: The store cannot be written (full disk, no permission): the others could not be either.
+        ClaimLostError: From ``tick``.
+    """
+    row = dict(manifest_row or {})
+    name = slide_id or row.get("slide_id") or source.stem
+    store.mkdir(parents=True, exist_ok=True)
+    (store / ".records").mkdir(exist_ok=True)
+    work = _Work(source, store, options, row.get("source_mpp", ""), name, secret, threads, tick)
+    try:
+        record = work.run()
+    except SlideError as error:
+        record = work.failed(str(error))
+    except OSError as error:
+        if is_stores_fault(error, store):
+            raise
+        record = work.failed(f"the file cannot be read: {error.strerror or error}")
+    except ClaimLostError:
+        raise
+    except Exception as error:
+        # A reader met a file that its authors did not think of. The slide fails, the archive goes on.
+        # What it says may quote the file: not where the store is to know nothing of it.
+        record = work.failed(type(error).__name__ if secret else f"{type(error).__name__}: {error}")
+    record = replace(record, extra=user_columns(row))
+    save_outcome(record, store)
+    return record
+
+
+def save_outcome(record: SlideRecord, store: Path) -> None:
+    """Save a slide's record; an earlier, finished form keeps its own, in which the reason of a failure is noted."""
+    path = record_path(store, record.slide_id)
+    if record.status == FAILED and path.exists() and slide_path(store, record.slide_id).exists():
+        with suppress(StoreError):
+            known = SlideRecord.load(path)
+            if known.status == DONE:
+                record = replace(known, reason=f"kept as it was made before; made again, it failed: {record.reason}")
+    record.save(store)
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What `ingest_slide` was given."""
+
+    source: Path
+    store: Path
+    options: IngestOptions
+    manifest_mpp: str
+    name: str
+    secret: str
+    threads: int
+    tick: Tick
+
+    def failed(self, reason: str) -> SlideRecord:
+        """Return the record of a slide that failed."""
+        if self.secret:
+            reason = scrubbed(reason, self.source, self.name)
+        return SlideRecord(self.name, self._shown, FAILED, reason=reason)
+
+    @property
+    def _shown(self) -> str:
+        return "" if self.secret else str(self.source.absolute())
+
+    def run(self) -> SlideRecord:
+        """Ingest the slide; raises what `ingest_slide` turns into a record."""
+        check_file(self.source)  # before it is copied or digested: to read a pipe is to wait for ever
+        stamp = SourceStamp.of(self.source)
+        with self._at_hand() as file, RunningDigest(file) as digest, closing(open_source(file)) as slide:
+            mpp = resolve_mpp(slide.mpp, self.manifest_mpp, self.options.slide_mpp)
+            given = None if mpp.origin == "file" else mpp.um[0]
+            identity = {"parameters": self.options.parameters() | {"given_mpp": given}, **stamp.to_json(self.secret)}
+            found = self._published_before(identity)
+            if found is None:
+                found = self._written(slide, mpp, identity, lambda: _unchanged(self.source, stamp, digest))
+        return record_of(found, self.name, self._shown)
+
+    def _at_hand(self) -> AbstractContextManager[Path]:
+        """Give the slide's file, or its copy on a local disk."""
+        return nullcontext(self.source) if self.options.cache is None else staged(self.source, self.options.cache)
+
+    def _written(
+        self, slide: SlideSource, mpp: SourceMpp, identity: dict[str, Any], digest: Callable[[], str]
+    ) -> dict[str, Any]:
+        """Write the slide and return its attributes."""
+        content = content_of(slide, mpp, self.options)
+        if content.kind == "resampled":
+            may_be_small = self.options.glass == "blank" or not self.options.pixel_codec.exact
+            require_room(self.store, 0 if may_be_small else content.frame.box.area)
+        with SlideWriter(
+            self.store,
+            self.name,
+            content.levels,
+            glass=content.glass,
+            identity={**identity, "versions": versions()},
+            threads=self.threads,
+        ) as writer:
+            quality = content.write(writer, self.tick)
+            attributes = {
+                "kind": content.kind,
+                **provenance(slide, mpp, content.frame),
+                "icc": self.options.icc if slide.icc else None,
+                **quality.to_json(),
+                "bad_tiles": content.bad_tiles,
+                "tiles": content.tiles,
+                **identity,
+                "sha256": digest(),
+                "versions": versions(),
+            }
+            known = {"mpp_assumed": mpp.origin == "flag", "upsampled": content.frame.choice.upsampled}
+            flags = quality.flags | known | {"bad_tiles": content.bad_tiles > 0}
+            attributes["flags"] = [name for name, is_so in flags.items() if is_so]
+            self.tick(1.0)
+            writer.publish(attributes)
+        return attributes
+
+    def _published_before(self, identity: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the attributes of a slide that was published just before a crash kept its record from being saved."""
+        path = slide_path(self.store, self.name)
+        if record_path(self.store, self.name).exists() or not path.exists():
+            return None
+        with suppress(StoreError):
+            attributes = SlideStore.open(path).attributes
+            whole = digest_of_group(read_json(path / "zarr.json")) == attributes.get("metadata_sha256")
+            if whole and all(attributes.get(key) == value for key, value in identity.items()):
+                return attributes
+        return None
+
+
+def _unchanged(source: Path, stamp: SourceStamp, digest: RunningDigest) -> str:
+    """Return the digest of the slide's files.
+
+    Raises:
+        SlideError: They changed while they were read.
+    """
+    found = digest.result()
+    if SourceStamp.of(source) != stamp:
+        raise SlideError("the file changed while it was read; ingest it again")
+    return found

@@ -1,0 +1,139 @@
+"""A slide on a local disk for as long as it is read: copied with large reads, gone afterwards.
+
+```
+CACHE/hyfi-stage-HOST-PID-xxxx/slide.mrxs        the copy, and for formats of several files the others beside it
+                              /slide/Data0000.dat
+```
+
+A folder whose process is gone (killed) is removed by the next one that stages on the same host.
+"""
+
+from __future__ import annotations
+
+import configparser
+import errno
+import os
+import re
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from data.files import is_running
+from pathology.errors import SlideError
+from pathology.readers.dicom_files import series_files
+
+_BLOCK_BYTES = 16 * 2**20
+_SPARE_BYTES = 2**30
+"""What must stay free on the local disk: others write there, too."""
+_PREFIX = "hyfi-stage-"
+
+
+@contextmanager
+def staged(source: Path, cache: Path, spare_bytes: int = _SPARE_BYTES) -> Iterator[Path]:
+    """Give the path of a local copy of a slide, removed on leaving; the slide itself where it does not fit.
+
+    Args:
+        source: The slide, wherever it is.
+        cache: A folder on a local disk; made where it does not exist.
+        spare_bytes: Space that must stay free there.
+
+    Raises:
+        SlideError: The slide cannot be read, or changed while it was copied.
+        OSError: The folder cannot be written for another reason than being full.
+    """
+    cache.mkdir(parents=True, exist_ok=True)
+    _remove_left_behind(cache)
+    try:
+        files = files_of(source)
+        size = sum(file.stat().st_size for file in files)
+    except OSError as error:
+        raise SlideError(f"the file cannot be read: {error.strerror}") from error
+    if shutil.disk_usage(cache).free < size + spare_bytes:
+        yield source
+        return
+    folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{socket.gethostname()}-{os.getpid()}-", dir=cache))
+    try:
+        yield folder / source.name if _fits(files, source.parent, folder) else source
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def files_of(source: Path) -> list[Path]:
+    """Return all files that a slide consists of, itself first.
+
+    MRXS has a folder of its name, VMS and VMU name theirs, the levels of a DICOM slide are the files of one series.
+
+    Raises:
+        OSError: The folder or the list of names cannot be read.
+    """
+    suffix = source.suffix.lower()
+    if suffix == ".mrxs":
+        folder = source.with_suffix("")
+        return [source, *sorted(path for path in folder.rglob("*") if path.is_file())]
+    if suffix in (".vms", ".vmu"):
+        return [source, *_named_in(source)]
+    if suffix in (".dcm", ""):
+        return series_files(source)
+    return [source]
+
+
+def _named_in(index: Path) -> list[Path]:
+    parser = configparser.ConfigParser(strict=False, interpolation=None, allow_no_value=True)
+    try:
+        parser.read_string(index.read_text(encoding="utf-8-sig", errors="replace"))
+    except configparser.Error:
+        return []  # whatever is wrong with it, the reader will say
+    values = {value for section in parser.sections() for value in parser[section].values() if value}
+    plain = sorted(value for value in values if Path(value).name == value)
+    return [index.parent / name for name in plain if (index.parent / name).is_file() and name != index.name]
+
+
+def _fits(files: list[Path], root: Path, folder: Path) -> bool:
+    """Copy all, or nothing where the disk turns out to be full: others write there, too."""
+    try:
+        for file in files:
+            _copy(file, folder / file.relative_to(root))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        shutil.rmtree(folder, ignore_errors=True)
+        return False
+    return True
+
+
+def _copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        reading = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise SlideError(f"the file cannot be read: {error.strerror}") from error
+    try:
+        before = os.fstat(reading)
+        with target.open("xb") as writing:
+            offset = 0
+            while data := _block(reading, offset):
+                writing.write(data)
+                offset += len(data)
+        after = source.stat()
+    finally:
+        os.close(reading)
+    if (offset, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        raise SlideError("the file changed while it was copied; ingest it again")
+
+
+def _block(handle: int, offset: int) -> bytes:
+    try:
+        return os.pread(handle, _BLOCK_BYTES, offset)
+    except OSError as error:
+        raise SlideError(f"the file cannot be read: {error.strerror}") from error
+
+
+def _remove_left_behind(cache: Path) -> None:
+    mine = re.compile(rf"{re.escape(_PREFIX + socket.gethostname())}-(\d+)-")
+    for folder in cache.glob(f"{_PREFIX}*"):
+        found = mine.match(folder.name)
+        if found is not None and not is_running(int(found[1])):
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,137 @@
+"""Small pictures of slides with the tissue outlined, for people to look at."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageDraw
+
+from data.files import write_atomically
+from data.store.slide_store import SlideStore
+from hyfi_core.plan.box import Box
+from pathology.readers.resample import Planes, make_taps, resample, target_size
+from pathology.readers.sources import SlideSource
+from pathology.tissue.tissue import find_tissue
+
+RGB = npt.NDArray[np.uint8]
+Mask = npt.NDArray[np.bool_]
+
+OUTLINE = (0, 160, 60)
+_MASK_MPP_UM = 8.0
+_STRIP_SOURCE_PX = 32_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Thumbnail:
+    """A picture ``(h, w, 3)`` uint8 and the tissue mask of the whole slide, of any resolution; None if not known."""
+
+    image: RGB
+    tissue: Mask | None
+
+    def drawn(self) -> RGB:
+        """Return the picture with the outline of the tissue."""
+        out = self.image.copy()
+        if self.tissue is not None:
+            height, width = out.shape[:2]
+            rows = (np.arange(height) + 0.5) * self.tissue.shape[0] / height
+            columns = (np.arange(width) + 0.5) * self.tissue.shape[1] / width
+            out[_outline(self.tissue[rows.astype(int)][:, columns.astype(int)])] = OUTLINE
+        return out
+
+
+def thumbnail_of_store(slide: SlideStore, longest_px: int = 1600) -> Thumbnail:
+    """Return the picture of an ingested slide, from the coarsest level that is at least as large."""
+    large = [k for k, v in enumerate(slide.levels) if max(v.height_px, v.width_px) >= longest_px]
+    level = max(large, default=0)
+    size = slide.levels[level]
+    image = slide.read(Box.of_size(size.height_px, size.width_px), level)
+    mask, mpp = slide.tissue()
+    # The mask's last row may hang over the slide's end.
+    rows, columns = size.height_px * size.mpp[0] / mpp[0], size.width_px * size.mpp[1] / mpp[1]
+    return Thumbnail(_shrunk(image, longest_px), mask[: max(1, round(rows)), : max(1, round(columns))])
+
+
+def thumbnail_of_source(
+    source: SlideSource, mpp: tuple[float, float] | None, longest_px: int = 1600
+) -> tuple[Thumbnail, float | None]:
+    """Return the picture of a slide's file, and its share of tissue where the microns per pixel are known.
+
+    Args:
+        source: The open slide.
+        mpp: Microns per pixel (y, x) of its finest level, None if not known.
+        longest_px: Longer side of the picture.
+
+    Raises:
+        SlideError: The slide cannot be decoded.
+    """
+    if mpp is None:
+        return Thumbnail(_shrunk(_overview(source, longest_px), longest_px), None), None
+    finest = source.levels[0]
+    for_mask = max(1, round(max(finest.height_px * mpp[0], finest.width_px * mpp[1]) / _MASK_MPP_UM))
+    image = _shrunk(_overview(source, for_mask), for_mask, planes=True)
+    tissue = find_tissue(image, finest.height_px * mpp[0] / image.shape[1]).tissue
+    shown = _shrunk(_overview(source, longest_px), longest_px) if longest_px > for_mask else _shrunk(image, longest_px)
+    return Thumbnail(shown, tissue), float(tissue.mean())
+
+
+def contact_sheet(slides: Sequence[tuple[str, Thumbnail]], columns: int = 6, side_px: int = 300) -> RGB:
+    """Return the pictures of many slides in rows, each over its name."""
+    rows = -(-len(slides) // columns)
+    text_px = 18
+    sheet = Image.new("RGB", (columns * side_px, max(1, rows) * (side_px + text_px)), "white")
+    draw = ImageDraw.Draw(sheet)
+    for index, (name, thumbnail) in enumerate(slides):
+        x, y = index % columns * side_px, index // columns * (side_px + text_px)
+        picture = Image.fromarray(thumbnail.drawn())
+        picture.thumbnail((side_px - 6, side_px - 6))
+        sheet.paste(picture, (x + 3, y + 3))
+        draw.text((x + 3, y + side_px), name[:44], fill="black")
+    return np.asarray(sheet)
+
+
+def save_png(image: RGB, path: Path) -> None:
+    """Write a picture, whole or not at all."""
+    encoded = io.BytesIO()
+    Image.fromarray(image).save(encoded, "PNG")
+    write_atomically(path, encoded.getvalue())
+
+
+def _overview(source: SlideSource, longest_px: int) -> Planes:
+    """Return ``(3, h, w)`` of the coarsest level that is at least as large, shrunk by whole factors in strips."""
+    large = [k for k, v in enumerate(source.levels) if max(v.height_px, v.width_px) >= longest_px]
+    level = max(large, key=lambda k: source.levels[k].downsample, default=0)
+    size = source.levels[level]
+    factor = max(1, max(size.height_px, size.width_px) // longest_px)
+    height, width = max(1, size.height_px // factor), max(1, size.width_px // factor)
+    across = make_taps(0, width, factor, size.width_px)
+    strips = []
+    step = max(1, _STRIP_SOURCE_PX // (size.width_px * factor))
+    for y in range(0, height, step):
+        down = make_taps(y, min(y + step, height), factor, size.height_px)
+        strip = source.read(Box(down.first, down.end, across.first, across.end), level)
+        strips.append(resample(np.ascontiguousarray(strip.transpose(2, 0, 1)), down, across))
+    return np.concatenate(strips, axis=1)
+
+
+def _shrunk(image: Planes, longest_px: int, planes: bool = False) -> RGB:
+    """Return ``(h, w, 3)``, or ``(3, h, w)`` with ``planes``, no longer than ``longest_px``."""
+    ratio = max(1.0, max(image.shape[1:]) / longest_px)
+    _, height, width = image.shape
+    rows = make_taps(0, target_size(height, ratio), ratio, height)
+    columns = make_taps(0, target_size(width, ratio), ratio, width)
+    small = resample(image[:, rows.first : rows.end, columns.first : columns.end], rows, columns)
+    return small if planes else np.ascontiguousarray(small.transpose(1, 2, 0))
+
+
+def _outline(mask: Mask) -> Mask:
+    """Return the pixels of ``mask`` within two pixels of its border."""
+    inner = np.pad(mask, 2)
+    for axis in (0, 1):
+        inner = inner & np.roll(inner, 2, axis) & np.roll(inner, -2, axis)
+    result: Mask = mask & ~inner[2:-2, 2:-2]
+    return result

@@ -1,0 +1,115 @@
+"""One job of an ingest, as whoever gets hold of it does it: claimed, compared with what others did, ingested."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from data.store.manifest import DONE, FAILED, SlideRecord, record_path, record_state
+from data.store.slide_store import StoreError
+from pathology.ingest.claims import Claim, ClaimLostError, sweep
+from pathology.ingest.contact import write_picture
+from pathology.ingest.discover import SlideJob, name_with_place
+from pathology.ingest.identity import differences
+from pathology.ingest.options import IngestOptions
+from pathology.ingest.slide import ingest_slide
+
+CLAIMS = ".claims"
+"""Folder of the store where claims on slides lie."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a job.
+
+    Attributes:
+        record: Of its slide.
+        job: As it was done; its name may have changed.
+        ours: Whether this run did it; otherwise another run did, meanwhile.
+    """
+
+    record: SlideRecord
+    job: SlideJob
+    ours: bool = True
+
+
+def sweep_claims(store: Path) -> None:
+    """Remove the claims on slides that killed runs left behind."""
+    sweep(store / CLAIMS)
+
+
+def do_job(
+    job: SlideJob, store: Path, options: IngestOptions, threads: int, tick: Callable[[float], None]
+) -> Outcome | None:
+    """Ingest a slide, unless another process works on it.
+
+    Args:
+        job: What to do.
+        store: The store's folder.
+        options: See there.
+        threads: Chunks encoded at a time; 0: as many as there are cores.
+        tick: Called with the share that is done.
+
+    Returns:
+        What became of it; None while another process works on it.
+
+    Raises:
+        OSError: The store cannot be written.
+    """
+    claim = Claim.take(store / CLAIMS, job.slide_id)
+    if claim is None:
+        return None
+    with claim:
+        if record_state(store, job.slide_id) != job.seen:
+            found = SlideRecord.load(record_path(store, job.slide_id))
+            if _is_of_another(found, job):
+                return _another_name(job, found, store, options, threads, tick)
+            return Outcome(_as_asked(found, options), job, ours=False)
+
+        def checked_tick(share: float) -> None:
+            claim.check()
+            tick(share)
+
+        try:
+            record = ingest_slide(
+                job.source, store, options, job.row, job.slide_id, secret=job.secret, threads=threads, tick=checked_tick
+            )
+        except ClaimLostError:
+            return None
+        except OSError as error:
+            raise OSError(error.errno, f"{error.strerror or error} (at {job.slide_id})") from error
+        if record.status == DONE:
+            with suppress(StoreError):
+                write_picture(store, job.slide_id)
+        return Outcome(record, job)
+
+
+def _is_of_another(record: SlideRecord, job: SlideJob) -> bool:
+    return not job.secret and record.source_path != str(job.source)
+
+
+def _another_name(
+    job: SlideJob,
+    found: SlideRecord,
+    store: Path,
+    options: IngestOptions,
+    threads: int,
+    tick: Callable[[float], None],
+) -> Outcome | None:
+    """Do a job whose name was given meanwhile to a slide of the same file name in another folder."""
+    if job.row.get("slide_id"):
+        reason = f"slide_id {job.slide_id!r} was given to {found.source_path} by another run; each slide needs its own"
+        return Outcome(SlideRecord(job.slide_id, str(job.source), FAILED, reason=reason), job)
+    name = name_with_place(job.slide_id, job.source)
+    return do_job(replace(job, slide_id=name, seen=record_state(store, name)), store, options, threads, tick)
+
+
+def _as_asked(record: SlideRecord, options: IngestOptions) -> SlideRecord:
+    """Return a record that another run made meanwhile; as failed, if it was made with other parameters."""
+    made = {k: v for k, v in record.identity.get("parameters", {}).items() if k != "given_mpp"}
+    changed = differences(made, options.parameters()) if record.status == DONE else []
+    if not changed:
+        return record
+    return replace(record, status=FAILED, reason=f"another run ingests it with other parameters: {', '.join(changed)}")

@@ -1,0 +1,1 @@
+"""A checkpoint reads new slides: predictions, heatmaps, regions, reports."""

@@ -1,0 +1,292 @@
+"""Prediction of slides: each is looked at by all ranks, written by one, and fails alone.
+
+```
+rank 0            slide file ── ingest ──> OUT/.ingest.tmp-…/<slide_id>.zarr   (removed when the slide is done)
+every rank        the same view of it; reads only the box of the image that its part of the network needs
+rank 0            OUT/<slide_id>/ …, then the slide's row in OUT/predictions.csv
+```
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import numpy as np
+
+from data.files import remove_leftovers, temporary_beside
+from data.samples.dataset import SlideDataset, SlideRef
+from data.store.manifest import SlideRecord
+from data.store.slide_store import SlideStore, slide_path
+from hyfi_core.comm.base import Communicator
+from hyfi_core.errors import RequestError
+from pathology.errors import SlideError
+from pathology.ingest.options import IngestOptions
+from pathology.predict.ensemble import Attribution, Lookers, together
+from pathology.predict.heatmap import average, place
+from pathology.predict.inputs import SlideInput
+from pathology.predict.out_folder import OutFolder
+from pathology.predict.recipe import Member, Recipe, common_recipe
+from pathology.predict.slide_result import SlideResult
+from pathology.predict.table import DONE, FAILED, Prediction
+from pathology.tissue.tissue import TissueParameters
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class PredictOptions:
+    """How slides are predicted.
+
+    Attributes:
+        mpp: micrometres per pixel to look at; None: the checkpoint's.
+        slide_mpp: of slide files that do not state their own.
+        overwrite: do finished slides again; replace what another checkpoint has left.
+        cells: rows and columns in which one process looks at an image, one after the other; None: at once.
+    """
+
+    mpp: float | None = None
+    slide_mpp: float | None = None
+    overwrite: bool = False
+    cells: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class PredictionReport:
+    """What a run did; the same on every rank.
+
+    Attributes:
+        done, failed: slides of this run, in order; a failed one carries its reason.
+        skipped: names of slides that were finished before.
+        stopped: whether it ended early on request.
+    """
+
+    done: tuple[Prediction, ...]
+    failed: tuple[Prediction, ...]
+    skipped: tuple[str, ...]
+    stopped: bool = False
+
+
+def predict_slides(
+    members: Sequence[Member],
+    inputs: Sequence[SlideInput],
+    out: Path,
+    comm: Communicator,
+    options: PredictOptions | None = None,
+    *,
+    advance: Callable[[str], None] = lambda note: None,
+    stop_wanted: Callable[[], bool] = lambda: False,
+) -> PredictionReport:
+    """Predict ``inputs`` and write their results under ``out``. Collective over ``comm``.
+
+    A slide that cannot be read, has no tissue or cannot be written fails alone. A slide whose results are there, from
+    the same checkpoints and the same file, is skipped unless ``options.overwrite``.
+
+    Args:
+        members: the model, or the models of an ensemble; the same on every rank.
+        inputs: from :func:`pathology.predict.inputs.find_inputs`; the same on every rank.
+        out: made where it does not exist; on a file system that all ranks see.
+        comm: ranks that share every slide.
+        options: see there.
+        advance: called on rank 0 after every slide, with its name and what became of it.
+        stop_wanted: asked on every rank between slides.
+
+    Raises:
+        RequestError: checkpoints that do not go together, or an ``out`` that holds something else; nothing is written.
+    """
+    options = options or PredictOptions()
+    recipe = common_recipe(members)
+    flags = ("mpp_changed",) if options.mpp is not None and options.mpp != recipe.mpp else ()
+    recipe = replace(recipe, mpp=options.mpp if options.mpp is not None else recipe.mpp)
+    folder = OutFolder(out, members, recipe, slide_mpp=options.slide_mpp, overwrite=options.overwrite)
+    chosen = _decided(comm, lambda: folder.open(inputs))
+    lookers = Lookers(members, recipe, comm, options.cells) if any(not inputs[k].reason for k in chosen) else None
+    outcomes: list[Prediction] = []
+    stopped = False
+    with _scratch(folder, comm, bool(chosen)) as scratch:
+        run = _Run(folder, recipe, comm, scratch, _ingest_options(members, recipe, options), flags)
+        for index in chosen:
+            stopped = any(comm.broadcast_object(comm.gather_objects(stop_wanted())))
+            if stopped:
+                break
+            outcomes.append(run.predict(inputs[index], lookers))
+            if comm.rank == 0:
+                folder.note(outcomes[-1])
+                advance(f"{outcomes[-1].slide_id}: {outcomes[-1].prediction or FAILED}")
+    return PredictionReport(
+        done=tuple(one for one in outcomes if one.status == DONE),
+        failed=tuple(one for one in outcomes if one.status == FAILED),
+        skipped=tuple(one.slide_id for k, one in enumerate(inputs) if k not in set(chosen)),
+        stopped=stopped,
+    )
+
+
+class _Run:
+    """One run on one rank."""
+
+    def __init__(
+        self,
+        folder: OutFolder,
+        recipe: Recipe,
+        comm: Communicator,
+        scratch: Path,
+        ingest: IngestOptions,
+        flags: tuple[str, ...],
+    ) -> None:
+        self._folder, self._recipe, self._comm = folder, recipe, comm
+        self._scratch, self._ingest_options, self._flags = scratch, ingest, flags
+
+    def predict(self, one: SlideInput, lookers: Lookers | None) -> Prediction:
+        """Return what became of a slide; its results are written. Collective."""
+        known = Prediction(one.slide_id, one.case_id, str(one.path), FAILED)
+        if one.reason or lookers is None:
+            return replace(known, reason=one.reason)
+        try:
+            with self._prepared(one) as (store, flags):
+                known = replace(known, flags=(*flags, *self._flags))
+                dataset = together(self._comm, lambda: self._dataset(store, one))
+                view = together(self._comm, lambda: dataset.view(0))
+                known = replace(known, coverage=view.coverage, flags=_merged(known.flags, view.flags))
+                if not view.pieces:
+                    return replace(known, reason="no tissue was found on this slide")
+                result = self._result(one, known, dataset, lookers.look(dataset, 0))
+                self._on_rank_0(lambda: self._folder.write(one, result))
+        except SlideError as error:
+            return replace(known, reason=str(error))
+        return replace(
+            known,
+            status=DONE,
+            prediction=self._recipe.class_names[result.predicted],
+            probabilities=tuple(result.mean.tolist()),
+            spread=None if result.spread is None else float(result.spread[result.predicted]),
+            flags=result.flags,
+        )
+
+    @contextmanager
+    def _prepared(self, one: SlideInput) -> Iterator[tuple[Path, tuple[str, ...]]]:
+        """Give the folder of a store that holds the slide, and the slide's flags; what was made for it is removed."""
+        if one.stored:
+            yield one.path.parent, _flags_of(one.row.get("flags", ""))
+            return
+        try:
+            record = self._on_rank_0(lambda: self._ingested(one))
+            yield self._scratch, tuple(self._comm.broadcast_object(list(record.flags) if record else []))
+        finally:
+            if self._comm.rank == 0:
+                shutil.rmtree(slide_path(self._scratch, one.slide_id), ignore_errors=True)
+
+    def _ingested(self, one: SlideInput) -> SlideRecord:
+        from pathology.ingest.slide import ingest_slide
+
+        record = ingest_slide(one.path, self._scratch, self._ingest_options, dict(one.row), one.slide_id)
+        if record.status != DONE:
+            raise SlideError(record.reason)
+        return record
+
+    def _on_rank_0(self, action: Callable[[], T]) -> T | None:
+        """Run ``action`` on rank 0 alone; if it fails, the slide fails on all ranks. Collective."""
+        return together(self._comm, lambda: action() if self._comm.rank == 0 else None)
+
+    def _dataset(self, store: Path, one: SlideInput) -> SlideDataset:
+        recipe = self._recipe
+        dataset = SlideDataset(
+            store,
+            [SlideRef(one.slide_id, one.case_id)],
+            size_px=recipe.size_px,
+            mpp=recipe.mpp,
+            view=recipe.view,
+            align_px=recipe.align_px,
+        )
+        dataset.level(0)
+        return dataset
+
+    def _result(
+        self, one: SlideInput, known: Prediction, dataset: SlideDataset, said: Sequence[Attribution]
+    ) -> SlideResult:
+        slide, level = dataset.slide(0), dataset.level(0)
+        assert isinstance(slide, SlideStore)
+        size = slide.levels[level]
+        heatmaps = [
+            place(
+                attribution.contributions,
+                attribution.logits.tolist(),
+                dataset.view(0),
+                align_px=self._recipe.align_px,
+                slide_size_px=(size.height_px, size.width_px),
+                mpp=size.mpp,
+                class_names=self._recipe.class_names,
+            )
+            for attribution in said
+        ]
+        heatmap = average(heatmaps) if len(heatmaps) > 1 else heatmaps[0]
+        return SlideResult(
+            slide_id=one.slide_id,
+            case_id=one.case_id,
+            path=str(one.path),
+            slide=slide,
+            level=level,
+            view=dataset.view(0),
+            heatmap=heatmap,
+            probabilities=np.stack([attribution.probabilities for attribution in said]),
+            flags=known.flags if heatmap.exact else (*known.flags, "heatmap_by_centre"),
+        )
+
+
+def _ingest_options(members: Sequence[Member], recipe: Recipe, options: PredictOptions) -> IngestOptions:
+    """Return how a slide file becomes a store: as the training slides did."""
+    found = members[0].config.get("tissue") or {}
+    known = {item.name for item in fields(TissueParameters)}
+    tissue: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items() if k in known}
+    return IngestOptions(mpp=recipe.mpp, slide_mpp=options.slide_mpp, tissue=TissueParameters(**tissue))
+
+
+def _flags_of(text: str) -> tuple[str, ...]:
+    return tuple(flag for flag in text.split(";") if flag)
+
+
+def _merged(*groups: Sequence[str]) -> tuple[str, ...]:
+    """Return all flags once, in the order in which they first appear."""
+    return tuple(dict.fromkeys(flag for group in groups for flag in group))
+
+
+def _decided(comm: Communicator, action: Callable[[], T]) -> T:
+    """Run ``action`` on rank 0 and return its value on all ranks; a refusal is raised on all alike. Collective."""
+    value, refusal = None, ""
+    if comm.rank == 0:
+        try:
+            value = action()
+        except RequestError as error:
+            refusal = str(error)
+    value, refusal = comm.broadcast_object([value, refusal])
+    if refusal:
+        raise RequestError(refusal)
+    return cast(T, value)
+
+
+@contextmanager
+def _scratch(folder: OutFolder, comm: Communicator, needed: bool) -> Iterator[Path]:
+    """Give a private store under the results' folder, removed at the end; its name is the same on every rank."""
+    path = Path(comm.broadcast_object(str(temporary_beside(folder.path / "ingest"))))
+    if not needed:
+        yield path
+        return
+    _decided(comm, lambda: _make(folder, path))
+    try:
+        yield path
+    finally:
+        if comm.rank == 0:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _make(folder: OutFolder, scratch: Path) -> None:
+    try:
+        folder.begin()
+        remove_leftovers(folder.path / "ingest")
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir()
+    except OSError as error:
+        raise RequestError(f"{folder.path}: cannot be written ({error.strerror}); choose another --out") from error

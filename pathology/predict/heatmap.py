@@ -1,0 +1,259 @@
+"""Where on the slide a logit came from: the network's cells put back in their place.
+
+The network sees a training image that was put together from pieces of the slide; its last map has one cell for every
+``cell_px`` pixels of that image. The heatmap has the same cells on the slide's own grid:
+
+    training image (view)             slide (heatmap)
+    +----+--+                         . . . . . . .        .  NaN: the model did not look
+    |AAAA|BB|    contributions        . A A . . . .
+    |AAAA|BB|   ---------------->     . A A . B . .        sum(A) + sum(B) + share of the background + bias == logit
+    +----+--+   source <- target      . . . . B . .
+    |    background                   . . . . . . .
+
+Sources and targets of the pieces begin at multiples of the view's ``align_px``, which the cell divides, so that cells
+map one to one. Where they do not, every cell goes where its centre is, and the heatmap says so (``exact`` is False).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from data.samples.view import Piece, View
+
+
+@dataclass(frozen=True, eq=False)
+class Heatmap:
+    """Contributions to each logit on the slide's grid of cells.
+
+    Attributes:
+        values: (classes, rows, columns) float32; NaN where the model did not look. Cell (i, j) covers
+            ``[i * cell_px, (i + 1) * cell_px) x [j * cell_px, (j + 1) * cell_px)`` of the slide at the model's
+            resolution; the last row and column may hang over the slide's border.
+        cell_px: side of a cell in pixels of the slide at the model's resolution.
+        mpp: (y, x) micrometres per pixel of the slide at the model's resolution.
+        slide_size_px: (height, width) of the slide at the model's resolution.
+        class_names: names of the channels.
+        logits: of each class.
+        bias: of each class, ``logit - sum of the contributions``: the bias of a linear head.
+        shared: of each class, what every cell was given of the background's contribution; part of ``values``.
+        exact: whether cells were mapped one to one; otherwise by their centres.
+    """
+
+    values: NDArray[np.float32]
+    cell_px: int
+    mpp: tuple[float, float]
+    slide_size_px: tuple[int, int]
+    class_names: tuple[str, ...]
+    logits: tuple[float, ...]
+    bias: tuple[float, ...]
+    shared: tuple[float, ...]
+    exact: bool
+
+    @property
+    def cell_um(self) -> tuple[float, float]:
+        """Micrometres per cell as (y, x)."""
+        return self.mpp[0] * self.cell_px, self.mpp[1] * self.cell_px
+
+    def speaks_for(self, class_index: int) -> NDArray[np.float64]:
+        """(rows, columns): what each cell adds to a class's logit by itself, 0 where it takes away or was not seen.
+
+        The share of the background is left out: it is the same everywhere and tells no place from another.
+        """
+        own = self.values[class_index].astype(np.float64) - self.shared[class_index]
+        positive: NDArray[np.float64] = np.maximum(np.nan_to_num(own), 0.0)
+        return positive
+
+    @property
+    def looked_at(self) -> NDArray[np.bool_]:
+        """(rows, columns): the cells that the model has seen."""
+        seen: NDArray[np.bool_] = ~np.isnan(self.values[0])
+        return seen
+
+
+def place(
+    contributions: NDArray[np.floating],
+    logits: Sequence[float],
+    view: View,
+    *,
+    align_px: int,
+    slide_size_px: tuple[int, int],
+    mpp: tuple[float, float],
+    class_names: Sequence[str],
+) -> Heatmap:
+    """Put a network's contributions back on the slide.
+
+    What the background of the training image contributed (cells that lie in no piece) belongs to no place on the slide;
+    it is shared equally among the cells that were looked at, so that their sum plus the bias is the logit.
+
+    Args:
+        contributions: (classes, h, w), sum over (h, w) + bias = logit.
+        logits: of each class.
+        view: how the training image was put together.
+        align_px: what the origins of the view's pieces are multiples of.
+        slide_size_px: (height, width) of the slide at the model's resolution.
+        mpp: (y, x) of the slide at the model's resolution.
+        class_names: one for each class.
+
+    Returns:
+        The heatmap; it owns its memory: ``4 * classes * slide pixels / cell_px**2`` bytes.
+
+    Raises:
+        ValueError: the view holds no piece.
+    """
+    if not view.pieces:
+        raise ValueError("this view holds no piece of the slide: there is nothing to put back")
+    summed = np.asarray(contributions, dtype=np.float64)
+    cell_px = network_stride(view.size_px, summed.shape[1:], align_px)
+    exact = cell_px is not None and all(_aligned(piece, cell_px) for piece in view.pieces)
+    if not exact or cell_px is None:
+        cell_px = max(1, round(max(view.size_px[0] / summed.shape[1], view.size_px[1] / summed.shape[2])))
+    shape = (math.ceil(slide_size_px[0] / cell_px), math.ceil(slide_size_px[1] / cell_px))
+    canvas = np.zeros((len(summed), *shape))
+    seen = np.zeros(shape, dtype=bool)
+    used = (_copy_cells if exact else _scatter_centres)(summed, view, cell_px, canvas, seen)
+    totals = summed.sum(axis=(1, 2))
+    background = totals - np.where(used, summed, 0.0).sum(axis=(1, 2))
+    shared = background / max(1, int(seen.sum()))
+    canvas += shared[:, None, None]
+    canvas[:, ~seen] = np.nan
+    logit_values = np.asarray(logits, dtype=np.float64)
+    return Heatmap(
+        values=canvas.astype(np.float32),
+        cell_px=cell_px,
+        mpp=mpp,
+        slide_size_px=slide_size_px,
+        class_names=tuple(class_names),
+        logits=tuple(logit_values.tolist()),
+        bias=tuple((logit_values - totals).tolist()),
+        shared=tuple(shared.tolist()),
+        exact=exact,
+    )
+
+
+def network_stride(size_px: tuple[int, int], cells: tuple[int, ...], align_px: int) -> int | None:
+    """Return how many pixels one cell stands for, if that divides ``align_px``; None if not.
+
+    Each axis has ceil(size / stride) cells; the smallest such divisor, since a map of a single cell fits many.
+    """
+    for stride in range(1, align_px + 1):
+        if align_px % stride == 0 and all(math.ceil(s / stride) == c for s, c in zip(size_px, cells, strict=True)):
+            return stride
+    return None
+
+
+def _aligned(piece: Piece, cell_px: int) -> bool:
+    corners = (piece.source.y0, piece.source.x0, piece.target.y0, piece.target.x0)
+    return all(corner % cell_px == 0 for corner in corners)
+
+
+def _copy_cells(
+    contributions: NDArray[np.float64], view: View, cell_px: int, canvas: NDArray[np.float64], seen: NDArray[np.bool_]
+) -> NDArray[np.bool_]:
+    """Add every piece's cells to the canvas, one to one; return which cells (h, w) were used."""
+    used = np.zeros(contributions.shape[1:], dtype=bool)
+    for piece in view.pieces:
+        rows, columns = (math.ceil(side / cell_px) for side in piece.target.shape)
+        ty, tx = piece.target.y0 // cell_px, piece.target.x0 // cell_px
+        sy, sx = piece.source.y0 // cell_px, piece.source.x0 // cell_px
+        target = (slice(ty, ty + rows), slice(tx, tx + columns))
+        source = (slice(sy, sy + rows), slice(sx, sx + columns))
+        canvas[:, *source] += contributions[:, *target]
+        seen[source] = True
+        used[target] = True
+    return used
+
+
+def _scatter_centres(
+    contributions: NDArray[np.float64], view: View, cell_px: int, canvas: NDArray[np.float64], seen: NDArray[np.bool_]
+) -> NDArray[np.bool_]:
+    """Add every cell where its centre lies on the slide; return which cells (h, w) were used."""
+    rows, columns = contributions.shape[1:]
+    centre_y = (np.arange(rows) + 0.5) * view.size_px[0] / rows
+    centre_x = (np.arange(columns) + 0.5) * view.size_px[1] / columns
+    used = np.zeros((rows, columns), dtype=bool)
+    for piece in view.pieces:
+        in_y = np.flatnonzero((centre_y >= piece.target.y0) & (centre_y < piece.target.y1))
+        in_x = np.flatnonzero((centre_x >= piece.target.x0) & (centre_x < piece.target.x1))
+        if not in_y.size or not in_x.size:
+            continue
+        to_y = ((centre_y[in_y] - piece.target.y0 + piece.source.y0) // cell_px).astype(int)
+        to_x = ((centre_x[in_x] - piece.target.x0 + piece.source.x0) // cell_px).astype(int)
+        places = (to_y[:, None] * canvas.shape[2] + to_x).ravel()
+        values = contributions[:, in_y[:, None], in_x].reshape(len(contributions), -1)
+        np.add.at(canvas.reshape(len(canvas), -1).T, places, values.T)
+        seen[np.ix_(to_y, to_x)] = True
+        used[np.ix_(in_y, in_x)] = True
+    return used
+
+
+def average(heatmaps: Sequence[Heatmap]) -> Heatmap:
+    """Return the mean of an ensemble's heatmaps, on the grid of the finest.
+
+    A coarser cell is cut into equal cells that share its contribution, so that sums stay what they were.
+
+    Raises:
+        ValueError: the cells of one do not divide those of another, or the slides differ.
+    """
+    finest = math.gcd(*(heatmap.cell_px for heatmap in heatmaps))
+    if len({heatmap.slide_size_px for heatmap in heatmaps}) > 1:
+        raise ValueError("heatmaps of different slides cannot be averaged")
+    first = heatmaps[0]
+    shape = tuple(math.ceil(side / finest) for side in first.slide_size_px)
+    total = np.zeros((len(first.values), *shape))
+    shared = np.zeros(len(first.values))
+    seen = np.zeros(shape, dtype=bool)
+    for heatmap in heatmaps:
+        values = _refine(heatmap, finest, shape)
+        shared += np.array(heatmap.shared) * (finest / heatmap.cell_px) ** 2 / len(heatmaps)
+        seen |= ~np.isnan(values[0])
+        total += np.nan_to_num(values)
+    total /= len(heatmaps)
+    total[:, ~seen] = np.nan
+    return Heatmap(
+        values=total.astype(np.float32),
+        cell_px=finest,
+        mpp=first.mpp,
+        slide_size_px=first.slide_size_px,
+        class_names=first.class_names,
+        logits=tuple(np.mean([heatmap.logits for heatmap in heatmaps], axis=0).tolist()),
+        bias=tuple(np.mean([heatmap.bias for heatmap in heatmaps], axis=0).tolist()),
+        shared=tuple(shared.tolist()),
+        exact=all(heatmap.exact for heatmap in heatmaps),
+    )
+
+
+def _refine(heatmap: Heatmap, cell_px: int, shape: tuple[int, ...]) -> NDArray[np.float64]:
+    """Cut each cell into equal cells of ``cell_px``, of which only those on the slide count."""
+    times = heatmap.cell_px // cell_px
+    rows, columns = (np.arange(heatmap.values.shape[axis + 1] * times) // times for axis in (0, 1))
+    rows, columns = rows[: shape[0]], columns[: shape[1]]
+    inside = np.outer(np.bincount(rows), np.bincount(columns))
+    values: NDArray[np.float64] = (heatmap.values.astype(np.float64) / inside)[:, rows[:, None], columns]
+    return values
+
+
+def pyramid(values: NDArray[np.float32], smallest_px: int = 256) -> list[NDArray[np.float32]]:
+    """Return level 0 and its halvings, until both sides are at most ``smallest_px``; at least one, if it can be halved.
+
+    A coarser pixel is the mean of those of its four that are not NaN (NaN where all are); odd sizes round up.
+    """
+    levels = [values]
+    while max(levels[-1].shape[1:]) > smallest_px or (len(levels) == 1 and max(values.shape[1:]) > 1):
+        levels.append(_halve(levels[-1]))
+    return levels
+
+
+def _halve(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    classes, height, width = values.shape
+    padded = np.pad(values, ((0, 0), (0, height % 2), (0, width % 2)), constant_values=np.nan)
+    blocks = padded.reshape(classes, (height + 1) // 2, 2, (width + 1) // 2, 2).astype(np.float64)
+    counts = (~np.isnan(blocks)).sum(axis=(2, 4))
+    sums = np.nansum(blocks, axis=(2, 4))
+    return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan).astype(np.float32)

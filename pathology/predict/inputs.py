@@ -1,0 +1,80 @@
+"""What a user asks to predict: slide files, folders, manifests, slides of a store, whole stores."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from data.store.manifest import FAILED, StoreManifest, load_records
+from data.store.slide_store import slide_path
+from hyfi_core.errors import RequestError
+from pathology.ingest.discover import find_jobs
+
+
+@dataclass(frozen=True)
+class SlideInput:
+    """One slide to predict.
+
+    Attributes:
+        slide_id: names its results.
+        case_id: the patient or block, empty where unknown.
+        path: the slide file, or ``STORE/<slide_id>.zarr``.
+        stored: whether it is already in a store.
+        row: the user's or the store's manifest row.
+        reason: why it cannot be predicted, known before it is tried; empty otherwise.
+    """
+
+    slide_id: str
+    case_id: str
+    path: Path
+    stored: bool
+    row: Mapping[str, str] = field(default_factory=dict)
+    reason: str = ""
+
+
+def find_inputs(paths: Sequence[Path]) -> list[SlideInput]:
+    """Return the slides that are meant: those of stores first, then files, folders and manifests as they are given.
+
+    Slide files are named as an ingest would name them.
+
+    Raises:
+        RequestError: a path is missing, a folder holds no slide, a manifest is wrong, or two slides have one name.
+    """
+    # Unlike those of paths, these say no to what the system cannot look at; it is told with the other files.
+    folders = [path for path in paths if os.path.isdir(path)]  # noqa: PTH112
+    stored = [one for path in folders for one in _stored(path)]
+    jobs = find_jobs([path for path in paths if not (path in folders and _is_stored(path))], {})
+    files = [SlideInput(job.slide_id, job.row.get("case_id", ""), job.source, False, job.row) for job in jobs]
+    found: dict[str, SlideInput] = {}
+    for one in (*stored, *files):
+        other = found.setdefault(one.slide_id, one)
+        if other.path != one.path:
+            raise RequestError(
+                f"two slides are named {one.slide_id}: {other.path} and {one.path}; their results would lie in one "
+                "folder: predict them into different --out, or name them in a manifest's column slide_id"
+            )
+    return list(found.values())
+
+
+def _is_stored(folder: Path) -> bool:
+    """Whether a folder is a store, or one slide of a store."""
+    return folder.name.endswith(".zarr") or (folder / ".records").is_dir() or any(folder.glob("*.zarr"))
+
+
+def _stored(folder: Path) -> list[SlideInput]:
+    """Return the slides of a store, or the one slide; those that the ingest failed on carry the reason."""
+    if not _is_stored(folder):
+        return []
+    if folder.name.endswith(".zarr"):
+        slide_id = folder.name.removesuffix(".zarr")
+        record = load_records(folder.parent).get(slide_id)
+        row = record.row() if record else {}
+        return [SlideInput(slide_id, row.get("case_id", ""), folder, True, row)]
+    found = []
+    for row in sorted(StoreManifest.load(folder), key=lambda row: row["slide_id"]):
+        reason = f"not in the store: {row.get('reason', '')}" if row.get("status") == FAILED else ""
+        path = slide_path(folder, row["slide_id"])
+        found.append(SlideInput(row["slide_id"], row.get("case_id", ""), path, True, row, reason))
+    return found

@@ -1,0 +1,129 @@
+"""The strip under a picture that says what its colours mean."""
+
+from __future__ import annotations
+
+import unicodedata
+from dataclasses import dataclass
+from typing import Literal
+
+from PIL import Image, ImageDraw, ImageFont
+
+from pathology.predict.colors import heat_ramp
+
+TEXT_RGB = (31, 41, 55)
+STRIP_RGB = (255, 255, 255)
+
+
+@dataclass(frozen=True)
+class Key:
+    """A sample of a colour or line, and what it means."""
+
+    kind: Literal["ramp", "outline", "region", "unseen"]
+    text: str
+
+
+@dataclass(frozen=True)
+class ScaleBar:
+    """A bar of a round length, at ``um_per_px`` micrometres per pixel of the picture."""
+
+    um_per_px: float
+
+
+LegendItem = Key | ScaleBar
+
+
+Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
+
+
+def typeset(text: str, size_px: int) -> tuple[str, Font]:
+    """Return ``text`` and a font that has all its letters.
+
+    That is the font that comes with Pillow, which knows little beyond ASCII; for other texts DejaVu Sans, where the
+    system has it; else accents are dropped and what is left of the unknown becomes a question mark.
+    """
+    own = ImageFont.load_default(size_px)
+    if all(_has(own, letter) for letter in text):
+        return text, own
+    try:
+        return text, ImageFont.truetype("DejaVuSans.ttf", size_px)
+    except OSError:
+        plain = "".join(letter for letter in unicodedata.normalize("NFKD", text) if not unicodedata.combining(letter))
+        return "".join(letter if _has(own, letter) else "?" for letter in plain), own
+
+
+def _has(font: Font, letter: str) -> bool:
+    return letter == " " or bytes(font.getmask(letter)) != bytes(font.getmask("\uffff"))
+
+
+def add_legend(image: Image.Image, items: list[LegendItem]) -> Image.Image:
+    """Return ``image`` with a strip below it; items flow into as many rows as they need."""
+    unit = max(13, min(28, round(image.width / 68)))
+    rows = _rows(items, image.width, unit)
+    row_px = round(unit * 2.1)
+    result = Image.new("RGB", (image.width, image.height + row_px * len(rows) + unit), STRIP_RGB)
+    result.paste(image, (0, 0))
+    draw = ImageDraw.Draw(result)
+    for index, row in enumerate(rows):
+        x = unit
+        y = image.height + unit / 2 + row_px * (index + 0.5)
+        for item in row:
+            _draw_item(draw, item, x, y, unit, image.width)
+            x += _width(item, unit, image.width) + round(unit * 1.8)
+    return result
+
+
+def bar_length_um(um_per_px: float, longest_px: float) -> float:
+    """Return the longest of 1, 2, 5 x 10^n micrometres that is at most ``longest_px`` long."""
+    lengths = [digit * 10.0**power for power in range(-1, 7) for digit in (1, 2, 5)]
+    fitting = [length for length in lengths if length / um_per_px <= longest_px]
+    return fitting[-1] if fitting else lengths[0]
+
+
+def _rows(items: list[LegendItem], width_px: int, unit: int) -> list[list[LegendItem]]:
+    rows: list[list[LegendItem]] = [[]]
+    used = unit
+    for item in items:
+        needed = _width(item, unit, width_px) + round(unit * 1.8)
+        if rows[-1] and used + needed > width_px:
+            rows.append([])
+            used = unit
+        rows[-1].append(item)
+        used += needed
+    return rows
+
+
+def _sample_px(item: LegendItem, unit: int, width_px: int) -> int:
+    if isinstance(item, ScaleBar):
+        return round(bar_length_um(item.um_per_px, width_px / 8) / item.um_per_px)
+    return round(unit * (7 if item.kind == "ramp" else 1.9))
+
+
+def _text(item: LegendItem, width_px: int) -> str:
+    if isinstance(item, Key):
+        return item.text
+    return f"{bar_length_um(item.um_per_px, width_px / 8) / 1000:g} mm"
+
+
+def _width(item: LegendItem, unit: int, width_px: int) -> int:
+    text, font = typeset(_text(item, width_px), unit)
+    return _sample_px(item, unit, width_px) + round(unit * 0.6) + round(font.getlength(text))
+
+
+def _draw_item(draw: ImageDraw.ImageDraw, item: LegendItem, x: float, y: float, unit: int, width_px: int) -> None:
+    length = _sample_px(item, unit, width_px)
+    half = unit * 0.5
+    if isinstance(item, ScaleBar):
+        draw.line((x, y, x + length, y), fill=TEXT_RGB, width=3)
+        for end in (x, x + length):
+            draw.line((end, y - half * 0.7, end, y + half * 0.7), fill=TEXT_RGB, width=3)
+    elif item.kind == "ramp":
+        for step, color in enumerate(heat_ramp(length).tolist()):
+            draw.line((x + step, y - half, x + step, y + half), fill=tuple(color))
+    elif item.kind == "outline":
+        draw.line((x, y, x + length, y), fill=(52, 64, 84), width=2)
+    elif item.kind == "region":
+        draw.rectangle((x, y - half, x + length, y + half), outline=(17, 24, 39), width=2)
+    else:
+        draw.rectangle((x, y - half, x + length, y + half), fill=(228, 228, 231), outline=(180, 180, 186))
+    text, font = typeset(_text(item, width_px), unit)
+    draw.text((x + length + unit * 0.6, y), text, fill=TEXT_RGB, font=font, anchor="lm")

@@ -1,0 +1,130 @@
+"""The folder that predictions are written to: what is there already, what may be replaced, what is left to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from data.files import write_json_atomically
+from hyfi_core.errors import RequestError
+from pathology.predict.inputs import SlideInput
+from pathology.predict.recipe import Member, Recipe
+from pathology.predict.results import PREDICTION_FILE, write_results
+from pathology.predict.slide_result import SlideResult
+from pathology.predict.table import DONE, FILE_NAME, Prediction, PredictionTable
+
+RUN_FILE = "predictions.json"
+
+
+class OutFolder:
+    """``DIR`` of a prediction; only rank 0 has one.
+
+    ```
+    DIR/predictions.csv      one row a slide
+    DIR/predictions.json     which checkpoints made them, at which resolution
+    DIR/<slide_id>/          see pathology.predict.results
+    ```
+
+    Args:
+        path: the folder; need not exist.
+        members: who predicts.
+        recipe: how they look.
+        slide_mpp: given for slides that do not state theirs.
+        overwrite: whether finished slides are done again, also those of other checkpoints.
+    """
+
+    def __init__(
+        self, path: Path, members: Sequence[Member], recipe: Recipe, *, slide_mpp: float | None, overwrite: bool
+    ) -> None:
+        self.path = path
+        self._members, self._recipe = tuple(members), recipe
+        self._slide_mpp, self._overwrite = slide_mpp, overwrite
+        self._made_by = {
+            "checkpoints": [member.digest for member in members],
+            "mpp": recipe.mpp,
+            "class_names": list(recipe.class_names),
+        }
+        self._table: PredictionTable | None = None
+
+    def open(self, inputs: Sequence[SlideInput]) -> list[int]:
+        """Return the indices of the slides that are left to do. Writes nothing.
+
+        Raises:
+            RequestError: the folder holds predictions of other checkpoints, or a slide's folder is somebody else's.
+        """
+        others = self._made_by_others()
+        if others is not None and not self._overwrite:
+            raise RequestError(
+                f"{self.path} holds predictions made with {others}; choose another --out, or --overwrite to start anew"
+            )
+        for one in inputs:
+            self._check_name(one.slide_id)
+        self._table = PredictionTable(
+            self.path, self._recipe.class_names, with_spread=len(self._members) > 1, keep=others is None
+        )
+        return [k for k, one in enumerate(inputs) if self._overwrite or not self._finished(one)]
+
+    def begin(self) -> None:
+        """Make the folder and say in it who predicts."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_json_atomically(self.path / RUN_FILE, self._made_by)
+
+    def write(self, one: SlideInput, result: SlideResult) -> None:
+        """Write a slide's folder."""
+        write_results(self.path / one.slide_id, result, self._members, self._recipe, self._key(one))
+
+    def note(self, prediction: Prediction) -> None:
+        """Set a slide's row in the table."""
+        assert self._table is not None, "open comes first"
+        self._table.put(prediction)
+
+    def _made_by_others(self) -> str | None:
+        """Return what else the folder's predictions were made with, in words; None if nothing differs."""
+        path = self.path / RUN_FILE
+        if not path.exists():
+            if (self.path / FILE_NAME).exists():
+                raise RequestError(f"{self.path / FILE_NAME} was not written by hyfi predict; choose another --out")
+            return None
+        before = _read(path)
+        for name, now in self._made_by.items():
+            if before.get(name) != now:
+                return f"other {name} ({_short(before.get(name))}; now {_short(now)})"
+        return None
+
+    def _check_name(self, slide_id: str) -> None:
+        if slide_id in ("", ".", "..") or "/" in slide_id or "\\" in slide_id or slide_id.startswith("."):
+            raise RequestError(f"slide_id {slide_id!r} cannot name a folder; give another in the manifest's slide_id")
+        folder = self.path / slide_id
+        if folder.exists() and not (folder / PREDICTION_FILE).is_file():
+            raise RequestError(f"{folder} exists and was not written by hyfi predict; choose another --out")
+
+    def _finished(self, one: SlideInput) -> bool:
+        assert self._table is not None, "open comes first"
+        row = self._table.row(one.slide_id)
+        path = self.path / one.slide_id / PREDICTION_FILE
+        return row is not None and row["status"] == DONE and path.exists() and _read(path).get("key") == self._key(one)
+
+    def _key(self, one: SlideInput) -> dict[str, Any]:
+        """Return what a slide's results depend on; the same key, the same results."""
+        source = one.path / "zarr.json" if one.stored else one.path
+        try:
+            status = source.stat()
+            identity = {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
+        except OSError:
+            identity = {}
+        return {**self._made_by, "source": identity, "slide_mpp": None if one.stored else self._slide_mpp}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _short(value: object) -> str:
+    parts = value if isinstance(value, list) else [value]
+    return ", ".join(str(part)[:12] for part in parts)

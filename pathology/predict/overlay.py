@@ -1,0 +1,179 @@
+"""A picture of the slide that shows where its prediction came from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw
+
+from pathology.predict.colors import heat_ramp
+from pathology.predict.heatmap import Heatmap
+from pathology.predict.legend import Key, LegendItem, ScaleBar, add_legend, typeset
+from pathology.predict.regions import Region, outline
+
+OUTLINE_RGB = (52, 64, 84)
+REGION_RGB = (17, 24, 39)
+SATURATION = 0.45  # of the tissue under the colours, so that stain and heat cannot be confused
+STRONGEST_ALPHA = 0.88
+BRIGHTEST_QUANTILE = 0.998  # one outlying cell shall not pale all others
+
+
+@dataclass(frozen=True, eq=False)
+class Overlay:
+    """What is drawn.
+
+    Attributes:
+        thumbnail: (h, w, 3) uint8, the whole slide.
+        heatmap: on the same slide.
+        class_index: whose contributions are shown: only what speaks for it, only in the tissue.
+        tissue: bool mask of the slide; its first pixel is the slide's, its last may hang over the slide's end.
+        tissue_mpp: (y, x) micrometres per pixel of the mask.
+        regions: numbered outlines.
+    """
+
+    thumbnail: NDArray[np.uint8]
+    heatmap: Heatmap
+    class_index: int
+    tissue: NDArray[np.bool_]
+    tissue_mpp: tuple[float, float]
+    regions: Sequence[Region]
+
+
+def draw_overlay(overlay: Overlay) -> Image.Image:
+    """Return the thumbnail under translucent colours, with the tissue's outline, the regions and a legend below."""
+    heat, strongest = resampled_heat(overlay)
+    shape = overlay.thumbnail.shape[:2]
+    extent = slide_extent(overlay.tissue_mpp, overlay.heatmap)
+    tissue = _resize(overlay.tissue.astype(np.float32), shape, extent)
+    seen = _resize(overlay.heatmap.looked_at.astype(np.float32), shape, _cells_extent(overlay.heatmap))
+    unseen = np.clip(tissue * 2 - 1, 0, 1) * (1 - np.clip(seen, 0, 1))
+    canvas = _greyed(overlay.thumbnail)
+    canvas = _blend(canvas, np.full(3, 255.0), 0.65 * unseen * _hatching(shape))
+    ramp = heat_ramp().astype(np.float64)
+    alpha = STRONGEST_ALPHA * np.sqrt(heat) * seen * _near(tissue)
+    canvas = _blend(canvas, ramp[np.round(heat * 255).astype(int)], alpha)
+    canvas = _blend(canvas, np.array(OUTLINE_RGB, dtype=np.float64), 0.8 * _line(tissue))
+    image = Image.fromarray(np.round(canvas).clip(0, 255).astype(np.uint8))
+    _draw_regions(image, overlay)
+    return add_legend(image, _legend(overlay, strongest, bool((unseen > 0.5).mean() > 1e-4)))
+
+
+def resampled_heat(overlay: Overlay) -> tuple[NDArray[np.float64], float]:
+    """Return what speaks for the class, 0 to 1, in pixels of the thumbnail, and the contribution that is shown as 1."""
+    positive = overlay.heatmap.speaks_for(overlay.class_index).astype(np.float32)
+    positive[~tissue_cells(overlay.tissue, overlay.tissue_mpp, overlay.heatmap)] = 0.0
+    spread = positive[positive > 0]
+    strongest = float(np.quantile(spread, BRIGHTEST_QUANTILE)) if spread.size else 0.0
+    heat = _resize(positive, overlay.thumbnail.shape[:2], _cells_extent(overlay.heatmap))
+    return (np.clip(heat / strongest, 0, 1) if strongest > 0 else np.zeros_like(heat)), strongest
+
+
+def slide_extent(mpp: tuple[float, float], heatmap: Heatmap) -> tuple[float, float]:
+    """Return the slide's (height, width) in pixels of ``mpp``; not whole numbers."""
+    return (
+        heatmap.slide_size_px[0] * heatmap.mpp[0] / mpp[0],
+        heatmap.slide_size_px[1] * heatmap.mpp[1] / mpp[1],
+    )
+
+
+def _cells_extent(heatmap: Heatmap) -> tuple[float, float]:
+    return slide_extent(heatmap.cell_um, heatmap)
+
+
+def tissue_cells(tissue: NDArray[np.bool_], tissue_mpp: tuple[float, float], heatmap: Heatmap) -> NDArray[np.bool_]:
+    """Return (rows, columns): the cells of the heatmap that have some tissue in them.
+
+    Args:
+        tissue: mask of the slide.
+        tissue_mpp: (y, x) micrometres per pixel of the mask.
+        heatmap: of the same slide.
+    """
+    rows, columns = heatmap.values.shape[1:]
+    scale_y, scale_x = (fine / coarse for fine, coarse in zip(tissue_mpp, heatmap.cell_um, strict=True))
+    y, x = np.nonzero(tissue)
+    cells = np.zeros((rows, columns), dtype=bool)
+    cells[
+        np.minimum(((y + 0.5) * scale_y).astype(int), rows - 1),
+        np.minimum(((x + 0.5) * scale_x).astype(int), columns - 1),
+    ] = True
+    return cells
+
+
+def _near(soft_mask: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return 1 in the tissue and just outside it, fading to 0 on the glass."""
+    from skimage.filters import gaussian
+
+    wide: NDArray[np.float64] = gaussian(soft_mask, max(soft_mask.shape) / 400)  # type: ignore[no-untyped-call]
+    return np.clip(wide * 3, 0.0, 1.0)
+
+
+def _resize(values: NDArray[np.float32], shape: Sequence[int], extent: tuple[float, float]) -> NDArray[np.float64]:
+    """Resample the slide's ``extent`` (height, width) of ``values`` to (h, w); what hangs over its end is cut off."""
+    box = (0.0, 0.0, min(extent[1], values.shape[1]), min(extent[0], values.shape[0]))
+    image = Image.fromarray(values).resize((shape[1], shape[0]), Image.Resampling.BILINEAR, box=box)
+    return np.asarray(image, dtype=np.float64)
+
+
+def _greyed(thumbnail: NDArray[np.uint8]) -> NDArray[np.float64]:
+    """Take most of the stain's colour away; keep structure and lightness."""
+    rgb = thumbnail.astype(np.float64)
+    grey = (rgb @ np.array([0.299, 0.587, 0.114]))[..., None]
+    mixed: NDArray[np.float64] = grey + SATURATION * (rgb - grey)
+    return mixed
+
+
+def _blend(canvas: NDArray[np.float64], color: NDArray[np.float64], alpha: NDArray[np.float64]) -> NDArray[np.float64]:
+    return canvas + (color - canvas) * alpha[..., None]
+
+
+def _hatching(shape: Sequence[int]) -> NDArray[np.float64]:
+    y, x = np.ogrid[: shape[0], : shape[1]]
+    return np.where((y + x) % 8 < 4, 1.0, 0.55)
+
+
+def _line(soft_mask: NDArray[np.float64], width_px: float = 1.6) -> NDArray[np.float64]:
+    """Return how much of each pixel a line along the mask's border covers, smooth at its edges."""
+    from skimage.filters import gaussian
+
+    smooth: NDArray[np.float64] = gaussian(soft_mask, 1.2)  # type: ignore[no-untyped-call]
+    slope = np.hypot(*np.gradient(smooth))
+    distance_px = np.abs(smooth - 0.5) / np.maximum(slope, 1e-3)
+    covered: NDArray[np.float64] = np.clip(width_px / 2 + 0.5 - distance_px, 0.0, 1.0)
+    return covered
+
+
+def _draw_regions(image: Image.Image, overlay: Overlay) -> None:
+    draw = ImageDraw.Draw(image)
+    scale = image.width / overlay.heatmap.slide_size_px[1] * overlay.heatmap.cell_px
+    size = max(12, round(image.width / 110))
+    for region in overlay.regions:
+        for ring in outline(region.cells):
+            draw.line([(x * scale, y * scale) for x, y in ring], fill=REGION_RGB, width=2, joint="curve")
+    for region in reversed(overlay.regions):
+        top = int(region.cells[0].min())
+        x = float(region.cells[1][region.cells[0] == top].max() + 1) * scale + size * 0.7
+        y = top * scale - size * 0.2
+        x, y = min(x, image.width - size), max(y, size)
+        radius = size * 0.78
+        draw.ellipse(
+            (x - radius, y - radius, x + radius, y + radius), fill=(255, 255, 255), outline=REGION_RGB, width=2
+        )
+        text, font = typeset(str(region.rank), size)
+        draw.text((x, y), text, fill=REGION_RGB, font=font, anchor="mm")
+
+
+def _legend(overlay: Overlay, strongest: float, some_unseen: bool) -> list[LegendItem]:
+    name = overlay.heatmap.class_names[overlay.class_index]
+    items: list[LegendItem] = [
+        Key("ramp", f"speaks for “{name}”: 0 to {strongest:.2g} per cell"),
+        Key("outline", "tissue"),
+    ]
+    if overlay.regions:
+        items.append(Key("region", "regions that speak most, ranked"))
+    if some_unseen:
+        items.append(Key("unseen", "tissue not looked at"))
+    um_per_px = overlay.heatmap.mpp[1] * overlay.heatmap.slide_size_px[1] / overlay.thumbnail.shape[1]
+    return [*items, ScaleBar(um_per_px)]

@@ -1,0 +1,102 @@
+"""How a checkpoint wants a slide to be looked at, and the members of an ensemble that look at it together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, cast
+
+from torch import nn
+
+from data.loading.normalise import Normalisation
+from hyfi_core.errors import RequestError
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """One trained model.
+
+    Attributes:
+        path: its checkpoint, as the user named it.
+        model: with its weights, in evaluation mode.
+        config: the content of ``model.json``.
+    """
+
+    path: str
+    model: nn.Module
+    config: Mapping[str, Any]
+
+    @property
+    def digest(self) -> str:
+        """sha256 of the weights' file."""
+        return str(self.config.get("files", {}).get("model.safetensors", {}).get("sha256", ""))
+
+    @property
+    def normalisation(self) -> Normalisation:
+        """How its images are normalised."""
+        return Normalisation.from_json(self.config["normalisation"])
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What all members must share.
+
+    Attributes:
+        task: ``multiclass``.
+        class_names: in the order of the logits.
+        mpp: micrometres per pixel of the image.
+        size_px: (height, width) of the image.
+        view: how the image is made of a slide.
+        align_px: grid on which pieces of tissue are moved.
+    """
+
+    task: str
+    class_names: tuple[str, ...]
+    mpp: float
+    size_px: tuple[int, int]
+    view: Literal["pack", "crop"]
+    align_px: int
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Recipe:
+        """Read ``model.json``.
+
+        Raises:
+            RequestError: a key is missing, or it is not about one class of several.
+        """
+        try:
+            height, width = (int(side) for side in config["size_px"])
+            recipe = cls(
+                task=str(config["task"]),
+                class_names=tuple(str(name) for name in config["class_names"]),
+                mpp=float(config["mpp"]),
+                size_px=(height, width),
+                view=cast(Literal["pack", "crop"], config["view"]),
+                align_px=int(config["align_px"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise RequestError(
+                f"the checkpoint's model.json lacks or garbles {error}; use another checkpoint"
+            ) from error
+        if recipe.task != "multiclass":
+            raise RequestError(f"the checkpoint's task is {recipe.task!r}; prediction knows multiclass")
+        return recipe
+
+
+def common_recipe(members: Sequence[Member]) -> Recipe:
+    """Return what the members of an ensemble share.
+
+    Raises:
+        RequestError: two of them differ; names what, and both values.
+    """
+    first = Recipe.of(members[0].config)
+    for member in members[1:]:
+        other = Recipe.of(member.config)
+        for item in fields(Recipe):
+            mine, theirs = getattr(first, item.name), getattr(other, item.name)
+            if mine != theirs:
+                raise RequestError(
+                    f"these checkpoints cannot predict together: {item.name} is {mine} in {members[0].path} "
+                    f"and {theirs} in {member.path}"
+                )
+    return first

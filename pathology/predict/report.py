@@ -1,0 +1,132 @@
+"""One self-contained HTML page about one slide: what was predicted, from where, with what."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from PIL import Image
+
+TEMPLATES = Path(__file__).parents[1] / "templates"
+
+FLAG_MEANINGS = {
+    "no_tissue": "no tissue was found on this slide",
+    "cropped": "not all tissue fits into the image that the network looks at; the rest was not seen",
+    "mpp_assumed": "the file does not say how large a pixel is; the size given by the user was taken",
+    "mpp_changed": "looked at with another resolution than the network was trained with",
+    "upsampled": "the scan is slightly coarser than the network's resolution and was enlarged",
+    "blur": "parts of the tissue are out of focus",
+    "pen": "there are pen marks on the glass",
+    "bad_tiles": "some tiles of the file cannot be decoded; they were left white",
+    "heatmap_by_centre": "cells of the heatmap are put where their centres lie, up to half a cell off",
+}
+
+
+@dataclass(frozen=True)
+class ClassBar:
+    """One class: probability 0 to 1, its spread over an ensemble (None for one model), a CSS colour."""
+
+    name: str
+    probability: float
+    spread: float | None
+    color: str
+
+
+@dataclass(frozen=True)
+class Flag:
+    """Something about the slide that a reader must know."""
+
+    name: str
+    meaning: str
+
+
+@dataclass(frozen=True)
+class RegionPicture:
+    """A region: its rank, a data URI, its share of the positive contribution, area and place in words."""
+
+    rank: int
+    picture: str
+    share: float
+    area: str
+    x: int
+    y: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that the page says; pictures are data URIs, ``wide`` puts them below each other.
+
+    ``facts`` and the rows of ``provenance`` are (label, value); ``first`` is the index of the predicted class;
+    ``off_tissue`` is the share, 0 to 1, of what speaks for it on glass.
+    """
+
+    slide_id: str
+    case_id: str
+    prediction: str
+    first: int
+    classes: Sequence[ClassBar]
+    probability_note: str
+    facts: Sequence[tuple[str, str]]
+    flags: Sequence[Flag]
+    thumbnail: str
+    overlay: str
+    wide: bool
+    logit: float
+    bias: float
+    off_tissue: float
+    cell: str
+    regions: Sequence[RegionPicture]
+    crop: str
+    provenance: Sequence[tuple[str, Sequence[tuple[str, str]]]]
+    made_at: str
+    version: str
+
+
+def render_report(report: Report) -> str:
+    """Return the page as HTML; every text in it is escaped, nothing in it needs a network or a script."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("report.html").render(report=report, percent=percent, signed=signed)
+
+
+def percent(share: float) -> str:
+    """Return a share as text; what is not quite all or nothing is never rounded to it."""
+    if 0 < share < 0.001:
+        return "< 0.1 %"
+    if 0.999 < share < 1:
+        return "> 99.9 %"
+    return f"{share * 100:.1f} %"
+
+
+def signed(value: float) -> str:
+    """Return a number with its sign and three decimals; what rounds to nothing has a plus."""
+    return f"{round(value, 3) + 0.0:+.3f}"
+
+
+def area_text(area_um2: float) -> str:
+    """Return an area in mm², with three significant digits, or a small one in whole µm²."""
+    return f"{area_um2 / 1e6:.3g} mm²" if area_um2 >= 1e4 else f"{area_um2:.0f} µm²"
+
+
+def flags_of(names: Sequence[str]) -> tuple[Flag, ...]:
+    """Return flags with their meaning, where it is known."""
+    return tuple(Flag(name, FLAG_MEANINGS.get(name, "")) for name in names)
+
+
+def data_uri(image: Image.Image, longest_px: int, quality: int = 86) -> str:
+    """Return a picture as a JPEG data URI, shrunk to ``longest_px`` where it is larger."""
+    shown = image.convert("RGB")
+    shown.thumbnail((longest_px, longest_px), Image.Resampling.LANCZOS)
+    buffer = io.BytesIO()
+    shown.save(buffer, "JPEG", quality=quality, optimize=True, subsampling=0)
+    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")

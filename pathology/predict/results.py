@@ -1,0 +1,85 @@
+"""The folder of one slide's results: heatmap, overlay, regions, report; written beside and renamed when whole.
+
+```
+DIR/<slide_id>/heatmap.tiff  overlay.png  regions.geojson  report.html  prediction.json
+```
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from data.files import publish_directory, remove_leftovers, temporary_beside
+from hyfi_core.files import sync_file
+from pathology.ingest.thumbnail import thumbnail_of_store
+from pathology.predict.heatmap_tiff import write_heatmap
+from pathology.predict.overlay import Overlay, draw_overlay, tissue_cells
+from pathology.predict.recipe import Member, Recipe
+from pathology.predict.regions import find_regions, to_geojson, write_regions
+from pathology.predict.report import render_report
+from pathology.predict.slide_report import Pictures, fill_report
+from pathology.predict.slide_result import SlideResult, level0_of, origin_um
+
+PREDICTION_FILE = "prediction.json"
+OVERLAY_PX = 1920  # the legend goes below; with it a square slide's picture stays under 2048 px
+
+
+def write_results(
+    folder: Path, result: SlideResult, members: Sequence[Member], recipe: Recipe, key: Mapping[str, Any]
+) -> None:
+    """Write a slide's folder beside ``folder`` and rename it; an older one is replaced.
+
+    Args:
+        folder: ``DIR/<slide_id>``.
+        result: what is known.
+        members: who predicted.
+        recipe: how they looked.
+        key: goes to ``prediction.json``; a run that would have the same key need not do the slide again.
+
+    Raises:
+        OSError: nothing new is left behind then.
+    """
+    remove_leftovers(folder)
+    beside = temporary_beside(folder)
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir()
+    try:
+        _write_files(beside, result, members, recipe, key)
+        for path in (*beside.iterdir(), beside):
+            sync_file(path)
+        publish_directory(beside, folder)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _write_files(
+    folder: Path, result: SlideResult, members: Sequence[Member], recipe: Recipe, key: Mapping[str, Any]
+) -> None:
+    heatmap, predicted = result.heatmap, result.predicted
+    about = {
+        "checkpoints": [member.digest for member in members],
+        "probabilities": result.mean.tolist(),
+        "coverage": result.view.coverage,
+        "flags": list(result.flags),
+    }
+    write_heatmap(folder / "heatmap.tiff", heatmap, result.slide_id, about, origin_um(result))
+    thumb = thumbnail_of_store(result.slide, OVERLAY_PX).image
+    mask, mask_mpp = result.slide.tissue()
+    cells = tissue_cells(mask, mask_mpp, heatmap)
+    regions = find_regions(heatmap, predicted, cells)
+    overlay = draw_overlay(Overlay(thumb, heatmap, predicted, mask, mask_mpp, regions))
+    overlay.save(folder / "overlay.png", optimize=False, compress_level=6)
+    level0 = level0_of(result)
+    write_regions(
+        folder / "regions.geojson", to_geojson(regions, heatmap, predicted, slide_id=result.slide_id, level0=level0)
+    )
+    report = fill_report(result, members, recipe, Pictures(Image.fromarray(thumb), overlay, cells), regions, level0)
+    (folder / "report.html").write_text(render_report(report), encoding="utf-8")
+    text = json.dumps({"key": dict(key), "slide_id": result.slide_id, **about}, ensure_ascii=False, indent=1)
+    (folder / PREDICTION_FILE).write_text(text + "\n", encoding="utf-8")

@@ -1,0 +1,175 @@
+"""What the report of one slide says: numbers into words, pictures into data URIs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from hyfi_core.plan.box import Box
+from pathology.predict.colors import class_color
+from pathology.predict.recipe import Member, Recipe
+from pathology.predict.regions import Level0, Region
+from pathology.predict.report import ClassBar, RegionPicture, Report, area_text, data_uri, flags_of, percent
+from pathology.predict.slide_result import SlideResult
+
+PICTURE_PX = 1600
+CROP_UM = 256.0
+CROPS = 8
+Rows = list[tuple[str, str]]
+
+
+@dataclass(frozen=True, eq=False)
+class Pictures:
+    """The slide, the slide under its heatmap, and (rows, columns) of the heatmap's cells with tissue."""
+
+    thumbnail: Image.Image
+    overlay: Image.Image
+    tissue_cells: NDArray[np.bool_]
+
+
+def fill_report(
+    result: SlideResult,
+    members: Sequence[Member],
+    recipe: Recipe,
+    pictures: Pictures,
+    regions: Sequence[Region],
+    level0: Level0,
+) -> Report:
+    """Return the report of a slide; its regions' pictures are read from the store."""
+    heatmap, predicted, spread = result.heatmap, result.predicted, result.spread
+    return Report(
+        slide_id=result.slide_id,
+        case_id=result.case_id,
+        prediction=recipe.class_names[predicted],
+        first=predicted,
+        classes=[
+            ClassBar(name, float(result.mean[k]), None if spread is None else float(spread[k]), _css(k))
+            for k, name in enumerate(recipe.class_names)
+        ],
+        probability_note=_probability_note(len(members)),
+        facts=_facts(result, recipe),
+        flags=flags_of(result.flags),
+        thumbnail=data_uri(pictures.thumbnail, PICTURE_PX),
+        overlay=data_uri(pictures.overlay, PICTURE_PX),
+        wide=pictures.thumbnail.width > 1.4 * pictures.thumbnail.height,
+        logit=heatmap.logits[predicted],
+        bias=heatmap.bias[predicted],
+        off_tissue=_off_tissue(heatmap.speaks_for(predicted), pictures.tissue_cells),
+        cell=f"{heatmap.cell_um[1]:.3g} × {heatmap.cell_um[0]:.3g} µm",
+        regions=[_region(result, region, level0) for region in regions[:CROPS]],
+        crop=f"{CROP_UM:g} µm",
+        provenance=[
+            ("Slide", _slide_rows(result)),
+            *((_member_title(k, len(members)), _member_rows(member)) for k, member in enumerate(members)),
+            ("Software", _software_rows()),
+        ],
+        made_at=f"{datetime.now(UTC):%d %B %Y, %H:%M} UTC".lstrip("0"),
+        version=importlib.metadata.version("hyfi"),
+    )
+
+
+def _off_tissue(speaks_for: NDArray[np.float64], tissue: NDArray[np.bool_]) -> float:
+    total = float(speaks_for.sum())
+    return float(speaks_for[~tissue].sum()) / total if total > 0 else 0.0
+
+
+def _css(index: int) -> str:
+    return "rgb({}, {}, {})".format(*class_color(index))
+
+
+def _probability_note(members: int) -> str:
+    if members == 1:
+        return "Softmax of the network's logits; a score between 0 and 1, not calibrated."
+    return f"Mean over {members} networks, ± their standard deviation in percentage points; not calibrated."
+
+
+def _facts(result: SlideResult, recipe: Recipe) -> Rows:
+    height, width = recipe.size_px
+    mpp_y, mpp_x = result.slide.levels[result.level].mpp
+    pieces = len(result.view.pieces)
+    return [
+        ("Tissue", area_text(result.view.tissue_px * mpp_y * mpp_x)),
+        ("Seen of it", percent(result.view.coverage)),
+        ("Image", f"{width} × {height} px at {mpp_x:.3g} µm per pixel"),
+        ("Made of", f"{pieces} piece{'' if pieces == 1 else 's'} of the slide, unscaled"),
+    ]
+
+
+def _region(result: SlideResult, region: Region, level0: Level0) -> RegionPicture:
+    heatmap = result.heatmap
+    row, column = (float(part.mean()) + 0.5 for part in region.cells)
+    x, y = level0.point(column, row, heatmap)
+    return RegionPicture(
+        rank=region.rank,
+        picture=_crop(result, region),
+        share=region.share,
+        area=area_text(region.area_um2),
+        x=round(x),
+        y=round(y),
+    )
+
+
+def _crop(result: SlideResult, region: Region) -> str:
+    """Read a square of ``CROP_UM`` with the region's strongest cell, inside the slide, at the store's finest level."""
+    finest, looked = result.slide.levels[0], result.slide.levels[result.level]
+    cell_px = result.heatmap.cell_px
+    sides = [max(32, round(CROP_UM / mpp)) for mpp in finest.mpp]
+    centre = [
+        round((peak + 0.5) * cell_px * coarse / fine)
+        for peak, coarse, fine in zip(region.peak, looked.mpp, finest.mpp, strict=True)
+    ]
+    y0, x0 = (
+        max(0, min(middle - side // 2, length - side))
+        for middle, side, length in zip(centre, sides, (finest.height_px, finest.width_px), strict=True)
+    )
+    pixels = result.slide.read(Box(y0, y0 + sides[0], x0, x0 + sides[1]))
+    return data_uri(Image.fromarray(np.ascontiguousarray(pixels.transpose(1, 2, 0))), 512)
+
+
+def _slide_rows(result: SlideResult) -> Rows:
+    attributes = result.slide.attributes
+    source: dict[str, Any] = attributes["source"]
+    scanned, looked = source["levels"][0], result.slide.levels[result.level]
+    stated = {"file": "stated in the file", "manifest": "from the manifest", "flag": "given by the user"}
+    rows: Rows = [
+        ("file", PurePath(result.path).name),
+        ("size", f"{scanned['width_px']} × {scanned['height_px']} px"),
+        ("µm per pixel", f"{np.mean(source['mpp']):.4g}, {stated.get(source['mpp_from'], source['mpp_from'])}"),
+        ("looked at as", f"{looked.width_px} × {looked.height_px} px of {looked.mpp[1]:.4g} µm"),
+        ("vendor", str(source["vendor"])),
+        ("sha256", str(attributes["sha256"])),
+    ]
+    return rows
+
+
+def _member_title(index: int, count: int) -> str:
+    return "Model" if count == 1 else f"Model {index + 1} of {count}"
+
+
+def _member_rows(member: Member) -> Rows:
+    config = member.config
+    rows: Rows = [
+        ("network", str(config.get("model", {}).get("name", ""))),
+        ("checkpoint", member.path),
+        ("digest", member.digest),
+    ]
+    if "step" in config:
+        rows.append(("trained for", f"{config['step']} steps"))
+    if config.get("versions"):
+        rows.append(("trained with", ", ".join(f"{name} {text}" for name, text in config["versions"].items())))
+    return rows
+
+
+def _software_rows() -> Rows:
+    names = ("hyfi", "torch", "numpy", "zarr", "openslide-python", "tifffile")
+    rows = [(name, importlib.metadata.version(name)) for name in names]
+    return [*rows, ("Python", platform.python_version()), ("system", f"{platform.system()} {platform.machine()}")]

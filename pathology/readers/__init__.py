@@ -1,0 +1,1 @@
+"""Slide files of all formats behind one protocol."""

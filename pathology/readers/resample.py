@@ -1,0 +1,123 @@
+"""Area resampling: each target pixel is the mean of exactly the source area under it.
+
+```
+source pixels   |  0  |  1  |  2  |  3  |  4  |        target pixel i covers [i·r, (i+1)·r) of the source,
+target pixels   |    0     |    1     |    2  …        a source pixel counts by the share that is covered
+```
+
+Positions come from the pixel's index, never from a running sum, so nothing drifts over a slide.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pathology.readers.halving import mean_of_2x2
+
+Planes = npt.NDArray[np.uint8]
+_ROUNDING = 0.5 + 1e-4
+"""Half is rounded up; the excess keeps float sums of exact halves on that side."""
+
+_STRIP_PX = 16
+"""Target rows made at a time: what they need stays in the processor's cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taps:
+    """Weights of a one-dimensional resampling: ``target[i] = Σ_k weight[k, i] · source[first + index[k, i]]``."""
+
+    first: int
+    end: int
+    index: npt.NDArray[np.intp]
+    weight: npt.NDArray[np.float32]
+    whole: int
+    """The factor, where every target pixel is the mean of this many whole source pixels in a row; otherwise 0."""
+
+
+def make_taps(start: int, stop: int, ratio: float, source_px: int) -> Taps:
+    """Return the taps of target pixels ``[start, stop)``.
+
+    Args:
+        start: First target pixel.
+        stop: End of the target pixels.
+        ratio: Source pixels under one target pixel.
+        source_px: Source pixels that exist; where a target pixel hangs over their end it is the mean of the rest,
+            and the last source pixel where nothing is left.
+    """
+    edges = np.minimum(np.arange(start, stop + 1, dtype=np.float64) * ratio, source_px)
+    nearest = np.rint(edges)
+    edges = np.where(np.abs(edges - nearest) < 1e-6, nearest, edges)
+    low = np.minimum(np.floor(edges[:-1]), source_px - 1).astype(np.intp)
+    count = max(1, int(np.max(np.ceil(edges[1:]) - low)))
+    index = np.minimum(low + np.arange(count)[:, None], source_px - 1)
+    covered = np.minimum(edges[1:], low + np.arange(1, count + 1)[:, None])
+    covered = np.clip(covered - np.maximum(edges[:-1], low + np.arange(count)[:, None]), 0, None)
+    total = covered.sum(0)
+    covered[0, total == 0] = 1
+    first, end = int(index.min()), int(index.max()) + 1
+    # Not whole where a last target pixel lies beyond the source and shows its last pixel once more.
+    whole = count if bool(np.all(covered == 1)) and end - first == count * (stop - start) else 0
+    return Taps(first, end, index - first, (covered / covered.sum(0)).astype(np.float32), whole)
+
+
+def resample(source: Planes, rows: Taps, columns: Taps) -> Planes:
+    """Return ``(c, h, w)`` uint8 from the pixels ``[first, end)`` of both taps, ``(c, y, x)`` uint8."""
+    if rows.whole == columns.whole == 1:
+        return np.ascontiguousarray(source)
+    if rows.whole == columns.whole == 2:
+        return mean_of_2x2(source)
+    if rows.whole and columns.whole:
+        return _mean_of_whole(source, rows.whole, columns.whole)
+    out: Planes = np.empty((source.shape[0], rows.index.shape[1], columns.index.shape[1]), np.uint8)
+    for start in range(0, out.shape[1], _STRIP_PX):
+        strip = slice(start, start + _STRIP_PX)
+        out[:, strip] = _strip(source, rows.index[:, strip], rows.weight[:, strip], columns)
+    return out
+
+
+def _strip(
+    source: Planes, index: npt.NDArray[np.intp], weight: npt.NDArray[np.float32], columns: Taps
+) -> npt.NDArray[np.float32]:
+    tall = source[:, index[0]] * weight[0][:, None]
+    for k in range(1, len(index)):
+        tall += source[:, index[k]] * weight[k][:, None]
+    wide = np.take(tall, columns.index[0], axis=2) * columns.weight[0]
+    for k in range(1, len(columns.index)):
+        wide += np.take(tall, columns.index[k], axis=2) * columns.weight[k]
+    wide += np.float32(_ROUNDING)
+    return wide
+
+
+def halve(block: Planes) -> Planes:
+    """Return ``(c, ceil(h / 2), ceil(w / 2))``: means of 2 × 2 pixels, a last odd row or column counted twice."""
+    _, height, width = block.shape
+    if height % 2 or width % 2:
+        block = np.pad(block, ((0, 0), (0, height % 2), (0, width % 2)), mode="edge")
+    return mean_of_2x2(block)
+
+
+def _mean_of_whole(source: Planes, rows: int, columns: int) -> Planes:
+    """Return means of ``rows × columns`` pixels, half rounded up; a fast path of `resample` with the same result."""
+    wide = np.uint16 if rows * columns <= 256 else np.uint32
+    tall = source[:, 0::rows].astype(wide)
+    for k in range(1, rows):
+        tall += source[:, k::rows]
+    total = tall[:, :, 0::columns].copy()
+    for k in range(1, columns):
+        total += tall[:, :, k::columns]
+    area = rows * columns
+    total += wide(area // 2)
+    if area & (area - 1) == 0:
+        total >>= wide(area.bit_length() - 1)
+    else:
+        total //= wide(area)
+    return total.astype(np.uint8)
+
+
+def target_size(source_px: int, ratio: float) -> int:
+    """Return how many target pixels show ``source_px``: the nearest whole number, at least one."""
+    return max(1, math.floor(source_px / ratio + 0.5))

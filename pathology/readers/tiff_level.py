@@ -1,0 +1,121 @@
+"""One level of a TIFF: where its tiles stand in the file and on the picture, and what decodes them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hyfi_core.plan.box import Box
+from pathology.errors import SlideError
+from pathology.readers.tile_decoders import Decode, compression_name, make_decoder
+
+_LARGEST_TILE_PX = 2**26
+_STRIP_BYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class TiffLevel:
+    """Tiles (or strips: tiles as wide as the picture) of one level, row-major.
+
+    Attributes:
+        height_px: Rows of the level.
+        width_px: Columns of the level.
+        tile_height_px: Rows of a tile; the last row of tiles hangs over the level's end.
+        tile_width_px: Columns of a tile.
+        offsets: First byte of each tile.
+        lengths: Bytes of each tile; 0: the scanner left it out.
+        decode: From a tile's bytes to its pixels.
+        compression: What the tiles are packed with, for messages.
+    """
+
+    height_px: int
+    width_px: int
+    tile_height_px: int
+    tile_width_px: int
+    offsets: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+    decode: Decode
+    compression: str
+
+    @property
+    def columns(self) -> int:
+        """Tiles in a row."""
+        return -(-self.width_px // self.tile_width_px)
+
+    def tiles_in(self, box: Box) -> list[int]:
+        """Return the indices of the tiles that a box inside the level touches."""
+        height, width = self.tile_height_px, self.tile_width_px
+        rows = range(box.y0 // height, -(-box.y1 // height))
+        columns = range(box.x0 // width, -(-box.x1 // width))
+        return [row * self.columns + column for row in rows for column in columns]
+
+    def tile_box(self, index: int) -> Box:
+        """Return the pixels of a tile, without what hangs over."""
+        row, column = divmod(index, self.columns)
+        y, x = row * self.tile_height_px, column * self.tile_width_px
+        return Box(y, min(y + self.tile_height_px, self.height_px), x, min(x + self.tile_width_px, self.width_px))
+
+
+def parse_level(page: Any) -> TiffLevel:
+    """Return the level that a page of tifffile holds; the file must still be open.
+
+    Raises:
+        SlideError: Its pixels are not 8-bit RGB or grey, or it is not cut into parts that can be decoded one by one.
+    """
+    height, width = int(page.imagelength), int(page.imagewidth)
+    tile = (int(page.tilelength), int(page.tilewidth)) if page.is_tiled else (int(page.rowsperstrip), width)
+    tile = (min(tile[0], height), tile[1]) if not page.is_tiled else tile
+    offsets = np.asarray(page.dataoffsets, np.int64)
+    lengths = np.asarray(page.databytecounts, np.int64)
+    decode = make_decoder(page, *tile)
+    if page.compression == 1 and not page.is_tiled:
+        tile, offsets, lengths = _cut_strips(tile, height, int(page.samplesperpixel) * width, offsets, lengths)
+    level = TiffLevel(height, width, *tile, offsets, lengths, decode, compression_name(page))
+    if tile[0] * tile[1] > _LARGEST_TILE_PX:
+        raise SlideError(f"the TIFF is not tiled: one compressed block has {tile[0]} × {tile[1]} px; tile it first")
+    if len(offsets) != len(lengths) or len(offsets) != -(-height // tile[0]) * level.columns:
+        raise SlideError(f"the TIFF lists {len(offsets)} tiles, {-(-height // tile[0]) * level.columns} are expected")
+    return level
+
+
+def left_out_from_below(levels: Sequence[TiffLevel]) -> list[TiffLevel]:
+    """Return levels in which a tile is left out where a tile under it is, in the next finer level.
+
+    Aperio's encoder sometimes writes nothing for a tile and rubbish for the coarser ones above it. OpenSlide shows
+    these from the finer level, and so do its users expect them.
+    """
+    found = [levels[0]]
+    for level in levels[1:]:
+        below = found[-1]
+        scale = (level.height_px / below.height_px, level.width_px / below.width_px)
+        lengths = level.lengths.copy()
+        whole = Box.of_size(level.height_px, level.width_px)
+        for index in np.flatnonzero(below.lengths == 0).tolist():
+            tile = below.tile_box(index)
+            y = int(tile.y0 * scale[0]), math.ceil(tile.y1 * scale[0])
+            x = int(tile.x0 * scale[1]), math.ceil(tile.x1 * scale[1])
+            lengths[level.tiles_in(Box(*y, *x).intersect(whole))] = 0
+        found.append(replace(level, lengths=lengths))
+    return found
+
+
+def _cut_strips(
+    strip: tuple[int, int],
+    height: int,
+    row_bytes: int,
+    offsets: npt.NDArray[np.int64],
+    lengths: npt.NDArray[np.int64],
+) -> tuple[tuple[int, int], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return strips of about a megabyte out of large uncompressed ones: a part of such a strip is as good as all."""
+    step = max(1, min(strip[0], _STRIP_BYTES // row_bytes))
+    while strip[0] % step:
+        step -= 1
+    firsts = np.arange(0, height, step, dtype=np.int64)
+    starts = offsets[firsts // strip[0]] + firsts % strip[0] * row_bytes
+    rows = np.where(lengths[firsts // strip[0]] > 0, np.minimum(step, height - firsts), 0)
+    return (step, strip[1]), starts, rows * row_bytes

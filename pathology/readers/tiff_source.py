@@ -1,0 +1,253 @@
+"""Tiled and striped TIFF, OME-TIFF with its levels in SubIFDs included: parsed once, read and decoded in parallel.
+
+```
+box → its tiles → one read for neighbours in the file (pread, ≤ 8 MiB) → decoded on threads → copied to their place
+```
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tifffile
+
+from hyfi_core.plan.box import Box
+from pathology.errors import SlideError, TileError
+from pathology.readers.mpp import first_sensible
+from pathology.readers.slide_file import SlideFile, coalesced
+from pathology.readers.slide_source import SlideSource
+from pathology.readers.source_level import RGB, Affine, BadTile, SourceLevel, moved_by, snapped_levels
+from pathology.readers.threads import decode_threads, in_pool, submit
+from pathology.readers.tiff_facts import keyframe, mpp_of_tiff
+from pathology.readers.tiff_level import TiffLevel, left_out_from_below, parse_level
+
+_JOB_PX = 2**19
+_MOST_AHEAD_BYTES = 24 * 2**20
+_WHITE = 255
+
+FillMissing = Callable[[Box, int, RGB], None]
+"""Shows what a reader that knows the scanner's ways puts where a tile was left out: (box, level, out)."""
+
+
+class TiffSource:
+    """A slide in a TIFF; see `pathology.readers.slide_source.SlideSource`.
+
+    Memory: the result, 24 MiB of file, a tile a thread.
+
+    Args:
+        path: The file.
+        known: What OpenSlide says of it: levels are then those pages that have their sizes, and all else is as there.
+        fill_missing: Paints the places of tiles that were left out; otherwise they are white.
+        stored: Indices of those levels of ``known`` that stand in the file, where it has others, too.
+
+    Raises:
+        SlideError: Not a TIFF, not 8-bit RGB or grey, or its pages are not the levels that ``known`` has.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        known: SlideSource | None = None,
+        fill_missing: FillMissing | None = None,
+        stored: Sequence[int] | None = None,
+    ) -> None:
+        self._path = path
+        self._fill_missing = fill_missing
+        try:
+            with tifffile.TiffFile(path) as tiff:
+                pages = _pages_of_series(tiff) if known is None else _pages_known(tiff, known, stored)
+                levels = [parse_level(page) for page in pages]
+                self._levels = left_out_from_below(levels) if known and known.vendor == "aperio" else levels
+                first = pages[0]
+                self.mpp = first_sensible(known.mpp if known else None, mpp_of_tiff(tiff, first))
+                self.vendor = known.vendor if known else "ome-tiff" if tiff.is_ome else "generic-tiff"
+                # The tag itself: OpenSlide's binding gives the profile as Little CMS would write it.
+                self.icc: bytes | None = first.iccprofile or (known.icc if known else None)
+        except (tifffile.TiffFileError, OSError, IndexError, ValueError, KeyError) as error:
+            raise SlideError(f"neither OpenSlide nor tifffile can open it: {error}") from error
+        self.objective_power = known.objective_power if known else None
+        self.bounds = Box.of_size(self._levels[0].height_px, self._levels[0].width_px)
+        self.to_file_px: Affine = moved_by((0, 0))
+        geometry = snapped_levels([(v.height_px, v.width_px) for v in self._levels])
+        self.levels: tuple[SourceLevel, ...] = tuple(map(_described, geometry, self._levels))
+        self._file = SlideFile(path)
+
+    @property
+    def tiff_levels(self) -> tuple[TiffLevel, ...]:
+        """Where the tiles of each level stand in the file, for those who take them as they are."""
+        return tuple(self._levels)
+
+    @property
+    def file(self) -> SlideFile:
+        """The file that they stand in."""
+        return self._file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        from pathology.readers.sources import open_source
+
+        return open_source, (self._path,)
+
+    def read(self, box: Box, level: int) -> RGB:
+        """Return ``(h, w, 3)``; see `pathology.readers.slide_source.SlideSource.read`."""
+        out: RGB = np.empty((*box.shape, 3), np.uint8)
+        self.read_into(box, level, out)
+        return out
+
+    def read_into(self, box: Box, level: int, out: RGB, bad: list[BadTile] | None = None) -> None:
+        """Fill ``out`` with a box of a level; see `pathology.readers.slide_source.SlideSource.read_into`."""
+        found = _Reading(self._levels[level], self._file, box, out).run()
+        missing = [index for index in self._levels[level].tiles_in(box) if self._levels[level].lengths[index] == 0]
+        for index in missing:
+            self._paint_missing(index, level, box, out)
+        if found and bad is None:
+            raise TileError(f"level {level} ({self.levels[level].width_px} px wide), {found[0].reason}")
+        if bad is not None:
+            bad += found
+
+    def _paint_missing(self, index: int, level: int, box: Box, out: RGB) -> None:
+        place = self._levels[level].tile_box(index).intersect(box)
+        part = out[place.relative_to(box).slices()]
+        if self._fill_missing is None:
+            part[...] = _WHITE
+        else:
+            self._fill_missing(place, level, part)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class _Reading:
+    """One box on its way from the file into memory."""
+
+    def __init__(self, level: TiffLevel, file: SlideFile, box: Box, out: RGB) -> None:
+        self._level, self._file, self._box, self._out = level, file, box, out
+        self._tiles = [index for index in level.tiles_in(box) if level.lengths[index] > 0]
+
+    def run(self) -> list[BadTile]:
+        """Read and decode; return the tiles that failed, in order."""
+        alone = decode_threads() == 1 or in_pool() or len(self._tiles) < 2
+        bad: list[BadTile] = []
+        under_way: deque[tuple[Future[list[BadTile]], int]] = deque()
+        try:
+            for job in self._jobs():
+                if alone:
+                    bad += self._decode(job)
+                    continue
+                under_way.append((submit(self._decode, job), sum(len(data) for _, data in job)))
+                while len(under_way) > 4 * decode_threads() or sum(n for _, n in under_way) > _MOST_AHEAD_BYTES:
+                    bad += under_way.popleft()[0].result()
+        finally:  # no thread may still write into the caller's memory when an error reaches the caller
+            for future, _ in under_way:
+                future.exception()
+        bad += [tile for future, _ in under_way for tile in future.result()]
+        return sorted(bad, key=lambda tile: (tile.box.y0, tile.box.x0))
+
+    def _jobs(self) -> Iterator[list[tuple[int, bytes]]]:
+        """Yield (tile, bytes) in groups; one group is one job."""
+        tile_px = self._level.tile_height_px * self._level.tile_width_px
+        size = max(1, min(_JOB_PX // tile_px, len(self._tiles) // (2 * decode_threads())))
+        tiles = self._encoded()
+        while job := list(islice(tiles, size)):
+            yield job
+
+    def _encoded(self) -> Iterator[tuple[int, bytes]]:
+        offsets = self._level.offsets[self._tiles].tolist()
+        lengths = self._level.lengths[self._tiles].tolist()
+        for span in coalesced(offsets, lengths):
+            data = self._bytes_of(span.offset, span.length)
+            for member in span.members:
+                start = offsets[member] - span.offset
+                # A disk that cannot read some sector of the span may still have all of most tiles.
+                tile = data[start : start + lengths[member]] or self._bytes_of(offsets[member], lengths[member])
+                yield self._tiles[member], tile
+
+    def _bytes_of(self, offset: int, length: int) -> bytes:
+        """Return the bytes; fewer where the file ends, none where the disk fails."""
+        try:
+            return self._file.read(offset, length)
+        except OSError:
+            return b""
+
+    def _decode(self, tiles: Sequence[tuple[int, bytes]]) -> list[BadTile]:
+        bad = []
+        for index, data in tiles:
+            whole = self._level.tile_box(index)
+            place = whole.intersect(self._box)
+            part = self._out[place.relative_to(self._box).slices()]
+            try:
+                pixels = self._pixels(index, data, whole)
+            except ValueError as error:
+                part[...] = _WHITE
+                bad.append(BadTile(whole, f"rows {whole.y0}–{whole.y1}, columns {whole.x0}–{whole.x1}: {error}"))
+            else:
+                part[...] = pixels[place.relative_to(whole).slices()]
+        return bad
+
+    def _pixels(self, index: int, data: bytes, whole: Box) -> RGB:
+        expected = int(self._level.lengths[index])
+        if len(data) != expected:
+            raise ValueError(f"the tile is cut off or cannot be read: {len(data)} of {expected} bytes")
+        try:
+            pixels = self._level.decode(data, index)
+        except MemoryError:
+            raise
+        except Exception as error:  # each codec has its own exception
+            raise ValueError(f"the tile cannot be decoded: {error}") from error
+        if pixels.shape[0] < whole.height or pixels.shape[1] < whole.width:
+            raise ValueError(f"the tile cannot be decoded: {pixels.shape[:2]} px instead of {whole.shape}")
+        return pixels
+
+
+def _described(level: SourceLevel, tiles: TiffLevel) -> SourceLevel:
+    missing = int((tiles.lengths == 0).sum())
+    return replace(level, tile_px=(tiles.tile_height_px, tiles.tile_width_px), missing_tiles=missing)
+
+
+def _pages_of_series(tiff: tifffile.TiffFile) -> list[Any]:
+    """Return the levels of the series with the most pixels: labels, macros and thumbnails are smaller."""
+    if not tiff.series:
+        raise SlideError("the TIFF holds no picture")
+    largest = max(tiff.series, key=lambda s: int(np.prod(s.shape, dtype=np.int64)))
+    for level in largest.levels:
+        if len(level.pages) != 1:
+            raise SlideError(f"the TIFF is a stack of {len(level.pages)} planes; a slide has one")
+    return [keyframe(level.pages[0]) for level in largest.levels]
+
+
+def _pages_known(tiff: tifffile.TiffFile, known: SlideSource, stored: Sequence[int] | None) -> list[Any]:
+    """Return the tiled page that has the size of each level."""
+    found, pages = [], _tiled_pages(tiff)
+    plain = known.vendor == "generic-tiff"
+    if plain:  # OpenSlide takes the first page and those marked as smaller copies of it
+        pages = [page for page in pages if page.index == 0 or page.is_reduced]
+    for level in known.levels if stored is None else [known.levels[k] for k in stored]:
+        same = [page for page in pages if _size(page) == (level.height_px, level.width_px)]
+        if not same or (len(same) > 1 and not plain):
+            raise SlideError(f"the TIFF has {len(same)} tiled pages of {level.width_px} × {level.height_px} px")
+        found.append(same[0])
+    return found
+
+
+def tiled_sizes(path: Path) -> set[tuple[int, int]]:
+    """Return (height, width) of all tiled pages of a TIFF; none for other files."""
+    try:
+        with tifffile.TiffFile(path) as tiff:
+            return {_size(page) for page in _tiled_pages(tiff)}
+    except (tifffile.TiffFileError, OSError, IndexError, ValueError, KeyError):
+        return set()
+
+
+def _tiled_pages(tiff: tifffile.TiffFile) -> list[Any]:
+    return [page for page in map(keyframe, tiff.pages) if page.is_tiled]
+
+
+def _size(page: Any) -> tuple[int, int]:
+    return int(page.imagelength), int(page.imagewidth)

@@ -1,0 +1,207 @@
+"""From the bytes of a TIFF's tile to its pixels, one decoder for each compression; none of them guesses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import imagecodecs
+import numpy as np
+import numpy.typing as npt
+import tifffile
+
+from pathology.errors import SlideError
+from pathology.readers.jpeg_tile import JpegDecoder, RestartDecoder, jpeg_prefix
+from pathology.readers.source_level import RGB
+
+Decode = Callable[[bytes, int], RGB]
+"""From a tile's bytes and its index to ``(h, w, 3)`` uint8. Raises any exception where the tile is damaged."""
+
+JPEG = 7
+JPEG_2000 = (33003, 33005, 34712)
+_JPEG_2000_YCBCR = 33003
+_WHITE_IS_ZERO, _BLACK_IS_ZERO, _RGB, _YCBCR = 0, 1, 2, 6
+_OLD_JPEG = 6
+_SUBSAMPLED = {JPEG, _JPEG_2000_YCBCR}
+_ASSOCIATED, _UNASSOCIATED = 1, 2
+_CONVERT = (
+    "Convert it to 8-bit RGB first, for example with libvips: "
+    "vips colourspace IN.tif 'OUT.tif[tile,pyramid,compression=deflate]' srgb"
+)
+
+
+def make_decoder(page: Any, height_px: int, width_px: int) -> Decode:
+    """Return the decoder of a TIFF page's tiles of this size; the file must still be open.
+
+    Args:
+        page: tifffile's page.
+        height_px: Rows of a tile.
+        width_px: Columns of a tile.
+
+    Raises:
+        SlideError: The page is not 8-bit RGB (with or without alpha) or grey, or its compression is not known.
+    """
+    _check_page(page)
+    decode = _decoder_of_samples(page, height_px, width_px)
+    return decode if page.samplesperpixel > 1 else GreyDecoder(decode, page.photometric == _WHITE_IS_ZERO)
+
+
+def compression_name(page: Any) -> str:
+    """Return what a page's tiles are packed with, as people say it: JPEG, grey JPEG, LZW, uncompressed."""
+    name = "uncompressed" if page.compression == 1 else _name_of(tifffile.COMPRESSION, page.compression)
+    return f"grey {name}" if page.samplesperpixel == 1 else name
+
+
+def _decoder_of_samples(page: Any, height_px: int, width_px: int) -> Decode:
+    """Return what decodes the samples as they are stored: one of grey is still one."""
+    if page.compression == JPEG and page.jpegheader:
+        return RestartDecoder(height_px, width_px, page.jpegheader)
+    if page.compression == JPEG and page.samplesperpixel in (1, 3):
+        return JpegDecoder(height_px, width_px, jpeg_prefix(page.jpegtables, page.photometric == _YCBCR))
+    if page.compression in JPEG_2000:
+        return Jpeg2000Decoder(page.compression == _JPEG_2000_YCBCR)
+    if page.compression == 1 and page.fillorder == 1:
+        return PlainDecoder(width_px, page.samplesperpixel, _alpha_of(page))
+    if page.compression in (_OLD_JPEG, JPEG):  # its decoder would show a damaged tile as it comes
+        raise SlideError(
+            f"its JPEG is of a kind that cannot be checked: {page.samplesperpixel} samples, "
+            f"{_name_of(tifffile.COMPRESSION, page.compression)}. {_CONVERT}"
+        )
+    decode = page.decode  # built while the file is open (it looks for a JFIF header), used after
+    return CodecDecoder(decode, page.jpegtables, _alpha_of(page))
+
+
+def _check_page(page: Any) -> None:
+    grey = page.samplesperpixel == 1 and page.photometric in (_WHITE_IS_ZERO, _BLACK_IS_ZERO)
+    colours = page.photometric == _RGB or (page.photometric == _YCBCR and page.compression in _SUBSAMPLED)
+    rgb = page.samplesperpixel in (3, 4) and page.planarconfig == 1 and colours
+    if page.bitspersample == 8 and (rgb or (grey and page.compression not in JPEG_2000)):
+        return
+    kind = f"{page.samplesperpixel} × {page.bitspersample} bit {_name_of(tifffile.PHOTOMETRIC, page.photometric)}"
+    planes = " in separate planes" if page.samplesperpixel > 1 and page.planarconfig != 1 else ""
+    packed = _name_of(tifffile.COMPRESSION, page.compression)
+    raise SlideError(f"its pixels are not 8-bit RGB or grey but {kind}{planes} ({packed}). {_CONVERT}")
+
+
+def _name_of(names: type[IntEnum], value: int) -> str:
+    try:
+        return names(value).name
+    except ValueError:
+        return str(value)
+
+
+def _alpha_of(page: Any) -> int:
+    """Return the meaning of a fourth sample: associated, unassociated, or none (TIFF 6.0, ExtraSamples).
+
+    A fourth sample without a stated meaning is ignored, wherever on the slide it stands: nobody knows what it says.
+    """
+    extra = page.extrasamples
+    return int(extra[0]) if page.samplesperpixel == 4 and extra else 0
+
+
+@dataclass(frozen=True, slots=True)
+class CodecDecoder:
+    """Deflate, LZW, zstd, WebP and what else tifffile knows, predictors included, through imagecodecs."""
+
+    decode: Callable[..., Any]
+    jpegtables: bytes | None
+    alpha: int
+
+    def __call__(self, data: bytes, index: int) -> RGB:
+        """Return ``(h, w, 3)``; see `Decode`."""
+        decoded, _, _ = self.decode(data, index, jpegtables=self.jpegtables)
+        if decoded is None:
+            raise ValueError("it does not decode")
+        return _over_white(decoded[0], self.alpha)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainDecoder:
+    """Uncompressed tiles and strips; a last strip may have fewer rows."""
+
+    width_px: int
+    samples: int
+    alpha: int
+
+    def __call__(self, data: bytes, index: int) -> RGB:
+        """Return ``(h, w, 3)``, a view of ``data`` where it has no alpha; see `Decode`."""
+        return _over_white(np.frombuffer(data, np.uint8).reshape(-1, self.width_px, self.samples), self.alpha)
+
+
+@dataclass(frozen=True, slots=True)
+class GreyDecoder:
+    """Grey as the colours that it shows.
+
+    Attributes:
+        decode: Gives the grey as its first sample, or its only one.
+        inverted: 0 is white.
+    """
+
+    decode: Decode
+    inverted: bool
+
+    def __call__(self, data: bytes, index: int) -> RGB:
+        """Return ``(h, w, 3)``, a view that is not to be written to; see `Decode`."""
+        grey: RGB = self.decode(data, index)[..., :1]
+        shown: RGB = 255 - grey if self.inverted else grey
+        return np.broadcast_to(shown, (*grey.shape[:2], 3))
+
+
+_NOT_IN_PACKETS = re.compile(rb"\xff[\x94-\xd8\xda-\xff]")
+"""Two bytes that no JPEG 2000 packet holds (ISO 15444-1, annex A.1.3: nothing above FF8F but markers)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Jpeg2000Decoder:
+    """JPEG 2000 tiles; OpenJPEG fills in what it misses, so the end and the packets are looked at first."""
+
+    ycbcr: bool
+
+    def __call__(self, data: bytes, index: int) -> RGB:
+        """Return ``(h, w, 3)``; see `Decode`."""
+        if data[:2] == b"\xff\x4f":
+            _check_codestream(data)
+        pixels = imagecodecs.jpeg2k_decode(data, numthreads=1)
+        if pixels.ndim != 3 or pixels.dtype != np.uint8:
+            raise ValueError(f"its JPEG 2000 has shape {pixels.shape} of {pixels.dtype}, not 8-bit RGB")
+        colours: RGB = _rgb_of_ycbcr(pixels[..., :3]) if self.ycbcr else pixels[..., :3]
+        return colours
+
+
+def _check_codestream(data: bytes) -> None:
+    if data.rfind(b"\xff\xd9") < 0:
+        raise ValueError("its JPEG 2000 is cut off: it has no end marker")
+    packets = data.find(b"\xff\x93")
+    several_parts = data.find(b"\xff\x90", packets) >= 0  # their headers may hold any bytes
+    if packets >= 0 and not several_parts and _NOT_IN_PACKETS.search(data, packets):
+        raise ValueError("its JPEG 2000 packets hold bytes that none may hold")
+
+
+_CHROMA = np.arange(256) - 128
+_RED_OF_CR = np.rint(1.402 * _CHROMA).astype(np.int32)
+_BLUE_OF_CB = np.rint(1.772 * _CHROMA).astype(np.int32)
+_GREEN_OF_CB = np.rint(-0.34414 * 65536 * _CHROMA).astype(np.int32) + 32768
+_GREEN_OF_CR = np.rint(-0.71414 * 65536 * _CHROMA).astype(np.int32)
+"""JFIF's equations, rounded where OpenSlide rounds them: both readers show the same pixels."""
+
+
+def _rgb_of_ycbcr(pixels: RGB) -> RGB:
+    luma, cb, cr = pixels[..., 0].astype(np.int32), pixels[..., 1], pixels[..., 2]
+    out: npt.NDArray[np.int32] = np.empty(pixels.shape, np.int32)
+    out[..., 0] = luma + _RED_OF_CR[cr]
+    out[..., 1] = luma + ((_GREEN_OF_CB[cb] + _GREEN_OF_CR[cr]) >> 16)
+    out[..., 2] = luma + _BLUE_OF_CB[cb]
+    return np.clip(out, 0, 255, out=out).astype(np.uint8)
+
+
+def _over_white(pixels: npt.NDArray[np.uint8], alpha: int) -> RGB:
+    """Return the colours as they look on white glass."""
+    colours = pixels[..., :3]
+    if alpha not in (_ASSOCIATED, _UNASSOCIATED):
+        return colours
+    share = pixels[..., 3:].astype(np.uint16)
+    over = colours.astype(np.uint16) * (share if alpha == _UNASSOCIATED else 255) + (255 - share) * 255
+    return np.minimum((over + 127) // 255, 255).astype(np.uint8)

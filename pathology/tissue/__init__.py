@@ -1,0 +1,1 @@
+"""What is on the glass: tissue, pen marks, blur and stains."""

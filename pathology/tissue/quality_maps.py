@@ -1,0 +1,65 @@
+"""Pen mask and blur map as a slide's attributes keep them: small PNGs in base64, with their resolution."""
+
+from __future__ import annotations
+
+import base64
+import io
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from pathology.tissue.blur import PATCH_PX, BlurMap
+
+Mask = npt.NDArray[np.bool_]
+Float = npt.NDArray[np.float32]
+
+SHARPNESS_STEP = 1 / 200
+"""What one grey level of a blur map stands for; 0 is "nothing can be said", 255 also all that is sharper."""
+_PEN_BLOCK_PX = 4
+
+
+def blur_to_json(blur: BlurMap, mpp_um: float) -> dict[str, Any]:
+    """Return the map of sharpness, one pixel a patch.
+
+    Args:
+        blur: The map.
+        mpp_um: Microns per pixel at which it was measured.
+    """
+    known = np.isfinite(blur.values)
+    levels = np.clip(np.rint(np.nan_to_num(blur.values) / SHARPNESS_STEP), 1, 255)
+    grey = np.where(known, levels, 0).astype(np.uint8)
+    return {"mpp": mpp_um * PATCH_PX, "step": SHARPNESS_STEP, "png": _encoded(Image.fromarray(grey))}
+
+
+def blur_from_json(value: dict[str, Any]) -> tuple[Float, float]:
+    """Return the sharpness ``(rows, columns)``, NaN where nothing can be said, and the microns per patch."""
+    grey = _decoded(value["png"]).astype(np.float32)
+    return np.where(grey > 0, grey * np.float32(value["step"]), np.float32(np.nan)), float(value["mpp"])
+
+
+def pen_to_json(pen: Mask, mpp_um: float) -> dict[str, Any]:
+    """Return the pen mask, a pixel set where any of 4 × 4 is."""
+    block = _PEN_BLOCK_PX
+    small = np.zeros((-(-pen.shape[0] // block), -(-pen.shape[1] // block)), bool)
+    if pen.any():  # on most slides there is none, and looking for it costs less than listing it
+        y, x = np.nonzero(pen)
+        small[y // block, x // block] = True
+    return {"mpp": mpp_um * block, "png": _encoded(Image.fromarray(small))}
+
+
+def pen_from_json(value: dict[str, Any]) -> tuple[Mask, float]:
+    """Return the pen mask ``(rows, columns)`` and its microns per pixel."""
+    return _decoded(value["png"]) > 0, float(value["mpp"])
+
+
+def _encoded(image: Image.Image) -> str:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", optimize=True)
+    return base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+def _decoded(text: str) -> npt.NDArray[np.uint8]:
+    with Image.open(io.BytesIO(base64.b64decode(text))) as image:
+        return np.asarray(image.convert("L"))

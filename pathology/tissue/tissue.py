@@ -1,0 +1,188 @@
+"""Where the tissue is, at about 8 µm per pixel: pen, dust, coverslip edges and grey scanners notwithstanding.
+
+All is decided in optical density relative to the slide's own glass, so a scanner's grey or yellowish background is
+no tissue. Stained tissue absorbs, in different measure for the three channels, and most in green (haematoxylin and
+eosin both do). Dust, shadows and ink absorb otherwise (see `pathology.tissue.pen`). How far density and colour must
+stand out is Otsu's threshold, held between a floor (an empty slide has no tissue) and a ceiling (dark nuclei do not
+make pale stroma glass). Fat, which is nearly as clear as glass, is found by its walls (see `pathology.tissue.fat`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from skimage.filters import threshold_otsu
+
+from pathology.readers.threads import run_in_pool
+from pathology.tissue.density import Float, density_of, glass_colour, strips_of
+from pathology.tissue.fat import find_fat
+from pathology.tissue.morphology import closed
+from pathology.tissue.pen import PALEST_INK, ink, pen_marks
+from pathology.tissue.pieces import fill_small_holes, without_small
+
+Mask = npt.NDArray[np.bool_]
+Planes = npt.NDArray[np.uint8]
+Levels = npt.NDArray[np.uint16]
+
+_MOST_VALUES = 1_000_000
+"""A threshold is decided on about so many pixels."""
+_DENSEST = 0.5
+"""Denser pixels count as this for the thresholds, which lie far below."""
+_STEP = np.float32(_DENSEST / 65_535)
+"""What density and colour are kept in, 16 bits each."""
+_CORE, _THIN, _FAINT, _COLOURED = 1, 2, 4, 8
+
+
+@dataclass(frozen=True, slots=True)
+class TissueParameters:
+    """What the mask depends on; kept with every slide.
+
+    Attributes:
+        mpp_um: Resolution aimed at; the pyramid's level nearest to it is used.
+        smooth_um: Standard deviation of the smoothing, about the size of a cell.
+        density: Floor and ceiling of the threshold on optical density.
+        colour: Floor and ceiling of the threshold on the channels' difference in optical density.
+        close_um: Gaps up to about twice this are bridged.
+        smallest_um2: Smaller pieces are specks.
+        hole_um2: Smaller holes are filled.
+        fat: Whether areas of fat count as tissue.
+    """
+
+    mpp_um: float = 8.0
+    smooth_um: float = 8.0
+    density: tuple[float, float] = (0.012, 0.02)
+    colour: tuple[float, float] = (0.018, 0.025)
+    close_um: float = 24.0
+    smallest_um2: float = 30_000.0
+    hole_um2: float = 120_000.0
+    fat: bool = True
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object of the fields."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+
+
+@dataclass(frozen=True, slots=True)
+class TissueMasks:
+    """Tissue and pen of one slide, both ``(h, w)`` bool."""
+
+    tissue: Mask
+    pen: Mask
+
+
+def find_tissue(image: Planes, mpp_um: float, parameters: TissueParameters | None = None) -> TissueMasks:
+    """Find the tissue and the pen marks of a slide.
+
+    Memory: about 11 bytes a pixel besides the image, and strips of half a million pixels as floats.
+
+    Args:
+        image: ``(3, h, w)`` uint8, the whole slide at a low resolution.
+        mpp_um: Its microns per pixel.
+        parameters: See there; default values suit H&E.
+    """
+    p = parameters or TissueParameters()
+    glass = glass_colour(image)
+    stained, pen = _stained_and_pen(image, glass, mpp_um, p)
+    gap_px, smallest_px = max(1, round(p.close_um / mpp_um)), _pixels(p.smallest_um2, mpp_um)
+    tissue = closed(stained, gap_px) & ~pen
+    if p.fat:
+        fat = find_fat(image, glass, without_small(tissue, smallest_px) | pen, mpp_um)
+        tissue = closed(tissue | fat, gap_px) & ~pen if fat.any() else tissue
+    tissue = without_small(tissue, smallest_px)
+    # What reaches the picture's border is no hole: a small slide without tissue would be one.
+    fill_small_holes(tissue, _pixels(p.hole_um2, mpp_um))
+    return TissueMasks(tissue & ~pen, pen)
+
+
+def _stained_and_pen(image: Planes, glass: Float, mpp_um: float, p: TissueParameters) -> tuple[Mask, Mask]:
+    seen = _Seen.of(image, glass, p.smooth_um / mpp_um)
+    pen = seen.pen(mpp_um)
+    dense, coloured = (_threshold(v, pen, b) for v, b in ((seen.density, p.density), (seen.colour, p.colour)))
+    stained: Mask = np.empty_like(pen)
+    for rows in strips_of(*pen.shape):
+        # What absorbs alike in all channels has no stain: shadows, dust, the coverslip's edge.
+        stained[rows] = (seen.marks[rows] & np.uint8(_COLOURED)).astype(bool) & ~pen[rows]
+        stained[rows] &= (seen.density[rows] > dense) & (seen.colour[rows] > coloured)
+    return stained, pen
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What the decision is made from, five bytes a pixel.
+
+    Attributes:
+        density: ``(h, w)`` uint16, mean optical density in `_STEP`, smoothed.
+        colour: ``(h, w)`` uint16, the channels' difference in it.
+        marks: ``(h, w)`` uint8, one bit for what may be ink in each of three ways, one for what is not grey.
+    """
+
+    density: Levels
+    colour: Levels
+    marks: npt.NDArray[np.uint8]
+
+    @classmethod
+    def of(cls, image: Planes, glass: Float, sigma_px: float) -> _Seen:
+        """Look at a slide; in strips, so that one of 25 × 75 mm needs no gigabytes of floats."""
+        shape = image.shape[1:]
+        seen = cls(np.empty(shape, np.uint16), np.empty(shape, np.uint16), np.zeros(shape, np.uint8))
+
+        def look(rows: slice) -> None:
+            density = density_of(image, glass, rows, sigma_px)
+            mean: Float = (density[0] + density[1] + density[2]) * np.float32(1 / 3)
+            colour: Float = density.max(0) - density.min(0)
+            marks = (colour > 0.2 * mean).view(np.uint8) * np.uint8(_COLOURED)
+            dark = np.flatnonzero(mean > PALEST_INK)
+            core, thin, faint = ink(density.reshape(3, -1).take(dark, axis=1), mean.take(dark), colour.take(dark))
+            bits = np.uint8(_CORE) * core | np.uint8(_THIN) * thin | np.uint8(_FAINT) * faint
+            marks.reshape(-1)[dark] |= bits
+            seen.marks[rows] = marks
+            seen.density[rows], seen.colour[rows] = _levels(mean), _levels(colour)
+
+        run_in_pool(look, strips_of(*shape))
+        return seen
+
+    def marked(self, mark: int) -> Mask:
+        """Return where a bit is set, new."""
+        result: Mask = (self.marks & np.uint8(mark)).astype(bool)
+        return result
+
+    def pen(self, mpp_um: float) -> Mask:
+        """Return the marks of a pen."""
+        if not int(np.bitwise_or.reduce(self.marks, axis=None)) & (_CORE | _THIN):
+            return np.zeros(self.marks.shape, bool)
+        return pen_marks(self.marked(_CORE), self.marked(_THIN), self.marked(_FAINT), mpp_um)
+
+
+def _levels(values: Float) -> Levels:
+    """Return values in `_STEP`; they are given up."""
+    values *= 1 / _STEP
+    np.minimum(values, 65_535, out=values)
+    values += 0.5
+    result: Levels = values.astype(np.uint16)
+    return result
+
+
+def _threshold(levels: Levels, pen: Mask, bounds: tuple[float, float]) -> np.uint16:
+    """Return the greatest level that is not above the threshold."""
+    values = _every_so_many(levels, pen) * _STEP
+    flat = values.size == 0 or float(values.min()) == float(values.max())
+    threshold = bounds[0] if flat else float(np.clip(threshold_otsu(values), *bounds))
+    return np.uint16(threshold / _STEP)
+
+
+def _every_so_many(levels: Levels, pen: Mask) -> Levels:
+    """Return of the pixels without ink so many that there are about `_MOST_VALUES`, evenly spread."""
+    if not pen.any():
+        return levels.reshape(-1)[:: 1 + levels.size // _MOST_VALUES]
+    per_row = np.count_nonzero(~pen, axis=1)
+    step = 1 + int(per_row.sum()) // _MOST_VALUES
+    before = np.cumsum(per_row) - per_row
+    rows = [row[~inked][-skipped % step :: step] for row, inked, skipped in zip(levels, pen, before, strict=True)]
+    return np.concatenate(rows)
+
+
+def _pixels(area_um2: float, mpp_um: float) -> int:
+    return max(1, round(area_um2 / mpp_um**2))

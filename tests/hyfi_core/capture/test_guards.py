@@ -1,0 +1,177 @@
+"""What a trace alone would lose is kept or refused, and the user's module stays as it was."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import hyfi_core
+from hyfi_core.capture.export import capture
+from hyfi_core.capture.guards import faithful, refuse_fake_constants
+from hyfi_core.comm.alone import AloneCommunicator
+from hyfi_core.errors import RequestError
+from tests.harness import assert_equal_to_one_process
+
+SHAPE = (2, 3, 21, 30)
+
+
+class Plain:
+    """An answer that PyTorch knows nothing of."""
+
+    def __init__(self, logits: torch.Tensor, name: str) -> None:
+        self.logits, self.name = logits, name
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    logits: torch.Tensor
+    scale: float
+
+
+class HandWritten(nn.Module):
+    """A norm that keeps its mean by assignment, and a loss of memory for what nobody may see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = x.mean((0, 2, 3))
+        self.mean = 0.9 * self.mean + 0.1 * mean.detach()
+        return x - mean[None, :, None, None]
+
+
+class Doubled(torch.autograd.Function):
+    """Its backward is not that of its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return 2 * dy
+
+
+def no_grad(net: Net, y: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        frozen = torch.relu(net.last(y))
+    return frozen + y.sigmoid()
+
+
+def keeps(net: Net, y: torch.Tensor) -> torch.Tensor:
+    net.features, net.calls = y, net.calls + 1
+    return y
+
+
+FORWARDS: dict[str, Callable[[Net, torch.Tensor], torch.Tensor]] = {
+    "no gradient": no_grad,
+    "data": lambda net, y: y - y.data.clamp(min=0) * y,
+    "assigned buffer": lambda net, y: net.own(y),
+    "kept features": keeps,
+    "function": lambda net, y: Doubled.apply(y),
+    "tensor hook": lambda net, y: [y.register_hook(lambda dy: 2 * dy), y][1],
+}
+
+
+class Net(nn.Module):
+    """A small network with something unusual in its middle."""
+
+    def __init__(self, middle: str, answer: Callable[[torch.Tensor], Any] = lambda logits: logits) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.own = nn.Conv2d(3, 6, 3, 2, 1), nn.BatchNorm2d(6), HandWritten()
+        self.last, self.head = nn.Conv2d(6, 6, 3, 1, 1), nn.Linear(6, 2)
+        self.middle, self.answer, self.calls = middle, answer, 0
+
+    def extra_repr(self) -> str:
+        return f"{self.middle}, {self.answer}"  # programs are shared between modules that look alike
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = FORWARDS.get(self.middle, lambda net, y: y)(self, self.norm(self.first(x)))
+        return self.answer(self.head(self.last(y).mean((2, 3))))
+
+
+@pytest.mark.parametrize("middle", ["no gradient", "data", "assigned buffer", "kept features"])
+def test_it_trains_as_one_process_does(middle: str) -> None:
+    assert_equal_to_one_process(Net(middle).double(), SHAPE, (1, 2))
+
+
+@pytest.mark.parametrize("answer", [lambda y: Plain(y, "net"), lambda y: Frozen(y, 2.0)])
+def test_answers_may_be_objects_with_logits(answer: Callable[[torch.Tensor], Any]) -> None:
+    net = Net("", answer).double()
+    assert_equal_to_one_process(net, SHAPE, (1, 2), output=lambda found: found.logits)
+    images = torch.zeros(SHAPE, dtype=torch.float64)
+    engine = hyfi_core.parallelize(net, SHAPE, hyfi_core.ParallelPlan(grids=((1, 1),)), AloneCommunicator())
+    expected, found = net.eval()(images), engine.predict(images)
+    assert type(found) is type(expected) and torch.equal(found.logits, expected.logits)
+    assert {key: value for key, value in vars(found).items() if key != "logits"} == {
+        key: value for key, value in vars(expected).items() if key != "logits"
+    }
+
+
+@pytest.mark.parametrize(
+    ("middle", "words"), [("function", "Doubled.*autograd.Function"), ("tensor hook", "hook on a")]
+)
+def test_a_backward_of_its_own_is_refused(middle: str, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        capture(Net(middle), SHAPE, torch.float32)
+
+
+def test_backward_hooks_are_refused_with_their_module() -> None:
+    net = Net("")
+    net.last.register_full_backward_hook(lambda module, dx, dy: None)
+    with pytest.raises(RequestError, match=r"last \(Conv2d\) has backward hooks"):
+        capture(net, SHAPE, torch.float32)
+
+
+def test_a_buffer_of_another_shape_is_refused() -> None:
+    net = Net("assigned buffer")
+    net.own.mean = torch.zeros(())
+    with pytest.raises(RequestError, match="HandWritten gives its buffer 'mean' another shape"):
+        capture(net, SHAPE, torch.float32)
+
+
+def test_the_module_and_pytorch_stay_as_they_were() -> None:
+    net, touched = Net("kept features"), (torch.autograd.Function, torch.Tensor, nn.Module)
+    before = [dict(vars(kind)) for kind in touched]
+    capture(net, SHAPE, torch.float32)
+    assert not hasattr(net, "features") and net.calls == 0 and not net._forward_hooks
+    assert [dict(vars(kind)) for kind in touched] == before
+    copy.deepcopy(net)
+
+
+def test_what_a_trace_computed_with_is_no_constant() -> None:
+    with FakeTensorMode():
+        fake = torch.zeros(2)
+    with pytest.raises(RequestError, match=r"takes a tensor \(2,\) out"):
+        refuse_fake_constants({"known": torch.zeros(2), "c": fake})
+
+
+def test_a_cast_does_not_say_where_the_capture_ran() -> None:
+    class Cast(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.to(torch.float64, memory_format=torch.channels_last).mean((2, 3))
+
+    casts = [op for op in capture(Cast(), SHAPE, torch.float32).operators if "_to_copy" in op.text]
+    assert casts and not any("device" in op.kwargs for op in casts)
+
+
+def test_other_threads_run_on_while_one_traces() -> None:
+    def works() -> float:
+        x = torch.ones(2, requires_grad=True)
+        y = x * 1
+        y.register_hook(lambda dy: 3 * dy)
+        Doubled.apply(y).sum().backward()
+        return float((x.grad + y.data).sum())
+
+    with faithful(Net("")), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(works).result() == 14

@@ -1,0 +1,48 @@
+"""Runs that are planned with remembered answers are those that are planned anew at every question."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from hyfi_core.capture.export import capture
+from hyfi_core.capture.program import Program
+from hyfi_core.lowering import fused_halo as fused
+from hyfi_core.lowering.fused_cost import cost
+from hyfi_core.lowering.fused_halo import spread, unfused
+from hyfi_core.lowering.fused_sketch import draw
+from hyfi_core.lowering.lower import Lowering
+from hyfi_core.models.resnet import resnet_v2
+from hyfi_core.plan import layout
+from hyfi_core.rules.table import RULES
+
+GRIDS = [(2, 2), (1, 3), (3, 1)]
+
+
+@pytest.fixture(scope="module")
+def program() -> Program:
+    return capture(resnet_v2(20, classes=2), (1, 3, 75, 90), torch.float32)
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_remembered_answers_are_those_that_would_be_given(program: Program, grid: tuple[int, int]) -> None:
+    def planned() -> tuple[Any, ...]:
+        trial = Lowering(program, grid, 0, RULES)
+        trial.run(program.outputs)
+        sketch = draw(program, program.operators, trial.splits, trial.able, ())
+        plans = [unfused(sketch), *(spread(sketch, depth) for depth in (2, 3, 6))]
+        return sketch, plans, [cost(sketch, plan) for plan in plans]
+
+    remembered = planned()
+    with (
+        mock.patch.object(fused, "_need", fused._need.__wrapped__),
+        mock.patch.object(fused, "_owned", fused._owned.__wrapped__),
+        mock.patch.object(fused, "_widened", fused._widened.__wrapped__),
+        mock.patch.object(layout, "_through", layout._through.__wrapped__),
+    ):
+        assert planned() == remembered
+    assert fused._need.cache_info().hits and layout._through.cache_info().hits
+    assert any(plan.computed for plan in remembered[1])

@@ -1,0 +1,90 @@
+"""What travels from grid to grid: every rank gets its boxes, and the way back is the adjoint."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hyfi_core.ops.boundary import Carried, Handover, pack
+from hyfi_core.plan.box import Box
+from hyfi_core.plan.layout import Layout
+
+GRIDS = st.tuples(st.integers(1, 3), st.integers(1, 3))
+F64 = torch.float64
+
+
+def split_value(name: str, side: tuple[int, int], first: Layout, second: Layout, gradient: bool = True) -> Carried:
+    return Carried(name, (2, 3, *side), F64, gradient, (2, 3), first.parts, second.parts, Box.of_size(*side))
+
+
+def cut(value: Carried, whole: torch.Tensor, box: Box) -> torch.Tensor:
+    rows, columns = box.slices() if not box.empty else (slice(0, box.height), slice(0, box.width))
+    return whole[:, :, rows, columns]
+
+
+def forward(handover: Handover, held: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    """Carry values from every source to every target."""
+    parcels: list[dict[int, torch.Tensor]] = [{} for _ in range(handover.targets)]
+    for source, tensors in enumerate(held):
+        for target, pieces in handover.outgoing(source).items():
+            parcels[target][source] = pack(handover, source, pieces, tensors, at_source=True)
+    for target, inbox in enumerate(parcels):
+        expected = handover.incoming(target)
+        assert inbox.keys() == expected.keys()
+        for source, pieces in expected.items():
+            assert inbox[source].nbytes == handover.parcel(pieces, torch.device("cpu")).nbytes
+    return [handover.arrived(target, inbox) for target, inbox in enumerate(parcels)]
+
+
+def backward(handover: Handover, cotangents: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    """Carry cotangents back."""
+    parcels: list[dict[int, torch.Tensor]] = [{} for _ in range(handover.sources)]
+    for target, tensors in enumerate(cotangents):
+        for source, pieces in handover.incoming(target, back=True).items():
+            parcels[source][target] = pack(handover, target, pieces, tensors, at_source=False)
+    return [handover.returned(source, inbox) for source, inbox in enumerate(parcels)]
+
+
+def inner(a: list[dict[str, torch.Tensor]], b: list[dict[str, torch.Tensor]]) -> float:
+    return sum(float((x[n] * y[n]).sum()) for x, y in zip(a, b, strict=True) for n in x.keys() & y.keys())
+
+
+@settings(max_examples=60, deadline=None)
+@given(GRIDS, GRIDS, st.tuples(st.integers(1, 7), st.integers(1, 7)), st.booleans())
+def test_the_way_back_is_the_adjoint(
+    first: tuple[int, int], second: tuple[int, int], side: tuple[int, int], channels_last: bool
+) -> None:
+    """⟨F x, y⟩ = ⟨x, Fᵀ y⟩ for maps and replicated values together; maps of fewer pixels than ranks, too."""
+    a, b = Layout.even(*side, first), Layout.even(*side, second)
+    m, n = len(a.parts), len(b.parts)
+    values = (split_value("map", side, a, b), Carried("features", (2, 5), F64, True), split_value("two", side, a, b))
+    handover = Handover(values, m, n, channels_last)
+    generator = torch.Generator().manual_seed(0)
+    wholes = {v.name: torch.randn(v.shape, dtype=F64, generator=generator) for v in (values[0], values[2])}
+    features = torch.randn(2, 5, dtype=F64, generator=generator)
+    x = [{**{n: cut(values[0], w, part) for n, w in wholes.items()}, "features": features} for part in a.parts]
+    there = forward(handover, x)
+    for part, tensors in zip(b.parts, there, strict=True):
+        assert torch.equal(tensors["features"], features)
+        for name, whole in wholes.items():
+            assert torch.equal(tensors[name], cut(values[0], whole, part))
+    y = [{name: torch.randn(t.shape, dtype=F64, generator=generator) for name, t in ts.items()} for ts in there]
+    assert abs(inner(there, y) - inner(x, backward(handover, y))) <= 1e-12 * max(1.0, abs(inner(there, y)))
+
+
+def test_what_carries_no_gradient_does_not_come_back_and_types_are_kept() -> None:
+    side, a, b = (4, 6), Layout.even(4, 6, (1, 2)), Layout.even(4, 6, (2, 1))
+    mask = Carried("mask", (2, 3, 4, 6), torch.bool, False, (2, 3), a.parts, b.parts, Box.of_size(4, 6))
+    values = (mask, split_value("map", side, a, b))
+    handover = Handover(values, 2, 2)
+    whole = torch.arange(144, dtype=F64).view(2, 3, 4, 6)
+    held = [{"map": cut(values[1], whole, p), "mask": cut(values[1], whole, p) > 70} for p in a.parts]
+    there = forward(handover, held)
+    assert all(torch.equal(t["mask"], cut(values[1], whole, p) > 70) for t, p in zip(there, b.parts, strict=True))
+    back = backward(handover, [{"map": t["map"]} for t in there])
+    assert [set(tensors) for tensors in back] == [{"map"}, {"map"}]
+    missing = backward(
+        handover, [{}, {}]
+    )  # nobody computed a cotangent: zeros come, so that everybody's messages match
+    assert all(not tensors["map"].any() for tensors in missing)

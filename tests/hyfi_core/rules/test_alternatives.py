@@ -1,0 +1,125 @@
+"""What a refusal says would work does work, and gives the same where it is said to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hyfi_core.capture.export import capture
+from hyfi_core.capture.program import Program
+from hyfi_core.errors import RequestError
+from hyfi_core.lowering.lower import Lowering
+from hyfi_core.rules.alternatives import INSTEAD
+from hyfi_core.rules.table import RULES
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+MATRIX = torch.rand(6, 6)
+SHAPE = (2, 6, 80, 80)
+
+
+class Call(nn.Module):
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
+
+
+def overwritten(y: torch.Tensor) -> torch.Tensor:
+    y = y.clone()
+    y[:, :2] = y[:, 2:4]
+    return y
+
+
+def shuffled(y: torch.Tensor) -> torch.Tensor:
+    return y.view(len(y), 3, 2, *y.shape[2:]).transpose(1, 2).reshape(y.shape)
+
+
+def log_of_sum(y: torch.Tensor) -> torch.Tensor:
+    m = y.amax((2, 3), True)
+    return m + (y - m).exp().sum((2, 3), True).log()
+
+
+PAIRS: dict[str, tuple[Function, Function]] = {
+    "amin.default": (lambda y: y.amin((2, 3)), lambda y: -(-y).amax((2, 3))),
+    "channel_shuffle.default": (lambda y: F.channel_shuffle(y, 3), shuffled),
+    "clamp.Tensor": (lambda y: y.clamp(y.mean((2, 3), True)), lambda y: torch.maximum(y, y.mean((2, 3), True))),
+    "cosine_similarity.default": (
+        lambda y: F.cosine_similarity(y, y + 1, 1),
+        lambda y: (F.normalize(y, dim=1) * F.normalize(y + 1, dim=1)).sum(1),
+    ),
+    "einsum.default": (
+        lambda y: torch.einsum("bchw,cd->bdhw", y, MATRIX),
+        lambda y: (y.permute(0, 2, 3, 1) @ MATRIX).permute(0, 3, 1, 2),
+    ),
+    "index.Tensor": (lambda y: y[:, [2, 0]], lambda y: torch.cat([y[:, 2:3], y[:, :1]], 1)),
+    "linalg_matrix_norm.str_ord": (
+        lambda y: torch.linalg.matrix_norm(y, dim=(2, 3)),
+        lambda y: torch.linalg.vector_norm(y, dim=(2, 3)),
+    ),
+    "logsumexp.default": (lambda y: y.logsumexp((2, 3), True), log_of_sum),
+    "max.default": (lambda y: y.max(), lambda y: y.amax((2, 3)).amax()),
+    "min.default": (lambda y: y.min(), lambda y: -(-y).amax((2, 3)).amax()),
+    "max_pool2d_with_indices.default": (
+        lambda y: F.max_pool2d(y, 2, return_indices=True)[0],
+        lambda y: F.max_pool2d(y, 2),
+    ),
+    "nan_to_num.default": (lambda y: torch.nan_to_num(y), lambda y: torch.where(y.isnan(), 0.0, y)),
+    "repeat.default": (lambda y: y.repeat(1, 2, 1, 1), lambda y: torch.cat([y] * 2, 1)),
+    "repeat_interleave.self_int": (
+        lambda y: y.repeat_interleave(2, 1),
+        lambda y: torch.stack([y] * 2, 2).flatten(1, 2),
+    ),
+    "slice_scatter.default": (overwritten, lambda y: torch.cat([y[:, 2:4], y[:, 2:]], 1)),
+    "var_mean.correction": (lambda y: torch.var_mean(y, (2, 3))[0], lambda y: y.var((2, 3))),
+    "upsample_bicubic2d.vec": (
+        lambda y: F.interpolate(y, scale_factor=2, mode="bicubic"),
+        lambda y: F.interpolate(y, scale_factor=2, mode="bilinear"),
+    ),
+}
+OTHERWISE = {"upsample_bicubic2d.vec"}
+
+
+def captured(function: Function) -> Program:
+    return capture(Call(function), SHAPE, torch.float32)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_what_is_proposed_works(name: str) -> None:
+    refused, proposed = PAIRS[name]
+    program = captured(refused)
+    with pytest.raises(RequestError) as said:
+        Lowering(program, (1, 2), 0, RULES).run(program.outputs)
+    found = str(said.value)
+    assert any(found.startswith(text) and instead in found for text, instead in INSTEAD.items()), found
+    program = captured(proposed)
+    Lowering(program, (1, 2), 0, RULES).run(program.outputs)
+    if name not in OTHERWISE:
+        images = torch.rand(SHAPE)
+        torch.testing.assert_close(proposed(images), refused(images))
+
+
+def test_only_operators_without_a_rule_have_something_instead() -> None:
+    assert not set(INSTEAD) & set(RULES)
+    for text in INSTEAD:
+        _, name, overload = text.split(".")
+        assert str(getattr(getattr(torch.ops.aten, name), overload)) == text
+
+
+@pytest.mark.parametrize(
+    ("module", "instead"),
+    [
+        (nn.AdaptiveMaxPool2d(7), "nn.AdaptiveAvgPool2d to any size"),
+        (nn.InstanceNorm2d(6, track_running_stats=True), "nn.GroupNorm"),
+        (nn.Conv2d(6, 6, 3, padding=1, padding_mode="circular"), "constant, reflect and replicate padding"),
+    ],
+)
+def test_rules_that_refuse_say_what_works(module: nn.Module, instead: str) -> None:
+    program = captured(module)
+    with pytest.raises(RequestError, match=instead):
+        Lowering(program, (1, 2), 0, RULES).run(program.outputs)

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from data.store.manifest import DONE, FAILED, load_records
+from hyfi_core.errors import RequestError
+from pathology.ingest.archive import IngestOptions, Request, ingest
+from pathology.ingest.discover import find_jobs
+from tests.pathology.tiffs import MakeSlide
+
+AT_HALF = IngestOptions(mpp=0.5)
+TOO_LONG = "x" * 300 + ".tiff"
+
+
+def close_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nobody search the folder; its permissions would not keep root out."""
+    scan = os.scandir
+
+    def closed(path: str | Path = ".") -> object:
+        if Path(path).absolute() == folder:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", closed)
+
+
+@pytest.mark.parametrize(
+    ("rows", "word"),
+    [
+        (("a.tiff,1,", "a.tiff,2,"), "differ in the column 'label': '1' and '2'"),
+        (("a.tiff,1,one", "./a.tiff,1,two"), "differ in the column 'slide_id'"),
+    ],
+)
+def test_rows_that_contradict_each_other_are_refused(tmp_path: Path, rows: tuple[str, ...], word: str) -> None:
+    (tmp_path / "m.csv").write_text("\n".join(("path,label,slide_id", *rows)))
+    with pytest.raises(RequestError, match=word):
+        find_jobs([tmp_path / "m.csv"], {})
+
+
+def test_the_same_row_twice_is_one_slide(tmp_path: Path) -> None:
+    (tmp_path / "a.tiff").touch()
+    (tmp_path / "m.csv").write_text("path,label\na.tiff,1\n./a.tiff,1\n")
+    (job,) = find_jobs([tmp_path / "m.csv", tmp_path], {})
+    assert (job.slide_id, job.row["label"]) == ("a", "1")
+
+
+def test_a_row_whose_path_no_disk_takes_fails_alone(tmp_path: Path, make_slide: MakeSlide) -> None:
+    manifest = make_slide().with_name("m.csv")
+    manifest.write_text(f"path\n{TOO_LONG}\na.tiff\n")
+    report = ingest(Request([manifest], tmp_path / "store", AT_HALF), workers=1)
+    assert [r.slide_id for r in report.done] == ["a"]
+    assert [r.reason for r in report.failed] == [f"the file cannot be read: {os.strerror(errno.ENAMETOOLONG)}"]
+    again = ingest(Request([manifest], tmp_path / "store", AT_HALF), workers=1)
+    assert again.skipped == ["a"] and len(again.failed) == 1
+
+
+def test_an_argument_that_no_disk_takes_is_a_wrong_request(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=f"cannot be read .{os.strerror(errno.ENAMETOOLONG)}"):
+        find_jobs([tmp_path / TOO_LONG], {})
+
+
+def test_a_folder_that_cannot_be_searched_fails_until_it_can(
+    tmp_path: Path, make_slide: MakeSlide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive, store = make_slide("a.tiff").parent, tmp_path / "store"
+    make_slide("sub/b.tiff")
+    close_folder(archive / "sub", monkeypatch)
+    report = ingest(Request([archive], store, AT_HALF), workers=1)
+    assert [r.slide_id for r in report.done] == ["a"]
+    reason = f"the folder cannot be searched for slides: {os.strerror(errno.EACCES)}"
+    assert [(r.source_path, r.reason) for r in report.failed] == [(str(archive / "sub"), reason)]
+    assert {name: r.status for name, r in load_records(store).items()} == {"a": DONE, "sub": FAILED}
+    monkeypatch.undo()
+    ingest(Request([archive], store, AT_HALF), workers=1)
+    assert {name: r.status for name, r in load_records(store).items()} == {"a": DONE, "b": DONE}
+
+
+def test_a_closed_folder_as_an_argument_is_a_wrong_request(
+    tmp_path: Path, make_slide: MakeSlide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_slide().parent
+    close_folder(folder, monkeypatch)
+    with pytest.raises(RequestError, match=os.strerror(errno.EACCES)):
+        find_jobs([folder], {})

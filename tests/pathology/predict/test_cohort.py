@@ -1,0 +1,307 @@
+from __future__ import annotations
+
+import copy
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tifffile
+import torch
+
+from data.samples.dataset import SlideDataset, SlideRef
+from hyfi_core.comm.alone import AloneCommunicator
+from hyfi_core.comm.base import Communicator
+from hyfi_core.comm.threads import run_ranks
+from hyfi_core.errors import RequestError
+from hyfi_core.models.resnet import resnet10
+from pathology.ingest.options import IngestOptions
+from pathology.ingest.slide import ingest_slide
+from pathology.predict import results
+from pathology.predict.cohort import PredictionReport, PredictOptions, predict_slides
+from pathology.predict.ensemble import grid_of
+from pathology.predict.inputs import find_inputs
+from pathology.predict.recipe import Member
+from tests.pathology.slides import FOCUS, Darkness, draw_slide, member_of, write_slide
+
+FILES = {"heatmap.tiff", "overlay.png", "regions.geojson", "report.html", "prediction.json"}
+
+
+@pytest.fixture(scope="module")
+def slide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_slide(tmp_path_factory.mktemp("slides") / "one.tiff", draw_slide())
+
+
+@pytest.fixture(scope="module")
+def store(slide: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("store")
+    row = {"case_id": "C-1", "source_path": str(slide)}
+    assert ingest_slide(slide, folder, IngestOptions(mpp=1.0), row).status == "done"
+    return folder
+
+
+def predict(
+    out: Path, paths: list[Path], *members: Member, comm: Communicator | None = None, **options: object
+) -> PredictionReport:
+    chosen = members or (member_of(Darkness()),)
+    return predict_slides(
+        chosen,
+        find_inputs(paths),
+        out,
+        comm or AloneCommunicator(),
+        PredictOptions(**options),  # type: ignore[arg-type]
+    )
+
+
+def table(out: Path) -> list[dict[str, str]]:
+    with (out / "predictions.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def image_of(store: Path, size_px: tuple[int, int]) -> tuple[SlideDataset, torch.Tensor]:
+    dataset = SlideDataset(store, [SlideRef("one")], size_px=size_px, mpp=1.0)
+    pixels = dataset.read(0, dataset.view(0).box)
+    return dataset, torch.from_numpy(pixels)[None].float() / 255 - 0.9
+
+
+def test_a_file_gives_the_models_answer_and_all_files(slide: Path, store: Path, tmp_path: Path) -> None:
+    model = Darkness()
+    report = predict(tmp_path / "out", [slide], member_of(model))
+    assert [one.status for one in report.done] == ["done"]
+    (row,) = table(tmp_path / "out")
+    assert list(row) == (
+        ["slide_id", "case_id", "path", "prediction", "p_pale", "p_dark", "coverage", "flags", "status", "reason"]
+    )
+    dataset, image = image_of(store, (512, 576))
+    assert len(dataset.view(0).pieces) > 1
+    logits = model(image)[0].detach().double()
+    expected = torch.softmax(logits, 0)
+    assert float(row["p_dark"]) == pytest.approx(float(expected[1]), abs=2e-6)
+    assert row["prediction"] == ["pale", "dark"][int(expected.argmax())]
+    assert (row["slide_id"], row["path"], row["status"], row["reason"]) == ("one", str(slide), "done", "")
+    assert float(row["coverage"]) == pytest.approx(dataset.view(0).coverage, abs=1e-4)
+    assert {path.name for path in (tmp_path / "out" / "one").iterdir()} == FILES
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"one", "predictions.csv", "predictions.json"}
+    values = tifffile.imread(tmp_path / "out" / "one" / "heatmap.tiff")
+    total = np.nansum(values.astype(np.float64), axis=(1, 2)) + model.fc.bias.detach().numpy()
+    np.testing.assert_allclose(total, logits.numpy(), atol=1e-5)
+
+
+def test_heatmap_and_regions_are_in_register_with_the_slide(slide: Path, tmp_path: Path) -> None:
+    model = Darkness()
+    with torch.no_grad():
+        model.fc.bias.copy_(torch.tensor([-9.0, 9.0]))
+    predict(tmp_path, [slide], member_of(model))
+    values = tifffile.imread(tmp_path / "one" / "heatmap.tiff")
+    assert values.shape == (2, -(-500 // 32), -(-1000 // 32))
+    y, x = np.unravel_index(np.nanargmax(values[1]), values.shape[1:])
+    cell = 32 * 2  # level-0 pixels
+    assert FOCUS[0] - cell < y * cell < FOCUS[1]
+    assert FOCUS[2] - cell < x * cell < FOCUS[3]
+    regions = json.loads((tmp_path / "one" / "regions.geojson").read_text())["features"]
+    corners = np.array([point for f in regions for ring in f["geometry"]["coordinates"] for point in ring])
+    assert (corners >= 0).all()
+    assert (corners <= [2000, 1000]).all()
+    assert any(
+        min(p[0] for p in f["geometry"]["coordinates"][0]) < FOCUS[3]
+        and max(p[0] for p in f["geometry"]["coordinates"][0]) > FOCUS[2]
+        and min(p[1] for p in f["geometry"]["coordinates"][0]) < FOCUS[1]
+        and max(p[1] for p in f["geometry"]["coordinates"][0]) > FOCUS[0]
+        for f in regions
+    )
+
+
+def test_file_store_and_slide_of_a_store_give_the_same_numbers(slide: Path, store: Path, tmp_path: Path) -> None:
+    rows = []
+    for name, path in (("a", slide), ("b", store), ("c", store / "one.zarr")):
+        predict(tmp_path / name, [path])
+        rows += table(tmp_path / name)
+    assert rows[0]["p_dark"] == rows[1]["p_dark"] == rows[2]["p_dark"]
+    assert [row["case_id"] for row in rows] == ["", "C-1", "C-1"]
+    first, second = (tifffile.imread(tmp_path / name / "one" / "heatmap.tiff") for name in "ab")
+    np.testing.assert_array_equal(first, second)
+
+
+def test_two_ranks_say_what_one_says(slide: Path, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    model = resnet10(2, width=8).eval()
+    member = member_of(model, size_px=[320, 330])
+    alone = predict(tmp_path / "1", [slide], member)
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def body(comm: Communicator) -> PredictionReport:
+        mine = member_of(models[comm.rank], size_px=[320, 330])
+        return predict(tmp_path / "2", [slide], mine, comm=comm)
+
+    first, second = run_ranks(2, body)
+    assert first == second
+    np.testing.assert_allclose(first.done[0].probabilities, alone.done[0].probabilities, atol=1e-6)
+    ours, theirs = (tifffile.imread(tmp_path / n / "one" / "heatmap.tiff") for n in "12")
+    np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.nanmax(np.abs(ours)))
+    assert {path.name for path in (tmp_path / "2").iterdir()} == {"one", "predictions.csv", "predictions.json"}
+
+
+def test_cells_say_what_one_piece_says(slide: Path, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    member = member_of(resnet10(2, width=8).eval(), size_px=[320, 330])
+    whole = predict(tmp_path / "1", [slide], member)
+    cells = predict(tmp_path / "2", [slide], member, cells=(3, 2))
+    np.testing.assert_allclose(cells.done[0].probabilities, whole.done[0].probabilities, atol=1e-6)
+    ours, theirs = (tifffile.imread(tmp_path / n / "one" / "heatmap.tiff") for n in "12")
+    np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.nanmax(np.abs(ours)))
+    with pytest.raises(RequestError, match="cells 3,2 with 2 ranks"):
+        run_ranks(2, lambda comm: predict(tmp_path / "3", [slide], member, comm=comm, cells=(3, 2)))
+
+
+def test_what_cannot_be_predicted_fails_alone(slide: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "slides"
+    folder.mkdir()
+    (folder / "empty.svs").touch()
+    write_slide(folder / "glass.tiff", draw_slide(tissue=False))
+    write_slide(folder / "nompp.tiff", draw_slide(), mpp=None)
+    out = tmp_path / "out"
+    report = predict(out, [folder, slide])
+    rows = {row["slide_id"]: row for row in table(out)}
+    assert {name: row["status"] for name, row in rows.items()} == {
+        "empty": "failed",
+        "glass": "failed",
+        "nompp": "failed",
+        "one": "done",
+    }
+    assert [one.slide_id for one in report.failed] == ["empty", "glass", "nompp"]
+    assert rows["glass"]["prediction"] == rows["glass"]["p_dark"] == ""
+    assert rows["glass"]["flags"].split(";") == ["no_tissue"]
+    assert "0 bytes" in rows["empty"]["reason"]
+    assert "--slide-mpp" in rows["nompp"]["reason"]
+    assert sorted(path.name for path in out.iterdir() if path.is_dir()) == ["one"]
+    again = predict(out, [folder, slide], slide_mpp=0.5)
+    assert [one.flags for one in again.done if one.slide_id == "nompp"] == [("mpp_assumed",)]
+
+
+def test_finished_slides_are_skipped_and_other_checkpoints_refused(slide: Path, tmp_path: Path) -> None:
+    member, other = member_of(Darkness()), member_of(Darkness(), "two")
+    predict(tmp_path, [slide], member)
+    report = (tmp_path / "one" / "report.html").stat().st_mtime_ns
+    assert predict(tmp_path, [slide], member).skipped == ("one",)
+    assert (tmp_path / "one" / "report.html").stat().st_mtime_ns == report
+    with pytest.raises(RequestError, match="--overwrite"):
+        predict(tmp_path, [slide], other)
+    assert len(predict(tmp_path, [slide], member, overwrite=True).done) == 1
+    assert len(predict(tmp_path, [slide], other, overwrite=True).done) == 1
+    assert len(table(tmp_path)) == 1
+
+
+def test_folders_of_others_are_left_alone(slide: Path, tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "mine.txt").write_text("keep")
+    with pytest.raises(RequestError, match="not written by hyfi predict"):
+        predict(tmp_path, [slide], overwrite=True)
+    assert [path.name for path in tmp_path.rglob("*")] == ["one", "mine.txt"]
+
+
+def test_ensemble_gives_mean_and_spread(slide: Path, tmp_path: Path) -> None:
+    members = [member_of(Darkness(seed=1), "a"), member_of(Darkness(16, seed=2), "b")]
+    both = predict(tmp_path / "ab", [slide], *members).done[0]
+    single = [predict(tmp_path / m.digest, [slide], m).done[0].probabilities for m in members]
+    np.testing.assert_allclose(both.probabilities, np.mean(single, axis=0), atol=1e-9)
+    predicted = ["pale", "dark"].index(both.prediction)
+    assert both.spread == pytest.approx(np.std([p[predicted] for p in single]), abs=1e-9)
+    (row,) = table(tmp_path / "ab")
+    assert float(row["spread"]) == pytest.approx(both.spread, abs=1e-6)
+    assert "±" in (tmp_path / "ab" / "one" / "report.html").read_text()
+
+
+def test_members_that_differ_cannot_predict_together(slide: Path, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"size_px is .*512.* and .*256"):
+        predict(tmp_path / "out", [slide], member_of(Darkness()), member_of(Darkness(), "b", size_px=[256, 256]))
+    assert not (tmp_path / "out").exists()
+
+
+def test_failing_to_write_fails_the_slide_and_leaves_nothing(
+    slide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    predict(tmp_path, [slide])
+    before = (tmp_path / "one" / "report.html").read_bytes()
+
+    def full(*arguments: object) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(results, "render_report", full)
+    report = predict(tmp_path, [slide], overwrite=True)
+    assert "No space left" in report.failed[0].reason
+    assert (tmp_path / "one" / "report.html").read_bytes() == before
+    assert {path.name for path in tmp_path.iterdir()} == {"one", "predictions.csv", "predictions.json"}
+
+
+def test_stops_between_slides_when_asked(slide: Path, store: Path, tmp_path: Path) -> None:
+    second = write_slide(tmp_path / "two.tiff", draw_slide(seed=2))
+    answers = iter([False, True])
+    report = predict_slides(
+        [member_of(Darkness())],
+        find_inputs([slide, second]),
+        tmp_path / "out",
+        AloneCommunicator(),
+        stop_wanted=lambda: next(answers),
+    )
+    assert report.stopped
+    assert [row["slide_id"] for row in table(tmp_path / "out")] == ["one"]
+    assert [one.slide_id for one in predict(tmp_path / "out", [slide, second]).done] == ["two"]
+
+
+def test_a_damaged_store_fails_the_slide(store: Path, slide: Path, tmp_path: Path) -> None:
+    ingest_slide(slide, tmp_path / "store", IngestOptions(mpp=1.0))
+    shard = next(path for path in (tmp_path / "store" / "one.zarr" / "0" / "c").rglob("*") if path.is_file())
+    shard.write_bytes(shard.read_bytes()[:-40])
+    report = predict(tmp_path / "out", [tmp_path / "store"])
+    assert "bytes" in report.failed[0].reason
+    assert report.failed[0].path.endswith("one.zarr")
+
+
+def test_another_resolution_is_flagged(slide: Path, tmp_path: Path) -> None:
+    (one,) = predict(tmp_path, [slide], mpp=2.0).done
+    assert one.flags == ("mpp_changed",)
+
+
+def test_inputs_that_do_not_go_together(slide: Path, store: Path, tmp_path: Path) -> None:
+    copied = write_slide(tmp_path / "one.tiff", draw_slide(seed=9))
+    assert len({one.slide_id for one in find_inputs([slide, copied])}) == 2
+    assert len(find_inputs([slide, slide])) == 1
+    with pytest.raises(RequestError, match="two slides are named one"):
+        find_inputs([store, slide])
+    with pytest.raises(RequestError, match="no such file"):
+        find_inputs([tmp_path / "nowhere.svs"])
+    (tmp_path / "hollow").mkdir()
+    with pytest.raises(RequestError, match="no slide in this folder"):
+        find_inputs([tmp_path / "hollow"])
+
+
+def test_a_manifest_names_slides_and_cases(slide: Path, tmp_path: Path) -> None:
+    manifest = tmp_path / "manifest.csv"
+    manifest.write_text(f"slide_id,path,case_id\nS7,{slide},C7\n")
+    (one,) = find_inputs([manifest])
+    assert (one.slide_id, one.case_id, one.path) == ("S7", "C7", slide)
+
+
+@pytest.mark.parametrize(("ranks", "grid"), [(1, (1, 1)), (2, (1, 2)), (4, (2, 2)), (6, (2, 3)), (7, (1, 7))])
+def test_grids_are_as_square_as_they_can_be(ranks: int, grid: tuple[int, int]) -> None:
+    assert grid_of(ranks) == grid
+
+
+@pytest.mark.slides
+def test_real_slides(real_slides: Path, tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    model = resnet10(2, width=8)
+    member = member_of(model, mpp=2.0, size_px=[768, 576])
+    paths = [real_slides / name for name in ("CMU-1-Small-Region.svs", "odd/truncated.svs", "odd/no_mpp.svs")]
+    report = predict(tmp_path, paths, member)
+    assert [one.slide_id for one in report.done] == ["CMU-1-Small-Region"]
+    assert [one.slide_id for one in report.failed] == ["truncated", "no_mpp"]
+    with tifffile.TiffFile(tmp_path / "CMU-1-Small-Region" / "heatmap.tiff") as file:
+        values = file.series[0].asarray()
+        facts = file.ome_metadata or ""
+    assert values.shape == (2, -(-742 // 32), -(-555 // 32))
+    assert 'PhysicalSizeX="64.0"' in facts
+    total = np.nansum(values.astype(np.float64), axis=(1, 2)) + model.fc.bias.detach().numpy()
+    p = report.done[0].probabilities
+    assert total[1] - total[0] == pytest.approx(np.log(p[1] / p[0]), abs=1e-4)

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis.extra import numpy as hnp
+
+from pathology.predict.heatmap import Heatmap
+from pathology.predict.regions import Level0, find_regions, outline, to_geojson, write_regions
+
+
+def heatmap_of(values: np.ndarray, cell_px: int = 10, slide: tuple[int, int] | None = None) -> Heatmap:
+    size = slide or (values.shape[0] * cell_px, values.shape[1] * cell_px)
+    both = np.stack([-values, values]).astype(np.float32)
+    return Heatmap(both, cell_px, (0.5, 0.5), size, ("benign", "malignant"), (0.0, 1.0), (0.0, 0.0), (0.0, 0.0), True)
+
+
+def area(ring: list[tuple[float, float]]) -> float:
+    x, y = np.array(ring).T
+    return float(np.sum(x[:-1] * y[1:] - x[1:] * y[:-1]) / 2)
+
+
+def test_strongest_region_comes_first_and_glass_is_ignored() -> None:
+    values = np.full((8, 9), np.nan)
+    values[1:7, 1:8] = -0.1
+    values[2, 2] = 1.0
+    values[4:6, 5:7] = 2.0
+    first, second = find_regions(heatmap_of(values), 1, share=1.0)
+    assert (first.rank, first.contribution, len(first.cells[0])) == (1, 8.0, 4)
+    assert second.peak == (2, 2)
+    assert first.share == pytest.approx(8 / 9)
+    assert first.area_um2 == 4 * 25.0
+    assert len(find_regions(heatmap_of(values), 1, share=0.8)) == 1
+    assert len(find_regions(heatmap_of(values), 1, share=1.0, most=1)) == 1
+    assert len(find_regions(heatmap_of(values), 1, share=1.0, least=0.5)) == 1
+
+
+def test_nothing_speaks_for_the_class() -> None:
+    assert find_regions(heatmap_of(np.full((3, 3), -1.0)), 1) == []
+
+
+def test_ring_with_a_hole() -> None:
+    mask = np.ones((3, 3), bool)
+    mask[1, 1] = False
+    outer, hole = outline(np.nonzero(mask))
+    assert area(outer) == 9
+    assert area(hole) == -1
+    assert len(outer) == len(hole) == 5
+    assert outer[0] == outer[-1]
+
+
+def test_hole_that_touches_the_outline_at_a_corner_is_a_ring_of_its_own() -> None:
+    mask = np.array([[1, 1, 1], [1, 0, 1], [1, 1, 0]], bool)
+    outer, hole = outline(np.nonzero(mask))
+    assert area(outer) == 8
+    assert area(hole) == -1
+    assert len(set(outer)) == len(outer) - 1
+
+
+@settings(max_examples=80, deadline=None)
+@given(hnp.arrays(bool, hnp.array_shapes(min_dims=2, max_dims=2, max_side=7)))
+def test_rings_are_simple_and_enclose_exactly_the_cells(mask: np.ndarray) -> None:
+    from skimage.measure import label
+
+    groups = label(mask, connectivity=1)
+    for group in range(1, groups.max() + 1):
+        cells = np.nonzero(groups == group)
+        rings = outline(cells)
+        assert area(rings[0]) > 0
+        assert all(area(ring) < 0 for ring in rings[1:])
+        assert sum(map(area, rings)) == len(cells[0])
+        assert all(len(set(ring)) == len(ring) - 1 for ring in rings)
+
+
+def test_geojson_is_what_qupath_reads(tmp_path: Path) -> None:
+    values = np.zeros((4, 5))
+    values[1, 2] = 3.0
+    values[3, 4] = 1.0
+    heatmap = heatmap_of(values, cell_px=10, slide=(35, 47))
+    affine = Level0(((2.0, 0.0, 50.0), (0.0, 2.0, 100.0)), bounds_origin_px=(50.0, 80.0))
+    regions = find_regions(heatmap, 1, share=1.0)
+    collection = to_geojson(regions, heatmap, 1, slide_id="s 1", level0=affine)
+    write_regions(tmp_path / "regions.geojson", collection)
+    read = json.loads((tmp_path / "regions.geojson").read_text())
+    assert read["type"] == "FeatureCollection"
+    first, second = read["features"]
+    ring = first["geometry"]["coordinates"][0]
+    assert first["geometry"]["type"] == "Polygon"
+    assert sorted(map(tuple, set(map(tuple, ring)))) == [(60, 20), (60, 40), (80, 20), (80, 40)]
+    assert first["properties"]["objectType"] == "annotation"
+    assert first["properties"]["classification"]["name"] == "malignant"
+    assert len(first["properties"]["classification"]["color"]) == 3
+    assert first["properties"]["measurements"]["contribution to the logit"] == 3.0
+    # The last cell hangs over the slide's border and is cut there.
+    corners = np.array(second["geometry"]["coordinates"][0])
+    assert corners.max(axis=0).tolist() == [2 * 47 + 100 - 80, 2 * 35 + 50 - 50]
+    again = to_geojson(regions, heatmap, 1, slide_id="s 1", level0=affine)
+    assert [f["id"] for f in again["features"]] == [f["id"] for f in read["features"]]

@@ -1,0 +1,161 @@
+"""DICOM slides from end to end: a file for each level, several slides in one folder, other pictures among them."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.store.manifest import DONE, load_records
+from data.store.slide_store import SlideStore, slide_path
+from hyfi_core.errors import RequestError
+from hyfi_core.plan.box import Box
+from pathology.errors import SlideError
+from pathology.ingest.archive import IngestOptions, Request, ingest, ingest_slide
+from pathology.ingest.discover import find_jobs
+from pathology.ingest.identity import SourceStamp
+from pathology.ingest.staging import files_of, staged
+from pathology.readers import dicom_files
+from pathology.readers.dicom_files import DicomHead, dicom_head
+from pathology.readers.sources import OpenSlideSource, open_source
+from tests.pathology.readers.dicom_slides import CT, element, write_file, write_series
+from tests.pathology.readers.scanners import smooth
+
+AT_HALF = IngestOptions(mpp=0.5)
+NAME, DAY, SERIES = "Doe^Jane", "19610517", "1.2.840.99999.4711"
+SIZE = Box.of_size(700, 900)
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Path:
+    """A folder with two slides and a CT picture side by side."""
+    folder = tmp_path / "archive"
+    for k, name in enumerate("ab"):
+        write_series(folder, name, smooth(700, 900, k), f"{SERIES}.{k}", patient=NAME, day=DAY)
+    write_file(folder / "ct.dcm", smooth(128, 128), "1.2.9", "1.2.8", sop_class=CT, patient=NAME)
+    return folder
+
+
+def test_each_file_of_a_series_shows_the_whole_slide(archive: Path) -> None:
+    names = ["a-0.dcm", "a-1.dcm", "a-2.dcm", "a-label.dcm"]
+    for name in (names[0], names[-1]):
+        source = open_source(archive / name)
+        assert isinstance(source, OpenSlideSource) and source.vendor == "dicom" and source.objective_power == 20
+        assert source.mpp == (0.5, 0.5) and [v.downsample for v in source.levels] == [(1, 1), (2, 2), (4, 4)]
+        apart = np.abs(source.read(SIZE, 0) - smooth(700, 900).astype(int))
+        assert apart.mean() < 2 and np.quantile(apart, 0.99) < 12
+        assert [path.name for path in files_of(archive / name)] == [name, *(other for other in names if other != name)]
+
+
+def test_a_folder_gives_each_slide_once_and_no_other_pictures(archive: Path) -> None:
+    assert [job.slide_id for job in find_jobs([archive], {})] == ["a-0", "b-0"]
+    files = sorted(archive.glob("*.dcm"))
+    assert [job.slide_id for job in find_jobs(files, {})] == ["a-0", "b-0", "ct"]
+    (archive / "rows.csv").write_text("path,slide_id\nb-1.dcm,mine\n")
+    assert [job.slide_id for job in find_jobs([archive / "rows.csv", archive], {})] == ["mine", "a-0"]
+    assert [job.slide_id for job in find_jobs([archive, archive / "rows.csv"], {})] == ["a-0", "mine"]
+    for file in files[:-1]:
+        file.unlink()
+    with pytest.raises(RequestError, match=r"no slide in this folder.*\.dcm"):
+        find_jobs([archive], {})
+
+
+def test_a_slide_is_staged_with_its_own_files_and_changes_with_them(archive: Path, tmp_path: Path) -> None:
+    path = archive / "a-0.dcm"
+    with staged(path, tmp_path / "cache") as local:
+        assert sorted(path.name for path in local.parent.iterdir()) == [f"a-{k}.dcm" for k in (0, 1, 2, "label")]
+        assert np.array_equal(open_source(local).read(SIZE, 0), open_source(path).read(SIZE, 0))
+    before = SourceStamp.of(path)
+    os.utime(archive / "b-1.dcm", ns=(2**62, 2**62))
+    assert SourceStamp.of(path) == before
+    (archive / "a-2.dcm").write_bytes((archive / "a-2.dcm").read_bytes() + b"\0")
+    assert SourceStamp.of(path) != before
+
+
+def test_the_store_holds_what_was_drawn_and_nothing_that_tells_of_a_person(archive: Path, tmp_path: Path) -> None:
+    store, key = tmp_path / "store", tmp_path / "key.csv"
+    write_series(archive, "bad", smooth(300, 300), f"{SERIES}.7", patient=NAME, day=DAY)
+    write_series(archive, "bad2", smooth(301, 300), f"{SERIES}.7", patient=NAME, day=DAY, levels=1)
+    write_file(archive / "bad-9.dcm", smooth(300, 300), f"{SERIES}.7.77", f"{SERIES}.7", patient=NAME)
+    report = ingest(Request([archive], store, IngestOptions(mpp=0.5, cache=tmp_path), pseudonyms=key), workers=1)
+    assert len(report.done) == 2 and "unexpected image" in report.failed[0].reason
+    record = next(r for r in report.done if f"{r.slide_id}," in key.read_text() and r.source_mpp == 0.5)
+    pixels = SlideStore.open(slide_path(store, record.slide_id)).read(SIZE, 0).transpose(1, 2, 0).astype(int)
+    assert min(np.abs(pixels - smooth(700, 900, k)).mean() for k in range(2)) < 2
+    for file in store.rglob("*"):
+        text = str(file.relative_to(tmp_path)).encode() + (file.read_bytes() if file.is_file() else b"")
+        assert not [word for word in (NAME, "Doe", DAY, SERIES, "1.2.3\0") if word.encode() in text], file
+
+
+def damaged(folder: Path, name: str) -> None:
+    """Damage the series NAME as its name says."""
+    first = folder / f"{name}-0.dcm"
+    content = first.read_bytes()
+    if name == "cut":
+        first.write_bytes(content[: len(content) // 2])
+    elif name == "zeros":
+        first.write_bytes(content[: len(content) // 2] + bytes(len(content) - len(content) // 2))
+    elif name == "garbage":
+        at = content.index(b"\xff\xd8\xff", len(content) // 2)
+        first.write_bytes(content[:at] + b"\x99" * 40 + content[at + 40 :])
+    elif name == "head":
+        first.write_bytes(content[:200])
+    elif name == "empty":
+        first.write_bytes(b"")
+
+
+@pytest.mark.timeout(60)
+def test_each_damage_is_named_and_the_good_ones_are_done(tmp_path: Path, hyfi: Callable[..., object]) -> None:
+    names = ("good", "cut", "zeros", "garbage", "head", "empty")
+    for k, name in enumerate(names):
+        write_series(tmp_path / "archive", name, smooth(400, 500), f"1.2.3.{k}")
+        damaged(tmp_path / "archive", name)
+    told = hyfi("ingest", "archive", "--out", "store", "--mpp", "0.5", "--workers", "1", "--json")
+    assert told.returncode == 1 and "Traceback" not in told.stderr, told.stderr  # type: ignore[attr-defined]
+    records = load_records(tmp_path / "store")
+    assert {name for name, r in records.items() if r.status == DONE} == {"good-0"}
+    for name in names[1:]:
+        assert records[f"{name}-0"].reason in told.stderr, records  # type: ignore[attr-defined]
+
+
+def test_without_its_finest_level_a_slide_is_refused(archive: Path, tmp_path: Path) -> None:
+    (archive / "a-0.dcm").unlink()
+    record = ingest_slide(archive / "a-1.dcm", tmp_path / "store", AT_HALF)
+    assert "finest level has 1 µm/px" in record.reason
+    record = ingest_slide(archive / "b-1.dcm", tmp_path / "store", IngestOptions(mpp=0.5, lossless=True))
+    assert "dicom. Ingest it without --lossless" in record.reason
+
+
+def test_heads_of_all_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = bytes(128) + b"DICM" + element(0x00020002, "UI", dicom_files._WHOLE_SLIDE)
+    inner = struct.pack("<HHIHHI", 0xFFFE, 0xE000, 0xFFFFFFFF, 0xFFFE, 0xE00D, 0)
+    endless = struct.pack("<HH2sxxI", 8, 0x1115, b"SQ", 0xFFFFFFFF)
+    series = element(0x0020000E, "UI", "1.2.3")
+    heads = {
+        b"": None,
+        b"no DICOM at all" * 20: None,
+        start: DicomHead(True, ""),
+        start + series: DicomHead(True, "1.2.3"),
+        start + series[:-3]: DicomHead(True, "1.2."[:3]),
+        start + endless + inner + struct.pack("<HHI", 0xFFFE, 0xE0DD, 0) + series: DicomHead(True, "1.2.3"),
+        start + endless + inner: DicomHead(True, ""),
+        start + element(0x00080005, "UN", bytes(70_000)) + series: DicomHead(True, "1.2.3"),
+        start + endless + endless * 5000 + series: DicomHead(True, ""),
+        start + element(0x00200010, "SH", "after it"): DicomHead(True, ""),
+    }
+    for content, expected in heads.items():
+        (tmp_path / "a.dcm").write_bytes(content)
+        assert dicom_head(tmp_path / "a.dcm") == expected
+    with pytest.raises(SlideError, match="cannot be read"):
+        SourceStamp.of(tmp_path / "none.dcm")
+
+
+def test_a_pipe_that_is_named_so_is_no_slide_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.dcm")
+    assert dicom_head(tmp_path / "a.dcm") is None and dicom_files.series_files(tmp_path / "a.dcm") == [
+        tmp_path / "a.dcm"
+    ]

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hyfi_core.errors import RequestError
+from tests.conftest import Hyfi
+from workflows.commands import doctor
+from workflows.commands.doctor import Finding
+from workflows.launch import mpiexec
+
+
+@pytest.mark.mpi
+def test_here_everything_works(hyfi: Hyfi, tmp_path: Path) -> None:
+    done = hyfi("doctor", "--json", timeout=240)
+    assert done.returncode == 0, done.stdout
+    said = json.loads(done.stdout.splitlines()[-1])
+    checks = {check["name"]: check for check in said["checks"]}
+    assert said["ok"] is True
+    assert set(checks) == set(doctor.CHECKS)
+    assert [name for name, check in checks.items() if check["essential"] and not check["ok"]] == []
+    assert "two ranks equal one process" in checks["two-rank halo exchange"]["detail"]
+    assert "OMP_NUM_THREADS=" in checks["threads"]["detail"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_missing_comes_with_what_mends_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_mpi() -> mpiexec.MpiExec:
+        raise RequestError(mpiexec.NO_MPI)
+
+    monkeypatch.setattr(mpiexec, "find", no_mpi)
+    monkeypatch.setattr(doctor, "CHECKS", {name: doctor.CHECKS[name] for name in ("Python", "MPI", "threads")})
+    assert doctor.run(as_json=True) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [check["ok"] for check in json.loads(lines[-1])["checks"]] == [True, False, True]
+    assert any(line.startswith("missing MPI: no mpiexec") for line in lines)
+    assert any("mend: pip install 'hyfi[local]'" in line for line in lines)
+
+
+def test_a_note_is_no_fault(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    small = Finding("shared memory", False, "only 1 MiB", "docker run --shm-size=1g", essential=False)
+    monkeypatch.setattr(doctor, "CHECKS", {"shared memory": (lambda: small, "")})
+    assert doctor.run(as_json=False) == 0
+    assert "note    shared memory: only 1 MiB" in capsys.readouterr().out
+
+
+def test_a_check_that_breaks_down_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> str:
+        raise ImportError("libopenslide.so.1: cannot open shared object file")
+
+    finding = doctor._tried("slides", broken, "pip install openslide-bin")
+    assert (finding.ok, finding.mend) == (False, "pip install openslide-bin")
+    assert "libopenslide" in finding.detail

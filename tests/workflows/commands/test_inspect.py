@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from hyfi_core.errors import RequestError
+from tests.data.store.test_verify import make_slide
+from workflows.commands import inspect
+
+
+def test_a_path_that_no_disk_takes_is_a_wrong_request(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=os.strerror(errno.ENAMETOOLONG)):
+        inspect.run(tmp_path / ("x" * 300), None, as_json=False)
+
+
+def test_a_picture_that_the_disk_does_not_take_is_a_wrong_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    make_slide(tmp_path / "store", "a")
+    monkeypatch.setattr("pathology.ingest.thumbnail.write_atomically", full)
+    with pytest.raises(RequestError, match=rf"a\.png: cannot be written \({os.strerror(errno.ENOSPC)}"):
+        inspect.run(tmp_path / "store/a.zarr", tmp_path / "a.png", as_json=False)

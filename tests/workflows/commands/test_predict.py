@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tifffile
+import torch
+
+from hyfi_core.runtime.checkpoint import save_checkpoint
+from tests.conftest import Hyfi
+from tests.pathology.slides import draw_slide, member_of, write_slide
+from workflows.training.models import build_model
+
+MODEL = {"name": "resnet10", "classes": 2, "norm": "train", "pool": "avg", "options": {"width": 8}}
+
+
+def save(folder: Path, seed: int = 0) -> Path:
+    torch.manual_seed(seed)
+    model = build_model(MODEL)
+    config = {**member_of(model).config, "model": MODEL, "size_px": [320, 330]}
+    save_checkpoint(folder, weights=model.state_dict(), model={k: v for k, v in config.items() if k != "files"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("run") / "step-00000012")
+
+
+@pytest.fixture(scope="module")
+def slides(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("slides")
+    write_slide(folder / "one.tiff", draw_slide())
+    (folder / "empty.svs").touch()
+    return folder
+
+
+def rows_of(out: Path) -> dict[str, dict[str, str]]:
+    with (out / "predictions.csv").open(newline="") as file:
+        return {row["slide_id"]: row for row in csv.DictReader(file)}
+
+
+@pytest.mark.mpi
+def test_one_rank_and_two_give_the_same(hyfi: Hyfi, checkpoint: Path, slides: Path, tmp_path: Path) -> None:
+    alone = hyfi("predict", checkpoint, slides, "--out", "a", "--json", OMP_NUM_THREADS="1")
+    shared = hyfi("predict", checkpoint, slides, "--out", "b", "--json", "--ranks", "2", OMP_NUM_THREADS="1")
+    for said in (alone, shared):
+        assert said.returncode == 1, said.stderr
+        assert said.stderr.count("the file is empty (0 bytes)") == 1
+        told = json.loads(said.stdout.splitlines()[-1])
+        assert told["done"] == ["one"]
+        assert [one["slide_id"] for one in told["failed"]] == ["empty"]
+    first, second = rows_of(tmp_path / "a"), rows_of(tmp_path / "b")
+    assert first["one"].keys() == second["one"].keys()
+    assert float(first["one"]["p_dark"]) == pytest.approx(float(second["one"]["p_dark"]), abs=2e-6)
+    ours, theirs = (tifffile.imread(tmp_path / out / "one" / "heatmap.tiff") for out in "ab")
+    np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.nanmax(np.abs(ours)))
+    left = {path.name for path in (tmp_path / "b").iterdir()}
+    assert left == {"one", "predictions.csv", "predictions.json"}
+
+
+def test_corrupt_checkpoint_is_refused_and_nothing_written(hyfi: Hyfi, slides: Path, tmp_path: Path) -> None:
+    folder = save(tmp_path / "broken")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    said = hyfi("predict", folder, slides / "one.tiff", "--out", "out")
+    assert said.returncode == 2
+    assert "model.safetensors" in said.stderr
+    assert "Traceback" not in said.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_requests_that_cannot_be_met(hyfi: Hyfi, checkpoint: Path, slides: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for words, cause in (
+        ((checkpoint, "nowhere.svs", "--out", "out"), "no such file"),
+        ((checkpoint, slides / "one.tiff", "--out", "file"), "file is a file"),
+        ((checkpoint, slides / "one.tiff", "--out", "out", "--slide-mpp", "500"), "--slide-mpp 500"),
+        ((checkpoint, slides / "one.tiff", "--out", "out", "--cells", "4x4"), "--cells 4x4: give rows and columns"),
+        ((checkpoint, slides / "one.tiff", "--out", "out", "--cells", "2,2", "--ranks", "2"), "leave out either"),
+    ):
+        said = hyfi("predict", *words)
+        assert said.returncode == 2, said.stderr
+        assert cause in said.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"file"}

@@ -1,0 +1,414 @@
+"""A run from its YAML to its files; one rank in this process where that is enough, real MPI where it is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
+
+from data.samples.table import read_table
+from hyfi_core.comm.base import Communicator
+from hyfi_core.comm.threads import run_ranks
+from hyfi_core.errors import RequestError
+from hyfi_core.runtime.checkpoint import load_checkpoint
+from tests.workflows.archive import make_config, make_store
+from tests.workflows.runs import assert_same_run, in_this_process, losses, run_here, run_on, weights_of
+from workflows.commands import split, validate
+from workflows.config.load import load_config
+from workflows.training.best import merit
+from workflows.training.metrics_log import read_metrics
+from workflows.training.models import build_model
+from workflows.training.optimisation import lr_factor, make_loss
+from workflows.training.start import together
+
+CONSTANT = {"name": "constant", "warmup_steps": 2}
+FOUR = ["plan.grids=[[1,2]]", "roles.loaders=1", "roles.validators=1"]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_store(tmp_path_factory.mktemp("archive"))
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with in_this_process(monkeypatch):
+        yield
+
+
+def test_a_run_writes_what_is_promised(tmp_path: Path, store: Path) -> None:
+    config = make_config(tmp_path, store, run={"tensorboard": True})
+    assert run_here(config) == 0
+    run = tmp_path / "run"
+    records = read_metrics(run / "metrics.jsonl")
+    trained = [r for r in records if r["kind"] == "train"]
+    assert [r["step"] for r in trained] == [1, 2, 3, 4, 5, 6]
+    assert [r["epoch"] for r in trained] == [0, 0, 0, 1, 1, 1]
+    keys = {"kind", "step", "epoch", "loss", "lr", "seconds", "images_per_second", "wait_seconds"}
+    assert all(keys <= r.keys() for r in trained)
+    assert [r["lr"] for r in trained[:3]] == [0.005, 0.01, 0.01]
+    validated = [r for r in records if r["kind"] == "validation"]
+    assert [r["step"] for r in validated] == [3, 6]
+    assert all({"loss", "auroc", "balanced_accuracy"} <= r.keys() for r in validated)
+    assert load_config(run / "config.yaml") == load_config(config)
+    assert json.loads((run / "plan.json").read_text())["grids"] == [[1, 1]]
+    assert len((run / "coverage.csv").read_text().splitlines()) == 1 + 10
+    assert list((run / "tensorboard").glob("events.*"))
+    assert (run / "checkpoints" / "latest").resolve().name == "step-00000006"
+    best = max(validated, key=lambda r: (*merit(r, "auroc"), -r["step"]))
+    assert (run / "checkpoints" / "best").resolve().name == f"step-{best['step']:08d}"
+    model = load_checkpoint(run / "checkpoints" / "best").model
+    assert model["class_names"] == ["benign", "malignant"] and model["step"] == best["step"]
+    assert {"mpp", "size_px", "view", "tissue", "normalisation", "thresholds", "versions", "task"} <= model.keys()
+    module = build_model(model["model"])
+    module.load_state_dict(load_checkpoint(run / "checkpoints" / "best").weights)
+
+
+@pytest.mark.parametrize("factory", ["tiny", "dropping"])
+def test_six_steps_are_three_and_three_more(tmp_path: Path, store: Path, factory: str) -> None:
+    model = {"name": f"tests.workflows.faults:{factory}"}
+    straight = make_config(tmp_path, store, lr_schedule=CONSTANT, model=model)
+    assert run_here(straight) == 0
+    assert run_here(straight, f"run.dir={tmp_path / 'parts'}", "run.steps=3") == 0
+    assert run_here(straight, f"run.dir={tmp_path / 'parts'}", resume=True) == 0
+    assert_same_run(tmp_path / "run", tmp_path / "parts", 6)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_stopped_run_goes_on_as_if_nothing_had_been(tmp_path: Path, store: Path, optimizer: str) -> None:
+    config = make_config(tmp_path, store, optimizer={"name": optimizer, "accumulate": 2}, run={"steps": 16})
+    assert run_here(config, f"run.dir={tmp_path / 'straight'}") == 0
+    stopper = threading.Thread(target=_signal_after, args=(tmp_path / "run" / "metrics.jsonl", 4))
+    stopper.start()
+    assert run_here(config) == 3
+    stopper.join()
+    stopped_at = max(r["step"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl"))
+    assert 3 <= stopped_at < 16
+    assert (tmp_path / "run" / "checkpoints" / "latest").resolve().name == f"step-{stopped_at:08d}"
+    assert run_here(config, resume=True) == 0
+    assert_same_run(tmp_path / "straight", tmp_path / "run", 16)
+
+
+def _signal_after(metrics: Path, lines: int) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and (not metrics.exists() or metrics.read_bytes().count(b"\n") < lines):
+        time.sleep(0.002)
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def test_lines_after_the_checkpoint_are_dropped(tmp_path: Path, store: Path) -> None:
+    config = make_config(tmp_path, store, lr_schedule=CONSTANT, run={"steps": 3})
+    assert run_here(config) == 0
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"kind": "train", "step": 4, "loss": 9}\n{"kind": "tra')
+    assert run_here(config, "run.steps=6", resume=True) == 0
+    assert [r["step"] for r in read_metrics(path) if r["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
+    assert all(json.loads(line)["loss"] < 9 for line in path.read_text().splitlines())
+
+
+def test_a_validation_that_a_stop_prevented_is_made_up_for(tmp_path: Path, store: Path) -> None:
+    config = make_config(tmp_path, store, lr_schedule=CONSTANT)
+    assert run_here(config) == 0
+    path = tmp_path / "run" / "metrics.jsonl"
+    before = losses(tmp_path / "run")
+    path.write_text("".join(line for line in path.open() if '"validation"' not in line))
+    (tmp_path / "run" / "checkpoints" / "best").unlink()
+    assert run_here(config, resume=True) == 0
+    assert losses(tmp_path / "run") == before
+    assert (tmp_path / "run" / "checkpoints" / "best").exists()
+
+
+def test_resume_of_nothing_begins(tmp_path: Path, store: Path) -> None:
+    assert run_here(make_config(tmp_path, store, run={"steps": 1}), resume=True) == 0
+
+
+def everything_in(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "resume", "words"),
+    [
+        ([], False, "--resume"),
+        (["data.batch_size=3"], True, "data.batch_size"),
+        (["optimizer.lr=0.5"], True, "optimizer.lr"),
+    ],
+)
+def test_an_existing_run_is_left_alone(
+    tmp_path: Path, store: Path, overrides: list[str], resume: bool, words: str
+) -> None:
+    config = make_config(tmp_path, store, run={"steps": 1})
+    assert run_here(config) == 0
+    before = everything_in(tmp_path / "run")
+    with pytest.raises(RequestError, match=words):
+        run_here(config, *overrides, resume=resume)
+    assert everything_in(tmp_path / "run") == before
+
+
+def test_a_folder_that_is_no_run_is_left_alone(tmp_path: Path, store: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "letter.txt").write_text("dear all")
+    with pytest.raises(RequestError, match="is not a run"):
+        run_here(make_config(tmp_path, store), resume=True)
+    assert everything_in(tmp_path / "run") == {"letter.txt": b"dear all"}
+
+
+def refused(
+    capfd: pytest.CaptureFixture[str], folder: Path, config: Path, *overrides: str, resume: bool = False
+) -> str:
+    """Return what is said of a request that the ranks refuse: exit code 2, nothing written."""
+    assert run_here(config, *overrides, resume=resume) == 2
+    assert not (folder / "run").exists() or resume
+    return capfd.readouterr().err
+
+
+def test_wrong_requests_are_refused_before_anything_is_written(
+    tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(tmp_path, store)
+    with pytest.raises(RequestError, match=r"3 ranks are given, the run needs 1: 1 trainers.*--ranks 1"):
+        run_here(config, ranks=3)
+    said = refused(capfd, tmp_path, config, "data.size_px=128", "data.view=crop")
+    assert "min_coverage" in said and "slide-00" in said and "size_px" in said
+    assert "'grade'" in refused(capfd, tmp_path, config, "data.target=grade")
+    assert "resnet18" in refused(capfd, tmp_path, config, "model.name=resnet19")
+    assert "depth" in refused(capfd, tmp_path, config, "model.name=resnet10", "model.options.depth=3")
+    assert "model.classes" in refused(capfd, tmp_path, config, "model.classes=3")
+    assert "no-such-file" in refused(capfd, tmp_path, config, "model.weights=no-such-file.pth")
+    assert "not a store" in refused(capfd, tmp_path, config, f"data.store={tmp_path}")
+
+
+def test_a_damaged_checkpoint_is_refused_and_kept(
+    tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(tmp_path, store, run={"steps": 3})
+    assert run_here(config) == 0
+    os.truncate(tmp_path / "run" / "checkpoints" / "step-00000003" / "optimizer.safetensors", 100)
+    before = everything_in(tmp_path / "run")
+    assert "optimizer.safetensors" in refused(capfd, tmp_path, config, "run.steps=6", resume=True)
+    assert everything_in(tmp_path / "run") == before
+
+
+def test_a_batch_is_a_batch_however_it_is_cut(tmp_path: Path, store: Path) -> None:
+    """Four slides at once, in micro-batches of one, and accumulated two by two; unequal class weights."""
+    splits = tmp_path / "splits.csv"
+    rows = [f"slide-{n:02d},{'train' if n in (0, 1, 2, 4) else 'val' if n < 8 else ''}" for n in range(12)]
+    splits.write_text("slide_id,split\n" + "\n".join(rows) + "\n")
+    config = make_config(
+        tmp_path,
+        store,
+        data={"batch_size": 4, "splits": str(splits)},
+        model={"norm": "group"},
+        run={"steps": 2, "precision": "float64"},
+    )
+    ways = {"whole": [], "micro": ["plan.microbatches=4"], "two": ["data.batch_size=2", "optimizer.accumulate=2"]}
+    for name, overrides in ways.items():
+        assert run_here(config, f"run.dir={tmp_path / name}", *overrides) == 0
+    assert load_checkpoint(tmp_path / "whole/checkpoints/latest").model["class_weights"] != [1.0, 1.0]
+    whole = weights_of(tmp_path / "whole", 2)
+    for name in ("micro", "two"):
+        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "whole"), rel=1e-10)
+        other = weights_of(tmp_path / name, 2)
+        assert all(torch.allclose(other[key], whole[key], rtol=1e-9, atol=1e-11) for key in whole)
+
+
+def test_a_run_without_validation_slides_says_so(
+    tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    splits = tmp_path / "splits.csv"
+    splits.write_text("slide_id,split\n" + "".join(f"slide-{n:02d},train\n" for n in range(0, 12, 2)))
+    config = make_config(tmp_path, store, data={"splits": str(splits), "class_weights": "none"}, run={"steps": 2})
+    assert run_here(config) == 0
+    said = capfd.readouterr().err
+    assert "no training slide is malignant" in said and "no slide in 'val'" in said
+    assert (tmp_path / "run" / "checkpoints" / "best").resolve().name == "step-00000002"
+    assert {kind for kind, _ in losses(tmp_path / "run")} == {"train"}
+
+
+def test_bfloat16_and_few_checkpoints(tmp_path: Path, store: Path) -> None:
+    config = make_config(
+        tmp_path, store, run={"precision": "bfloat16", "keep": 1, "checkpoint_every_steps": 1, "steps": 5}
+    )
+    assert run_here(config) == 0
+    run = tmp_path / "run"
+    kept = {path.name for path in (run / "checkpoints").iterdir() if not path.is_symlink()}
+    assert kept == {(run / "checkpoints" / link).resolve().name for link in ("latest", "best")}
+    assert weights_of(run, 5)["conv1.weight"].dtype == torch.float32
+    assert all(value < 5 for value in losses(run).values())
+
+
+def test_weights_from_a_file(tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A head of other classes stays as it was, and what is missing is named; no code in a .pth is run."""
+    config = make_config(tmp_path, store, run={"steps": 1}, optimizer={"lr": 1e-12})
+    given = build_model({"name": "tests.workflows.faults:tiny", "classes": 5}).state_dict()
+    del given["conv2.weight"]
+    given["extra.weight"] = torch.ones(3)
+    save_file(given, tmp_path / "w.safetensors")
+    torch.save(given, tmp_path / "w.pth")
+    for name in ("w.safetensors", "w.pth"):
+        folder = tmp_path / name.replace(".", "-")
+        assert run_here(config, f"model.weights={tmp_path / name}", f"run.dir={folder}") == 0
+        said = capfd.readouterr().out
+        assert "missing (1): conv2.weight" in said
+        assert "unexpected (1): extra.weight" in said
+        assert "reshaped (2): fc.bias, fc.weight" in said
+        assert torch.allclose(weights_of(folder, 1)["conv1.weight"], given["conv1.weight"], atol=1e-6)
+    (tmp_path / "bad.pth").write_bytes(b"cos\nsystem\n(S'touch /tmp/never'\ntR.")
+    assert "bad.pth" in refused(capfd, tmp_path, config, f"model.weights={tmp_path / 'bad.pth'}")
+
+
+def test_the_learning_rate_follows_its_schedule() -> None:
+    def factors(**values: Any) -> list[float]:
+        schedule = load_config_schedule(**values)
+        return [lr_factor(schedule, 10)(step) for step in range(11)]
+
+    assert factors(name="constant", warmup_steps=4)[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert factors(name="linear", end_factor=0.5)[::5] == [1.0, 0.75, 0.5]
+    cosine = factors(name="cosine", warmup_steps=2, end_factor=0.1)
+    assert cosine[2] == 1.0 and cosine[10] == pytest.approx(0.1) and cosine[6] == pytest.approx(0.55)
+    assert factors(name="step", every_steps=4, gamma=0.5) == [1.0] * 4 + [0.5] * 4 + [0.25] * 3
+
+
+def load_config_schedule(**values: Any) -> Any:
+    from workflows.config.learning import LrScheduleConfig
+
+    return LrScheduleConfig(**values)
+
+
+def test_the_loss_is_the_sum_of_weighted_losses_over_the_batch() -> None:
+    torch.manual_seed(0)
+    logits, labels, weights = torch.randn(4, 3), torch.tensor([0, 2, 1, 2]), (0.5, 2.0, 1.0)
+    each = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    expected = sum(weights[y] * loss for y, loss in zip(labels.tolist(), each, strict=True)) / 4
+    assert torch.allclose(make_loss(weights, 1)(logits, labels), expected)
+    parts = sum(make_loss(weights, 2)(logits[i : i + 2], labels[i : i + 2]) for i in (0, 2))
+    assert torch.allclose(parts, expected)
+
+
+@pytest.mark.mpi
+def test_other_ranks_feed_and_validate_as_the_trainer_itself(tmp_path: Path, store: Path, hyfi: Any) -> None:
+    """Bit for bit: order, pixels, weights, validation. In processes: in threads, kernels round as they like."""
+    config = make_config(tmp_path, store)
+    assert run_here(config, f"run.dir={tmp_path / 'inline'}") == 0
+    done = hyfi("train", config, "roles.loaders=1", "roles.validators=1", "--json", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["status"] == "done"
+    assert_same_run(tmp_path / "inline", tmp_path / "run", 6)
+
+
+def test_more_loaders_and_validators_share_the_work(tmp_path: Path, store: Path) -> None:
+    config = make_config(tmp_path, store, run={"precision": "float64"})
+    grid = "plan.grids=[[1,2]]"
+    assert run_on(2, config, f"run.dir={tmp_path / 'inline'}", grid) == [0, 0]
+    assert run_on(6, config, grid, "roles.loaders=2", "roles.validators=2") == [0] * 6
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "inline"), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "plan", [["plan.grids=[[2,2]]"], ["plan.replicas=2"], ["plan.grids=[[1,2]]", "plan.replicas=2"]]
+)
+def test_any_plan_computes_what_one_rank_computes(tmp_path: Path, store: Path, plan: list[str]) -> None:
+    """Group norm: with batch norm, replicas have statistics of their own (as in DDP)."""
+    config = make_config(tmp_path, store, model={"norm": "group"}, run={"precision": "float64"})
+    assert run_here(config, f"run.dir={tmp_path / 'inline'}") == 0
+    settings = load_config(config, plan)
+    assert run_on(settings.ranks, config, *plan) == [0] * settings.ranks
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "inline"), rel=1e-9)
+    one, other = (weights_of(tmp_path / name, 6) for name in ("inline", "run"))
+    assert all(torch.allclose(other[key], one[key], rtol=1e-8, atol=1e-10) for key in one)
+
+
+def test_a_run_goes_on_with_other_ranks(tmp_path: Path, store: Path) -> None:
+    config = make_config(tmp_path, store, lr_schedule=CONSTANT, run={"precision": "float64"})
+    assert run_here(config, f"run.dir={tmp_path / 'inline'}") == 0
+    assert run_here(config, "run.steps=3") == 0
+    assert run_on(4, config, *FOUR, resume=True) == [0] * 4
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "inline"), rel=1e-8)
+
+
+def test_what_one_rank_refuses_all_refuse(tmp_path: Path, store: Path) -> None:
+    def body(world: Communicator) -> str:
+        def check() -> None:
+            if world.rank == 2:
+                raise RequestError("no such thing")
+
+        with pytest.raises(RequestError) as refusal:
+            together(world, check)
+        return str(refusal.value)
+
+    assert run_ranks(3, body) == ["no such thing"] * 3
+    with pytest.raises(RequestError, match="2 ranks are given, the run needs 4: 2 trainers"):
+        run_on(2, make_config(tmp_path, store), *FOUR)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_checkpoint_is_worth_afterwards_what_it_was_worth(
+    tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(tmp_path, store)
+    assert run_here(config) == 0
+    checkpoint = tmp_path / "run" / "checkpoints" / "latest"
+    capfd.readouterr()
+    assert validate.run(checkpoint, store, None, None, "val", None, as_json=True) == 0
+    answer = json.loads(capfd.readouterr().out.splitlines()[-1])
+    recorded = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "validation"][-1]
+    assert (answer["step"], answer["slides"]) == (6, 4)
+    assert {key: answer[key] for key in recorded if key != "kind"} == {k: v for k, v in recorded.items() if k != "kind"}
+    assert validate.run(checkpoint, store, None, None, "test", None, as_json=True) == 0
+    assert json.loads(capfd.readouterr().out.splitlines()[-1])["slides"] == 2
+    with pytest.raises(RequestError, match="--split"):
+        validate.validate_rank(checkpoint, store, None, None, "holdout", as_json=False)
+
+
+def test_validate_judges_by_the_column_of_splits_that_was_trained_by(
+    tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folds = tmp_path / "folds.csv"
+    assert split.run(store / "manifest.csv", folds, 2, "case_id", "label", 0) == 0
+    config = make_config(tmp_path, store, data={"splits": str(folds), "split_column": "split_1"}, run={"steps": 2})
+    assert run_here(config) == 0
+    checkpoint = tmp_path / "run" / "checkpoints" / "latest"
+    recorded = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "validation"][-1]
+    capfd.readouterr()
+    assert validate.run(checkpoint, store, None, folds, "val", None, as_json=True) == 0
+    assert json.loads(capfd.readouterr().out.splitlines()[-1])["auroc"] == recorded["auroc"]
+    assert validate.run(checkpoint, store, None, folds, "val", None, as_json=True, split_column="split_0") == 0
+    trained_on = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert trained_on["slides"] + recorded["slides"] == len(read_table(folds, "splits").rows)
+    with pytest.raises(RequestError, match=r"no column 'split_7'.*--split-column"):
+        validate.validate_rank(checkpoint, store, None, folds, "val", as_json=False, split_column="split_7")
+
+
+def test_what_is_written_is_yaml_that_loads(tmp_path: Path, store: Path) -> None:
+    config = make_config(tmp_path, store, run={"steps": 1})
+    assert run_here(config) == 0
+    tree = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert tree["data"]["view"] == "pack" and tree["plan"]["replicas"] == 1
+
+
+def test_a_pipeline_of_stages_trains_from_its_yaml(tmp_path: Path, store: Path) -> None:
+    """The cuts that cost chose are written down, every stage saves its share, and one rank goes on from them."""
+    plan = ["plan.grids=[[1,2],[1,1]]", "plan.schedule=1f1b", "plan.microbatches=2"]
+    config = make_config(tmp_path, store)
+    assert run_on(3, config, *plan, "run.steps=3") == [0, 0, 0]
+    run = tmp_path / "run"
+    assert json.loads((run / "plan.json").read_text())["cuts"] != "auto"
+    folder = run / "checkpoints" / "step-00000003"
+    assert len(list(folder.glob("model-*.safetensors"))) == 2
+    alone = make_config(tmp_path, store, run={"dir": str(tmp_path / "alone")})
+    assert run_here(alone, "plan.microbatches=2", "run.steps=3") == 0
+    reference = weights_of(tmp_path / "alone", 3)
+    found = load_checkpoint(folder).weights
+    assert found.keys() == reference.keys()
+    for name, tensor in reference.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5)

@@ -1,0 +1,272 @@
+"""All ranks end, with one exit code and one word about why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hyfi_core.errors import RequestError
+from workflows.launch import mpiexec
+from workflows.launch.launch import inside_launcher, own_rank, run_as_rank
+from workflows.launch.processes import kill_session, session_members
+from workflows.launch.status import RunStatus
+
+ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.mpi
+
+# What ranks do is chosen by the first word; MPI is up in all of them, so that those which wait do so inside MPI.
+RANKS = """
+import os, signal, sys, time
+from pathlib import Path
+if sys.argv[2] == "fail":
+    from hyfi_core.comm.mpi import MPI  # as in a real command: ends through MPI's abort
+else:
+    from mpi4py import MPI
+from hyfi_core.errors import RequestError
+from workflows.launch import own_rank, run_as_rank
+
+here, what = Path(sys.argv[1]), sys.argv[2]
+world, rank = MPI.COMM_WORLD, MPI.COMM_WORLD.rank
+assert rank == own_rank()
+stopped = []
+signal.signal(signal.SIGUSR1, lambda number, frame: stopped.append(number))
+
+def body():
+    (here / f"pid-{rank}").write_text(str(os.getpid()))
+    world.Barrier()
+    if what == "refuse":
+        raise RequestError("the plan needs 4 ranks, given 2")
+    if what == "fail" and rank == 1:
+        raise ValueError("one bad part")
+    if what == "all-fail":
+        raise ValueError(f"bad part {rank}")
+    if what == "killed" and rank == 1:
+        time.sleep(0.3)  # the launcher has seen all ranks begin
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "loop":
+        while not stopped:
+            time.sleep(0.02)
+        return 3
+    if what in ("fail", "killed"):
+        world.Barrier()
+    if what == "threads":
+        sys.stdout.write(os.environ["OMP_NUM_THREADS"] + "\\n")
+    if what == "uneven":
+        return rank
+    return int(what) if what.isdigit() else 0
+
+sys.exit(run_as_rank(body))
+"""
+
+LAUNCHER = """
+import sys
+from workflows.cli import exit_code_of
+from workflows.launch import launch_program
+program = [sys.executable, *sys.argv[2:]]
+sys.exit(exit_code_of(lambda: launch_program(program, int(sys.argv[1]))))
+"""
+
+
+class Job:
+    """A launcher process with ranks under it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "ranks.py").write_text(RANKS)
+        (folder / "launcher.py").write_text(LAUNCHER)
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self, what: str, ranks: int = 2, **environment: str) -> subprocess.Popen[str]:
+        words = [self.folder / "launcher.py", str(ranks), self.folder / "ranks.py", self.folder, what]
+        self.process = subprocess.Popen(
+            [sys.executable, *map(str, words)],
+            # A killed launcher leaves its small folder of notes behind: not in the machine's /tmp.
+            env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(self.folder)} | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        return self.process
+
+    def run(self, what: str, ranks: int = 2, **environment: str) -> tuple[int, str, str]:
+        process = self.start(what, ranks, **environment)
+        out, err = process.communicate(timeout=60)
+        return process.returncode, out, err
+
+    def pids(self, ranks: int = 2) -> list[int]:
+        """The ranks' process ids, once all of them are up."""
+        files = [self.folder / f"pid-{rank}" for rank in range(ranks)]
+        deadline_s = time.monotonic() + 60
+        while not all(file.exists() and file.read_text() for file in files):
+            assert time.monotonic() < deadline_s, "ranks did not come up"
+            time.sleep(0.05)
+        return [int(file.read_text()) for file in files]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    job = Job(tmp_path)
+    yield job
+    if job.process is not None and job.process.poll() is None:
+        job.process.kill()
+    assert left_running(tmp_path) == []
+
+
+def left_running(folder: Path, seconds: float = 5.0) -> list[str]:
+    """Return command lines that name ``folder`` and still run after ``seconds``."""
+    deadline_s = time.monotonic() + seconds
+    while (found := list(_commands_with(str(folder)))) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    return found
+
+
+def _commands_with(word: str) -> Iterator[str]:
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+            if word in command:
+                yield command
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 3, 70])
+def test_exit_codes_pass_through(job: Job, code: int) -> None:
+    returned, out, err = job.run(str(code))
+    assert (returned, out, err) == (code, "", "")
+
+
+def test_the_worst_of_different_codes_is_told(job: Job) -> None:
+    assert job.run("uneven")[0] == 1
+
+
+def test_a_refusal_is_told_once(job: Job) -> None:
+    assert job.run("refuse") == (2, "", "hyfi: the plan needs 4 ranks, given 2\n")
+
+
+def test_a_failing_rank_ends_all_and_is_named(job: Job) -> None:
+    began_s = time.monotonic()
+    code, out, err = job.run("fail")
+    assert time.monotonic() - began_s < 10
+    assert (code, out) == (70, "")
+    assert err.count("rank 1 failed") == err.count("ValueError: one bad part") == err.count("Traceback") == 1
+    assert "BAD TERMINATION" not in err
+
+
+def test_only_the_first_failure_is_told(job: Job) -> None:
+    code, _, err = job.run("all-fail", ranks=4)
+    assert code == 70
+    assert err.count("Traceback") == err.count("ValueError: bad part") == 1
+
+
+def test_a_killed_rank_ends_all_and_is_named(job: Job) -> None:
+    began_s = time.monotonic()
+    code, out, err = job.run("killed")
+    assert time.monotonic() - began_s < 10
+    assert (code, out) == (70, "")
+    assert "rank 1 was ended by signal 9" in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_request_to_stop_reaches_every_rank(job: Job, number: signal.Signals) -> None:
+    process = job.start("loop")
+    job.pids()
+    process.send_signal(number)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 3
+    assert "Traceback" not in err
+
+
+def test_ranks_end_with_a_killed_launcher(job: Job) -> None:
+    process = job.start("loop")
+    job.pids()
+    process.kill()
+    process.wait()
+    assert left_running(job.folder, seconds=10) == []
+
+
+def test_cores_are_shared_out_unless_the_user_says_how(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert job.run("threads")[1].split() == [str(share)] * 2
+    assert job.run("threads", OMP_NUM_THREADS="5")[1].split() == ["5"] * 2
+
+
+def test_no_mpi_is_a_request_that_can_be_mended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RequestError, match=r"pip install 'hyfi\[local\]'"):
+        mpiexec.find()
+
+
+def test_flavours_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = tmp_path / "mpiexec"
+    other.write_text("#!/bin/sh\necho 'mpiexec (OpenRTE) 4.1.4'\n")
+    other.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    found = mpiexec.find()
+    assert found.flavour == "Open MPI"
+    assert found.command(3)[:4] == [str(other), "-n", "3", "--oversubscribe"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, (False, 0)),
+        ({"PMI_RANK": "2", "PMI_SIZE": "4"}, (True, 2)),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, (True, 1)),
+        ({"RANK": "3", "WORLD_SIZE": "4"}, (True, 3)),
+        ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8"}, (True, 5)),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, (False, 0)),  # a batch script, not a step
+    ],
+)
+def test_place_is_read_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: tuple[bool, int]
+) -> None:
+    for name in list(os.environ):
+        if name.startswith(("PMI", "OMPI_", "SLURM_", "MPI_")) or name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert (bool(inside_launcher()), own_rank()) == expected
+
+
+def test_alone_a_rank_returns_its_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("HYFI_STATUS", raising=False)
+
+    def refuse() -> int:
+        raise RequestError("no such slide")
+
+    def stop() -> int:
+        raise KeyboardInterrupt
+
+    assert [run_as_rank(lambda: 1), run_as_rank(refuse), run_as_rank(stop)] == [1, 2, 3]
+    assert capsys.readouterr().err == "hyfi: no such slide\n"
+
+
+def test_one_failure_is_claimed(tmp_path: Path) -> None:
+    status = RunStatus(tmp_path)
+    assert not status.failed
+    assert [status.claim_failure(3, "first"), status.claim_failure(1, "second")] == [True, False]
+    assert status.failure() == {"rank": 3, "error": "first"}
+    status.end(0, 3)
+    status.begin(12)
+    assert (status.codes(), status.pids()) == ({0: 3}, {12: os.getpid()})
+
+
+def test_a_session_is_killed_whole() -> None:
+    process = subprocess.Popen(["sh", "-c", "sleep 100 & sleep 100 & wait"], start_new_session=True)
+    while len(session_members(process.pid)) < 3:
+        time.sleep(0.02)
+    kill_session(process.pid)
+    assert session_members(process.pid) == []
+    assert process.wait() == -signal.SIGKILL

@@ -1,0 +1,21 @@
+"""A child of a validator that dies whenever it is given work."""
+
+from __future__ import annotations
+
+import os
+
+from workflows.launch.child_process import Parent
+
+
+def main() -> None:
+    parent = Parent.of_arguments()
+    seat = parent.hear()["seat"]
+    if seat["size"] > 1 and seat["rank"] == 0:
+        parent.say("port", port=1)
+    parent.say("ready")
+    parent.hear()
+    os._exit(9)
+
+
+if __name__ == "__main__":
+    main()

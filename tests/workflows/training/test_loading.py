@@ -1,0 +1,147 @@
+"""Loaders of a real run: what they read and send, and what becomes of it when a child of theirs, or one, is killed."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hyfi_core.errors import RequestError
+from tests.workflows.archive import SIZE_PX, make_config, make_store
+from tests.workflows.runs import assert_same_run, in_this_process, losses, run_on
+from tests.workflows.training.test_failures import (
+    Job,
+)
+from workflows.commands import train
+from workflows.config.load import load_config
+from workflows.training.job import prepare
+
+pytestmark = pytest.mark.mpi
+CONSTANT = "lr_schedule.name=constant"  # the rate must not depend on how long the run would have been
+LOADED = ["roles.design=offload_data", "data.workers=2", CONSTANT]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    return make_store(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with in_this_process(monkeypatch):
+        yield
+
+
+def undisturbed(folder: Path, store: Path, steps: int) -> None:
+    """Train inline, in this process, what the ``start`` fixture's jobs train."""
+    config = make_config(folder, store, run={"steps": steps}, validation={"every_steps": 50})
+    assert train.run(config, [CONSTANT, f"run.dir={folder / 'inline'}"], None, False, as_json=False) == 0
+
+
+def children(job: Job) -> list[int]:
+    """Return the decoding processes of a job."""
+    return [pid for pid in job.pids() if b"data.loading.decode_worker" in _command(pid)]
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def kill_children(job: Job, kills: int, pause_s: tuple[float, float]) -> None:
+    """Kill one child of the job after the other, at random moments."""
+    rng, deadline_s = random.Random(kills), time.monotonic() + 120
+    while kills and job.process.poll() is None and time.monotonic() < deadline_s:
+        time.sleep(rng.uniform(*pause_s))
+        if found := children(job):
+            os.kill(rng.choice(found), signal.SIGKILL)
+            kills -= 1
+    assert kills == 0, job.process.communicate()
+
+
+def test_killed_children_and_a_killed_loader_change_nothing(start: Any, tmp_path: Path, store: Path) -> None:
+    """Children are replaced; the loader ends all, and the run goes on from a checkpoint in mid-epoch."""
+    job = start(*LOADED, "run.checkpoint_every_steps=7", steps=2000)
+    job.wait_for_step(2)
+    kill_children(job, 2, (0.05, 0.4))
+    job.wait_for_step(8)
+    (loader,) = job.pids(1)
+    os.kill(loader, signal.SIGKILL)
+    code, errors = job.end(timeout_s=10)
+    assert code == 70, errors
+    last = int((tmp_path / "run" / "checkpoints" / "latest").resolve().name.removeprefix("step-"))
+    resumed = start(*LOADED, "--resume", steps=last + 4)
+    code, errors = resumed.end(timeout_s=120)
+    assert code == 0, errors
+    undisturbed(tmp_path, store, last + 4)
+    assert_same_run(tmp_path / "inline", tmp_path / "run", last + 4)
+
+
+@pytest.mark.soak
+def test_twenty_killed_children_change_nothing(start: Any, tmp_path: Path, store: Path) -> None:
+    job = start(*LOADED, steps=500)
+    job.wait_for_step(2)
+    kill_children(job, 20, (0.05, 0.4))
+    code, errors = job.end(timeout_s=200)
+    assert code == 0, errors
+    undisturbed(tmp_path, store, 500)
+    assert_same_run(tmp_path / "inline", tmp_path / "run", 500)
+
+
+def test_loaders_say_what_they_read_and_sent(tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Six epochs of six slides: with room for all of them in memory, the store is read once."""
+    config = make_config(tmp_path, store, run={"steps": 18})
+    assert run_on(2, config, *LOADED, "data.cache_bytes=10_000_000", "data.prefetch=1") == [0, 0]
+    found = re.search(
+        r"1 loader: (\d+) images, (\d+) of them from memory, ([\d.]+) MB of pixels read, (.*) MB sent",
+        capfd.readouterr().out,
+    )
+    images, cached, read_mb, sent_mb = (float(text) for text in found.groups())
+    image_mb = 3 * SIZE_PX**2 / 1e6
+    assert images == 36 and 26 <= cached <= 30
+    assert read_mb == pytest.approx((36 - cached) * image_mb, abs=0.06)
+    assert sent_mb == pytest.approx(36 * image_mb, abs=0.06)
+
+
+def test_each_trainer_is_sent_its_part_of_an_image(
+    tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(tmp_path, store)
+    assert run_on(5, config, "plan.grids=[[2,2]]", "roles.loaders=1", "data.workers=1") == [0] * 5
+    said = re.search(r"(\d+) images,.* at most ([\d.]+) MB to one trainer", capfd.readouterr().out)
+    images, sent_mb = (float(text) for text in said.groups())
+    share_mb = images * 3 * SIZE_PX**2 / 4 / 1e6
+    assert images == 12
+    assert share_mb < sent_mb < 1.1 * share_mb
+
+
+def test_two_pipelines_in_opposite_directions_are_fed_as_inline(tmp_path: Path, store: Path) -> None:
+    """The last rank holds the second direction's first stage, so it gets other images of the batch."""
+    plan = ["plan.grids=[[1,2],[1,1]]", "plan.schedule=chimera", "plan.microbatches=2", "plan.cuts=[conv1]"]
+    config = make_config(tmp_path, store, run={"precision": "float64", "steps": 3}, model={"norm": "group"})
+    assert run_on(3, config, *plan, f"run.dir={tmp_path / 'inline'}") == [0] * 3
+    assert run_on(5, config, *plan, "roles.loaders=2", "data.workers=1") == [0] * 5
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "inline"), rel=1e-12)
+
+
+def test_sampling_is_as_configured(tmp_path: Path, store: Path) -> None:
+    def job(**data: object) -> Any:
+        return prepare(load_config(make_config(tmp_path, store, data={"class_weights": "none", **data})))
+
+    assert job().draw_weights is None
+    assert job(sampling="balanced").stream.weights == (1 / 3,) * 6
+    assert "count twice over" in " ".join(job(sampling="balanced", class_weights="balanced").doubts())
+    assert job(sampling="weighted", weights_column="tissue_fraction").stream.weights == (0.9,) * 6
+    with pytest.raises(RequestError, match="0 for every training slide"):
+        job(sampling="weighted", weights_column="bad_tiles")
+    with pytest.raises(RequestError, match="weighted needs a column"):
+        job(sampling="weighted")

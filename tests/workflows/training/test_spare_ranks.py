@@ -1,0 +1,168 @@
+"""``offload_naive``: spare ranks join data parallelism, with shares of each batch by speed; the result is the same."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hyfi_core.comm.base import Communicator
+from hyfi_core.comm.threads import run_ranks
+from hyfi_core.errors import RequestError
+from hyfi_core.runtime.checkpoint import load_checkpoint
+from tests.harness import captured_once
+from tests.workflows.archive import make_config, make_store
+from tests.workflows.runs import in_this_process, losses, run_here, run_on
+from workflows.config.load import load_config, refuse_changes
+from workflows.evaluation.evaluate import predict_slides
+from workflows.training.pace import TIMED, measured
+
+SPARE = ["roles.design=offload_naive", "plan.sync_batch_norm=true"]
+STEPS, SHORT = 4, "run.steps=2"
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_store(tmp_path_factory.mktemp("archive"))
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Models are captured once for all runs: an export takes a second."""
+    monkeypatch.setattr("hyfi_core.runtime.compiled.capture", captured_once)
+    with in_this_process(monkeypatch):
+        yield
+
+
+def config_of(folder: Path, store: Path, batch: int, microbatches: int = 1, model: str = "tiny") -> Path:
+    return make_config(
+        folder,
+        store,
+        data={"batch_size": batch},
+        model={"name": f"tests.workflows.faults:{model}"},
+        lr_schedule={"name": "constant"},
+        plan={"microbatches": microbatches, "sync_batch_norm": True},
+        validation={"every_steps": 2},
+        run={"precision": "float64", "steps": STEPS},
+    )
+
+
+def recorded(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "plan.json").read_text())
+    return found
+
+
+def assert_close_runs(one: Path, other: Path) -> None:
+    """Of float64: rounding, and nothing else."""
+    assert losses(one) == pytest.approx(losses(other), rel=1e-9)
+    assert_close_weights(one, other)
+
+
+def assert_close_weights(one: Path, other: Path) -> None:
+    here, there = (load_checkpoint(run / "checkpoints" / "latest").weights for run in (one, other))
+    assert here.keys() == there.keys()
+    assert all(torch.allclose(here[key], there[key], rtol=1e-8, atol=1e-10) for key in here)
+
+
+def test_replicas_are_timed_together_and_are_as_fast_as_their_slowest_rank() -> None:
+    calls: list[list[int]] = [[] for _ in range(4)]
+
+    def body(comm: Communicator) -> tuple[float, ...]:
+        def turn(number: int) -> None:
+            calls[comm.rank].append(number)
+            time.sleep((0.5 if number == 0 else 0.0) if comm.rank < 3 else 0.1)
+
+        return measured(comm, comm.rank // 2, turn)
+
+    found = run_ranks(4, body)
+    assert found == [found[0]] * 4 and len(found[0]) == 2
+    assert found[0][1] >= 0.1 > found[0][0] > 0
+    assert calls == [list(range(TIMED + 1))] * 4
+
+
+def test_slides_are_judged_by_those_who_have_time() -> None:
+    """Each replica asks as often as the others whether to go on: that is one question to all of them."""
+
+    class Engine:
+        def predict(self, images: Any) -> torch.Tensor:
+            return torch.tensor([[float(images)]])
+
+    class Numbers:
+        def of(self, index: int) -> int:
+            return index
+
+    def judged(replica: int, shares: tuple[int, ...] | None) -> tuple[list[int], int]:
+        asked: list[int] = []
+        images: Any = Numbers()
+        found = predict_slides(Engine(), images, 10, (replica, 2), lambda: bool(asked.append(1)), shares)
+        assert all(values == [float(index)] for index, values in found.items())
+        return list(found), len(asked)
+
+    assert [judged(replica, (12, 4)) for replica in range(2)] == [([0, 1, 2, 4, 5, 6, 8, 9], 3), ([3, 7], 3)]
+    assert [judged(replica, None) for replica in range(2)] == [([0, 2, 4, 6, 8], 5), ([1, 3, 5, 7, 9], 5)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "words"),
+    [
+        (2, 2, ["roles.shares=[6,2]"]),
+        (4, 2, ["plan.grids=[[1,1],[1,1]]", "plan.cuts=[norm1]"]),
+    ],
+)
+def test_any_shares_train_as_one_rank_does(
+    tmp_path: Path, store: Path, ranks: int, microbatches: int, words: list[str]
+) -> None:
+    """With batch norm, dropout, class weights and clipping; the second measures its shares."""
+    config = config_of(tmp_path, store, 8, microbatches, "dropping")
+    assert run_here(config, f"run.dir={tmp_path / 'inline'}") == 0
+    assert run_on(ranks, config, *SPARE, *words) == [0] * ranks
+    assert_close_runs(tmp_path / "run", tmp_path / "inline")
+    plan = recorded(tmp_path / "run")
+    assert sum(plan["shares"]) == 8 and plan["replicas"] == len(plan["shares"])
+    assert (plan["pace_s"] is None) == any(word.startswith("roles.shares") for word in words)
+    assert plan["pace_s"] is None or all(pace_s > 0 for pace_s in plan["pace_s"])
+
+
+def test_a_run_goes_on_with_other_shares(tmp_path: Path, store: Path) -> None:
+    """In mid-epoch: six slides, four a step."""
+    config = config_of(tmp_path, store, 4)
+    assert run_here(config, f"run.dir={tmp_path / 'inline'}") == 0
+    assert run_here(config, "run.steps=1") == 0
+    assert run_on(2, config, *SPARE, "run.steps=2", "roles.shares=[3,1]", resume=True) == [0, 0]
+    assert run_on(3, config, *SPARE, "roles.spare=2", "roles.shares=[1,2,1]", resume=True) == [0] * 3
+    assert recorded(tmp_path / "run")["shares"] == [1, 2, 1]
+    there = losses(tmp_path / "inline")
+    found = {key: value for key, value in losses(tmp_path / "run").items() if key in there}
+    assert found == pytest.approx(there, rel=1e-9)
+    assert_close_weights(tmp_path / "run", tmp_path / "inline")
+
+
+def test_several_plain_replicas_do_not_become_shared_ones(tmp_path: Path, store: Path) -> None:
+    config = config_of(tmp_path, store, 6)
+    before, now = load_config(config, ["plan.replicas=2"]), load_config(config, ["plan.replicas=2", *SPARE])
+    with pytest.raises(RequestError, match=r"roles\.design: the run has None, given now 'offload_naive'"):
+        refuse_changes(before, now)
+    refuse_changes(load_config(config), load_config(config, SPARE))
+    refuse_changes(now, load_config(config, ["plan.replicas=2", *SPARE, "roles.spare=2"]))
+
+
+@pytest.mark.mpi
+def test_a_spare_process_takes_its_share(tmp_path: Path, store: Path, hyfi: Any) -> None:
+    """Less than half of the batch: it sleeps before each micro-batch."""
+    config = config_of(tmp_path, store, 8, model="faulty")
+    done = hyfi("train", config, *SPARE, SHORT, "--json", OMP_NUM_THREADS="1", HYFI_TEST_FAULT="1:0:accumulate:slow")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["status"] == "done"
+    plan = recorded(tmp_path / "run")
+    shares, pace_s = plan["shares"], plan["pace_s"]
+    assert sum(shares) == 8 and len(shares) == len(pace_s) == 2 and plan["design"] == "offload_naive"
+    assert shares[0] > shares[1] and pace_s[0] < pace_s[1]
+    assert f"the replicas take {shares[0]}, {shares[1]}" in done.stderr + done.stdout
+    assert "effective batch 8" in done.stderr + done.stdout and "in proportion to speed" in done.stderr + done.stdout
+    assert run_on(2, config, *SPARE, SHORT, "roles.shares=[4,4]", f"run.dir={tmp_path / 'equal'}") == [0, 0]
+    assert_close_runs(tmp_path / "run", tmp_path / "equal")

@@ -1,0 +1,222 @@
+"""``hyfi demo``: the whole job on a small synthetic archive, by the commands that a user types.
+
+synth ─► slides/ ─► ingest (train, val) ─► store/ ─► train ─► run/ ─┐
+            └───────────── test slides, as files ───────────────► predict ─► predictions/
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import json
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from data.children import die_with_parent
+from hyfi_core.errors import RequestError
+from workflows.console import emit_json, say
+
+RECIPE = Path(__file__).parents[1] / "recipes" / "demo.yaml"
+MARKER = ".hyfi-demo"
+SECONDS_TO_STOP = 30.0
+
+
+@dataclass(frozen=True)
+class Archive:
+    """The slides of the demo; what is trained on them stands in the recipe."""
+
+    slides: int = 110
+    size_px: int = 2048
+    seed: int = 7
+    mpp_um: float = 1.0
+    target: str = "label"
+    positive: str = "malignant"
+
+
+class StageError(Exception):
+    """A command of the demo ended with another code than 0."""
+
+    def __init__(self, name: str, code: int) -> None:
+        super().__init__(f"hyfi {name} ended with code {code}")
+        self.code = code
+
+
+def run(out: Path, as_json: bool, archive: Archive | None = None, overrides: Sequence[str] = ()) -> int:
+    """Do every stage in ``out``; an interrupted demo goes on where it stopped, a finished one is made anew.
+
+    Args:
+        out: the demo's own folder.
+        as_json: print the summary as JSON last.
+        archive: what to draw; default: the demo's.
+        overrides: ``section.key=value`` for training, over the recipe.
+
+    Returns:
+        0, or the exit code of the first command that did not return 0.
+
+    Raises:
+        RequestError: ``out`` exists and is no demo's folder.
+    """
+    archive = archive or Archive()
+    parameters = {"archive": asdict(archive), "recipe": RECIPE.read_text(), "overrides": list(overrides)}
+    _prepare(out, parameters)
+    demo = _Demo(out, archive, overrides)
+    try:
+        for name, stage in demo.stages.items():
+            demo.timed(name, stage)
+        summary = demo.summary()
+    except StageError as error:
+        say(f"hyfi demo: {error}; the same command goes on from there")
+        return error.code
+    (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    _mark(out, parameters, done=True)
+    _print(summary)
+    if as_json:
+        emit_json(summary)
+    return 0
+
+
+def _prepare(out: Path, parameters: dict[str, Any]) -> None:
+    """Make ``out`` ready: new, or an unfinished demo of the same parameters."""
+    if out.exists() and not (out / MARKER).exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RequestError(f"{out} exists and is not a demo's folder; give --out another name, or remove it yourself")
+    if (out / MARKER).exists():
+        before = json.loads((out / MARKER).read_text())
+        if before["done"] or before["parameters"] != parameters:
+            # Out of the way first, in one step: a folder half removed must not look like a demo.
+            old = out.with_name(f".{out.name}.old")
+            shutil.rmtree(old, ignore_errors=True)
+            out.rename(old)
+            shutil.rmtree(old)
+    out.mkdir(parents=True, exist_ok=True)
+    _mark(out, parameters, done=False)
+
+
+def _mark(out: Path, parameters: dict[str, Any], done: bool) -> None:
+    beside = out / f"{MARKER}.tmp"
+    beside.write_text(json.dumps({"done": done, "parameters": parameters}))
+    beside.replace(out / MARKER)
+
+
+class _Demo:
+    """The stages, their folders and their times."""
+
+    def __init__(self, out: Path, archive: Archive, overrides: Sequence[str]) -> None:
+        self.archive, self.overrides = archive, overrides
+        self.slides, self.store, self.run = out / "slides", out / "store", out / "run"
+        self.predictions = out / "predictions"
+        self.seconds: dict[str, float] = {}
+        self.stages: dict[str, Callable[[], None]] = {
+            "synth": self.synth,
+            "ingest": self.ingest,
+            "train": self.train,
+            "predict": self.predict,
+        }
+
+    def timed(self, name: str, stage: Callable[[], None]) -> None:
+        began_s = time.monotonic()
+        stage()
+        self.seconds[name] = round(time.monotonic() - began_s, 1)
+        say(f"  {name}: {self.seconds[name]} s\n")
+
+    def synth(self) -> None:
+        if (self.slides / "manifest.csv").exists():
+            return
+        shutil.rmtree(self.slides, ignore_errors=True)
+        drawn = self.archive
+        _hyfi("synth", self.slides, "--slides", drawn.slides, "--size", drawn.size_px, "--seed", drawn.seed)
+
+    def ingest(self) -> None:
+        """Put the slides of train and val into the store; the test slides stay files until they are predicted."""
+        rows = _rows(self.slides / "manifest.csv")
+        manifest = self.slides / "training.csv"
+        with manifest.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(row for row in rows if row["split"] != "test")
+        _hyfi("ingest", manifest, "--out", self.store, "--mpp", self.archive.mpp_um)
+
+    def train(self) -> None:
+        settings = [f"data.store={_yaml(self.store)}", f"run.dir={_yaml(self.run)}", *self.overrides]
+        _hyfi("train", RECIPE, *settings, "--resume")
+
+    def predict(self) -> None:
+        best = self.run / "checkpoints" / "best"
+        _hyfi("predict", best, *(self.slides / row["path"] for row in self.held_out()), "--out", self.predictions)
+
+    def held_out(self) -> list[dict[str, str]]:
+        return [row for row in _rows(self.slides / "manifest.csv") if row["split"] == "test"]
+
+    def summary(self) -> dict[str, Any]:
+        """Return the metrics of the held-out slides, the most telling report and the seconds of each stage."""
+        import torch
+
+        from workflows.evaluation.metrics import metrics_of_probabilities
+
+        column = f"p_{self.archive.positive}"
+        found = {row["slide_id"]: row for row in _rows(self.predictions / "predictions.csv")}
+        pairs = [(row, found[row["slide_id"]]) for row in self.held_out()]
+        positive = torch.tensor([float(predicted[column]) for _, predicted in pairs], dtype=torch.float64)
+        targets = torch.tensor([row[self.archive.target] == self.archive.positive for row, _ in pairs]).long()
+        metrics = metrics_of_probabilities(torch.stack([1 - positive, positive], dim=1), targets)
+        telling = pairs[int((positive + targets).argmax())][0]["slide_id"]
+        return {
+            "held_out_slides": len(pairs),
+            "metrics": metrics,
+            "seconds": self.seconds,
+            "predictions": str(self.predictions / "predictions.csv"),
+            "report": str(self.predictions / telling / "report.html"),
+        }
+
+
+def _hyfi(*words: object) -> None:
+    """Run one command as a user would; a request to stop is handed on, and waited for."""
+    text = [str(word) for word in words]
+    shown = shlex.join(text) if len(text) < 12 else f"{shlex.join(text[:3])} … {shlex.join(text[-2:])}"
+    say(f"$ hyfi {shown}")
+    # A session of its own: Ctrl-C reaches the demo alone, which asks the command to stop once, not twice.
+    process = subprocess.Popen(
+        [sys.executable, "-m", "workflows.cli", *text],
+        start_new_session=True,
+        preexec_fn=functools.partial(die_with_parent, signal.SIGTERM),
+    )
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(timeout=SECONDS_TO_STOP)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        raise
+    if code != 0:
+        raise StageError(text[0], code if code > 0 else 70)
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def _yaml(path: Path) -> str:
+    """Return a path as a YAML value; quoted, where YAML would read something else."""
+    import yaml
+
+    return str(path) if yaml.safe_load(str(path)) == str(path) else json.dumps(str(path))
+
+
+def _print(summary: dict[str, Any]) -> None:
+    metrics = ", ".join(
+        f"{name} {'undefined' if value is None else format(value, '.3f')}" for name, value in summary["metrics"].items()
+    )
+    say(f"{summary['held_out_slides']} held-out slides: {metrics}")
+    say(f"all predictions: {summary['predictions']}")
+    say(f"report: {summary['report']}")

@@ -1,0 +1,218 @@
+"""``hyfi doctor``: try everything that the other commands need, and say how to mend what is missing."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from data.cores import usable_cores
+from workflows.console import emit_json, say
+
+PROBE_SECONDS = 120
+LEAST_SHARED_MEMORY_BYTES = 64 << 20  # MPI's ranks on one node talk through it
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found.
+
+    Attributes:
+        name: what was tried.
+        ok: whether it works.
+        detail: version, device, or what went wrong.
+        mend: the command that mends it; empty when there is nothing to mend.
+        essential: whether nothing works without it.
+    """
+
+    name: str
+    ok: bool
+    detail: str
+    mend: str = ""
+    essential: bool = True
+
+
+def run(as_json: bool) -> int:
+    """Print all findings; return 0 when everything essential works, else 1."""
+    findings = []
+    for name, (check, mend) in CHECKS.items():
+        finding = _tried(name, check, mend)
+        findings.append(finding)
+        say(_line(finding))
+    broken = [finding for finding in findings if finding.essential and not finding.ok]
+    say()
+    say("everything works" if not broken else f"{len(broken)} of {len(findings)} do not work; mend them as told above")
+    if as_json:
+        emit_json({"ok": not broken, "checks": [asdict(finding) for finding in findings]})
+    return 1 if broken else 0
+
+
+def _line(finding: Finding) -> str:
+    mark = "ok     " if finding.ok else ("missing" if finding.essential else "note   ")
+    text = f"{mark} {finding.name}: {finding.detail}"
+    return text if finding.ok or not finding.mend else f"{text}\n        mend: {finding.mend}"
+
+
+def _tried(name: str, check: Callable[[], Finding | str], mend: str) -> Finding:
+    """Run a check; text is what works, an exception what does not."""
+    try:
+        found = check()
+    except Exception as error:
+        reason = str(error).strip() or type(error).__name__
+        return Finding(name, False, reason.splitlines()[-1], mend)
+    return found if isinstance(found, Finding) else Finding(name, True, found)
+
+
+def _python() -> str:
+    return f"{platform.python_version()} ({sys.executable})"
+
+
+def _torch() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        device = f"{len(names)} × {names[0]}, CUDA {torch.version.cuda}"
+    else:
+        device = f"CPU with {torch.get_num_threads()} threads"
+    return f"{torch.__version__}, {device}"
+
+
+def _mpiexec() -> str:
+    from workflows.launch import mpiexec
+
+    found = mpiexec.find()
+    return f"{found.flavour} ({found.path})"
+
+
+def _halo() -> str:
+    """Run the probe as a process of its own: MPI must not come up inside the doctor."""
+    probe = [sys.executable, "-m", "workflows.commands.halo_probe"]
+    done = subprocess.run(probe, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(done.stderr.strip() or f"ended with code {done.returncode}")
+    said = json.loads(done.stdout.splitlines()[-1])
+    return f"two ranks equal one process, over {said['mpi']} (largest difference {said['difference']:.0e})"
+
+
+def _slides() -> str:
+    """Write a tiny tiled JPEG slide and read it through the project's own reader."""
+    import numpy as np
+    import tifffile
+
+    from hyfi_core.plan.box import Box
+    from pathology.readers.sources import open_source
+
+    pixels = np.full((256, 256, 3), 200, np.uint8)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tiny.tif"
+        tifffile.imwrite(
+            path, pixels, tile=(256, 256), compression="jpeg", photometric="rgb", resolution=(20000, 20000)
+        )
+        source = open_source(path)
+        try:
+            read = source.read(Box(0, 256, 0, 256), 0)
+        finally:
+            source.close()
+    if abs(int(read.mean()) - 200) > 3:
+        raise RuntimeError(f"pixels of value 200 were read as {read.mean():.0f}")
+    version = importlib.metadata.version
+    return f"OpenSlide through openslide-python {version('openslide-python')}, tifffile {version('tifffile')}"
+
+
+def _zarr() -> str:
+    """Write and read a sharded array with the store's codecs."""
+    import numpy as np
+    import zarr
+
+    pixels = np.arange(3 * 64 * 64, dtype=np.uint8).reshape(3, 64, 64)
+    codec = zarr.codecs.ZstdCodec(level=1), zarr.codecs.Crc32cCodec()
+    with tempfile.TemporaryDirectory() as folder:
+        array = zarr.create_array(
+            folder, shape=pixels.shape, dtype="uint8", chunks=(3, 32, 32), shards=(3, 64, 64), compressors=codec
+        )
+        array[:] = pixels
+        same = bool((zarr.open_array(folder, mode="r")[:] == pixels).all())
+    if not same:
+        raise RuntimeError("a sharded array was not read as it was written")
+    return f"{zarr.__version__}, sharded, zstd with crc32c"
+
+
+def _packages() -> str:
+    names = (
+        "skimage",
+        "imagecodecs",
+        "PIL",
+        "safetensors",
+        "torchmetrics",
+        "tensorboard",
+        "pydantic",
+        "yaml",
+        "jinja2",
+    )
+    missing = []
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            missing.append(name)
+    if missing:
+        raise RuntimeError(f"cannot be imported: {', '.join(missing)}")
+    return "all importable"
+
+
+def _threads() -> str:
+    """Report what decides speed; nothing here is wrong, so there is nothing to mend."""
+    from workflows.launch.launch import RANK_SETTINGS
+
+    names = ("OMP_NUM_THREADS", "THP_MEM_ALLOC_ENABLE", "MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "LD_PRELOAD")
+    settings = ", ".join(f"{name}={os.environ.get(name, 'unset')}" for name in names)
+    ranks = ", ".join(
+        f"{name}={value}" for name, value in (RANK_SETTINGS | os.environ).items() if name in RANK_SETTINGS
+    )
+    cores = usable_cores()
+    return f"{cores} cores for this process; {settings}; ranks get {ranks}; kernel's huge pages: {_huge_pages()}"
+
+
+def _huge_pages() -> str:
+    """Return what the kernel has chosen; with "never" the ranks' setting does nothing."""
+    try:
+        text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    except OSError:
+        return "unknown"
+    return text.partition("[")[2].partition("]")[0] or "unknown"
+
+
+def _shared_memory() -> Finding | str:
+    folder = "/dev/shm"
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes >= LEAST_SHARED_MEMORY_BYTES:
+        return f"{free_bytes / 2**30:.1f} GiB free in {folder}"
+    detail = f"only {free_bytes / 2**20:.0f} MiB free in {folder}; ranks of one node may fail to start"
+    return Finding("shared memory", False, detail, "in a container: docker run --shm-size=1g …", essential=False)
+
+
+REINSTALL = "pip install --upgrade --force-reinstall hyfi"
+CHECKS: dict[str, tuple[Callable[[], Finding | str], str]] = {
+    "Python": (_python, "install Python 3.11 or newer and make a new environment with it"),
+    "torch": (_torch, "pip install torch (https://pytorch.org/get-started/locally says which for your GPU)"),
+    "MPI": (_mpiexec, "pip install 'hyfi[local]', or load your cluster's MPI module"),
+    "two-rank halo exchange": (
+        _halo,
+        "mend MPI and torch first; the error: python -m workflows.commands.halo_probe",
+    ),
+    "slides": (_slides, "pip install --upgrade openslide-python openslide-bin tifffile imagecodecs"),
+    "zarr": (_zarr, "pip install --upgrade 'zarr>=3.0.8'"),
+    "packages": (_packages, REINSTALL),
+    "shared memory": (_shared_memory, ""),
+    "threads": (_threads, ""),
+}

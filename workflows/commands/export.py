@@ -1,0 +1,96 @@
+"""``hyfi export``: copies of a store's slides for viewers that know only an older format."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+from hyfi_core.errors import RequestError
+from workflows import console
+from workflows.paths import require_folder, require_writable
+
+_FORMATS = ("0.4",)
+_LIST = "export.csv"
+_DONE, _BEFORE, _FAILED = "done", "before", "failed"
+
+
+def run(store: Path, ngff: str, out: Path, as_json: bool) -> int:
+    """Copy the slides of a store, or one slide of it, into ``out``; what is there already is left as it is.
+
+    Returns:
+        0, or 1 when slides could not be copied: named on standard error and in ``DIR/export.csv``.
+
+    Raises:
+        RequestError: There is no store, the format is not known, or ``out`` cannot take the copies.
+    """
+    from data.store.export import pixels_of
+
+    if ngff not in _FORMATS:
+        raise RequestError(f"--ngff {ngff}: {', '.join(_FORMATS)} can be written (stores themselves are 0.5)")
+    slides = _slides(store)
+    if out.absolute() in (store.absolute(), slides[0].absolute().parent):
+        raise RequestError(
+            f"--out {out}: the copies would have the names of the slides themselves; name another folder"
+        )
+    require_folder(out, "the copies")
+    require_writable(out / _LIST)
+    out.mkdir(parents=True, exist_ok=True)
+    with console.progress(sum(map(pixels_of, slides)) / 1e6, "export (MP)") as bar:
+        rows = [_export(slide, out, lambda pixels: bar.advance(pixels / 1e6)) for slide in slides]
+    listed = _write_list(out, rows)
+    counts = {status: sum(row["status"] == status for row in rows) for status in (_DONE, _FAILED, _BEFORE)}
+    console.say(f"{counts[_DONE]} done, {counts[_FAILED]} failed, {counts[_BEFORE]} copied before: {out}")
+    if as_json:
+        console.emit_json({"out": str(out), "ngff": ngff, **counts, "slides": rows})
+    return 1 if counts[_FAILED] or not listed else 0
+
+
+def _slides(store: Path) -> list[Path]:
+    try:
+        is_folder = store.is_dir()
+    except OSError as error:
+        raise RequestError(f"{store}: cannot be read ({error.strerror})") from error
+    if not is_folder:
+        raise RequestError(f"{store}: there is no such folder; name a store, or a slide of a store (.zarr)")
+    slides = [store] if (store / "zarr.json").exists() else sorted(store.glob("*.zarr"))
+    if not slides:
+        raise RequestError(
+            f"{store}: there is no ingested slide in this folder; `hyfi ingest … --out {store}` makes them"
+        )
+    return slides
+
+
+def _export(slide: Path, out: Path, progress: Callable[[int], None]) -> dict[str, str]:
+    from data.cores import usable_cores
+    from data.errors import StoreError
+    from data.store.export import export_ngff04
+
+    slide_id = slide.name.removesuffix(".zarr")
+    threads = usable_cores()
+    try:
+        new = export_ngff04(slide, out, threads, progress)
+        row = {"status": _DONE if new else _BEFORE, "reason": ""}
+    except StoreError as error:
+        row = {"status": _FAILED, "reason": str(error)}
+    except OSError as error:
+        row = {"status": _FAILED, "reason": f"{error.filename or out}: {error.strerror or error}"}
+    if row["reason"]:
+        console.warn(f"failed: {slide_id}: {row['reason']}")
+    return {"slide_id": slide_id, "path": str(out / slide.name), **row}
+
+
+def _write_list(out: Path, rows: list[dict[str, str]]) -> bool:
+    from data.files import write_atomically
+
+    text = io.StringIO(newline="")
+    table = csv.DictWriter(text, ["slide_id", "path", "status", "reason"], lineterminator="\n")
+    table.writeheader()
+    table.writerows(rows)
+    try:
+        write_atomically(out / _LIST, text.getvalue().encode("utf-8", "surrogateescape"))
+    except OSError as error:
+        console.warn(f"{out / _LIST} cannot be written: {error.strerror or error}")
+        return False
+    return True

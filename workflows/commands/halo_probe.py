@@ -1,0 +1,55 @@
+"""Two ranks do what one does: a 3×3 convolution over an image whose halves live in two processes.
+
+Run as a program it starts itself on two ranks; rank 0 prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from workflows.console import emit_json
+from workflows.launch.launch import inside_launcher, launch_program, run_as_rank
+
+RANKS = 2
+TOLERANCE = 1e-10  # float64
+
+
+def compare() -> int:
+    """Compute on the ranks and on this process alone; return 0 when both agree, 70 when not."""
+    import torch
+
+    import hyfi_core
+
+    torch.manual_seed(0)
+    alone = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3, padding=1),
+        torch.nn.ReLU(),
+        torch.nn.AdaptiveAvgPool2d(1),
+        torch.nn.Flatten(),
+        torch.nn.Linear(4, 2),
+    ).double()
+    images = torch.rand(1, 3, 32, 48, dtype=torch.float64)
+    comm = hyfi_core.init()
+    plan = hyfi_core.ParallelPlan(grids=((1, RANKS),))
+    with torch.no_grad():
+        expected = alone.eval()(images)
+    engine = hyfi_core.parallelize(alone, tuple(images.shape), plan, comm)
+    difference = float((engine.predict(images) - expected).abs().max())
+    if comm.rank == 0:
+        from hyfi_core.comm import mpi
+
+        emit_json({"ranks": comm.size, "difference": difference, "mpi": " ".join(mpi.flavour().split())})
+    return 0 if difference <= TOLERANCE else 70
+
+
+def main() -> int:
+    """Return the exit code of the launcher, or of this rank."""
+    if inside_launcher():
+        return run_as_rank(compare)
+    return launch_program([sys.executable, "-m", "workflows.commands.halo_probe"], RANKS)
+
+
+if __name__ == "__main__":
+    from workflows.cli import exit_code_of
+
+    sys.exit(exit_code_of(main))

@@ -1,0 +1,192 @@
+"""``hyfi ingest``: slides become a store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hyfi_core.errors import RequestError
+from workflows import console
+from workflows.paths import require_folder, require_writable
+
+if TYPE_CHECKING:
+    from data.store.manifest import SlideRecord
+    from pathology.ingest.archive import IngestReport, Plan, Request
+    from pathology.ingest.pace import Pace
+    from pathology.ingest.work import Outcome
+
+_SHOWN = 20
+
+
+def run(
+    paths: list[Path],
+    out: Path,
+    mpp: float,
+    workers: int,
+    overwrite: bool,
+    slide_mpp: float | None,
+    codec: str,
+    glass: str,
+    sharded: bool,
+    crop_tissue: bool,
+    lossless: bool,
+    icc: str,
+    cache: Path | None,
+    max_bad: float,
+    memory: str | None,
+    part: str,
+    pseudonyms: Path | None,
+    dry_run: bool,
+    as_json: bool,
+) -> int:
+    """Ingest ``paths`` into the store ``out``; returns 0, or 1 when slides failed.
+
+    Raises:
+        RequestError: A path, a value or the store is wrong; nothing was written.
+        KeyboardInterrupt: Stopped by SIGINT, or by what `workflows.cli` answers like it; the same command goes on.
+    """
+    from pathology.ingest.archive import IngestOptions, Request, ingest, make_plan
+    from pathology.ingest.memory import parse_bytes, worker_count
+    from pathology.ingest.pace import Pace
+
+    options = IngestOptions(
+        mpp=mpp,
+        slide_mpp=slide_mpp,
+        codec=codec,
+        max_bad=max_bad,
+        glass=glass,
+        sharded=sharded,
+        crop_tissue=crop_tissue,
+        lossless=lossless,
+        icc=icc,
+        cache=cache,
+    )
+    _check_cache(cache)
+    request = Request(paths, out, options, overwrite, _part(part), pseudonyms)
+    memory_bytes = None if memory is None else parse_bytes(memory)
+    processes = worker_count(workers, memory_bytes)
+    plan = make_plan(request)
+    if dry_run:
+        return _dry_run(plan, request, processes, as_json)
+    _refuse_too_little_room(plan, request)
+    with console.progress(len(plan.jobs), "ingest") as bar:
+        shown = _Shown(bar, Pace(plan.jobs))
+        report = ingest(
+            request, workers=processes, memory_bytes=memory_bytes, finished=shown.finished, told=shown.told, plan=plan
+        )
+    return _tell(report, out, as_json)
+
+
+class _Shown:
+    """Turns what the ingest tells into a bar that moves by the bytes that are done."""
+
+    def __init__(self, bar: console.Progress, pace: Pace) -> None:
+        self._bar, self._pace = bar, pace
+        self._steps, self._name = 0.0, ""
+
+    def finished(self, outcome: Outcome) -> None:
+        self._name = outcome.record.slide_id
+
+    def told(self, shares: Sequence[float]) -> None:
+        done = self._pace.done(shares)
+        steps = round(done * len(self._pace.jobs), 2)
+        if steps > self._steps:
+            note = ", ".join(text for text in (self._pace.text(done), self._name) if text)
+            self._bar.advance(steps - self._steps, note)
+            self._steps = steps
+
+
+def _part(text: str) -> tuple[int, int]:
+    number, _, of = text.partition("/")
+    if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
+        raise RequestError(f"--part {text}: i/n is expected, as in 1/4, 2/4, 3/4, 4/4")
+    return int(number), int(of)
+
+
+def _check_cache(cache: Path | None) -> None:
+    """Refuse a folder for copies that takes none, before every slide is said to be unreadable for it."""
+    if cache is None:
+        return
+    require_folder(cache, "--cache, on a local disk")
+    require_writable(cache)
+
+
+def _refuse_too_little_room(plan: Plan, request: Request) -> None:
+    """Look into some slides before anything is written, and refuse what surely does not fit.
+
+    Raises:
+        RequestError: The disk has less room than the slides take at the very least.
+    """
+    from pathology.ingest.disk import free_bytes
+    from pathology.ingest.forecast import sampled_least_bytes
+
+    needed, free = sampled_least_bytes(plan.jobs, request.options), free_bytes(request.store)
+    if needed > free:
+        raise RequestError(
+            f"{request.store}: its disk has {free / 1e9:.1f} GB free, the slides need {needed / 1e9:.1f} GB or more; "
+            "name another folder with --out, or ingest a part of them with --part"
+        )
+
+
+def _tell(report: IngestReport, out: Path, as_json: bool) -> int:
+    for record in report.failed:
+        console.warn(f"failed: {_place(record)}: {record.reason}")
+    for record in report.done:
+        if record.flags:
+            console.warn(f"note: {record.slide_id}: {', '.join(record.flags)}")
+    if report.stopped:
+        console.warn(f"stopped: {report.stopped}. What is finished is kept; the same command goes on")
+    counts = f"{len(report.done)} done, {len(report.failed)} failed, {len(report.skipped)} finished before"
+    console.say(f"{counts}: {out / 'manifest.csv'}, {out / 'contact.html'}")
+    if as_json:
+        console.emit_json(
+            {
+                "store": str(out),
+                "manifest": str(out / "manifest.csv"),
+                "contact": str(out / "contact.html"),
+                "done": [record.slide_id for record in report.done],
+                "failed": [
+                    {"slide_id": r.slide_id, "source_path": r.source_path, "reason": r.reason} for r in report.failed
+                ],
+                "skipped": report.skipped,
+                "stopped": report.stopped or None,
+            }
+        )
+    return 1 if report.failed or report.stopped else 0
+
+
+def _place(record: SlideRecord) -> str:
+    """Return the file of a slide, or its pseudonym where the file is not to be told."""
+    return record.source_path or record.slide_id
+
+
+def _dry_run(plan: Plan, request: Request, workers: int, as_json: bool) -> int:
+    from pathology.ingest.disk import free_bytes
+    from pathology.ingest.forecast import forecast
+    from pathology.ingest.pace import duration
+
+    with console.progress(len(plan.jobs), "looking") as bar:
+        total = forecast(plan.jobs, request.options, lambda name: bar.advance(1, name))
+    refused = [(job.slide_id if job.secret else str(job.source), reason) for job, reason in total.refused]
+    for name, reason in refused[:_SHOWN]:
+        console.warn(f"would fail: {name}: {reason}")
+    free, hours = free_bytes(request.store), total.core_hours / workers
+    console.say(
+        f"{total.slides} slides to do, {len(refused)} would fail, {len(plan.finished)} finished before; "
+        f"{total.source_px / 1e6:.0f} megapixels to decode, about {total.store_bytes / 1e9:.1f} GB to write "
+        f"({free / 1e9:.1f} GB are free), about {duration(hours * 3600)} with {workers} workers"
+    )
+    if as_json:
+        numbers = {
+            "source_px": total.source_px,
+            "store_bytes": total.store_bytes,
+            "free_bytes": free,
+            "core_hours": total.core_hours,
+            "hours": hours,
+        }
+        told = [{"source_path": name, "reason": reason} for name, reason in refused]
+        console.emit_json(
+            {"dry_run": True, "slides": total.slides, "refused": told, "skipped": list(plan.finished), **numbers}
+        )
+    return 1 if refused else 0

@@ -1,0 +1,209 @@
+"""``hyfi inspect``: what is in a store, in one of its slides, or in a slide's file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hyfi_core.errors import RequestError
+from workflows import console
+from workflows.paths import require_writable
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from pathology.readers.sources import SlideSource
+
+_MOST_PICTURES = 120
+
+
+def run(path: Path, png: Path | None, as_json: bool) -> int:
+    """Tell levels, microns per pixel, tissue share and provenance; with ``png`` draw a thumbnail.
+
+    Returns:
+        0, or 1 when the slide cannot be read or slides of the store are damaged.
+
+    Raises:
+        RequestError: There is nothing at ``path``, or ``png`` cannot be written.
+    """
+    _require_there(path)
+    if png is not None:
+        if not png.absolute().parent.is_dir():
+            raise RequestError(f"{png}: there is no folder {png.absolute().parent} to write to")
+        if png.is_dir():
+            raise RequestError(f"{png}: is a folder; name a file for the picture")
+        require_writable(png)
+    if path.is_dir() and (path / "zarr.json").exists():
+        found = _slide_of_store(path, png)
+    elif path.is_dir():
+        found = _store(path, png)
+    else:
+        found = _file(path, png)
+    for line in found.pop("lines"):
+        console.say(line)
+    if found.get("reason"):
+        console.warn(f"failed: {path}: {found['reason']}")
+    if png is not None and found.pop("drawn", True):
+        found["png"] = str(png)
+        console.say(f"picture: {png}")
+    if as_json:
+        console.emit_json(found)
+    return 0 if found["status"] == "done" else 1
+
+
+def _require_there(path: Path) -> None:
+    try:
+        path.stat()
+        if path.is_dir():
+            os.scandir(path).close()
+            (path / "zarr.json").exists()  # to list a folder is not to reach what is in it
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise RequestError(
+            f"{path}: no such file or folder; name a store, a slide of a store (.zarr) or a slide's file"
+        ) from error
+    except OSError as error:
+        raise RequestError(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
+def _save(picture: npt.NDArray[np.uint8], png: Path) -> None:
+    from pathology.ingest.thumbnail import save_png
+
+    try:
+        save_png(picture, png)
+    except OSError as error:
+        raise RequestError(f"{png}: cannot be written ({error.strerror or error}); choose another path") from error
+
+
+def _slide_of_store(path: Path, png: Path | None) -> dict[str, Any]:
+    from data.store.slide_store import SlideStore, StoreError
+    from pathology.ingest.thumbnail import thumbnail_of_store
+
+    try:
+        slide = SlideStore.open(path)
+        if png is not None:
+            _save(thumbnail_of_store(slide).drawn(), png)
+    except StoreError as error:
+        return {"kind_of_path": "slide", "status": "damaged", "reason": str(error), "lines": [], "drawn": False}
+    facts = dict(slide.attributes)
+    shards = facts.pop("shards")
+    facts["source"] = {k: v for k, v in facts["source"].items() if k != "icc_profile"}
+    facts["stored_bytes"] = sum(entry.get("size", 0) for entry in shards.values())
+    levels = [{"height_px": v.height_px, "width_px": v.width_px, "mpp": list(v.mpp)} for v in slide.levels]
+    source = facts["source"]
+    lines = [
+        f"{slide.slide_id}: {facts['kind']}, {len(levels)} levels, {len(shards)} shards, "
+        f"{facts['stored_bytes'] / 1e6:.1f} MB",
+        *_level_lines(levels),
+        f"  tissue    {facts['tissue']['fraction']:.1%} of the slide",
+        f"  source    {source['vendor']}, {_power(source['objective_power'])}{_mpp_text(source['mpp'])} "
+        f"({source['mpp_from']}), level {source['level_used']} used",
+        f"  sha256    {facts['sha256']}",
+        f"  flags     {', '.join(facts['flags']) or 'none'}; {facts['bad_tiles']} of {facts['tiles']} tiles bad",
+        f"  codec     {facts['parameters'].get('codec', 'JPEG of the scanner')}; hyfi {facts['versions']['hyfi']}",
+    ]
+    return {"kind_of_path": "slide", "status": "done", "slide_id": slide.slide_id, "levels": levels, **facts} | {
+        "lines": lines
+    }
+
+
+def _file(path: Path, png: Path | None) -> dict[str, Any]:
+    from pathology.errors import SlideError
+    from pathology.ingest.thumbnail import thumbnail_of_source
+    from pathology.readers.mpp import is_sensible, resolve_mpp
+    from pathology.readers.sources import open_source
+
+    try:
+        source = open_source(path)
+        try:
+            mpp = source.mpp if is_sensible(source.mpp) else None
+            thumbnail, tissue = thumbnail_of_source(source, mpp)
+        finally:
+            source.close()
+    except SlideError as error:
+        return {"kind_of_path": "file", "status": "failed", "reason": str(error), "lines": [], "drawn": False}
+    if png is not None:
+        _save(thumbnail.drawn(), png)
+    facts = _facts_of_file(source, mpp, tissue)
+    lines = [
+        f"{path.name}: {source.vendor}, {_power(source.objective_power)}{_mpp_text(source.mpp)}",
+        *_level_lines(facts["levels"]),
+        f"  tissue    {'not known' if tissue is None else f'{tissue:.1%} of the slide'}",
+    ]
+    try:
+        resolve_mpp(source.mpp, "", None)
+    except SlideError as error:
+        lines.append(f"  note      {error}")
+    return facts | {"lines": lines}
+
+
+def _facts_of_file(source: SlideSource, mpp: tuple[float, float] | None, tissue: float | None) -> dict[str, Any]:
+    levels = []
+    for level in source.levels:
+        at = None if mpp is None else [m * d for m, d in zip(mpp, level.downsample, strict=True)]
+        levels.append({"height_px": level.height_px, "width_px": level.width_px, "mpp": at})
+    return {
+        "kind_of_path": "file",
+        "status": "done",
+        "vendor": source.vendor,
+        "mpp": None if source.mpp is None else list(source.mpp),
+        "objective_power": source.objective_power,
+        "levels": levels,
+        "tissue": {"fraction": tissue},
+    }
+
+
+def _store(path: Path, png: Path | None) -> dict[str, Any]:
+    from data.store.manifest import DONE, StoreManifest
+    from data.store.slide_store import SlideStore, StoreError, slide_path
+    from pathology.ingest.thumbnail import contact_sheet, thumbnail_of_store
+
+    rows = StoreManifest.load(path)
+    lines, slides, pictures = [], [], []
+    for row in rows:
+        entry = {"slide_id": row["slide_id"], "status": row["status"], "reason": row["reason"]}
+        if row["status"] == DONE:
+            try:
+                slide = SlideStore.open(slide_path(path, row["slide_id"]))
+                if png is not None and len(pictures) < _MOST_PICTURES:
+                    pictures.append((slide.slide_id, thumbnail_of_store(slide, 300)))
+            except StoreError as error:
+                entry |= {"status": "damaged", "reason": str(error)}
+        slides.append(entry | {k: row[k] for k in ("height_px", "width_px", "store_mpp", "tissue_fraction", "flags")})
+        lines.append(_row_line(slides[-1]))
+    if png is not None:
+        _save(contact_sheet(pictures), png)
+    bad = [s for s in slides if s["status"] != DONE]
+    lines.insert(0, f"{path}: {len(slides)} slides, {len(slides) - len(bad)} usable, {len(bad)} not")
+    # What failed to be ingested is on record; what was ingested and is now damaged is news.
+    status = "damaged" if any(s["status"] == "damaged" for s in slides) else "done"
+    return {"kind_of_path": "store", "status": status, "store": str(path), "slides": slides, "lines": lines}
+
+
+def _row_line(slide: dict[str, str]) -> str:
+    if slide["status"] != "done":
+        return f"  {slide['slide_id']}: {slide['status']}: {slide['reason']}"
+    flags = f", {slide['flags']}" if slide["flags"] else ""
+    return (
+        f"  {slide['slide_id']}: {slide['height_px']} × {slide['width_px']} px at {slide['store_mpp']} µm, "
+        f"tissue {float(slide['tissue_fraction']):.1%}{flags}"
+    )
+
+
+def _level_lines(levels: list[dict[str, Any]]) -> list[str]:
+    return [
+        f"  level {k}   {v['height_px']} × {v['width_px']} px (rows × columns), {_mpp_text(v['mpp'])}"
+        for k, v in enumerate(levels)
+    ]
+
+
+def _mpp_text(mpp: list[float] | tuple[float, float] | None) -> str:
+    if mpp is None:
+        return "µm/px not stated"
+    y, x = mpp
+    return f"{x:.4g} µm/px" if abs(x - y) < 1e-6 * x else f"{y:.4g} × {x:.4g} µm/px (y, x)"
+
+
+def _power(power: float | None) -> str:
+    return "" if power is None else f"{power:g}×, "

@@ -1,0 +1,180 @@
+"""``hyfi predict``: probabilities, heatmaps, overlays, annotations and reports of slides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hyfi_core.errors import RequestError
+from workflows import console
+from workflows.evaluation.cells import parse_cells
+from workflows.launch.launch import inside_launcher, launch, own_rank, run_as_rank
+from workflows.paths import require_writable
+
+if TYPE_CHECKING:
+    from hyfi_core.comm.base import Communicator
+    from pathology.predict.cohort import PredictionReport, PredictOptions
+    from pathology.predict.inputs import SlideInput
+    from pathology.predict.recipe import Member
+
+ALL_DONE, SOME_FAILED, STOPPED = 0, 1, 3
+
+
+def run(
+    checkpoints: list[Path],
+    inputs: list[Path],
+    out: Path,
+    ranks: int | None,
+    mpp: float | None,
+    slide_mpp: float | None,
+    overwrite: bool,
+    as_json: bool,
+    cells: str | None = None,
+) -> int:
+    """Predict ``inputs`` with one checkpoint, or with several as an ensemble, into ``out``.
+
+    With ``ranks`` above 1 every slide is shared by so many processes, which this one starts; started by ``mpiexec`` or
+    ``srun``, by those that are there. With ``cells`` ("R,C") one process looks at each image cell by cell.
+
+    Returns:
+        0 when all slides are done, 1 when some failed (each named on standard error and in the table), 3 when stopped.
+
+    Raises:
+        RequestError: a checkpoint, an input or ``out`` cannot be used; nothing is written.
+    """
+    from pathology.predict.cohort import PredictOptions
+
+    options = PredictOptions(mpp=mpp, slide_mpp=slide_mpp, overwrite=overwrite, cells=parse_cells(cells))
+    if options.cells is not None and ranks is not None and ranks > 1:
+        raise RequestError(
+            f"--cells {cells} with --ranks {ranks}: cells are looked at by one process; leave out either"
+        )
+    if inside_launcher():
+        return run_as_rank(lambda: _predict(checkpoints, inputs, out, ranks, options, as_json))
+    if ranks is not None and ranks > 1:
+        _check(checkpoints, inputs, out, options)
+        return launch(_arguments(checkpoints, inputs, out, ranks, options, as_json), ranks)
+    return _predict(checkpoints, inputs, out, ranks, options, as_json)
+
+
+def _check(checkpoints: Sequence[Path], inputs: Sequence[Path], out: Path, options: PredictOptions) -> list[SlideInput]:
+    """Check what can be checked before anything slow, and return the slides.
+
+    Raises:
+        RequestError: the request cannot be met.
+    """
+    from hyfi_core.runtime.checkpoint import read_model_json
+    from pathology.ingest.options import IngestOptions
+    from pathology.predict.inputs import find_inputs
+    from pathology.predict.recipe import Recipe
+
+    for checkpoint in checkpoints:
+        recipe = Recipe.of(read_model_json(checkpoint))
+        IngestOptions(mpp=options.mpp or recipe.mpp, slide_mpp=options.slide_mpp)
+    found = find_inputs(inputs)
+    require_writable(out)
+    if out.exists() and not out.is_dir():
+        raise RequestError(f"{out} is a file; name a folder for the results")
+    return found
+
+
+def _arguments(
+    checkpoints: Sequence[Path], inputs: Sequence[Path], out: Path, ranks: int, options: PredictOptions, as_json: bool
+) -> list[str]:
+    """Return the same request for the ranks."""
+    words = ["predict", "--out", str(out), "--ranks", str(ranks)]
+    for checkpoint in checkpoints[1:]:
+        words += ["--checkpoint", str(checkpoint)]
+    for flag, value in (("--mpp", options.mpp), ("--slide-mpp", options.slide_mpp)):
+        words += [] if value is None else [flag, repr(value)]
+    words += ["--overwrite"] * options.overwrite + ["--json"] * as_json
+    return [*words, "--", str(checkpoints[0]), *(str(path) for path in inputs)]
+
+
+def _predict(
+    checkpoints: Sequence[Path],
+    inputs: Sequence[Path],
+    out: Path,
+    ranks: int | None,
+    options: PredictOptions,
+    as_json: bool,
+) -> int:
+    """Do this rank's share."""
+    import hyfi_core
+    from pathology.ingest.memory import return_what_is_freed
+    from pathology.predict.cohort import predict_slides
+    from workflows.training.stop import StopFlag
+
+    if options.cells is not None:
+        return_what_is_freed()  # else the heap keeps as much again as a cell needs
+    slides = _check(checkpoints, inputs, out, options)
+    members = [load_member(path) for path in checkpoints]
+    comm = hyfi_core.init()
+    if ranks is not None and ranks != comm.size:
+        raise RequestError(f"--ranks {ranks}: {comm.size} were started; give the same number, or leave it out")
+    stop = StopFlag()
+    if comm.size > 1:
+        stop.listen()  # alone, a signal ends the slide at once; with others, all end between two slides
+    with _progress(len(slides), comm) as advance:
+        report = predict_slides(members, slides, out, comm, options, advance=advance, stop_wanted=lambda: stop.wanted)
+    if comm.rank == 0:
+        _tell(report, out, as_json)
+    if report.stopped:
+        return STOPPED
+    return SOME_FAILED if report.failed else ALL_DONE
+
+
+def load_member(checkpoint: Path) -> Member:
+    """Return a checkpoint's model in evaluation mode, with the moving average of its weights where there is one.
+
+    Raises:
+        RequestError: the checkpoint is damaged, or its weights are not those of its model.
+    """
+    from hyfi_core.runtime.checkpoint import load_checkpoint
+    from pathology.predict.recipe import Member
+    from workflows.training.models import build_model
+
+    loaded = load_checkpoint(checkpoint)
+    model = build_model(loaded.model["model"])
+    try:
+        model.load_state_dict(loaded.judged)
+    except RuntimeError as error:
+        raise RequestError(f"checkpoint {checkpoint}: its weights are not those of its model: {error}") from error
+    if loaded.averaged is not None and own_rank() == 0:
+        console.say(f"{checkpoint}: the moving average of the weights (EMA) predicts")
+    return Member(str(checkpoint), model.eval(), loaded.model)
+
+
+@contextmanager
+def _progress(total: int, comm: Communicator) -> Iterator[Callable[[str], None]]:
+    """Give what rank 0 calls after every slide."""
+    if comm.rank != 0:
+        yield lambda note: None
+        return
+    with console.progress(total, "predicting") as bar:
+        yield lambda note: bar.advance(1, note)
+
+
+def _tell(report: PredictionReport, out: Path, as_json: bool) -> None:
+    for one in report.failed:
+        console.warn(f"{one.slide_id} ({one.path}): {one.reason}")
+    for one in report.done:
+        at = max(one.probabilities)
+        console.say(f"{one.slide_id}: {one.prediction} ({at:.3f})  {out / one.slide_id / 'report.html'}")
+    skipped = f", {len(report.skipped)} finished before" if report.skipped else ""
+    stopped = "; stopped on request, the same command goes on" if report.stopped else ""
+    table = out / "predictions.csv"
+    console.say(f"{len(report.done)} predicted, {len(report.failed)} failed{skipped}{stopped}: {table}")
+    if as_json:
+        console.emit_json(
+            {
+                "predictions": str(table),
+                "done": [one.slide_id for one in report.done],
+                "failed": [{"slide_id": one.slide_id, "path": one.path, "reason": one.reason} for one in report.failed],
+                "skipped": list(report.skipped),
+                "reports": [str(out / one.slide_id / "report.html") for one in report.done],
+                "stopped": report.stopped,
+            }
+        )

@@ -1,0 +1,129 @@
+"""``hyfi split``: a labels CSV becomes splits or folds, whole cases in each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from data.samples.assign import assign_groups
+from data.samples.splits import SPLITS
+from data.samples.table import Table, read_table, write_table
+from hyfi_core.errors import RequestError
+
+SHARES: Mapping[str, float] = {"train": 0.7, "val": 0.15, "test": 0.15}
+
+
+def run(
+    labels: Path, out: Path, folds: int | None, group: str, stratify: str | None, seed: int, as_json: bool = False
+) -> int:
+    """Write ``out``: ``slide_id``, ``case_id`` (whichever the labels have), and ``split``, or folds.
+
+    Without ``folds`` the groups are dealt 70 : 15 : 15 into train, val and test. With them the column ``fold`` says
+    0 … K−1, and a column ``split_k`` for each fold says ``val`` where the fold is k, else ``train``; so
+    ``data.split_column=split_2`` trains the third model of a cross-validation.
+
+    Args:
+        labels: the CSV.
+        out: the CSV to write; replaced when there.
+        folds: how many folds, None for train, val and test.
+        group: the column whose values are never in two parts; rows without a value are groups of their own.
+        stratify: the column whose values each part has alike; None: only the sizes matter.
+        seed: another one, another deal.
+        as_json: print the counts as one JSON object.
+
+    Returns:
+        0.
+
+    Raises:
+        RequestError: a column is missing, there are too few groups, a case has two groups, ``out`` cannot be written.
+    """
+    table = read_table(labels, "labels")
+    if folds is not None and folds < 2:
+        raise RequestError(f"--folds: given {folds}; at least 2")
+    if stratify is not None:
+        table.require(stratify, "--stratify")
+    groups = _groups(table, group)
+    members: dict[str, list[str]] = {}
+    for name, row in zip(groups, table.rows, strict=True):
+        members.setdefault(name, []).append(row[stratify] if stratify else "")
+    shares = SHARES if folds is None else {str(fold): 1.0 for fold in range(folds)}
+    try:
+        parts = assign_groups(members, shares, seed)
+    except RequestError as error:
+        raise RequestError(f"{labels}: {error} (groups: {group})") from error
+    part_of_row = [parts[name] for name in groups]
+    _write(table, out, group, part_of_row, folds)
+    _report(table, out, part_of_row, list(shares), groups, stratify, as_json)
+    return 0
+
+
+def _groups(table: Table, group: str) -> list[str]:
+    """Return the group of each row, a name that no other group has.
+
+    Raises:
+        RequestError: the column is not there (``case_id`` may be missing: then each slide is its own case), a key is
+            empty, or a case has two groups.
+    """
+    key = table.key
+    if group != "case_id" or "case_id" in table.columns:
+        table.require(group, "--group")
+    first: dict[str, str] = {}
+    groups = []
+    for line, row in zip(table.lines, table.rows, strict=True):
+        if not row[key]:
+            raise RequestError(f"{table.name}, line {line}: no {key}")
+        name = f"{group} {row[group]}" if row.get(group) else f"{key} {row[key]}"
+        for who in (f"{k} {row[k]}" for k in ("slide_id", "case_id") if row.get(k)):
+            if first.setdefault(who, name) != name:
+                raise RequestError(
+                    f"{table.name}, line {line}: {who} is in two groups, {first[who]} and {name}; see --group"
+                )
+        groups.append(name)
+    return groups
+
+
+def _write(table: Table, out: Path, group: str, parts: Sequence[str], folds: int | None) -> None:
+    keys = [column for column in dict.fromkeys(("slide_id", "case_id", group)) if column in table.columns]
+    columns = ["split"] if folds is None else ["fold", *(f"split_{fold}" for fold in range(folds))]
+    rows: dict[str, dict[str, str]] = {}
+    for row, part in zip(table.rows, parts, strict=True):
+        named = {"split": part} if folds is None else {"fold": part}
+        named |= {f"split_{fold}": "val" if part == str(fold) else "train" for fold in range(folds or 0)}
+        rows[row[table.key]] = {column: row[column] for column in keys} | named
+    try:
+        write_table(out, [*keys, *columns], rows.values())
+    except OSError as error:
+        raise RequestError(f"--out: cannot write {out}: {error.strerror or error}") from error
+
+
+def _report(
+    table: Table,
+    out: Path,
+    parts: Sequence[str],
+    names: Sequence[str],
+    groups: Sequence[str],
+    stratify: str | None,
+    as_json: bool,
+) -> None:
+    from workflows import console
+
+    counts: dict[str, dict[str, Any]] = {}
+    for name in names:
+        rows = [i for i, part in enumerate(parts) if part == name]
+        of_class = Counter(table.rows[i][stratify] for i in rows) if stratify else Counter()
+        counts[name] = {
+            "rows": len(rows),
+            "groups": len({groups[i] for i in rows}),
+            "classes": dict(sorted(of_class.items())),
+        }
+    for name, count in counts.items():
+        classes = ", ".join(f"{label or '(unlabelled)'} {n}" for label, n in count["classes"].items())
+        label = name if name in SPLITS else f"fold {name}"
+        console.say(
+            f"{label:>6}: {count['rows']} rows in {count['groups']} groups" + (f" ({classes})" if classes else "")
+        )
+    console.say(f"wrote {out}")
+    if as_json:
+        console.emit_json({"out": str(out), "parts": counts})

@@ -1,0 +1,67 @@
+"""``hyfi verify``: every digest, size and checksum of a store."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hyfi_core.errors import RequestError
+from workflows import console
+
+if TYPE_CHECKING:
+    from data.store.verify import Fault
+
+_LIST = "verify.csv"
+
+
+def run(store: Path, as_json: bool) -> int:
+    """Re-check a store, or one slide of it (``STORE/<slide_id>.zarr``).
+
+    What is wrong is named on standard error and in ``STORE/verify.csv``.
+
+    Returns:
+        0, or 1 when anything is not as it was written.
+
+    Raises:
+        RequestError: There is no store.
+    """
+    from data.cores import usable_cores
+    from data.store.verify import size_of_store, verify_slide, verify_store
+
+    if not store.is_dir():
+        raise RequestError(f"{store}: there is no such folder; name a store, or a slide of a store (.zarr)")
+    single = (store / "zarr.json").exists()
+    slides = [store] if single else sorted(store.glob("*.zarr"))
+    threads = usable_cores()
+    with console.progress(size_of_store(slides) / 1e6, "verify (MB)") as bar:
+        verify = verify_slide if single else verify_store
+        found = verify(store, threads, lambda size, name: bar.advance(size / 1e6, name))
+    for fault in found.faults:
+        console.warn(f"failed: {fault.slide_id}: {fault.path}: {fault.reason}")
+    if not single:
+        _write_list(store, found.faults)
+    damaged = len({fault.slide_id for fault in found.faults})
+    console.say(
+        f"{found.slides} slides, {found.files} files, {found.size_bytes / 1e6:.1f} MB: "
+        + (f"{len(found.faults)} faults in {damaged} slides" if found.faults else "all as they were written")
+    )
+    if as_json:
+        faults = [{"slide_id": f.slide_id, "path": str(f.path), "reason": f.reason} for f in found.faults]
+        counts = {"slides": found.slides, "files": found.files, "bytes": found.size_bytes}
+        console.emit_json({"store": str(store), **counts, "faults": faults})
+    return 1 if found.faults else 0
+
+
+def _write_list(store: Path, faults: list[Fault]) -> None:
+    from data.files import write_atomically
+
+    text = io.StringIO(newline="")
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(["slide_id", "path", "reason"])
+    table.writerows([fault.slide_id, str(fault.path), fault.reason] for fault in faults)
+    try:
+        write_atomically(store / _LIST, text.getvalue().encode("utf-8", "surrogateescape"))
+    except OSError as error:
+        console.warn(f"{store / _LIST} cannot be written ({error.strerror}); what is wrong is named above only")

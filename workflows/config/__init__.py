@@ -1,0 +1,1 @@
+"""The YAML of a run: its sections, keys, defaults and checks."""

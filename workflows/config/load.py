@@ -1,0 +1,230 @@
+"""The YAML of a run: read, overridden, checked, answered where it is wrong, written back whole."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from hyfi_core.errors import RequestError
+from workflows.config.run import Config
+
+__all__ = ["MAY_CHANGE_ON_RESUME", "Config", "changed_keys", "dump_resolved", "load_config", "refuse_changes"]
+
+# Checkpoints depend on neither plan nor roles, and none of these decides what the next step computes from.
+# Model, data, seed, precision and optimiser do: with another value it is another run.
+MAY_CHANGE_ON_RESUME = frozenset(
+    {
+        "run.dir",
+        "run.epochs",
+        "run.steps",
+        "run.threads",
+        "run.memory_format",
+        "run.checkpoint_every_steps",
+        "run.keep",
+        "run.tensorboard",
+        "run.early_stop",
+        "plan.grids",
+        "plan.cuts",
+        "plan.interleave",
+        "plan.memory_bytes",
+        "plan.mirror",
+        "plan.recompute",
+        "plan.schedule",
+        "plan.fused_halo",
+        "roles.loaders",
+        "roles.validators",
+        "roles.design",
+        "roles.spare",
+        "roles.shares",
+        "validation.every_steps",
+        "validation.policy",
+        "validation.grids",
+        "validation.cells",
+        "data.prefetch",
+        "data.workers",
+        "data.cache_bytes",
+    }
+)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without tags, and without a key written twice (plain YAML keeps the last in silence)."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} stands twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a run's YAML and put ``section.key=value`` over it.
+
+    Relative paths in it are relative to the working directory, as on a command line.
+
+    Raises:
+        RequestError: no such file, not YAML, an unknown key, a value that is not allowed; every fault is named
+            with its key, what was given and what is allowed.
+    """
+    tree = _read(path)
+    for override in overrides:
+        _override(tree, override)
+    return _check(tree, str(path))
+
+
+def dump_resolved(config: Config) -> str:
+    """Return YAML with every key, also those left at their defaults; ``load_config`` of it gives ``config`` again."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, default_flow_style=None)
+
+
+def changed_keys(before: Config, now: Config) -> dict[str, tuple[Any, Any]]:
+    """Return {section.key: (value before, value now)} of everything that differs."""
+    old, new = dict(_leaves(before.model_dump(mode="json"))), dict(_leaves(now.model_dump(mode="json")))
+    return {key: (old.get(key), new.get(key)) for key in sorted(old | new) if old.get(key) != new.get(key)}
+
+
+def refuse_changes(before: Config, now: Config) -> None:
+    """Check that a run may go on with ``now``.
+
+    Raises:
+        RequestError: a key differs that decides what a step computes.
+    """
+    fixed = _fixed_design(before, now)
+    changed = {k: pair for k, pair in changed_keys(before, now).items() if k not in MAY_CHANGE_ON_RESUME or k == fixed}
+    if changed:
+        lines = [f"  {key}: the run has {old!r}, given now {new!r}" for key, (old, new) in changed.items()]
+        raise RequestError(
+            "a run cannot go on with other settings than it began with:\n"
+            + "\n".join(lines)
+            + "\nGive the old values, or another run.dir. These may change: "
+            + ", ".join(sorted(MAY_CHANGE_ON_RESUME - {"run.dir"}))
+        )
+
+
+def _fixed_design(before: Config, now: Config) -> str | None:
+    """Return the key of the design where it decides what a step computes.
+
+    Several plain replicas cut a batch into pieces before micro-batches, spare ranks after: micro-batches are others.
+    """
+    shared = [config.roles.design == "offload_naive" for config in (before, now)]
+    return "roles.design" if shared[0] != shared[1] and now.plan.replicas > 1 else None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except FileNotFoundError:
+        raise RequestError(f"{path}: no such file; give the YAML of a run (see workflows/recipes)") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"{path}: cannot be read as text: {error}") from None
+    except yaml.YAMLError as error:
+        raise RequestError(f"{path}: not YAML: {error}") from None
+    if tree is None:
+        tree = {}
+    if not isinstance(tree, dict):
+        raise RequestError(f"{path}: given {type(tree).__name__}; allowed: sections ({', '.join(_names(Config))})")
+    return {key: {} if value is None else value for key, value in tree.items()}
+
+
+def _override(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    names = key.strip().split(".")
+    if not equals or len(names) < 2 or not all(names):
+        raise RequestError(f"override {override!r}: given without section, key or '='; allowed: section.key=value")
+    try:
+        value = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError:
+        raise RequestError(
+            f"override {override!r}: {text!r} is not a YAML value; quote it, as in key='\"…\"'"
+        ) from None
+    here: Any = tree
+    for name in names[:-1]:
+        if not isinstance(here.get(name), dict):
+            here[name] = {}
+        here = here[name]
+    here[names[-1]] = value
+
+
+def _check(tree: Mapping[str, Any], source: str) -> Config:
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        # A choice between types (number or names) gives a fault for each type; one line for each key is enough.
+        faults = list({tuple(_walk(fault["loc"])[1]): _describe(fault, tree) for fault in error.errors()}.values())
+    lines = "\n".join(f"  {fault}" for fault in faults)
+    raise RequestError(f"{source}: {len(faults)} wrong setting{'s' if len(faults) > 1 else ''}\n{lines}")
+
+
+def _describe(fault: Any, tree: Mapping[str, Any]) -> str:
+    """Return one line: the key, what was given, what is allowed."""
+    model, names = _walk(fault["loc"])
+    key = ".".join(names)
+    if fault["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(names[-1], _names(model), n=1, cutoff=0.5)
+        hint = f"; did you mean {'.'.join([*names[:-1], near[0]])}?" if near else ""
+        where = f"in {'.'.join(names[:-1])}" if len(names) > 1 else "sections"
+        return f"{key}: unknown (given: {_given(tree, names)!r}){hint} Allowed {where}: {', '.join(_names(model))}"
+    if fault["type"] == "value_error":
+        reason = str(fault["ctx"]["error"])
+        return f"{key}: {reason}" if key else reason
+    allowed = _allowed(model, names)
+    if fault["type"] == "missing":
+        return f"{key}: missing; needed: {allowed}"
+    return f"{key}: given {_given(tree, names)!r}; allowed: {allowed}"
+
+
+def _given(tree: Any, names: Sequence[str]) -> Any:
+    for name in names:
+        tree = tree.get(name) if isinstance(tree, Mapping) else None
+    return tree
+
+
+def _walk(loc: Sequence[int | str]) -> tuple[type[BaseModel], list[str]]:
+    """Return the section that ``loc`` leads into and the part of it that names keys, not places inside a value."""
+    model: type[BaseModel] = Config
+    names: list[str] = []
+    for name in loc:
+        names.append(str(name))
+        inner = _section(model, str(name))
+        if inner is None:
+            break
+        if name is not loc[-1]:
+            model = inner
+    return model, names
+
+
+def _section(model: type[BaseModel], name: str) -> type[BaseModel] | None:
+    field = model.model_fields.get(name)
+    kind = field.annotation if field is not None else None
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def _allowed(model: type[BaseModel], names: Sequence[str]) -> str:
+    field = model.model_fields.get(names[-1])
+    if field is not None and field.description:
+        return field.description
+    inner = _section(model, names[-1])
+    return f"a section with the keys {', '.join(_names(inner))}" if inner else f"one of {', '.join(_names(model))}"
+
+
+def _names(model: type[BaseModel]) -> list[str]:
+    return list(model.model_fields)
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (section.key, value); free-form values (lists, options of the model) are one leaf."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and not (prefix == "model." and name == "options"):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

@@ -1,0 +1,105 @@
+"""The page ``docs/config.md``: every key of a run's YAML, as the schema has it.
+
+Written by ``python -m workflows.config.page > docs/config.md``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from workflows.config.run import Config
+
+HEAD = """\
+# What the configuration of a run may hold
+
+This is the YAML that `hyfi train FILE.yaml` takes ([one to start from](../workflows/recipes/slides.yaml)); on the \
+command line `section.key=value` goes over what the file says, the value as YAML: \
+`hyfi train mine.yaml optimizer.lr=1e-4 'plan.grids=[[2, 2]]' run.early_stop=null`.
+
+Keys marked *needed* have no default; a default of `null` means that nothing stands there. Relative paths start from \
+the working directory.
+
+<!-- Written by `python -m workflows.config.page > docs/config.md`; the words are those of workflows/config. -->
+"""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One key of the file.
+
+    Attributes:
+        key: as on the command line, ``section.key``.
+        allowed: what may stand there.
+        default: what stands there otherwise, as YAML; None where the key is needed.
+        meaning: what it does.
+    """
+
+    key: str
+    allowed: str
+    default: str | None
+    meaning: str
+
+    @classmethod
+    def of(cls, key: str, field: FieldInfo) -> Setting:
+        """Return a field, whose description is ``allowed: meaning``."""
+        allowed, _, meaning = (field.description or "").partition(": ")
+        default = None if field.is_required() else as_yaml(field.get_default(call_default_factory=True))
+        return cls(key, allowed, default, meaning)
+
+    def row(self) -> str:
+        """Return the setting as a row of a Markdown table."""
+        default = "*needed*" if self.default is None else f"`{self.default}`"
+        cells = (f"`{self.key}`", self.allowed, default, self.meaning)
+        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def page() -> str:
+    """Return the whole page, Markdown."""
+    return "\n".join([HEAD, *(_section(name, model) for name, model in sections())])
+
+
+def sections() -> Iterator[tuple[str, type[BaseModel]]]:
+    """Yield (name, model) of each section of the file."""
+    for name, field in Config.model_fields.items():
+        model = _model_of(field)
+        assert model is not None, f"{name} is no section"
+        yield name, model
+
+
+def settings(model: type[BaseModel], prefix: str) -> Iterator[Setting]:
+    """Yield the keys of a section, each followed by those inside it; ``prefix``: the section's name and a dot."""
+    for name, field in model.model_fields.items():
+        yield Setting.of(f"{prefix}{name}", field)
+        inner = _model_of(field)
+        if inner is not None:
+            yield from settings(inner, f"{prefix}{name}.")
+
+
+def as_yaml(value: Any) -> str:
+    """Return ``value`` on one line, as it would stand in the file."""
+    plain = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
+    text = yaml.safe_dump(plain, default_flow_style=True, sort_keys=False, allow_unicode=True, width=math.inf)
+    return text.removesuffix("...\n").rstrip("\n")
+
+
+def _section(name: str, model: type[BaseModel]) -> str:
+    intro = (inspect.getdoc(model) or "").replace("``", "`")
+    rows = "\n".join(setting.row() for setting in settings(model, f"{name}."))
+    return f"## {name}\n\n{intro}\n\n| key | may be | default | meaning |\n|---|---|---|---|\n{rows}\n"
+
+
+def _model_of(field: FieldInfo) -> type[BaseModel] | None:
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+if __name__ == "__main__":
+    print(page(), end="")

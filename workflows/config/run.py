@@ -1,0 +1,105 @@
+"""The section ``run`` of a run's YAML, and the whole of it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from workflows.config.data import DataConfig, ModelConfig
+from workflows.config.learning import LrScheduleConfig, OptimizerConfig, ValidationConfig
+from workflows.config.ranks import PlanConfig, RolesConfig, with_design
+from workflows.config.section import Count, Positive, Section, UserPath
+from workflows.config.sharing import check_sharing
+
+
+class RunConfig(Section):
+    """Where the run writes, how long it is, how it computes."""
+
+    dir: UserPath = Field(description="a folder: what the run writes; must not exist unless --resume is given")
+    epochs: Positive | None = Field(
+        None, description="a whole number ≥ 1: length of the run; give either this or steps"
+    )
+    steps: Positive | None = Field(
+        None, description="a whole number ≥ 1: length of the run in updates; give either this or epochs"
+    )
+    seed: Count = Field(
+        0, description="a whole number ≥ 0: first weights, order and variation of slides; the same seed, the same run"
+    )
+    precision: Literal["float32", "bfloat16", "float64"] = Field(
+        "float32",
+        description="float32, bfloat16 or float64: type that the model computes in; with bfloat16 (autocast) weights "
+        "stay float32",
+    )
+    memory_format: Literal["channels_last", "contiguous"] = Field(
+        "channels_last",
+        description="channels_last or contiguous: how images and convolutions lie in memory; decides speed",
+    )
+    threads: Positive | None = Field(
+        None, description="a whole number ≥ 1: threads of each rank; left out: cores / ranks of the node"
+    )
+    checkpoint_every_steps: Positive | None = Field(
+        None,
+        description="a whole number ≥ 1: steps between two checkpoints, beside those that are validated; left out: "
+        "those alone",
+    )
+    keep: Positive = Field(3, description="a whole number ≥ 1: newest checkpoints that are kept; the best stays, too")
+    tensorboard: bool = Field(True, description="true or false: whether TensorBoard events are written")
+    ema: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="a number between 0 and 1: decay of the weights' moving average, which then is judged and "
+        "predicts; left out: none is kept",
+    )
+    early_stop: Positive | None = Field(
+        None,
+        description="a whole number ≥ 1: validations in a row without a better one that end the run; left out: none do",
+    )
+
+    @model_validator(mode="after")
+    def _one_length(self) -> RunConfig:
+        if (self.epochs is None) == (self.steps is None):
+            given = "neither" if self.epochs is None else f"epochs: {self.epochs} and steps: {self.steps}"
+            raise ValueError(f"give exactly one of epochs and steps (given: {given})")
+        return self
+
+
+class Config(Section):
+    """A whole run. Built by :func:`workflows.config.load.load_config`; never changed."""
+
+    data: DataConfig
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    plan: PlanConfig = Field(default_factory=PlanConfig)
+    roles: Annotated[RolesConfig, BeforeValidator(with_design)] = Field(default_factory=RolesConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    lr_schedule: LrScheduleConfig = Field(default_factory=LrScheduleConfig)
+    validation: ValidationConfig = Field(default_factory=ValidationConfig)
+    run: RunConfig
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the whole run: trainers, loaders, validators; those chosen by host are not counted."""
+        roles = (self.roles.loaders, self.roles.validators)
+        return self.trainers + sum(role for role in roles if isinstance(role, int))
+
+    @property
+    def trainers(self) -> int:
+        """Ranks that train: the plan's, and the spare ones that join them; those chosen by host are not counted."""
+        spare = self.roles.spare
+        if self.roles.design != "offload_naive" or isinstance(spare, str):
+            return self.plan.ranks
+        return self.plan.ranks + (spare or self.plan.ranks // self.plan.replicas)
+
+    @model_validator(mode="after")
+    def _batch_fits_plan(self) -> Config:
+        if self.roles.design == "offload_naive":
+            check_sharing(self)
+            return self
+        parts = self.plan.replicas * self.plan.microbatches
+        if self.data.batch_size % parts:
+            raise ValueError(
+                f"data.batch_size: given {self.data.batch_size}; allowed: a multiple of plan.replicas × "
+                f"plan.microbatches = {self.plan.replicas} × {self.plan.microbatches} = {parts}"
+            )
+        return self

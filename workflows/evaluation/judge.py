@@ -1,0 +1,111 @@
+"""A checkpoint's network on a group of ranks, and the slides that it is judged by: one thing for every command.
+
+Trainers judge with the engine that they train with; validators' children and ``hyfi validate`` build this from what a
+checkpoint's ``model.json`` says. The sums are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.loading.normalise import Normalisation
+from data.samples.dataset import SlideDataset, SlideRef
+from hyfi_core.cells.engine import CellEngine
+from hyfi_core.comm.base import Communicator
+from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.runtime.parallelize import parallelize
+from pathology.ingest.memory import return_what_is_freed
+from workflows.evaluation.evaluate import Exam, Images, Judgement, Predictor, gather_logits, predict_slides
+from workflows.training.models import DTYPES, FORMATS, build_model, lay_out
+
+
+def dataset_of(model: Mapping[str, Any], store: Path, slides: Sequence[SlideRef]) -> SlideDataset:
+    """Return slides as the network of a ``model.json`` sees them."""
+    height, width = model["size_px"]
+    return SlideDataset(
+        store, slides, size_px=(height, width), mpp=model["mpp"], view=model["view"], align_px=model["align_px"]
+    )
+
+
+def exam_of(model: Mapping[str, Any], dataset: SlideDataset) -> Exam:
+    """Return what weights of the network of a ``model.json`` are judged by; slides must be labelled."""
+    images = Images(
+        dataset,
+        Normalisation.from_json(model["normalisation"]),
+        DTYPES[model.get("precision", "float32")],
+        FORMATS[model.get("memory_format", "channels_last")],
+    )
+    weights = model.get("class_weights") or [1.0] * len(model["class_names"])
+    return Exam.of(images, dataset.samples, tuple(weights), model.get("case_aggregate", "mean"))
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Judges weights on all ranks of a group; every method is collective.
+
+    Attributes:
+        exam: what is judged by.
+        engine: of this rank's replica; its module holds the weights judged last.
+        module: the network.
+        plan: how the group is divided.
+        group: the ranks.
+    """
+
+    exam: Exam
+    engine: Predictor
+    module: torch.nn.Module
+    plan: ParallelPlan
+    group: Communicator
+
+    @classmethod
+    def of(
+        cls,
+        model: Mapping[str, Any],
+        dataset: SlideDataset,
+        plan: ParallelPlan,
+        group: Communicator,
+        cells: tuple[int, int] | None = None,
+    ) -> Judge:
+        """Build the network of a ``model.json``, spread as ``plan`` says; its weights are anything.
+
+        Args:
+            model: what the network is.
+            dataset: the slides.
+            plan: how the group is divided.
+            group: the ranks.
+            cells: rows and columns, where every rank is a replica of the plan and evaluates images cell by cell.
+
+        Raises:
+            RequestError: the plan cannot run it.
+        """
+        precision = model.get("precision", "float32")
+        module = lay_out(build_model(model["model"]), precision, model.get("memory_format", "channels_last"))
+        autocast = torch.bfloat16 if precision == "bfloat16" else None
+        shape = (1, 3, *dataset.size_px)
+        engine: Predictor
+        if cells is None:
+            engine = parallelize(module, shape, plan, group, autocast=autocast)
+        else:
+            return_what_is_freed()  # else the heap keeps as much again as a cell needs
+            engine = CellEngine(module, shape, cells, autocast=autocast)
+        return cls(exam_of(model, dataset), engine, module, plan, group)
+
+    def judge(
+        self, weights: Mapping[str, torch.Tensor], interrupted: Callable[[], bool] = lambda: False
+    ) -> Judgement | None:
+        """Return what weights are worth, on rank 0; None elsewhere.
+
+        Raises:
+            Interrupted: ``interrupted`` said so, on all ranks alike.
+        """
+        self.engine.load_state_dict(dict(weights))
+        replica, place = divmod(self.group.rank, self.plan.ranks_per_replica)
+        share = (replica, self.plan.replicas)
+        mine = predict_slides(self.engine, self.exam.images, len(self.exam.targets), share, interrupted)
+        logits = gather_logits(self.group, mine if place == 0 else None)
+        return None if logits is None else self.exam.judge(logits)

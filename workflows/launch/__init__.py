@@ -1,0 +1,1 @@
+"""Starts processes and sees that all of them end."""

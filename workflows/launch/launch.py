@@ -1,0 +1,216 @@
+"""Start a command on several ranks, and see to it that all of them end, whatever happens.
+
+    hyfi train …                        the launcher: one process, the user's
+      └─ mpiexec -n 4                   own session, dies with the launcher
+           └─ (process manager)
+                ├─ python -m workflows.cli train …     rank 0
+                ├─ …                                   ranks 1–3: run_as_rank(body)
+
+Ranks leave their exit codes in files (see :mod:`workflows.launch.status`); to the process manager they all end
+with 0, because it would kill the others at the first that does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+
+from data.children import die_with_parent
+from data.cores import usable_cores
+from hyfi_core.errors import RequestError
+from hyfi_core.runtime.launch import inside_launcher
+from workflows.console import warn
+from workflows.launch import mpiexec
+from workflows.launch.processes import Ends, kill_session
+from workflows.launch.status import VARIABLE, RunStatus
+
+__all__ = ["inside_launcher", "launch", "launch_program", "own_rank", "run_as_rank"]
+
+FAULT, STOPPED = 70, 3
+# Large tensors on huge pages: the same memory, a fraction of the page faults (benchmarks/RESULTS.md).
+RANK_SETTINGS = {"THP_MEM_ALLOC_ENABLE": "1"}
+SECONDS_TO_END_AFTER_FAILURE = 5.0
+POLL_SECONDS = 0.05
+FAILED = "hyfi: rank {rank} failed, so all ranks end:\n{error}"
+
+
+def own_rank() -> int:
+    """Return this process's rank, from the environment; 0 outside any launcher."""
+    names = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID", "RANK")
+    return next((int(os.environ[name]) for name in names if name in os.environ), 0) if inside_launcher() else 0
+
+
+def launch(argv: Sequence[str], ranks: int) -> int:
+    """Run ``hyfi argv…`` on ``ranks`` processes of this node and return the exit code of the whole.
+
+    SIGTERM, SIGINT and SIGUSR1 reach every rank as SIGUSR1, a request to save and stop; a second one ends them at once.
+
+    Returns:
+        0 to 3 as the ranks agreed on; 70 when one of them failed (it has said why) or was killed.
+
+    Raises:
+        RequestError: there is no MPI here.
+    """
+    return launch_program([sys.executable, "-m", "workflows.cli", *argv], ranks)
+
+
+def launch_program(program: Sequence[str], ranks: int) -> int:
+    """Do what :func:`launch` does with any program whose ranks use :func:`run_as_rank`."""
+    starter = mpiexec.find()
+    with tempfile.TemporaryDirectory(prefix="hyfi-run-") as folder:
+        status = RunStatus(Path(folder))
+        process = subprocess.Popen(
+            [*starter.command(ranks), *program],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=_environment(ranks) | {VARIABLE: folder},
+            start_new_session=True,
+            preexec_fn=functools.partial(die_with_parent, signal.SIGTERM),
+        )
+        return _Watch(process, status, ranks).until_all_have_ended()
+
+
+def _environment(ranks: int) -> dict[str, str]:
+    """Return the ranks' environment: cores are shared out, unless the user has said how."""
+    return {"OMP_NUM_THREADS": str(max(1, usable_cores() // ranks))} | RANK_SETTINGS | os.environ
+
+
+class _Watch:
+    """One running mpiexec: signals go in, output comes out, the end is seen to."""
+
+    def __init__(self, process: subprocess.Popen[bytes], status: RunStatus, ranks: int) -> None:
+        self._process, self._status, self._ranks = process, status, ranks
+        self._stops = 0
+        self._ends = Ends()
+
+    def until_all_have_ended(self) -> int:
+        """Wait, then return the exit code of the whole."""
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+        before = {number: signal.signal(number, self._stop) for number in numbers}
+        output = mpiexec.Output(self._process)
+        try:
+            self._wait()
+        finally:
+            kill_session(self._process.pid)
+            output.finish()
+            self._ends.close()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        return self._code(output)
+
+    def _wait(self) -> None:
+        failed_s: float | None = None
+        while self._process.poll() is None:
+            started = self._status.pids()
+            if started:
+                self._ends.wait(started.values(), POLL_SECONDS)
+            else:
+                time.sleep(POLL_SECONDS)
+            if failed_s is None and self._status.failed:
+                failed_s = time.monotonic()
+            if failed_s is not None and time.monotonic() - failed_s > SECONDS_TO_END_AFTER_FAILURE:
+                kill_session(self._process.pid)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        self._stops += 1
+        if self._stops == 1 and number == signal.SIGINT:
+            warn("hyfi: saving and stopping; once more to stop at once")
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGUSR1 if self._stops == 1 else signal.SIGTERM)
+
+    def _code(self, output: mpiexec.Output) -> int:
+        if self._status.failed:
+            failure = self._status.failure() or {"rank": "?", "error": "it was killed before it could say why"}
+            warn(FAILED.format(**failure))
+            return FAULT
+        codes = self._status.codes()
+        if len(codes) == self._ranks and self._process.returncode == 0:
+            return max(codes.values())
+        if self._stops and set(codes.values()) <= {0, STOPPED}:
+            return STOPPED
+        return self._say_what_died(output)
+
+    def _say_what_died(self, output: mpiexec.Output) -> int:
+        """Name the rank that left without a word; where nothing is known, give what the process manager said."""
+        ended = self._status.codes()
+        ranks = {pid: rank for rank, pid in self._status.pids().items() if rank not in ended}
+        died = output.died
+        if died is None:
+            text = output.held_back() or f"mpiexec ended with code {self._process.returncode}"
+            warn(f"hyfi: not every rank came to its end: {text}")
+        else:
+            first = next((pid for pid in self._ends.pids if pid in ranks), died.pid)
+            who = f"rank {ranks[first]}" if first in ranks else f"the process {first}"
+            warn(f"hyfi: {who} was ended by {died.how}; all ranks were stopped")
+        return FAULT
+
+
+def run_as_rank(body: Callable[[], int]) -> int:
+    """Run this rank's share of a command and return the exit code for its process.
+
+    A failure is told once, with its rank, and ends every rank: this function then does not return. A
+    ``RequestError`` must be raised by all ranks alike (checked before the first message): it is told once and every
+    rank returns by itself.
+    """
+    status, rank = RunStatus.of_environment(), own_rank()
+    if status is not None:
+        status.begin(rank)
+    try:
+        code = body()
+    except RequestError as error:
+        code = 2
+        if _speaks(status, rank):
+            warn(f"hyfi: {error}")
+    except KeyboardInterrupt:
+        code = STOPPED
+    except BaseException:
+        _fail(status, rank)
+    if status is not None:
+        status.end(rank, code)
+        return 0
+    return code
+
+
+def _speaks(status: RunStatus | None, rank: int) -> bool:
+    """Whether this rank is the one that tells a refusal which all ranks have."""
+    if status is None:
+        return rank == 0
+    try:
+        (status.folder / "told").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+PEER_LOST_S = 2.0
+"""How long a rank whose message failed waits before it tells of it; the launcher sees a dead peer at once."""
+
+
+def _fail(status: RunStatus | None, rank: int) -> None:
+    """Tell the error in hand if it is the first, and end every rank of the job."""
+    error = traceback.format_exc().rstrip()
+    if type(sys.exc_info()[1]).__module__.startswith("mpi4py"):
+        time.sleep(PEER_LOST_S)  # most likely a peer died, and that is the first error: it is told meanwhile
+    if status is not None:  # the launcher tells it: what a rank prints now may be lost with the process manager's pipes
+        status.claim_failure(rank, error)
+    else:
+        warn(FAILED.format(rank=rank, error=error) if inside_launcher() else error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A rank that merely leaves ends the others under mpiexec, not under every srun; MPI's abort does everywhere.
+    mpi = sys.modules.get("hyfi_core.comm.mpi")
+    if mpi is not None:
+        with contextlib.suppress(Exception):
+            mpi.MPI.COMM_WORLD.Abort(FAULT)
+    os._exit(FAULT)
