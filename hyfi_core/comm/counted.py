@@ -1,10 +1,10 @@
-"""A communicator that counts what it sends and how long it waits, by kind."""
+"""A communicator that counts what it sends and how long it waits, by kind of traffic."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 
@@ -13,60 +13,64 @@ from hyfi_core.comm.base import Communicator, Message, Pending, ReduceOp
 KINDS = ("halo", "stage", "reduce", "input")
 
 
-class _Timed:
-    """Communication under way whose waiting is booked on its kind."""
-
-    __slots__ = ("_kind", "_pending", "_seconds")
-
-    def __init__(self, pending: Pending, seconds: dict[str, float], kind: str) -> None:
-        self._pending, self._seconds, self._kind = pending, seconds, kind
-
-    @property
-    def needs_polls(self) -> bool:
-        return self._pending.needs_polls
-
-    def test(self) -> bool:
-        return self._pending.test()
-
-    def wait(self) -> None:
-        start_s = perf_counter()
-        self._pending.wait()
-        self._seconds[self._kind] += perf_counter() - start_s
-
-
-class KindCommunicator(Communicator, Protocol):
-    """A communicator that is told what kind of traffic comes next."""
-
-    kind: str
-
-
-class CountedCommunicator:
-    """Passes everything on to another communicator and adds up messages and bytes under the current ``kind``.
+class TrafficCounts:
+    """Messages, bytes and seconds of waiting, by kind.
 
     Attributes:
-        kind: what the next calls are counted as.
-        seconds: by kind, what starting and waiting for messages took since the last reset: time in which this rank did
-            not compute. Two readings of a clock for each call.
+        messages: sent since the last reset.
+        sent_bytes: the same in bytes.
+        seconds: what starting and waiting for messages took: time in which this rank did not compute.
     """
 
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
-        self.kind = "halo"
+    def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Start counting anew."""
-        self._counts = {kind: {"messages": 0, "bytes": 0} for kind in KINDS}
+        """Count from zero again."""
+        self.messages = dict.fromkeys(KINDS, 0)
+        self.sent_bytes = dict.fromkeys(KINDS, 0)
         self.seconds = dict.fromkeys(KINDS, 0.0)
-
-    def traffic(self) -> dict[str, dict[str, int]]:
-        """Return what this rank sent since the last reset."""
-        return {kind: dict(counts) for kind, counts in self._counts.items()}
 
     def count(self, kind: str, messages: int, sent_bytes: int) -> None:
         """Add to the count of one kind."""
-        self._counts[kind]["messages"] += messages
-        self._counts[kind]["bytes"] += sent_bytes
+        self.messages[kind] += messages
+        self.sent_bytes[kind] += sent_bytes
+
+
+class KindCommunicator(Communicator, Protocol):
+    """A communicator that books what goes through it under a kind of traffic."""
+
+    def of(self, kind: str) -> Self:
+        """Return the same ranks, with everything booked under ``kind``."""
+        ...
+
+
+class CountedCommunicator:
+    """Passes everything on to another communicator and counts messages, bytes and seconds under its kind.
+
+    Args:
+        comm: the other one.
+        kind: what calls are counted as; ``of`` gives the same communicator for another kind.
+        counts: where they are counted; None for counts of its own.
+
+    Attributes:
+        kind: the same.
+        counts: the same; shared by all that ``of`` returned.
+    """
+
+    def __init__(self, comm: Communicator, kind: str = "halo", counts: TrafficCounts | None = None) -> None:
+        self._comm = comm
+        self.kind = kind
+        self.counts = TrafficCounts() if counts is None else counts
+        self._views: dict[str, CountedCommunicator] = {kind: self}
+
+    def of(self, kind: str) -> CountedCommunicator:
+        """Return this communicator with everything booked under ``kind``."""
+        if kind not in self._views:
+            view = CountedCommunicator(self._comm, kind, self.counts)
+            view._views = self._views
+            self._views[kind] = view
+        return self._views[kind]
 
     @property
     def rank(self) -> int:
@@ -80,28 +84,49 @@ class CountedCommunicator:
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Start sends and receives; sends count."""
-        self.count(self.kind, len(sends), sum(m.tensor.numel() * m.tensor.element_size() for m in sends))
+        self.counts.count(self.kind, len(sends), sum(m.tensor.numel() * m.tensor.element_size() for m in sends))
         start_s = perf_counter()
         pending = self._comm.exchange(sends, receives)
-        self.seconds[self.kind] += perf_counter() - start_s
-        return _Timed(pending, self.seconds, self.kind)
+        self.counts.seconds[self.kind] += perf_counter() - start_s
+        return _TimedPending(pending, self.counts, self.kind)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
         """Reduce in place; counts as one message of the tensor's bytes."""
         self._count_reduction(tensor)
         start_s = perf_counter()
         self._comm.all_reduce(tensor, op)
-        self.seconds[self.kind] += perf_counter() - start_s
+        self.counts.seconds[self.kind] += perf_counter() - start_s
 
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
         """Start reducing in place; counts as one message of the tensor's bytes."""
         self._count_reduction(tensor)
-        return _Timed(self._comm.start_all_reduce(tensor, op), self.seconds, self.kind)
+        return _TimedPending(self._comm.start_all_reduce(tensor, op), self.counts, self.kind)
 
     def _count_reduction(self, tensor: torch.Tensor) -> None:
         if self._comm.size > 1:
-            self.count(self.kind, 1, tensor.numel() * tensor.element_size())
+            self.counts.count(self.kind, 1, tensor.numel() * tensor.element_size())
 
     def __getattr__(self, name: str) -> Any:
         """Everything else is passed on uncounted."""
         return getattr(self._comm, name)
+
+
+class _TimedPending:
+    """Communication under way whose waiting is booked on its kind."""
+
+    __slots__ = ("_counts", "_kind", "_pending")
+
+    def __init__(self, pending: Pending, counts: TrafficCounts, kind: str) -> None:
+        self._pending, self._counts, self._kind = pending, counts, kind
+
+    @property
+    def needs_polls(self) -> bool:
+        return self._pending.needs_polls
+
+    def test(self) -> bool:
+        return self._pending.test()
+
+    def wait(self) -> None:
+        start_s = perf_counter()
+        self._pending.wait()
+        self._counts.seconds[self._kind] += perf_counter() - start_s

@@ -114,11 +114,14 @@ class TurnCommunicator:
         self._turns = turns
         self.rank = rank
         self.size = turns.size
-        self.kind = ""
         self._reductions = 0
         self._answers: list[list[torch.Tensor]] = []
         self._asked = False
         self._at = 0
+
+    def of(self, kind: str) -> TurnCommunicator:
+        """Return itself: nothing is counted."""
+        return self
 
     def begin(self) -> None:
         """An operator is begun, or begun again: what it was answered before is answered again."""

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from hyfi_core.comm.base import Communicator, Done, Message, Pending, ReduceOp
+from hyfi_core.comm.base import Done, Message, Pending, ReduceOp
+from hyfi_core.comm.counted import KindCommunicator
 
 Log = list[list[torch.Tensor]]
 
@@ -29,7 +30,7 @@ class RecordingCommunicator:
         log: what was received, call by call; for ``ReplayingCommunicator``.
     """
 
-    def __init__(self, comm: Communicator, log: Log | None = None) -> None:
+    def __init__(self, comm: KindCommunicator, log: Log | None = None) -> None:
         self._comm = comm
         self.log: Log = [] if log is None else log
 
@@ -43,15 +44,9 @@ class RecordingCommunicator:
         """Ranks in the group."""
         return self._comm.size
 
-    @property
-    def kind(self) -> str:
-        """What the next calls are counted as."""
-        return str(getattr(self._comm, "kind", ""))
-
-    @kind.setter
-    def kind(self, kind: str) -> None:
-        if hasattr(self._comm, "kind"):
-            self._comm.kind = kind
+    def of(self, kind: str) -> RecordingCommunicator:
+        """Return the same ranks and the same log, with messages counted as ``kind``."""
+        return RecordingCommunicator(self._comm.of(kind), self.log)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Start sends and receives; what arrives is kept when it has."""
@@ -119,7 +114,10 @@ class ReplayingCommunicator:
         self._log = log
         self.rank = rank
         self.size = size
-        self.kind = ""
+
+    def of(self, kind: str) -> ReplayingCommunicator:
+        """Return itself: nothing is sent that could be counted."""
+        return self
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Fill the receives with what came the first time."""

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from hyfi_core.comm.counted import KindCommunicator
+from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.progress import polled
 from hyfi_core.lowering.segments import Meeting, Segment, Tape
 from hyfi_core.ops.base import Cotangents, InTwo, Rest, Waiting
@@ -73,7 +73,7 @@ class BackwardPass:
 
     Args:
         tape: that was run forward.
-        comm_of: the communicator of a step, told its kind.
+        comm_of: the communicator of a step.
         parameters: value name -> parameter; gradients are added to their ``grad``.
         complete: called with the value names of parameters that get no more gradient, as soon as that is so: inside a
             segment, too, which may be the whole model.
@@ -82,7 +82,7 @@ class BackwardPass:
     def __init__(
         self,
         tape: Tape,
-        comm_of: Callable[[Communicate], KindCommunicator],
+        comm_of: Callable[[Communicate], Communicator],
         parameters: Mapping[str, torch.Tensor],
         complete: Complete | None,
     ) -> None:

@@ -56,7 +56,7 @@ class Reader:
         for part in parts.values():
             if part not in found:
                 local = read_part(images, part)
-                self._groups.all.count("input", 0, local.numel() * local.element_size())
+                self._groups.all.counts.count("input", 0, local.numel() * local.element_size())
                 found[part] = local.to(device=self._device, dtype=self._dtype)
         return {key: found[part] for key, part in parts.items()}
 

@@ -336,8 +336,7 @@ class Engine:
         if self.plan.stages * self.plan.directions * self.plan.replicas == 1:
             return float(pipeline.loss)
         total = pipeline.share.to(self._device)
-        self._groups.all.kind = "reduce"
-        self._groups.all.all_reduce(total)
+        self._groups.all.of("reduce").all_reduce(total)
         return float(total) / self.plan.mean_over
 
     def _share(self) -> tuple[int, int] | None:

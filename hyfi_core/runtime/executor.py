@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.counted import KindCommunicator
 from hyfi_core.lowering.segments import Meeting, Segment, Step, Tape
 from hyfi_core.rules.instructions import Communicate
@@ -124,11 +125,9 @@ class Executor:
         """
         return BackwardPass(self.tape, self._comm_of, parameters, complete).run(records, cotangents, keep)
 
-    def _comm_of(self, step: Communicate) -> KindCommunicator:
-        """Return the ranks that a step talks to, told what kind of traffic comes."""
-        comm = self._copies if step.copies else self._comm
-        comm.kind = step.kind
-        return comm
+    def _comm_of(self, step: Communicate) -> Communicator:
+        """Return the ranks that a step talks to; what it sends is counted as its kind."""
+        return (self._copies if step.copies else self._comm).of(step.kind)
 
 
 def _call(compute: Any, local: Values, values: Values) -> None:

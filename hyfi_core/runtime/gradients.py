@@ -154,8 +154,7 @@ def clip(
     norms = [p.grad.norm().double() for p in counted if p.grad is not None]
     total = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
     if comm is not None:
-        comm.kind = "reduce"
-        comm.all_reduce(total)
+        comm.of("reduce").all_reduce(total)
     share = max_norm / (float(total) ** 0.5 + 1e-6)
     gradients = [p.grad for p in owned if p.grad is not None]
     if share < 1.0 and gradients:

@@ -71,21 +71,23 @@ class Groups:
     def reset_traffic(self) -> None:
         """Count anew."""
         for comm in self.counted():
-            comm.reset()
+            comm.counts.reset()
 
     def traffic(self) -> dict[str, dict[str, int]]:
         """Return what this rank has sent since then: messages and bytes by kind."""
-        total = {kind: {"messages": 0, "bytes": 0} for kind in KINDS}
-        for comm in self.counted():
-            for kind, counts in comm.traffic().items():
-                for key, count in counts.items():
-                    total[kind][key] += count
-        return total
+        every = [comm.counts for comm in self.counted()]
+        return {
+            kind: {
+                "messages": sum(counts.messages[kind] for counts in every),
+                "bytes": sum(counts.sent_bytes[kind] for counts in every),
+            }
+            for kind in KINDS
+        }
 
     def seconds(self) -> dict[str, float]:
         """Return how long this rank has waited for messages since then, by kind."""
         every = self.counted()
-        return {kind: sum(comm.seconds[kind] for comm in every) for kind in KINDS}
+        return {kind: sum(comm.counts.seconds[kind] for comm in every) for kind in KINDS}
 
 
 def node_name() -> str:

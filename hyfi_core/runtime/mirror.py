@@ -70,7 +70,7 @@ class Mirror:
                     "use plan.mirror=all_reduce, or cut so that one stage has all its uses"
                 )
             seen |= {id(parameter) for parameter in group}
-        self._comm = comm
+        self._comm = comm.of("reduce")
         self._parameters = parameters
         self._owner_of, self._mirror_of = _partners(placement, comm.rank)
         _ALIVE.add(self)
@@ -139,7 +139,6 @@ class Mirror:
         self._leaving.clear()
 
     def _exchange(self, stage: int, peer: int, flats: list[torch.Tensor], sends: bool) -> _Under:
-        self._comm.kind = "reduce"
         messages = [Message(peer, flat) for flat in flats]
         pending = self._comm.exchange(messages, []) if sends else self._comm.exchange([], messages)
         return _Under(stage, pending, flats)

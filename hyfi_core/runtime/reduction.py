@@ -46,7 +46,7 @@ class ReductionGroup:
     def __init__(
         self, parameters: Sequence[nn.Parameter], comm: CountedCommunicator, mean_over: int, dtype: torch.dtype | None
     ) -> None:
-        self._comm = comm
+        self._comm = comm.of("reduce")
         self._mean_over = mean_over
         self._dtype = dtype
         self._buckets = [_Bucket(chunk, _flat(chunk)) for chunk in _chunks(parameters)]
@@ -90,7 +90,6 @@ class ReductionGroup:
 
     def _start(self, bucket: _Bucket) -> None:
         bucket.wire = bucket.flat if self._dtype is None else bucket.flat.to(self._dtype)
-        self._comm.kind = "reduce"
         bucket.pending = self._comm.start_all_reduce(bucket.wire)
 
     def _land(self, bucket: _Bucket) -> None:

@@ -48,7 +48,7 @@ class Courier:
     ) -> None:
         self._handovers = handovers
         self._placement = placement
-        self._comm = comm
+        self._comm = comm.of("stage")
         self.device = device
         self._arrivals: dict[_Key, _Arrival] = {}
         self._local: dict[tuple[_Key, int], torch.Tensor] = {}
@@ -65,7 +65,6 @@ class Courier:
             else:
                 sends.append(Message(peers[other], parcel))
         if sends:
-            self._comm.kind = "stage"
             self._leaving.append((self._comm.exchange(sends, []), sends))
         self._leaving = [item for item in self._leaving if not item[0].test()]
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 import hyfi_core
 from data.samples.dataset import SlideDataset
 from hyfi_core.cells.engine import CellEngine
+from hyfi_core.comm.agree import agree
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box
@@ -31,16 +32,7 @@ def together(comm: Communicator, action: Callable[[], T]) -> T:
     Raises:
         SlideError: with the reason of the first rank that has one.
     """
-    value, reason = None, ""
-    try:
-        value = action()
-    except (RequestError, SlideError, OSError, ValueError) as error:
-        reason = str(error) or type(error).__name__
-    reasons = comm.gather_objects(reason)
-    first = comm.broadcast_object(next((text for text in reasons or () if text), ""))
-    if first:
-        raise SlideError(first)
-    return value  # type: ignore[return-value]
+    return agree(comm, action, (RequestError, SlideError, OSError, ValueError), SlideError)
 
 
 def grid_of(ranks: int) -> tuple[int, int]:

@@ -75,19 +75,20 @@ def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, s
     Raises:
         RequestError: on all ranks, where one of them refuses; nothing is written then.
     """
+    from hyfi_core.comm.agree import agree
     from workflows.training.job import prepare
     from workflows.training.pace import with_shares
     from workflows.training.request import check_ranks, check_run
-    from workflows.training.start import Roles, Saved, check_images, together
+    from workflows.training.start import Roles, Saved, check_images
 
-    together(world, lambda: check_ranks(config, world.size))
-    start = together(world, lambda: check_run(config, resume))
-    job = together(world, lambda: prepare(config))
-    coverage = together(world, lambda: check_images(job) if world.rank == 0 else None)
+    agree(world, lambda: check_ranks(config, world.size))
+    start = agree(world, lambda: check_run(config, resume))
+    job = agree(world, lambda: prepare(config))
+    coverage = agree(world, lambda: check_images(job) if world.rank == 0 else None)
     roles = Roles.of(world, config)
-    saved = together(world, lambda: Saved.load(job, start) if roles.trainers is not None else None)
-    job = together(world, lambda: with_shares(job, roles))
-    part = together(world, lambda: _role(job, roles, saved, coverage, stop))
+    saved = agree(world, lambda: Saved.load(job, start) if roles.trainers is not None else None)
+    job = agree(world, lambda: with_shares(job, roles))
+    part = agree(world, lambda: _role(job, roles, saved, coverage, stop))
     return _as_fault(lambda: part(as_json))
 
 

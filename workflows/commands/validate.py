@@ -67,17 +67,17 @@ def validate_rank(
 ) -> int:
     """Do this rank's share and return the exit code."""
     import hyfi_core
+    from hyfi_core.comm.agree import agree
     from hyfi_core.plan.parallel_plan import ParallelPlan
     from hyfi_core.runtime.checkpoint import load_checkpoint
     from workflows.evaluation.judge import Judge
-    from workflows.training.start import together
 
     world = hyfi_core.init()
-    loaded = together(world, lambda: load_checkpoint(checkpoint))
-    dataset = together(world, lambda: _dataset(loaded.model, store, labels, splits, split, split_column))
+    loaded = agree(world, lambda: load_checkpoint(checkpoint))
+    dataset = agree(world, lambda: _dataset(loaded.model, store, labels, splits, split, split_column))
     apart = ParallelPlan(grids=((1, 1),), replicas=world.size)
     plan = ParallelPlan(grids=((1, world.size),)) if cells is None else apart
-    judge = together(world, lambda: Judge.of(loaded.model, dataset, plan, world, cells))
+    judge = agree(world, lambda: Judge.of(loaded.model, dataset, plan, world, cells))
     metrics = judge.judge(loaded.judged)
     if metrics is None:
         return 0

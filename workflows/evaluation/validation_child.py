@@ -98,13 +98,13 @@ def _serve(parent: Parent) -> None:
 
     import torch
 
+    from hyfi_core.comm.agree import agree
     from hyfi_core.plan.parallel_plan import ParallelPlan
-    from workflows.training.start import together
 
     torch.set_num_threads(description["threads"])
     group = _connect(parent, description["seat"])
     plan = ParallelPlan.from_json(description["plan"])
-    judge = together(group, lambda: _judge(description, plan, group))
+    judge = agree(group, lambda: _judge(description, plan, group))
     like = judge.module.state_dict()
     parent.say("ready")
     while True:

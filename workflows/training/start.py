@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from data.loading.normalise import Normalisation
 from data.samples.coverage import check_coverage
 from hyfi_core.comm.base import Communicator
-from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.roles import RankRoles, assign_roles, loaders_of, with_spare
 from hyfi_core.runtime.checkpoint import (
@@ -31,26 +30,6 @@ from workflows.training.job import Job
 from workflows.training.models import DTYPES, FORMATS, build_model, lay_out
 from workflows.training.optimisation import make_loss, make_optimizer
 from workflows.training.weights import load_weights
-
-T = TypeVar("T")
-
-
-def together(world: Communicator, check: Callable[[], T]) -> T:
-    """Return ``check()``; where any rank refuses, all refuse with the first rank's words (collective).
-
-    Raises:
-        RequestError: on every rank, where it was raised on one.
-    """
-    refusal, result = None, None
-    try:
-        result = check()
-    except RequestError as error:
-        refusal = str(error)
-    refusals = world.gather_objects(refusal)
-    first = world.broadcast_object(next((text for text in refusals if text is not None), None) if refusals else None)
-    if first is not None:
-        raise RequestError(first)
-    return result  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -67,10 +68,12 @@ def test_an_error_is_left_to_whoever_waits() -> None:
         pending.wait()
 
 
-@pytest.mark.parametrize("wrapper", [CountedCommunicator, RecordingCommunicator])
-def test_a_communicator_that_wraps_another_says_what_that_needs(wrapper: type, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "wrapped", [CountedCommunicator, lambda comm: RecordingCommunicator(CountedCommunicator(comm))]
+)
+def test_a_communicator_that_wraps_another_says_what_that_needs(wrapped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     inner = AloneCommunicator()
     monkeypatch.setattr(inner, "exchange", lambda sends, receives: Slow(1))
     monkeypatch.setattr(inner, "start_all_reduce", lambda tensor, op="sum": Slow(1))
-    comm = wrapper(inner)
+    comm = wrapped(inner)
     assert comm.exchange([], []).needs_polls and comm.start_all_reduce(torch.zeros(1)).needs_polls

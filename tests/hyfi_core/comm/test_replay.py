@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hyfi_core.comm.base import Communicator, Message
+from hyfi_core.comm.counted import CountedCommunicator
 from hyfi_core.comm.replay import RecordingCommunicator, ReplayingCommunicator
 from hyfi_core.comm.threads import run_ranks
 
@@ -24,7 +25,7 @@ def test_a_forward_is_played_back_without_its_peers() -> None:
         return [box, total, late, largest]
 
     def body(comm: Communicator) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        recorder = RecordingCommunicator(comm)
+        recorder = RecordingCommunicator(CountedCommunicator(comm))
         first = [tensor.clone() for tensor in talk(recorder, comm.rank)]
         comm.barrier()
         if comm.rank:

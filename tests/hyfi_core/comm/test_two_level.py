@@ -42,7 +42,7 @@ def test_only_leaders_talk_between_nodes() -> None:
         if levels._across is not None:
             levels._across = CountedCommunicator(levels._across)
         levels.all_reduce(torch.ones(10))
-        return (levels._across.traffic()["halo"]["bytes"] if levels._across is not None else 0), levels.rank in (0, 2)
+        return (levels._across.counts.sent_bytes["halo"] if levels._across is not None else 0), levels.rank in (0, 2)
 
     assert run_ranks(4, body) == [(40, True), (0, False), (40, True), (0, False)]
 

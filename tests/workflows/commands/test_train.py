@@ -17,8 +17,6 @@ import yaml
 from safetensors.torch import save_file
 
 from data.samples.table import read_table
-from hyfi_core.comm.base import Communicator
-from hyfi_core.comm.threads import run_ranks
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.checkpoint import load_checkpoint
 from tests.workflows.archive import make_config, make_store
@@ -29,7 +27,6 @@ from workflows.training.best import merit
 from workflows.training.metrics_log import read_metrics
 from workflows.training.models import build_model
 from workflows.training.optimisation import lr_factor, make_loss
-from workflows.training.start import together
 
 CONSTANT = {"name": "constant", "warmup_steps": 2}
 FOUR = ["plan.grids=[[1,2]]", "roles.loaders=1", "roles.validators=1"]
@@ -336,17 +333,7 @@ def test_a_run_goes_on_with_other_ranks(tmp_path: Path, store: Path) -> None:
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "inline"), rel=1e-8)
 
 
-def test_what_one_rank_refuses_all_refuse(tmp_path: Path, store: Path) -> None:
-    def body(world: Communicator) -> str:
-        def check() -> None:
-            if world.rank == 2:
-                raise RequestError("no such thing")
-
-        with pytest.raises(RequestError) as refusal:
-            together(world, check)
-        return str(refusal.value)
-
-    assert run_ranks(3, body) == ["no such thing"] * 3
+def test_too_few_ranks_are_refused(tmp_path: Path, store: Path) -> None:
     with pytest.raises(RequestError, match="2 ranks are given, the run needs 4: 2 trainers"):
         run_on(2, make_config(tmp_path, store), *FOUR)
     assert not (tmp_path / "run").exists()

@@ -1,0 +1,81 @@
+"""All ranks refuse or none does: checks and comparisons that end alike on every rank of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from hyfi_core.comm.base import Communicator
+from hyfi_core.errors import RequestError
+
+T = TypeVar("T")
+
+
+def agree(
+    comm: Communicator,
+    check: Callable[[], T],
+    refusals: tuple[type[Exception], ...] = (RequestError,),
+    error: type[Exception] = RequestError,
+) -> T:
+    """Return ``check()``; where any rank refuses, all refuse with the first such rank's words (collective).
+
+    Args:
+        comm: the ranks that agree.
+        check: may differ between ranks; it must not communicate, for a rank that refuses leaves it early.
+        refusals: what ``check`` raises to refuse; anything else is a fault of this rank alone and passes through.
+        error: raised on every rank.
+
+    Raises:
+        Exception: ``error``, on every rank, where ``check`` refused on one.
+    """
+    refusal, result = None, None
+    try:
+        result = check()
+    except refusals as raised:
+        refusal = str(raised) or type(raised).__name__
+    gathered = comm.gather_objects(refusal)
+    first = comm.broadcast_object(next((text for text in gathered if text is not None), None) if gathered else None)
+    if first is not None:
+        raise error(first)
+    return result  # type: ignore[return-value]
+
+
+def compare(comm: Communicator, facts: Mapping[str, str]) -> None:
+    """Refuse where ranks were given different things (collective; one gather, one broadcast).
+
+    Args:
+        comm: the ranks to compare.
+        facts: name -> value, short texts; what a rank lacks counts as different.
+
+    Raises:
+        RequestError: on every rank; names what differs first, with the value of each rank.
+    """
+    if comm.size == 1:
+        return
+    gathered = comm.gather_objects(dict(facts))
+    difference = comm.broadcast_object(_first_difference(gathered) if gathered is not None else None)
+    if difference is not None:
+        raise RequestError(difference)
+
+
+def _first_difference(ranks: list[dict[str, str]]) -> str | None:
+    """Return a sentence on the first fact that is not the same on all ranks, None if there is none."""
+    for name in dict.fromkeys(name for facts in ranks for name in facts):
+        holders: dict[str, list[int]] = {}
+        for rank, facts in enumerate(ranks):
+            holders.setdefault(facts.get(name, "not given"), []).append(rank)
+        if len(holders) > 1:
+            values = "; ".join(f"{value} on {_named(numbers)}" for value, numbers in holders.items())
+            return f"ranks were given different things: {name} is {values}; give the same on every rank"
+    return None
+
+
+def _named(ranks: list[int]) -> str:
+    """Return ``rank 3`` or ``ranks 0-2, 5``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return f"rank{'s' if len(ranks) > 1 else ''} " + ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
