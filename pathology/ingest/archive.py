@@ -97,7 +97,7 @@ def ingest(
     workers: int = 0,
     memory_bytes: int | None = None,
     finished: Callable[[Outcome], None] = lambda outcome: None,
-    told: Callable[[Sequence[float]], None] = lambda shares: None,
+    progress: Callable[[Sequence[float]], None] = lambda shares: None,
     plan: Plan | None = None,
 ) -> IngestReport:
     """Ingest slides into the store and compile its ``manifest.csv`` and contact sheet.
@@ -107,7 +107,7 @@ def ingest(
         workers: Processes; 0: as many as cores and memory allow, 1: this process.
         memory_bytes: What all of them together may use; default: what is free.
         finished: Called with each slide's outcome as it comes.
-        told: Called now and then with the share of each of the plan's jobs that is done.
+        progress: Called now and then with the share of each of the plan's jobs that is done.
         plan: From `make_plan`, where it was made already.
 
     Raises:
@@ -119,7 +119,7 @@ def ingest(
     _make_store(store)
     if plan.key is not None and not plan.key.commit():
         # Another run made the key meanwhile.
-        return ingest(request, workers=workers, memory_bytes=memory_bytes, finished=finished, told=told)
+        return ingest(request, workers=workers, memory_bytes=memory_bytes, finished=finished, progress=progress)
     report = IngestReport(skipped=list(plan.finished))
 
     def take(outcome: Outcome) -> None:
@@ -128,7 +128,7 @@ def ingest(
 
     try:
         _refresh(plan.finished, store)
-        SlidePool(store, request.options, processes, take, told).run(plan.jobs)
+        SlidePool(store, request.options, processes, take, progress).run(plan.jobs)
     except OSError as error:
         report.stopped = f"the store {store} cannot be written: {error.strerror or error}"
     finally:

@@ -9,7 +9,6 @@ STORE/contact/<slide_id>.jpg       the same, as small as the page shows it
 
 from __future__ import annotations
 
-import base64
 import io
 import os
 from collections import Counter
@@ -27,7 +26,7 @@ from data.files import write_atomically
 from data.store.manifest import DONE, SlideRecord, load_records
 from data.store.slide_store import SlideStore, StoreError, slide_path
 from pathology.ingest.thumbnail import thumbnail_of_store
-from pathology.predict.report import FLAG_MEANINGS, TEMPLATES
+from pathology.pages import FLAG_MEANINGS, jpeg_uri, render
 from pathology.tissue.blur import OUT_OF_FOCUS
 from pathology.tissue.quality_maps import blur_from_json, pen_from_json
 
@@ -68,7 +67,9 @@ def write_contact(store: Path) -> Path:
         ("Nothing found", [c for c in cards if not c.flags and not c.reason]),
     ]
     path = store / "contact.html"
-    write_atomically(path, _page(groups, _summary(records)).encode("utf-8", "surrogateescape"))
+    write_atomically(
+        path, render("contact.html", groups=groups, summary=_summary(records)).encode("utf-8", "surrogateescape")
+    )
     return path
 
 
@@ -106,7 +107,7 @@ def draw(slide: SlideStore, longest_px: int = PICTURE_PX) -> RGB:
     blur, patch_um = blur_from_json(maps["blur"])
     with np.errstate(invalid="ignore"):
         unsharp = _spread(blur < OUT_OF_FOCUS, patch_um, picture.shape, extent_um)
-    y, x = np.indices(picture.shape[:2], sparse=True)
+    y, x = np.ogrid[: picture.shape[0], : picture.shape[1]]
     _tint(picture, unsharp & ((y + x) % _HATCH_PX < _HATCH_PX // 2), BLUR)
     pen, pen_um = pen_from_json(maps["pen"])
     _tint(picture, _spread(pen, pen_um, picture.shape, extent_um), PEN)
@@ -115,10 +116,13 @@ def draw(slide: SlideStore, longest_px: int = PICTURE_PX) -> RGB:
 
 def _spread(mask: Mask, mpp_um: float, shape: tuple[int, ...], extent_um: tuple[float, float]) -> Mask:
     """Return the mask on the picture's grid: what the pixel of ``mpp_um`` under each of its pixels says."""
-    rows, columns = (
-        np.minimum(((np.arange(n) + 0.5) * um / n / mpp_um).astype(int), side - 1)
-        for n, um, side in zip(shape[:2], extent_um, mask.shape, strict=True)
-    )
+
+    def places(axis: int) -> npt.NDArray[np.intp]:
+        at = (np.arange(shape[axis]) + 0.5) * extent_um[axis] / shape[axis] / mpp_um
+        clipped: npt.NDArray[np.intp] = np.minimum(at.astype(np.intp), mask.shape[axis] - 1)
+        return clipped
+
+    rows, columns = places(0), places(1)
     result: Mask = mask[rows][:, columns]
     return result
 
@@ -143,7 +147,7 @@ def _card(store: Path, record: SlideRecord) -> Card:
             return Card(record.slide_id, "", "", "", (), f"damaged: {error}")
     picture = ""
     with suppress(FileNotFoundError):
-        picture = "data:image/jpeg;base64," + base64.b64encode(small.read_bytes()).decode("ascii")
+        picture = jpeg_uri(small.read_bytes())
     flags = tuple((flag, FLAG_MEANINGS.get(flag, "")) for flag in record.flags)
     return Card(record.slide_id, picture, f"contact/{quote(os.fsencode(large.name))}", _facts(record), flags, "")
 
@@ -166,11 +170,3 @@ def _summary(records: Iterable[SlideRecord]) -> str:
     flags = Counter(flag for record in records for flag in record.flags)
     words = [f"{sum(status.values())} slides", *(f"{count} {name}" for name, count in sorted(status.items()))]
     return " · ".join([*words, *(f"{count} × {flag}" for flag, count in sorted(flags.items()))])
-
-
-def _page(groups: list[tuple[str, list[Card]]], summary: str) -> str:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    loader = FileSystemLoader(TEMPLATES)
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    return environment.get_template("contact.html").render(groups=groups, summary=summary)

@@ -1,4 +1,13 @@
-"""What is written of a slide: its pixels resampled to a pyramid, or its JPEG tiles as they are."""
+"""What is written of a slide: its pixels resampled to a pyramid, or its JPEG tiles as they are.
+
+Tiles that are copied are not decoded; what is found out about such a slide comes from elsewhere:
+
+```
+finest level     tiles are copied, none is decoded
+about 1 µm       up to 48 blocks of tissue, spread over the slide: blur, stains
+about 8 µm       all of the slide: tissue, pen
+```
+"""
 
 from __future__ import annotations
 
@@ -6,43 +15,56 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
+import numpy as np
+
 from data.store.writer import Mask, SlideWriter, StoredLevel, pyramid_levels
 from hyfi_core.plan.box import Box
 from pathology.ingest.frame import Frame, find_frame, whole_frame
-from pathology.ingest.level_reader import LevelReader
+from pathology.ingest.level_reader import LevelReader, choose_level
 from pathology.ingest.lossless import LosslessSlide
-from pathology.ingest.lossless_survey import survey_lossless
 from pathology.ingest.options import IngestOptions
-from pathology.ingest.pyramid import PyramidBuilder
+from pathology.ingest.pyramid import PyramidBuilder, fitted, level_sizes
 from pathology.readers.icc import ToSrgb
 from pathology.readers.mpp import SourceMpp
 from pathology.readers.resample import Planes
-from pathology.readers.sources import SlideSource
-from pathology.tissue.quality import Quality, Survey
+from pathology.readers.slide_source import SlideSource
+from pathology.readers.threads import run_in_pool
+from pathology.tissue.blur import MEASURED_MPP_UM
+from pathology.tissue.quality import Quality, Survey, mask_level
+from pathology.tissue.tissue import TissueParameters, find_tissue
 
-Tick = Callable[[float], None]
+_SAMPLES = 48
+_SAMPLE_PX = 256
 
 
 class SlideContent(Protocol):
-    """What a writer needs, and what is known once it is written.
+    """What a writer needs, and what is known once it is written."""
 
-    Attributes:
-        kind: ``resampled`` or ``source``, as the slide's attributes say.
-        frame: Which part of the slide it is.
-        levels: For the writer.
-        glass: For the writer: the tissue, where the rest is to be left out, and its microns per pixel.
-        bad_tiles: Tiles that could not be read.
-        tiles: Tiles that were asked for.
-    """
+    @property
+    def kind(self) -> str:
+        """``resampled`` or ``source``, as the slide's attributes say."""
 
-    kind: str
-    frame: Frame
-    levels: Sequence[StoredLevel]
-    glass: tuple[Mask, float] | None
-    bad_tiles: int
-    tiles: int
+    @property
+    def frame(self) -> Frame:
+        """Which part of the slide it is."""
 
-    def write(self, writer: SlideWriter, tick: Tick) -> Quality:
+    @property
+    def levels(self) -> Sequence[StoredLevel]:
+        """For the writer."""
+
+    @property
+    def glass(self) -> tuple[Mask, float] | None:
+        """For the writer: the tissue, where the rest is to be left out, and its microns per pixel."""
+
+    @property
+    def bad_tiles(self) -> int:
+        """Tiles that could not be read."""
+
+    @property
+    def tiles(self) -> int:
+        """Tiles that were asked for."""
+
+    def write(self, writer: SlideWriter, progress: Callable[[float], None]) -> Quality:
         """Write pixels and tissue label; return what was found out on the way.
 
         Raises:
@@ -85,18 +107,21 @@ class ResampledContent:
         """See `SlideContent`."""
         return self._reader.tiles
 
-    def write(self, writer: SlideWriter, tick: Tick) -> Quality:
+    def write(self, writer: SlideWriter, progress: Callable[[float], None]) -> Quality:
         """See `SlideContent`. Memory: one shard (48 MiB) of each level and the slide at about 8 µm per pixel."""
         survey = Survey(self._sizes, self._options.mpp, self._options.tissue)
         done_px, all_px = 0, self.frame.box.area
 
         def read(box: Box) -> Planes:
             nonlocal done_px
-            tick(done_px / all_px)
+            progress(done_px / all_px)
             done_px += box.area
             # Shards of a run that was killed are read back, unless tiles may be bad: those must be counted again.
             kept = writer.read_back(0, box) if self._options.max_bad == 0 else None
-            return self._read(box) if kept is None else kept
+            if kept is not None:
+                return kept
+            pixels = self._reader.read(box.shift(self.frame.box.y0, self.frame.box.x0))
+            return pixels if self._to_srgb is None else self._to_srgb.planes(pixels)
 
         def write(level: int, y0: int, x0: int, block: Planes) -> None:
             writer.write(level, y0, x0, block)
@@ -106,10 +131,6 @@ class ResampledContent:
         quality = survey.result(self.frame.masks)
         writer.write_tissue(quality.masks.tissue, quality.mpp_um)
         return quality
-
-    def _read(self, box: Box) -> Planes:
-        pixels = self._reader.read(box.shift(self.frame.box.y0, self.frame.box.x0))
-        return pixels if self._to_srgb is None else self._to_srgb.planes(pixels)
 
 
 class LosslessContent:
@@ -133,9 +154,9 @@ class LosslessContent:
     def _survey(self) -> Quality:
         return self._quality or survey_lossless(self._slide, self._mpp.um, self._options.tissue)
 
-    def write(self, writer: SlideWriter, tick: Tick) -> Quality:
+    def write(self, writer: SlideWriter, progress: Callable[[float], None]) -> Quality:
         """See `SlideContent`. Memory: the tiles of three shards, and what the survey needs, which goes on beside."""
-        tick(0.0)
+        progress(0.0)
         with ThreadPoolExecutor(1, "survey") as beside:
             survey = beside.submit(self._survey)
             copied = self._copy.copy(writer, self._options.max_bad)
@@ -143,3 +164,46 @@ class LosslessContent:
         self.bad_tiles, self.tiles = len(copied.bad), copied.tiles
         writer.write_tissue(quality.masks.tissue, quality.mpp_um)
         return quality
+
+
+def survey_lossless(slide: SlideSource, mpp: tuple[float, float], parameters: TissueParameters) -> Quality:
+    """Measure a slide that is to be copied; what cannot be decoded is white here and found by the copy.
+
+    Memory: the slide at about 8 µm per pixel and what is decoded for it.
+
+    Args:
+        slide: Open for reading.
+        mpp: Microns per pixel (y, x) of its finest level.
+        parameters: Of the tissue mask.
+
+    Raises:
+        SlideError: A level cannot be read at all.
+    """
+    base_um = max(MEASURED_MPP_UM, sum(mpp) / 2)
+    fine = choose_level(slide, mpp, base_um)
+    level = mask_level(base_um, parameters)
+    sizes = level_sizes(fine.height_px, fine.width_px, at_least=level + 1)
+    survey = Survey(sizes, base_um, parameters)
+    coarse = choose_level(slide, mpp, base_um * 2**level)
+    overview = LevelReader(slide, coarse, max_bad=1.0).read(Box.of_size(coarse.height_px, coarse.width_px))
+    overview = fitted(overview, sizes[level])
+    masks = find_tissue(overview, base_um * 2**level, parameters)
+    survey.see(level, 0, 0, overview)
+    if level > 0:
+        reader = LevelReader(slide, fine, max_bad=1.0)
+
+        def measure(box: Box) -> None:
+            survey.see(0, box.y0, box.x0, reader.read(box))
+
+        # One thread reads a block and measures it: blocks do not touch.
+        run_in_pool(measure, _samples(masks.tissue, 2**level, Box.of_size(fine.height_px, fine.width_px)))
+    return survey.result(masks)
+
+
+def _samples(tissue: Mask, scale: int, whole: Box) -> list[Box]:
+    """Return blocks with tissue in their middle, evenly chosen from all that there are, row by row."""
+    step = _SAMPLE_PX // scale
+    rows, columns = np.nonzero(tissue[step // 2 :: step, step // 2 :: step])
+    chosen = np.unique(np.linspace(0, max(0, len(rows) - 1), _SAMPLES).astype(int))[: len(rows)]
+    corners = [(int(rows[k]) * _SAMPLE_PX, int(columns[k]) * _SAMPLE_PX) for k in chosen]
+    return [Box(y, y + _SAMPLE_PX, x, x + _SAMPLE_PX).intersect(whole) for y, x in corners]

@@ -1,14 +1,16 @@
-"""What an ingest would cost, from the slides' headers alone."""
+"""What an ingest would cost, from the slides' headers alone, and whether the disk has room for it."""
 
 from __future__ import annotations
 
+import errno
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from pathology.errors import SlideError
 from pathology.ingest.discover import SlideJob
-from pathology.ingest.disk import LEAST_BYTES_PER_PX
 from pathology.ingest.identity import SourceStamp
 from pathology.ingest.level_reader import choose_level
 from pathology.ingest.lossless import LosslessSlide
@@ -20,8 +22,9 @@ from pathology.readers.sources import open_source
 _BYTES_PER_PX = {"zstd": 1.2, "jpeg": 0.2}
 """Stained tissue and glass mixed, pyramid included; zstd: from 0.3 (glass) to 2.4 (tissue all over)."""
 _PX_PER_CORE_S = 25e6
-
-
+LEAST_BYTES_PER_PX = 0.15
+"""What a slide takes at the very least, pyramid included: mostly glass, zstd."""
+RESERVE_BYTES = 64 * 2**20
 _SAMPLED = 8
 """Slides that are opened to tell whether all of them can fit."""
 
@@ -43,14 +46,14 @@ class Forecast:
 
 
 def forecast(
-    jobs: Sequence[SlideJob], options: IngestOptions, looked_at: Callable[[str], None] = lambda name: None
+    jobs: Sequence[SlideJob], options: IngestOptions, progress: Callable[[str], None] = lambda name: None
 ) -> Forecast:
     """Open every slide, decode nothing, and add up.
 
     Args:
         jobs: The slides.
         options: See there.
-        looked_at: Called with each slide's name.
+        progress: Called with each slide's name.
     """
     total = Forecast()
     for job in jobs:
@@ -73,7 +76,7 @@ def forecast(
             total.source_px += read_px
             total.store_px += written_px
             total.store_bytes += written_bytes
-        looked_at(job.slide_id)
+        progress(job.slide_id)
     return total
 
 
@@ -85,3 +88,26 @@ def sampled_least_bytes(jobs: Sequence[SlideJob], options: IngestOptions) -> flo
     step = max(1, len(jobs) // _SAMPLED)
     found = forecast(jobs[::step][:_SAMPLED], options)
     return found.store_px / min(len(jobs), _SAMPLED) * len(jobs) * LEAST_BYTES_PER_PX
+
+
+def free_bytes(folder: Path) -> int:
+    """Return what may still be written into ``folder``, or into the nearest folder above it that exists."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def require_room(store: Path, finest_px: int) -> None:
+    """Check before a slide is written that its pixels may fit at all.
+
+    Args:
+        store: The store's folder.
+        finest_px: Pixels of the slide's finest level.
+
+    Raises:
+        OSError: They cannot (`errno.ENOSPC`); says what is needed and what is free.
+    """
+    needed, free = int(finest_px * LEAST_BYTES_PER_PX) + RESERVE_BYTES, free_bytes(store)
+    if needed > free:
+        reason = f"no room: the next slide needs {needed / 1e9:.2f} GB or more, {free / 1e9:.2f} GB are free"
+        raise OSError(errno.ENOSPC, reason, str(store))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from data.store.writer import LevelSize
 from hyfi_core.plan.box import Box
@@ -13,7 +13,7 @@ from pathology.ingest.level_reader import LevelChoice, LevelReader, choose_level
 from pathology.ingest.options import IngestOptions
 from pathology.ingest.pyramid import fitted, level_sizes
 from pathology.readers.mpp import SourceMpp
-from pathology.readers.sources import SlideSource
+from pathology.readers.slide_source import SlideSource
 from pathology.tissue.quality import mask_level
 from pathology.tissue.tissue import Mask, TissueMasks, find_tissue
 
@@ -96,6 +96,6 @@ def _around(tissue: Mask, scale: int, whole: Box, mpp_um: float) -> Box:
     return Box(y0, y1, x0, x1).intersect(whole)
 
 
-def _aligned(found: Sequence[int], scale: int, margin: int) -> tuple[int, int]:
+def _aligned(found: npt.NDArray[np.intp], scale: int, margin: int) -> tuple[int, int]:
     start, stop = int(found[0]) * scale - margin, (int(found[-1]) + 1) * scale + margin
     return max(0, start // CROP_ALIGN_PX * CROP_ALIGN_PX), -(-stop // CROP_ALIGN_PX) * CROP_ALIGN_PX

@@ -29,7 +29,7 @@ from pathology.ingest.work import CLAIMS, Outcome, do_job
 from pathology.readers.threads import set_decode_threads
 
 _LOOK_EVERY_S = 0.5
-"""How often the share that is done is told, and whether slides of other runs have become free."""
+"""How often progress is reported, and whether slides of other runs have become free."""
 
 _shares: Any = None
 """In a worker: shared memory where it writes how much of each job is done; no lock that a dying worker could keep."""
@@ -44,14 +44,14 @@ class SlidePool:
         options: See there.
         workers: Processes; 1 works in this process.
         finished: Called in this process with each outcome as it comes.
-        told: Called in this process with the share of each job that is done, now and then; jobs in the given order.
+        progress: Called in this process with the share of each job that is done, now and then; jobs in the given order.
     """
 
     store: Path
     options: IngestOptions
     workers: int
     finished: Callable[[Outcome], None]
-    told: Callable[[Sequence[float]], None] = lambda shares: None
+    progress: Callable[[Sequence[float]], None] = lambda shares: None
     _jobs: tuple[SlideJob, ...] = field(default=(), init=False)
     _done: Any = field(default=None, init=False)
     _waiting: deque[int] = field(default_factory=deque, init=False)
@@ -88,11 +88,11 @@ class SlidePool:
         while self._waiting:
             number = self._waiting.popleft()
 
-            def tick(share: float, number: int = number) -> None:
+            def progress(share: float, number: int = number) -> None:
                 self._done[number] = share
-                self.told(self._done)
+                self.progress(self._done)
 
-            self._take(number, do_job(self._jobs[number], self.store, self.options, 0, tick))
+            self._take(number, do_job(self._jobs[number], self.store, self.options, 0, progress))
 
     def _take(self, number: int, outcome: Outcome | None) -> None:
         if outcome is None:
@@ -100,7 +100,7 @@ class SlidePool:
             return
         self._done[number] = 1.0
         self.finished(outcome)
-        self.told(self._done)
+        self.progress(self._done)
 
     def _until_broken(self) -> list[int]:
         """Work off what waits until none is left or a worker dies; return the jobs that were under way then."""
@@ -114,7 +114,7 @@ class SlidePool:
                     for future in wait(running, timeout=_LOOK_EVERY_S, return_when=FIRST_COMPLETED).done:
                         outcome = future.result()
                         self._take(running.pop(future), outcome)
-                    self.told(self._done)
+                    self.progress(self._done)
             except BrokenProcessPool:
                 return list(running.values())
             except BaseException:
@@ -154,8 +154,7 @@ class SlidePool:
 def _pool(workers: int, shares: Any, threads: int) -> Iterator[ProcessPoolExecutor]:
     # Spawned, not forked: readers and their threads do not survive a fork.
     context = multiprocessing.get_context("spawn")
-    start = {"initializer": _start_worker, "initargs": (shares, threads)}
-    with ProcessPoolExecutor(workers, mp_context=context, **start) as pool:  # type: ignore[arg-type]
+    with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(shares, threads)) as pool:
         yield pool
 
 
@@ -190,7 +189,7 @@ def _end_workers(pool: ProcessPoolExecutor) -> None:
 
 
 def _work(number: int, job: SlideJob, store: Path, options: IngestOptions, threads: int) -> Outcome | None:
-    def tick(share: float) -> None:
+    def progress(share: float) -> None:
         _shares[number] = share
 
-    return do_job(job, store, options, threads, tick)
+    return do_job(job, store, options, threads, progress)

@@ -11,7 +11,7 @@ from typing import Any
 from data.store.manifest import DONE, SlideRecord
 from pathology.ingest.frame import Frame
 from pathology.readers.mpp import SourceMpp
-from pathology.readers.sources import SlideSource
+from pathology.readers.slide_source import SlideSource
 
 _LARGEST_ICC_BYTES = 2**20
 IDENTITY = ("parameters", "size_bytes", "mtime_ns", "sha256")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -15,9 +16,9 @@ from data.store.slide_store import SlideStore, StoreError, slide_path
 from data.store.writer import SlideWriter
 from pathology.errors import SlideError
 from pathology.ingest.claims import ClaimLostError
-from pathology.ingest.content import Tick, content_of
+from pathology.ingest.content import content_of
 from pathology.ingest.discover import user_columns
-from pathology.ingest.disk import is_stores_fault, require_room
+from pathology.ingest.forecast import require_room
 from pathology.ingest.identity import RunningDigest, SourceStamp
 from pathology.ingest.options import IngestOptions
 from pathology.ingest.provenance import provenance, record_of, versions
@@ -25,7 +26,10 @@ from pathology.ingest.pseudonyms import scrubbed
 from pathology.ingest.staging import staged
 from pathology.readers.file_check import check_file
 from pathology.readers.mpp import SourceMpp, resolve_mpp
-from pathology.readers.sources import SlideSource, open_source
+from pathology.readers.slide_source import SlideSource
+from pathology.readers.sources import open_source
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
 
 
 def ingest_slide(
@@ -37,7 +41,7 @@ def ingest_slide(
     *,
     secret: str = "",
     threads: int = 0,
-    tick: Tick = lambda share: None,
+    progress: Callable[[float], None] = lambda share: None,
 ) -> SlideRecord:
     """Ingest one slide and write its record; a slide that fails leaves nothing but the record with the reason.
 
@@ -51,7 +55,7 @@ def ingest_slide(
         slide_id: The slide's name; default the row's, else the file's name without its suffix.
         secret: Not empty: the store is not to know the file's name, place or time (see `pathology.ingest.pseudonyms`).
         threads: Chunks encoded at a time; 0: as many as there are cores.
-        tick: Called with the share that is done, before each shard and before the slide is given its name; it may
+        progress: Called with the share that is done, before each shard and before the slide is given its name; it may
             raise `ClaimLostError` to end the work.
 
     Returns:
@@ -59,19 +63,19 @@ def ingest_slide(
 
     Raises:
         OSError: The store cannot be written (full disk, no permission): the others could not be either.
-        ClaimLostError: From ``tick``.
+        ClaimLostError: From ``progress``.
     """
     row = dict(manifest_row or {})
     name = slide_id or row.get("slide_id") or source.stem
     store.mkdir(parents=True, exist_ok=True)
     (store / ".records").mkdir(exist_ok=True)
-    work = _Work(source, store, options, row.get("source_mpp", ""), name, secret, threads, tick)
+    work = _SlideIngest(source, store, options, row.get("source_mpp", ""), name, secret, threads, progress)
     try:
         record = work.run()
     except SlideError as error:
         record = work.failed(str(error))
     except OSError as error:
-        if is_stores_fault(error, store):
+        if _is_stores_fault(error, store):
             raise
         record = work.failed(f"the file cannot be read: {error.strerror or error}")
     except ClaimLostError:
@@ -97,7 +101,7 @@ def save_outcome(record: SlideRecord, store: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
+class _SlideIngest:
     """What `ingest_slide` was given."""
 
     source: Path
@@ -107,7 +111,7 @@ class _Work:
     name: str
     secret: str
     threads: int
-    tick: Tick
+    progress: Callable[[float], None]
 
     def failed(self, reason: str) -> SlideRecord:
         """Return the record of a slide that failed."""
@@ -152,7 +156,7 @@ class _Work:
             identity={**identity, "versions": versions()},
             threads=self.threads,
         ) as writer:
-            quality = content.write(writer, self.tick)
+            quality = content.write(writer, self.progress)
             attributes = {
                 "kind": content.kind,
                 **provenance(slide, mpp, content.frame),
@@ -167,7 +171,7 @@ class _Work:
             known = {"mpp_assumed": mpp.origin == "flag", "upsampled": content.frame.choice.upsampled}
             flags = quality.flags | known | {"bad_tiles": content.bad_tiles > 0}
             attributes["flags"] = [name for name, is_so in flags.items() if is_so]
-            self.tick(1.0)
+            self.progress(1.0)
             writer.publish(attributes)
         return attributes
 
@@ -194,3 +198,12 @@ def _unchanged(source: Path, stamp: SourceStamp, digest: RunningDigest) -> str:
     if SourceStamp.of(source) != stamp:
         raise SlideError("the file changed while it was read; ingest it again")
     return found
+
+
+def _is_stores_fault(error: OSError, store: Path) -> bool:
+    """Whether an error is about the disk that is written to, not about the slide that is read."""
+    if error.errno in _FULL:
+        return True
+    names = [name for name in (error.filename, error.filename2) if isinstance(name, str)]
+    root = str(store.absolute())
+    return any(str(Path(name).absolute()).startswith(root) for name in names)

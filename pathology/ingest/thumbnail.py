@@ -15,7 +15,7 @@ from data.files import write_atomically
 from data.store.slide_store import SlideStore
 from hyfi_core.plan.box import Box
 from pathology.readers.resample import Planes, make_taps, resample, target_size
-from pathology.readers.sources import SlideSource
+from pathology.readers.slide_source import SlideSource
 from pathology.tissue.tissue import find_tissue
 
 RGB = npt.NDArray[np.uint8]

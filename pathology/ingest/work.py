@@ -41,7 +41,7 @@ def sweep_claims(store: Path) -> None:
 
 
 def do_job(
-    job: SlideJob, store: Path, options: IngestOptions, threads: int, tick: Callable[[float], None]
+    job: SlideJob, store: Path, options: IngestOptions, threads: int, progress: Callable[[float], None]
 ) -> Outcome | None:
     """Ingest a slide, unless another process works on it.
 
@@ -50,7 +50,7 @@ def do_job(
         store: The store's folder.
         options: See there.
         threads: Chunks encoded at a time; 0: as many as there are cores.
-        tick: Called with the share that is done.
+        progress: Called with the share that is done.
 
     Returns:
         What became of it; None while another process works on it.
@@ -65,16 +65,23 @@ def do_job(
         if record_state(store, job.slide_id) != job.seen:
             found = SlideRecord.load(record_path(store, job.slide_id))
             if _is_of_another(found, job):
-                return _another_name(job, found, store, options, threads, tick)
+                return _another_name(job, found, store, options, threads, progress)
             return Outcome(_as_asked(found, options), job, ours=False)
 
-        def checked_tick(share: float) -> None:
+        def checked_progress(share: float) -> None:
             claim.check()
-            tick(share)
+            progress(share)
 
         try:
             record = ingest_slide(
-                job.source, store, options, job.row, job.slide_id, secret=job.secret, threads=threads, tick=checked_tick
+                job.source,
+                store,
+                options,
+                job.row,
+                job.slide_id,
+                secret=job.secret,
+                threads=threads,
+                progress=checked_progress,
             )
         except ClaimLostError:
             return None
@@ -96,14 +103,14 @@ def _another_name(
     store: Path,
     options: IngestOptions,
     threads: int,
-    tick: Callable[[float], None],
+    progress: Callable[[float], None],
 ) -> Outcome | None:
     """Do a job whose name was given meanwhile to a slide of the same file name in another folder."""
     if job.row.get("slide_id"):
         reason = f"slide_id {job.slide_id!r} was given to {found.source_path} by another run; each slide needs its own"
         return Outcome(SlideRecord(job.slide_id, str(job.source), FAILED, reason=reason), job)
     name = name_with_place(job.slide_id, job.source)
-    return do_job(replace(job, slide_id=name, seen=record_state(store, name)), store, options, threads, tick)
+    return do_job(replace(job, slide_id=name, seen=record_state(store, name)), store, options, threads, progress)
 
 
 def _as_asked(record: SlideRecord, options: IngestOptions) -> SlideRecord:

@@ -26,11 +26,11 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
 from pathology.errors import SlideError
 from pathology.ingest.options import IngestOptions
-from pathology.predict.ensemble import Attribution, Lookers, together
+from pathology.predict.ensemble import Attribution, Ensemble, together
 from pathology.predict.heatmap import average, place
 from pathology.predict.inputs import SlideInput
+from pathology.predict.members import InputSpec, Member, common_input_spec
 from pathology.predict.out_folder import OutFolder
-from pathology.predict.recipe import Member, Recipe, common_recipe
 from pathology.predict.slide_result import SlideResult
 from pathology.predict.table import DONE, FAILED, Prediction
 from pathology.tissue.tissue import TissueParameters
@@ -99,21 +99,21 @@ def predict_slides(
         RequestError: checkpoints that do not go together, or an ``out`` that holds something else; nothing is written.
     """
     options = options or PredictOptions()
-    recipe = common_recipe(members)
-    flags = ("mpp_changed",) if options.mpp is not None and options.mpp != recipe.mpp else ()
-    recipe = replace(recipe, mpp=options.mpp if options.mpp is not None else recipe.mpp)
-    folder = OutFolder(out, members, recipe, slide_mpp=options.slide_mpp, overwrite=options.overwrite)
+    spec = common_input_spec(members)
+    flags = ("mpp_changed",) if options.mpp is not None and options.mpp != spec.mpp else ()
+    spec = replace(spec, mpp=options.mpp if options.mpp is not None else spec.mpp)
+    folder = OutFolder(out, members, spec, slide_mpp=options.slide_mpp, overwrite=options.overwrite)
     chosen = _decided(comm, lambda: folder.open(inputs))
-    lookers = Lookers(members, recipe, comm, options.cells) if any(not inputs[k].reason for k in chosen) else None
+    ensemble = Ensemble(members, spec, comm, options.cells) if any(not inputs[k].reason for k in chosen) else None
     outcomes: list[Prediction] = []
     stopped = False
     with _scratch(folder, comm, bool(chosen)) as scratch:
-        run = _Run(folder, recipe, comm, scratch, _ingest_options(members, recipe, options), flags)
+        run = _Run(folder, spec, comm, scratch, _ingest_options(members, spec, options), flags)
         for index in chosen:
             stopped = any(comm.broadcast_object(comm.gather_objects(stop_wanted())))
             if stopped:
                 break
-            outcomes.append(run.predict(inputs[index], lookers))
+            outcomes.append(run.predict(inputs[index], ensemble))
             if comm.rank == 0:
                 folder.note(outcomes[-1])
                 advance(f"{outcomes[-1].slide_id}: {outcomes[-1].prediction or FAILED}")
@@ -131,19 +131,19 @@ class _Run:
     def __init__(
         self,
         folder: OutFolder,
-        recipe: Recipe,
+        spec: InputSpec,
         comm: Communicator,
         scratch: Path,
         ingest: IngestOptions,
         flags: tuple[str, ...],
     ) -> None:
-        self._folder, self._recipe, self._comm = folder, recipe, comm
+        self._folder, self._spec, self._comm = folder, spec, comm
         self._scratch, self._ingest_options, self._flags = scratch, ingest, flags
 
-    def predict(self, one: SlideInput, lookers: Lookers | None) -> Prediction:
+    def predict(self, one: SlideInput, ensemble: Ensemble | None) -> Prediction:
         """Return what became of a slide; its results are written. Collective."""
         known = Prediction(one.slide_id, one.case_id, str(one.path), FAILED)
-        if one.reason or lookers is None:
+        if one.reason or ensemble is None:
             return replace(known, reason=one.reason)
         try:
             with self._prepared(one) as (store, flags):
@@ -153,14 +153,14 @@ class _Run:
                 known = replace(known, coverage=view.coverage, flags=_merged(known.flags, view.flags))
                 if not view.pieces:
                     return replace(known, reason="no tissue was found on this slide")
-                result = self._result(one, known, dataset, lookers.look(dataset, 0))
+                result = self._result(one, known, dataset, ensemble.attribute(dataset, 0))
                 self._on_rank_0(lambda: self._folder.write(one, result))
         except SlideError as error:
             return replace(known, reason=str(error))
         return replace(
             known,
             status=DONE,
-            prediction=self._recipe.class_names[result.predicted],
+            prediction=self._spec.class_names[result.predicted],
             probabilities=tuple(result.mean.tolist()),
             spread=None if result.spread is None else float(result.spread[result.predicted]),
             flags=result.flags,
@@ -192,14 +192,14 @@ class _Run:
         return together(self._comm, lambda: action() if self._comm.rank == 0 else None)
 
     def _dataset(self, store: Path, one: SlideInput) -> SlideDataset:
-        recipe = self._recipe
+        spec = self._spec
         dataset = SlideDataset(
             store,
             [SlideRef(one.slide_id, one.case_id)],
-            size_px=recipe.size_px,
-            mpp=recipe.mpp,
-            view=recipe.view,
-            align_px=recipe.align_px,
+            size_px=spec.size_px,
+            mpp=spec.mpp,
+            view=spec.view,
+            align_px=spec.align_px,
         )
         dataset.level(0)
         return dataset
@@ -215,10 +215,10 @@ class _Run:
                 attribution.contributions,
                 attribution.logits.tolist(),
                 dataset.view(0),
-                align_px=self._recipe.align_px,
+                align_px=self._spec.align_px,
                 slide_size_px=(size.height_px, size.width_px),
                 mpp=size.mpp,
-                class_names=self._recipe.class_names,
+                class_names=self._spec.class_names,
             )
             for attribution in said
         ]
@@ -236,12 +236,12 @@ class _Run:
         )
 
 
-def _ingest_options(members: Sequence[Member], recipe: Recipe, options: PredictOptions) -> IngestOptions:
+def _ingest_options(members: Sequence[Member], spec: InputSpec, options: PredictOptions) -> IngestOptions:
     """Return how a slide file becomes a store: as the training slides did."""
     found = members[0].config.get("tissue") or {}
     known = {item.name for item in fields(TissueParameters)}
     tissue: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items() if k in known}
-    return IngestOptions(mpp=recipe.mpp, slide_mpp=options.slide_mpp, tissue=TissueParameters(**tissue))
+    return IngestOptions(mpp=spec.mpp, slide_mpp=options.slide_mpp, tissue=TissueParameters(**tissue))
 
 
 def _flags_of(text: str) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box
 from hyfi_core.runtime.engine import Engine
 from pathology.errors import SlideError
-from pathology.predict.recipe import Member, Recipe
+from pathology.predict.members import InputSpec, Member
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ class Attribution:
         return shares
 
 
-class Lookers:
+class Ensemble:
     """The members' engines on all ranks of a group. Every method is collective.
 
     Each rank reads and normalises only the part of the image that its part of the network needs. Memory: all members'
@@ -69,7 +69,7 @@ class Lookers:
 
     Args:
         members: who look.
-        recipe: what they share.
+        spec: what they share.
         comm: the group; all its ranks work on every slide.
         cells: rows and columns, where one rank looks at an image cell by cell, in the memory of a cell.
 
@@ -78,9 +78,9 @@ class Lookers:
     """
 
     def __init__(
-        self, members: Sequence[Member], recipe: Recipe, comm: Communicator, cells: tuple[int, int] | None = None
+        self, members: Sequence[Member], spec: InputSpec, comm: Communicator, cells: tuple[int, int] | None = None
     ) -> None:
-        shape = (1, 3, *recipe.size_px)
+        shape = (1, 3, *spec.size_px)
         self._comm = comm
         self._members = tuple(members)
         self._engines: list[Engine | CellEngine]
@@ -94,7 +94,7 @@ class Lookers:
         else:
             self._engines = [CellEngine(member.model.eval(), shape, cells) for member in members]
 
-    def look(self, dataset: SlideDataset, index: int) -> list[Attribution]:
+    def attribute(self, dataset: SlideDataset, index: int) -> list[Attribution]:
         """Return what every member says of a sample of ``dataset``.
 
         Raises:

@@ -10,7 +10,7 @@ from typing import Any
 from data.files import write_json_atomically
 from hyfi_core.errors import RequestError
 from pathology.predict.inputs import SlideInput
-from pathology.predict.recipe import Member, Recipe
+from pathology.predict.members import InputSpec, Member
 from pathology.predict.results import PREDICTION_FILE, write_results
 from pathology.predict.slide_result import SlideResult
 from pathology.predict.table import DONE, FILE_NAME, Prediction, PredictionTable
@@ -30,21 +30,21 @@ class OutFolder:
     Args:
         path: the folder; need not exist.
         members: who predicts.
-        recipe: how they look.
+        spec: how they look.
         slide_mpp: given for slides that do not state theirs.
         overwrite: whether finished slides are done again, also those of other checkpoints.
     """
 
     def __init__(
-        self, path: Path, members: Sequence[Member], recipe: Recipe, *, slide_mpp: float | None, overwrite: bool
+        self, path: Path, members: Sequence[Member], spec: InputSpec, *, slide_mpp: float | None, overwrite: bool
     ) -> None:
         self.path = path
-        self._members, self._recipe = tuple(members), recipe
+        self._members, self._spec = tuple(members), spec
         self._slide_mpp, self._overwrite = slide_mpp, overwrite
         self._made_by = {
             "checkpoints": [member.digest for member in members],
-            "mpp": recipe.mpp,
-            "class_names": list(recipe.class_names),
+            "mpp": spec.mpp,
+            "class_names": list(spec.class_names),
         }
         self._table: PredictionTable | None = None
 
@@ -62,7 +62,7 @@ class OutFolder:
         for one in inputs:
             self._check_name(one.slide_id)
         self._table = PredictionTable(
-            self.path, self._recipe.class_names, with_spread=len(self._members) > 1, keep=others is None
+            self.path, self._spec.class_names, with_spread=len(self._members) > 1, keep=others is None
         )
         return [k for k, one in enumerate(inputs) if self._overwrite or not self._finished(one)]
 
@@ -73,7 +73,7 @@ class OutFolder:
 
     def write(self, one: SlideInput, result: SlideResult) -> None:
         """Write a slide's folder."""
-        write_results(self.path / one.slide_id, result, self._members, self._recipe, self._key(one))
+        write_results(self.path / one.slide_id, result, self._members, self._spec, self._key(one))
 
     def note(self, prediction: Prediction) -> None:
         """Set a slide's row in the table."""

@@ -2,27 +2,10 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from PIL import Image
-
-TEMPLATES = Path(__file__).parents[1] / "templates"
-
-FLAG_MEANINGS = {
-    "no_tissue": "no tissue was found on this slide",
-    "cropped": "not all tissue fits into the image that the network looks at; the rest was not seen",
-    "mpp_assumed": "the file does not say how large a pixel is; the size given by the user was taken",
-    "mpp_changed": "looked at with another resolution than the network was trained with",
-    "upsampled": "the scan is slightly coarser than the network's resolution and was enlarged",
-    "blur": "parts of the tissue are out of focus",
-    "pen": "there are pen marks on the glass",
-    "bad_tiles": "some tiles of the file cannot be decoded; they were left white",
-    "heatmap_by_centre": "cells of the heatmap are put where their centres lie, up to half a cell off",
-}
+from pathology.pages import FLAG_MEANINGS, render
 
 
 @dataclass(frozen=True)
@@ -87,16 +70,7 @@ class Report:
 
 def render_report(report: Report) -> str:
     """Return the page as HTML; every text in it is escaped, nothing in it needs a network or a script."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("report.html").render(report=report, percent=percent, signed=signed)
+    return render("report.html", report=report, percent=percent, signed=signed)
 
 
 def percent(share: float) -> str:
@@ -121,12 +95,3 @@ def area_text(area_um2: float) -> str:
 def flags_of(names: Sequence[str]) -> tuple[Flag, ...]:
     """Return flags with their meaning, where it is known."""
     return tuple(Flag(name, FLAG_MEANINGS.get(name, "")) for name in names)
-
-
-def data_uri(image: Image.Image, longest_px: int, quality: int = 86) -> str:
-    """Return a picture as a JPEG data URI, shrunk to ``longest_px`` where it is larger."""
-    shown = image.convert("RGB")
-    shown.thumbnail((longest_px, longest_px), Image.Resampling.LANCZOS)
-    buffer = io.BytesIO()
-    shown.save(buffer, "JPEG", quality=quality, optimize=True, subsampling=0)
-    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")

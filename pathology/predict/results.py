@@ -19,8 +19,8 @@ from data.files import publish_directory, remove_leftovers, temporary_beside
 from hyfi_core.files import sync_file
 from pathology.ingest.thumbnail import thumbnail_of_store
 from pathology.predict.heatmap_tiff import write_heatmap
+from pathology.predict.members import InputSpec, Member
 from pathology.predict.overlay import Overlay, draw_overlay, tissue_cells
-from pathology.predict.recipe import Member, Recipe
 from pathology.predict.regions import find_regions, to_geojson, write_regions
 from pathology.predict.report import render_report
 from pathology.predict.slide_report import Pictures, fill_report
@@ -31,7 +31,7 @@ OVERLAY_PX = 1920  # the legend goes below; with it a square slide's picture sta
 
 
 def write_results(
-    folder: Path, result: SlideResult, members: Sequence[Member], recipe: Recipe, key: Mapping[str, Any]
+    folder: Path, result: SlideResult, members: Sequence[Member], spec: InputSpec, key: Mapping[str, Any]
 ) -> None:
     """Write a slide's folder beside ``folder`` and rename it; an older one is replaced.
 
@@ -39,7 +39,7 @@ def write_results(
         folder: ``DIR/<slide_id>``.
         result: what is known.
         members: who predicted.
-        recipe: how they looked.
+        spec: how they looked.
         key: goes to ``prediction.json``; a run that would have the same key need not do the slide again.
 
     Raises:
@@ -50,7 +50,7 @@ def write_results(
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir()
     try:
-        _write_files(beside, result, members, recipe, key)
+        _write_files(beside, result, members, spec, key)
         for path in (*beside.iterdir(), beside):
             sync_file(path)
         publish_directory(beside, folder)
@@ -59,7 +59,7 @@ def write_results(
 
 
 def _write_files(
-    folder: Path, result: SlideResult, members: Sequence[Member], recipe: Recipe, key: Mapping[str, Any]
+    folder: Path, result: SlideResult, members: Sequence[Member], spec: InputSpec, key: Mapping[str, Any]
 ) -> None:
     heatmap, predicted = result.heatmap, result.predicted
     about = {
@@ -79,7 +79,7 @@ def _write_files(
     write_regions(
         folder / "regions.geojson", to_geojson(regions, heatmap, predicted, slide_id=result.slide_id, level0=level0)
     )
-    report = fill_report(result, members, recipe, Pictures(Image.fromarray(thumb), overlay, cells), regions, level0)
+    report = fill_report(result, members, spec, Pictures(Image.fromarray(thumb), overlay, cells), regions, level0)
     (folder / "report.html").write_text(render_report(report), encoding="utf-8")
     text = json.dumps({"key": dict(key), "slide_id": result.slide_id, **about}, ensure_ascii=False, indent=1)
     (folder / PREDICTION_FILE).write_text(text + "\n", encoding="utf-8")

@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from hyfi_core.plan.box import Box
+from pathology.pages import data_uri
 from pathology.predict.colors import class_color
-from pathology.predict.recipe import Member, Recipe
+from pathology.predict.members import InputSpec, Member
 from pathology.predict.regions import Level0, Region
-from pathology.predict.report import ClassBar, RegionPicture, Report, area_text, data_uri, flags_of, percent
+from pathology.predict.report import ClassBar, RegionPicture, Report, area_text, flags_of, percent
 from pathology.predict.slide_result import SlideResult
 
 PICTURE_PX = 1600
@@ -39,7 +40,7 @@ class Pictures:
 def fill_report(
     result: SlideResult,
     members: Sequence[Member],
-    recipe: Recipe,
+    spec: InputSpec,
     pictures: Pictures,
     regions: Sequence[Region],
     level0: Level0,
@@ -49,14 +50,14 @@ def fill_report(
     return Report(
         slide_id=result.slide_id,
         case_id=result.case_id,
-        prediction=recipe.class_names[predicted],
+        prediction=spec.class_names[predicted],
         first=predicted,
         classes=[
             ClassBar(name, float(result.mean[k]), None if spread is None else float(spread[k]), _css(k))
-            for k, name in enumerate(recipe.class_names)
+            for k, name in enumerate(spec.class_names)
         ],
         probability_note=_probability_note(len(members)),
-        facts=_facts(result, recipe),
+        facts=_facts(result, spec),
         flags=flags_of(result.flags),
         thumbnail=data_uri(pictures.thumbnail, PICTURE_PX),
         overlay=data_uri(pictures.overlay, PICTURE_PX),
@@ -92,8 +93,8 @@ def _probability_note(members: int) -> str:
     return f"Mean over {members} networks, ± their standard deviation in percentage points; not calibrated."
 
 
-def _facts(result: SlideResult, recipe: Recipe) -> Rows:
-    height, width = recipe.size_px
+def _facts(result: SlideResult, spec: InputSpec) -> Rows:
+    height, width = spec.size_px
     mpp_y, mpp_x = result.slide.levels[result.level].mpp
     pieces = len(result.view.pieces)
     return [

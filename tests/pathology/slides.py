@@ -9,7 +9,7 @@ import tifffile
 import torch
 from torch import nn
 
-from pathology.predict.recipe import Member
+from pathology.predict.members import Member
 
 MPP = 0.5
 GLASS = 243

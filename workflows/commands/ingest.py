@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +15,7 @@ from workflows.paths import require_folder, require_writable
 if TYPE_CHECKING:
     from data.store.manifest import SlideRecord
     from pathology.ingest.archive import IngestReport, Plan, Request
-    from pathology.ingest.pace import Pace
+    from pathology.ingest.discover import SlideJob
     from pathology.ingest.work import Outcome
 
 _SHOWN = 20
@@ -48,7 +50,6 @@ def run(
     """
     from pathology.ingest.archive import IngestOptions, Request, ingest, make_plan
     from pathology.ingest.memory import parse_bytes, worker_count
-    from pathology.ingest.pace import Pace
 
     options = IngestOptions(
         mpp=mpp,
@@ -71,15 +72,20 @@ def run(
         return _dry_run(plan, request, processes, as_json)
     _refuse_too_little_room(plan, request)
     with console.progress(len(plan.jobs), "ingest") as bar:
-        shown = _Shown(bar, Pace(plan.jobs))
+        shown = _Bar(bar, Pace(plan.jobs))
         report = ingest(
-            request, workers=processes, memory_bytes=memory_bytes, finished=shown.finished, told=shown.told, plan=plan
+            request,
+            workers=processes,
+            memory_bytes=memory_bytes,
+            finished=shown.finished,
+            progress=shown.progress,
+            plan=plan,
         )
-    return _tell(report, out, as_json)
+    return _report(report, out, as_json)
 
 
-class _Shown:
-    """Turns what the ingest tells into a bar that moves by the bytes that are done."""
+class _Bar:
+    """Turns the ingest's reports into a bar that moves by the bytes that are done."""
 
     def __init__(self, bar: console.Progress, pace: Pace) -> None:
         self._bar, self._pace = bar, pace
@@ -88,13 +94,61 @@ class _Shown:
     def finished(self, outcome: Outcome) -> None:
         self._name = outcome.record.slide_id
 
-    def told(self, shares: Sequence[float]) -> None:
+    def progress(self, shares: Sequence[float]) -> None:
         done = self._pace.done(shares)
         steps = round(done * len(self._pace.jobs), 2)
         if steps > self._steps:
             note = ", ".join(text for text in (self._pace.text(done), self._name) if text)
             self._bar.advance(steps - self._steps, note)
             self._steps = steps
+
+
+@dataclass(slots=True)
+class Pace:
+    """Weighs slides by their bytes, which predict the time that they take better than their number does.
+
+    Attributes:
+        jobs: All that is to be done.
+    """
+
+    jobs: Sequence[SlideJob]
+    _bytes: list[int] = field(init=False)
+    _started_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._bytes = [_size(job) for job in self.jobs]
+        self._started_s = time.monotonic()
+
+    def done(self, shares: Sequence[float]) -> float:
+        """Return how much of the whole is done, 0 to 1, from the share of each job."""
+        total = sum(self._bytes)
+        return sum(size * share for size, share in zip(self._bytes, shares, strict=False)) / total if total else 1.0
+
+    def text(self, done: float) -> str:
+        """Return the rate so far and the time that is left, for people."""
+        elapsed_s = time.monotonic() - self._started_s
+        if done <= 0 or elapsed_s <= 0:
+            return ""
+        rate = sum(self._bytes) * done / elapsed_s / 1e6
+        return f"{rate:.3g} MB/s, {duration(elapsed_s * (1 - done) / done)} left"
+
+
+def duration(seconds: float) -> str:
+    """Return a time for people: ``40 s``, ``12 min``, ``3 h 20 min``."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _size(job: SlideJob) -> int:
+    from pathology.errors import SlideError
+    from pathology.ingest.identity import SourceStamp
+
+    try:
+        return max(1, SourceStamp.of(job.source).size_bytes)
+    except SlideError:
+        return 1
 
 
 def _part(text: str) -> tuple[int, int]:
@@ -118,8 +172,7 @@ def _refuse_too_little_room(plan: Plan, request: Request) -> None:
     Raises:
         RequestError: The disk has less room than the slides take at the very least.
     """
-    from pathology.ingest.disk import free_bytes
-    from pathology.ingest.forecast import sampled_least_bytes
+    from pathology.ingest.forecast import free_bytes, sampled_least_bytes
 
     needed, free = sampled_least_bytes(plan.jobs, request.options), free_bytes(request.store)
     if needed > free:
@@ -129,7 +182,7 @@ def _refuse_too_little_room(plan: Plan, request: Request) -> None:
         )
 
 
-def _tell(report: IngestReport, out: Path, as_json: bool) -> int:
+def _report(report: IngestReport, out: Path, as_json: bool) -> int:
     for record in report.failed:
         console.warn(f"failed: {_place(record)}: {record.reason}")
     for record in report.done:
@@ -157,16 +210,14 @@ def _tell(report: IngestReport, out: Path, as_json: bool) -> int:
 
 
 def _place(record: SlideRecord) -> str:
-    """Return the file of a slide, or its pseudonym where the file is not to be told."""
+    """Return the file of a slide, or its pseudonym where the file must stay unknown."""
     return record.source_path or record.slide_id
 
 
 def _dry_run(plan: Plan, request: Request, workers: int, as_json: bool) -> int:
-    from pathology.ingest.disk import free_bytes
-    from pathology.ingest.forecast import forecast
-    from pathology.ingest.pace import duration
+    from pathology.ingest.forecast import forecast, free_bytes
 
-    with console.progress(len(plan.jobs), "looking") as bar:
+    with console.progress(len(plan.jobs), "reading headers") as bar:
         total = forecast(plan.jobs, request.options, lambda name: bar.advance(1, name))
     refused = [(job.slide_id if job.secret else str(job.source), reason) for job, reason in total.refused]
     for name, reason in refused[:_SHOWN]:
@@ -185,8 +236,8 @@ def _dry_run(plan: Plan, request: Request, workers: int, as_json: bool) -> int:
             "core_hours": total.core_hours,
             "hours": hours,
         }
-        told = [{"source_path": name, "reason": reason} for name, reason in refused]
+        listed = [{"source_path": name, "reason": reason} for name, reason in refused]
         console.emit_json(
-            {"dry_run": True, "slides": total.slides, "refused": told, "skipped": list(plan.finished), **numbers}
+            {"dry_run": True, "slides": total.slides, "refused": listed, "skipped": list(plan.finished), **numbers}
         )
     return 1 if refused else 0

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from pathology.readers.sources import SlideSource
+    from pathology.ingest.thumbnail import Thumbnail
+    from pathology.readers.slide_source import SlideSource
 
 _MOST_PICTURES = 120
 
@@ -160,7 +161,9 @@ def _store(path: Path, png: Path | None) -> dict[str, Any]:
     from pathology.ingest.thumbnail import contact_sheet, thumbnail_of_store
 
     rows = StoreManifest.load(path)
-    lines, slides, pictures = [], [], []
+    lines: list[str] = []
+    slides: list[dict[str, str]] = []
+    pictures: list[tuple[str, Thumbnail]] = []
     for row in rows:
         entry = {"slide_id": row["slide_id"], "status": row["status"], "reason": row["reason"]}
         if row["status"] == DONE:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hyfi_core.comm.base import Communicator
     from pathology.predict.cohort import PredictionReport, PredictOptions
     from pathology.predict.inputs import SlideInput
-    from pathology.predict.recipe import Member
+    from pathology.predict.members import Member
 
 ALL_DONE, SOME_FAILED, STOPPED = 0, 1, 3
 
@@ -68,11 +68,11 @@ def _check(checkpoints: Sequence[Path], inputs: Sequence[Path], out: Path, optio
     from hyfi_core.runtime.checkpoint import read_model_json
     from pathology.ingest.options import IngestOptions
     from pathology.predict.inputs import find_inputs
-    from pathology.predict.recipe import Recipe
+    from pathology.predict.members import InputSpec
 
     for checkpoint in checkpoints:
-        recipe = Recipe.of(read_model_json(checkpoint))
-        IngestOptions(mpp=options.mpp or recipe.mpp, slide_mpp=options.slide_mpp)
+        spec = InputSpec.of(read_model_json(checkpoint))
+        IngestOptions(mpp=options.mpp or spec.mpp, slide_mpp=options.slide_mpp)
     found = find_inputs(inputs)
     require_writable(out)
     if out.exists() and not out.is_dir():
@@ -133,7 +133,7 @@ def load_member(checkpoint: Path) -> Member:
         RequestError: the checkpoint is damaged, or its weights are not those of its model.
     """
     from hyfi_core.runtime.checkpoint import load_checkpoint
-    from pathology.predict.recipe import Member
+    from pathology.predict.members import Member
     from workflows.training.models import build_model
 
     loaded = load_checkpoint(checkpoint)

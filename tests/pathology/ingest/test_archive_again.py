@@ -20,12 +20,11 @@ import tifffile
 from data.store.manifest import DONE, FAILED, StoreManifest, load_records, record_state
 from data.store.slide_store import SlideStore, slide_path
 from hyfi_core.errors import RequestError
-from pathology.ingest import disk
+from pathology.ingest import forecast
 from pathology.ingest import pool as slide_pool
 from pathology.ingest.archive import IngestOptions, IngestReport, Request, ingest, ingest_slide, make_plan, part_of
 from pathology.ingest.claims import Claim, ClaimLostError
 from pathology.ingest.memory import WORKER_BYTES, parse_bytes, worker_count
-from pathology.ingest.pace import Pace, duration
 from pathology.ingest.work import CLAIMS, do_job
 from tests.conftest import ROOT
 from tests.pathology.tiffs import MakeSlide, stained, write_slide
@@ -86,7 +85,7 @@ def test_a_run_that_lost_its_claim_publishes_nothing(tmp_path: Path, make_slide:
             raise ClaimLostError("gone")
 
     with pytest.raises(ClaimLostError):
-        ingest_slide(make_slide(), tmp_path / "store", AT_HALF, tick=lost)
+        ingest_slide(make_slide(), tmp_path / "store", AT_HALF, progress=lost)
     assert not slide_path(tmp_path / "store", "a").exists() and not load_records(tmp_path / "store")
 
 
@@ -223,12 +222,12 @@ def test_a_folder_that_takes_no_more_ends_the_run(
     tmp_path: Path, make_slide: MakeSlide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sources = [make_slide(f"{k}.tiff", seed=k) for k in range(2)]
-    monkeypatch.setattr(disk, "free_bytes", lambda folder: 1000)
+    monkeypatch.setattr(forecast, "free_bytes", lambda folder: 1000)
     report = run(sources, tmp_path / "store")
     assert not report.done and not report.failed and "no room" in report.stopped and "GB are free" in report.stopped
     # How small JPEG is, or a slide without its glass, nobody knows before.
     small = run(sources[:1], tmp_path / "jpeg", replace(AT_HALF, codec="jpeg:80"))
-    assert f"needs {disk.RESERVE_BYTES / 1e9:.2f} GB" in small.stopped
+    assert f"needs {forecast.RESERVE_BYTES / 1e9:.2f} GB" in small.stopped
     monkeypatch.undo()
     assert len(run(sources, tmp_path / "store").done) == 2
 
@@ -293,7 +292,7 @@ def test_a_shard_that_is_finished_is_not_written_again(tmp_path: Path, make_slid
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        ingest_slide(source, store, AT_HALF, tick=stop_late)
+        ingest_slide(source, store, AT_HALF, progress=stop_late)
     assert times
     assert ingest_slide(source, store, AT_HALF).status == DONE
     after = {name: (slide_path(store, "a") / name).stat().st_mtime_ns for name in times}
@@ -322,18 +321,6 @@ def test_memory_decides_how_many_work(monkeypatch: pytest.MonkeyPatch) -> None:
         worker_count(1, WORKER_BYTES // 2)
     monkeypatch.setattr("pathology.ingest.memory.available_bytes", lambda: 5 * WORKER_BYTES)
     assert worker_count(64, None) == 4
-
-
-def test_the_pace_weighs_slides_by_their_bytes(tmp_path: Path, make_slide: MakeSlide) -> None:
-    from pathology.ingest.discover import SlideJob
-
-    small, large = tmp_path / "s", tmp_path / "l"
-    small.write_bytes(bytes(1000))
-    large.write_bytes(bytes(9000))
-    pace = Pace([SlideJob(small, "s"), SlideJob(large, "l")])
-    assert pace.done([1.0, 0.0]) == pytest.approx(0.1) and pace.done([1, 1]) == 1 and Pace([]).done([]) == 1
-    assert pace.text(0.0) == "" and pace.text(0.5).endswith(" s left")
-    assert [duration(s) for s in (40, 720, 12_000)] == ["40 s", "12 min", "3 h 20 min"]
 
 
 def test_a_records_state_changes_with_each_save(tmp_path: Path, make_slide: MakeSlide) -> None:

@@ -68,7 +68,7 @@ class Ingest:
                 process.wait()
             self.look()
 
-    def look(self) -> None:
+    def attribute(self) -> None:
         """Compare what was finished before with what is there, and note what is finished now."""
         now = self._finished_shards()
         for name, was in self.finished.items():

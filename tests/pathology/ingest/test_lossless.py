@@ -16,8 +16,7 @@ from data.store.writer import SlideWriter
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box
 from pathology.errors import SlideError, TileError
-from pathology.ingest.lossless import LosslessSlide
-from pathology.ingest.lossless_tile import TileJoiner
+from pathology.ingest.lossless import LosslessSlide, TileJoiner
 from pathology.readers.sources import open_source
 from pathology.readers.tiff_source import TiffSource
 from tests.pathology.tiffs import halved, stained, write_slide

@@ -22,7 +22,7 @@ from pathology.predict import results
 from pathology.predict.cohort import PredictionReport, PredictOptions, predict_slides
 from pathology.predict.ensemble import grid_of
 from pathology.predict.inputs import find_inputs
-from pathology.predict.recipe import Member
+from pathology.predict.members import Member
 from tests.pathology.slides import FOCUS, Darkness, draw_slide, member_of, write_slide
 
 FILES = {"heatmap.tiff", "overlay.png", "regions.geojson", "report.html", "prediction.json"}

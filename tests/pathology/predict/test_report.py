@@ -7,12 +7,12 @@ from html.parser import HTMLParser
 import pytest
 from PIL import Image
 
+from pathology.pages import data_uri
 from pathology.predict.report import (
     ClassBar,
     RegionPicture,
     Report,
     area_text,
-    data_uri,
     flags_of,
     percent,
     render_report,

@@ -12,7 +12,8 @@ import pytest
 
 from data.store.manifest import StoreManifest
 from tests.conftest import ROOT, Hyfi
-from tests.pathology.tiffs import stained, write_slide
+from tests.pathology.tiffs import MakeSlide, stained, write_slide
+from workflows.commands.ingest import Pace, duration
 
 
 @pytest.fixture
@@ -156,3 +157,15 @@ def test_sigterm_ends_cleanly_and_the_same_command_goes_on(tmp_path: Path) -> No
     assert 0 < len(finished) < 12
     assert subprocess.run(command, cwd=tmp_path, env=environment, check=False).returncode == 0
     assert len(StoreManifest.load(store)) == 12
+
+
+def test_the_pace_weighs_slides_by_their_bytes(tmp_path: Path, make_slide: MakeSlide) -> None:
+    from pathology.ingest.discover import SlideJob
+
+    small, large = tmp_path / "s", tmp_path / "l"
+    small.write_bytes(bytes(1000))
+    large.write_bytes(bytes(9000))
+    pace = Pace([SlideJob(small, "s"), SlideJob(large, "l")])
+    assert pace.done([1.0, 0.0]) == pytest.approx(0.1) and pace.done([1, 1]) == 1 and Pace([]).done([]) == 1
+    assert pace.text(0.0) == "" and pace.text(0.5).endswith(" s left")
+    assert [duration(s) for s in (40, 720, 12_000)] == ["40 s", "12 min", "3 h 20 min"]

@@ -38,7 +38,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class InputSpec:
     """What all members must share.
 
     Attributes:
@@ -58,7 +58,7 @@ class Recipe:
     align_px: int
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Recipe:
+    def of(cls, config: Mapping[str, Any]) -> InputSpec:
         """Read ``model.json``.
 
         Raises:
@@ -66,7 +66,7 @@ class Recipe:
         """
         try:
             height, width = (int(side) for side in config["size_px"])
-            recipe = cls(
+            spec = cls(
                 task=str(config["task"]),
                 class_names=tuple(str(name) for name in config["class_names"]),
                 mpp=float(config["mpp"]),
@@ -78,21 +78,21 @@ class Recipe:
             raise RequestError(
                 f"the checkpoint's model.json lacks or garbles {error}; use another checkpoint"
             ) from error
-        if recipe.task != "multiclass":
-            raise RequestError(f"the checkpoint's task is {recipe.task!r}; prediction knows multiclass")
-        return recipe
+        if spec.task != "multiclass":
+            raise RequestError(f"the checkpoint's task is {spec.task!r}; prediction knows multiclass")
+        return spec
 
 
-def common_recipe(members: Sequence[Member]) -> Recipe:
+def common_input_spec(members: Sequence[Member]) -> InputSpec:
     """Return what the members of an ensemble share.
 
     Raises:
         RequestError: two of them differ; names what, and both values.
     """
-    first = Recipe.of(members[0].config)
+    first = InputSpec.of(members[0].config)
     for member in members[1:]:
-        other = Recipe.of(member.config)
-        for item in fields(Recipe):
+        other = InputSpec.of(member.config)
+        for item in fields(InputSpec):
             mine, theirs = getattr(first, item.name), getattr(other, item.name)
             if mine != theirs:
                 raise RequestError(
