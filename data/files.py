@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,16 @@ def write_atomically(path: Path, data: bytes) -> None:
 def write_json_atomically(path: Path, value: dict[str, Any]) -> None:
     """Replace ``path`` by this object as JSON."""
     write_atomically(path, (json.dumps(value, ensure_ascii=False, indent=1) + "\n").encode("utf-8", "surrogateescape"))
+
+
+def sync_tree(folder: Path, only: str | None = None) -> None:
+    """Bring a folder with everything below it to the disk; ``only``: of the files those of this name."""
+    found = list(os.walk(folder))
+    files = [Path(path) / name for path, _, names in found for name in names if only in (None, name)]
+    # Together, not one after the other: a disk serves many waiting writers at once.
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(sync_file, files))
+        list(pool.map(sync_file, [Path(path) for path, _, _ in found]))
 
 
 def publish_directory(prepared: Path, final: Path) -> None:

@@ -1,10 +1,11 @@
-"""The arrows of the house: who may import whom, and what stays out of memory until it is needed."""
+"""The shape of the code: who may import whom, how large things get, that names are used once and explained."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,7 +52,36 @@ ARROWS = {
         "benchmarks": {"commands", "training", "evaluation", "launch", "config"},
     },
 }
+# Sizes that CONTRIBUTING states. Most files and functions are far smaller; these are where a reviewer need not argue.
 LARGEST_FOLDER = 20
+LONGEST_FILE_LINES = 400
+LONGEST_FUNCTION_LINES = 60
+# Class names, leading underscores left out, that still stand in two files. Take names out; put none in.
+USED_TWICE = {
+    "Cell",
+    "Flight",
+    "Images",
+    "Job",
+    "Late",
+    "Lines",
+    "Lowering",
+    "Piece",
+    "Predictor",
+    "Recipe",
+    "Reduction",
+    "Resting",
+    "Run",
+    "Runs",
+    "Saved",
+    "Setting",
+    "Share",
+    "Sliding",
+    "Slot",
+    "Timed",
+    "Trainer",
+    "Waiting",
+    "Work",
+}
 PURE = ("plan", "schedule")
 ONLY_HERE = {"mpi4py": "hyfi_core/comm/mpi.py", "openslide": "pathology/readers/sources.py"}
 
@@ -167,6 +197,77 @@ def test_the_check_sees_a_wrong_import(tmp_path: Path, monkeypatch: pytest.Monke
     assert wrong_imports(wrong, "", {"data", "hyfi_core"}, set(PACKAGES)) == ["wrong.py:2 imports workflows.cli"]
     found = wrong_imports(wrong, "hyfi_core", {"plan"}, set(ARROWS["hyfi_core"]))
     assert found == ["wrong.py:4 imports hyfi_core.runtime.engine"]
+
+
+def definitions(tree: ast.AST) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Yield every class and function, nested ones too."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield node
+
+
+def too_long(path: Path) -> list[str]:
+    """Return what is longer in a file than this project allows."""
+    text = path.read_text(encoding="utf-8")
+    lines = text.count("\n")
+    found = [f"{path.name}: {lines} lines"] if lines > LONGEST_FILE_LINES else []
+    for node in definitions(ast.parse(text)):
+        length = (node.end_lineno or node.lineno) - node.lineno + 1
+        if not isinstance(node, ast.ClassDef) and length > LONGEST_FUNCTION_LINES:
+            found.append(f"{path.name}:{node.lineno}: {node.name} has {length} lines")
+    return found
+
+
+def unexplained(path: Path) -> list[str]:
+    """Return the public names of a module without a docstring: itself, classes, functions, methods."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found = [] if ast.get_docstring(tree) else [path.name]
+
+    def visit(body: list[ast.stmt], prefix: str) -> None:
+        for node in body:
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and node.name[0] != "_":
+                decorators = {ast.unparse(decorator).rpartition(".")[2] for decorator in node.decorator_list}
+                if not ast.get_docstring(node) and not decorators & {"overload", "setter", "override"}:
+                    found.append(f"{path.name}:{node.lineno}: {prefix}{node.name}")
+                if isinstance(node, ast.ClassDef):
+                    visit(node.body, f"{node.name}.")
+
+    visit(tree.body, "")
+    return found
+
+
+def used_twice(paths: list[Path]) -> dict[str, list[str]]:
+    """Return class names, leading underscores left out, that are defined more than once, with the places."""
+    places = defaultdict(list)
+    for path in paths:
+        for node in definitions(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                places[node.name.lstrip("_")].append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    return {name: found for name, found in places.items() if len(found) > 1}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_files_and_functions_are_short(package: str) -> None:
+    assert [fault for path in sources(package) for fault in too_long(path)] == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_public_names_have_docstrings(package: str) -> None:
+    assert [fault for path in sources(package) for fault in unexplained(path)] == []
+
+
+def test_no_class_name_is_used_twice() -> None:
+    twice = used_twice([path for package in PACKAGES for path in sources(package)])
+    assert {name: places for name, places in twice.items() if name not in USED_TWICE} == {}
+
+
+def test_long_unexplained_and_repeated_things_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text("class A:\n    def f(self):\n" + "        1\n" * 60 + "\nclass _A: ...\n" + "\n" * 400)
+    assert too_long(wrong) == ["wrong.py: 464 lines", "wrong.py:2: f has 61 lines"]
+    assert unexplained(wrong) == ["wrong.py", "wrong.py:1: A", "wrong.py:2: A.f"]
+    assert used_twice([wrong]) == {"A": ["wrong.py:1", "wrong.py:64"]}
 
 
 def loaded_by(code: str) -> set[str]:

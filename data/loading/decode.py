@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from data.loading.leases import Lease
 from hyfi_core.plan.box import Box, hull
 
 BANDS = 3
@@ -32,6 +32,31 @@ class Samples(Protocol):
     def vary(self, index: int, epoch: int | None, pixels: Pixels) -> Pixels:
         """Return the varied pixels, a new array; ``pixels`` stay as they are."""
         ...
+
+
+@dataclass(frozen=True)
+class Lease:
+    """One sample to be made ready, and where it goes.
+
+    Attributes:
+        number: in the stream.
+        epoch: key of its variation.
+        index: in the dataset.
+        boxes: parts of the varied image, written one after the other.
+        at: the first byte of its slot.
+        source: the box of the image as it is that the parts are made of.
+        kept_at: the first byte of its place in the cache; None: it has none.
+        kept: whether the cache has its pixels already.
+    """
+
+    number: int
+    epoch: int
+    index: int
+    boxes: tuple[Box, ...]
+    at: int
+    source: Box
+    kept_at: int | None = None
+    kept: bool = False
 
 
 def decode(samples: Samples, lease: Lease, slots: Pixels, cache: Pixels) -> int:

@@ -2,18 +2,71 @@
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 
-from data.loading.decode import BANDS, Pixels, Samples, part_bytes
-from data.loading.decode_worker import Answer, ChildWorker, Done, Failed, Memory, StartWorker, Worker
-from data.loading.leases import MOST_DEATHS, Lease, Leases
+from data.loading.decode import BANDS, Lease, Pixels, Samples, part_bytes
+from data.loading.decode_worker import Answer, ChildWorker, LeaseDone, LeaseFailed, Memory, StartWorker, Worker
 from data.loading.sample_cache import SampleCache
 from hyfi_core.plan.box import Box, hull
 
-HOPELESS = 50
+MAX_DEATHS_OF_A_SAMPLE = 5
+"""A sample at which so many workers died is not given to another one."""
+MAX_DEATHS_IN_A_ROW = 50
 """So many workers, killed with no sample finished in between, end the service; far fewer that end by themselves do."""
+
+
+class Leases:
+    """The leases that are not finished, issued in the order in which they were added.
+
+    ::
+
+        add ──► waiting ──issue──► held by a worker ──finish──► done
+                   ▲                      │
+                   └──────── lose ────────┘        the worker died: first in the row again
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[Lease] = deque()
+        self._held: dict[int, Lease] = {}
+        self._deaths: Counter[int] = Counter()
+
+    def add(self, lease: Lease) -> None:
+        """Put a lease last in the row."""
+        self._waiting.append(lease)
+
+    def issue(self, worker: int) -> Lease | None:
+        """Lend the first in the row to an idle worker; None where nobody waits."""
+        if not self._waiting:
+            return None
+        self._held[worker] = self._waiting.popleft()
+        return self._held[worker]
+
+    def finish(self, worker: int) -> Lease:
+        """Return what the worker held: it is done."""
+        lease = self._held.pop(worker)
+        self._deaths.pop(lease.number, None)
+        return lease
+
+    def lose(self, worker: int) -> None:
+        """Take back what a dead worker held, if anything.
+
+        Raises:
+            RuntimeError: it is not the first worker that this sample has cost.
+        """
+        lease = self._held.pop(worker, None)
+        if lease is None:
+            return
+        self._deaths[lease.number] += 1
+        if self._deaths[lease.number] >= MAX_DEATHS_OF_A_SAMPLE:
+            raise RuntimeError(
+                f"{MAX_DEATHS_OF_A_SAMPLE} decoding processes died at sample {lease.index} (epoch {lease.epoch}), "
+                "one after the other; where memory ran out, use fewer workers or a smaller data.prefetch or "
+                "data.cache_bytes"
+            )
+        self._waiting.appendleft(lease)
 
 
 @dataclass
@@ -68,7 +121,7 @@ class DecodePool:
         self._slots: dict[int, Lease] = {}
         self._ready: set[int] = set()
         self._idle: set[int] = set()
-        self._bad_luck = 0
+        self._deaths_in_a_row = 0
         self._workers: list[Worker] = [start(self._memory) for _ in range(workers)]
 
     @property
@@ -149,19 +202,19 @@ class DecodePool:
         self._memory.close()
 
     def _take(self, place: int, answer: Answer) -> None:
-        if isinstance(answer, Failed):
+        if isinstance(answer, LeaseFailed):
             answer.error.add_note(f"In a decoding worker:\n{answer.text}")
             raise answer.error
         self._idle.add(place)
-        if isinstance(answer, Done):
+        if isinstance(answer, LeaseDone):
             self._finish(place, answer)
 
-    def _finish(self, place: int, answer: Done) -> None:
+    def _finish(self, place: int, answer: LeaseDone) -> None:
         lease = self._leases.finish(place)
         if lease.kept_at is not None:
             self._cache.give_back(lease.index, lease.source)
         self._ready.add(lease.number)
-        self._bad_luck = 0
+        self._deaths_in_a_row = 0
         self.counts.samples += 1
         self.counts.cached += lease.kept
         self.counts.read_bytes += answer.read_bytes
@@ -178,8 +231,8 @@ class DecodePool:
     def _replace(self, place: int) -> None:
         by_itself = self._workers[place].stop(patience_s=1.0)
         self.counts.replaced += 1
-        self._bad_luck += HOPELESS // MOST_DEATHS if by_itself else 1
-        if self._bad_luck > HOPELESS:
+        self._deaths_in_a_row += MAX_DEATHS_IN_A_ROW // MAX_DEATHS_OF_A_SAMPLE if by_itself else 1
+        if self._deaths_in_a_row > MAX_DEATHS_IN_A_ROW:
             raise RuntimeError(
                 "decoding processes die one after the other, with nothing done; what they print says why"
             )

@@ -3,9 +3,9 @@
 ::
 
     supervisor                            worker
-                      ◄──────────────     Ready: it has started
+                      ◄──────────────     WorkerReady: it has started
       Lease           ──────────────►       decodes into shared memory
-                      ◄──────────────     Done {bytes read}, or Failed {the error}
+                      ◄──────────────     LeaseDone {bytes read}, or LeaseFailed {the error}
       end of stream   ──────────────►       leaves
 
 A child is a new interpreter (never a fork: its parent has MPI threads), sees no MPI, and ends with its parent.
@@ -14,6 +14,7 @@ A child is a new interpreter (never a fork: its parent has MPI threads), sees no
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import pickle
 import signal
@@ -27,9 +28,11 @@ from functools import cached_property
 from multiprocessing.connection import Connection
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from data.children import die_with_parent, environment_of_a_child
 from data.loading.decode import Pixels, Samples, decode
-from data.loading.shared_bytes import SharedBytes
 
 # Not ``-m``: what is pickled must be found under this module's own name, not under __main__.
 _PROGRAM = "from data.loading.decode_worker import main; main()"
@@ -38,12 +41,12 @@ IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
-class Ready:
+class WorkerReady:
     """A worker has started."""
 
 
 @dataclass(frozen=True)
-class Done:
+class LeaseDone:
     """A lease is finished.
 
     Attributes:
@@ -54,7 +57,7 @@ class Done:
 
 
 @dataclass(frozen=True)
-class Failed:
+class LeaseFailed:
     """A lease cannot be finished, by anybody.
 
     Attributes:
@@ -66,7 +69,7 @@ class Failed:
     text: str
 
 
-Answer = Ready | Done | Failed
+Answer = WorkerReady | LeaseDone | LeaseFailed
 
 
 class Worker(Protocol):
@@ -87,6 +90,41 @@ class Worker(Protocol):
             Whether it had ended by itself, with an error: another one would, too.
         """
         ...
+
+
+class SharedBytes:
+    """Anonymous memory that several processes map, zero at first; it lasts until its last user is gone. Linux only.
+
+    Pages are taken from the system when they are first written. A name in ``/dev/shm`` would outlive processes that
+    are killed, and is bounded by that file system's size; this is not.
+
+    Attributes:
+        descriptor: to hand to a child process; closed by ``close``, which leaves this process's view usable.
+        array: this process's view, uint8 ``(size_bytes,)``.
+    """
+
+    def __init__(self, descriptor: int, size_bytes: int) -> None:
+        """Map what ``descriptor`` stands for, which another process made with ``create``."""
+        self.descriptor = descriptor
+        self.array: npt.NDArray[np.uint8] = np.frombuffer(mmap.mmap(descriptor, max(1, size_bytes)), np.uint8)
+
+    @classmethod
+    def create(cls, size_bytes: int) -> SharedBytes:
+        """Make new memory."""
+        descriptor = os.memfd_create("hyfi", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, max(1, size_bytes))
+        return cls(descriptor, size_bytes)
+
+    @classmethod
+    def holding(cls, content: bytes) -> SharedBytes:
+        """Make memory that begins with ``content``."""
+        shared = cls.create(len(content))
+        shared.array[: len(content)] = np.frombuffer(content, np.uint8)
+        return shared
+
+    def close(self) -> None:
+        """Give the descriptor back; the memory lasts as long as anybody maps it."""
+        os.close(self.descriptor)
 
 
 class Memory:
@@ -122,14 +160,14 @@ StartWorker = Callable[[Memory], Worker]
 def work(connection: Connection, samples: Samples, slots: Pixels, cache: Pixels) -> None:
     """Decode what comes in until the other side is gone."""
     with contextlib.suppress(EOFError, OSError):
-        connection.send(Ready())
+        connection.send(WorkerReady())
         while True:
             lease = connection.recv()
             answer: Answer
             try:
-                answer = Done(decode(samples, lease, slots, cache))
+                answer = LeaseDone(decode(samples, lease, slots, cache))
             except Exception as error:
-                answer = Failed(_portable(error), traceback.format_exc())
+                answer = LeaseFailed(_portable(error), traceback.format_exc())
             connection.send(answer)
 
 

@@ -15,8 +15,7 @@ import numpy.typing as npt
 import torch
 
 from data.loading.batches import BatchLayout, Part
-from data.loading.decode import BANDS, Samples, decode, part_bytes
-from data.loading.leases import Lease
+from data.loading.decode import BANDS, Lease, Samples, decode, part_bytes
 from data.loading.order import SampleStream
 from data.loading.sample_cache import SampleCache
 from hyfi_core.plan.box import Box
@@ -33,7 +32,7 @@ class Readable(Protocol):
         ...
 
 
-class Pixels(Protocol):
+class BatchPixels(Protocol):
     """The images of one batch."""
 
     def read(self, box: Box, first: int, stop: int) -> torch.Tensor:
@@ -55,7 +54,7 @@ class Feed(Protocol):
     wait_s: float
     reports: dict[int, Report]
 
-    def batch(self, turn: int) -> Pixels:
+    def batch(self, turn: int) -> BatchPixels:
         """Return the images of a turn. Turns must follow one another."""
         ...
 
@@ -65,7 +64,7 @@ class Feed(Protocol):
 
 
 @dataclass(frozen=True)
-class Share:
+class FeedSpec:
     """Which part of the stream one trainer wants.
 
     Attributes:
@@ -88,24 +87,24 @@ class InlineFeed:
 
     Args:
         samples: the training split.
-        share: what this trainer wants.
+        spec: what this trainer wants.
         cache_bytes: of decoded images kept in memory for later epochs.
         device: where images go.
     """
 
     def __init__(
-        self, samples: Samples, share: Share, cache_bytes: int = 0, device: torch.device | str = "cpu"
+        self, samples: Samples, spec: FeedSpec, cache_bytes: int = 0, device: torch.device | str = "cpu"
     ) -> None:
         self.wait_s = 0.0
         self.reports: dict[int, Report] = {}
-        self._samples, self._share, self._device = samples, share, torch.device(device)
-        largest = max((part_bytes(part.box) for part in share.parts), default=0)
+        self._samples, self._spec, self._device = samples, spec, torch.device(device)
+        largest = max((part_bytes(part.box) for part in spec.parts), default=0)
         self._cache = SampleCache(0, cache_bytes, largest)
         self._kept = np.empty(cache_bytes, np.uint8)
 
-    def batch(self, turn: int) -> Pixels:
+    def batch(self, turn: int) -> BatchPixels:
         """Return a reader of the turn's samples; it reads when it is called."""
-        return _InlinePixels(self, self._share.layout.numbers(turn, self._share.replica))
+        return _InlinePixels(self, self._spec.layout.numbers(turn, self._spec.replica))
 
     def close(self, stopped: bool) -> None:
         """Nobody to let go of."""
@@ -121,7 +120,7 @@ class InlineFeed:
         return result
 
     def _decode(self, number: int, box: Box, target: npt.NDArray[np.uint8]) -> None:
-        epoch, index = self._share.stream.at(number)
+        epoch, index = self._spec.stream.at(number)
         source = self._samples.source(index, box, epoch)
         place = self._cache.borrow(index, source)
         if place is None:

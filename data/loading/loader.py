@@ -29,7 +29,7 @@ from hyfi_core.plan.box import Box, hull
 
 
 @dataclass
-class _Trainer:
+class _Client:
     """One trainer as the loader knows it.
 
     Attributes:
@@ -90,7 +90,7 @@ class LoaderService:
     ) -> None:
         self._comm, self._ranks, self._stream, self._layout, self._watch = comm, tuple(trainers), stream, layout, watch
         self._samples, self._workers, self._cache_bytes, self._start_worker = samples, workers, cache_bytes, start
-        self._trainers: dict[int, _Trainer] = {}
+        self._trainers: dict[int, _Client] = {}
         self._open: dict[int, dict[int, slice]] = {}  # samples in slots: whose which parts are, until they arrived
         self._sending: list[tuple[Pending, int, int]] = []
         self._pool: DecodePool | None = None
@@ -165,7 +165,7 @@ class LoaderService:
         peer, word = found
         if word["kind"] == "hello":
             parts = tuple(Part.from_json(part) for part in word["parts"])
-            self._trainers[peer] = _Trainer(parts, word["replica"], tuple(word["every"]), word["ahead"])
+            self._trainers[peer] = _Client(parts, word["replica"], tuple(word["every"]), word["ahead"])
         elif word["kind"] == "request":
             self._trainers[peer].wanted.extend(word["numbers"])
         else:

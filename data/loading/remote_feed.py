@@ -24,7 +24,7 @@ import torch
 from data.loading.backoff import Backoff
 from data.loading.batches import Part
 from data.loading.decode import BANDS
-from data.loading.feed import Pixels, Report, Share
+from data.loading.feed import BatchPixels, FeedSpec, Report
 from hyfi_core.comm.base import Communicator, Message, Pending
 from hyfi_core.plan.box import Box
 
@@ -40,7 +40,7 @@ class RemoteFeed:
     Args:
         comm: the world.
         loaders: ranks of the loaders that serve this trainer.
-        share: what this trainer wants.
+        spec: what this trainer wants.
         prefetch: turns on their way while one is worked on.
         device: where images go.
         watch: called while waiting, for signals; may raise.
@@ -50,29 +50,29 @@ class RemoteFeed:
         self,
         comm: Communicator,
         loaders: Sequence[int],
-        share: Share,
+        spec: FeedSpec,
         prefetch: int,
         device: torch.device | str = "cpu",
         watch: Callable[[], None] = lambda: None,
     ) -> None:
         self.wait_s = 0.0
         self.reports: dict[int, Report] = {}
-        self._comm, self._loaders, self._share, self._watch = comm, tuple(loaders), share, watch
-        self._slots = [_Slot(share.parts, torch.device(device)) for _ in range(prefetch + 1)]
+        self._comm, self._loaders, self._spec, self._watch = comm, tuple(loaders), spec, watch
+        self._slots = [_TurnBuffers(spec.parts, torch.device(device)) for _ in range(prefetch + 1)]
         self._open: deque[tuple[int, Pending]] = deque()
         self._told: list[Pending] = []
-        self._asked = self._turn = share.turns[0]
+        self._asked = self._turn = spec.turns[0]
         hello = {
             "kind": "hello",
-            "parts": [part.to_json() for part in share.parts],
-            "replica": share.replica,
+            "parts": [part.to_json() for part in spec.parts],
+            "replica": spec.replica,
             "ahead": len(self._slots),
         }
         of = len(self._loaders)
         self._tell({loader: {**hello, "every": [place, of]} for place, loader in enumerate(self._loaders)})
         self._ask_ahead()
 
-    def batch(self, turn: int) -> Pixels:
+    def batch(self, turn: int) -> BatchPixels:
         """Wait for the images of a turn; those of the turn before are overwritten from now on."""
         if turn != self._turn:
             raise ValueError(f"turns must follow one another: {turn} asked for, {self._turn} is next")
@@ -103,14 +103,14 @@ class RemoteFeed:
 
     def _ask_ahead(self) -> None:
         """Post buffers and requests for every turn that has a free slot (the slot of the last turn is free)."""
-        if not self._share.parts:
+        if not self._spec.parts:
             return
-        while self._asked < min(self._turn + len(self._slots), self._share.turns[1]):
+        while self._asked < min(self._turn + len(self._slots), self._spec.turns[1]):
             slot = self._slots[self._asked % len(self._slots)]
             wanted: dict[int, list[int]] = {}
             receives = []
-            for place, number in enumerate(self._share.layout.numbers(self._asked, self._share.replica)):
-                loader = self._loaders[self._share.layout.ordinal(number) % len(self._loaders)]
+            for place, number in enumerate(self._spec.layout.numbers(self._asked, self._spec.replica)):
+                loader = self._loaders[self._spec.layout.ordinal(number) % len(self._loaders)]
                 boxes = slot.places(place)
                 receives += [Message(loader, box, PIXELS_TAG) for box in boxes]
                 if boxes:
@@ -134,7 +134,7 @@ class RemoteFeed:
         self._told += [self._comm.send_object(value, loader, CONTROL_TAG) for loader, value in words.items()]
 
 
-class _Slot:
+class _TurnBuffers:
     """One turn's images: a host buffer for each part, and, on a GPU, their copies there."""
 
     def __init__(self, parts: Sequence[Part], device: torch.device) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from data.samples.table import write_table
+from data.csv_table import write_table
 from data.samples.view import View
 from hyfi_core.errors import RequestError
 

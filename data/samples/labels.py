@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data.samples.table import Table, natural_key, read_table
+from data.csv_table import Table, natural_key, read_table
 from hyfi_core.errors import RequestError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from data.samples.table import Table, read_table
+from data.csv_table import Table, read_table
 from hyfi_core.errors import RequestError
 
 SPLITS = ("train", "val", "test")

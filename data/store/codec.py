@@ -27,7 +27,7 @@ from hyfi_core.errors import RequestError
 _codecs: Any = imagecodecs  # its annotations know bytes alone; arrays are taken, too
 
 Pixels = npt.NDArray[np.uint8]
-Parts = tuple[bytes | Pixels, ...]
+Buffers = tuple[bytes | Pixels, ...]
 """Bytes that follow each other, where joining them would be one copy more."""
 CRC_BYTES = 4
 _CRC32C = {"name": "crc32c"}
@@ -107,7 +107,7 @@ class PixelCodec:
             return room[: size + CRC_BYTES].tobytes()
         subsampling = "444" if (self.level or 0) >= _FULL_COLOUR_FROM else "420"
         interleaved = np.ascontiguousarray(pixels.transpose(1, 2, 0))
-        return joined(sealed(_codecs.jpeg8_encode(interleaved, level=self.level, subsampling=subsampling)))
+        return joined(with_checksum(_codecs.jpeg8_encode(interleaved, level=self.level, subsampling=subsampling)))
 
     def decode(self, body: Pixels, shape: tuple[int, ...]) -> Pixels:
         """Return the pixels of a chunk; they are valid until this thread decodes or encodes the next.
@@ -150,7 +150,7 @@ ZSTD = PixelCodec("zstd", 1)
 """What is used where nothing else is asked for."""
 
 
-def sealed(*body: bytes | Pixels) -> Parts:
+def with_checksum(*body: bytes | Pixels) -> Buffers:
     """Return ``body``, in parts, with its crc32c (little-endian) as the last."""
     return *body, _checksum(*body)
 
@@ -160,7 +160,7 @@ def joined(parts: Iterable[Any]) -> bytes:
     return b"".join(parts)
 
 
-def unsealed(data: bytes | Pixels) -> Pixels:
+def without_checksum(data: bytes | Pixels) -> Pixels:
     """Return ``data`` without the crc32c at its end, a view.
 
     Raises:

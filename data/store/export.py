@@ -11,7 +11,6 @@ Specification: NGFF 0.4, zarr 2.
 
 from __future__ import annotations
 
-import os
 import shutil
 import threading
 from collections.abc import Callable
@@ -20,12 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import StoreError
-from data.files import publish_directory, remove_leftovers, temporary_beside
+from data.files import publish_directory, remove_leftovers, sync_tree, temporary_beside
 from data.store.metadata import omero
 from data.store.sharded_array import ShardedArray, read_json
 from data.store.slide_store import SlideStore, slide_path
 from hyfi_core.errors import RequestError
-from hyfi_core.files import sync_file
 from hyfi_core.plan.box import Box
 
 _CHUNK_PX = 1024
@@ -61,7 +59,7 @@ def export_ngff04(slide: Path, folder: Path, threads: int, progress: Callable[[i
     shutil.rmtree(beside, ignore_errors=True)
     try:
         _write_apart(store, beside, threads, progress or (lambda _: None))
-        _sync(beside)
+        sync_tree(beside)
         publish_directory(beside, final)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
@@ -154,10 +152,3 @@ def _copy(root: Any, source: ShardedArray, name: str, threads: int, progress: Ca
             box = Box(y, min(y + _BLOCK_PX, height), x, min(x + _BLOCK_PX, width))
             target[(..., *box.slices())] = source.read(box, threads)
             progress(box.area)
-
-
-def _sync(path: Path) -> None:
-    found = list(os.walk(path))
-    with ThreadPoolExecutor(16) as pool:
-        list(pool.map(sync_file, [Path(folder) / file for folder, _, files in found for file in files]))
-        list(pool.map(sync_file, [Path(folder) for folder, _, _ in found]))

@@ -11,7 +11,7 @@ What a file holds beyond the array's border is never read; slots wholly beyond i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,6 +150,42 @@ class ArrayLayout:
             raise ValueError("expected all channels in one chunk")
         codec = PixelCodec.from_json(chain)
         return cls(shape, (inner[-2], inner[-1]), (outer[-2], outer[-1]), sharded, codec)
+
+
+@dataclass(frozen=True, slots=True)
+class LevelSize:
+    """Height and width of one level in pixels."""
+
+    height_px: int
+    width_px: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLevel:
+    """One level to write: where its pixels go, and its microns per pixel (y, x)."""
+
+    layout: ArrayLayout
+    mpp: tuple[float, float]
+
+
+def pyramid_levels(
+    sizes: Sequence[LevelSize], mpp_um: float, codec: PixelCodec = ZSTD, sharded: bool = True
+) -> tuple[StoredLevel, ...]:
+    """Return the levels of a pyramid that halves.
+
+    Args:
+        sizes: Finest first; each half of the one before.
+        mpp_um: Microns per pixel of the finest, both axes.
+        codec: Of every chunk; default ``zstd:1``.
+        sharded: Files are shards of 8 × 8 chunks; otherwise every chunk is a file.
+    """
+    side = SHARD_PX if sharded else CHUNK_PX
+    found = []
+    for k, size in enumerate(sizes):
+        shape = (3, size.height_px, size.width_px)
+        layout = ArrayLayout(shape, (CHUNK_PX, CHUNK_PX), (side, side), sharded, codec)
+        found.append(StoredLevel(layout, (mpp_um * 2**k, mpp_um * 2**k)))
+    return tuple(found)
 
 
 def _whole(values: list[Any]) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from data.csv_table import parse_table, read_table
 from data.errors import StoreError
 from data.files import write_atomically, write_json_atomically
 from data.store.sharded_array import read_json
@@ -167,23 +168,19 @@ def _states(store: Path) -> list[str]:
     return sorted(f"{name} {record_state(store, name)}" for name in names)
 
 
-class StoreManifest:
-    """The table of a store's slides."""
+def load_manifest(store: Path) -> list[dict[str, str]]:
+    """Return one row a slide, done and failed, from the records, or from ``manifest.csv`` where they are not kept.
 
-    @staticmethod
-    def load(store: Path) -> list[dict[str, str]]:
-        """Return one row a slide, done and failed, from the records, or from ``manifest.csv`` where they are not kept.
-
-        Raises:
-            StoreError: There is no store in this folder.
-        """
-        records = load_records(store)
-        if records:
-            return [record.row() for record in records.values()]
-        path = store / "manifest.csv"
-        if not path.is_file():
-            raise StoreError(f"{store}: not a store (it has no manifest.csv); `hyfi ingest … --out {store}` makes one")
-        return [row for _, row in _read_rows(path)]
+    Raises:
+        StoreError: There is no store in this folder.
+    """
+    records = load_records(store)
+    if records:
+        return [record.row() for record in records.values()]
+    path = store / "manifest.csv"
+    if not path.is_file():
+        raise StoreError(f"{store}: not a store (it has no manifest.csv); `hyfi ingest … --out {store}` makes one")
+    return list(parse_table(path, "store").rows)
 
 
 def read_user_manifest(path: Path) -> list[dict[str, str]]:
@@ -196,24 +193,22 @@ def read_user_manifest(path: Path) -> list[dict[str, str]]:
         RequestError: The file is unreadable, has no path column, no rows, an empty path, a slide id twice, a column
             twice or one that a store's table fills itself, or a row of more values than columns.
     """
-    numbered = _read_rows(path)
-    if not numbered:
-        raise RequestError(f"{path}: the manifest has no rows")
-    columns = tuple(numbered[0][1])
+    table = read_table(path, "manifest")
+    columns = table.columns
     column = next((c for c in ("source_path", "path") if c in columns), None)
     if column is None:
         raise RequestError(
             f"{path}: the manifest needs a column `path` (or `source_path`); it has {', '.join(columns)}"
         )
     ours = _ours(path, columns)
-    for number, row in numbered:
+    rows = [dict(row) for row in table.rows]
+    for line, row in zip(table.lines, rows, strict=True):
         if not row[column]:
-            raise RequestError(f"{path}: line {number} has no {column}")
+            raise RequestError(f"{path}: line {line} has no {column}")
         located = Path(row.pop(column))
         for name in ("path", *ours):
             row.pop(name, None)
         row["source_path"] = str(located if located.is_absolute() else path.absolute().parent / located)
-    rows = [row for _, row in numbered]
     _refuse_twice(path, (row.get("slide_id", "") for row in rows))
     return rows
 
@@ -235,55 +230,6 @@ def _refuse_twice(path: Path, names: Iterable[str]) -> None:
         if name and name in seen:
             raise RequestError(f"{path}: slide_id {name!r} stands in two rows; each slide needs its own")
         seen.add(name)
-
-
-def _read_rows(path: Path) -> list[tuple[int, dict[str, str]]]:
-    """Return the rows of a CSV, each with the line of the file in which it ends."""
-    text = _text_of(path)
-    header = text.partition("\n")[0]
-    separator = max(",;\t", key=header.count)
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
-    try:
-        lines = [(reader.line_num, [cell.strip() for cell in row]) for row in reader if any(map(str.strip, row))]
-    except csv.Error as error:
-        raise RequestError(f"{path}: line {reader.line_num} is not CSV ({error})") from error
-    if not lines:
-        return []
-    columns = _named_columns(path, lines[0][1])
-    return [(number, _row(path, number, columns, values)) for number, values in lines[1:]]
-
-
-def _text_of(path: Path) -> str:
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise RequestError(f"{path}: cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{path}: not a CSV in UTF-8 ({error.reason} at byte {error.start})") from error
-    if "\0" in text:
-        number = text.count("\n", 0, text.index("\0")) + 1
-        raise RequestError(f"{path}: line {number} holds a NUL character; save the file as a CSV in UTF-8")
-    return text
-
-
-def _named_columns(path: Path, columns: list[str]) -> list[str]:
-    twice = sorted({name for name in columns if name and columns.count(name) > 1})
-    if twice:
-        raise RequestError(f"{path}: two columns are named {twice[0]!r}; each needs its own name")
-    return columns
-
-
-def _row(path: Path, number: int, columns: list[str], values: list[str]) -> dict[str, str]:
-    """Return a row by its columns; spreadsheets end rows with empty cells that have no column, which are left out."""
-    padded = values + [""] * (len(columns) - len(values))
-    named = columns + [""] * (len(values) - len(columns))
-    nameless = [value for name, value in zip(named, padded, strict=True) if value and not name]
-    if nameless:
-        raise RequestError(
-            f"{path}, line {number}: the value {nameless[0]!r} stands in no column that has a name; "
-            "put values that hold the separator into quotes"
-        )
-    return {name: value for name, value in zip(named, padded, strict=True) if name}
 
 
 def _to_csv(rows: list[dict[str, str]]) -> bytes:

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from data.store.codec import Parts, Pixels, joined, sealed
+from data.store.codec import Buffers, Pixels, joined, with_checksum
 from data.store.layout import ArrayLayout
 from data.store.sharded_array import ABSENT
 
@@ -60,7 +60,7 @@ class FileEntry:
 def write_file(
     path: Path,
     layout: ArrayLayout,
-    chunks: Iterable[tuple[int, Parts | None]],
+    chunks: Iterable[tuple[int, Buffers | None]],
     written: Callable[[], object] = lambda: None,
 ) -> FileEntry:
     """Write one shard, or one bare chunk, so that it appears whole and on the disk or not at all.
@@ -85,7 +85,7 @@ def write_file(
                 file.write(data)
                 places.append((slot, begin, file.size - begin))
         if layout.sharded:
-            file.write(sealed(_index(layout, places)))
+            file.write(with_checksum(_index(layout, places)))
         file.flush()
         written()
         if not file.size:
@@ -115,7 +115,7 @@ class _Beside:
         self.digest = hashlib.sha256()
         self.size = 0
 
-    def write(self, data: Parts) -> None:
+    def write(self, data: Buffers) -> None:
         length = sum(map(len, data))
         self._waiting += data
         self._waiting_bytes += length

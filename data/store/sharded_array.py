@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from data.errors import StoreError
-from data.store.codec import Pixels, unsealed
+from data.store.codec import Pixels, without_checksum
 from data.store.layout import ArrayLayout
 from hyfi_core.plan.box import Box
 
@@ -38,7 +38,7 @@ Index = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _ChunkRun:
     """Chunks of one file that lie next to each other in it, in a row of the array."""
 
     file: tuple[int, int]
@@ -106,7 +106,7 @@ class ShardedArray:
         self.read_into(box, out, threads)
         return out
 
-    def _runs(self, box: Box) -> Iterator[_Run]:
+    def _runs(self, box: Box) -> Iterator[_ChunkRun]:
         layout = self.layout
         (ch, cw), columns = layout.chunk_px, layout.slots[1]
         for file in layout.files(box):
@@ -116,9 +116,9 @@ class ShardedArray:
             for row in range((inside.y0 - y0) // ch, -(-(inside.y1 - y0) // ch)):
                 for start in range(first, end, _LONGEST_RUN):
                     stop = min(end, start + _LONGEST_RUN)
-                    yield _Run(file, tuple(range(row * columns + start, row * columns + stop)))
+                    yield _ChunkRun(file, tuple(range(row * columns + start, row * columns + stop)))
 
-    def _read_run(self, run: _Run, box: Box, out: Pixels) -> None:
+    def _read_run(self, run: _ChunkRun, box: Box, out: Pixels) -> None:
         layout = self.layout
         for slot, data in self._read_chunks(run):
             whole = layout.chunk_box(run.file, slot)
@@ -134,7 +134,7 @@ class ShardedArray:
         """Return the file in this (row, column) of files."""
         return self.path / self.layout.file_name(file)
 
-    def _read_chunks(self, run: _Run) -> Iterator[tuple[int, Pixels | None]]:
+    def _read_chunks(self, run: _ChunkRun) -> Iterator[tuple[int, Pixels | None]]:
         """Yield (slot, bytes) of each chunk; None for one that was left out on purpose."""
         path = self.file_path(run.file)
         blank = self.blank.get(self.layout.file_name(run.file), ())
@@ -166,7 +166,7 @@ class ShardedArray:
     def _decode(self, data: Pixels, path: Path, slot: int) -> Pixels:
         shape = self.layout.chunk_shape
         try:
-            body = unsealed(data)
+            body = without_checksum(data)
         except ValueError as error:
             raise StoreError(f"{path}: {error} in chunk {slot}, the file is damaged; ingest the slide again") from error
         try:
@@ -195,7 +195,7 @@ def read_index(handle: int, path: Path, layout: ArrayLayout) -> Index:
     if size < length:
         raise StoreError(f"{path}: {size} bytes are too few for a shard; ingest the slide again")
     try:
-        body = unsealed(os.pread(handle, length, size - length))
+        body = without_checksum(os.pread(handle, length, size - length))
     except ValueError as error:
         raise StoreError(f"{path}: {error} in its index, the file is damaged; ingest the slide again") from error
     return np.frombuffer(body, "<u8").reshape(-1, 2)

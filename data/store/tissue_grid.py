@@ -17,6 +17,11 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from hyfi_core.plan.box import Box
+
+Mask = NDArray[np.bool_]
+"""Tissue ``(h, w)``; pixel 0 starts at the slide's corner."""
+
 LARGEST_DENOMINATOR = 100_000
 
 
@@ -85,6 +90,12 @@ class TissueGrid:
                 strips[i] = self._weighted_rows(np.diff(inside), rows.start)
         return np.diff(self._until(strips, x_ends), axis=1)
 
+    def is_glass(self, box: Box) -> bool:
+        """Whether no pixel of ``box`` (image pixels) is tissue, nor any that is next to it in the mask."""
+        rows = _rows_around(self.rows, box.y0, box.y1)
+        columns = _rows_around(self.columns, box.x0, box.x1)
+        return not bool(self.mask[rows, columns].any())
+
     def _weighted_rows(self, weights: NDArray[np.int64], first: int) -> NDArray[np.int64]:
         """Return Σ of weight · mask row over the rows from ``first`` on, for each mask column."""
         total = np.zeros(self.mask.shape[1], np.int64)
@@ -99,3 +110,18 @@ class TissueGrid:
         np.cumsum(strips * np.diff(self.columns), axis=1, out=before[:, 1:])
         column = np.clip(np.searchsorted(self.columns, x_ends, "right") - 1, 0, strips.shape[1] - 1)
         return np.asarray(before[:, column] + strips[:, column] * (x_ends - self.columns[column]), dtype=np.int64)
+
+
+def halve_mask(mask: Mask) -> Mask:
+    """Return the mask at half its size (ceil): set where at least half of the 2 × 2 pixels are."""
+    padded = np.pad(mask, ((0, mask.shape[0] % 2), (0, mask.shape[1] % 2)), mode="edge").astype(np.uint8)
+    total = padded[0::2, 0::2] + padded[1::2, 0::2] + padded[0::2, 1::2] + padded[1::2, 1::2]
+    result: Mask = total >= 2
+    return result
+
+
+def _rows_around(firsts: NDArray[np.int64], start: int, stop: int) -> slice:
+    """Return the mask's rows (or columns) under pixels ``[start, stop)``, and one more on each side."""
+    first = int(np.searchsorted(firsts, start, "right")) - 1
+    end = int(np.searchsorted(firsts, stop, "left"))
+    return slice(max(0, first - 1), end + 1)

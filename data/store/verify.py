@@ -20,7 +20,7 @@ from typing import Any
 
 from data.errors import StoreError
 from data.files import sha256_of
-from data.store.codec import unsealed
+from data.store.codec import without_checksum
 from data.store.layout import ArrayLayout
 from data.store.manifest import DONE, SlideRecord
 from data.store.metadata import digest_of_group
@@ -44,7 +44,7 @@ class Fault:
 
 
 @dataclass(slots=True)
-class Verified:
+class VerifyReport:
     """What a verification looked at and what it found.
 
     Attributes:
@@ -70,7 +70,7 @@ class _File:
     entry: FileEntry
 
 
-def verify_store(store: Path, threads: int, progress: Progress | None = None) -> Verified:
+def verify_store(store: Path, threads: int, progress: Progress | None = None) -> VerifyReport:
     """Verify every slide of a store, and that its records and its slides are the same ones.
 
     Memory: for each thread one chunk or a few MB.
@@ -87,7 +87,7 @@ def verify_store(store: Path, threads: int, progress: Progress | None = None) ->
     slides = {path.name.removesuffix(".zarr"): path for path in sorted(store.glob("*.zarr"))}
     if not slides and not records and not (store / "manifest.csv").exists():
         raise StoreError(f"{store}: not a store (no slide, no record, no manifest.csv); `hyfi ingest` makes one")
-    found = Verified(faults=faults)
+    found = VerifyReport(faults=faults)
     for name, path in slides.items():
         verify_slide(path, threads, progress, found)
         if records and name not in records:
@@ -98,7 +98,9 @@ def verify_store(store: Path, threads: int, progress: Progress | None = None) ->
     return found
 
 
-def verify_slide(path: Path, threads: int, progress: Progress | None = None, found: Verified | None = None) -> Verified:
+def verify_slide(
+    path: Path, threads: int, progress: Progress | None = None, found: VerifyReport | None = None
+) -> VerifyReport:
     """Verify one slide; see `verify_store`.
 
     Args:
@@ -107,7 +109,7 @@ def verify_slide(path: Path, threads: int, progress: Progress | None = None, fou
         progress: See there.
         found: What to add to; default new.
     """
-    found = found if found is not None else Verified()
+    found = found if found is not None else VerifyReport()
     slide_id = path.name.removesuffix(".zarr")
     found.slides += 1
 
@@ -247,7 +249,7 @@ def _reasons_inside(handle: int, file: _File) -> list[str]:
 
 def _reasons_of_chunk(data: bytes, slot: int, layout: ArrayLayout) -> list[str]:
     try:
-        body = unsealed(data)
+        body = without_checksum(data)
     except ValueError as error:
         return [f"{error} in chunk {slot}"]
     if layout.codec.exact or layout.codec.level is not None:

@@ -13,7 +13,6 @@ the journal knows and that are still whole are not written again. Unfinished sli
 
 from __future__ import annotations
 
-import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,21 +24,16 @@ from typing import Any, Self
 import numpy as np
 
 from data.cores import usable_cores
-from data.files import publish_directory, sha256_of
+from data.files import publish_directory, sha256_of, sync_tree
 from data.store import metadata
-from data.store.codec import Parts, Pixels, sealed
-from data.store.glass import Glass, Mask
-from data.store.journal import Journal
-from data.store.layout import CHUNK_PX, SHARD_PX, ArrayLayout
-from data.store.levels import LevelSize, StoredLevel, pyramid_levels
+from data.store.codec import Buffers, Pixels, with_checksum
+from data.store.layout import CHUNK_PX, SHARD_PX, ArrayLayout, StoredLevel
 from data.store.shard import write_file
 from data.store.sharded_array import ShardedArray
 from data.store.slide_store import FORMAT, slide_path
-from data.store.unfinished import unfinished_folder
-from hyfi_core.files import sync_file
+from data.store.tissue_grid import Mask, TissueGrid, halve_mask
+from data.store.unfinished import Journal, unfinished_folder
 from hyfi_core.plan.box import Box
-
-__all__ = ["CHUNK_PX", "SHARD_PX", "LevelSize", "Mask", "SlideWriter", "StoredLevel", "pyramid_levels"]
 
 _BLOCKS_IN_FLIGHT = 2
 _FILES_IN_FLIGHT = 16
@@ -84,7 +78,7 @@ class SlideWriter:
         for k, level in enumerate(self.levels):
             self._make_array(str(k), level.layout)
         self._journal = Journal(self.path)
-        self._flight = threading.BoundedSemaphore(_BLOCKS_IN_FLIGHT)
+        self._free_blocks = threading.BoundedSemaphore(_BLOCKS_IN_FLIGHT)
         self._threads = threads or usable_cores()
         self._encoders = ThreadPoolExecutor(self._threads, "store-encode")
         self._disk = ThreadPoolExecutor(_FILES_IN_FLIGHT, "store-write")
@@ -137,7 +131,7 @@ class SlideWriter:
         layout = self.levels[level].layout
         self._write_block(str(level), layout, y0, x0, block, self._glass[level])
 
-    def write_encoded(self, level: int, file: tuple[int, int], bodies: Sequence[Parts | None]) -> None:
+    def write_encoded(self, level: int, file: tuple[int, int], bodies: Sequence[Buffers | None]) -> None:
         """Take the used chunks of one file of a level as encoded bytes, in parts, without checksum; returns at once.
 
         Args:
@@ -153,13 +147,13 @@ class SlideWriter:
         if self._journal.finished(name):
             return
 
-        def chunks() -> Iterator[tuple[int, Parts | None]]:
+        def chunks() -> Iterator[tuple[int, Buffers | None]]:
             for slot, body in zip(layout.used_slots(file), bodies, strict=True):
-                left_out = body is None or (glass is not None and glass.covers(layout.chunk_box(file, slot)))
-                yield slot, None if body is None or left_out else sealed(*body)
+                left_out = body is None or (glass is not None and glass.is_glass(layout.chunk_box(file, slot)))
+                yield slot, None if body is None or left_out else with_checksum(*body)
 
         self._take()
-        self._submit(name, layout, chunks(), self._flight.release)
+        self._submit(name, layout, chunks(), self._free_blocks.release)
 
     def write_tissue(self, mask: Mask, mpp_um: float) -> None:
         """Write the tissue label from its finest level, with as many levels as the image has (NGFF asks for that).
@@ -179,7 +173,7 @@ class SlideWriter:
                 block = pixels[y : y + SHARD_PX, x : x + SHARD_PX]
                 self._write_block(f"labels/tissue/{k}", layout, y, x, block, None)
             self._label_mpp.append((mpp_um * 2**k, mpp_um * 2**k))
-            mask = _halve_mask(mask)
+            mask = halve_mask(mask)
 
     def publish(self, attributes: dict[str, Any]) -> None:
         """Wait for what is under way, list and sync it, then give the slide its name.
@@ -196,7 +190,7 @@ class SlideWriter:
         self._encoders.shutdown()
         self._disk.shutdown()
         self._write_groups(attributes)
-        _sync_metadata(self.path)
+        sync_tree(self.path, only="zarr.json")  # the pixels are on the disk already
         # The last thing before the name: killed while it syncs, a slide without a journal would be made all over again.
         self._journal.remove()
         publish_directory(self.path, self.final)
@@ -226,7 +220,7 @@ class SlideWriter:
         (folder / "zarr.json").write_bytes(metadata.encoded(value))
 
     def _write_block(
-        self, array: str, layout: ArrayLayout, y0: int, x0: int, block: Pixels, glass: Glass | None
+        self, array: str, layout: ArrayLayout, y0: int, x0: int, block: Pixels, glass: TissueGrid | None
     ) -> None:
         box = Box(y0, y0 + block.shape[-2], x0, x0 + block.shape[-1])
         names = {file: f"{array}/{layout.file_name(file)}" for file in layout.files(box)}
@@ -234,7 +228,7 @@ class SlideWriter:
         if not new:
             return
         self._take()
-        left = _Countdown(len(new), self._flight.release)
+        left = _Countdown(len(new), self._free_blocks.release)
         for file in new:
             chunks = [
                 (slot, self._encode(layout, layout.chunk_box(file, slot), box, block, glass))
@@ -243,14 +237,14 @@ class SlideWriter:
             self._submit(names[file], layout, _results(chunks), left)
 
     def _encode(
-        self, layout: ArrayLayout, chunk: Box, box: Box, block: Pixels, glass: Glass | None
+        self, layout: ArrayLayout, chunk: Box, box: Box, block: Pixels, glass: TissueGrid | None
     ) -> Future[bytes] | None:
-        if glass is not None and glass.covers(chunk):
+        if glass is not None and glass.is_glass(chunk):
             return None
         return self._encoders.submit(lambda: layout.codec.encode(_whole_chunk(layout, chunk, box, block)))
 
     def _submit(
-        self, name: str, layout: ArrayLayout, chunks: Iterator[tuple[int, Parts | None]], then: Callable[[], object]
+        self, name: str, layout: ArrayLayout, chunks: Iterator[tuple[int, Buffers | None]], then: Callable[[], object]
     ) -> None:
         """Have a file written; ``then`` is called when it is, before it is synced, or when it cannot be."""
         once = _Once(then)
@@ -259,20 +253,20 @@ class SlideWriter:
         self._pending.append(future)
 
     def _store(
-        self, name: str, layout: ArrayLayout, chunks: Iterator[tuple[int, Parts | None]], written: _Once
+        self, name: str, layout: ArrayLayout, chunks: Iterator[tuple[int, Buffers | None]], written: _Once
     ) -> None:
         self._journal.add(name, write_file(self.path / name, layout, chunks, written))
 
     def _take(self) -> None:
         """Wait until another block may be under way; raise what ended an earlier one."""
-        self._flight.acquire()
+        self._free_blocks.acquire()
         done = [future for future in self._pending if future.done()]
         self._pending = [future for future in self._pending if not future.done()]
         try:
             for future in done:
                 future.result()
         except BaseException:
-            self._flight.release()
+            self._free_blocks.release()
             raise
 
 
@@ -302,7 +296,7 @@ class _Once:
             then()
 
 
-def _results(chunks: list[tuple[int, Future[bytes] | None]]) -> Iterator[tuple[int, Parts | None]]:
+def _results(chunks: list[tuple[int, Future[bytes] | None]]) -> Iterator[tuple[int, Buffers | None]]:
     """Yield (slot, bytes) in order as they come, and let go of each."""
     chunks.reverse()
     while chunks:
@@ -322,27 +316,13 @@ def _whole_chunk(layout: ArrayLayout, chunk: Box, box: Box, block: Pixels) -> Pi
     return np.pad(pixels, missing, mode="edge")
 
 
-def _under(level: StoredLevel, glass: tuple[Mask, float] | None) -> Glass | None:
+def _under(level: StoredLevel, glass: tuple[Mask, float] | None) -> TissueGrid | None:
     shape = level.layout.shape
-    return None if glass is None else Glass(*glass, (shape[-2], shape[-1]), level.mpp)
-
-
-def _halve_mask(mask: Mask) -> Mask:
-    """Return the mask at half its size (ceil): set where at least half of the 2 × 2 pixels are."""
-    padded = np.pad(mask, ((0, mask.shape[0] % 2), (0, mask.shape[1] % 2)), mode="edge").astype(np.uint8)
-    total = padded[0::2, 0::2] + padded[1::2, 0::2] + padded[0::2, 1::2] + padded[1::2, 1::2]
-    result: Mask = total >= 2
-    return result
+    if glass is None:
+        return None
+    mask, mpp_um = glass
+    return TissueGrid.under(mask, (mpp_um, mpp_um), (shape[-2], shape[-1]), level.mpp)
 
 
 def _listed(path: Path) -> dict[str, Any]:
     return {"size": path.stat().st_size, "sha256": sha256_of(path)}
-
-
-def _sync_metadata(path: Path) -> None:
-    """Bring folders and JSON to the disk; the pixels are there already."""
-    found = list(os.walk(path))
-    # Together, not one after the other: a disk takes many waiting writers in one turn.
-    with ThreadPoolExecutor(16) as pool:
-        list(pool.map(sync_file, [Path(folder) / "zarr.json" for folder, _, files in found if "zarr.json" in files]))
-        list(pool.map(sync_file, [Path(folder) for folder, _, _ in found]))

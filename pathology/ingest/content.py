@@ -17,7 +17,9 @@ from typing import Protocol
 
 import numpy as np
 
-from data.store.writer import Mask, SlideWriter, StoredLevel, pyramid_levels
+from data.store.layout import StoredLevel, pyramid_levels
+from data.store.tissue_grid import Mask
+from data.store.writer import SlideWriter
 from hyfi_core.plan.box import Box
 from pathology.ingest.frame import Frame, find_frame, whole_frame
 from pathology.ingest.level_reader import LevelReader, choose_level

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from data.store.writer import LevelSize
+from data.store.layout import LevelSize
 from hyfi_core.plan.box import Box
 from pathology.ingest.level_reader import LevelChoice, LevelReader, choose_level
 from pathology.ingest.options import IngestOptions

@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 import simplejpeg
 
-from data.store.codec import Parts, PixelCodec
-from data.store.layout import BACKGROUND, SHARD_PX, ArrayLayout
-from data.store.writer import SlideWriter, StoredLevel
+from data.store.codec import Buffers, PixelCodec
+from data.store.layout import BACKGROUND, SHARD_PX, ArrayLayout, StoredLevel
+from data.store.writer import SlideWriter
 from pathology.errors import SlideError, TileError
 from pathology.readers.jpeg_tile import JpegDecoder
 from pathology.readers.slide_file import coalesced
@@ -181,7 +181,7 @@ class LosslessSlide:
                 writer.write_encoded(k, file, [*self._chunks(k, indices, copied, max_bad)])
         return copied
 
-    def _chunks(self, k: int, indices: Sequence[int], copied: Copied, max_bad: float) -> Iterator[Parts | None]:
+    def _chunks(self, k: int, indices: Sequence[int], copied: Copied, max_bad: float) -> Iterator[Buffers | None]:
         """Yield the tiles as chunks: views of what was read, their headers before them; None for what is left out."""
         join = self._joiners[k].join
         for index, place in self._tiles(self._levels[k], indices):

@@ -19,7 +19,7 @@ from typing import Any
 import imagecodecs
 import numpy as np
 
-from data.store.writer import SHARD_PX, LevelSize
+from data.store.layout import SHARD_PX, LevelSize
 from hyfi_core.plan.box import Box
 from pathology.readers.resample import Planes, halve
 

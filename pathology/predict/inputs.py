@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data.store.manifest import FAILED, StoreManifest, load_records
+from data.store.manifest import FAILED, load_manifest, load_records
 from data.store.slide_store import slide_path
 from hyfi_core.errors import RequestError
 from pathology.ingest.discover import find_jobs
@@ -73,7 +73,7 @@ def _stored(folder: Path) -> list[SlideInput]:
         row = record.row() if record else {}
         return [SlideInput(slide_id, row.get("case_id", ""), folder, True, row)]
     found = []
-    for row in sorted(StoreManifest.load(folder), key=lambda row: row["slide_id"]):
+    for row in sorted(load_manifest(folder), key=lambda row: row["slide_id"]):
         reason = f"not in the store: {row.get('reason', '')}" if row.get("status") == FAILED else ""
         path = slide_path(folder, row["slide_id"])
         found.append(SlideInput(row["slide_id"], row.get("case_id", ""), path, True, row, reason))

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from data.store.writer import LevelSize
+from data.store.layout import LevelSize
 from pathology.readers.resample import Planes
 from pathology.tissue.blur import MEASURED_MPP_UM, BlurMap
 from pathology.tissue.density import glass_colour

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import yaml
 
+from data.store.layout import LevelSize, pyramid_levels
 from data.store.manifest import SlideRecord, compile_manifest
-from data.store.writer import LevelSize, SlideWriter, pyramid_levels
+from data.store.writer import SlideWriter
 
 SIZE_PX = 250  # odd parts: 125 columns for each of two ranks
 SPLITS = ("train",) * 6 + ("val",) * 4 + ("test",) * 2

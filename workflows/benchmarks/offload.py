@@ -141,8 +141,9 @@ def make_store(folder: Path, size_px: int) -> Path:
     """Write eight slides of noise to train on, and two to validate."""
     import numpy as np
 
+    from data.store.layout import LevelSize, pyramid_levels
     from data.store.manifest import SlideRecord, compile_manifest
-    from data.store.writer import LevelSize, SlideWriter, pyramid_levels
+    from data.store.writer import SlideWriter
 
     store = folder / "store"
     store.mkdir(parents=True)

@@ -25,8 +25,9 @@ from typing import Any
 import numpy as np
 
 from data.cores import usable_cores
+from data.store.layout import pyramid_levels
 from data.store.slide_store import SlideStore, slide_path
-from data.store.writer import SlideWriter, pyramid_levels
+from data.store.writer import SlideWriter
 from hyfi_core.plan.box import Box
 from pathology.ingest.options import IngestOptions
 from pathology.ingest.pyramid import PyramidBuilder, level_sizes

@@ -156,11 +156,11 @@ def _facts_of_file(source: SlideSource, mpp: tuple[float, float] | None, tissue:
 
 
 def _store(path: Path, png: Path | None) -> dict[str, Any]:
-    from data.store.manifest import DONE, StoreManifest
+    from data.store.manifest import DONE, load_manifest
     from data.store.slide_store import SlideStore, StoreError, slide_path
     from pathology.ingest.thumbnail import contact_sheet, thumbnail_of_store
 
-    rows = StoreManifest.load(path)
+    rows = load_manifest(path)
     lines: list[str] = []
     slides: list[dict[str, str]] = []
     pictures: list[tuple[str, Thumbnail]] = []

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from data.csv_table import Table, read_table, write_table
 from data.samples.assign import assign_groups
 from data.samples.splits import SPLITS
-from data.samples.table import Table, read_table, write_table
 from hyfi_core.errors import RequestError
 
 SHARES: Mapping[str, float] = {"train": 0.7, "val": 0.15, "test": 0.15}

@@ -102,12 +102,12 @@ def _dataset(
     from data.samples.dataset import select_slides
     from data.samples.labels import load_labels
     from data.samples.splits import SPLITS, load_splits
-    from data.store.manifest import StoreManifest
+    from data.store.manifest import load_manifest
     from workflows.evaluation.judge import dataset_of
 
     if split not in SPLITS:
         raise RequestError(f"--split: given {split!r}; allowed: {', '.join(SPLITS)}")
-    rows = StoreManifest.load(store)
+    rows = load_manifest(store)
     path = labels or store / "manifest.csv"
     known = load_labels(path, model.get("target", "label"), classes=model["class_names"])
     column = split_column or model.get("split_column", "split")

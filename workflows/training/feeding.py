@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from data.loading.batches import Part
-from data.loading.feed import Feed, InlineFeed, Pixels, Share
+from data.loading.feed import BatchPixels, Feed, FeedSpec, InlineFeed
 from data.loading.loader import LoaderService
 from data.loading.normalise import Normalisation
 from data.loading.remote_feed import RemoteFeed
@@ -29,11 +29,11 @@ def make_feed(job: Job, roles: Roles, engine: Engine, start_step: int, device: t
     turns = (start_step * accumulate, job.steps * accumulate)
     replica = roles.trainers.rank // job.plan.ranks_per_replica
     parts = tuple(Part(part.box, part.first, part.stop) for part in engine.input_parts)
-    share = Share(job.stream, job.layout, replica, parts, turns)
+    spec = FeedSpec(job.stream, job.layout, replica, parts, turns)
     loaders = roles.loaders_of.get(roles.world.rank, ())
     if loaders:
-        return RemoteFeed(roles.world, loaders, share, data.prefetch, device)
-    return InlineFeed(job.train, share, data.cache_bytes, device)
+        return RemoteFeed(roles.world, loaders, spec, data.prefetch, device)
+    return InlineFeed(job.train, spec, data.cache_bytes, device)
 
 
 def preparation(run: RunConfig) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -49,7 +49,7 @@ class Images:
         prepare: normalises.
     """
 
-    def __init__(self, pixels: Pixels, prepare: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, pixels: BatchPixels, prepare: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._pixels, self._prepare = pixels, prepare
 
     def read(self, box: Box, first: int, stop: int) -> torch.Tensor:

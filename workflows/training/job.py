@@ -10,13 +10,12 @@ from typing import Any
 
 from data.loading.batches import BatchLayout
 from data.loading.normalise import Normalisation
-from data.loading.order import SampleStream
+from data.loading.order import SampleStream, balanced_weights, column_weights
 from data.samples.augment import Augment
 from data.samples.dataset import SlideDataset, SlideRef, select_slides
 from data.samples.labels import Labels, class_weights, load_labels
-from data.samples.sampling import balanced_weights, column_weights
 from data.samples.splits import load_splits
-from data.store.manifest import StoreManifest
+from data.store.manifest import load_manifest
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from workflows.config.load import Config
@@ -162,7 +161,7 @@ def prepare(config: Config) -> Job:
         RequestError: something of it is missing or contradicts the rest.
     """
     data = config.data
-    rows = StoreManifest.load(data.store)
+    rows = load_manifest(data.store)
     labels_path = data.labels or data.store / "manifest.csv"
     labels = read_labels(config, labels_path)
     splits = load_splits(data.splits or labels_path, rows, column=data.split_column)

@@ -12,14 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.loading.decode import part_bytes
-from data.loading.decode_pool import DecodePool
+from data.loading.decode import Lease, part_bytes
+from data.loading.decode_pool import MAX_DEATHS_OF_A_SAMPLE, DecodePool, Leases
 from data.loading.decode_worker import ChildWorker
-from data.loading.leases import MOST_DEATHS, Lease, Leases
 from data.loading.sample_cache import SampleCache
 from hyfi_core.plan.box import Box
 from tests.data.loading.thread_worker import ThreadWorker
-from tests.data.samples import HEIGHT, WIDTH, BrokenImages, Images
+from tests.data.numbered_images import HEIGHT, WIDTH, BrokenImages, Images
 
 WHOLE = Box.of_size(HEIGHT, WIDTH)
 BOXES = (Box(0, 20, 0, 53), Box(17, 37, 5, 50))
@@ -153,10 +152,10 @@ def test_a_lost_lease_is_issued_first_and_not_for_ever() -> None:
     assert leases.issue(0).number == 0
     assert leases.finish(1).number == 1
     assert leases.issue(1).number == 2 and leases.issue(2) is None
-    for _ in range(MOST_DEATHS - 2):
+    for _ in range(MAX_DEATHS_OF_A_SAMPLE - 2):
         leases.lose(0)
         assert leases.issue(0).number == 0
-    with pytest.raises(RuntimeError, match=f"{MOST_DEATHS} decoding processes died at sample 0"):
+    with pytest.raises(RuntimeError, match=f"{MAX_DEATHS_OF_A_SAMPLE} decoding processes died at sample 0"):
         leases.lose(0)
     leases.lose(7)  # it held nothing
 

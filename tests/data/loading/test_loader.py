@@ -9,7 +9,7 @@ import torch
 from data.loading.batches import BatchLayout, Part
 from data.loading.decode import part_bytes
 from data.loading.decode_worker import ChildWorker, StartWorker
-from data.loading.feed import Feed, InlineFeed, Share
+from data.loading.feed import Feed, FeedSpec, InlineFeed
 from data.loading.loader import LoaderService
 from data.loading.normalise import Normalisation
 from data.loading.order import SampleStream
@@ -18,7 +18,7 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.plan.box import Box
 from tests.data.loading.thread_worker import ThreadWorker
-from tests.data.samples import HEIGHT, WIDTH, BrokenImages, Images
+from tests.data.numbered_images import HEIGHT, WIDTH, BrokenImages, Images
 
 SAMPLES, SEED = 7, 11
 WHOLE = Box.of_size(HEIGHT, WIDTH)
@@ -46,13 +46,13 @@ def mirrored_parts(trainer: int, layout: BatchLayout) -> tuple[Part, ...]:
     ]
 
 
-def share_of(trainer: int, layout: BatchLayout, turns: tuple[int, int], parts=plain_parts, weights=None) -> Share:
-    return Share(stream(weights), layout, replica_of(trainer, layout), parts(trainer, layout), turns)
+def spec_of(trainer: int, layout: BatchLayout, turns: tuple[int, int], parts=plain_parts, weights=None) -> FeedSpec:
+    return FeedSpec(stream(weights), layout, replica_of(trainer, layout), parts(trainer, layout), turns)
 
 
-def read_all(feed: Feed, share: Share, turn: int) -> list[torch.Tensor]:
+def read_all(feed: Feed, spec: FeedSpec, turn: int) -> list[torch.Tensor]:
     pixels = feed.batch(turn)
-    return [pixels.read(part.box, part.first, part.stop).clone() for part in share.parts]
+    return [pixels.read(part.box, part.first, part.stop).clone() for part in spec.parts]
 
 
 def same(one: list[list[torch.Tensor]], other: list[list[torch.Tensor]]) -> bool:
@@ -62,9 +62,9 @@ def same(one: list[list[torch.Tensor]], other: list[list[torch.Tensor]]) -> bool
 
 
 def inline(trainer: int, layout: BatchLayout, turns: tuple[int, int], cache_bytes: int = 0, **how) -> list:
-    share = share_of(trainer, layout, turns, **how)
-    feed = InlineFeed(Images(), share, cache_bytes)
-    return [read_all(feed, share, turn) for turn in range(*turns)]
+    spec = spec_of(trainer, layout, turns, **how)
+    feed = InlineFeed(Images(), spec, cache_bytes)
+    return [read_all(feed, spec, turn) for turn in range(*turns)]
 
 
 def job(
@@ -86,10 +86,10 @@ def job(
             order = stream(how.get("weights"))
             service = LoaderService(comm, range(trainers), images, order, layout, 2, cache_bytes, start)
             return service.serve(), service.counts
-        share = share_of(comm.rank, layout, turns, **how)
+        spec = spec_of(comm.rank, layout, turns, **how)
         notice = partial(comm.poll_object, 999)  # raises when another rank has failed
-        feed = RemoteFeed(comm, range(trainers, trainers + loaders), share, prefetch, watch=notice)
-        received = [read_all(feed, share, turn) for turn in range(turns[0], leave_after or turns[1])]
+        feed = RemoteFeed(comm, range(trainers, trainers + loaders), spec, prefetch, watch=notice)
+        received = [read_all(feed, spec, turn) for turn in range(turns[0], leave_after or turns[1])]
         feed.close(stopped=leave_after is not None)
         return received, feed.reports
 
@@ -153,9 +153,9 @@ def test_each_node_reads_its_own_part_once() -> None:
             node = comm.rank - 2
             LoaderService(comm, [node], images[node], stream(), layout, workers=2, start=ThreadWorker).serve()
             return []
-        share = share_of(comm.rank, layout, (0, 4))
-        feed = RemoteFeed(comm, [2 + comm.rank], share, prefetch=1)
-        received = [read_all(feed, share, turn) for turn in range(4)]
+        spec = spec_of(comm.rank, layout, (0, 4))
+        feed = RemoteFeed(comm, [2 + comm.rank], spec, prefetch=1)
+        received = [read_all(feed, spec, turn) for turn in range(4)]
         feed.close(stopped=False)
         return received
 
@@ -191,8 +191,8 @@ def test_a_slow_trainer_makes_loaders_wait_not_grow() -> None:
         if comm.rank == 1:
             LoaderService(comm, [0], images, stream(), layout, workers=4, start=ThreadWorker).serve()
             return
-        share = share_of(0, layout, (0, 12))
-        feed = RemoteFeed(comm, [1], share, prefetch)
+        spec = spec_of(0, layout, (0, 12))
+        feed = RemoteFeed(comm, [1], spec, prefetch)
         for turn in range(12):
             feed.batch(turn)
             time.sleep(0.05)
@@ -211,7 +211,7 @@ def test_a_trainer_holds_as_many_parts_as_it_has_asked_for(prefetch: int) -> Non
         if comm.rank == 1:
             LoaderService(comm, [0], Images(), stream(), layout, workers=1, start=ThreadWorker).serve()
             return 0
-        feed = RemoteFeed(comm, [1], share_of(0, layout, (0, 3)), prefetch)
+        feed = RemoteFeed(comm, [1], spec_of(0, layout, (0, 3)), prefetch)
         feed.close(stopped=True)
         return sum(buffer.numel() for slot in feed._slots for buffer in slot.buffers)
 
@@ -226,11 +226,11 @@ def test_trainers_that_drift_apart_block_nobody() -> None:
         if comm.rank == 2:
             LoaderService(comm, range(2), images, stream(), layout, workers=1, start=ThreadWorker).serve()
             return []
-        share = share_of(comm.rank, layout, (0, 12))
-        feed = RemoteFeed(comm, [2], share, prefetch=4 if comm.rank == 0 else 1)
+        spec = spec_of(comm.rank, layout, (0, 12))
+        feed = RemoteFeed(comm, [2], spec, prefetch=4 if comm.rank == 0 else 1)
         received = []
         for turn in range(12):
-            received.append(read_all(feed, share, turn))
+            received.append(read_all(feed, spec, turn))
             time.sleep(0.02 * comm.rank)
         feed.close(stopped=False)
         return received
@@ -255,7 +255,7 @@ def test_waiting_is_measured() -> None:
         if comm.rank == 1:
             LoaderService(comm, [0], images, stream(), layout, workers=1, start=ThreadWorker).serve()
             return 0.0
-        feed = RemoteFeed(comm, [1], share_of(0, layout, (0, 5)), prefetch=1)
+        feed = RemoteFeed(comm, [1], spec_of(0, layout, (0, 5)), prefetch=1)
         for turn in range(5):
             feed.batch(turn)
         feed.close(stopped=False)
@@ -276,7 +276,7 @@ def test_a_feed_refuses_what_the_loader_does_not_send() -> None:
         if comm.rank == 1:
             LoaderService(comm, [0], Images(), stream(), layout, workers=1, start=ThreadWorker).serve()
             return
-        feed = RemoteFeed(comm, [1], share_of(0, layout, (0, 2)), prefetch=1)
+        feed = RemoteFeed(comm, [1], spec_of(0, layout, (0, 2)), prefetch=1)
         with pytest.raises(ValueError, match="turns must follow"):
             feed.batch(1)
         pixels = feed.batch(0)
@@ -298,8 +298,8 @@ def test_on_a_gpu_images_arrive_from_pinned_memory() -> None:
         if comm.rank == 1:
             LoaderService(comm, [0], Images(), stream(), layout, workers=2, start=ThreadWorker).serve()
             return []
-        share = share_of(0, layout, (0, 8))
-        feed = RemoteFeed(comm, [1], share, prefetch=1, device="cuda")
+        spec = spec_of(0, layout, (0, 8))
+        feed = RemoteFeed(comm, [1], spec, prefetch=1, device="cuda")
         received = []
         for turn in range(8):
             images = feed.batch(turn).read(BOXES[0], 0, 3)

@@ -6,11 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.loading.batches import BatchLayout
-from data.loading.order import SampleStream, drawn_order, epoch_order, step_samples
+from data.loading.order import SampleStream, balanced_weights, column_weights, drawn_order, epoch_order, step_samples
 from data.samples.dataset import SlideRef
 from data.samples.keyed import keyed_bits, keyed_uniforms
 from data.samples.labels import Labels
-from data.samples.sampling import balanced_weights, column_weights
 from hyfi_core.errors import RequestError
 
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from data.samples.augment import Augment
 from data.samples.dataset import COVERAGE_COLUMNS, SlideDataset, SlideRef, check_coverage, select_slides, write_coverage
 from data.samples.labels import load_labels
+from data.store.layout import LevelSize, pyramid_levels
 from data.store.slide_store import StoreLevel
-from data.store.writer import LevelSize, SlideWriter, pyramid_levels
+from data.store.writer import SlideWriter
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box
 

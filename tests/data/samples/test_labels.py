@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data.csv_table import natural_key, read_table, write_table
 from data.samples.labels import class_weights, load_labels
-from data.samples.table import natural_key, read_table, write_table
 from hyfi_core.errors import RequestError
 
 
@@ -45,7 +45,7 @@ def test_given_classes_keep_their_order(tmp_path):
         ("slide_id,label\n,x\n", "line 2: label 'x', but no slide_id"),
         ("slide_id,label\na,\n", "'label' is empty for every slide"),
         ("slide_id,label\n", "no rows"),
-        ("slide_id,label\na,x,y\n", "line 2: 3 values for 2 columns"),
+        ("slide_id,label\na,x,y\n", "line 2: the value .y. stands in no column"),
         ("slide_id,label,label\na,x,y\n", "two columns are named 'label'"),
         ('slide_id,label\na,"x\n', "not a CSV"),
     ],

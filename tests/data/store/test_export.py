@@ -11,8 +11,9 @@ import pytest
 
 from data.errors import StoreError
 from data.store.export import export_ngff04, pixels_of
+from data.store.layout import LevelSize, pyramid_levels
 from data.store.slide_store import SlideStore, slide_path
-from data.store.writer import LevelSize, SlideWriter, pyramid_levels
+from data.store.writer import SlideWriter
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box
 

@@ -11,8 +11,8 @@ from data.store.manifest import (
     DONE,
     FAILED,
     SlideRecord,
-    StoreManifest,
     compile_manifest,
+    load_manifest,
     load_records,
     read_user_manifest,
     record_path,
@@ -31,7 +31,7 @@ def test_records_are_the_truth_and_the_table_is_compiled_from_them(tmp_path: Pat
     assert [row["slide_id"] for row in rows] == ["b", "ä, 1"]
     assert rows[0]["source_mpp"] == "0.25" and rows[0]["tissue_fraction"] == "" and rows[0]["label"] == ""
     assert rows[1]["reason"] == 'it says "no",\nreally' and rows[1]["label"] == "benign"
-    assert StoreManifest.load(tmp_path)[1]["label"] == "benign"
+    assert load_manifest(tmp_path)[1]["label"] == "benign"
     assert load_records(tmp_path) == {"b": done, "ä, 1": failed}
 
 
@@ -42,9 +42,9 @@ def test_a_users_column_never_replaces_ours(tmp_path: Path) -> None:
 
 def test_a_store_without_records_is_read_from_its_table(tmp_path: Path) -> None:
     (tmp_path / "manifest.csv").write_text("slide_id,status\na,done\n")
-    assert StoreManifest.load(tmp_path) == [{"slide_id": "a", "status": "done"}]
+    assert load_manifest(tmp_path) == [{"slide_id": "a", "status": "done"}]
     with pytest.raises(StoreError, match="hyfi ingest"):
-        StoreManifest.load(tmp_path / "nothing")
+        load_manifest(tmp_path / "nothing")
 
 
 def test_a_damaged_record_is_named(tmp_path: Path) -> None:
@@ -78,8 +78,8 @@ def test_paths_count_from_the_manifests_folder(tmp_path: Path, separator: str, c
         ("path,note,label\na.svs,tumour, grade 2,1\n", r"m\.csv, line 2: the value '1' stands in no column"),
         ("path,label,label\na.svs,1,2\n", "two columns are named 'label'"),
         ("path,label,status,reason\na.svs,1,ill,none\n", "'status', 'reason'.*another name"),
-        ('path,label\n"a.svs,1\nb.svs,2\n', "line 3 is not CSV"),
-        (f"path,note\na.svs,{'y' * 140_000}\n", "is not CSV"),
+        ('path,label\n"a.svs,1\nb.svs,2\n', "line 3 is not a CSV"),
+        (f"path,note\na.svs,{'y' * 140_000}\n", "is not a CSV"),
         ("path,label\na.svs,1\nb\0.svs,2\n", "line 3 holds a NUL"),
     ],
 )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from data.store.export import export_ngff04
-from data.store.writer import LevelSize
+from data.store.layout import LevelSize
 from tests.data.store.test_writer import pixels_of, write_slide
 
 SIZES = [LevelSize(1100, 2300), LevelSize(550, 1150)]

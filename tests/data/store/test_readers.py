@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from data.store.codec import PixelCodec
+from data.store.layout import LevelSize
 from data.store.slide_store import SlideStore
-from data.store.writer import LevelSize
 from hyfi_core.plan.box import Box
 from tests.data.store.test_writer import pixels_of, smooth, write_slide
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from data.errors import StoreError
+from data.store.layout import LevelSize, pyramid_levels
 from data.store.slide_store import SlideStore, slide_path
-from data.store.writer import LevelSize, SlideWriter, pyramid_levels
+from data.store.writer import SlideWriter
 from hyfi_core.plan.box import Box
 
 SIZES = [LevelSize(1101, 4301), LevelSize(551, 2151), LevelSize(276, 1076)]

@@ -9,11 +9,11 @@ import pytest
 
 from data.errors import StoreError
 from data.store.codec import PixelCodec
-from data.store.layout import ArrayLayout
+from data.store.layout import ArrayLayout, LevelSize, StoredLevel, pyramid_levels
 from data.store.manifest import SlideRecord
 from data.store.slide_store import slide_path
-from data.store.verify import Verified, verify_slide, verify_store
-from data.store.writer import LevelSize, SlideWriter, StoredLevel, pyramid_levels
+from data.store.verify import VerifyReport, verify_slide, verify_store
+from data.store.writer import SlideWriter
 
 SIZES = [LevelSize(520, 1100), LevelSize(260, 550)]
 
@@ -33,7 +33,7 @@ def make_slide(store: Path, slide_id: str = "s", sharded: bool = True, blank: bo
     return slide_path(store, slide_id)
 
 
-def said(found: Verified) -> str:
+def said(found: VerifyReport) -> str:
     return "\n".join(f"{fault.slide_id} {fault.path} {fault.reason}" for fault in found.faults)
 
 

@@ -13,11 +13,11 @@ import pytest
 
 from data.errors import StoreError
 from data.store.codec import PixelCodec
-from data.store.journal import JOURNAL
-from data.store.layout import ArrayLayout
+from data.store.layout import ArrayLayout, LevelSize, StoredLevel, pyramid_levels
 from data.store.slide_store import SlideStore, slide_path
+from data.store.unfinished import JOURNAL
 from data.store.verify import verify_slide
-from data.store.writer import LevelSize, SlideWriter, StoredLevel, pyramid_levels
+from data.store.writer import SlideWriter
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.store.manifest import DONE, FAILED, StoreManifest, load_records, record_path
+from data.store.manifest import DONE, FAILED, load_manifest, load_records, record_path
 from data.store.slide_store import SlideStore, slide_path
 from data.store.writer import SlideWriter
 from hyfi_core.errors import RequestError
@@ -132,7 +132,7 @@ def test_a_bad_slide_fails_alone_with_its_reason(tmp_path: Path, make_slide: Mak
         "no_mpp": "the file does not state its microns per pixel",
         "empty": "the file is empty (0 bytes)",
     }
-    rows = {row["slide_id"]: row for row in StoreManifest.load(tmp_path / "store")}
+    rows = {row["slide_id"]: row for row in load_manifest(tmp_path / "store")}
     assert rows["no_mpp"]["status"] == FAILED and "--slide-mpp" in rows["no_mpp"]["reason"]
     again = run([no_mpp.parent], tmp_path / "store", IngestOptions(mpp=0.5, slide_mpp=0.5))
     assert again.skipped == ["good"] and [r.flags for r in again.done] == [("mpp_assumed",)]
@@ -146,12 +146,12 @@ def test_the_manifest_gives_mpp_names_and_columns(tmp_path: Path, make_slide: Ma
     manifest.write_text(text)
     report = run([manifest], tmp_path / "store")
     assert [r.slide_id for r in report.done] == ["first"] and "5 % apart" in report.failed[0].reason
-    rows = {row["slide_id"]: row for row in StoreManifest.load(tmp_path / "store")}
+    rows = {row["slide_id"]: row for row in load_manifest(tmp_path / "store")}
     assert rows["first"]["label"] == "benign" and rows["second"]["case_id"] == "c2"
     manifest.write_text(text.replace("benign", "other").replace(",0.3,", ",,"))
     again = run([manifest], tmp_path / "store")
     assert again.skipped == ["first"] and [r.slide_id for r in again.done] == ["second"]
-    rows = {row["slide_id"]: row for row in StoreManifest.load(tmp_path / "store")}
+    rows = {row["slide_id"]: row for row in load_manifest(tmp_path / "store")}
     assert rows["first"]["label"] == "other"
 
 

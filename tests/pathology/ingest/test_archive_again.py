@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import tifffile
 
-from data.store.manifest import DONE, FAILED, StoreManifest, load_records, record_state
+from data.store.manifest import DONE, FAILED, load_manifest, load_records, record_state
 from data.store.slide_store import SlideStore, slide_path
 from hyfi_core.errors import RequestError
 from pathology.ingest import forecast
@@ -55,7 +55,7 @@ def test_two_runs_at_once_do_each_slide_once_and_both_end_with_all(tmp_path: Pat
     for one in told:
         assert sorted(one["done"] + one["skipped"]) == ["0", "1", "2", "3", "4"]
         assert [failed["slide_id"] for failed in one["failed"]] == ["5"]
-    assert len(StoreManifest.load(store)) == len((store / "manifest.csv").read_text().splitlines()) - 1 == 6
+    assert len(load_manifest(store)) == len((store / "manifest.csv").read_text().splitlines()) - 1 == 6
     assert not list((store / CLAIMS).iterdir())
 
 
@@ -124,7 +124,7 @@ def test_parts_are_disjoint_and_make_the_whole(tmp_path: Path, make_slide: MakeS
     assert sorted(job.slide_id for part in jobs for job in part) == ["0", "1", "2", "3", "4"]
     for k in (3, 1, 2):
         run(sources, tmp_path / "store", part=(k, 3))
-    assert len(StoreManifest.load(tmp_path / "store")) == 5
+    assert len(load_manifest(tmp_path / "store")) == 5
 
 
 def garbage_in_a_tile(path: Path) -> None:
@@ -255,7 +255,7 @@ def test_bad_tiles_beyond_a_stricter_limit_are_not_skipped(tmp_path: Path, make_
     garbage_in_a_tile(source)
     record = run([source], store, replace(AT_HALF, max_bad=0.5)).done[0]
     assert record.bad_tiles == 1 and record.tiles == 12 and record.bad_share == pytest.approx(1 / 12)
-    row = StoreManifest.load(store)[0]
+    row = load_manifest(store)[0]
     assert row["bad_share"] == "0.0833333" and row["tiles"] == "12"
     assert run([source], store, replace(AT_HALF, max_bad=0.2)).skipped == ["a"]
     with pytest.raises(RequestError, match="bad tiles"):

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.store.manifest import DONE, StoreManifest, load_records
+from data.store.manifest import DONE, load_manifest, load_records
 from data.store.slide_store import SlideStore, slide_path
 from tests.conftest import ROOT
 from tests.pathology.tiffs import stained, write_slide
@@ -122,7 +122,7 @@ def check_loop(tmp_path: Path, sizes: list[tuple[int, int]], kills: int, workers
         killed.append(disturbed.killed_at(target, rng.uniform(0, 0.4 if number % 2 else 0.02)))
     disturbed.to_the_end()
     assert digests(disturbed.store) == digests(undisturbed.store)
-    assert all(row["status"] == DONE for row in StoreManifest.load(disturbed.store))
+    assert all(row["status"] == DONE for row in load_manifest(disturbed.store))
     assert any(killed)
     left = [p.name for p in disturbed.store.iterdir() if ".part-" in p.name or ".tmp-" in p.name or ".old-" in p.name]
     assert not left and not list((disturbed.store / ".claims").iterdir())

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.store.journal import JOURNAL
 from data.store.manifest import DONE, record_path
 from data.store.slide_store import SlideStore, slide_path
+from data.store.unfinished import JOURNAL
 from data.store.verify import verify_slide
 from pathology.ingest.options import IngestOptions
 from pathology.ingest.slide import ingest_slide

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.store.writer import LevelSize
+from data.store.layout import LevelSize
 from hyfi_core.plan.box import Box
 from pathology.ingest.pyramid import PyramidBuilder, fitted, level_sizes
 from pathology.readers.resample import Taps, halve, make_taps, resample, target_size

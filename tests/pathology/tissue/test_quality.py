@@ -5,7 +5,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from data.store.writer import LevelSize
+from data.store.layout import LevelSize
 from hyfi_core.plan.box import Box
 from pathology.ingest.pyramid import level_sizes
 from pathology.readers.resample import halve

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from data.store.manifest import StoreManifest
+from data.store.manifest import load_manifest
 from tests.conftest import ROOT, Hyfi
 from tests.pathology.tiffs import MakeSlide, stained, write_slide
 from workflows.commands.ingest import Pace, duration
@@ -153,10 +153,10 @@ def test_sigterm_ends_cleanly_and_the_same_command_goes_on(tmp_path: Path) -> No
     _, said = process.communicate(timeout=20)
     assert process.returncode == 3, said
     assert [p.name for p in store.iterdir() if ".tmp-" in p.name] == []
-    finished = {row["slide_id"] for row in StoreManifest.load(store)}
+    finished = {row["slide_id"] for row in load_manifest(store)}
     assert 0 < len(finished) < 12
     assert subprocess.run(command, cwd=tmp_path, env=environment, check=False).returncode == 0
-    assert len(StoreManifest.load(store)) == 12
+    assert len(load_manifest(store)) == 12
 
 
 def test_the_pace_weighs_slides_by_their_bytes(tmp_path: Path, make_slide: MakeSlide) -> None:

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
+from data.csv_table import read_table
 from data.samples.labels import load_labels
 from data.samples.splits import load_splits
-from data.samples.table import read_table
 from hyfi_core.errors import RequestError
 from workflows.commands.split import run
 

@@ -16,7 +16,7 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from data.samples.table import read_table
+from data.csv_table import read_table
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.checkpoint import load_checkpoint
 from tests.workflows.archive import make_config, make_store
