@@ -83,7 +83,7 @@ USED_TWICE = {
     "Work",
 }
 PURE = ("plan", "schedule")
-ONLY_HERE = {"mpi4py": "hyfi_core/comm/mpi.py", "openslide": "pathology/readers/sources.py"}
+ONLY_HERE = {"mpi4py": "hyfi_core/comm/mpi.py", "openslide": "pathology/readers/openslide_source.py"}
 
 
 def sources(package: str) -> list[Path]:

@@ -46,6 +46,7 @@ class TiffSource:
         known: What OpenSlide says of it: levels are then those pages that have their sizes, and all else is as there.
         fill_missing: Paints the places of tiles that were left out; otherwise they are white.
         stored: Indices of those levels of ``known`` that stand in the file, where it has others, too.
+        reopen: Opens the file again in another process; default: this class, without the other arguments.
 
     Raises:
         SlideError: Not a TIFF, not 8-bit RGB or grey, or its pages are not the levels that ``known`` has.
@@ -57,8 +58,9 @@ class TiffSource:
         known: SlideSource | None = None,
         fill_missing: FillMissing | None = None,
         stored: Sequence[int] | None = None,
+        reopen: Callable[[Path], SlideSource] | None = None,
     ) -> None:
-        self._path = path
+        self._path, self._reopen = path, reopen or TiffSource
         self._fill_missing = fill_missing
         try:
             with tifffile.TiffFile(path) as tiff:
@@ -90,9 +92,7 @@ class TiffSource:
         return self._file
 
     def __reduce__(self) -> tuple[Any, ...]:
-        from pathology.readers.sources import open_source
-
-        return open_source, (self._path,)
+        return self._reopen, (self._path,)
 
     def read(self, box: Box, level: int) -> RGB:
         """Return ``(h, w, 3)``; see `pathology.readers.slide_source.SlideSource.read`."""

@@ -24,9 +24,10 @@ import numpy as np
 import tifffile
 
 from hyfi_core.plan.box import Box
-from pathology.readers import sources
+from pathology.readers.openslide_source import OpenSlideSource
+from pathology.readers.slide_source import SlideSource
 from pathology.readers.source_level import RGB
-from pathology.readers.sources import SlideSource, open_source
+from pathology.readers.sources import open_source
 from pathology.readers.threads import set_decode_threads
 from pathology.synthetic.anatomy import SlideSpec
 from pathology.synthetic.placing import make_anatomy
@@ -91,7 +92,7 @@ def compare(path: Path, region_px: int, rounds: int, threads: int) -> dict[str, 
 
 def _check_equal(source: SlideSource, path: Path, box: Box) -> None:
     corner = Box(box.y0, min(box.y1, box.y0 + 2048), box.x0, min(box.x1, box.x0 + 2048))
-    slow = sources.OpenSlideSource(path)
+    slow = OpenSlideSource(path)
     if not np.array_equal(source.read(corner, 0), slow.read(corner, 0)):
         raise SystemExit(f"{path}: the two readers show different pixels; nothing was measured")
     slow.close()

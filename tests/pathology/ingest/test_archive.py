@@ -19,7 +19,7 @@ from pathology.ingest.archive import IngestOptions, IngestReport, Request, inges
 from pathology.ingest.discover import SlideJob
 from pathology.ingest.pool import SlidePool
 from pathology.ingest.work import Outcome
-from pathology.readers.sources import OpenSlideSource
+from pathology.readers.openslide_source import OpenSlideSource
 from tests.pathology.tiffs import MakeSlide, halved, write_slide
 
 AT_HALF = IngestOptions(mpp=0.5)

@@ -11,8 +11,9 @@ from hyfi_core.plan.box import Box
 from pathology.ingest.level_reader import LevelReader, choose_level
 from pathology.ingest.pyramid import PyramidBuilder, level_sizes
 from pathology.readers.resample import Planes
+from pathology.readers.slide_source import SlideSource
 from pathology.readers.source_level import RGB, BadTile, SourceLevel, moved_by
-from pathology.readers.sources import SlideSource, open_source
+from pathology.readers.sources import open_source
 from tests.pathology.tiffs import write_slide
 
 MPP = 0.25

@@ -16,8 +16,9 @@ from pathology.ingest.archive import IngestOptions, Request, ingest, ingest_slid
 from pathology.readers import czi_source
 from pathology.readers.czi_file import CziBlock
 from pathology.readers.czi_source import CziSource
+from pathology.readers.openslide_source import OpenSlideSource
 from pathology.readers.source_level import RGB, BadTile
-from pathology.readers.sources import OpenSlideSource, open_source
+from pathology.readers.sources import open_source
 from tests.pathology.readers.czi_files import write_czi
 from tests.pathology.readers.scanners import soft
 from tests.pathology.readers.test_mrxs import twin, whole

@@ -21,7 +21,8 @@ from pathology.ingest.identity import SourceStamp
 from pathology.ingest.staging import files_of, staged
 from pathology.readers import dicom_files
 from pathology.readers.dicom_files import DicomHead, dicom_head
-from pathology.readers.sources import OpenSlideSource, open_source
+from pathology.readers.openslide_source import OpenSlideSource
+from pathology.readers.sources import open_source
 from tests.pathology.readers.dicom_slides import CT, element, write_file, write_series
 from tests.pathology.readers.scanners import smooth
 

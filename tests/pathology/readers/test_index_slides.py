@@ -15,8 +15,10 @@ from pathology.errors import SlideError
 from pathology.ingest.archive import IngestOptions, Request, ingest, ingest_slide
 from pathology.ingest.identity import SourceStamp
 from pathology.ingest.staging import files_of, staged
+from pathology.readers.openslide_source import OpenSlideSource
+from pathology.readers.slide_source import SlideSource
 from pathology.readers.source_level import RGB
-from pathology.readers.sources import OpenSlideSource, SlideSource, open_source
+from pathology.readers.sources import open_source
 from tests.pathology.readers.index_slides import write_vms, write_vmu
 from tests.pathology.readers.scanners import smooth
 from tests.pathology.readers.test_processes import in_children

@@ -24,8 +24,10 @@ from pathology.ingest.identity import SourceStamp, source_digest
 from pathology.ingest.staging import files_of, staged
 from pathology.predict.cohort import PredictOptions, predict_slides
 from pathology.predict.inputs import find_inputs
+from pathology.readers.openslide_source import OpenSlideSource
+from pathology.readers.slide_source import SlideSource
 from pathology.readers.source_level import RGB
-from pathology.readers.sources import OpenSlideSource, SlideSource, open_source
+from pathology.readers.sources import open_source
 from tests.pathology.readers.mrxs_files import SLIDE_ID, Mirax, write_mirax
 from tests.pathology.readers.scanners import soft
 from tests.pathology.readers.test_processes import in_children

@@ -13,7 +13,8 @@ import tifffile
 from hyfi_core.plan.box import Box
 from pathology.errors import SlideError, TileError
 from pathology.ingest.lossless import LosslessSlide
-from pathology.readers.sources import OpenSlideSource, open_source
+from pathology.readers.openslide_source import OpenSlideSource
+from pathology.readers.sources import open_source
 from pathology.readers.tiff_source import TiffSource
 from tests.pathology.readers.scanners import smooth
 

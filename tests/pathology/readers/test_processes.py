@@ -17,10 +17,12 @@ import tifffile
 from hyfi_core.plan.box import Box
 from pathology.errors import SlideError, TileError
 from pathology.readers import threads as source_threads
+from pathology.readers.openslide_source import OpenSlideSource
 from pathology.readers.per_thread import PerThread
 from pathology.readers.slide_file import SlideFile, coalesced
+from pathology.readers.slide_source import SlideSource
 from pathology.readers.source_level import BadTile
-from pathology.readers.sources import OpenSlideSource, SlideSource, open_source
+from pathology.readers.sources import open_source
 from pathology.readers.threads import decode_threads, run_in_pool, set_decode_threads
 from tests.pathology.readers.scanners import jpeg, smooth, write_encoded, write_leica
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from data.store.layout import LevelSize
 from hyfi_core.plan.box import Box
 from pathology.ingest.pyramid import PyramidBuilder, fitted, level_sizes
-from pathology.readers.resample import Taps, halve, make_taps, resample, target_size
+from pathology.readers.resample import Taps, halve, make_taps, mean_of_2x2, resample, target_size
 
 
 def area_means(source: np.ndarray, ratio: float, target: int) -> np.ndarray:
@@ -123,3 +123,28 @@ def test_an_overview_gets_the_size_of_its_level(size: tuple[int, int]) -> None:
     rows, columns = (np.minimum(np.arange(n), side - 1) for n, side in zip(size, (7, 9), strict=True))
     found = fitted(pixels, LevelSize(*size))
     assert found.flags["C_CONTIGUOUS"] and np.array_equal(found, pixels[:, rows][:, :, columns])
+
+
+def mean_of_four(block: np.ndarray) -> np.ndarray:
+    wide = block.astype(np.int64)
+    total = wide[:, 0::2, 0::2] + wide[:, 1::2, 0::2] + wide[:, 0::2, 1::2] + wide[:, 1::2, 1::2]
+    return ((total + 2) // 4).astype(np.uint8)
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 2), (3, 64, 64), (1, 30, 510), (3, 66, 1000), (2, 0, 4)])
+def test_halving_takes_the_mean_of_four_pixels_half_rounded_up(shape: tuple[int, int, int]) -> None:
+    block = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    assert np.array_equal(mean_of_2x2(block), mean_of_four(block))
+
+
+def test_the_largest_sums_and_every_remainder_are_exact() -> None:
+    block = np.array([[[255, 255, 255, 255, 0, 1, 1, 1], [255, 254, 255, 253, 0, 0, 1, 0]]], np.uint8)
+    assert mean_of_2x2(block).tolist() == [[[255, 255, 0, 1]]]
+    assert np.array_equal(mean_of_2x2(block), mean_of_four(block))
+
+
+def test_halving_takes_any_strides() -> None:
+    pixels = np.random.default_rng(1).integers(0, 256, (70, 80, 3), dtype=np.uint8)
+    block = pixels.transpose(2, 0, 1)
+    assert np.array_equal(mean_of_2x2(block), mean_of_four(block))
+    assert np.array_equal(halve(block[:, 1:, :-2]), halve(block[:, 1:, :-2].copy()))

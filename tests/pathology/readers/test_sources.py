@@ -11,8 +11,9 @@ import tifffile
 from hyfi_core.plan.box import Box
 from pathology.errors import SlideError, TileError
 from pathology.readers.jpeg_tile import jpeg_prefix
+from pathology.readers.openslide_source import OpenSlideSource
 from pathology.readers.source_level import snapped_levels
-from pathology.readers.sources import OpenSlideSource, open_source
+from pathology.readers.sources import open_source
 from pathology.readers.tiff_source import TiffSource
 from tests.pathology.readers.scanners import jpeg, smooth, write_encoded
 from tests.pathology.tiffs import MakeSlide

@@ -13,8 +13,9 @@ import tifffile
 
 from hyfi_core.plan.box import Box
 from pathology.errors import SlideError, TileError
+from pathology.readers.openslide_source import OpenSlideSource
 from pathology.readers.source_level import BadTile
-from pathology.readers.sources import OpenSlideSource, open_source
+from pathology.readers.sources import open_source
 from pathology.readers.tiff_source import TiffSource
 from pathology.readers.tile_decoders import make_decoder
 from tests.pathology.readers.scanners import (

@@ -10,8 +10,9 @@ import pytest
 import tifffile
 
 from hyfi_core.plan.box import Box
+from pathology.readers.openslide_source import OpenSlideSource
 from pathology.readers.source_level import BadTile
-from pathology.readers.sources import OpenSlideSource, open_source
+from pathology.readers.sources import open_source
 from tests.pathology.readers.scanners import smooth, write_leica
 
 STORED = {

@@ -14,8 +14,9 @@ from data.store.manifest import DONE, FAILED
 from data.store.slide_store import SlideStore, slide_path
 from hyfi_core.plan.box import Box
 from pathology.ingest.archive import IngestOptions, Request, ingest, ingest_slide
+from pathology.readers.openslide_source import OpenSlideSource
 from pathology.readers.source_level import RGB
-from pathology.readers.sources import OpenSlideSource, open_source
+from pathology.readers.sources import open_source
 from tests.pathology.readers.scanners import soft, write_leica
 from tests.pathology.readers.test_mrxs import twin, whole
 from tests.pathology.readers.vendor_tiffs import write_philips, write_ventana
