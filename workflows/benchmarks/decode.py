@@ -24,7 +24,7 @@ import numpy as np
 import tifffile
 
 from hyfi_core.plan.box import Box
-from pathology.readers.openslide_source import OpenSlideSource
+from pathology.readers.openslide_source import OpenSlideSource, open_handle
 from pathology.readers.slide_source import SlideSource
 from pathology.readers.source_level import RGB
 from pathology.readers.sources import open_source
@@ -102,7 +102,7 @@ def _read_with_openslide(path: Path, box: Box, threads: int) -> None:
     strips = [Box(y, min(y + _STRIP_PX, box.y1), box.x0, box.x1) for y in range(box.y0, box.y1, _STRIP_PX)]
 
     def read(thread: int) -> None:
-        with sources.openslide.OpenSlide(path) as slide:
+        with open_handle(path) as slide:
             for strip in strips[thread::threads]:
                 slide.read_region((strip.x0, strip.y0), 0, (strip.width, strip.height))
 
