@@ -21,8 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from hyfi_core.capture.guards import detach_what_has_no_gradient, faithful, refuse_fake_constants
-from hyfi_core.capture.light_export import light_export
+from hyfi_core.capture.guards import detach_what_has_no_gradient, trace_guards, refuse_fake_constants
 from hyfi_core.capture.program import Operator, Program, Ref, ValueInfo
 from hyfi_core.errors import RequestError
 
@@ -46,11 +45,10 @@ def capture(model: nn.Module, shape: tuple[int, int, int, int], dtype: torch.dty
         with FakeTensorMode(allow_non_fake_inputs=True):
             image = torch.empty(shape, dtype=dtype)
         try:
-            with light_export():
-                with _cumulative_averages(model), faithful(model):
-                    traced = torch.export.export(model, (image,), strict=False)
-                detach_what_has_no_gradient(traced)
-                exported = traced.run_decompositions({})
+            with _cumulative_averages(model), trace_guards(model):
+                traced = torch.export.export(model, (image,), strict=False)
+            detach_what_has_no_gradient(traced)
+            exported = traced.run_decompositions({})
         except RequestError as error:
             raise RequestError(f"the model {type(model).__name__} cannot be captured: {error}") from error
         except Exception as error:

@@ -35,7 +35,7 @@ _here = threading.local()
 
 
 @contextlib.contextmanager
-def faithful(model: nn.Module) -> Iterator[None]:
+def trace_guards(model: nn.Module) -> Iterator[None]:
     """Have ``model`` traced as it runs. It changes classes of PyTorch's, for this thread: one thread at a time.
 
     Raises:
