@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from hyfi_core.capture.guards import detach_what_has_no_gradient, trace_guards, refuse_fake_constants
+from hyfi_core.capture.guards import detach_what_has_no_gradient, refuse_fake_constants, trace_guards
 from hyfi_core.capture.program import Operator, Program, Ref, ValueInfo
 from hyfi_core.errors import RequestError
 
