@@ -22,7 +22,7 @@ from hyfi_core.cost.operators import operator_costs
 from hyfi_core.errors import RequestError
 from hyfi_core.models.amoebanet import amoebanet_d
 from hyfi_core.models.resnet import resnet18
-from hyfi_core.runtime.reduction import ReductionGroup
+from hyfi_core.runtime.gradients import ReductionGroup
 from tests.harness import identity, one_process, run_copies
 from tests.steps import (
     Factory,

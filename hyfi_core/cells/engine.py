@@ -44,9 +44,9 @@ from hyfi_core.runtime.backward import Values
 from hyfi_core.runtime.bindings import Bindings
 from hyfi_core.runtime.compiled import HostedStage
 from hyfi_core.runtime.executor import Executor
-from hyfi_core.runtime.images import Images, InputPart, Shape, batch_shape, read_part
-from hyfi_core.runtime.modes import evaluating
-from hyfi_core.runtime.random_key import RandomKey
+from hyfi_core.runtime.batch_reader import Images, InputPart, Shape, batch_shape, read_part
+from hyfi_core.runtime.executor import evaluating
+from hyfi_core.runtime.bindings import RandomKey
 
 
 @dataclass(frozen=True)

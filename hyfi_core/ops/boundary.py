@@ -1,4 +1,4 @@
-"""Handover: the values that travel from the ranks of one stage to those of another, and their cotangents back.
+"""Boundary transfer: the values that travel from the ranks of one stage to those of another; their cotangents back.
 
     stage s, grid 2 x 2          stage t, grid 1 x 2
     ┌───┬───┐                    ┌───┬───┐
@@ -93,7 +93,7 @@ _Part = tuple[Piece, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Handover:
+class BoundaryTransfer:
     """What travels along one edge between two stages.
 
     Attributes:
@@ -116,7 +116,7 @@ class Handover:
         """Return position in the first stage -> pieces that ``target`` takes from there, or sends there ``back``."""
         return self._pieces[back][1][target]
 
-    def parcel(self, pieces: tuple[Piece, ...], device: torch.device) -> torch.Tensor:
+    def buffer(self, pieces: tuple[Piece, ...], device: torch.device) -> torch.Tensor:
         """Return memory for a message of these pieces; nobody else's until the caller drops it and all views of it."""
         return self._buffers.take((_length(pieces),), torch.uint8, device)
 
@@ -129,29 +129,29 @@ class Handover:
         boxes = value.have if at_source else value.need
         return None if boxes is None else boxes[position]
 
-    def arrived(self, target: int, parcels: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def arrived(self, target: int, buffers: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return what the rank at ``target`` holds after all its messages have come."""
-        found, result = _unpacked(self.incoming(target), parcels), {}
+        found, result = _unpacked(self.incoming(target), buffers), {}
         for value in self.values:
             box, parts = self.origin(value, target, at_source=False), found.get(value.name, [])
             whole = self._only(value, box, parts)
             if whole is None:
-                whole = self._canvas(value, box, parcels)
+                whole = self._canvas(value, box, buffers)
                 for piece, part in parts:
                     value.cut(whole, piece.box, box).copy_(part)
             result[value.name] = whole
         return result
 
-    def returned(self, source: int, parcels: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def returned(self, source: int, buffers: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the cotangents that have come back to the rank at ``source``, added up; nothing for none."""
-        found, result = _unpacked(self.outgoing(source, back=True), parcels), {}
+        found, result = _unpacked(self.outgoing(source, back=True), buffers), {}
         for value in self.values:
             box, parts = self.origin(value, source, at_source=True), found.get(value.name, [])
             if not value.gradient or (box is None and not parts):
                 continue
             whole = self._only(value, box, parts)
             if whole is None:
-                whole = self._canvas(value, box, parcels).zero_()
+                whole = self._canvas(value, box, buffers).zero_()
                 for piece, part in parts:
                     value.cut(whole, piece.box, box).add_(part)
             result[value.name] = whole
@@ -167,8 +167,8 @@ class Handover:
         last = self.channels_last and tensor.dim() == 4
         return tensor.contiguous(memory_format=torch.channels_last) if last else tensor
 
-    def _canvas(self, value: Carried, box: Box | None, parcels: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        device = next((parcel.device for parcel in parcels.values()), torch.device("cpu"))
+    def _canvas(self, value: Carried, box: Box | None, buffers: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        device = next((buffer.device for buffer in buffers.values()), torch.device("cpu"))
         return self._formatted(torch.empty(value.local_shape(box), dtype=value.dtype, device=device))
 
     @cached_property
@@ -211,7 +211,7 @@ class Handover:
 
 
 def pack(
-    handover: Handover, position: int, pieces: tuple[Piece, ...], tensors: Mapping[str, torch.Tensor], at_source: bool
+    boundary: BoundaryTransfer, position: int, pieces: tuple[Piece, ...], tensors: Mapping[str, torch.Tensor], at_source: bool
 ) -> torch.Tensor:
     """Return the pieces of what this rank holds as one run of bytes.
 
@@ -224,30 +224,30 @@ def pack(
         if tensor is None:
             part = torch.zeros(piece.shape, dtype=piece.value.dtype, device=device)
         else:
-            origin = handover.origin(piece.value, position, at_source)
+            origin = boundary.origin(piece.value, position, at_source)
             part = piece.value.cut(tensor, piece.box, origin).to(piece.value.dtype).contiguous()
         parts.append(part.reshape(-1).view(torch.uint8))
     if len(parts) == 1:
         return parts[0]
-    parcel = handover.parcel(pieces, device)
+    buffer = boundary.buffer(pieces, device)
     for (start, stop), part in zip(_places(pieces), parts, strict=True):
-        parcel[start:stop].copy_(part)
-    return parcel
+        buffer[start:stop].copy_(part)
+    return buffer
 
 
-def unpack(parcel: torch.Tensor, pieces: tuple[Piece, ...]) -> list[torch.Tensor]:
+def unpack(buffer: torch.Tensor, pieces: tuple[Piece, ...]) -> list[torch.Tensor]:
     """Return the pieces that lie in a run of bytes, as views of it."""
     return [
-        parcel[start:stop].view(piece.value.dtype).view(piece.shape)
+        buffer[start:stop].view(piece.value.dtype).view(piece.shape)
         for (start, stop), piece in zip(_places(pieces), pieces, strict=True)
     ]
 
 
-def _unpacked(expected: Pieces, parcels: Mapping[int, torch.Tensor]) -> dict[str, list[_Part]]:
+def _unpacked(expected: Pieces, buffers: Mapping[int, torch.Tensor]) -> dict[str, list[_Part]]:
     """Return value -> (piece, what came of it), over all messages."""
     found: dict[str, list[_Part]] = {}
     for position, pieces in expected.items():
-        for piece, part in zip(pieces, unpack(parcels[position], pieces), strict=True):
+        for piece, part in zip(pieces, unpack(buffers[position], pieces), strict=True):
             found.setdefault(piece.value.name, []).append((piece, part))
     return found
 

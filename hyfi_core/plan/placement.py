@@ -13,10 +13,26 @@ With ``interleave`` v, the D grids are gone through v times: stage s sits on gri
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:  # a plan is drawn by its placement
-    from hyfi_core.plan.parallel_plan import ParallelPlan
+
+class Stages(Protocol):
+    """What of a ``ParallelPlan`` decides where stages are."""
+
+    @property
+    def grids(self) -> tuple[tuple[int, int], ...]:
+        """Rows x columns of ranks, one entry for each grid."""
+        ...
+
+    @property
+    def interleave(self) -> int:
+        """How often the grids are gone through."""
+        ...
+
+    @property
+    def directions(self) -> int:
+        """1 or 2."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -32,7 +48,7 @@ class Placement:
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
 
     @classmethod
-    def of(cls, plan: ParallelPlan) -> Placement:
+    def of(cls, plan: Stages) -> Placement:
         """Return the placement of a plan."""
         groups: list[tuple[int, ...]] = []
         first = 0

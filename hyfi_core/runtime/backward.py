@@ -1,9 +1,9 @@
-"""A tape run backward: in the one order that all ranks share, weights' cotangents while a rank would wait anyway.
+"""A tape run backward, in the one order that all ranks share; gradients of weights are deferred to fill waits.
 
 ```
-convolution     cotangent of its map ── of its weight: owed
+convolution     cotangent of its map ── of its weight: deferred
 relu            over the same memory
-batch norm      sums ── all-reduce under way ── what is owed is worked off ── cotangent of its map
+batch norm      sums ── all-reduce under way ── deferred gradients are computed ── cotangent of its map
 ```
 
 Cores are never equally fast. With the weight's share of a convolution, about half of its backward, between sending
@@ -43,18 +43,18 @@ class SegmentRecord:
 
 
 @dataclass
-class MeetingRecord:
+class CommunicationRecord:
     """What backward needs of a communicating operator."""
 
     meeting: Meeting
     saved: Any
 
 
-Record = SegmentRecord | MeetingRecord
+Record = SegmentRecord | CommunicationRecord
 
 
 @dataclass(frozen=True)
-class _Owed:
+class _Deferred:
     """Cotangents of weights that are still to be computed.
 
     Attributes:
@@ -88,7 +88,7 @@ class BackwardPass:
     ) -> None:
         self._tape, self._comm_of, self._parameters, self._complete = tape, comm_of, parameters, complete
         self._cotangents: Values = {}
-        self._owed: list[_Owed] = []
+        self._deferred: list[_Deferred] = []
 
     def run(self, records: list[Record], cotangents: Mapping[str, torch.Tensor], keep: bool) -> Values:
         """Run the records backward.
@@ -107,23 +107,23 @@ class BackwardPass:
         while remaining:
             record = remaining.pop()
             names = last.get(len(remaining), [])
-            if isinstance(record, MeetingRecord):
-                self._meet_back(record, names, remaining)
+            if isinstance(record, CommunicationRecord):
+                self._communicate_back(record, names, remaining)
             else:
                 self._run_back(record, names, keep)
-        self._settle()
+        self._flush()
         return self._cotangents
 
     def _run_back(self, record: SegmentRecord, names: Sequence[str], keep: bool) -> None:
         if self._complete is None:
-            self._credit(_differentiated(record, self._cotangents, keep))
+            self._add(_differentiated(record, self._cotangents, keep))
             return
-        with _told_early(names, self._parameters, self._complete) as left:
+        with _completing_early(names, self._parameters, self._complete) as left:
             found = _differentiated(record, self._cotangents, keep)
-        self._credit(found)
+        self._add(found)
         self._complete(left)
 
-    def _meet_back(self, record: MeetingRecord, names: Sequence[str], before: Sequence[Record]) -> None:
+    def _communicate_back(self, record: CommunicationRecord, names: Sequence[str], before: Sequence[Record]) -> None:
         step = record.meeting.step
         if any(name in self._tape.active for name in step.inputs):
             given = tuple(self._cotangents.pop(name, None) if name is not None else None for name in step.outputs)
@@ -131,9 +131,9 @@ class BackwardPass:
             with torch.no_grad():
                 results, rest = self._called_back(step, record.saved, given, wanted, before)
             del given
-            self._credit(self._named(step, results))
+            self._add(self._named(step, results))
             if rest is not None:
-                self._owed.append(_Owed(step, rest, names))
+                self._deferred.append(_Deferred(step, rest, names))
                 return
         if self._complete is not None:
             self._complete(names)
@@ -142,35 +142,35 @@ class BackwardPass:
         self, step: Communicate, saved: Any, given: Cotangents, wanted: Sequence[bool], before: Sequence[Record]
     ) -> tuple[Cotangents, Rest | None]:
         collective, comm = step.collective, self._comm_of(step)
-        if self._owed and isinstance(collective, Waiting):
+        if self._deferred and isinstance(collective, Waiting):
             pending, finish = collective.start_back(comm, saved, given, tuple(wanted))
             del given
             with polled(pending):
-                self._settle()
+                self._flush()
             pending.wait()
             return finish(), None
-        if isinstance(collective, InTwo) and comm.size > 1 and self._may_owe(step, before):
+        if isinstance(collective, InTwo) and comm.size > 1 and self._may_defer(step, before):
             return collective.backward_first(comm, saved, given, tuple(wanted))
         return collective.backward(comm, saved, given, tuple(wanted)), None
 
-    def _may_owe(self, step: Communicate, before: Sequence[Record]) -> bool:
+    def _may_defer(self, step: Communicate, before: Sequence[Record]) -> bool:
         """Whether this rank will soon wait, and nothing but parameters needs the rest of the cotangents."""
         if not all(name is None or name in self._parameters for name in step.inputs[1:]):
             return False
-        meetings = (record.meeting.step for record in reversed(before) if isinstance(record, MeetingRecord))
+        meetings = (record.meeting.step for record in reversed(before) if isinstance(record, CommunicationRecord))
         upcoming = next((found for found in meetings if found.kind != NO_MESSAGES), None)
         return upcoming is not None and isinstance(upcoming.collective, Waiting)
 
-    def _settle(self) -> None:
-        """Work off what is owed."""
-        while self._owed:
-            owed = self._owed.pop(0)
+    def _flush(self) -> None:
+        """Compute the deferred gradients of weights."""
+        while self._deferred:
+            deferred = self._deferred.pop(0)
             with torch.no_grad():
-                results = owed.rest()
-            self._credit(self._named(owed.step, results))
+                results = deferred.rest()
+            self._add(self._named(deferred.step, results))
             del results
             if self._complete is not None:
-                self._complete(owed.names)
+                self._complete(deferred.names)
 
     def _named(self, step: Communicate, results: Cotangents) -> Found:
         return [
@@ -179,7 +179,7 @@ class BackwardPass:
             if name is not None and result is not None and name in self._tape.active
         ]
 
-    def _credit(self, found: Found) -> None:
+    def _add(self, found: Found) -> None:
         """Add what a step found to what it belongs to, and empty the list: the next step may then write over it."""
         while found:
             name, cotangent = found.pop(0)
@@ -211,7 +211,7 @@ def _differentiated(record: SegmentRecord, cotangents: Values, keep: bool) -> Fo
 
 
 @contextlib.contextmanager
-def _told_early(
+def _completing_early(
     names: Sequence[str], parameters: Mapping[str, torch.Tensor], complete: Complete
 ) -> Iterator[list[str]]:
     """Call ``complete`` for each parameter as autograd finishes its gradient; yield those that it has not yet told.

@@ -20,7 +20,7 @@ from hyfi_core.errors import RequestError
 from hyfi_core.lowering.lower import Lowering
 from hyfi_core.lowering.pool_before_relu import pooled_first
 from hyfi_core.lowering.segments import Tape, build_tape
-from hyfi_core.ops.boundary import Carried, Handover
+from hyfi_core.ops.boundary import Carried, BoundaryTransfer
 from hyfi_core.plan.layout import Layout
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
@@ -54,7 +54,7 @@ class Compiled:
     Attributes:
         program: the whole model.
         hosted: (stage, direction) -> the stage, for all that this rank holds.
-        handovers: (from, to) -> what travels between two stages, the same on every rank.
+        boundaries: (from, to) -> what travels between two stages, the same on every rank.
         parameters: for each stage, the user's names of the parameters that it uses.
         buffers: the same for buffers.
         trained: the user's names of those that get a gradient.
@@ -63,7 +63,7 @@ class Compiled:
 
     program: Program
     hosted: Mapping[tuple[int, int], HostedStage]
-    handovers: Mapping[tuple[int, int], Handover]
+    boundaries: Mapping[tuple[int, int], BoundaryTransfer]
     parameters: tuple[tuple[str, ...], ...]
     buffers: tuple[tuple[str, ...], ...]
     trained: frozenset[str]
@@ -116,7 +116,7 @@ def compile_model(
     return Compiled(
         program,
         lowered.hosted,
-        {edge: lowered.handover(edge, dtypes, last) for edge in edges(stages)},
+        {edge: lowered.boundary(edge, dtypes, last) for edge in edges(stages)},
         tuple(tuple(stage.program.parameters.values()) for stage in stages),
         tuple(tuple(stage.program.buffers.values()) for stage in stages),
         frozenset(program.parameters[name] for name in trained if name in active),
@@ -177,7 +177,7 @@ class _Lowered:
             self._splits.append(next(iter(made.values())).ranked.splits)
             self.hosted.update({(index, direction): made[position] for direction, position in positions.items()})
 
-    def handover(self, edge: tuple[int, int], dtypes: Mapping[str, torch.dtype], channels_last: bool) -> Handover:
+    def boundary(self, edge: tuple[int, int], dtypes: Mapping[str, torch.dtype], channels_last: bool) -> BoundaryTransfer:
         """Return what travels between two stages."""
         source, target = edge
         values = self._stages[source].program.values
@@ -192,7 +192,7 @@ class _Lowered:
                 parts, whole = (have.layout.parts, need.layout.parts), have.layout.map
                 carried.append(Carried(name, info.shape, dtype, gradient, have.dims, *parts, whole))
         sizes = [rows * columns for rows, columns in (self._placement.grids[source], self._placement.grids[target])]
-        return Handover(tuple(carried), sizes[0], sizes[1], channels_last)
+        return BoundaryTransfer(tuple(carried), sizes[0], sizes[1], channels_last)
 
     def _entries_of(self, index: int) -> dict[str, Split | None]:
         """Return how the values from other stages are split here: evenly, where they are split there."""

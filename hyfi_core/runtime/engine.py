@@ -20,15 +20,15 @@ from hyfi_core.runtime.bindings import Bindings
 from hyfi_core.runtime.compiled import Compiled, compile_model, with_named_cuts
 from hyfi_core.runtime.gradients import StepGradients, clip
 from hyfi_core.runtime.groups import Groups
-from hyfi_core.runtime.images import Images, InputPart
+from hyfi_core.runtime.batch_reader import Images, InputPart
 from hyfi_core.runtime.mirror import Mirror
-from hyfi_core.runtime.modes import autocasting, evaluating
+from hyfi_core.runtime.executor import autocasting, evaluating
 from hyfi_core.runtime.optimizer_state import optimizer_state, restricted
-from hyfi_core.runtime.ownership import Holdings
+from hyfi_core.runtime.ownership import ParameterOwnership
 from hyfi_core.runtime.pipeline import Key, Pipeline, Step
 from hyfi_core.runtime.predictor import Predictor
-from hyfi_core.runtime.random_key import RandomKey
-from hyfi_core.runtime.stage_exchange import Courier
+from hyfi_core.runtime.bindings import RandomKey
+from hyfi_core.runtime.stage_exchange import StageExchange
 from hyfi_core.runtime.statistics import FoldedStatistics, FollowingStatistics
 from hyfi_core.schedule.action import Action, Schedule
 from hyfi_core.schedule.generate import generate
@@ -84,9 +84,9 @@ class Engine:
         self.events: list[tuple[Action, float, float]] = []
         # Captures the model: what cannot run is refused here.
         compiled = self._compiled(micro)
-        self._holdings = Holdings(model, compiled, self._groups)
+        self._ownership = ParameterOwnership(model, compiled, self._groups)
         self._mirror = self._make_mirror(compiled)
-        self._optimizer = optimizer(self._holdings.optimized()) if optimizer is not None else None
+        self._optimizer = optimizer(self._ownership.optimized()) if optimizer is not None else None
         self._input_parts = tuple(self._reader.training_parts(compiled, shape[0]).values())
 
     # -- what a user calls
@@ -126,7 +126,7 @@ class Engine:
             compiled = self._compiled(micro)
             local = self._reader.read(images, self._reader.prediction_parts(compiled, shape[0]))
             predictor = Predictor(
-                compiled, self._groups, self._placement, self._courier(compiled), self._bindings.begin
+                compiled, self._groups, self._placement, self._exchange(compiled), self._bindings.begin
             )
             return predictor.run(local, shape[0], micro[0])
 
@@ -178,7 +178,7 @@ class Engine:
             compiled,
             self._groups.stages,
             self._groups.copies,
-            self._courier(compiled),
+            self._exchange(compiled),
             statistics,
             gradients,
             self._autocasting,
@@ -195,8 +195,8 @@ class Engine:
     def update(self, max_norm: float | None = None) -> None:
         """Clip gradients to a global norm, let the optimiser step, and forget the gradients."""
         if max_norm is not None:
-            owned, alone = self._holdings.optimized(), self.plan.stages == 1
-            counted = owned if alone else self._holdings.counted()
+            owned, alone = self._ownership.optimized(), self.plan.stages == 1
+            counted = owned if alone else self._ownership.counted()
             clip(owned, counted, max_norm, None if alone else self._groups.replica)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -211,12 +211,12 @@ class Engine:
 
     def gather_gradients(self) -> dict[str, torch.Tensor] | None:
         """Return copies of all gradients under the user's names on rank 0, None elsewhere; what is unused has none."""
-        return self._holdings.gather_gradients()
+        return self._ownership.gather_gradients()
 
     def gather_state_dict(self) -> dict[str, torch.Tensor] | None:
         """Return a copy of the user's model's own ``state_dict`` on rank 0, None elsewhere."""
         self.settle()
-        return self._holdings.gather_state_dict()
+        return self._ownership.gather_state_dict()
 
     def owned_state(self) -> dict[str, torch.Tensor]:
         """Return the entries of the user's ``state_dict`` that this rank answers for: every entry is one rank's.
@@ -224,11 +224,11 @@ class Engine:
         The tensors are the model's own, not copies.
         """
         state = self._model.state_dict()
-        return {name: state[name] for name in self._holdings.owned_names()}
+        return {name: state[name] for name in self._ownership.owned_names()}
 
     def owned_optimizer(self) -> dict[str, Any]:
         """Return the optimiser's state of those parameters, by name; see ``optimizer_state``."""
-        owned = set(self._holdings.owned_names())
+        owned = set(self._ownership.owned_names())
         return restricted(optimizer_state(self.optimizer, self._model.named_parameters()), owned)
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
@@ -289,8 +289,8 @@ class Engine:
         parameters = {key: self._bindings.parameters(stage) for key, stage in compiled.hosted.items()}
         return Step(begin, loss, parameters)
 
-    def _courier(self, compiled: Compiled) -> Courier:
-        return Courier(compiled.handovers, self._placement, self._groups.replica, self._device)
+    def _exchange(self, compiled: Compiled) -> StageExchange:
+        return StageExchange(compiled.boundaries, self._placement, self._groups.replica, self._device)
 
     def _statistics(self, compiled: Compiled) -> FollowingStatistics | FoldedStatistics:
         if self.plan.directions == 1:
@@ -310,7 +310,7 @@ class Engine:
         return self._gradients[id(compiled)]
 
     def _schedule(self, compiled: Compiled) -> Schedule:
-        edges = tuple(compiled.handovers)
+        edges = tuple(compiled.boundaries)
         if edges not in self._schedules:
             bare = generate(self.plan, self._placement)
             lowered = lower(bare, self._placement, edges, mirror=self.plan.mirror)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.counted import KindCommunicator
 from hyfi_core.lowering.segments import Meeting, Segment, Step, Tape
 from hyfi_core.rules.instructions import Communicate
-from hyfi_core.runtime.backward import BackwardPass, Complete, MeetingRecord, Record, SegmentRecord, Values
+from hyfi_core.runtime.backward import BackwardPass, Complete, CommunicationRecord, Record, SegmentRecord, Values
 
 
 class _Entry(torch.autograd.Function):
@@ -78,7 +80,7 @@ class Executor:
         for name in meeting.drops:
             values.pop(name, None)
         active = any(name in self.tape.active for name in step.outputs)
-        return MeetingRecord(meeting, saved) if active else None
+        return CommunicationRecord(meeting, saved) if active else None
 
     def _run(self, segment: Segment, values: Values, record: bool) -> Record | None:
         made = SegmentRecord(segment)
@@ -143,3 +145,27 @@ def _call(compute: Any, local: Values, values: Values) -> None:
     for name, result in zip(compute.outputs, results, strict=False):
         if name is not None:
             local[name] = result
+
+
+def autocasting(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
+    """Return the context in which operators compute in ``dtype`` where autocast would; None: in their own types."""
+    return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype)
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module, device: torch.device, autocast: torch.dtype | None = None) -> Iterator[None]:
+    """Put a model into evaluation mode; afterwards every module gets its own flag back.
+
+    Args:
+        model: any.
+        device: where it is.
+        autocast: type in which operators compute where autocast would; None: their own.
+    """
+    flags = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with autocasting(device, autocast):
+            yield
+    finally:
+        for module, flag in flags:
+            module.training = flag

@@ -29,15 +29,15 @@ _ALIVE: weakref.WeakSet[Mirror] = weakref.WeakSet()
 
 
 @atexit.register
-def _settle_all() -> None:
-    """Let no process end while weights are under way: the peers of each have begun the same exchange."""
+def _finish_all() -> None:
+    """Let no process end while weights are in transit: the peers of each have begun the same exchange."""
     for mirror in list(_ALIVE):
         mirror.settle()
 
 
 @dataclass
-class _Under:
-    """Tensors on their way."""
+class _InTransit:
+    """Flat tensors that are being sent or received."""
 
     stage: int
     pending: Pending
@@ -59,9 +59,9 @@ class Mirror:
     def __init__(
         self, placement: Placement, comm: CountedCommunicator, parameters: Sequence[Sequence[nn.Parameter]]
     ) -> None:
-        self._gradients: list[_Under] = []
-        self._weights: list[_Under] = []
-        self._leaving: list[_Under] = []
+        self._gradients: list[_InTransit] = []
+        self._weights: list[_InTransit] = []
+        self._leaving: list[_InTransit] = []
         seen: set[int] = set()
         for group in parameters:
             if seen & {id(parameter) for parameter in group}:
@@ -76,7 +76,7 @@ class Mirror:
         _ALIVE.add(self)
 
     def __del__(self) -> None:
-        """Wait for what is under way: MPI writes into its memory until then."""
+        """Wait for what is in transit: MPI writes into its memory until then."""
         self.settle()
 
     def expected(self) -> list[nn.Parameter]:
@@ -101,18 +101,18 @@ class Mirror:
             wait: whether to wait for all, and for what is being sent; gradients that were sent are then forgotten.
         """
         landed: list[nn.Parameter] = []
-        for under in list(self._gradients):
+        for transit in list(self._gradients):
             if wait:
-                under.pending.wait()
-            if wait or under.pending.test():
-                self._gradients.remove(under)
-                for parameter, piece in _pieces(self._parameters[under.stage], under.flats):
+                transit.pending.wait()
+            if wait or transit.pending.test():
+                self._gradients.remove(transit)
+                for parameter, piece in _pieces(self._parameters[transit.stage], transit.flats):
                     parameter.grad = piece.clone() if parameter.grad is None else parameter.grad.add_(piece)
                     landed.append(parameter)
         if wait:
-            for under in self._leaving:
-                under.pending.wait()
-                for parameter in self._parameters[under.stage]:
+            for transit in self._leaving:
+                transit.pending.wait()
+                for parameter in self._parameters[transit.stage]:
                     parameter.grad = None
             self._leaving.clear()
         return landed
@@ -129,19 +129,19 @@ class Mirror:
     @torch.no_grad()
     def settle(self) -> None:
         """Return when this rank's weights of direction 1 are the new ones, and its own have left."""
-        for under in self._weights:
-            under.pending.wait()
-            for parameter, piece in _pieces(self._parameters[under.stage], under.flats):
+        for transit in self._weights:
+            transit.pending.wait()
+            for parameter, piece in _pieces(self._parameters[transit.stage], transit.flats):
                 parameter.copy_(piece)
         self._weights.clear()
-        for under in self._leaving:
-            under.pending.wait()
+        for transit in self._leaving:
+            transit.pending.wait()
         self._leaving.clear()
 
-    def _exchange(self, stage: int, peer: int, flats: list[torch.Tensor], sends: bool) -> _Under:
+    def _exchange(self, stage: int, peer: int, flats: list[torch.Tensor], sends: bool) -> _InTransit:
         messages = [Message(peer, flat) for flat in flats]
         pending = self._comm.exchange(messages, []) if sends else self._comm.exchange([], messages)
-        return _Under(stage, pending, flats)
+        return _InTransit(stage, pending, flats)
 
 
 def _partners(placement: Placement, rank: int) -> tuple[Mapping[int, int], Mapping[int, int]]:

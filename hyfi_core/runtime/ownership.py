@@ -1,4 +1,4 @@
-"""Holdings: which parameters and buffers a rank keeps up to date, and how all of them come together on rank 0."""
+"""Parameter ownership: which parameters and buffers a rank keeps up to date, and how they are gathered on rank 0."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hyfi_core.runtime.compiled import Compiled
 from hyfi_core.runtime.groups import Groups
 
 
-class Holdings:
+class ParameterOwnership:
     """Who holds what of the user's model; the same on every rank.
 
     Args:

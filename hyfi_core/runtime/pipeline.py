@@ -15,7 +15,7 @@ from hyfi_core.comm.replay import Log, RecordingCommunicator, ReplayingCommunica
 from hyfi_core.runtime.backward import Record, Values
 from hyfi_core.runtime.compiled import Compiled, HostedStage
 from hyfi_core.runtime.executor import Executor
-from hyfi_core.runtime.stage_exchange import Courier
+from hyfi_core.runtime.stage_exchange import StageExchange
 from hyfi_core.schedule.action import Action, Verb
 
 Key = tuple[int, int]
@@ -74,7 +74,7 @@ class Step:
 
 
 @dataclass
-class _Flight:
+class _MicroBatch:
     """One micro-batch in one stage between its forward and its backward."""
 
     records: list[Record] = field(default_factory=list)
@@ -92,7 +92,7 @@ class Pipeline:
         compiled: the stages that this rank holds.
         groups: (stage, direction) -> its ranks.
         copies: (stage, direction) -> its ranks in all replicas, for what is synchronised over them.
-        courier: what travels between stages.
+        exchange: what travels between stages.
         statistics: what keeps the buffers.
         gradients: what reduces gradients.
         autocasting: makes the context in which operators choose their types.
@@ -104,7 +104,7 @@ class Pipeline:
         compiled: Compiled,
         groups: Mapping[Key, CountedCommunicator],
         copies: Mapping[Key, CountedCommunicator],
-        courier: Courier,
+        exchange: StageExchange,
         statistics: Statistics,
         gradients: Gradients,
         autocasting: Callable[[], AbstractContextManager[Any]],
@@ -113,12 +113,12 @@ class Pipeline:
         self._compiled = compiled
         self._groups = groups
         self._copies = copies
-        self._courier = courier
+        self._exchange = exchange
         self._statistics = statistics
         self._gradients = gradients
         self._autocasting = autocasting
         self._recomputes = recomputes
-        self._flights: dict[tuple[Key, int], _Flight] = {}
+        self._flights: dict[tuple[Key, int], _MicroBatch] = {}
         self.loss = torch.zeros((), dtype=torch.float64)
         self.share = torch.zeros((), dtype=torch.float64)
         self._begin_s = 0.0
@@ -136,10 +136,10 @@ class Pipeline:
             self._begin_s = time.perf_counter()
             self._do(action, step)
             self.events.append((action, self._begin_s, time.perf_counter()))
-        self._courier.finish()
+        self._exchange.finish()
 
     def _do(self, action: Action, step: Step) -> None:
-        key, m, courier = (action.stage, action.direction), action.microbatch or 0, self._courier
+        key, m, exchange = (action.stage, action.direction), action.microbatch or 0, self._exchange
         match action.verb:
             case Verb.F:
                 self._flights[key, m] = self._forward(key, m, step)
@@ -148,11 +148,11 @@ class Pipeline:
             case Verb.SEND_F:
                 self._send((action.stage, _peer(action)), key, m, back=False)
             case Verb.RECV_F:
-                courier.expect((_peer(action), action.stage), key[1], m, back=False)
+                exchange.expect((_peer(action), action.stage), key[1], m, back=False)
             case Verb.SEND_B:
                 self._send((_peer(action), action.stage), key, m, back=True)
             case Verb.RECV_B:
-                courier.expect((action.stage, _peer(action)), key[1], m, back=True)
+                exchange.expect((action.stage, _peer(action)), key[1], m, back=True)
             case Verb.REDUCE:
                 self._gradients.stage_done()
             case Verb.SEND_G:
@@ -163,19 +163,19 @@ class Pipeline:
     def _send(self, edge: tuple[int, int], key: Key, microbatch: int, back: bool) -> None:
         """Send along an edge; what no other edge needs is forgotten."""
         flight = self._flights[key, microbatch]
-        self._courier.send(edge, key[1], microbatch, flight.cotangents if back else flight.exits, back)
+        self._exchange.send(edge, key[1], microbatch, flight.cotangents if back else flight.exits, back)
         flight.sends += 1
-        edges = sum(other[1 if back else 0] == key[0] for other in self._compiled.handovers)
+        edges = sum(other[1 if back else 0] == key[0] for other in self._compiled.boundaries)
         if flight.sends == edges and back:
             del self._flights[key, microbatch]
         elif flight.sends == edges:
             flight.exits.clear()
 
-    def _forward(self, key: Key, microbatch: int, step: Step) -> _Flight:
-        stage, flight = self._compiled.hosted[key], _Flight()
+    def _forward(self, key: Key, microbatch: int, step: Step) -> _MicroBatch:
+        stage, flight = self._compiled.hosted[key], _MicroBatch()
         values = step.begin(key, microbatch)
         values.update(self._statistics.given(stage))
-        values.update(self._courier.values(*key, microbatch))
+        values.update(self._exchange.values(*key, microbatch))
         self._begin_s = time.perf_counter()  # a forward begins when it has what it needs
         with self._autocasting():
             if self._recomputes(key[0]):
@@ -193,7 +193,7 @@ class Pipeline:
     def _backward(self, key: Key, microbatch: int, step: Step) -> None:
         stage, flight = self._compiled.hosted[key], self._flights[key, microbatch]
         flight.sends = 0
-        cotangents = self._courier.cotangents(*key, microbatch)
+        cotangents = self._exchange.cotangents(*key, microbatch)
         self._begin_s = time.perf_counter()
         for name, cotangent in self._from_loss(key, flight, microbatch, step).items():
             cotangents[name] = cotangents[name] + cotangent if name in cotangents else cotangent
@@ -210,13 +210,13 @@ class Pipeline:
         flight.cotangents = self._executor(stage, key).backward(
             flight.records, cotangents, step.parameters[key], complete=complete
         )
-        if not any(edge[1] == key[0] for edge in self._compiled.handovers):
+        if not any(edge[1] == key[0] for edge in self._compiled.boundaries):
             del self._flights[key, microbatch]
 
     def _executor(self, stage: HostedStage, key: Key) -> Executor:
         return Executor(stage.tape, self._groups[key], self._copies[key])
 
-    def _from_loss(self, key: Key, flight: _Flight, microbatch: int, step: Step) -> Values:
+    def _from_loss(self, key: Key, flight: _MicroBatch, microbatch: int, step: Step) -> Values:
         """Return the cotangents of the answer, and add the loss; nothing where the answer is not made."""
         outputs = self._compiled.hosted[key].ranked.outputs
         if key[0] != len(self._compiled.parameters) - 1:

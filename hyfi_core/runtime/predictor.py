@@ -12,7 +12,7 @@ from hyfi_core.runtime.backward import Values
 from hyfi_core.runtime.compiled import Compiled, HostedStage
 from hyfi_core.runtime.executor import Executor
 from hyfi_core.runtime.groups import Groups
-from hyfi_core.runtime.stage_exchange import Courier
+from hyfi_core.runtime.stage_exchange import StageExchange
 
 Key = tuple[int, int]
 
@@ -24,7 +24,7 @@ class Predictor:
         compiled: the stages that this rank holds.
         groups: the plan's groups.
         placement: which ranks hold which stage.
-        courier: what travels between stages.
+        exchange: what travels between stages.
         begin: (stage, its part of the image, micro-batch) -> the values that are there before the first instruction.
     """
 
@@ -33,13 +33,13 @@ class Predictor:
         compiled: Compiled,
         groups: Groups,
         placement: Placement,
-        courier: Courier,
+        exchange: StageExchange,
         begin: Callable[[HostedStage, torch.Tensor | None, int], Values],
     ) -> None:
         self._compiled = compiled
         self._groups = groups
         self._placement = placement
-        self._courier = courier
+        self._exchange = exchange
         self._begin = begin
 
     def run(self, local: Mapping[Key, torch.Tensor], batch: int, size: int) -> Any:
@@ -51,22 +51,22 @@ class Predictor:
             size: images of a micro-batch.
         """
         leaves = [self._forward(local, micro, size) for micro in range(batch // size)]
-        self._courier.finish()
+        self._exchange.finish()
         return _joined([self._compiled.pick(self._shared(item)) for item in leaves])
 
     def _forward(self, local: Mapping[Key, torch.Tensor], microbatch: int, size: int) -> list[Any] | None:
         """Run one micro-batch through this rank's stages; return the leaves of the answer where it is made."""
-        leaves, courier, handovers = None, self._courier, self._compiled.handovers
+        leaves, exchange, boundaries = None, self._exchange, self._compiled.boundaries
         for key in sorted(key for key in self._compiled.hosted if key[1] == 0):
             stage = self._compiled.hosted[key]
-            for edge in (edge for edge in handovers if edge[1] == key[0]):
-                courier.expect(edge, 0, microbatch, back=False)
+            for edge in (edge for edge in boundaries if edge[1] == key[0]):
+                exchange.expect(edge, 0, microbatch, back=False)
             part = local[key][microbatch * size : (microbatch + 1) * size] if key in local else None
             values = self._begin(stage, part, microbatch)
-            values.update(courier.values(*key, microbatch))
+            values.update(exchange.values(*key, microbatch))
             Executor(stage.tape, self._groups.stages[key]).forward(values, record=False)
-            for edge in (edge for edge in handovers if edge[0] == key[0]):
-                courier.send(edge, 0, microbatch, values, back=False)
+            for edge in (edge for edge in boundaries if edge[0] == key[0]):
+                exchange.send(edge, 0, microbatch, values, back=False)
             if key[0] == self._placement.stages - 1:
                 leaves = self._compiled.leaves(stage, values)
         return leaves
@@ -78,7 +78,7 @@ class Predictor:
             return leaves
         root, comm = self._placement.group(self._placement.stages - 1)[0], self._groups.replica
         known = comm.broadcast_object(_described(leaves) if leaves is not None else None, root)
-        tensors = _undescribed(known, leaves if comm.rank == root else None, self._courier.device)
+        tensors = _undescribed(known, leaves if comm.rank == root else None, self._exchange.device)
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor):
                 comm.broadcast(tensor, root)

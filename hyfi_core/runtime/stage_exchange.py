@@ -1,7 +1,7 @@
-"""The courier: what travels between stages on one rank, on its way.
+"""Stage exchange: the values and cotangents that travel between stages, as one rank sends and receives them.
 
 Receives are posted and sends are started by the schedule; nothing here waits but ``values`` and ``cotangents``, for
-what a forward or a backward needs now. Between two stages on the same rank a parcel just changes hands.
+what a forward or a backward needs now. Between two stages on the same rank a buffer is handed over as it is.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from hyfi_core.comm.base import Message, Pending
 from hyfi_core.comm.counted import CountedCommunicator
-from hyfi_core.ops.boundary import Handover, Pieces, pack
+from hyfi_core.ops.boundary import BoundaryTransfer, Pieces, pack
 from hyfi_core.plan.placement import Placement
 
 Edge = tuple[int, int]
@@ -22,18 +22,18 @@ _Key = tuple[Edge, int, int, bool]
 
 @dataclass
 class _Arrival:
-    parcels: dict[int, torch.Tensor]
+    buffers: dict[int, torch.Tensor]
     pending: Pending
 
 
-class Courier:
+class StageExchange:
     """Sends and receives of one step.
 
     Args:
-        handovers: (from, to) -> what travels there.
+        boundaries: (from, to) -> what travels there.
         placement: which ranks hold which stage.
         comm: the ranks of the replica.
-        device: where parcels are made.
+        device: where buffers are made.
 
     Attributes:
         device: the same.
@@ -41,12 +41,12 @@ class Courier:
 
     def __init__(
         self,
-        handovers: Mapping[Edge, Handover],
+        boundaries: Mapping[Edge, BoundaryTransfer],
         placement: Placement,
         comm: CountedCommunicator,
         device: torch.device,
     ) -> None:
-        self._handovers = handovers
+        self._boundaries = boundaries
         self._placement = placement
         self._comm = comm.of("stage")
         self.device = device
@@ -59,11 +59,11 @@ class Courier:
         position, pieces, peers = self._side(edge, direction, back, at_source=not back)
         sends = []
         for other, chosen in pieces.items():
-            parcel = pack(self._handovers[edge], position, chosen, values, at_source=not back)
+            buffer = pack(self._boundaries[edge], position, chosen, values, at_source=not back)
             if peers[other] == self._comm.rank:
-                self._local[(edge, direction, microbatch, back), position] = parcel
+                self._local[(edge, direction, microbatch, back), position] = buffer
             else:
-                sends.append(Message(peers[other], parcel))
+                sends.append(Message(peers[other], buffer))
         if sends:
             self._leaving.append((self._comm.exchange(sends, []), sends))
         self._leaving = [item for item in self._leaving if not item[0].test()]
@@ -71,29 +71,29 @@ class Courier:
     def expect(self, edge: Edge, direction: int, microbatch: int, back: bool) -> None:
         """Post the receives of what the other stage sends to this rank."""
         _, pieces, peers = self._side(edge, direction, back, at_source=back)
-        handover = self._handovers[edge]
-        parcels = {
-            other: handover.parcel(p, self.device) for other, p in pieces.items() if peers[other] != self._comm.rank
+        boundary = self._boundaries[edge]
+        buffers = {
+            other: boundary.buffer(p, self.device) for other, p in pieces.items() if peers[other] != self._comm.rank
         }
-        receives = [Message(peers[other], parcel) for other, parcel in parcels.items()]
-        self._arrivals[edge, direction, microbatch, back] = _Arrival(parcels, self._comm.exchange([], receives))
+        receives = [Message(peers[other], buffer) for other, buffer in buffers.items()]
+        self._arrivals[edge, direction, microbatch, back] = _Arrival(buffers, self._comm.exchange([], receives))
 
     def values(self, stage: int, direction: int, microbatch: int) -> dict[str, torch.Tensor]:
         """Return the values that a stage takes from others, when they have come."""
         found: dict[str, torch.Tensor] = {}
-        for edge, handover in self._handovers.items():
+        for edge, boundary in self._boundaries.items():
             if edge[1] == stage:
-                position, parcels = self._collect(edge, direction, microbatch, back=False)
-                found.update(handover.arrived(position, parcels))
+                position, buffers = self._collect(edge, direction, microbatch, back=False)
+                found.update(boundary.arrived(position, buffers))
         return found
 
     def cotangents(self, stage: int, direction: int, microbatch: int) -> dict[str, torch.Tensor]:
         """Return the cotangents of what a stage gave to others, added up, when they have come."""
         found: dict[str, torch.Tensor] = {}
-        for edge, handover in self._handovers.items():
+        for edge, boundary in self._boundaries.items():
             if edge[0] == stage:
-                position, parcels = self._collect(edge, direction, microbatch, back=True)
-                for name, cotangent in handover.returned(position, parcels).items():
+                position, buffers = self._collect(edge, direction, microbatch, back=True)
+                for name, cotangent in boundary.returned(position, buffers).items():
                     found[name] = found[name] + cotangent if name in found else cotangent
         return found
 
@@ -110,13 +110,13 @@ class Courier:
         arrival.pending.wait()
         for other in pieces:
             if peers[other] == self._comm.rank:
-                arrival.parcels[other] = self._local.pop((key, other))
-        return position, arrival.parcels
+                arrival.buffers[other] = self._local.pop((key, other))
+        return position, arrival.buffers
 
     def _side(self, edge: Edge, direction: int, back: bool, at_source: bool) -> tuple[int, Pieces, tuple[int, ...]]:
         """Return (this rank's position in its stage, pieces by position in the other stage, that stage's ranks)."""
         here, there = edge if at_source else edge[::-1]
         position = self._placement.group(here, direction).index(self._comm.rank)
-        handover = self._handovers[edge]
-        pieces = handover.outgoing(position, back) if at_source else handover.incoming(position, back)
+        boundary = self._boundaries[edge]
+        pieces = boundary.outgoing(position, back) if at_source else boundary.incoming(position, back)
         return position, pieces, self._placement.group(there, direction)

@@ -22,7 +22,7 @@ import hyfi_core
 from hyfi_core.comm.base import Communicator, Pending, ReduceOp
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.plan.parallel_plan import ParallelPlan
-from hyfi_core.runtime import reduction
+from hyfi_core.runtime import gradients
 from workflows.benchmarks.resting import RestingNetwork
 
 BLOCKS, BLOCK_S, SIZE_PX, CHANNELS = 16, 0.01, 16, 64

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hyfi_core.ops.boundary import Carried, Handover, pack
+from hyfi_core.ops.boundary import Carried, BoundaryTransfer, pack
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.layout import Layout
 
@@ -23,27 +23,27 @@ def cut(value: Carried, whole: torch.Tensor, box: Box) -> torch.Tensor:
     return whole[:, :, rows, columns]
 
 
-def forward(handover: Handover, held: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+def forward(boundary: BoundaryTransfer, held: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
     """Carry values from every source to every target."""
-    parcels: list[dict[int, torch.Tensor]] = [{} for _ in range(handover.targets)]
+    buffers: list[dict[int, torch.Tensor]] = [{} for _ in range(boundary.targets)]
     for source, tensors in enumerate(held):
-        for target, pieces in handover.outgoing(source).items():
-            parcels[target][source] = pack(handover, source, pieces, tensors, at_source=True)
-    for target, inbox in enumerate(parcels):
-        expected = handover.incoming(target)
+        for target, pieces in boundary.outgoing(source).items():
+            buffers[target][source] = pack(boundary, source, pieces, tensors, at_source=True)
+    for target, inbox in enumerate(buffers):
+        expected = boundary.incoming(target)
         assert inbox.keys() == expected.keys()
         for source, pieces in expected.items():
-            assert inbox[source].nbytes == handover.parcel(pieces, torch.device("cpu")).nbytes
-    return [handover.arrived(target, inbox) for target, inbox in enumerate(parcels)]
+            assert inbox[source].nbytes == boundary.buffer(pieces, torch.device("cpu")).nbytes
+    return [boundary.arrived(target, inbox) for target, inbox in enumerate(buffers)]
 
 
-def backward(handover: Handover, cotangents: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+def backward(boundary: BoundaryTransfer, cotangents: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
     """Carry cotangents back."""
-    parcels: list[dict[int, torch.Tensor]] = [{} for _ in range(handover.sources)]
+    buffers: list[dict[int, torch.Tensor]] = [{} for _ in range(boundary.sources)]
     for target, tensors in enumerate(cotangents):
-        for source, pieces in handover.incoming(target, back=True).items():
-            parcels[source][target] = pack(handover, target, pieces, tensors, at_source=False)
-    return [handover.returned(source, inbox) for source, inbox in enumerate(parcels)]
+        for source, pieces in boundary.incoming(target, back=True).items():
+            buffers[source][target] = pack(boundary, target, pieces, tensors, at_source=False)
+    return [boundary.returned(source, inbox) for source, inbox in enumerate(buffers)]
 
 
 def inner(a: list[dict[str, torch.Tensor]], b: list[dict[str, torch.Tensor]]) -> float:
@@ -59,32 +59,32 @@ def test_the_way_back_is_the_adjoint(
     a, b = Layout.even(*side, first), Layout.even(*side, second)
     m, n = len(a.parts), len(b.parts)
     values = (split_value("map", side, a, b), Carried("features", (2, 5), F64, True), split_value("two", side, a, b))
-    handover = Handover(values, m, n, channels_last)
+    boundary = BoundaryTransfer(values, m, n, channels_last)
     generator = torch.Generator().manual_seed(0)
     wholes = {v.name: torch.randn(v.shape, dtype=F64, generator=generator) for v in (values[0], values[2])}
     features = torch.randn(2, 5, dtype=F64, generator=generator)
     x = [{**{n: cut(values[0], w, part) for n, w in wholes.items()}, "features": features} for part in a.parts]
-    there = forward(handover, x)
+    there = forward(boundary, x)
     for part, tensors in zip(b.parts, there, strict=True):
         assert torch.equal(tensors["features"], features)
         for name, whole in wholes.items():
             assert torch.equal(tensors[name], cut(values[0], whole, part))
     y = [{name: torch.randn(t.shape, dtype=F64, generator=generator) for name, t in ts.items()} for ts in there]
-    assert abs(inner(there, y) - inner(x, backward(handover, y))) <= 1e-12 * max(1.0, abs(inner(there, y)))
+    assert abs(inner(there, y) - inner(x, backward(boundary, y))) <= 1e-12 * max(1.0, abs(inner(there, y)))
 
 
 def test_what_carries_no_gradient_does_not_come_back_and_types_are_kept() -> None:
     side, a, b = (4, 6), Layout.even(4, 6, (1, 2)), Layout.even(4, 6, (2, 1))
     mask = Carried("mask", (2, 3, 4, 6), torch.bool, False, (2, 3), a.parts, b.parts, Box.of_size(4, 6))
     values = (mask, split_value("map", side, a, b))
-    handover = Handover(values, 2, 2)
+    boundary = BoundaryTransfer(values, 2, 2)
     whole = torch.arange(144, dtype=F64).view(2, 3, 4, 6)
     held = [{"map": cut(values[1], whole, p), "mask": cut(values[1], whole, p) > 70} for p in a.parts]
-    there = forward(handover, held)
+    there = forward(boundary, held)
     assert all(torch.equal(t["mask"], cut(values[1], whole, p) > 70) for t, p in zip(there, b.parts, strict=True))
-    back = backward(handover, [{"map": t["map"]} for t in there])
+    back = backward(boundary, [{"map": t["map"]} for t in there])
     assert [set(tensors) for tensors in back] == [{"map"}, {"map"}]
     missing = backward(
-        handover, [{}, {}]
+        boundary, [{}, {}]
     )  # nobody computed a cotangent: zeros come, so that everybody's messages match
     assert all(not tensors["map"].any() for tensors in missing)

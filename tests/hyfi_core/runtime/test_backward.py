@@ -39,14 +39,14 @@ class Tied(nn.Module):
 
 
 def trained(model: nn.Module, plan: hyfi_core.ParallelPlan, owing: bool, strict: bool = False) -> Any:
-    """Gradients after two micro-batches, and how many convolutions owed their weight's on one rank."""
+    """Gradients after two micro-batches, and how many convolutions deferred their weight's on one rank."""
     shape = (2, 3, 40, 44)
     images = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     settled: list[int] = []
-    settle = BackwardPass._settle
+    settle = BackwardPass._flush
 
     def counting(self: BackwardPass) -> None:
-        settled.append(len(self._owed))
+        settled.append(len(self._deferred))
         settle(self)
 
     def body(comm: Any, module: nn.Module) -> dict[str, torch.Tensor]:
@@ -54,10 +54,10 @@ def trained(model: nn.Module, plan: hyfi_core.ParallelPlan, owing: bool, strict:
         engine.accumulate(images, torch.tensor([0, 1]))
         return engine.gather_gradients()
 
-    with mock.patch.object(BackwardPass, "_settle", counting):
+    with mock.patch.object(BackwardPass, "_flush", counting):
         if owing:
             return run_copies(model, plan.ranks, body, strict=strict)[0], sum(settled)
-        with mock.patch.object(BackwardPass, "_may_owe", lambda *_: False):
+        with mock.patch.object(BackwardPass, "_may_defer", lambda *_: False):
             return run_copies(model, plan.ranks, body, strict=strict)[0], sum(settled)
 
 
@@ -74,8 +74,8 @@ PLANS = {
 def test_gradients_are_the_same_bits_whenever_they_are_computed(plan: hyfi_core.ParallelPlan, model: Any) -> None:
     torch.manual_seed(0)
     module = model().double()
-    (late, owed), (early, none) = (trained(module, plan, owing, strict=True) for owing in (True, False))
-    assert owed > 0 == none
+    (late, deferred), (early, none) = (trained(module, plan, owing, strict=True) for owing in (True, False))
+    assert deferred > 0 == none
     assert late.keys() == early.keys()
     for name, gradient in early.items():
         assert torch.equal(late[name], gradient), name

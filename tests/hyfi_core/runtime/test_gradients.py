@@ -11,7 +11,7 @@ from torch import nn
 
 import hyfi_core
 from hyfi_core import ParallelPlan
-from hyfi_core.runtime import reduction
+from hyfi_core.runtime import gradients
 from tests.harness import run_copies
 
 
@@ -51,7 +51,7 @@ def test_buckets_start_while_backward_runs(grid: tuple[int, int], replicas: int,
             module.layers[0].weight.register_post_accumulate_grad_hook(lambda _: order.append("first layer"))
         engine.accumulate(*batch(0))
 
-    with mock.patch.object(reduction, "BUCKET_BYTES", 1):
+    with mock.patch.object(gradients, "BUCKET_BYTES", 1):
         run_copies(Deep(), 2, body)
     assert order.count("start") == 10 and order.count("first layer") in (0, microbatches)
     if "first layer" in order:  # the overlapped convolution hands its gradient over without autograd
