@@ -41,12 +41,10 @@ from hyfi_core.rules.instructions import Communicate, Instruction, RankProgram
 from hyfi_core.rules.table import RULES
 from hyfi_core.runtime.attribution import attribute_head, last_map, split_tape
 from hyfi_core.runtime.backward import Values
-from hyfi_core.runtime.bindings import Bindings
-from hyfi_core.runtime.compiled import HostedStage
-from hyfi_core.runtime.executor import Executor
 from hyfi_core.runtime.batch_reader import Images, InputPart, Shape, batch_shape, read_part
-from hyfi_core.runtime.executor import evaluating
-from hyfi_core.runtime.bindings import RandomKey
+from hyfi_core.runtime.bindings import Bindings, RandomKey
+from hyfi_core.runtime.compiled import HostedStage
+from hyfi_core.runtime.executor import Executor, evaluating
 
 
 @dataclass(frozen=True)

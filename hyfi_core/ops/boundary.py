@@ -211,7 +211,11 @@ class BoundaryTransfer:
 
 
 def pack(
-    boundary: BoundaryTransfer, position: int, pieces: tuple[Piece, ...], tensors: Mapping[str, torch.Tensor], at_source: bool
+    boundary: BoundaryTransfer,
+    position: int,
+    pieces: tuple[Piece, ...],
+    tensors: Mapping[str, torch.Tensor],
+    at_source: bool,
 ) -> torch.Tensor:
     """Return the pieces of what this rank holds as one run of bytes.
 

@@ -20,7 +20,7 @@ from hyfi_core.errors import RequestError
 from hyfi_core.lowering.lower import Lowering
 from hyfi_core.lowering.pool_before_relu import pooled_first
 from hyfi_core.lowering.segments import Tape, build_tape
-from hyfi_core.ops.boundary import Carried, BoundaryTransfer
+from hyfi_core.ops.boundary import BoundaryTransfer, Carried
 from hyfi_core.plan.layout import Layout
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
@@ -177,7 +177,9 @@ class _Lowered:
             self._splits.append(next(iter(made.values())).ranked.splits)
             self.hosted.update({(index, direction): made[position] for direction, position in positions.items()})
 
-    def boundary(self, edge: tuple[int, int], dtypes: Mapping[str, torch.dtype], channels_last: bool) -> BoundaryTransfer:
+    def boundary(
+        self, edge: tuple[int, int], dtypes: Mapping[str, torch.dtype], channels_last: bool
+    ) -> BoundaryTransfer:
         """Return what travels between two stages."""
         source, target = edge
         values = self._stages[source].program.values

@@ -15,19 +15,17 @@ from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
 from hyfi_core.runtime.attribution import attribute
 from hyfi_core.runtime.backward import Values
-from hyfi_core.runtime.batch_reader import Reader
-from hyfi_core.runtime.bindings import Bindings
+from hyfi_core.runtime.batch_reader import Images, InputPart, Reader
+from hyfi_core.runtime.bindings import Bindings, RandomKey
 from hyfi_core.runtime.compiled import Compiled, compile_model, with_named_cuts
+from hyfi_core.runtime.executor import autocasting, evaluating
 from hyfi_core.runtime.gradients import StepGradients, clip
 from hyfi_core.runtime.groups import Groups
-from hyfi_core.runtime.batch_reader import Images, InputPart
 from hyfi_core.runtime.mirror import Mirror
-from hyfi_core.runtime.executor import autocasting, evaluating
 from hyfi_core.runtime.optimizer_state import optimizer_state, restricted
 from hyfi_core.runtime.ownership import ParameterOwnership
 from hyfi_core.runtime.pipeline import Key, Pipeline, Step
 from hyfi_core.runtime.predictor import Predictor
-from hyfi_core.runtime.bindings import RandomKey
 from hyfi_core.runtime.stage_exchange import StageExchange
 from hyfi_core.runtime.statistics import FoldedStatistics, FollowingStatistics
 from hyfi_core.schedule.action import Action, Schedule

@@ -13,7 +13,7 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.counted import KindCommunicator
 from hyfi_core.lowering.segments import Meeting, Segment, Step, Tape
 from hyfi_core.rules.instructions import Communicate
-from hyfi_core.runtime.backward import BackwardPass, Complete, CommunicationRecord, Record, SegmentRecord, Values
+from hyfi_core.runtime.backward import BackwardPass, CommunicationRecord, Complete, Record, SegmentRecord, Values
 
 
 class _Entry(torch.autograd.Function):

@@ -196,8 +196,8 @@ def sleeper(classes: int, **_: Any) -> nn.Module:
 def _sleep_instead(setting: dict[str, Any]) -> None:
     from data.loading.feed import InlineFeed
     from hyfi_core.plan.box import Box
-    from hyfi_core.runtime.engine import Engine
     from hyfi_core.runtime.batch_reader import InputPart, read_part
+    from hyfi_core.runtime.engine import Engine
 
     def accumulate(engine: Any, images: Any, labels: torch.Tensor) -> float:
         with Path(setting["clock"]).open("a", encoding="utf-8") as clock:

@@ -85,10 +85,10 @@ def _step_s(link_s: float, overlapped: bool) -> float:
     def nothing(self: Any, parameters: Sequence[Any]) -> None:
         """Keep everything for the end."""
 
-    with mock.patch.object(reduction, "BUCKET_BYTES", 128 << 10):
+    with mock.patch.object(gradients, "BUCKET_BYTES", 128 << 10):
         if overlapped:
             return max(run_ranks(2, body))
-        with mock.patch.object(reduction.ReductionGroup, "complete", nothing):
+        with mock.patch.object(gradients.ReductionGroup, "complete", nothing):
             return max(run_ranks(2, body))
 
 

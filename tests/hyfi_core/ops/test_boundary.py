@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hyfi_core.ops.boundary import Carried, BoundaryTransfer, pack
+from hyfi_core.ops.boundary import BoundaryTransfer, Carried, pack
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.layout import Layout
 
