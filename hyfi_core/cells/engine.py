@@ -27,8 +27,8 @@ from hyfi_core.cells.fused_memory import Price, runs_for_cells
 from hyfi_core.cells.fused_place import CELL_RULES
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.base import Communicator, Message
+from hyfi_core.comm.cooperative import CooperativeCommunicator, CooperativeGroup, WouldBlock
 from hyfi_core.comm.counted import CountedCommunicator
-from hyfi_core.comm.in_turn import TurnCommunicator, Turns, Waiting
 from hyfi_core.errors import RequestError
 from hyfi_core.lowering.lower import Lowering
 from hyfi_core.lowering.pool_before_relu import pooled_first
@@ -173,12 +173,12 @@ class CellEngine:
         def begin(stage: HostedStage) -> Values:
             return self._bindings.begin(stage, self._read(images, stage.ranked.read_box, batch))
 
-        turns = Turns(len(made.cells))
+        group = CooperativeGroup(len(made.cells))
         cells = [
-            _Cell(stage, tape, TurnCommunicator(turns, at), begin, keep(at))
+            _Cell(stage, tape, CooperativeCommunicator(group, at), begin, keep(at))
             for at, (stage, tape) in enumerate(zip(made.cells, tapes, strict=True))
         ]
-        _in_turn(turns, cells)
+        _run_cooperatively(group, cells)
         return [cell.values for cell in cells]
 
     def _read(self, images: Images, box: Box, batch: Shape) -> torch.Tensor:
@@ -207,7 +207,7 @@ class _Cell:
 
     stage: HostedStage
     tape: Tape
-    comm: TurnCommunicator
+    comm: CooperativeCommunicator
     begin: Callable[[HostedStage], Values]
     keep: Sequence[str]
     values: Values = field(default_factory=dict)
@@ -222,7 +222,7 @@ class _Cell:
             self.comm.begin()
             try:
                 executor.do(self.tape.steps[self.at], self.values)
-            except Waiting:
+            except WouldBlock:
                 return False
             self.comm.end()
             self.at += 1
@@ -230,7 +230,7 @@ class _Cell:
         return True
 
 
-def _in_turn(turns: Turns, cells: Sequence[_Cell]) -> None:
+def _run_cooperatively(group: CooperativeGroup, cells: Sequence[_Cell]) -> None:
     """Let each cell go on as far as it can, one after the other, until all are done.
 
     Raises:
@@ -238,9 +238,9 @@ def _in_turn(turns: Turns, cells: Sequence[_Cell]) -> None:
     """
     open_cells = list(cells)
     while open_cells:
-        before = (turns.happened, sum(cell.at for cell in cells))
+        before = (group.happened, sum(cell.at for cell in cells))
         open_cells = [cell for cell in open_cells if not cell.go_on()]
-        if open_cells and before == (turns.happened, sum(cell.at for cell in cells)):
+        if open_cells and before == (group.happened, sum(cell.at for cell in cells)):
             raise RuntimeError(f"cells {[cell.stage.position for cell in open_cells]} wait for each other")
 
 
@@ -249,7 +249,7 @@ class _Look(Redistribute):
 
     def start(self, comm: Communicator, own: torch.Tensor) -> Flight:
         """Show the others what they need of ``own``, and look at what this cell needs of theirs."""
-        assert isinstance(comm, TurnCommunicator)
+        assert isinstance(comm, CooperativeCommunicator)
         transfer = self.transfer
         shown = [Message(strip.peer, self._view(own, strip.box, transfer.have)) for strip in transfer.sends]
         return Flight(None, tuple(comm.swap(shown, [(strip.peer, 0) for strip in transfer.receives])))

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from hyfi_core.comm.base import Done, Message, ReduceOp
+from hyfi_core.comm.base import Completed, Message, ReduceOp
 
 
 class AloneCommunicator:
@@ -21,18 +21,18 @@ class AloneCommunicator:
     def __init__(self) -> None:
         self._objects: dict[int, deque[Any]] = {}
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Done:
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Completed:
         """Copy what this rank sends to itself."""
         for send, receive in zip(sends, receives, strict=True):
             receive.tensor.copy_(send.tensor)
-        return Done()
+        return Completed()
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
         """Nothing to add."""
 
-    def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Done:
+    def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Completed:
         """Nothing to add."""
-        return Done()
+        return Completed()
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Nobody to tell."""
@@ -45,10 +45,10 @@ class AloneCommunicator:
         """Return the only value."""
         return [value]
 
-    def send_object(self, value: Any, peer: int, tag: int) -> Done:
+    def send_object(self, value: Any, peer: int, tag: int) -> Completed:
         """Leave a value for ``poll_object``."""
         self._objects.setdefault(tag, deque()).append(value)
-        return Done()
+        return Completed()
 
     def poll_object(self, tag: int, peer: int | None = None) -> tuple[int, Any] | None:
         """Return (0, value) of one that was left."""

@@ -43,7 +43,7 @@ class Pending(Protocol):
         ...
 
 
-class Done:
+class Completed:
     """Communication that is over already."""
 
     needs_polls = False

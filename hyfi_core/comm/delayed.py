@@ -64,7 +64,7 @@ class DelayedCommunicator:
             [*sends, *(Message(m.peer, stamp, m.tag) for m, stamp in zip(sends, stamps, strict=True))],
             [*receives, *(Message(m.peer, box, m.tag) for m, box in zip(receives, boxes, strict=True))],
         )
-        return _Late(self._latency, pending, boxes)
+        return _DelayedPending(self._latency, pending, boxes)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
         """Reduce, and take as long as is asked for."""
@@ -77,7 +77,7 @@ class DelayedCommunicator:
         """Start a reduction."""
         stamps = [torch.tensor([perf_counter()], dtype=torch.float64)] if self._reductions else []
         pending = self._comm.start_all_reduce(tensor, op)
-        return _Late(self._latency, pending, stamps) if stamps else pending
+        return _DelayedPending(self._latency, pending, stamps) if stamps else pending
 
     def split(self, color: int | None, key: int = 0) -> DelayedCommunicator | None:
         """Return the group of all ranks that gave the same color; its messages are as late."""
@@ -89,7 +89,7 @@ class DelayedCommunicator:
         return getattr(self._comm, name)
 
 
-class _Late:
+class _DelayedPending:
     """An exchange that is over when its messages have come and their latency has passed."""
 
     def __init__(self, latency: Latency, pending: Pending, stamps: list[torch.Tensor]) -> None:

@@ -18,7 +18,7 @@ _FIRST_S = 100e-6
 _MOST_S = 2e-3
 
 
-class _Helper:
+class _ProgressThread:
     """One thread for the process, asleep while nothing is watched."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ def _done(pending: Pending) -> bool:
         return True  # whoever waits for it is told
 
 
-_HELPER = _Helper()
+_PROGRESS = _ProgressThread()
 
 
 @contextlib.contextmanager
@@ -70,8 +70,8 @@ def polled(pending: Pending | None) -> Iterator[None]:
     if pending is None or not pending.needs_polls or pending.test():
         yield
         return
-    _HELPER.watch(pending)
+    _PROGRESS.watch(pending)
     try:
         yield
     finally:
-        _HELPER.leave(pending)
+        _PROGRESS.leave(pending)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hyfi_core.comm.base import Done, Message, Pending, ReduceOp
+from hyfi_core.comm.base import Completed, Message, Pending, ReduceOp
 from hyfi_core.comm.counted import KindCommunicator
 
 Log = list[list[torch.Tensor]]
@@ -69,14 +69,14 @@ class RecordingCommunicator:
     def _kept(self, pending: Pending, tensors: list[torch.Tensor]) -> Pending:
         entry: list[torch.Tensor] = []
         self.log.append(entry)  # its place is that of the call, whenever it ends
-        return _Keeping(pending, tensors, entry)
+        return _RecordedPending(pending, tensors, entry)
 
     def __getattr__(self, name: str) -> Any:
         """Everything else is passed on."""
         return getattr(self._comm, name)
 
 
-class _Keeping:
+class _RecordedPending:
     """Communication under way whose results are copied when they are there."""
 
     def __init__(self, pending: Pending, tensors: list[torch.Tensor], entry: list[torch.Tensor]) -> None:
@@ -138,7 +138,7 @@ class ReplayingCommunicator:
     def _filled(self, tensors: list[torch.Tensor]) -> Pending:
         for tensor, kept in zip(tensors, self._log.pop(0), strict=True):
             tensor.copy_(kept)
-        return Done()
+        return Completed()
 
     def __getattr__(self, name: str) -> Any:
         """Nothing else is part of a forward."""

@@ -2,7 +2,7 @@
 
 Semantics are those of MPI: messages between two ranks under one tag arrive in order, a send finishes when its tensor
 may be used again (at once here: it is copied), and one rank's failure ends all of them. In strict mode they are those
-of NCCL: see :mod:`hyfi_core.comm.mailroom`.
+of NCCL: see :mod:`hyfi_core.comm.thread_group`.
 """
 
 from __future__ import annotations
@@ -16,32 +16,41 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from hyfi_core.comm.base import Communicator, Done, Message, ReduceOp
-from hyfi_core.comm.mailroom import Call, DeadlockError, Job, Mailroom, PeerFailedError, Post
+from hyfi_core.comm.base import Communicator, Completed, Message, ReduceOp
+from hyfi_core.comm.thread_group import (
+    CollectiveCall,
+    DeadlockError,
+    PeerFailedError,
+    PostedMessage,
+    ThreadGroup,
+    ThreadWorld,
+)
 
 __all__ = ["DeadlockError", "PeerFailedError", "ThreadCommunicator", "run_ranks"]
 
 T = TypeVar("T")
 
 
-class _Posts:
+class _PostedExchange:
     """Sends and receives under way."""
 
     needs_polls = False
 
-    def __init__(self, room: Mailroom, rank: int, sends: list[Post], receives: list[Post]) -> None:
-        self._room, self._rank = room, rank
+    def __init__(
+        self, group: ThreadGroup, rank: int, sends: list[PostedMessage], receives: list[PostedMessage]
+    ) -> None:
+        self._group, self._rank = group, rank
         self._sends, self._receives = sends, receives
 
     def test(self) -> bool:
-        with self._room.job.changed:
-            self._room.job.check()
+        with self._group.world.changed:
+            self._group.world.check()
             return self._done()
 
     def wait(self) -> None:
-        job = self._room.job
-        with job.changed:
-            job.wait_for(self._room.members[self._rank], self._done, self._open)
+        world = self._group.world
+        with world.changed:
+            world.wait_for(self._group.members[self._rank], self._done, self._open)
 
     def _done(self) -> bool:
         return all(post.done for post in self._sends) and all(post.done for post in self._receives)
@@ -52,7 +61,7 @@ class _Posts:
         return " and ".join(to)
 
 
-class _Reduction:
+class _ThreadReduction:
     """A reduction under way: the last rank's share may still be on its way."""
 
     needs_polls = False
@@ -62,13 +71,13 @@ class _Reduction:
         self._op = op
         self._comm = comm
         what = f"all_reduce {op} of {tuple(tensor.shape)} {tensor.dtype}"
-        self._number, self._call = comm._join(what, tensor.detach().clone())
+        self._number, self._call = comm._enter(what, tensor.detach().clone())
 
     def test(self) -> bool:
-        job = self._comm._room.job
-        with job.changed:
-            job.check()
-            if self._tensor is not None and not self._comm._room.full(self._call):
+        world = self._comm._group.world
+        with world.changed:
+            world.check()
+            if self._tensor is not None and not self._comm._group.complete(self._call):
                 return False
         self.wait()
         return True
@@ -90,8 +99,8 @@ class _Reduction:
 class ThreadCommunicator:
     """One rank's view of a group of threads."""
 
-    def __init__(self, room: Mailroom, rank: int) -> None:
-        self._room = room
+    def __init__(self, group: ThreadGroup, rank: int) -> None:
+        self._group = group
         self._rank = rank
         self._calls = 0
 
@@ -103,35 +112,35 @@ class ThreadCommunicator:
     @property
     def size(self) -> int:
         """Ranks in the group."""
-        return len(self._room.members)
+        return len(self._group.members)
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> _Posts:
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> _PostedExchange:
         """Start receives and sends (copied at once unless strict)."""
-        with self._room.job.changed:
-            landing = [self._room.receive(self._rank, message) for message in receives]
-            leaving = [self._room.send(self._rank, message) for message in sends]
-        return _Posts(self._room, self._rank, leaving, landing)
+        with self._group.world.changed:
+            landing = [self._group.receive(self._rank, message) for message in receives]
+            leaving = [self._group.send(self._rank, message) for message in sends]
+        return _PostedExchange(self._group, self._rank, leaving, landing)
 
-    def _join(self, what: str, value: Any) -> tuple[int, Call]:
+    def _enter(self, what: str, value: Any) -> tuple[int, CollectiveCall]:
         """Come to the group's next collective call; return its number and the call."""
         number = self._calls
         self._calls += 1
-        with self._room.job.changed:
-            return number, self._room.join(number, self._rank, what, value)
+        with self._group.world.changed:
+            return number, self._group.enter(number, self._rank, what, value)
 
-    def _leave(self, number: int, call: Call) -> list[Any]:
+    def _leave(self, number: int, call: CollectiveCall) -> list[Any]:
         """Return what every rank gave to a call, in rank order."""
-        room = self._room
-        with room.job.changed:
-            room.job.wait_for(room.members[self._rank], lambda: room.full(call), lambda: room.missing(call))
-            return room.take(number, call)
+        group = self._group
+        with group.world.changed:
+            group.world.wait_for(group.members[self._rank], lambda: group.complete(call), lambda: group.missing(call))
+            return group.take(number, call)
 
-    def _share(self, what: str, value: Any) -> list[Any]:
-        return self._leave(*self._join(what, value))
+    def _gather_all(self, what: str, value: Any) -> list[Any]:
+        return self._leave(*self._enter(what, value))
 
-    def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> _Reduction:
+    def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> _ThreadReduction:
         """Start reducing in place, in rank order: the same bits on every rank."""
-        return _Reduction(self, tensor, op)
+        return _ThreadReduction(self, tensor, op)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
         """Reduce in place, in rank order: the same bits on every rank."""
@@ -140,32 +149,32 @@ class ThreadCommunicator:
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Overwrite ``tensor`` with the root's."""
         what = f"broadcast from {root} of {tuple(tensor.shape)} {tensor.dtype}"
-        parts = self._share(what, tensor.detach().clone() if self._rank == root else None)
+        parts = self._gather_all(what, tensor.detach().clone() if self._rank == root else None)
         if self._rank != root:
             tensor.copy_(parts[root])
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         """Return the root's value."""
         what = f"broadcast_object from {root}"
-        return json.loads(self._share(what, json.dumps(value) if self._rank == root else None)[root])
+        return json.loads(self._gather_all(what, json.dumps(value) if self._rank == root else None)[root])
 
     def gather_objects(self, value: Any, root: int = 0) -> list[Any] | None:
         """Return all values on the root."""
-        texts = self._share(f"gather_objects to {root}", json.dumps(value))
+        texts = self._gather_all(f"gather_objects to {root}", json.dumps(value))
         return [json.loads(text) for text in texts] if self._rank == root else None
 
-    def send_object(self, value: Any, peer: int, tag: int) -> Done:
+    def send_object(self, value: Any, peer: int, tag: int) -> Completed:
         """Send a small value."""
-        with self._room.job.changed:
-            self._room.objects.setdefault((peer, tag), deque()).append((self._rank, json.dumps(value)))
-            self._room.job.announce()
-        return Done()
+        with self._group.world.changed:
+            self._group.objects.setdefault((peer, tag), deque()).append((self._rank, json.dumps(value)))
+            self._group.world.notify()
+        return Completed()
 
     def poll_object(self, tag: int, peer: int | None = None) -> tuple[int, Any] | None:
         """Return (peer, value) of one that has arrived."""
-        with self._room.job.changed:
-            self._room.job.check()
-            box = self._room.objects.get((self._rank, tag), deque())
+        with self._group.world.changed:
+            self._group.world.check()
+            box = self._group.objects.get((self._rank, tag), deque())
             for item in box:
                 if peer is None or item[0] == peer:
                     box.remove(item)
@@ -174,20 +183,20 @@ class ThreadCommunicator:
 
     def barrier(self) -> None:
         """Return when every rank has come here."""
-        self._share("barrier", None)
+        self._gather_all("barrier", None)
 
     def split(self, color: int | None, key: int = 0) -> ThreadCommunicator | None:
         """Return the group of all ranks that gave the same color, ordered by (key, rank)."""
-        votes = self._share("split", (color, key, self._rank))
+        votes = self._gather_all("split", (color, key, self._rank))
         members = [rank for vote, _, rank in sorted(votes, key=lambda v: v[1:]) if color is not None and vote == color]
         first = bool(members) and members[0] == self._rank
-        room = Mailroom(self._room.job, [self._room.members[rank] for rank in members]) if first else None
-        rooms = self._share("split", room)
-        return None if color is None else ThreadCommunicator(rooms[members[0]], members.index(self._rank))
+        group = ThreadGroup(self._group.world, [self._group.members[rank] for rank in members]) if first else None
+        groups = self._gather_all("split", group)
+        return None if color is None else ThreadCommunicator(groups[members[0]], members.index(self._rank))
 
     def abort(self, code: int) -> NoReturn:
         """End all ranks: each raises in whatever it waits for."""
-        self._room.job.failed.set()
+        self._group.world.failed.set()
         raise PeerFailedError(f"aborted with code {code} by rank {self._rank}")
 
 
@@ -207,19 +216,19 @@ def run_ranks(
         DeadlockError: strict, and no rank can go on; told at once, with what each waits for.
         TimeoutError: the ranks did not end in time: a dead-lock.
     """
-    job = Job(size, strict)
-    room = Mailroom(job, list(range(size)))
+    world = ThreadWorld(size, strict)
+    group = ThreadGroup(world, list(range(size)))
     results: list[Any] = [None] * size
     errors: list[BaseException] = []
 
     def target(rank: int) -> None:
         failed = True
         try:
-            results[rank] = body(ThreadCommunicator(room, rank))
+            results[rank] = body(ThreadCommunicator(group, rank))
             failed = False
         except BaseException as error:
             errors.append(error)
-        job.end(rank, failed)
+        world.end(rank, failed)
 
     threads = [threading.Thread(target=target, args=(rank,), daemon=True, name=f"rank-{rank}") for rank in range(size)]
     for thread in threads:
@@ -230,6 +239,6 @@ def run_ranks(
     if errors:
         raise next((error for error in errors if not isinstance(error, PeerFailedError)), errors[0])
     if any(thread.is_alive() for thread in threads):
-        job.failed.set()
+        world.failed.set()
         raise TimeoutError(f"{size} ranks did not end within {timeout_s:.0f} s")
     return results

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from hyfi_core.comm.base import Done, Message, ReduceOp
+from hyfi_core.comm.base import Completed, Message, ReduceOp
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _WAITERS = ThreadPoolExecutor(max_workers=16, thread_name_prefix="gloo-wait")
@@ -153,12 +153,12 @@ class TorchCommunicator:
             self.broadcast(box, root)
         return [json.loads(box.numpy().tobytes().decode()) for box in boxes]
 
-    def send_object(self, value: Any, peer: int, tag: int) -> Done:
+    def send_object(self, value: Any, peer: int, tag: int) -> Completed:
         """Leave a small value for a peer in the store."""
         lane = f"hyfi/{self._name}/{peer}/{tag}"
         slot = self._store.add(f"{lane}/count", 1)
         self._store.set(f"{lane}/{slot}", json.dumps([self.rank, value]))
-        return Done()
+        return Completed()
 
     def poll_object(self, tag: int, peer: int | None = None) -> tuple[int, Any] | None:
         """Return (peer, value) of one that has arrived."""

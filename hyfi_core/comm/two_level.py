@@ -48,7 +48,7 @@ class TwoLevelCommunicator:
 
     def __init__(self, comm: Communicator, inside: Communicator, across: Communicator | None) -> None:
         self._comm, self._inside, self._across = comm, inside, across
-        self._open: deque[_Reduction] = deque()
+        self._open: deque[_TwoLevelReduction] = deque()
 
     @property
     def rank(self) -> int:
@@ -62,7 +62,7 @@ class TwoLevelCommunicator:
 
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
         """Start reducing in place; see the protocol."""
-        reduction = _Reduction(self, tensor, op, self._inside.start_all_reduce(tensor, op))
+        reduction = _TwoLevelReduction(self, tensor, op, self._inside.start_all_reduce(tensor, op))
         self._open.append(reduction)
         return reduction
 
@@ -70,7 +70,7 @@ class TwoLevelCommunicator:
         """Reduce in place."""
         self.start_all_reduce(tensor, op).wait()
 
-    def advance(self, wait_for: _Reduction | None = None) -> None:
+    def advance(self, wait_for: _TwoLevelReduction | None = None) -> None:
         """Bring reductions further, in order; with ``wait_for`` until that one is done."""
         while self._open:
             first = self._open[0]
@@ -85,7 +85,7 @@ class TwoLevelCommunicator:
         return getattr(self._comm, name)
 
 
-class _Reduction:
+class _TwoLevelReduction:
     """One reduction on its way through the levels."""
 
     needs_polls = True

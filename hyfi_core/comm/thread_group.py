@@ -1,4 +1,4 @@
-"""Where thread-ranks meet: lanes that pair sends with receives, calls that all ranks make, and who waits for what.
+"""What thread-ranks of one group share: queues that pair sends with receives, calls that all ranks make, and who waits for what.
 
     usual    a send is copied and done at once; it meets the receive with its tag
     strict   a send is done when its receive has been posted (rendezvous); between two ranks the first send meets the
@@ -32,11 +32,11 @@ class DeadlockError(RuntimeError):
     """Every rank waits, or has ended, and nothing is under way that could wake one."""
 
 
-class Job:
+class ThreadWorld:
     """All ranks of one run: one lock for everything they share, and what each of them waits for.
 
     Attributes:
-        size: ranks of the whole job.
+        size: ranks of the whole world.
         strict: whether sends are rendezvous in one order for each pair.
         changed: the lock; told whenever a waiting rank might go on.
         failed: set when a rank has failed.
@@ -51,18 +51,18 @@ class Job:
         self._ended: set[int] = set()
         self._still_since_s = time.monotonic()
 
-    def announce(self) -> None:
+    def notify(self) -> None:
         """Say, under ``changed``, that something happened."""
         self._still_since_s = time.monotonic()
         self.changed.notify_all()
 
     def end(self, rank: int, failed: bool) -> None:
-        """Take note that a rank of the whole job is done."""
+        """Take note that a rank of the whole world is done."""
         with self.changed:
             self._ended.add(rank)
             if failed:
                 self.failed.set()
-            self.announce()
+            self.notify()
 
     def check(self) -> None:
         """Raise if another rank has failed.
@@ -77,7 +77,7 @@ class Job:
         """Wait, under ``changed``, until ``ready``.
 
         Args:
-            rank: of the whole job.
+            rank: of the whole world.
             ready: asked whenever something happened.
             what: says what the rank waits for; like ``ready`` it may be asked by other ranks, under ``changed``.
 
@@ -88,11 +88,11 @@ class Job:
         while not ready():
             self.check()
             self._waiting[rank] = (ready, what)
-            self._look_for_dead_lock()
+            self._detect_deadlock()
             self.changed.wait(_WAIT_S)
         self._waiting.pop(rank, None)
 
-    def _look_for_dead_lock(self) -> None:
+    def _detect_deadlock(self) -> None:
         still_s = time.monotonic() - self._still_since_s
         if not self.strict or still_s < _STUCK_S or len(self._waiting.keys() | self._ended) < self.size:
             return
@@ -104,11 +104,11 @@ class Job:
 
 
 @dataclass
-class Post:
+class PostedMessage:
     """One send or receive that waits for its other side.
 
     Attributes:
-        message: as it was given; a send's tensor is a copy unless the job is strict.
+        message: as it was given; a send's tensor is a copy unless the world is strict.
         version: of the tensor when it was posted; None where torch counts none.
         done: whether it has met its other side.
     """
@@ -119,13 +119,13 @@ class Post:
 
 
 @dataclass
-class _Lane:
-    sends: deque[Post] = field(default_factory=deque)
-    receives: deque[Post] = field(default_factory=deque)
+class _MessageQueues:
+    sends: deque[PostedMessage] = field(default_factory=deque)
+    receives: deque[PostedMessage] = field(default_factory=deque)
 
 
 @dataclass
-class Call:
+class CollectiveCall:
     """One collective call of a group: what each rank gave."""
 
     what: str
@@ -134,82 +134,82 @@ class Call:
     taken: int = 0
 
 
-class Mailroom:
-    """What the ranks of one group share. Its methods are called under ``job.changed``.
+class ThreadGroup:
+    """What the ranks of one group share. Its methods are called under ``world.changed``.
 
     Args:
-        job: the run.
-        members: ranks of the whole job, in the order in which the group counts them.
+        world: the run.
+        members: ranks of the whole world, in the order in which the group counts them.
     """
 
-    def __init__(self, job: Job, members: list[int]) -> None:
-        self.job = job
+    def __init__(self, world: ThreadWorld, members: list[int]) -> None:
+        self.world = world
         self.members = members
         self.objects: dict[tuple[int, int], deque[tuple[int, str]]] = {}
-        self._lanes: dict[tuple[int, int, int], _Lane] = {}
-        self._calls: dict[int, Call] = {}
+        self._queues: dict[tuple[int, int, int], _MessageQueues] = {}
+        self._calls: dict[int, CollectiveCall] = {}
 
-    def send(self, rank: int, message: Message) -> Post:
-        """Post a send; done at once unless the job is strict."""
-        lane = self._lane(rank, message.peer, message.tag)
-        post = Post(message, _version(message.tensor))
-        lane.sends.append(post)
-        self._pair(rank, message.peer, lane)
-        if not self.job.strict and not post.done:  # the sender may use its tensor again
-            lane.sends[-1] = Post(Message(message.peer, message.tensor.detach().clone(), message.tag))
+    def send(self, rank: int, message: Message) -> PostedMessage:
+        """Post a send; done at once unless the world is strict."""
+        queues = self._queues_of(rank, message.peer, message.tag)
+        post = PostedMessage(message, _version(message.tensor))
+        queues.sends.append(post)
+        self._pair(rank, message.peer, queues)
+        if not self.world.strict and not post.done:  # the sender may use its tensor again
+            queues.sends[-1] = PostedMessage(Message(message.peer, message.tensor.detach().clone(), message.tag))
             post.done = True
         return post
 
-    def receive(self, rank: int, message: Message) -> Post:
+    def receive(self, rank: int, message: Message) -> PostedMessage:
         """Post a receive; its tensor is written when the send is there."""
-        lane = self._lane(message.peer, rank, message.tag)
-        post = Post(message)
-        lane.receives.append(post)
-        self._pair(message.peer, rank, lane)
+        queues = self._queues_of(message.peer, rank, message.tag)
+        post = PostedMessage(message)
+        queues.receives.append(post)
+        self._pair(message.peer, rank, queues)
         return post
 
-    def join(self, number: int, rank: int, what: str, value: Any) -> Call:
+    def enter(self, number: int, rank: int, what: str, value: Any) -> CollectiveCall:
         """Give this rank's share of the group's call of that number.
 
         Raises:
             RuntimeError: another rank makes another call there.
         """
-        call = self._calls.setdefault(number, Call(what, rank))
+        call = self._calls.setdefault(number, CollectiveCall(what, rank))
         if call.what != what:
             raise RuntimeError(f"rank {rank} calls {what} where rank {call.first} calls {call.what}")
         call.given[rank] = value
-        self.job.announce()
+        self.world.notify()
         return call
 
-    def full(self, call: Call) -> bool:
+    def complete(self, call: CollectiveCall) -> bool:
         """Whether every rank has come to the call."""
         return len(call.given) == len(self.members)
 
-    def missing(self, call: Call) -> str:
+    def missing(self, call: CollectiveCall) -> str:
         """Say who has not come to a call."""
         return f"{call.what} with ranks {[rank for rank in range(len(self.members)) if rank not in call.given]}"
 
-    def take(self, number: int, call: Call) -> list[Any]:
+    def take(self, number: int, call: CollectiveCall) -> list[Any]:
         """Return what all ranks gave, in rank order; the last one to ask clears it away."""
         call.taken += 1
         if call.taken == len(self.members):
             del self._calls[number]
         return [call.given[rank] for rank in range(len(self.members))]
 
-    def _lane(self, source: int, target: int, tag: int) -> _Lane:
-        return self._lanes.setdefault((source, target, 0 if self.job.strict else tag), _Lane())
+    def _queues_of(self, source: int, target: int, tag: int) -> _MessageQueues:
+        return self._queues.setdefault((source, target, 0 if self.world.strict else tag), _MessageQueues())
 
-    def _pair(self, source: int, target: int, lane: _Lane) -> None:
-        """Let sends and receives of a lane meet, first with first."""
-        while lane.sends and lane.receives:
-            sent, received = lane.sends.popleft(), lane.receives.popleft()
+    def _pair(self, source: int, target: int, queues: _MessageQueues) -> None:
+        """Let sends and receives of one pair of ranks meet, first with first."""
+        while queues.sends and queues.receives:
+            sent, received = queues.sends.popleft(), queues.receives.popleft()
             self._refuse_mismatch(source, target, sent, received)
             with torch.inference_mode():  # whatever modes the two ranks are in
                 received.message.tensor.copy_(sent.message.tensor)
             sent.done = received.done = True
-            self.job.announce()
+            self.world.notify()
 
-    def _refuse_mismatch(self, source: int, target: int, sent: Post, received: Post) -> None:
+    def _refuse_mismatch(self, source: int, target: int, sent: PostedMessage, received: PostedMessage) -> None:
         ours, theirs = received.message, sent.message
         if (ours.tensor.shape, ours.tensor.dtype) != (
             theirs.tensor.shape,
@@ -218,7 +218,7 @@ class Mailroom:
             raise RuntimeError(
                 f"rank {target} expects {_described(ours)} from rank {source}, which sent {_described(theirs)}"
             )
-        if self.job.strict and sent.version != _version(theirs.tensor):
+        if self.world.strict and sent.version != _version(theirs.tensor):
             raise RuntimeError(
                 f"rank {source} changed {_described(theirs)} before its send to rank {target} was finished"
             )

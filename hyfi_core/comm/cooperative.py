@@ -2,7 +2,7 @@
 
     turn      cell 0 ── run ── sends, would wait │                              │ has all it waits for ── run ── …
               cell 1                             │ ── run ── sends, would wait  │
-                                                 └── `Waiting` is raised; later the same call is made once more
+                                                 └── `WouldBlock` is raised; later the same call is made once more
 
 A communicating operator may so be begun twice, and once more for each time that it communicates. What it was answered
 the times before it is answered again, and it sends nothing twice; so what it does between must have no effects, as is
@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from hyfi_core.comm.base import Done, Message, ReduceOp
+from hyfi_core.comm.base import Completed, Message, ReduceOp
 
 
-class Waiting(Exception):  # noqa: N818 (not an error: somebody else's turn)
+class WouldBlock(Exception):  # noqa: N818 (not an error: somebody else's turn)
     """This rank cannot go on before others have had their turn; it makes the same call again later."""
 
 
@@ -39,7 +39,7 @@ class _Sent:
 
 
 @dataclass
-class _Reduction:
+class _CooperativeReduction:
     """What ranks gave, and what came of it."""
 
     given: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class _Reduction:
 
 
 @dataclass
-class Turns:
+class CooperativeGroup:
     """What all ranks share.
 
     Attributes:
@@ -58,41 +58,41 @@ class Turns:
 
     size: int
     happened: int = 0
-    _lanes: dict[tuple[int, int, int], deque[_Sent]] = field(default_factory=dict)
-    _under_way: dict[int, _Reduction] = field(default_factory=dict)
+    _queues: dict[tuple[int, int, int], deque[_Sent]] = field(default_factory=dict)
+    _under_way: dict[int, _CooperativeReduction] = field(default_factory=dict)
 
     def send(self, source: int, message: Message) -> None:
         """Leave a tensor for its receiver; it must stay as it is until then."""
         self.happened += 1
-        lane = self._lanes.setdefault((source, message.peer, message.tag), deque())
-        lane.append(_Sent(message.tensor, _version(message.tensor)))
+        queue = self._queues.setdefault((source, message.peer, message.tag), deque())
+        queue.append(_Sent(message.tensor, _version(message.tensor)))
 
     def receive(self, target: int, sources: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
         """Return the tensors that have come, one for each (peer, tag); they are the senders'.
 
         Raises:
-            Waiting: one of them has not been sent yet.
+            WouldBlock: one of them has not been sent yet.
         """
         wanted = Counter((peer, target, tag) for peer, tag in sources)
-        if any(len(self._lanes.get(lane, ())) < count for lane, count in wanted.items()):
-            raise Waiting
+        if any(len(self._queues.get(queue, ())) < count for queue, count in wanted.items()):
+            raise WouldBlock
         self.happened += 1
-        return [self._lanes[peer, target, tag].popleft().arrive(peer) for peer, tag in sources]
+        return [self._queues[peer, target, tag].popleft().arrive(peer) for peer, tag in sources]
 
     def give(self, number: int, rank: int, tensor: torch.Tensor) -> None:
         """Give a rank's share of the reduction of that number."""
         self.happened += 1
-        self._under_way.setdefault(number, _Reduction()).given[rank] = tensor.detach().clone()
+        self._under_way.setdefault(number, _CooperativeReduction()).given[rank] = tensor.detach().clone()
 
     def total(self, number: int, op: ReduceOp) -> torch.Tensor:
         """Return a reduction's result, taken in rank order.
 
         Raises:
-            Waiting: not every rank has given its share.
+            WouldBlock: not every rank has given its share.
         """
         call = self._under_way[number]
         if len(call.given) < self.size:
-            raise Waiting
+            raise WouldBlock
         if call.result is None:
             call.result = _reduced([call.given[rank] for rank in range(self.size)], op)
             self.happened += 1
@@ -102,24 +102,24 @@ class Turns:
         return call.result
 
 
-class TurnCommunicator:
+class CooperativeCommunicator:
     """One rank's view of them; for the forward of communicating operators, and nothing else.
 
     Args:
-        turns: what the ranks share.
+        group: what the ranks share.
         rank: this one.
     """
 
-    def __init__(self, turns: Turns, rank: int) -> None:
-        self._turns = turns
+    def __init__(self, group: CooperativeGroup, rank: int) -> None:
+        self._group = group
         self.rank = rank
-        self.size = turns.size
+        self.size = group.size
         self._reductions = 0
         self._answers: list[list[torch.Tensor]] = []
         self._asked = False
         self._at = 0
 
-    def of(self, kind: str) -> TurnCommunicator:
+    def of(self, kind: str) -> CooperativeCommunicator:
         """Return itself: nothing is counted."""
         return self
 
@@ -135,20 +135,20 @@ class TurnCommunicator:
         """Send, and return what each (peer, tag) has sent: the peers' own tensors, to be looked at only.
 
         Raises:
-            Waiting: not all of it has been sent.
+            WouldBlock: not all of it has been sent.
         """
 
         def ask() -> None:
             for message in sends:
-                self._turns.send(self.rank, message)
+                self._group.send(self.rank, message)
 
-        return self._answer(ask, lambda: self._turns.receive(self.rank, sources))
+        return self._answer(ask, lambda: self._group.receive(self.rank, sources))
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Done:
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Completed:
         """Send, and receive what has been sent.
 
         Raises:
-            Waiting: not all of it has been.
+            WouldBlock: not all of it has been.
         """
         arrived = self.swap(sends, [(message.peer, message.tag) for message in receives])
         for message, theirs in zip(receives, arrived, strict=True):
@@ -159,20 +159,20 @@ class TurnCommunicator:
                     f"{tuple(theirs.shape)} {theirs.dtype}"
                 )
             ours.copy_(theirs)
-        return Done()
+        return Completed()
 
-    def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Done:
+    def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Completed:
         """Reduce in place.
 
         Raises:
-            Waiting: not every rank has come here.
+            WouldBlock: not every rank has come here.
         """
         number = self._reductions
         answers = self._answer(
-            lambda: self._turns.give(number, self.rank, tensor), lambda: [self._turns.total(number, op)], reduction=True
+            lambda: self._group.give(number, self.rank, tensor), lambda: [self._group.total(number, op)], reduction=True
         )
         tensor.copy_(answers[0])
-        return Done()
+        return Completed()
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
         """Reduce in place; as ``start_all_reduce``."""

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from hyfi_core.comm.base import Message
-from hyfi_core.comm.in_turn import TurnCommunicator, Turns, Waiting
+from hyfi_core.comm.cooperative import CooperativeCommunicator, CooperativeGroup, WouldBlock
 
 
-def ranks(size: int) -> tuple[Turns, list[TurnCommunicator]]:
-    turns = Turns(size)
-    return turns, [TurnCommunicator(turns, rank) for rank in range(size)]
+def ranks(size: int) -> tuple[CooperativeGroup, list[CooperativeCommunicator]]:
+    turns = CooperativeGroup(size)
+    return turns, [CooperativeCommunicator(turns, rank) for rank in range(size)]
 
 
-def swapped(comm: TurnCommunicator, *values: float) -> list[float]:
+def swapped(comm: CooperativeCommunicator, *values: float) -> list[float]:
     """Exchange values with the other one of two ranks, then add a maximum: an operator that communicates twice."""
     comm.begin()
     boxes = [torch.empty(1) for _ in values]
@@ -30,15 +30,15 @@ def swapped(comm: TurnCommunicator, *values: float) -> list[float]:
 
 def test_an_operator_goes_on_where_it_had_to_wait_and_sends_nothing_twice() -> None:
     turns, (first, second) = ranks(2)
-    with pytest.raises(Waiting):
+    with pytest.raises(WouldBlock):
         swapped(first, 1.0, 2.0)
-    with pytest.raises(Waiting):  # has its messages, and waits for the other's share of the maximum
+    with pytest.raises(WouldBlock):  # has its messages, and waits for the other's share of the maximum
         swapped(second, 5.0, 3.0)
     assert swapped(first, 1.0, 2.0) == [5.0, 3.0, 5.0]
     happened = turns.happened
     assert swapped(second, 5.0, 3.0) == [1.0, 2.0, 5.0]
     assert turns.happened == happened, "the second time everything is there already"
-    with pytest.raises(Waiting):  # and nothing is left over for the next operator
+    with pytest.raises(WouldBlock):  # and nothing is left over for the next operator
         swapped(first, 7.0, 8.0)
 
 
@@ -50,7 +50,7 @@ def test_sums_are_taken_in_rank_order_and_are_the_same_bits_for_all() -> None:
         for comm in (comm for comm in comms if comm.rank not in totals):
             comm.begin()
             total = shares[comm.rank].clone()
-            with contextlib.suppress(Waiting):
+            with contextlib.suppress(WouldBlock):
                 comm.all_reduce(total)
                 comm.end()
                 totals[comm.rank] = float(total)
