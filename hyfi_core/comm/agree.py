@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
+from hyfi_core.comm.activity import named_ranks
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
 
@@ -65,17 +66,6 @@ def _first_difference(ranks: list[dict[str, str]]) -> str | None:
         for rank, facts in enumerate(ranks):
             holders.setdefault(facts.get(name, "not given"), []).append(rank)
         if len(holders) > 1:
-            values = "; ".join(f"{value} on {_named(numbers)}" for value, numbers in holders.items())
+            values = "; ".join(f"{value} on {named_ranks(numbers)}" for value, numbers in holders.items())
             return f"ranks were given different things: {name} is {values}; give the same on every rank"
     return None
-
-
-def _named(ranks: list[int]) -> str:
-    """Return ``rank 3`` or ``ranks 0-2, 5``."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return f"rank{'s' if len(ranks) > 1 else ''} " + ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

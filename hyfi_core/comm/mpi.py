@@ -14,12 +14,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
 from mpi4py import MPI
 
+from hyfi_core.comm.activity import ACTIVITY, named_ranks
 from hyfi_core.comm.base import Message, ReduceOp
 
 _MOST_BYTES = 1 << 30  # counts of MPI-3 are 32-bit
@@ -40,17 +41,26 @@ _DATATYPES = {
 _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
 
 
-def backed_off(ready: Callable[[], bool]) -> None:
-    """Return when ``ready`` says so, spinning first, then yielding the core, then sleeping ever longer."""
+def backed_off(ready: Callable[[], bool], what: Callable[[], str]) -> None:
+    """Return when ``ready`` says so, spinning first, then yielding the core, then sleeping ever longer.
+
+    Args:
+        ready: asked again and again.
+        what: says what is waited for, where that takes long.
+    """
     start = time.perf_counter()
-    sleep_s = _SLEEP_FIRST_S
     while not ready():
         waited_s = time.perf_counter() - start
         if waited_s < _SPIN_S:
             continue
-        if waited_s < _YIELD_S:
-            os.sched_yield()
-        else:
+        if waited_s >= _YIELD_S:
+            break
+        os.sched_yield()
+    else:
+        return
+    sleep_s = _SLEEP_FIRST_S
+    with ACTIVITY.waiting(what):
+        while not ready():
             time.sleep(sleep_s)
             sleep_s = min(_SLEEP_MOST_S, sleep_s * 1.5)
 
@@ -91,10 +101,12 @@ class _Requests:
     def __init__(
         self,
         requests: list[Any],
+        what: Callable[[], str],
         keep: Sequence[Any] = (),
         staged: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
     ) -> None:
         self._requests = requests
+        self._what = what
         self._keep: Sequence[Any] | None = keep
         self._staged = staged
 
@@ -106,7 +118,7 @@ class _Requests:
         return self._keep is None
 
     def wait(self) -> None:
-        backed_off(self.test)
+        backed_off(self.test, self._what)
 
 
 class MpiCommunicator:
@@ -142,7 +154,8 @@ class MpiCommunicator:
             for piece in _pieces(box)
         ]
         staged = [(m.tensor, box) for m, box in zip(receives, landing, strict=True) if box is not m.tensor]
-        return _Requests(requests, [*leaving, *landing], staged)
+        peers = [m.peer for m in (*receives, *sends)]
+        return _Requests(requests, lambda: f"an exchange with {self._named(peers)}", [*leaving, *landing], staged)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
         """Reduce in place; narrow floats travel and add as float32."""
@@ -151,20 +164,21 @@ class MpiCommunicator:
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> _Requests:
         """Start reducing in place; narrow floats travel and add as float32."""
         if self._size == 1:
-            return _Requests([])
+            return _Requests([], str)
         plain = tensor.dtype in _DATATYPES and tensor.is_contiguous() and tensor.device.type == "cpu"
         wide = tensor if plain else tensor.to("cpu", _wide(tensor.dtype)).contiguous()
         kind, size = _DATATYPES[wide.dtype], wide.element_size()
         specs = [[piece, len(piece) // size, kind] for piece in _pieces(wide)]
         requests = [self._comm.Iallreduce(MPI.IN_PLACE, spec, _OPS[op]) for spec in specs]
-        return _Requests(requests, [wide], [] if wide is tensor else [(tensor, wide)])
+        return _Requests(requests, self._every("all-reduce"), [wide], [] if wide is tensor else [(tensor, wide)])
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Overwrite ``tensor`` with the root's."""
         if self._size == 1:
             return
         dense = tensor.detach().to("cpu").contiguous()
-        _Requests([self._comm.Ibcast([piece, MPI.BYTE], root) for piece in _pieces(dense)], [dense]).wait()
+        requests = [self._comm.Ibcast([piece, MPI.BYTE], root) for piece in _pieces(dense)]
+        _Requests(requests, self._every("broadcast"), [dense]).wait()
         if dense.data_ptr() != tensor.data_ptr():
             with torch.no_grad():
                 tensor.copy_(dense)
@@ -210,12 +224,21 @@ class MpiCommunicator:
 
     def barrier(self) -> None:
         """Return when every rank has come here."""
-        _Requests([self._comm.Ibarrier()]).wait()
+        _Requests([self._comm.Ibarrier()], self._every("barrier")).wait()
 
     def split(self, color: int | None, key: int = 0) -> MpiCommunicator | None:
         """Return the group of all ranks that gave the same color, ordered by (key, rank)."""
+        self.barrier()  # waits as all else here does; MPI's own wait in Split burns a core and says nothing
         comm = self._comm.Split(MPI.UNDEFINED if color is None else color, key)
         return None if color is None else MpiCommunicator(comm)
+
+    def _every(self, operation: str) -> Callable[[], str]:
+        return lambda: f"{operation} of {self._named(range(self._size))}"
+
+    def _named(self, ranks: Iterable[int]) -> str:
+        """Return the names of ranks of this group, as all of the job count them."""
+        world = MPI.COMM_WORLD.Get_group()
+        return named_ranks(sorted(set(self._comm.Get_group().Translate_ranks(list(ranks), world))))
 
     def abort(self, code: int) -> NoReturn:
         """End every rank of the job."""

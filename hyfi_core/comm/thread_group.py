@@ -1,4 +1,4 @@
-"""What thread-ranks of one group share: queues that pair sends with receives, calls that all ranks make, and who waits for what.
+"""What thread-ranks of one group share: queues that pair sends with receives, calls that all ranks make, and waits.
 
     usual    a send is copied and done at once; it meets the receive with its tag
     strict   a send is done when its receive has been posted (rendezvous); between two ranks the first send meets the

@@ -15,13 +15,15 @@ import json
 import os
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
+from hyfi_core.comm.activity import ACTIVITY, named_ranks
 from hyfi_core.comm.base import Completed, Message, ReduceOp
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -36,11 +38,13 @@ class _Works:
     def __init__(
         self,
         works: list[Any],
+        what: Callable[[], str],
         keep: Sequence[Message] = (),
         staged: tuple[torch.Tensor, torch.Tensor] | None = None,
         on_gpu: bool = False,
     ) -> None:
         self._works = works
+        self._what = what
         self._keep = keep
         self._staged = staged  # (where the result belongs, where it lands)
         self._on_gpu = on_gpu
@@ -57,10 +61,11 @@ class _Works:
         return False
 
     def wait(self) -> None:
-        if self._waiting is None:
-            self._wait_for_all()
-        else:
-            self._waiting.result()
+        with ACTIVITY.waiting(self._what):
+            if self._waiting is None:
+                self._wait_for_all()
+            else:
+                self._waiting.result()
         if self._staged is not None:
             target, box = self._staged
             target.copy_(box)
@@ -105,13 +110,21 @@ class TorchCommunicator:
             return self._exchange_on_gpu(sends, receives)
         works = [dist.irecv(m.tensor, self._members[m.peer], self._group, m.tag) for m in receives]
         works += [dist.isend(m.tensor, self._members[m.peer], self._group, m.tag) for m in sends]
-        return _Works(works, [*sends, *receives])
+        return _Works(works, self._with_peers(sends, receives), [*sends, *receives])
 
     def _exchange_on_gpu(self, sends: Sequence[Message], receives: Sequence[Message]) -> _Works:
         """Start all of an exchange as one group, so that NCCL may run its parts in any order. Unverified."""
         ops = [dist.P2POp(dist.irecv, m.tensor, self._members[m.peer], self._group) for m in receives]
         ops += [dist.P2POp(dist.isend, m.tensor, self._members[m.peer], self._group) for m in sends]
-        return _Works(dist.batch_isend_irecv(ops), [*sends, *receives], on_gpu=True)
+        works = dist.batch_isend_irecv(ops)
+        return _Works(works, self._with_peers(sends, receives), [*sends, *receives], on_gpu=True)
+
+    def _with_peers(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], str]:
+        peers = {self._members[m.peer] for m in (*sends, *receives)}
+        return lambda: f"an exchange with {named_ranks(sorted(peers))}"
+
+    def _every(self, operation: str) -> Callable[[], str]:
+        return lambda: f"{operation} of {named_ranks(sorted(self._members))}"
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
         """Reduce in place; narrow floats travel and add as float32."""
@@ -122,12 +135,13 @@ class TorchCommunicator:
         wide = tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.contiguous()
         work = dist.all_reduce(wide, _OPS[op], self._group, async_op=True)
         staged = None if wide.data_ptr() == tensor.data_ptr() else (tensor, wide)
-        return _Works([work], staged=staged, on_gpu=wide.is_cuda)
+        return _Works([work], self._every("all-reduce"), staged=staged, on_gpu=wide.is_cuda)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Overwrite ``tensor`` with the root's."""
         dense = tensor.detach().contiguous()
-        dist.broadcast(dense, self._members[root], self._group)
+        work = dist.broadcast(dense, self._members[root], self._group, async_op=True)
+        _Works([work], self._every("broadcast")).wait()
         if dense.data_ptr() != tensor.data_ptr():
             with torch.no_grad():
                 tensor.copy_(dense)
@@ -201,13 +215,24 @@ def _on_gpu(messages: Sequence[Message]) -> bool:
     return any(message.tensor.is_cuda for message in messages)
 
 
-def world() -> TorchCommunicator:
-    """Return all ranks that ``torchrun`` started."""
+def world(limit_s: float = 0.0) -> TorchCommunicator:
+    """Return all ranks that ``torchrun`` started.
+
+    Args:
+        limit_s: for one message, beyond which the library itself gives up; 0 for its own limit.
+    """
     if not dist.is_initialized():
         on_gpus = torch.cuda.is_available() and dist.is_nccl_available()
-        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo")
+        limit = timedelta(seconds=limit_s) if limit_s else None
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo", timeout=limit)
         atexit.register(_leave)
     return TorchCommunicator(dist.group.WORLD, list(range(dist.get_world_size())))
+
+
+def board_store() -> Any:
+    """Return a store for ``comm.board``, on a connection of its own: others may wait on theirs for long."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    return dist.distributed_c10d.PrefixStore("hyfi/board", store.clone())
 
 
 def _leave() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hyfi_core.comm.activity import ACTIVITY
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box
@@ -182,10 +183,12 @@ class Engine:
             self._autocasting,
             self.plan.recomputes,
         )
+        ACTIVITY.step += 1
         gradients.begin()
         pipeline.run(self._actions(compiled), self._step(compiled, local, labels.to(self._device), micro[0]))
         statistics.finish()
         gradients.finish()
+        ACTIVITY.action = None
         self.events = pipeline.events
         self.random.step += 1
         return self._shared(pipeline)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hyfi_core.errors import RequestError
 
@@ -25,24 +25,34 @@ def inside_launcher() -> str | None:
     return None
 
 
-def init() -> Communicator:
-    """Return this rank's communicator over all ranks of the job.
+def init(supervised: bool = True) -> Communicator:
+    """Return this rank's communicator over all ranks of the job (collective).
 
     Started by ``mpiexec`` or ``srun`` it is MPI's world, by ``torchrun`` that of ``torch.distributed``; started by hand
     it is a group of one, and no MPI is needed.
 
+    From then on a failure of one rank ends all: an exception in any of its threads, an exit while others wait for it,
+    or a wait of more than ``HYFI_TIMEOUT_S`` seconds (1800; 0: no limit). The first error is printed once, with its
+    rank, and the exit code is not zero.
+
+    Args:
+        supervised: whether it is so; a program whose launcher sees to failures turns it off.
+
     Raises:
-        RequestError: a launcher started several ranks and no MPI can be loaded.
+        RequestError: a launcher started several ranks and no MPI can be loaded, or ``HYFI_TIMEOUT_S`` is no number.
     """
     launcher = inside_launcher()
     if launcher is None:
         from hyfi_core.comm.alone import AloneCommunicator
 
         return AloneCommunicator()
-    if launcher == "torchrun":
-        from hyfi_core.comm.torchdist import world as torch_world
+    from hyfi_core.comm.supervision import time_limit_s
 
-        return torch_world()
+    if launcher == "torchrun":
+        from hyfi_core.comm import torchdist
+
+        found: Communicator = torchdist.world(2 * time_limit_s())
+        return _supervised(found, torchdist.board_store()) if supervised else found
     try:
         from hyfi_core.comm.mpi import world
     except (ImportError, RuntimeError) as error:
@@ -50,4 +60,12 @@ def init() -> Communicator:
             f"{launcher} started this rank, but no MPI library can be loaded ({error}); "
             "install one with `pip install 'hyfi[local]'` or load the cluster's MPI module"
         ) from error
-    return world()
+    return _supervised(world()) if supervised else world()
+
+
+def _supervised(comm: Communicator, store: Any = None) -> Communicator:
+    if comm.size > 1:
+        from hyfi_core.comm.supervision import supervise
+
+        supervise(comm, store)
+    return comm

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from hyfi_core.comm.activity import ACTIVITY
 from hyfi_core.comm.counted import CountedCommunicator
 from hyfi_core.comm.replay import Log, RecordingCommunicator, ReplayingCommunicator
 from hyfi_core.runtime.backward import Record, Values
@@ -134,6 +135,7 @@ class Pipeline:
         self._last = {(a.stage, a.direction): a.microbatch for a in actions if a.verb is Verb.B}
         for action in actions:
             self._begin_s = time.perf_counter()
+            ACTIVITY.action = action
             self._do(action, step)
             self.events.append((action, self._begin_s, time.perf_counter()))
         self._exchange.finish()

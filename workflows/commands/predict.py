@@ -111,7 +111,7 @@ def _predict(
         return_what_is_freed()  # else the heap keeps as much again as a cell needs
     slides = _check(checkpoints, inputs, out, options)
     members = [load_member(path) for path in checkpoints]
-    comm = hyfi_core.init()
+    comm = hyfi_core.init(supervised=False)
     if ranks is not None and ranks != comm.size:
         raise RequestError(f"--ranks {ranks}: {comm.size} were started; give the same number, or leave it out")
     stop = StopFlag()

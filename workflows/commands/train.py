@@ -66,7 +66,7 @@ def train_rank(config: Config, resume: bool, as_json: bool) -> int:
 
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
-    return train_in(hyfi_core.init(), config, resume, as_json, stop)
+    return train_in(hyfi_core.init(supervised=False), config, resume, as_json, stop)
 
 
 def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, stop: StopFlag) -> int:

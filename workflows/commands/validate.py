@@ -72,7 +72,7 @@ def validate_rank(
     from hyfi_core.runtime.checkpoint import load_checkpoint
     from workflows.evaluation.judge import Judge
 
-    world = hyfi_core.init()
+    world = hyfi_core.init(supervised=False)
     loaded = agree(world, lambda: load_checkpoint(checkpoint))
     dataset = agree(world, lambda: _dataset(loaded.model, store, labels, splits, split, split_column))
     apart = ParallelPlan(grids=((1, 1),), replicas=world.size)

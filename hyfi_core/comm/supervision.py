@@ -1,0 +1,227 @@
+"""All ranks of a job end when one of them fails or leaves early, and when they wait for each other for ever.
+
+    rank 0   raises ──▶ claims the failure, says it, aborts the job
+    rank 1   waits  ──▶ sees the claim, or is aborted; says nothing
+
+    rank 0   has ended ──────────────────┐  both are on the board (``comm.board``)
+    rank 1   waits in step 3, F0.s0.d0 ──┴─▶ nobody computes any more: says who waits where, aborts the job
+
+A rank writes on the board when a wait lasts long and when it ends; otherwise only one question twice a second is asked.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import time
+import traceback
+from typing import Any, NoReturn
+
+from hyfi_core.comm.activity import ACTIVITY, Wait, named_ranks
+from hyfi_core.comm.base import Communicator
+from hyfi_core.comm.board import Board, RankState, open_board
+from hyfi_core.errors import RequestError
+
+FAULT = 70
+LIMIT_VARIABLE = "HYFI_TIMEOUT_S"
+LIMIT_S = 1800.0
+PEER_LOST_S = 2.0
+"""How long a rank whose message failed waits before it says so: most likely a peer has failed and says it first."""
+_LOOK_S = 0.5
+_LONG_S = 1.0  # a wait of this length is written on the board
+_STUCK_S = 3.0  # if nobody computes for this long, nobody ever will
+_RANKS_A_LOOK = 256  # more ranks look less often, so that the board's host is not busy with them
+
+
+def time_limit_s() -> float:
+    """Return for how long a rank may wait for others, from ``HYFI_TIMEOUT_S``; 0 means for ever.
+
+    Raises:
+        RequestError: the variable is no such number.
+    """
+    text = os.environ.get(LIMIT_VARIABLE, "")
+    try:
+        limit_s = float(text) if text else LIMIT_S
+    except ValueError:
+        limit_s = -1.0
+    if not 0 <= limit_s < float("inf"):
+        raise RequestError(f"{LIMIT_VARIABLE} is {text!r}; give seconds, or 0 for no limit")
+    return limit_s
+
+
+def supervise(comm: Communicator, store: Any = None) -> None:
+    """See to it that all ranks end when one fails (collective over ``comm``, which is the whole job).
+
+    From here on an exception that leaves the main thread or another one ends all ranks; so does a rank that ends while
+    others wait for it, and a wait of more than ``HYFI_TIMEOUT_S``.
+
+    Args:
+        comm: all ranks.
+        store: for the board; None to open one on the first rank.
+
+    Raises:
+        RequestError: ``HYFI_TIMEOUT_S`` is no number of seconds.
+    """
+    limit_s = time_limit_s()
+    board = open_board(comm) if store is None else Board(store, comm.rank, comm.size)
+    comm.barrier()  # every rank is on the board before any looks
+    Supervisor(comm, board, limit_s).install()
+
+
+class Supervisor:
+    """What one rank does about failures.
+
+    Args:
+        comm: all ranks.
+        board: None where there is none: then a failure still ends all ranks, and a wait for ever is not noticed.
+        limit_s: for one wait; 0 for none.
+    """
+
+    def __init__(self, comm: Communicator, board: Board | None, limit_s: float) -> None:
+        self._comm, self._board, self._limit_s = comm, board, limit_s
+        self._process = os.getpid()
+        self._leaving = threading.Event()
+        self._unchanged: tuple[list[RankState], float] = ([], 0.0)
+
+    def install(self) -> None:
+        """Take the interpreter's hooks and start to watch."""
+        before = sys.excepthook
+
+        def main_hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+            if self._is_forked():
+                before(kind, error, trace)
+            else:
+                self.fail(error)
+
+        def thread_hook(failed: threading.ExceptHookArgs) -> None:
+            if failed.exc_value is not None and not isinstance(failed.exc_value, SystemExit) and not self._is_forked():
+                self.fail(failed.exc_value)
+
+        sys.excepthook, threading.excepthook = main_hook, thread_hook
+        atexit.register(self._leave)
+        if self._board is not None:
+            threading.Thread(target=self._watch, args=(self._board,), daemon=True, name="hyfi-watch").start()
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Say an error if it is the first of all ranks, and end them."""
+        words = "".join(traceback.format_exception(error)).rstrip()
+        if isinstance(error, RequestError):
+            words = str(error)
+        elif type(error).__module__.startswith("mpi4py") or "closed by peer" in str(error):
+            time.sleep(PEER_LOST_S)
+            words = "\n".join([words, *self._who_ended()])
+        self._end_all(f"hyfi: rank {self._comm.rank} failed, so all ranks end:\n{words}")
+
+    def _is_forked(self) -> bool:
+        """Whether this is a child of the rank, which has no part in the job."""
+        return os.getpid() != self._process
+
+    def _who_ended(self) -> list[str]:
+        states: list[RankState] = []
+        with contextlib.suppress(RuntimeError):
+            states = self._board.states() if self._board is not None else []
+        ended = [(rank, said.where) for rank, said in enumerate(states) if said.state == "ended"]
+        return [f"rank {rank} has ended while rank {self._comm.rank} still waits: {where}" for rank, where in ended]
+
+    def _end_all(self, words: str) -> NoReturn:
+        with contextlib.suppress(RuntimeError):  # the board's host has gone: whoever is left says what it knows
+            if self._board is not None and not self._board.claim_failure():
+                self._end_quietly(self._board)
+        sys.stdout.flush()
+        print(words, file=sys.stderr, flush=True)
+        if self._board is not None:
+            with contextlib.suppress(RuntimeError):
+                self._board.set_told()
+        time.sleep(0.2)  # a process manager that is told to abort may drop what it has not passed on
+        self._comm.abort(FAULT)
+
+    def _end_quietly(self, board: Board) -> NoReturn:
+        """End because another rank has failed, which says why."""
+        deadline_s = time.monotonic() + PEER_LOST_S
+        with contextlib.suppress(RuntimeError):
+            while not board.told and time.monotonic() < deadline_s:
+                time.sleep(0.02)
+        time.sleep(0.3)
+        self._comm.abort(FAULT)
+
+    def _leave(self) -> None:
+        """Say that this rank ends. The first stays until all do: the board is in its memory."""
+        if self._board is None or self._is_forked():
+            return
+        self._leaving.set()
+        with contextlib.suppress(RuntimeError):
+            self._board.post("ended", ACTIVITY.where())
+            while self._comm.rank == 0 and any(said.state != "ended" for said in self._board.states()):
+                if self._board.failed:
+                    self._end_quietly(self._board)
+                time.sleep(0.05)
+
+    def _watch(self, board: Board) -> None:
+        pause_s = _LOOK_S * max(1.0, self._comm.size / _RANKS_A_LOOK)
+        while not self._leaving.wait(pause_s):
+            try:
+                self._look(board, time.monotonic())
+            except RuntimeError:
+                return  # the board's host has gone, and with it the job's first rank: its launcher sees to the rest
+
+    def _look(self, board: Board, now_s: float) -> None:
+        """Look once whether a rank has failed, and whether this one waits for ever."""
+        if board.failed:
+            self._end_quietly(board)
+        wait = ACTIVITY.wait
+        if wait is None or now_s - wait.since_s < _LONG_S:
+            return
+        if wait.ended is None:
+            self._note(board, wait)
+        states = board.states()
+        if states != self._unchanged[0] or any(said.state == "computes" for said in states):
+            self._unchanged = states, now_s
+        if ACTIVITY.wait is not wait:
+            return
+        if now_s - self._unchanged[1] > _STUCK_S:
+            self._end_all(_stuck(states))
+        if self._limit_s and now_s - wait.since_s > self._limit_s:
+            self._end_all(_too_long(self._comm.rank, self._limit_s, states))
+
+    def _note(self, board: Board, wait: Wait) -> None:
+        """Write a wait on the board, and have its end written, too."""
+
+        def ended() -> None:
+            with contextlib.suppress(RuntimeError):
+                board.post("computes", "")
+
+        wait.ended = ended
+        board.post("waits", f"{ACTIVITY.where()}, in {wait.what()}")
+        if ACTIVITY.wait is not wait:  # it was over before its end could be asked for
+            ended()
+
+
+def _stuck(states: list[RankState]) -> str:
+    ended = [rank for rank, said in enumerate(states) if said.state == "ended"]
+    waiting = [rank for rank, said in enumerate(states) if said.state == "waits"]
+    if ended:
+        has, waits = _one_or_more(ended, "has", "have"), _one_or_more(waiting, "waits", "wait")
+        head = f"{named_ranks(ended)} {has} ended while {named_ranks(waiting)} still {waits}"
+    else:
+        head = f"{named_ranks(waiting)} wait for each other, and none computes"
+    return f"hyfi: {head}, so all ranks end; every rank must make the same calls:\n{_listed(states)}"
+
+
+def _too_long(rank: int, limit_s: float, states: list[RankState]) -> str:
+    return (
+        f"hyfi: rank {rank} has waited for others for more than {limit_s:g} s ({LIMIT_VARIABLE}), so all ranks end:\n"
+        + _listed(states)
+    )
+
+
+def _one_or_more(ranks: list[int], one: str, more: str) -> str:
+    return one if len(ranks) == 1 else more
+
+
+def _listed(states: list[RankState]) -> str:
+    return "\n".join(
+        f"  rank {rank} {said.state}" + (f": {said.where}" if said.where else "") for rank, said in enumerate(states)
+    )
