@@ -17,11 +17,10 @@ from torch import nn
 import hyfi_core
 from hyfi_core.capture.export import capture
 from hyfi_core.capture.program import Program
-from hyfi_core.lowering.lower import Lowering
+from hyfi_core.lowering.lower import Target, lower
 from hyfi_core.models import amoebanet, resnet
 from hyfi_core.models.amoebanet import Cell
-from hyfi_core.rules.instructions import Communicate
-from hyfi_core.rules.table import RULES
+from hyfi_core.rules.instructions import CollectiveCall
 from tests.harness import OffsetImages, Result, assert_equal_to_one_process, compare, identity, one_process, parallel
 
 Shape = tuple[int, int, int, int]
@@ -138,14 +137,14 @@ def exchanges(program: Program, grid: tuple[int, int], fused_halo: Any) -> int:
     """Return how many exchanges the forward pass has in which some rank sends something."""
     talking: set[int] = set()
     for rank in range(grid[0] * grid[1]):
-        ranked = Lowering(program, grid, rank, RULES, fused_halo=fused_halo).run(program.outputs)
-        meetings = [step for step in ranked.instructions if isinstance(step, Communicate) and step.kind == "halo"]
-        talking.update(at for at, step in enumerate(meetings) if sends(step))
+        ranked = lower(program, Target(grid, rank), fused_halo=fused_halo)
+        calls = [step for step in ranked.instructions if isinstance(step, CollectiveCall) and step.traffic == "halo"]
+        talking.update(at for at, step in enumerate(calls) if sends(step))
     return len(talking)
 
 
-def sends(step: Communicate) -> bool:
-    collective: Any = step.collective  # a redistribution, or a convolution that has one
+def sends(step: CollectiveCall) -> bool:
+    collective: Any = step.operator  # a redistribution, or a convolution that has one
     return bool(getattr(collective, "halo", collective).transfer.sends)
 
 

@@ -30,15 +30,14 @@ from hyfi_core.comm.base import Communicator, Message
 from hyfi_core.comm.cooperative import CooperativeCommunicator, CooperativeGroup, WouldBlock
 from hyfi_core.comm.counted import CountedCommunicator
 from hyfi_core.errors import RequestError
-from hyfi_core.lowering.lower import Lowering
-from hyfi_core.lowering.pool_before_relu import pooled_first
+from hyfi_core.lowering.lower import Target, lower
+from hyfi_core.lowering.pool_before_relu import pool_before_relu
 from hyfi_core.lowering.segments import Tape, build_tape
 from hyfi_core.ops.bands import Banded
 from hyfi_core.ops.convolution import Convolution
 from hyfi_core.ops.redistribute import Flight, Redistribute
 from hyfi_core.plan.box import Box
-from hyfi_core.rules.instructions import Communicate, Instruction, RankProgram
-from hyfi_core.rules.table import RULES
+from hyfi_core.rules.instructions import CollectiveCall, Instruction, RankProgram
 from hyfi_core.runtime.attribution import attribute_head, last_map, split_tape
 from hyfi_core.runtime.backward import Values
 from hyfi_core.runtime.batch_reader import Images, InputPart, Shape, batch_shape, read_part
@@ -68,13 +67,11 @@ class CellProgram:
         Raises:
             RequestError: the model cannot be captured, or has an operator that cannot be computed by parts.
         """
-        program = pooled_first(capture(model, shape, dtype), ())
+        program = pool_before_relu(capture(model, shape, dtype), ())
         runs, price = runs_for_cells(program, grid)
 
         def lowered(position: int) -> RankProgram:
-            lowering = Lowering(program, grid, position, CELL_RULES)
-            lowering.runs = runs
-            ranked = lowering.run(program.outputs)
+            ranked = lower(program, Target(grid, position, CELL_RULES), fused_halo=runs)
             return replace(ranked, instructions=tuple(map(_looking, ranked.instructions)))
 
         return cls(program, tuple(_hosted(lowered(at), at) for at in range(grid[0] * grid[1])), price)
@@ -88,7 +85,7 @@ class CellProgram:
         """
         bodies = [split_tape(cell.ranked)[1] for cell in self.cells]
         name, _ = last_map(self.cells[0].ranked)
-        stage = _hosted(Lowering(self.program, (1, 1), 0, RULES).run(self.program.outputs), 0)
+        stage = _hosted(lower(self.program, Target((1, 1), 0)), 0)
         start = next(at for at, done in enumerate(stage.ranked.instructions, 1) if name in done.outputs)
         return name, bodies, stage, build_tape(stage.ranked, (name,), start=start)
 
@@ -257,13 +254,13 @@ class _Look(Redistribute):
 
 def _looking(instruction: Instruction) -> Instruction:
     """Return the instruction with cells that look where ranks would send."""
-    if not isinstance(instruction, Communicate):
+    if not isinstance(instruction, CollectiveCall):
         return instruction
-    collective = instruction.collective
-    if isinstance(collective, Redistribute):
-        return replace(instruction, collective=_look(collective))
-    if isinstance(collective, (Convolution, Banded)):
-        return replace(instruction, collective=replace(collective, halo=_look(collective.halo)))
+    operator = instruction.operator
+    if isinstance(operator, Redistribute):
+        return replace(instruction, operator=_look(operator))
+    if isinstance(operator, (Convolution, Banded)):
+        return replace(instruction, operator=replace(operator, halo=_look(operator.halo)))
     return instruction
 
 

@@ -17,10 +17,11 @@ from hyfi_core.capture.program import Operator, Program, refs_in
 from hyfi_core.cells.fused_place import CELL_RULES
 from hyfi_core.cost.operators import value_bytes
 from hyfi_core.lowering.fused_cost import PRICES
-from hyfi_core.lowering.fused_halo import Boxes, Runs, Sketch, Spread, reaching, spread
+from hyfi_core.lowering.fused_halo import Sketch, Spread, reaching, spread
 from hyfi_core.lowering.fused_sketch import draw
-from hyfi_core.lowering.lower import Lowering
+from hyfi_core.lowering.lower import Target, lower
 from hyfi_core.plan.box import hull
+from hyfi_core.plan.fused_runs import Boxes, FusedRuns
 
 DEPTHS = (2, 4, 8, 12, 16, 24, 1000)
 """Lengths of runs that are looked at: most windows along any path."""
@@ -44,7 +45,7 @@ class Price:
         return self.peak_bytes * self.work
 
 
-def runs_for_cells(program: Program, grid: tuple[int, int]) -> tuple[Runs, Price]:
+def runs_for_cells(program: Program, grid: tuple[int, int]) -> tuple[FusedRuns, Price]:
     """Return the runs whose peak times work is least, and their price.
 
     Args:
@@ -59,10 +60,9 @@ def runs_for_cells(program: Program, grid: tuple[int, int]) -> tuple[Runs, Price
     if grid == (1, 1):
         made_here = {name for op in operators for name in op.outputs if name is not None}
         lives = _lives(program.image, made_here, operators)
-        return Runs(), Price(_peak(lives, {name: value_bytes(program, name) for name in lives}), 1.0)
-    trial = Lowering(program, grid, 0, CELL_RULES)
-    trial.run(program.outputs)
-    sketch = draw(program, operators, trial.splits, trial.able, ())
+        return FusedRuns(), Price(_peak(lives, {name: value_bytes(program, name) for name in lives}), 1.0)
+    trial = lower(program, Target(grid, 0, CELL_RULES))
+    sketch = draw(program, operators, trial.splits, trial.fusible, ())
     plans: list[Spread] = []
     for depth in DEPTHS:
         plans.append(spread(sketch, depth))

@@ -6,7 +6,7 @@ import torch
 
 from hyfi_core.capture.program import Operator
 from hyfi_core.lowering.fused_taps import Tap, one_tap
-from hyfi_core.lowering.lower import Lowering, Rule
+from hyfi_core.rules.builder import Builder, Rule
 from hyfi_core.rules.instructions import Split
 from hyfi_core.rules.table import RULES
 
@@ -14,29 +14,29 @@ from hyfi_core.rules.table import RULES
 def _in_runs(rule: Rule) -> Rule:
     """Return the rule for operators of one tap, and ``rule`` for all others."""
 
-    def lowered(lowering: Lowering, op: Operator) -> None:
+    def lowered(builder: Builder, op: Operator) -> None:
         name = op.args[0].name
-        tap = one_tap(op, lowering.shape(name), lowering.splits[name].dims)
+        tap = one_tap(op, builder.shape(name), builder.splits[name].dims)
         if tap is None:
-            rule(lowering, op)
+            rule(builder, op)
         else:
-            _moved(lowering, op, tap)
+            _moved(builder, op, tap)
 
     return lowered
 
 
-def _moved(lowering: Lowering, op: Operator, tap: Tap) -> None:
+def _moved(builder: Builder, op: Operator, tap: Tap) -> None:
     name, (output,) = op.args[0].name, op.outputs
-    here, sizes = lowering.splits[name], lowering.shape(str(output))
+    here, sizes = builder.splits[name], builder.shape(str(output))
     height, width = (sizes[dim] for dim in here.dims)
-    split = lowering.computed(op, Split(here.layout.through(tap.window, height, width), here.dims))
-    canvas = lowering.moved(name, [tap.window.input_box(box) for box in split.held], fill=tap.fill)
+    split = builder.computed(op, Split(here.layout.through(tap.window, height, width), here.dims))
+    canvas = builder.moved(name, [tap.window.input_box(box) for box in split.held], fill=tap.fill)
     steps = {here.dims[0]: tap.window.y.stride, here.dims[1]: tap.window.x.stride}
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
         return tensor[tuple(slice(None, None, steps.get(dim, 1)) for dim in range(tensor.dim()))]
 
-    lowering.compute(call, (canvas,), op.outputs, split)
+    builder.compute(call, (canvas,), op.outputs, split)
 
 
 CELL_RULES: dict[str, Rule] = {

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hyfi_core.lowering.fused_halo import Runs, Sketch, Spread, spread, unfused
+from hyfi_core.lowering.fused_halo import Sketch, Spread, spread, unfused
+from hyfi_core.plan.fused_runs import FusedRuns
 from hyfi_core.plan.transfer import plan_transfer
 
 DEPTHS = (2, 3, 4, 6)
@@ -33,7 +34,7 @@ class Prices:
 PRICES = Prices()
 
 
-def choose(sketch: Sketch, fused_halo: int | str) -> Runs:
+def choose(sketch: Sketch, fused_halo: int | str) -> FusedRuns:
     """Return the runs for ``plan.fused_halo``.
 
     A number n: runs of at most n windows along any path; 1 leaves every operator its own exchange. "auto": of the
@@ -47,7 +48,7 @@ def choose(sketch: Sketch, fused_halo: int | str) -> Runs:
     (its maxima fall on different ranks), so runs are fused where it clearly pays.
     """
     if fused_halo == 1:
-        return Runs()
+        return FusedRuns()
     if fused_halo != "auto":
         return spread(sketch, int(fused_halo)).runs(sketch)
     plain = unfused(sketch)
@@ -57,7 +58,7 @@ def choose(sketch: Sketch, fused_halo: int | str) -> Runs:
         price = cost(sketch, candidate)
         if price < least:
             best, least = candidate, price
-    return Runs() if best is None else best.runs(sketch)
+    return FusedRuns() if best is None else best.runs(sketch)
 
 
 def cost(sketch: Sketch, plan: Spread, shares: bool = True, prices: Prices = PRICES) -> float:

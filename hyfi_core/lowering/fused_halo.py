@@ -20,29 +20,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 
 from hyfi_core.plan.box import Box
+from hyfi_core.plan.fused_runs import Boxes, FusedRuns, covers
 from hyfi_core.plan.layout import Layout
 from hyfi_core.plan.window import Window
-
-Boxes = tuple[Box, ...]
-
-
-@dataclass(frozen=True)
-class Runs:
-    """The fused runs of a program on a grid; empty where every window operator exchanges by itself.
-
-    Attributes:
-        inside: operators that may work on more than what a rank owns; any other ends the run.
-        computed: operator -> what each rank computes of its results, where that is more than its part.
-        shared: value -> what each rank is brought of it by one exchange that several operators share.
-    """
-
-    inside: frozenset[str] = frozenset()
-    computed: Mapping[str, Boxes] = field(default_factory=dict)
-    shared: Mapping[str, Boxes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -103,15 +87,10 @@ class Spread:
     computed: Mapping[str, Boxes]
     wanted: Mapping[str, tuple[Boxes, ...]]
 
-    def runs(self, sketch: Sketch) -> Runs:
+    def runs(self, sketch: Sketch) -> FusedRuns:
         """Return the runs; an exchange that serves one operator alone is left to that operator's rule."""
         shared = {value: _joined(needs) for value, needs in self.wanted.items() if len(needs) > 1}
-        return Runs(frozenset(flow.name for flow in sketch.flows), self.computed, shared)
-
-
-def covers(held: Sequence[Box], need: Sequence[Box], whole: Box) -> bool:
-    """Whether every rank holds what it needs within the map."""
-    return all(has.contains(wanted.intersect(whole)) for has, wanted in zip(held, need, strict=True))
+        return FusedRuns(frozenset(flow.name for flow in sketch.flows), self.computed, shared)
 
 
 def unfused(sketch: Sketch) -> Spread:

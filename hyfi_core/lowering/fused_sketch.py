@@ -16,7 +16,7 @@ def draw(
     program: Program,
     operators: Sequence[Operator],
     splits: Mapping[str, Split],
-    able: Collection[str],
+    fusible: Collection[str],
     exits: Sequence[str],
 ) -> Sketch:
     """Return the sketch.
@@ -25,14 +25,16 @@ def draw(
         program: the captured model.
         operators: those that are run.
         splits: how each value is laid out.
-        able: operators whose rules can compute more than what a rank owns.
+        fusible: operators whose rules can compute more than what a rank owns.
         exits: values that other stages take.
     """
     readers: dict[str, int] = {}
     for op in operators:
         for name in dict.fromkeys(op.inputs):
             readers[name] = readers.get(name, 0) + 1
-    flows = tuple(_flow(program.values, op, splits) for op in operators if op.name in able and _makes_maps(op, splits))
+    flows = tuple(
+        _flow(program.values, op, splits) for op in operators if op.name in fusible and _makes_maps(op, splits)
+    )
     maps = {name for flow in flows for name in (*flow.takes, *flow.makes)}
     return Sketch(
         flows=flows,

@@ -1,4 +1,4 @@
-"""Overwriting: sums and activations written over an operand that nobody needs any more.
+"""In place: sums and activations written over an operand that nobody needs any more.
 
 The captured program is functional, so ``relu_`` and ``+=`` of the user's model have become operators with results of
 their own. On a CPU the fresh pages of such a result cost more than the arithmetic.
@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from hyfi_core.capture.program import refs_in
+from hyfi_core.ops.batch_norm import BatchNorm
 from hyfi_core.ops.convolution import Convolution
-from hyfi_core.ops.reduce import BatchNorm
 from hyfi_core.ops.relu import Relu
-from hyfi_core.rules.instructions import NO_MESSAGES, Communicate, Compute, Instruction, RankProgram
+from hyfi_core.rules.instructions import CustomCall, Instruction, LocalCall, RankProgram
 
 # Operators whose first result is memory of its own that their backward does not look at.
 _FRESH = frozenset(
@@ -39,7 +39,7 @@ _FRESH = frozenset(
 )
 
 
-def overwriting(ranked: RankProgram) -> RankProgram:
+def in_place(ranked: RankProgram) -> RankProgram:
     """Return the program with in-place calls where an operand is fresh and used by nobody else.
 
     What leaves the program (outputs, values for other stages, buffers) counts as used; what enters is never fresh.
@@ -50,29 +50,29 @@ def overwriting(ranked: RankProgram) -> RankProgram:
     done: list[Instruction] = []
     for instruction in ranked.instructions:
         free = {name for name in instruction.inputs if name in fresh and uses[name] == 1}
-        done.append(_in_place(instruction, free) if isinstance(instruction, Compute) else instruction)
+        done.append(_over(instruction, free) if isinstance(instruction, LocalCall) else instruction)
         if _makes_fresh(instruction) and instruction.outputs[0] is not None:
             fresh.add(instruction.outputs[0])
     return replace(ranked, instructions=tuple(done))
 
 
 def _makes_fresh(instruction: Instruction) -> bool:
-    if isinstance(instruction, Communicate):
-        return isinstance(instruction.collective, (Convolution, BatchNorm))
-    return instruction.operator is not None and instruction.operator.text in _FRESH
+    if isinstance(instruction, LocalCall):
+        return instruction.source is not None and instruction.source.text in _FRESH
+    return isinstance(instruction.operator, (Convolution, BatchNorm))
 
 
-def _in_place(compute: Compute, free: set[str]) -> Instruction:
+def _over(call: LocalCall, free: set[str]) -> Instruction:
     """Return the call with one of its ``free`` operands written over, if it is of a kind that can be."""
-    op = compute.operator
-    if op is None or compute.empty is not None:
-        return compute
+    op = call.source
+    if op is None or call.empty is not None:
+        return call
     if op.text == "aten.relu.default":
-        return Communicate(Relu(over=bool(free)), compute.inputs, compute.outputs, NO_MESSAGES)
-    if free and op.text == "aten.add.Tensor" and len(compute.inputs) == 2 and not op.kwargs:
-        order = (0, 1) if compute.inputs[0] in free else (1, 0)
-        return replace(compute, function=_sum_over(*order))
-    return compute
+        return CustomCall(Relu(over=bool(free)), call.inputs, call.outputs)
+    if free and op.text == "aten.add.Tensor" and len(call.inputs) == 2 and not op.kwargs:
+        order = (0, 1) if call.inputs[0] in free else (1, 0)
+        return replace(call, function=_sum_over(*order))
+    return call
 
 
 def _sum_over(target: int, other: int) -> Callable[..., torch.Tensor]:

@@ -19,7 +19,7 @@ from hyfi_core.capture.program import Operator, Program, Ref, refs_in
 _POOLS = ("aten.max_pool2d.default", "aten.max_pool2d_with_indices.default")
 
 
-def pooled_first(program: Program, kept: Iterable[str]) -> Program:
+def pool_before_relu(program: Program, kept: Iterable[str]) -> Program:
     """Return the program with every relu that only a maximum pool takes moved behind that pool.
 
     Names stay where they are in the order: what the relu's result was called, the pool's is now.

@@ -1,7 +1,7 @@
-"""Segments: a rank's instructions cut at the communicating ones, with what enters, leaves and may be forgotten.
+"""Segments: a rank's instructions cut at those with a backward of their own, with what enters, leaves and is dropped.
 
-    compute compute │ communicate │ compute │ communicate │ compute
-    └── segment ──┘                └ segment ┘             └ segment ┘
+    local local │ collective │ local │ custom │ local
+    └─segment─┘               └segment┘        └segment┘
 
 Autograd runs only inside a segment. The segments themselves run backward in one fixed order that all ranks share, so
 ranks cannot wait for each other crosswise, whatever autograd would have made of their graphs.
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hyfi_core.capture.program import refs_in
-from hyfi_core.rules.instructions import Communicate, Compute, Instruction, RankProgram
+from hyfi_core.rules.instructions import CollectiveCall, CustomCall, Instruction, LocalCall, RankProgram
 
 
 @dataclass(frozen=True)
@@ -21,27 +21,27 @@ class Segment:
     """A run of local calls.
 
     Attributes:
-        computes: the calls.
+        calls: in order.
         drops: after each call, the values that nothing uses any more.
         inputs: values that come from outside.
         outputs: values that others use.
     """
 
-    computes: tuple[Compute, ...]
+    calls: tuple[LocalCall, ...]
     drops: tuple[tuple[str, ...], ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """A communicating instruction, and the values that nothing uses after it."""
+class OperatorStep:
+    """One instruction with a backward of its own, and the values that nothing uses after it."""
 
-    step: Communicate
+    call: CustomCall | CollectiveCall
     drops: tuple[str, ...]
 
 
-Step = Segment | Meeting
+Step = Segment | OperatorStep
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Tape:
     """All steps of a rank in forward order.
 
     Attributes:
-        steps: segments and meetings.
+        steps: segments and single operators.
         active: values that carry a gradient: they depend on a source (a trained parameter), and the answer on them.
     """
 
@@ -70,13 +70,13 @@ def build_tape(ranked: RankProgram, sources: Iterable[str], start: int = 0, stop
     chosen = ranked.instructions[start:stop]
     active = _active(ranked, chosen, set(sources))
     steps: list[Step] = []
-    run: list[tuple[int, Compute]] = []
+    run: list[tuple[int, LocalCall]] = []
     for index, instruction in enumerate(chosen, start):
-        if isinstance(instruction, Communicate):
-            _close(steps, run, last_use)
-            steps.append(Meeting(instruction, _drops(index, instruction, last_use)))
-        else:
+        if isinstance(instruction, LocalCall):
             run.append((index, instruction))
+        else:
+            _close(steps, run, last_use)
+            steps.append(OperatorStep(instruction, _drops(index, instruction, last_use)))
     _close(steps, run, last_use)
     return Tape(tuple(steps), frozenset(active))
 
@@ -114,18 +114,18 @@ def _active(ranked: RankProgram, chosen: tuple[Instruction, ...], sources: set[s
     return reached & wanted
 
 
-def _close(steps: list[Step], run: list[tuple[int, Compute]], last_use: dict[str, int]) -> None:
+def _close(steps: list[Step], run: list[tuple[int, LocalCall]], last_use: dict[str, int]) -> None:
     """Turn the run of local calls so far into a segment."""
     if not run:
         return
-    computes = tuple(compute for _, compute in run)
+    calls = tuple(call for _, call in run)
     end = run[-1][0]
     made: dict[str, None] = {}
     inputs: dict[str, None] = {}
-    for compute in computes:
-        inputs.update((name, None) for name in compute.inputs if name not in made)
-        made.update((name, None) for name in compute.outputs if name is not None)
+    for call in calls:
+        inputs.update((name, None) for name in call.inputs if name not in made)
+        made.update((name, None) for name in call.outputs if name is not None)
     outputs = tuple(name for name in made if last_use[name] > end)
-    drops = tuple(_drops(index, compute, last_use) for index, compute in run)
-    steps.append(Segment(computes, drops, tuple(inputs), outputs))
+    drops = tuple(_drops(index, call, last_use) for index, call in run)
+    steps.append(Segment(calls, drops, tuple(inputs), outputs))
     run.clear()

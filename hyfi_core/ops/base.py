@@ -1,4 +1,8 @@
-"""Communicating operators: a forward, and a backward that is its adjoint, run by the engine and not by autograd."""
+"""Operators with a backward of their own, which the engine runs and autograd does not see.
+
+A ``CustomOperator`` works on what its rank holds. A ``Collective`` communicates; its backward is the adjoint of its
+forward. Inputs and outputs are local tensors, detached; what ``forward`` saves is handed to ``backward``.
+"""
 
 from __future__ import annotations
 
@@ -14,47 +18,66 @@ Tensors = tuple[torch.Tensor, ...]
 Cotangents = tuple[torch.Tensor | None, ...]
 Wanted = tuple[bool, ...]
 Rest = Callable[[], Cotangents]
-"""What is left to do of a backward, without messages; like it, it returns a cotangent or None for every input."""
+"""The rest of a backward, without messages; like the backward, it returns a cotangent or None for every input."""
+
+
+class CustomOperator(Protocol):
+    """An operator on this rank's values alone; it sends nothing."""
+
+    def forward(self, inputs: Tensors) -> tuple[Tensors, Any]:
+        """Return (outputs, saved)."""
+        ...
+
+    def backward(self, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
+        """Return the cotangent of every input, None for one that has none.
+
+        Args:
+            saved: what ``forward`` saved.
+            cotangents: of the outputs; None means zero.
+            wanted: for every input, whether its cotangent is of use; empty: all are. One that is not need not be
+                computed.
+        """
+        ...
 
 
 class Collective(Protocol):
-    """A communicating operator. All ranks of the stage call it in the same order, whatever they own.
-
-    Inputs and outputs are local tensors, detached; what ``forward`` saves, ``backward`` is given back.
-    """
+    """A communicating operator. All ranks of the stage call it in the same order, whatever they own."""
 
     def forward(self, comm: Communicator, inputs: Tensors) -> tuple[Tensors, Any]:
         """Return (outputs, saved)."""
         ...
 
     def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
-        """Return the cotangent of every input, None for one that has none; a cotangent of None means zero.
+        """Return the cotangent of every input, None for one that has none.
 
         Args:
             comm: the ranks of the stage.
-            saved: by ``forward``.
-            cotangents: of the outputs.
+            saved: what ``forward`` saved.
+            cotangents: of the outputs; None means zero.
             wanted: for every input, whether its cotangent is of use, the same on all ranks; empty: all are. One that is
                 not need be neither computed nor sent.
         """
         ...
 
 
-class InTwo(ABC):
-    """A collective operator whose weights' cotangents, which nobody waits for, can be computed later than its map's."""
+class SplitBackward(ABC):
+    """A collective whose backward comes in two parts: first the map's cotangent, later its weights'.
+
+    Other ranks wait for the first. Nobody waits for a weight gradient, so the second can be deferred.
+    """
 
     @abstractmethod
-    def backward_first(
+    def backward_of_map(
         self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()
     ) -> tuple[Cotangents, Rest]:
-        """Return what ``backward`` does of the map, None of all else, and what computes that."""
+        """Return the map's cotangent (None for all other inputs), and the function that computes the others."""
 
 
-class Waiting(ABC):
-    """A collective operator whose backward waits for one message, small enough to fly while something else is done."""
+class AsyncBackward(ABC):
+    """A collective whose backward waits for one message, small enough to be under way while others compute."""
 
     @abstractmethod
-    def start_back(
+    def start_backward(
         self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()
     ) -> tuple[Pending, Rest]:
-        """Start ``backward``; return the message, and what makes the cotangents once it is there."""
+        """Start ``backward``; return the message, and what makes the cotangents once it has arrived."""

@@ -20,7 +20,7 @@ import torch
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.progress import polled
 from hyfi_core.ops import taps
-from hyfi_core.ops.base import Cotangents, InTwo, Rest, Tensors, Wanted
+from hyfi_core.ops.base import Cotangents, Rest, SplitBackward, Tensors, Wanted
 from hyfi_core.ops.cut import at
 from hyfi_core.ops.redistribute import Flight, Redistribute, like
 from hyfi_core.plan.box import Box
@@ -83,7 +83,7 @@ class _Piece:
 
 
 @dataclass(frozen=True)
-class Convolution(InTwo):
+class Convolution(SplitBackward):
     """``conv2d`` on a part. Inputs: map, weight, bias or None.
 
     Attributes:
@@ -159,10 +159,10 @@ class Convolution(InTwo):
         d_own, shares = self._map_back(comm, back, now=True)
         return d_own, *(shares or self._weight_back(back))
 
-    def backward_first(
+    def backward_of_map(
         self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()
     ) -> tuple[Cotangents, Rest]:
-        """Return (cotangent of the map, None, None), and what computes the others; see ``ops.base.InTwo``."""
+        """Return (cotangent of the map, None, None), and what computes the others; see ``ops.base.SplitBackward``."""
         back = self._begun(saved, cotangents, wanted)
         d_own, shares = self._map_back(comm, back, now=False)
         return (d_own, None, None), lambda: (None, *(shares or self._weight_back(back)))

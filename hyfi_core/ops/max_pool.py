@@ -18,6 +18,7 @@ from hyfi_core.ops.bands import AT_ONCE, Banded
 from hyfi_core.ops.base import Cotangents, Tensors, Wanted
 from hyfi_core.ops.cut import at
 from hyfi_core.ops.memory import ours_alone
+from hyfi_core.plan.window import Window
 
 
 @dataclass(frozen=True)
@@ -113,3 +114,37 @@ class MaxPool(Banded):
         call = torch.ops.aten.max_pool2d_with_indices_backward.grad_input
         call(dy, tensor, *self.steps[:2], padding, self.steps[2], False, indices, grad_input=result)
         return result
+
+
+@dataclass(frozen=True)
+class WholeMaxPool:
+    """``max_pool2d`` of a map that one rank holds whole; its cotangent is written over the map where it can be.
+
+    Attributes:
+        window: of the pool; none hangs over the end of the padding.
+    """
+
+    window: Window
+
+    def forward(self, inputs: Tensors) -> tuple[Tensors, Any]:
+        """Return (maxima,); saved are their places and the map, for its memory."""
+        call = torch.ops.aten.max_pool2d_with_indices.default
+        result, indices = call(inputs[0], *self._settings)
+        return (result,), (inputs[0], indices)
+
+    def backward(self, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
+        """Return (the cotangent of the map,): each output's goes to the place of its maximum."""
+        over = saved[0] if ours_alone(saved, 0) else None
+        whole, indices = saved
+        result = torch.empty_like(whole) if over is None else over
+        dy = torch.zeros_like(indices, dtype=whole.dtype) if cotangents[0] is None else cotangents[0]
+        call = torch.ops.aten.max_pool2d_with_indices_backward.grad_input
+        call(dy, whole, *self._settings, indices, grad_input=result)
+        return (result,)
+
+    @property
+    def _settings(self) -> tuple[Any, ...]:
+        """What the native call takes: kernel, stride, padding, dilation, ceil_mode."""
+        y, x = self.window.y, self.window.x
+        sides = ((y.kernel, x.kernel), (y.stride, x.stride), (y.padding, x.padding), (y.dilation, x.dilation))
+        return (*sides, False)

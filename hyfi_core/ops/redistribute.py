@@ -63,11 +63,19 @@ class Redistribute:
         if transfer.idle:
             return (own,), saved
         flight = self.start(comm, own)
-        result = self._canvas(own)
-        self._view(result, transfer.kept, transfer.need).copy_(self._view(own, transfer.kept, transfer.have))
+        result = self.placed(own)
         for strip, arrived in zip(transfer.receives, flight.land(), strict=True):
             self._view(result, strip.box, transfer.need).copy_(arrived)
         return (result,), saved
+
+    def placed(self, own: torch.Tensor) -> torch.Tensor:
+        """Return what this rank needs as far as it owns it, outside the map filled; strips of others are not set."""
+        transfer = self.transfer
+        if transfer.idle:
+            return own
+        result = self._canvas(own)
+        self._view(result, transfer.kept, transfer.need).copy_(self._view(own, transfer.kept, transfer.have))
+        return result
 
     def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
         """Return (the cotangent of what this rank owns,): its own share plus what others computed from it."""

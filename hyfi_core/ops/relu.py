@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 
-from hyfi_core.comm.base import Communicator
 from hyfi_core.ops.base import Cotangents, Tensors, Wanted
 from hyfi_core.ops.memory import ours_alone
 
 
 @dataclass(frozen=True)
 class Relu:
-    """``relu``, pixel by pixel: it has a backward of its own and no messages.
+    """``relu``, pixel by pixel.
 
     Attributes:
         over: whether the input is memory that nobody else needs.
@@ -26,12 +25,12 @@ class Relu:
 
     over: bool
 
-    def forward(self, comm: Communicator, inputs: Tensors) -> tuple[Tensors, Any]:
+    def forward(self, inputs: Tensors) -> tuple[Tensors, Any]:
         """Return (rectified map,), which is what is saved."""
         result = inputs[0].relu_() if self.over else inputs[0].relu()
         return (result,), result
 
-    def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
+    def backward(self, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
         """Return (cotangent of the map,), over the one given where nobody else holds that."""
         over = ours_alone(cotangents, 0)
         dy = torch.zeros_like(saved) if cotangents[0] is None else cotangents[0].to(saved.dtype)

@@ -8,9 +8,9 @@ _CHANNELS = "torch.cat of slices of channels, as torch.cat([new, y[:, 2:]], 1)"
 _RESIZED = "F.interpolate with mode='bilinear' and antialias=False, or mode='nearest'"
 _FLIPPED = "images flipped or rolled before the model is given them"
 
-INSTEAD: Mapping[str, str] = {
-    f"aten.{name}": instead
-    for name, instead in {
+ALTERNATIVES: Mapping[str, str] = {
+    f"aten.{name}": alternative
+    for name, alternative in {
         "_upsample_bilinear2d_aa.vec": _RESIZED,
         "amin.default": "-(-y).amax(dims)",
         "avg_pool3d.default": "a norm such as nn.GroupNorm(1, C) where this is a local response norm",

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
-from hyfi_core.lowering.lower import Lowering
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.layout import Layout
+from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.instructions import Split
 
 _MOST_CANDIDATES = 64
@@ -100,16 +100,16 @@ class Reach:
     part: Box
 
 
-def reach(lowering: Lowering, name: str, axes: tuple[Axis, Axis], fill: float = 0.0) -> Reach:
+def reach(builder: Builder, name: str, axes: tuple[Axis, Axis], fill: float = 0.0) -> Reach:
     """Lay out an operator's output and bring each rank what it needs of the input.
 
     Args:
-        lowering: the program under way.
+        builder: of the rank's program.
         name: the input, a split value.
         axes: the operator along (y, x).
         fill: value outside the map.
     """
-    here = lowering.splits[name]
+    here = builder.splits[name]
     layout = Layout(axes[0].through(here.layout.rows), axes[1].through(here.layout.columns))
     need = []
     for part in layout.parts:
@@ -117,8 +117,8 @@ def reach(lowering: Lowering, name: str, axes: tuple[Axis, Axis], fill: float = 
             need.append(Box(0, 0, 0, 0))
         else:
             need.append(Box(*axes[0].interval(part.y0, part.y1), *axes[1].interval(part.x0, part.x1)))
-    canvas = lowering.moved(name, need, fill=fill)
-    return Reach(Split(layout, here.dims), canvas, need[lowering.rank], layout.parts[lowering.rank])
+    canvas = builder.moved(name, need, fill=fill)
+    return Reach(Split(layout, here.dims), canvas, need[builder.rank], layout.parts[builder.rank])
 
 
 def taken(tensor: torch.Tensor, dim: int, indices: torch.Tensor) -> torch.Tensor:

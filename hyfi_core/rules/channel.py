@@ -10,50 +10,50 @@ from typing import Any
 
 import torch
 
-from hyfi_core.capture.program import Operator, ValueInfo
-from hyfi_core.lowering.lower import Lowering, Rule, bound, renamed
+from hyfi_core.capture.program import Operator
 from hyfi_core.ops.reduce import SumOverRanks
+from hyfi_core.rules.builder import Builder, Rule
+from hyfi_core.rules.calls import bound, renamed
 from hyfi_core.rules.instructions import Split
-from hyfi_core.rules.norm import _group_sums, _normalise
+from hyfi_core.rules.norm import group_sums, normalise
 
 
-def _here(lowering: Lowering, op: Operator) -> Split:
-    return lowering.seen(op, op.args[0].name)
+def _here(builder: Builder, op: Operator) -> Split:
+    return builder.seen(op, op.args[0].name)
 
 
-def _per_pixel(lowering: Lowering, op: Operator, split: Split) -> None:
+def _per_pixel(builder: Builder, op: Operator, split: Split) -> None:
     """Emit the operator on this rank's part, pixel by pixel."""
     name = op.args[0].name
-    function, inputs = bound(renamed(op, {name: lowering.part(name, _here(lowering, op))}))
-    lowering.compute(function, inputs, op.outputs, split)
+    function, inputs = bound(renamed(op, {name: builder.part(name, _here(builder, op))}))
+    builder.compute(function, inputs, op.outputs, split)
 
 
-def channel_norm(lowering: Lowering, op: Operator) -> None:
+def channel_norm(builder: Builder, op: Operator) -> None:
     """Layer norm and RMS norm: over trailing dims that are not space; layer norm also over channels and space."""
     name, normalised = op.args[0].name, op.args[1]
-    here, rank = lowering.splits[name], len(lowering.shape(name))
+    here, rank = builder.splits[name], len(builder.shape(name))
     over = set(range(rank - len(normalised), rank))
     if not over & set(here.dims):
-        _per_pixel(lowering, op, _here(lowering, op))
+        _per_pixel(builder, op, _here(builder, op))
     elif op.text == "aten.layer_norm.default" and over == {1, 2, 3} and here.dims == (2, 3) and rank == 4:
-        _layer_norm_of_maps(lowering, op, name)
+        _layer_norm_of_maps(builder, op, name)
     else:
-        lowering.refuse(op, f"normalises dims {sorted(over)} of a map whose space is {here.dims}", "channels alone")
+        builder.refuse(op, f"normalises dims {sorted(over)} of a map whose space is {here.dims}", "channels alone")
 
 
-def _layer_norm_of_maps(lowering: Lowering, op: Operator, name: str) -> None:
+def _layer_norm_of_maps(builder: Builder, op: Operator, name: str) -> None:
     """Layer norm over (C, H, W): statistics of each image over the whole map, and an affine with a value per pixel."""
     weight, bias = (item.name if item is not None else None for item in (*op.args[2:4], None, None)[:2])
     eps = op.args[4] if len(op.args) > 4 else 1e-5
-    batch, channels, height, width = lowering.shape(name)
-    split = lowering.splits[name]
-    part = lowering.part(name, split)
-    partial, summed = lowering.fresh(name), lowering.fresh(name)
-    lowering.values[partial] = lowering.values[summed] = ValueInfo((2, batch, 1), torch.float64)
-    lowering.compute(_group_sums(batch, 1), (part,), (partial,))
-    lowering.communicate(SumOverRanks(), (partial,), (summed,), "reduce")
-    box = split.layout.parts[lowering.rank]
-    plain = _normalise(channels * height * width, eps, False, False)
+    batch, channels, height, width = builder.shape(name)
+    split = builder.splits[name]
+    part = builder.part(name, split)
+    partial, summed = (builder.fresh(name, (2, batch, 1), torch.float64) for _ in range(2))
+    builder.compute(group_sums(batch, 1), (part,), (partial,))
+    builder.communicate(SumOverRanks(), (partial,), (summed,), "reduce")
+    box = split.layout.parts[builder.rank]
+    plain = normalise(channels * height * width, eps, False, False)
 
     def call(x: torch.Tensor, sums: torch.Tensor, *affine: torch.Tensor) -> torch.Tensor:
         own = [table[:, box.y0 : box.y1, box.x0 : box.x1] for table in affine]
@@ -63,30 +63,30 @@ def _layer_norm_of_maps(lowering: Lowering, op: Operator, name: str) -> None:
         return result + own[-1] if bias is not None else result  # type: ignore[no-any-return]
 
     inputs = tuple(item for item in (part, summed, weight, bias) if item is not None)
-    lowering.compute(call, inputs, op.outputs, split)
+    builder.compute(call, inputs, op.outputs, split)
 
 
-def linear(lowering: Lowering, op: Operator) -> None:
+def linear(builder: Builder, op: Operator) -> None:
     """A linear layer over the last dim, which must be channels."""
-    here, rank = _here(lowering, op), len(lowering.shape(op.args[0].name))
+    here, rank = _here(builder, op), len(builder.shape(op.args[0].name))
     if rank - 1 in here.dims:
-        lowering.refuse(op, "mixes the pixels of a row", "a linear layer over channels in the last dim, (B, H, W, C)")
-    _per_pixel(lowering, op, here)
+        builder.refuse(op, "mixes the pixels of a row", "a linear layer over channels in the last dim, (B, H, W, C)")
+    _per_pixel(builder, op, here)
 
 
-def matmul(lowering: Lowering, op: Operator) -> None:
+def matmul(builder: Builder, op: Operator) -> None:
     """A map times a matrix, which is a linear layer without a bias; batches of matrices mix more than channels."""
-    if len(lowering.shape(op.args[1].name)) != 2:
-        lowering.refuse(op, "multiplies a map by more than one matrix", "one matrix, (B, H, W, C) times (C, D)")
-    linear(lowering, op)
+    if len(builder.shape(op.args[1].name)) != 2:
+        builder.refuse(op, "multiplies a map by more than one matrix", "one matrix, (B, H, W, C) times (C, D)")
+    linear(builder, op)
 
 
-def prelu(lowering: Lowering, op: Operator) -> None:
+def prelu(builder: Builder, op: Operator) -> None:
     """PReLU: its slopes are one for each channel of dim 1, or one for all; they are no map, however many they are."""
-    here, slopes = _here(lowering, op), lowering.shape(op.args[1].name)
+    here, slopes = _here(builder, op), builder.shape(op.args[1].name)
     if 1 in here.dims and slopes not in ((), (1,)):
-        lowering.refuse(op, "has a slope for each row or column", "channels in dim 1, or one slope, PReLU()")
-    _per_pixel(lowering, op, here)
+        builder.refuse(op, "has a slope for each row or column", "channels in dim 1, or one slope, PReLU()")
+    _per_pixel(builder, op, here)
 
 
 def along(at: int, keepdim_at: int | None) -> Rule:
@@ -97,14 +97,14 @@ def along(at: int, keepdim_at: int | None) -> Rule:
         keepdim_at: which says whether a reduced dim stays with size 1; None where the operator does not reduce.
     """
 
-    def rule(lowering: Lowering, op: Operator) -> None:
-        here, rank = _here(lowering, op), len(lowering.shape(op.args[0].name))
+    def rule(builder: Builder, op: Operator) -> None:
+        here, rank = _here(builder, op), len(builder.shape(op.args[0].name))
         dim = op.args[at] if len(op.args) > at else op.kwargs.get("dim", -1)
         if dim is None or dim % rank in here.dims:
-            lowering.refuse(
+            builder.refuse(
                 op, f"works along dim {dim}, which is space", "a dim that is not space, such as channels (1)"
             )
-        _per_pixel(lowering, op, here if keepdim_at is None else _reduced(here, op, dim % rank, keepdim_at))
+        _per_pixel(builder, op, here if keepdim_at is None else _reduced(here, op, dim % rank, keepdim_at))
 
     return rule
 

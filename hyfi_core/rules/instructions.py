@@ -1,19 +1,27 @@
-"""The lowered program: what one rank does, in the order that all ranks share."""
+"""The lowered program: what one rank does, in the order that all ranks share.
+
+An instruction says what it is:
+
+    LocalCall         a function of this rank's values; autograd differentiates it
+    CustomCall        a function with a backward of its own; no message
+    CollectiveCall    the same with messages: every rank of the stage is there, whatever it owns
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from hyfi_core.capture.program import Operator, Program, ValueInfo, refs_in
-from hyfi_core.ops.base import Collective
+from hyfi_core.ops.base import Collective, CustomOperator
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.layout import Layout
 
-NO_MESSAGES = "none"
+Traffic = Literal["halo", "reduce"]
+"""What messages are counted as: pixels of neighbours, or sums over the map."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,44 +56,59 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True)
-class Compute:
-    """A local call, differentiated by autograd.
+class LocalCall:
+    """A function of this rank's values, differentiated by autograd.
 
     Attributes:
         function: takes the inputs, returns one tensor or as many as there are outputs.
         inputs: value names.
         outputs: value names; None for a result that nothing uses.
         empty: shapes to return without a call where this rank owns nothing of the result; None: always call.
-        operator: the operator of the model that this call is, where it is one; its values may have other names here.
+        source: the operator of the model that this call is, where it is one; its values may have other names here.
     """
 
     function: Callable[..., Any]
     inputs: tuple[str, ...]
     outputs: tuple[str | None, ...]
     empty: tuple[tuple[int, ...], ...] | None = None
-    operator: Operator | None = None
+    source: Operator | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Communicate:
-    """An operator with a backward of its own. If it communicates, every rank of the stage is there, whatever it owns.
+class CustomCall:
+    """An operator with a backward of its own that sends nothing.
 
     Attributes:
-        collective: what it does.
-        inputs: value names.
+        operator: what it does.
+        inputs: value names; None for an input that it does without.
         outputs: value names; None for a result that nothing uses.
-        kind: what traffic counts it as; ``NO_MESSAGES`` where it sends none.
-        copies: whether the ranks of the stage in all replicas take part, not only those of one.
     """
 
-    collective: Collective
+    operator: CustomOperator
     inputs: tuple[str | None, ...]
     outputs: tuple[str | None, ...]
-    kind: str
-    copies: bool = False
 
 
-Instruction = Compute | Communicate
+@dataclass(frozen=True, slots=True)
+class CollectiveCall:
+    """An operator with a backward of its own that talks to other ranks.
+
+    Attributes:
+        operator: what it does.
+        inputs: value names; None for an input that it does without.
+        outputs: value names; None for a result that nothing uses.
+        traffic: what its messages are counted as.
+        all_replicas: whether the ranks of the stage in all replicas take part, not only those of one.
+    """
+
+    operator: Collective
+    inputs: tuple[str | None, ...]
+    outputs: tuple[str | None, ...]
+    traffic: Traffic
+    all_replicas: bool = False
+
+
+Instruction = LocalCall | CustomCall | CollectiveCall
 
 
 @dataclass(frozen=True)
@@ -100,6 +123,7 @@ class RankProgram:
         program: what it was lowered from.
         values: shapes of the program's values and of those that lowering made.
         exits: values that other stages need; a split one leaves as its parts.
+        fusible: operators whose rules can compute more than what a rank owns: they may stand inside a fused run.
     """
 
     instructions: tuple[Instruction, ...]
@@ -109,6 +133,7 @@ class RankProgram:
     program: Program
     values: Mapping[str, ValueInfo]
     exits: tuple[str, ...] = ()
+    fusible: frozenset[str] = frozenset()
 
     @property
     def results(self) -> tuple[str, ...]:

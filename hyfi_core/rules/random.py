@@ -11,9 +11,9 @@ from math import prod
 
 import torch
 
-from hyfi_core.capture.program import KEY, Operator, ValueInfo
-from hyfi_core.lowering.lower import Lowering
+from hyfi_core.capture.program import KEY, Operator
 from hyfi_core.ops import draws
+from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.instructions import Split
 
 _Draw = Callable[[int, torch.Tensor, torch.dtype], torch.Tensor]
@@ -22,14 +22,13 @@ _Draw = Callable[[int, torch.Tensor, torch.dtype], torch.Tensor]
 class _Numbers:
     """The numbers that one operator draws on this rank."""
 
-    def __init__(self, lowering: Lowering, op: Operator, shape: tuple[int, ...], split: Split | None) -> None:
-        self._operator = lowering.program.ordinal(op)
+    def __init__(self, builder: Builder, op: Operator, shape: tuple[int, ...], split: Split | None) -> None:
+        self._operator = builder.program.ordinal(op)
         self._shape = shape
-        self._images = lowering.shape(lowering.program.image)[0]
+        self._images = builder.shape(builder.program.image)[0]
         self._dims = split.dims if split is not None else None
-        box = split.held[lowering.rank] if split is not None else None
+        box = split.held[builder.rank] if split is not None else None
         self._box = (box.y0, box.y1, box.x0, box.x1) if box is not None else (0, 0, 0, 0)
-        lowering.values[KEY] = ValueInfo((3,), torch.int64)
 
     def __call__(self, draw: _Draw, key: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """Return this rank's numbers; ``key`` holds seed, step and the micro-batch's first sample."""
@@ -39,16 +38,16 @@ class _Numbers:
         return draw(draws.mixed(seed, step, self._operator), where, dtype)
 
 
-def dropout(lowering: Lowering, op: Operator) -> None:
+def dropout(builder: Builder, op: Operator) -> None:
     """Dropout of single elements."""
     x, probability, train = op.args[:3]
     if op.outputs[1:] and op.outputs[1] is not None:
-        lowering.refuse(op, "is asked for its mask", "dropout whose mask nothing else uses")
-    name, split = _laid_out(lowering, op)
+        builder.refuse(op, "is asked for its mask", "dropout whose mask nothing else uses")
+    name, split = _laid_out(builder, op)
     if not train or probability == 0.0:
-        lowering.compute(lambda tensor: tensor.view_as(tensor), (name,), op.outputs[:1], split)
+        builder.compute(lambda tensor: tensor.view_as(tensor), (name,), op.outputs[:1], split)
         return
-    numbers = _Numbers(lowering, op, lowering.shape(x.name), split)
+    numbers = _Numbers(builder, op, builder.shape(x.name), split)
     scale = 0.0 if probability == 1.0 else 1.0 / (1.0 - probability)
 
     def call(tensor: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -56,56 +55,56 @@ def dropout(lowering: Lowering, op: Operator) -> None:
         result: torch.Tensor = tensor * (kept.to(tensor.dtype) * scale)
         return result
 
-    lowering.compute(call, (name, KEY), op.outputs[:1], split)
+    builder.compute(call, (name, KEY), op.outputs[:1], split)
 
 
-def bernoulli(lowering: Lowering, op: Operator) -> None:
+def bernoulli(builder: Builder, op: Operator) -> None:
     """Zeros and ones; what the first argument holds does not matter, or is the probability where none is given."""
     x = op.args[0]
     probability = op.args[1] if op.text == "aten.bernoulli.p" else None
-    name, split = _laid_out(lowering, op)
-    numbers = _Numbers(lowering, op, lowering.shape(x.name), split)
+    name, split = _laid_out(builder, op)
+    numbers = _Numbers(builder, op, builder.shape(x.name), split)
 
     def call(tensor: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         number = numbers(draws.uniform, key, tensor.device, torch.float64)
         return (number < (tensor if probability is None else probability)).to(tensor.dtype)
 
-    lowering.compute(call, (name, KEY), op.outputs, split)
+    builder.compute(call, (name, KEY), op.outputs, split)
 
 
-def drawn_like(draw: _Draw) -> Callable[[Lowering, Operator], None]:
+def drawn_like(draw: _Draw) -> Callable[[Builder, Operator], None]:
     """Return the rule of ``rand_like`` or ``randn_like``."""
 
-    def rule(lowering: Lowering, op: Operator) -> None:
+    def rule(builder: Builder, op: Operator) -> None:
         output = op.first_output
-        name, split = _laid_out(lowering, op)
-        numbers, kind = _Numbers(lowering, op, lowering.shape(output), split), lowering.values[output].dtype
-        lowering.compute(lambda tensor, key: numbers(draw, key, tensor.device, kind), (name, KEY), op.outputs, split)
+        name, split = _laid_out(builder, op)
+        numbers, kind = _Numbers(builder, op, builder.shape(output), split), builder.values[output].dtype
+        builder.compute(lambda tensor, key: numbers(draw, key, tensor.device, kind), (name, KEY), op.outputs, split)
 
     return rule
 
 
-def drawn(draw: _Draw) -> Callable[[Lowering, Operator], None]:
+def drawn(draw: _Draw) -> Callable[[Builder, Operator], None]:
     """Return the rule of ``rand`` or ``randn``: a value that every rank holds whole."""
 
-    def rule(lowering: Lowering, op: Operator) -> None:
+    def rule(builder: Builder, op: Operator) -> None:
         output = op.first_output
-        numbers, kind = _Numbers(lowering, op, lowering.shape(output), None), lowering.values[output].dtype
+        numbers, kind = _Numbers(builder, op, builder.shape(output), None), builder.values[output].dtype
         device = torch.device(op.kwargs.get("device") or "cpu")
-        lowering.compute(lambda key: numbers(draw, key, device, kind), (KEY,), op.outputs)
+        builder.compute(lambda key: numbers(draw, key, device, kind), (KEY,), op.outputs)
 
     return rule
 
 
-def _laid_out(lowering: Lowering, op: Operator) -> tuple[str, Split | None]:
+def _laid_out(builder: Builder, op: Operator) -> tuple[str, Split | None]:
     name = op.args[0].name
-    if name not in lowering.splits:
+    if name not in builder.splits:
         return name, None
-    split = lowering.seen(op, name)
-    return lowering.part(name, split), split
+    split = builder.seen(op, name)
+    return builder.part(name, split), split
 
 
-RANDOM: dict[str, Callable[[Lowering, Operator], None]] = {
+RANDOM: dict[str, Callable[[Builder, Operator], None]] = {
     "aten.native_dropout.default": dropout,
     "aten.bernoulli.p": bernoulli,
     "aten.bernoulli.default": bernoulli,

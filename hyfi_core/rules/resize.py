@@ -14,21 +14,21 @@ import torch
 import torch.nn.functional as F
 
 from hyfi_core.capture.program import Operator
-from hyfi_core.lowering.lower import Lowering
 from hyfi_core.ops.first_maximum import FirstMaximum
 from hyfi_core.rules.axis import Axis, reach, taken
+from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.window_arguments import arguments, pair
 
 
-def conv_transpose2d(lowering: Lowering, op: Operator) -> None:
+def conv_transpose2d(builder: Builder, op: Operator) -> None:
     """Transposed convolution: any stride, padding, output padding, groups and dilation."""
     defaults = (None, [1, 1], [0, 0], [0, 0], 1, [1, 1])
     x, weight, bias, stride, padding, _, groups, dilation = arguments(op.args, defaults, 2)
     stride, padding, dilation = pair(stride), pair(padding), pair(dilation)
-    sizes = lowering.shape(op.first_output)[2:]
-    spans = [d * (k - 1) for d, k in zip(dilation, lowering.shape(weight.name)[2:], strict=True)]
+    sizes = builder.shape(op.first_output)[2:]
+    spans = [d * (k - 1) for d, k in zip(dilation, builder.shape(weight.name)[2:], strict=True)]
     axes = tuple(_scattered(size, *rest) for size, *rest in zip(sizes, stride, padding, spans, strict=True))
-    plan = reach(lowering, x.name, axes)  # type: ignore[arg-type]
+    plan = reach(builder, x.name, axes)  # type: ignore[arg-type]
     # The first position that the local result covers, and where the owned part begins and ends in it.
     before = [
         plan.part.y0 - (plan.need.y0 * stride[0] - padding[0]),
@@ -44,7 +44,7 @@ def conv_transpose2d(lowering: Lowering, op: Operator) -> None:
         return result + rest[0].to(result.dtype).view(1, -1, 1, 1) if rest else result
 
     inputs = (plan.canvas, weight.name) if bias is None else (plan.canvas, weight.name, bias.name)
-    lowering.compute(call, inputs, op.outputs, plan.split)
+    builder.compute(call, inputs, op.outputs, plan.split)
 
 
 def _scattered(outputs: int, stride: int, padding: int, span: int) -> Axis:
@@ -57,18 +57,18 @@ def _scattered(outputs: int, stride: int, padding: int, span: int) -> Axis:
     return Axis(outputs, interval)
 
 
-def upsample_bilinear(lowering: Lowering, op: Operator) -> None:
+def upsample_bilinear(builder: Builder, op: Operator) -> None:
     """Bilinear resizing to any size, corners aligned or not."""
     name, align = op.args[0].name, bool(op.args[2])
     factors = op.args[3] if len(op.args) > 3 else None
-    dims = lowering.splits[name].dims
-    double = lowering.values[name].dtype == torch.float64
+    dims = builder.splits[name].dims
+    double = builder.values[name].dtype == torch.float64
     blends = []
     for at, dim in enumerate(dims):
-        size, outputs = lowering.shape(name)[dim], lowering.shape(op.first_output)[dim]
+        size, outputs = builder.shape(name)[dim], builder.shape(op.first_output)[dim]
         blends.append(_blend(size, outputs, align, None if factors is None else factors[at], double))
     axes = tuple(Axis(low.numel(), _between(low.tolist(), high.tolist())) for low, high, _ in blends)
-    plan = reach(lowering, name, axes)  # type: ignore[arg-type]
+    plan = reach(builder, name, axes)  # type: ignore[arg-type]
     part, need = plan.part, plan.need
     own = [
         (low[a:b] - start, high[a:b] - start, share[a:b])
@@ -87,7 +87,7 @@ def upsample_bilinear(lowering: Lowering, op: Operator) -> None:
             result = taken(result, dim, low) * (1 - weight) + taken(result, dim, high) * weight
         return result.to(tensor.dtype)
 
-    lowering.compute(call, (plan.canvas,), op.outputs, plan.split)
+    builder.compute(call, (plan.canvas,), op.outputs, plan.split)
 
 
 def _between(low: list[int], high: list[int]) -> Any:
@@ -115,13 +115,13 @@ def _blend(
     return low, high, (position - low).clamp(0.0, 1.0)
 
 
-def adaptive_avg_pool2d(lowering: Lowering, op: Operator) -> None:
+def adaptive_avg_pool2d(builder: Builder, op: Operator) -> None:
     """Adaptive mean to any size: cell ``i`` of ``n`` covers the inputs from floor(i·N/n) to ceil((i + 1)·N/n)."""
     name = op.args[0].name
-    sizes = lowering.shape(name)[2:]
-    outputs = lowering.shape(op.first_output)[2:]
+    sizes = builder.shape(name)[2:]
+    outputs = builder.shape(op.first_output)[2:]
     axes = tuple(_cells(size, count) for size, count in zip(sizes, outputs, strict=True))
-    plan = reach(lowering, name, axes)  # type: ignore[arg-type]
+    plan = reach(builder, name, axes)  # type: ignore[arg-type]
     part, need = plan.part, plan.need
     rows = _means(axes[0], part.y0, part.y1, need.y0, need.y1)
     columns = _means(axes[1], part.x0, part.x1, need.x0, need.x1)
@@ -132,7 +132,7 @@ def adaptive_avg_pool2d(lowering: Lowering, op: Operator) -> None:
             means = torch.matmul(rows.to(tensor.device, kind), tensor.to(kind))
             return torch.matmul(means, columns.to(means).T).to(tensor.dtype)
 
-    lowering.compute(call, (plan.canvas,), op.outputs, plan.split)
+    builder.compute(call, (plan.canvas,), op.outputs, plan.split)
 
 
 def _cells(size: int, count: int) -> Axis:
@@ -148,13 +148,13 @@ def _means(axis: Axis, start: int, stop: int, first: int, last: int) -> torch.Te
     return matrix
 
 
-def adaptive_max_pool2d(lowering: Lowering, op: Operator) -> None:
+def adaptive_max_pool2d(builder: Builder, op: Operator) -> None:
     """Adaptive maximum to 1 × 1: the first of equal maxima, in the order of the whole map, gets the gradient."""
     name, size = op.args[0].name, tuple(op.args[1])
-    split = lowering.splits[name]
+    split = builder.splits[name]
     if size != (1, 1):
         instead = "nn.AdaptiveAvgPool2d to any size, nn.AdaptiveMaxPool2d(1), or nn.MaxPool2d with kernel and stride"
-        lowering.refuse(op, f"pools to {size}", instead)
-    part = lowering.part(name, split)
-    box = split.layout.parts[lowering.rank]
-    lowering.communicate(FirstMaximum(box, split.layout.width), (part,), op.outputs, "reduce")
+        builder.refuse(op, f"pools to {size}", instead)
+    part = builder.part(name, split)
+    box = split.layout.parts[builder.rank]
+    builder.communicate(FirstMaximum(box, split.layout.width), (part,), op.outputs, "reduce")

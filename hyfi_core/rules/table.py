@@ -3,7 +3,7 @@
 A rule says how the output is laid out, which box of the input each rank needs for its part of it, and what to call
 locally.
 Rules for windows and for statistics stand in files of their own; all are collected in ``RULES``.
-A rule that lays its output out by ``lowering.seen`` (the same pixels) or ``lowering.computed`` may stand inside a fused
+A rule that lays its output out by ``builder.seen`` (the same pixels) or ``builder.computed`` may stand inside a fused
 run, where ranks compute more than they own; before any other the run ends, and it is given what ranks own.
 """
 
@@ -13,14 +13,16 @@ from dataclasses import replace
 from typing import Any
 
 from hyfi_core.capture.program import Operator, Ref, refs_in
-from hyfi_core.lowering.lower import Lowering, Rule, bound, renamed
+from hyfi_core.rules import batch_norm as rules_batch_norm
 from hyfi_core.rules import channel as rules_channel
 from hyfi_core.rules import norm as rules_norm
 from hyfi_core.rules import place as rules_place
+from hyfi_core.rules import reduction as rules_reduction
 from hyfi_core.rules import resize as rules_resize
 from hyfi_core.rules import shape as rules_shape
-from hyfi_core.rules import spread as rules_spread
 from hyfi_core.rules import window as rules_window
+from hyfi_core.rules.builder import Builder, Rule
+from hyfi_core.rules.calls import bound, renamed
 from hyfi_core.rules.instructions import Split
 from hyfi_core.rules.random import RANDOM
 
@@ -37,33 +39,33 @@ le.Tensor ge.Tensor ne.Tensor masked_fill.Scalar fill.Scalar type_as bitwise_not
 """
 
 
-def pointwise(lowering: Lowering, op: Operator) -> None:
+def pointwise(builder: Builder, op: Operator) -> None:
     """Each output pixel comes from the input pixels at the same place; replicated operands broadcast over space."""
     names = {}
-    full = len(lowering.shape(op.first_output))
-    maps = {name: _from_right(lowering, name, full) for name in dict.fromkeys(op.inputs) if name in lowering.splits}
-    anchor = lowering.computed(op, next(iter(maps.values())))
+    full = len(builder.shape(op.first_output))
+    maps = {name: _from_right(builder, name, full) for name in dict.fromkeys(op.inputs) if name in builder.splits}
+    anchor = builder.computed(op, next(iter(maps.values())))
     for name in dict.fromkeys(op.inputs):
         if name in maps:
             split = maps[name]
             if split.dims != anchor.dims or split.layout.map != anchor.layout.map:
-                lowering.refuse(
+                builder.refuse(
                     op,
                     f"mixes a map of {split.layout.map.shape} in dims {split.dims} with one of "
                     f"{anchor.layout.map.shape} in dims {anchor.dims}",
                     "equal sizes in equal dims",
                 )
-            names[name] = lowering.part(name, replace(anchor, dims=lowering.splits[name].dims))
-        elif _reaches_space(lowering.shape(name), lowering.shape(op.first_output), anchor):
-            names[name] = _cut_out(lowering, name, anchor, len(lowering.shape(op.first_output)))
+            names[name] = builder.part(name, replace(anchor, dims=builder.splits[name].dims))
+        elif _reaches_space(builder.shape(name), builder.shape(op.first_output), anchor):
+            names[name] = _cut_out(builder, name, anchor, len(builder.shape(op.first_output)))
     function, inputs = bound(renamed(op, names))
-    lowering.compute(function, inputs, op.outputs, anchor, op)
+    builder.compute(function, inputs, op.outputs, anchor, op)
 
 
-def _from_right(lowering: Lowering, name: str, rank: int) -> Split:
+def _from_right(builder: Builder, name: str, rank: int) -> Split:
     """Return how a map is split, its dims counted as broadcasting to ``rank`` dims counts them."""
-    split = lowering.splits[name]
-    more = rank - len(lowering.shape(name))
+    split = builder.splits[name]
+    more = rank - len(builder.shape(name))
     return Split(split.layout, (split.dims[0] + more, split.dims[1] + more))
 
 
@@ -73,10 +75,10 @@ def _reaches_space(shape: tuple[int, ...], full: tuple[int, ...], split: Split) 
     return any(dim >= missing and shape[dim - missing] > 1 for dim in split.dims)
 
 
-def _cut_out(lowering: Lowering, name: str, split: Split, rank_dims: int) -> str:
+def _cut_out(builder: Builder, name: str, split: Split, rank_dims: int) -> str:
     """Return this rank's cut-out of a replicated map (a positional table, say)."""
-    box = split.held[lowering.rank]
-    missing = rank_dims - len(lowering.shape(name))
+    box = split.held[builder.rank]
+    missing = rank_dims - len(builder.shape(name))
 
     def cut(tensor: Any) -> Any:
         for dim, start, length in ((split.dims[0], box.y0, box.height), (split.dims[1], box.x0, box.width)):
@@ -84,20 +86,20 @@ def _cut_out(lowering: Lowering, name: str, split: Split, rank_dims: int) -> str
                 tensor = tensor.narrow(dim - missing, start, length)
         return tensor
 
-    result = lowering.fresh(name)
-    lowering.compute(cut, (name,), (result,))
+    result = builder.fresh(name)
+    builder.compute(cut, (name,), (result,))
     return result
 
 
-def channelwise(lowering: Lowering, op: Operator) -> None:
+def channelwise(builder: Builder, op: Operator) -> None:
     """Works along a dim that is not space (cat, split, slice, softmax over channels): like a pointwise operator."""
-    dims = next(split.dims for name in op.inputs if (split := lowering.splits.get(name)) is not None)
-    rank = len(lowering.shape(next(name for name in op.inputs if name in lowering.splits)))
+    dims = next(split.dims for name in op.inputs if (split := builder.splits.get(name)) is not None)
+    rank = len(builder.shape(next(name for name in op.inputs if name in builder.splits)))
     at = _DIM_ARGUMENT[op.text.removeprefix("aten.").removesuffix(".default")]
     dim = op.args[at] if len(op.args) > at else op.kwargs.get("dim", 0)
     if dim % rank in dims:
-        lowering.refuse(op, f"works along dim {dim}, which is space", "a dim that is not space, such as channels (1)")
-    pointwise(lowering, op)
+        builder.refuse(op, f"works along dim {dim}, which is space", "a dim that is not space, such as channels (1)")
+    pointwise(builder, op)
 
 
 # Operators along one dim, and which argument names it.
@@ -115,26 +117,26 @@ _DIM_ARGUMENT = {
 }
 
 
-def adaptive_avg_pool(lowering: Lowering, op: Operator) -> None:
+def adaptive_avg_pool(builder: Builder, op: Operator) -> None:
     """Adaptive pooling to one pixel is a mean over space; to the size that is there it does nothing."""
     size, name = tuple(op.args[1]), op.args[0].name
     if size == (1, 1):
-        rules_norm.mean_over_space(lowering, name, op.outputs[0], keepdim=True)
-    elif size == lowering.shape(name)[-2:]:
-        split = lowering.splits[name]
-        lowering.compute(lambda tensor: tensor.clone(), (lowering.part(name, split),), op.outputs, split)
+        rules_reduction.mean_over_space(builder, name, op.outputs[0], keepdim=True)
+    elif size == builder.shape(name)[-2:]:
+        split = builder.splits[name]
+        builder.compute(lambda tensor: tensor.clone(), (builder.part(name, split),), op.outputs, split)
     else:
-        rules_resize.adaptive_avg_pool2d(lowering, op)
+        rules_resize.adaptive_avg_pool2d(builder, op)
 
 
 def one_map(rule: Rule) -> Rule:
     """Return the rule for a map as first argument and none as any other: a rule looks at the first alone."""
 
-    def checked(lowering: Lowering, op: Operator) -> None:
+    def checked(builder: Builder, op: Operator) -> None:
         for argument in (*op.args[1:], *op.kwargs.values()):
-            if any(name in lowering.splits for name in refs_in(argument)):
-                lowering.refuse(op, "takes a map where a weight belongs", "a map as its first argument alone")
-        rule(lowering, op)
+            if any(name in builder.splits for name in refs_in(argument)):
+                builder.refuse(op, "takes a map where a weight belongs", "a map as its first argument alone")
+        rule(builder, op)
 
     return checked
 
@@ -143,24 +145,24 @@ def on_maps(rule: Rule) -> Rule:
     """Return the rule for one map, laid out as ``(B, C, H, W)`` and no other way."""
     rule = one_map(rule)
 
-    def checked(lowering: Lowering, op: Operator) -> None:
-        split = lowering.split_of(op.args[0])
-        if split is not None and (split.dims != (2, 3) or len(lowering.shape(op.args[0].name)) != 4):
-            shape = lowering.shape(op.args[0].name)
-            lowering.refuse(op, f"takes {shape} with space in dims {split.dims}", "(B, C, H, W), space in dims (2, 3)")
-        rule(lowering, op)
+    def checked(builder: Builder, op: Operator) -> None:
+        split = builder.split_of(op.args[0])
+        if split is not None and (split.dims != (2, 3) or len(builder.shape(op.args[0].name)) != 4):
+            shape = builder.shape(op.args[0].name)
+            builder.refuse(op, f"takes {shape} with space in dims {split.dims}", "(B, C, H, W), space in dims (2, 3)")
+        rule(builder, op)
 
     return checked
 
 
-def sliced(lowering: Lowering, op: Operator) -> None:
+def sliced(builder: Builder, op: Operator) -> None:
     """A slice along space moves pixels; along another dim it does not."""
     name = op.args[0].name
-    dim = (op.args[1] if len(op.args) > 1 else 0) % len(lowering.shape(name))
-    if dim in lowering.splits[name].dims:
-        rules_place.slice_of_space(lowering, op, dim)
+    dim = (op.args[1] if len(op.args) > 1 else 0) % len(builder.shape(name))
+    if dim in builder.splits[name].dims:
+        rules_place.slice_of_space(builder, op, dim)
     else:
-        channelwise(lowering, op)
+        channelwise(builder, op)
 
 
 def _text(name: str) -> str:
@@ -185,10 +187,10 @@ RULES.update(
             "upsample_bilinear2d.vec": rules_resize.upsample_bilinear,
             "pixel_shuffle": rules_place.pixel_shuffle,
             "pixel_unshuffle": rules_place.pixel_unshuffle,
-            "batch_norm": rules_norm.batch_norm,
-            "_native_batch_norm_legit_functional": rules_norm.batch_norm_training,
-            "_native_batch_norm_legit.no_stats": rules_norm.batch_norm_without_statistics,
-            "_native_batch_norm_legit_no_training": rules_norm.batch_norm_evaluation,
+            "batch_norm": rules_batch_norm.batch_norm,
+            "_native_batch_norm_legit_functional": rules_batch_norm.batch_norm_training,
+            "_native_batch_norm_legit.no_stats": rules_batch_norm.batch_norm_without_statistics,
+            "_native_batch_norm_legit_no_training": rules_batch_norm.batch_norm_evaluation,
             "group_norm": rules_norm.group_norm,
             "instance_norm": rules_norm.instance_norm,
         }.items()
@@ -223,16 +225,16 @@ RULES.update(
             "max.dim": rules_channel.along(1, 2),
             "min.dim": rules_channel.along(1, 2),
             "argmax": rules_channel.along(1, 2),
-            "mean": rules_norm.mean,
-            "mean.dim": rules_norm.mean,
-            "sum": rules_norm.total,
-            "sum.dim_IntList": rules_norm.total,
-            "amax": rules_norm.maximum,
-            "linalg_vector_norm": rules_spread.vector_norm,
-            "var.dim": rules_spread.variance,
-            "var.correction": rules_spread.variance,
-            "std.dim": rules_spread.variance,
-            "std.correction": rules_spread.variance,
+            "mean": rules_reduction.mean,
+            "mean.dim": rules_reduction.mean,
+            "sum": rules_reduction.total,
+            "sum.dim_IntList": rules_reduction.total,
+            "amax": rules_reduction.maximum,
+            "linalg_vector_norm": rules_reduction.vector_norm,
+            "var.dim": rules_reduction.variance,
+            "var.correction": rules_reduction.variance,
+            "std.dim": rules_reduction.variance,
+            "std.correction": rules_reduction.variance,
             **{f"new_{kind}": rules_shape.new_like for kind in ("zeros", "ones", "empty", "full")},
         }.items()
     }

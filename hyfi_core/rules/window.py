@@ -17,11 +17,12 @@ import torch
 import torch.nn.functional as F
 
 from hyfi_core.capture.program import Operator
-from hyfi_core.lowering.lower import Lowering, bound, renamed
 from hyfi_core.ops.avg_pool import counts
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.layout import Layout
 from hyfi_core.rules import window_arguments as windows
+from hyfi_core.rules.builder import Builder
+from hyfi_core.rules.calls import bound, renamed
 from hyfi_core.rules.instructions import Split
 from hyfi_core.rules.overlap import max_pool_alone, overlapped_avg_pool, overlapped_convolution, overlapped_max_pool
 from hyfi_core.rules.window_arguments import Sliding, arguments, pair
@@ -36,20 +37,20 @@ class _Sliding:
     native: tuple[int, int]
 
 
-def _sliding(lowering: Lowering, op: Operator, sliding: Sliding) -> _Sliding:
+def _sliding(builder: Builder, op: Operator, sliding: Sliding) -> _Sliding:
     """Lay a window operator's output out and say what each rank needs of the input.
 
     Args:
-        lowering: the program under way.
+        builder: of the rank's program.
         op: the operator.
         sliding: its window.
     """
-    have = lowering.splits[op.args[0].name].layout
+    have = builder.splits[op.args[0].name].layout
     window, symmetric = sliding.window, sliding.symmetric
     output = op.outputs[0]
     assert output is not None
-    height, width = lowering.shape(output)[2:]
-    split = lowering.computed(op, Split(have.through(window, height, width)))
+    height, width = builder.shape(output)[2:]
+    split = builder.computed(op, Split(have.through(window, height, width)))
     native_y = len(have.rows) == 2 and symmetric[0]
     native_x = len(have.columns) == 2 and symmetric[1]
     need = []
@@ -63,38 +64,38 @@ def _sliding(lowering: Lowering, op: Operator, sliding: Sliding) -> _Sliding:
     return _Sliding(split, tuple(need), (window.y.padding if native_y else 0, window.x.padding if native_x else 0))
 
 
-def _native(lowering: Lowering, op: Operator) -> bool:
+def _native(builder: Builder, op: Operator) -> bool:
     """Emit the operator as it is where one rank owns the whole map; whether that was so."""
     output = op.outputs[0]
-    if lowering.grid != (1, 1) or output is None:
+    if builder.grid != (1, 1) or output is None:
         return False
     x = op.args[0].name
-    function, inputs = bound(renamed(op, {x: lowering.part(x, lowering.splits[x])}))
-    height, width = lowering.shape(output)[2:]
-    lowering.compute(function, inputs, op.outputs, Split(Layout.even(height, width, (1, 1))), op)
+    function, inputs = bound(renamed(op, {x: builder.part(x, builder.splits[x])}))
+    height, width = builder.shape(output)[2:]
+    builder.compute(function, inputs, op.outputs, Split(Layout.even(height, width, (1, 1))), op)
     return True
 
 
-def conv2d(lowering: Lowering, op: Operator) -> None:
+def conv2d(builder: Builder, op: Operator) -> None:
     """Convolution: any kernel, stride, dilation and groups; padding as numbers, "same" or "valid"."""
     x, weight, bias, stride, _, dilation, groups = arguments(op.args, (None, [1, 1], [0, 0], [1, 1], 1), 2)
     stride, dilation = pair(stride), pair(dilation)
-    if _steps_over(lowering.shape(weight.name), stride):
-        _thinned_convolution(lowering, op, stride)
+    if _steps_over(builder.shape(weight.name), stride):
+        _thinned_convolution(builder, op, stride)
         return
-    if _native(lowering, op):
+    if _native(builder, op):
         return
-    sliding = windows.conv2d(op, lowering.shape)
-    plan = _sliding(lowering, op, sliding)
-    if overlapped_convolution(lowering, op, sliding.window, plan.split, plan.need, plan.native):
+    sliding = windows.conv2d(op, builder.shape)
+    plan = _sliding(builder, op, sliding)
+    if overlapped_convolution(builder, op, sliding.window, plan.split, plan.need, plan.native):
         return
-    canvas = lowering.moved(x.name, plan.need)
+    canvas = builder.moved(x.name, plan.need)
 
     def call(tensor: torch.Tensor, kernel: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
         return F.conv2d(tensor, kernel, rest[0] if rest else None, stride, plan.native, dilation, groups)
 
     inputs = (canvas, weight.name) if bias is None else (canvas, weight.name, bias.name)
-    lowering.compute(call, inputs, op.outputs, plan.split, op)
+    builder.compute(call, inputs, op.outputs, plan.split, op)
 
 
 def _steps_over(weight: tuple[int, ...], stride: tuple[int, int]) -> bool:
@@ -106,51 +107,51 @@ def _steps_over(weight: tuple[int, ...], stride: tuple[int, int]) -> bool:
     return weight[2:] == (1, 1) and max(stride) > 1 and weight[1] % 16 != 0
 
 
-def _thinned_convolution(lowering: Lowering, op: Operator, stride: tuple[int, int]) -> None:
+def _thinned_convolution(builder: Builder, op: Operator, stride: tuple[int, int]) -> None:
     """Emit a 1 x 1 convolution on the pixels that it looks at: the same numbers, and stride 1."""
     x, weight, bias, _, _, _, groups = arguments(op.args, (None, [1, 1], [0, 0], [1, 1], 1), 2)
-    plan = _sliding(lowering, op, windows.conv2d(op, lowering.shape))
-    canvas = lowering.moved(x.name, plan.need)
+    plan = _sliding(builder, op, windows.conv2d(op, builder.shape))
+    canvas = builder.moved(x.name, plan.need)
 
     def call(tensor: torch.Tensor, kernel: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
         padded = F.pad(tensor, (plan.native[1],) * 2 + (plan.native[0],) * 2) if any(plan.native) else tensor
         return F.conv2d(padded[:, :, :: stride[0], :: stride[1]], kernel, rest[0] if rest else None, groups=groups)
 
     inputs = (canvas, weight.name) if bias is None else (canvas, weight.name, bias.name)
-    lowering.compute(call, inputs, op.outputs, plan.split, op)
+    builder.compute(call, inputs, op.outputs, plan.split, op)
 
 
-def max_pool2d(lowering: Lowering, op: Operator) -> None:
+def max_pool2d(builder: Builder, op: Operator) -> None:
     """Maximum over windows; outside the map is -inf, so that it never wins."""
-    sliding = windows.max_pool2d(op, lowering.shape)
+    sliding = windows.max_pool2d(op, builder.shape)
     y, x = sliding.window.y, sliding.window.x
-    plan = _sliding(lowering, op, sliding)
-    if max_pool_alone(lowering, op, sliding.window, plan.split, plan.native) or _native(lowering, op):
+    plan = _sliding(builder, op, sliding)
+    if max_pool_alone(builder, op, sliding.window, plan.split) or _native(builder, op):
         return
-    if overlapped_max_pool(lowering, op, sliding.window, plan.split, plan.need, plan.native):
+    if overlapped_max_pool(builder, op, sliding.window, plan.split, plan.need, plan.native):
         return
-    canvas = lowering.moved(op.args[0].name, plan.need, fill=sliding.fill)
+    canvas = builder.moved(op.args[0].name, plan.need, fill=sliding.fill)
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
         kernel, stride, dilation = (y.kernel, x.kernel), (y.stride, x.stride), (y.dilation, x.dilation)
         return F.max_pool2d(tensor, kernel, stride, plan.native, dilation)
 
-    lowering.compute(call, (canvas,), op.outputs, plan.split)
+    builder.compute(call, (canvas,), op.outputs, plan.split)
 
 
-def avg_pool2d(lowering: Lowering, op: Operator) -> None:
+def avg_pool2d(builder: Builder, op: Operator) -> None:
     """Mean over windows: sums over the window, divided by the true count of each."""
-    if _native(lowering, op):
+    if _native(builder, op):
         return
     *_, include_pad, divisor = arguments(op.args, ([], [0, 0], False, True, None), 2)
-    sliding = windows.avg_pool2d(op, lowering.shape)
+    sliding = windows.avg_pool2d(op, builder.shape)
     y, x = sliding.window.y, sliding.window.x
-    plan = _sliding(lowering, op, sliding)
-    if overlapped_avg_pool(lowering, op, sliding.window, plan.split, plan.need, include_pad, divisor):
+    plan = _sliding(builder, op, sliding)
+    if overlapped_avg_pool(builder, op, sliding.window, plan.split, plan.need, include_pad, divisor):
         return
-    canvas = lowering.moved(op.args[0].name, plan.need)
-    part = plan.split.held[lowering.rank]
-    have = lowering.splits[op.args[0].name].layout.map
+    canvas = builder.moved(op.args[0].name, plan.need)
+    part = plan.split.held[builder.rank]
+    have = builder.splits[op.args[0].name].layout.map
     rows = counts(y, part.y0, part.y1, have.height, include_pad)
     columns = counts(x, part.x0, part.x1, have.width, include_pad)
 
@@ -160,4 +161,4 @@ def avg_pool2d(lowering: Lowering, op: Operator) -> None:
         counted = tensor.new_tensor(rows)[:, None] * tensor.new_tensor(columns)[None, :]
         return sums / (divisor or counted)
 
-    lowering.compute(call, (canvas,), op.outputs, plan.split)
+    builder.compute(call, (canvas,), op.outputs, plan.split)

@@ -1,15 +1,15 @@
-"""A tape run backward, in the one order that all ranks share; gradients of weights are deferred to fill waits.
+"""A tape run backward: in the one order that all ranks share, weight gradients while a rank would wait anyway.
 
 ```
-convolution     cotangent of its map ── of its weight: deferred
+convolution     cotangent of its map ── weight gradient: deferred
 relu            over the same memory
-batch norm      sums ── all-reduce under way ── deferred gradients are computed ── cotangent of its map
+batch norm      sums ── all-reduce under way ── deferred weight gradients ── cotangent of its map
 ```
 
-Cores are never equally fast. With the weight's share of a convolution, about half of its backward, between sending
-sums and needing those of the others, no rank waits for one that is behind by less than that. Nothing is held longer
-than it was alive anyway: relus and norms write over the cotangent that they are given, so until the norm is done there
-is no new map.
+Cores are never equally fast. With a convolution's weight gradient, about half of its backward, between sending sums and
+needing those of the others, no rank waits for one that is behind by less than that. Nothing is held longer than it was
+alive anyway: relus and norms write over the cotangent that they are given, so until the norm is done there is no new
+map.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import torch
 
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.progress import polled
-from hyfi_core.lowering.segments import Meeting, Segment, Tape
-from hyfi_core.ops.base import Cotangents, InTwo, Rest, Waiting
+from hyfi_core.lowering.segments import OperatorStep, Segment, Tape
+from hyfi_core.ops.base import AsyncBackward, Cotangents, Rest, SplitBackward
 from hyfi_core.ops.memory import ours_alone
-from hyfi_core.rules.instructions import NO_MESSAGES, Communicate
+from hyfi_core.rules.instructions import CollectiveCall, CustomCall
 
 Values = dict[str, torch.Tensor]
 Found = list[tuple[str, torch.Tensor]]
@@ -43,27 +43,27 @@ class SegmentRecord:
 
 
 @dataclass
-class CommunicationRecord:
-    """What backward needs of a communicating operator."""
+class OperatorRecord:
+    """What backward needs of an operator with a backward of its own."""
 
-    meeting: Meeting
+    step: OperatorStep
     saved: Any
 
 
-Record = SegmentRecord | CommunicationRecord
+Record = SegmentRecord | OperatorRecord
 
 
 @dataclass(frozen=True)
-class _Deferred:
-    """Cotangents of weights that are still to be computed.
+class _DeferredGradients:
+    """Weight gradients that are still to be computed.
 
     Attributes:
-        step: whose they are.
+        call: whose they are.
         rest: computes them.
         names: parameters whose gradient is complete with them.
     """
 
-    step: Communicate
+    call: CollectiveCall
     rest: Rest
     names: Sequence[str]
 
@@ -73,7 +73,7 @@ class BackwardPass:
 
     Args:
         tape: that was run forward.
-        comm_of: the communicator of a step.
+        comm_of: the communicator of a call.
         parameters: value name -> parameter; gradients are added to their ``grad``.
         complete: called with the value names of parameters that get no more gradient, as soon as that is so: inside a
             segment, too, which may be the whole model.
@@ -82,13 +82,13 @@ class BackwardPass:
     def __init__(
         self,
         tape: Tape,
-        comm_of: Callable[[Communicate], Communicator],
+        comm_of: Callable[[CollectiveCall], Communicator],
         parameters: Mapping[str, torch.Tensor],
         complete: Complete | None,
     ) -> None:
         self._tape, self._comm_of, self._parameters, self._complete = tape, comm_of, parameters, complete
         self._cotangents: Values = {}
-        self._deferred: list[_Deferred] = []
+        self._deferred: list[_DeferredGradients] = []
 
     def run(self, records: list[Record], cotangents: Mapping[str, torch.Tensor], keep: bool) -> Values:
         """Run the records backward.
@@ -107,14 +107,14 @@ class BackwardPass:
         while remaining:
             record = remaining.pop()
             names = last.get(len(remaining), [])
-            if isinstance(record, CommunicationRecord):
-                self._communicate_back(record, names, remaining)
+            if isinstance(record, OperatorRecord):
+                self._run_operator(record, names, remaining)
             else:
-                self._run_back(record, names, keep)
+                self._run_segment(record, names, keep)
         self._flush()
         return self._cotangents
 
-    def _run_back(self, record: SegmentRecord, names: Sequence[str], keep: bool) -> None:
+    def _run_segment(self, record: SegmentRecord, names: Sequence[str], keep: bool) -> None:
         if self._complete is None:
             self._add(_differentiated(record, self._cotangents, keep))
             return
@@ -123,59 +123,65 @@ class BackwardPass:
         self._add(found)
         self._complete(left)
 
-    def _communicate_back(self, record: CommunicationRecord, names: Sequence[str], before: Sequence[Record]) -> None:
-        step = record.meeting.step
-        if any(name in self._tape.active for name in step.inputs):
-            given = tuple(self._cotangents.pop(name, None) if name is not None else None for name in step.outputs)
-            wanted = tuple(name in self._tape.active for name in step.inputs)
+    def _run_operator(self, record: OperatorRecord, names: Sequence[str], before: Sequence[Record]) -> None:
+        call = record.step.call
+        if any(name in self._tape.active for name in call.inputs):
+            given = tuple(self._cotangents.pop(name, None) if name is not None else None for name in call.outputs)
             with torch.no_grad():
-                results, rest = self._called_back(step, record.saved, given, wanted, before)
+                if isinstance(call, CustomCall):
+                    results, rest = call.operator.backward(record.saved, given, self._wanted(call)), None
+                else:
+                    results, rest = self._run_collective(call, record.saved, given, before)
             del given
-            self._add(self._named(step, results))
+            self._add(self._named(call, results))
             if rest is not None:
-                self._deferred.append(_Deferred(step, rest, names))
+                assert isinstance(call, CollectiveCall)
+                self._deferred.append(_DeferredGradients(call, rest, names))
                 return
         if self._complete is not None:
             self._complete(names)
 
-    def _called_back(
-        self, step: Communicate, saved: Any, given: Cotangents, wanted: Sequence[bool], before: Sequence[Record]
+    def _run_collective(
+        self, call: CollectiveCall, saved: Any, given: Cotangents, before: Sequence[Record]
     ) -> tuple[Cotangents, Rest | None]:
-        collective, comm = step.collective, self._comm_of(step)
-        if self._deferred and isinstance(collective, Waiting):
-            pending, finish = collective.start_back(comm, saved, given, tuple(wanted))
+        operator, comm, wanted = call.operator, self._comm_of(call), self._wanted(call)
+        if self._deferred and isinstance(operator, AsyncBackward):
+            pending, finish = operator.start_backward(comm, saved, given, wanted)
             del given
             with polled(pending):
                 self._flush()
             pending.wait()
             return finish(), None
-        if isinstance(collective, InTwo) and comm.size > 1 and self._may_defer(step, before):
-            return collective.backward_first(comm, saved, given, tuple(wanted))
-        return collective.backward(comm, saved, given, tuple(wanted)), None
+        if isinstance(operator, SplitBackward) and comm.size > 1 and self._may_defer(call, before):
+            return operator.backward_of_map(comm, saved, given, wanted)
+        return operator.backward(comm, saved, given, wanted), None
 
-    def _may_defer(self, step: Communicate, before: Sequence[Record]) -> bool:
+    def _wanted(self, call: CustomCall | CollectiveCall) -> tuple[bool, ...]:
+        return tuple(name in self._tape.active for name in call.inputs)
+
+    def _may_defer(self, call: CollectiveCall, before: Sequence[Record]) -> bool:
         """Whether this rank will soon wait, and nothing but parameters needs the rest of the cotangents."""
-        if not all(name is None or name in self._parameters for name in step.inputs[1:]):
+        if not all(name is None or name in self._parameters for name in call.inputs[1:]):
             return False
-        meetings = (record.meeting.step for record in reversed(before) if isinstance(record, CommunicationRecord))
-        upcoming = next((found for found in meetings if found.kind != NO_MESSAGES), None)
-        return upcoming is not None and isinstance(upcoming.collective, Waiting)
+        calls = (record.step.call for record in reversed(before) if isinstance(record, OperatorRecord))
+        upcoming = next((found for found in calls if isinstance(found, CollectiveCall)), None)
+        return upcoming is not None and isinstance(upcoming.operator, AsyncBackward)
 
     def _flush(self) -> None:
-        """Compute the deferred gradients of weights."""
+        """Compute the deferred weight gradients."""
         while self._deferred:
             deferred = self._deferred.pop(0)
             with torch.no_grad():
                 results = deferred.rest()
-            self._add(self._named(deferred.step, results))
+            self._add(self._named(deferred.call, results))
             del results
             if self._complete is not None:
                 self._complete(deferred.names)
 
-    def _named(self, step: Communicate, results: Cotangents) -> Found:
+    def _named(self, call: CustomCall | CollectiveCall, results: Cotangents) -> Found:
         return [
             (name, result)
-            for name, result in zip(step.inputs, results, strict=True)
+            for name, result in zip(call.inputs, results, strict=True)
             if name is not None and result is not None and name in self._tape.active
         ]
 
@@ -263,7 +269,7 @@ def _last_contributions(records: Sequence[Record], parameters: Mapping[str, Any]
     seen: set[str] = set()
     result: dict[int, list[str]] = {}
     for index, record in enumerate(records):
-        names = record.segment.inputs if isinstance(record, SegmentRecord) else record.meeting.step.inputs
+        names = record.segment.inputs if isinstance(record, SegmentRecord) else record.step.call.inputs
         for name in names:
             if name is not None and name in parameters and name not in seen:
                 seen.add(name)

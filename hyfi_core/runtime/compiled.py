@@ -17,15 +17,14 @@ from hyfi_core.capture.stages import Stage, active_values, cut_program, edges
 from hyfi_core.comm.base import Communicator
 from hyfi_core.cost.cuts import with_cuts
 from hyfi_core.errors import RequestError
-from hyfi_core.lowering.lower import Lowering
-from hyfi_core.lowering.pool_before_relu import pooled_first
+from hyfi_core.lowering.lower import Target, lower
+from hyfi_core.lowering.pool_before_relu import pool_before_relu
 from hyfi_core.lowering.segments import Tape, build_tape
 from hyfi_core.ops.boundary import BoundaryTransfer, Carried
 from hyfi_core.plan.layout import Layout
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
 from hyfi_core.rules.instructions import RankProgram, Split
-from hyfi_core.rules.table import RULES
 
 Output = Callable[[Any], Any]
 
@@ -36,7 +35,7 @@ class HostedStage:
 
     Attributes:
         ranked: this rank's instructions.
-        tape: the same as segments and meetings.
+        tape: the same as steps.
         position: this rank's place in the stage's grid.
         reads_image: whether it takes the image itself.
     """
@@ -212,9 +211,9 @@ class _Lowered:
         stage = self._stages[index]
         exits = tuple(dict.fromkeys(name for names in stage.exits.values() for name in names))
         grid, entries = self._placement.grids[index], self._entries[index]
-        program = pooled_first(stage.program, (*refs_in(stage.outputs), *exits))
-        lowering = Lowering(program, grid, position, RULES, entries, self._plan.fused_halo, self._replicas)
-        ranked = lowering.run(stage.outputs, exits)
+        program = pool_before_relu(stage.program, (*refs_in(stage.outputs), *exits))
+        target = Target(grid, position, entries=entries, replicas=self._replicas)
+        ranked = lower(program, target, stage.outputs, exits, self._plan.fused_halo)
         sources = {*self._trained, *self._entries[index]} & self._active
         return HostedStage(ranked, build_tape(ranked, sources), position, stage.reads_image)
 

@@ -11,9 +11,9 @@ from torch import nn
 
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.counted import KindCommunicator
-from hyfi_core.lowering.segments import Meeting, Segment, Step, Tape
-from hyfi_core.rules.instructions import Communicate
-from hyfi_core.runtime.backward import BackwardPass, CommunicationRecord, Complete, Record, SegmentRecord, Values
+from hyfi_core.lowering.segments import OperatorStep, Segment, Step, Tape
+from hyfi_core.rules.instructions import CollectiveCall, CustomCall, LocalCall
+from hyfi_core.runtime.backward import BackwardPass, Complete, OperatorRecord, Record, SegmentRecord, Values
 
 
 class _Entry(torch.autograd.Function):
@@ -68,19 +68,23 @@ class Executor:
 
     def do(self, step: Step, values: Values, record: bool = False) -> Record | None:
         """Run one step of the tape; see ``forward``. Where a communication raises, ``values`` is as it was."""
-        return self._meet(step, values) if isinstance(step, Meeting) else self._run(step, values, record)
+        if isinstance(step, OperatorStep):
+            return self._operate(step, values)
+        return self._run(step, values, record)
 
-    def _meet(self, meeting: Meeting, values: Values) -> Record | None:
-        step = meeting.step
-        comm = self._comm_of(step)
-        inputs: Any = tuple(values[name] if name is not None else None for name in step.inputs)
+    def _operate(self, step: OperatorStep, values: Values) -> Record | None:
+        call = step.call
+        inputs: Any = tuple(values[name] if name is not None else None for name in call.inputs)
         with torch.no_grad():
-            outputs, saved = step.collective.forward(comm, inputs)
-        values.update((n, out) for n, out in zip(step.outputs, outputs, strict=False) if n is not None)
-        for name in meeting.drops:
+            if isinstance(call, CustomCall):
+                outputs, saved = call.operator.forward(inputs)
+            else:
+                outputs, saved = call.operator.forward(self._comm_of(call), inputs)
+        values.update((n, out) for n, out in zip(call.outputs, outputs, strict=False) if n is not None)
+        for name in step.drops:
             values.pop(name, None)
-        active = any(name in self.tape.active for name in step.outputs)
-        return CommunicationRecord(meeting, saved) if active else None
+        active = any(name in self.tape.active for name in call.outputs)
+        return OperatorRecord(step, saved) if active else None
 
     def _run(self, segment: Segment, values: Values, record: bool) -> Record | None:
         made = SegmentRecord(segment)
@@ -92,8 +96,8 @@ class Executor:
                 if name in self.tape.active and not tensor.requires_grad:  # parameters enter as they are
                     made.entries[name] = []
                     local[name] = _Entry.apply(self._anchor, tensor, made.entries[name])  # type: ignore[no-untyped-call]
-            for compute, drops in zip(segment.computes, segment.drops, strict=True):
-                _call(compute, local, values)
+            for call, drops in zip(segment.calls, segment.drops, strict=True):
+                _call(call, local, values)
                 for name in drops:
                     local.pop(name, None)
                     values.pop(name, None)
@@ -127,22 +131,22 @@ class Executor:
         """
         return BackwardPass(self.tape, self._comm_of, parameters, complete).run(records, cotangents, keep)
 
-    def _comm_of(self, step: Communicate) -> Communicator:
-        """Return the ranks that a step talks to; what it sends is counted as its kind."""
-        return (self._copies if step.copies else self._comm).of(step.kind)
+    def _comm_of(self, call: CollectiveCall) -> Communicator:
+        """Return the ranks that a call talks to; what it sends is counted as its kind."""
+        return (self._copies if call.all_replicas else self._comm).of(call.traffic)
 
 
-def _call(compute: Any, local: Values, values: Values) -> None:
+def _call(call: LocalCall, local: Values, values: Values) -> None:
     """Run one local call, or return empty tensors where this rank owns nothing of the result."""
-    inputs = [local[name] if name in local else values[name] for name in compute.inputs]
-    if compute.empty is None:
-        results = compute.function(*inputs)
+    inputs = [local[name] if name in local else values[name] for name in call.inputs]
+    if call.empty is None:
+        results = call.function(*inputs)
     else:
         like = next(tensor for tensor in inputs if tensor.is_floating_point())
-        results = tuple(like.new_empty(shape) for shape in compute.empty)
+        results = tuple(like.new_empty(shape) for shape in call.empty)
     if isinstance(results, torch.Tensor):
         results = (results,)
-    for name, result in zip(compute.outputs, results, strict=False):
+    for name, result in zip(call.outputs, results, strict=False):
         if name is not None:
             local[name] = result
 

@@ -17,10 +17,9 @@ import torch
 from torch import nn
 
 from hyfi_core.capture.export import capture
-from hyfi_core.lowering.lower import Lowering
+from hyfi_core.lowering.lower import Target, lower
 from hyfi_core.lowering.segments import build_tape
 from hyfi_core.models import amoebanet, resnet
-from hyfi_core.rules.table import RULES
 from workflows.benchmarks.resident import peak_bytes
 
 
@@ -46,7 +45,7 @@ def measure(name: str, size: int, grid: tuple[int, int], fused_halo: int | str) 
     started, worked = time.perf_counter(), time.process_time()
     program = capture(model, (1, 3, size, size), torch.float32)
     captured = time.perf_counter()
-    ranked = Lowering(program, grid, 0, RULES, fused_halo=fused_halo).run(program.outputs)
+    ranked = lower(program, Target(grid, 0), fused_halo=fused_halo)
     tape = build_tape(ranked, program.parameters)
     done = time.perf_counter()
     return {

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hyfi_core.capture.program import Operator
-from hyfi_core.lowering.lower import Lowering
+from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.table import RULES
 
 
@@ -43,12 +43,12 @@ class _Resting(torch.autograd.Function):
         return rest(cotangents[0], 2 * ctx.seconds_per_px), None
 
 
-def _rule(lowering: Lowering, op: Operator) -> None:
+def _rule(builder: Builder, op: Operator) -> None:
     """Each rank rests for its part."""
     x, seconds_per_px = op.args
-    split = lowering.splits[x.name]
-    part = lowering.part(x.name, split)
-    lowering.compute(lambda tensor: _Resting.apply(tensor, seconds_per_px), (part,), op.outputs, split)
+    split = builder.splits[x.name]
+    part = builder.part(x.name, split)
+    builder.compute(lambda tensor: _Resting.apply(tensor, seconds_per_px), (part,), op.outputs, split)
 
 
 RULES["hyfi_benchmarks.rest.default"] = _rule

@@ -18,10 +18,11 @@ from hyfi_core.cells import fused_memory
 from hyfi_core.cells.engine import CellEngine
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.errors import RequestError
-from hyfi_core.lowering.segments import Meeting
+from hyfi_core.lowering.segments import OperatorStep
 from hyfi_core.models.amoebanet import amoebanet_d
 from hyfi_core.models.resnet import resnet18
 from hyfi_core.plan.box import Box
+from hyfi_core.rules.instructions import CollectiveCall
 from tests.harness import captured_once
 
 TOLERANCE = 1e-10
@@ -143,7 +144,8 @@ def test_slices_and_padding_stand_inside_runs_of_any_length(depth: int, monkeypa
     engine = CellEngine(model, shape, (3, 3))
     torch.testing.assert_close(engine.predict(images), model.eval()(images), rtol=0, atol=1e-10)
     exchanges = sum(
-        isinstance(step, Meeting) and step.step.kind == "halo" for step in engine.program(shape).cells[4].tape.steps
+        isinstance(step, OperatorStep) and isinstance(step.call, CollectiveCall) and step.call.traffic == "halo"
+        for step in engine.program(shape).cells[4].tape.steps
     )
     assert exchanges == 1 if depth == 1000 else exchanges >= 1, "reflected padding alone ends a run that may be longest"
 

@@ -14,10 +14,9 @@ from hyfi_core.lowering import fused_halo as fused
 from hyfi_core.lowering.fused_cost import cost
 from hyfi_core.lowering.fused_halo import spread, unfused
 from hyfi_core.lowering.fused_sketch import draw
-from hyfi_core.lowering.lower import Lowering
+from hyfi_core.lowering.lower import Target, lower
 from hyfi_core.models.resnet import resnet_v2
 from hyfi_core.plan import layout
-from hyfi_core.rules.table import RULES
 
 GRIDS = [(2, 2), (1, 3), (3, 1)]
 
@@ -30,9 +29,8 @@ def program() -> Program:
 @pytest.mark.parametrize("grid", GRIDS)
 def test_remembered_answers_are_those_that_would_be_given(program: Program, grid: tuple[int, int]) -> None:
     def planned() -> tuple[Any, ...]:
-        trial = Lowering(program, grid, 0, RULES)
-        trial.run(program.outputs)
-        sketch = draw(program, program.operators, trial.splits, trial.able, ())
+        trial = lower(program, Target(grid, 0))
+        sketch = draw(program, program.operators, trial.splits, trial.fusible, ())
         plans = [unfused(sketch), *(spread(sketch, depth) for depth in (2, 3, 6))]
         return sketch, plans, [cost(sketch, plan) for plan in plans]
 

@@ -1,4 +1,4 @@
-"""Overwriting: where an operand may be written over it is, and nowhere else; the numbers stay the same."""
+"""In place: where an operand may be written over it is, and nowhere else; the numbers stay the same."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from torch import nn
 from hyfi_core.capture.export import capture
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
-from hyfi_core.lowering.lower import Lowering
-from hyfi_core.ops import max_pool, reduce, relu
+from hyfi_core.lowering.lower import Target, lower
+from hyfi_core.ops import batch_norm, max_pool, relu
 from hyfi_core.ops.memory import ours_alone
 from hyfi_core.ops.relu import Relu
 from hyfi_core.plan import ParallelPlan
-from hyfi_core.rules.instructions import Communicate, Compute, RankProgram
-from hyfi_core.rules.table import RULES
+from hyfi_core.rules.instructions import CustomCall, LocalCall, RankProgram
 from hyfi_core.runtime.parallelize import parallelize
 from tests.harness import assert_equal_to_one_process
 
@@ -42,17 +41,17 @@ class Block(nn.Module):
 
 def lowered(model: nn.Module, grid: tuple[int, int]) -> RankProgram:
     program = capture(model, (1, 3, 24, 24), torch.float32)
-    return Lowering(program, grid, 0, RULES).run(program.outputs)
+    return lower(program, Target(grid, 0))
 
 
 def relus_over(ranked: RankProgram) -> list[bool]:
-    own = [i.collective for i in ranked.instructions if isinstance(i, Communicate)]
+    own = [i.operator for i in ranked.instructions if isinstance(i, CustomCall)]
     return [relu.over for relu in own if isinstance(relu, Relu)]
 
 
 def sums_over(ranked: RankProgram) -> list[bool]:
-    computes = [i for i in ranked.instructions if isinstance(i, Compute) and i.operator is not None]
-    plain: list[Any] = [i for i in computes if i.operator is not None and i.operator.text == "aten.add.Tensor"]
+    computes = [i for i in ranked.instructions if isinstance(i, LocalCall) and i.source is not None]
+    plain: list[Any] = [i for i in computes if i.source is not None and i.source.text == "aten.add.Tensor"]
     return ["_sum_over" in i.function.__qualname__ for i in plain]
 
 
@@ -68,7 +67,7 @@ def test_what_leaves_the_program_is_not_written_over() -> None:
     program = capture(Block(), (1, 3, 24, 24), torch.float32)
     last = next(op for op in program.operators if op.text == "aten.add.Tensor" and op.args[1] != 1)
     normed = last.args[0].name
-    ranked = Lowering(program, (1, 2), 0, RULES).run(program.outputs, exits=(normed,))
+    ranked = lower(program, Target((1, 2), 0), exits=(normed,))
     assert sums_over(ranked)[-2:] == [False, False]
 
 
@@ -86,7 +85,7 @@ def test_cotangents_of_a_chain_are_written_over(columns: int, monkeypatch: pytes
         asked.append(ours_alone(cotangents, index))
         return asked[-1]
 
-    for module in (max_pool, reduce, relu):
+    for module in (batch_norm, max_pool, relu):
         monkeypatch.setattr(module, "ours_alone", told)
     conv = nn.Conv2d(4, 4, 3, padding=1)
     stem = (nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1))

@@ -11,7 +11,7 @@ from torch import nn
 
 from hyfi_core.capture.export import capture
 from hyfi_core.capture.program import Program, refs_in
-from hyfi_core.lowering.pool_before_relu import pooled_first
+from hyfi_core.lowering.pool_before_relu import pool_before_relu
 from tests.harness import assert_equal_to_one_process
 
 
@@ -36,7 +36,7 @@ def order(program: Program) -> list[str]:
 def test_they_change_places() -> None:
     program = capture(Stem(), (1, 3, 12, 10), torch.float32)
     assert order(program) == ["relu", "max_pool2d"]
-    changed = pooled_first(program, ())
+    changed = pool_before_relu(program, ())
     assert order(changed) == ["max_pool2d", "relu"]
     made = {name for op in changed.operators for name in op.outputs if name is not None}
     assert {name for op in changed.operators for name in op.inputs} - made == set(program.parameters) | {program.image}
@@ -51,10 +51,10 @@ def order_of_outputs(program: Program) -> list[str]:
 
 def test_what_others_need_stays() -> None:
     program = capture(Stem(again=True), (1, 3, 12, 10), torch.float32)
-    assert pooled_first(program, ()) is program
+    assert pool_before_relu(program, ()) is program
     program = capture(Stem(), (1, 3, 12, 10), torch.float32)
     rectified = next(op.outputs[0] for op in program.operators if op.text == "aten.relu.default")
-    assert rectified is not None and pooled_first(program, (rectified,)) is program
+    assert rectified is not None and pool_before_relu(program, (rectified,)) is program
 
 
 @settings(max_examples=40, deadline=None)

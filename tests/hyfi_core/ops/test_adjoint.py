@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
+from hyfi_core.ops.batch_norm import BatchNorm
 from hyfi_core.ops.redistribute import Redistribute
-from hyfi_core.ops.reduce import BatchNorm, MaxOverSpace, SumOverRanks
+from hyfi_core.ops.reduce import MaxOverSpace, SumOverRanks
 from hyfi_core.plan import Box, Layout, plan_transfer
 
 

@@ -15,13 +15,12 @@ from torch import nn
 
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
-from hyfi_core.lowering.lower import Lowering
+from hyfi_core.lowering.lower import Target, lower
 from hyfi_core.ops.avg_pool import AvgPool
 from hyfi_core.ops.redistribute import Redistribute
 from hyfi_core.plan import Layout, plan_transfer
 from hyfi_core.plan.window import Window, Window1d
-from hyfi_core.rules.instructions import Communicate
-from hyfi_core.rules.table import RULES
+from hyfi_core.rules.instructions import CollectiveCall
 from tests.harness import assert_equal_to_one_process, captured_once
 
 Pair = tuple[int, int]
@@ -143,9 +142,9 @@ def test_a_model_with_pools_equals_one_process_with_the_same_messages(grid: Pair
     assert all(rank["halo"]["messages"] > 0 for rank in ours.traffic)
     program = captured_once(model.double(), shape, torch.float64)
     emitted = [
-        step.collective
-        for step in Lowering(program, grid, 0, RULES).run(program.outputs).instructions
-        if isinstance(step, Communicate) and isinstance(step.collective, AvgPool)
+        step.operator
+        for step in lower(program, Target(grid, 0)).instructions
+        if isinstance(step, CollectiveCall) and isinstance(step.operator, AvgPool)
     ]
     assert len(emitted) == 3 and emitted[0].own is not None
 

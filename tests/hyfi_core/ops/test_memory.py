@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hyfi_core.comm.alone import AloneCommunicator
+from hyfi_core.ops.batch_norm import BatchNorm
 from hyfi_core.ops.memory import ours_alone
-from hyfi_core.ops.reduce import BatchNorm
 
 
 def test_a_tensor_that_only_the_tuple_holds() -> None:

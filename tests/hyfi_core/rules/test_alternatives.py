@@ -12,8 +12,8 @@ from torch import nn
 from hyfi_core.capture.export import capture
 from hyfi_core.capture.program import Program
 from hyfi_core.errors import RequestError
-from hyfi_core.lowering.lower import Lowering
-from hyfi_core.rules.alternatives import INSTEAD
+from hyfi_core.lowering.lower import Target, lower
+from hyfi_core.rules.alternatives import ALTERNATIVES
 from hyfi_core.rules.table import RULES
 
 Function = Callable[[torch.Tensor], torch.Tensor]
@@ -94,19 +94,19 @@ def test_what_is_proposed_works(name: str) -> None:
     refused, proposed = PAIRS[name]
     program = captured(refused)
     with pytest.raises(RequestError) as said:
-        Lowering(program, (1, 2), 0, RULES).run(program.outputs)
+        lower(program, Target((1, 2), 0))
     found = str(said.value)
-    assert any(found.startswith(text) and instead in found for text, instead in INSTEAD.items()), found
+    assert any(found.startswith(text) and instead in found for text, instead in ALTERNATIVES.items()), found
     program = captured(proposed)
-    Lowering(program, (1, 2), 0, RULES).run(program.outputs)
+    lower(program, Target((1, 2), 0))
     if name not in OTHERWISE:
         images = torch.rand(SHAPE)
         torch.testing.assert_close(proposed(images), refused(images))
 
 
 def test_only_operators_without_a_rule_have_something_instead() -> None:
-    assert not set(INSTEAD) & set(RULES)
-    for text in INSTEAD:
+    assert not set(ALTERNATIVES) & set(RULES)
+    for text in ALTERNATIVES:
         _, name, overload = text.split(".")
         assert str(getattr(getattr(torch.ops.aten, name), overload)) == text
 
@@ -122,4 +122,4 @@ def test_only_operators_without_a_rule_have_something_instead() -> None:
 def test_rules_that_refuse_say_what_works(module: nn.Module, instead: str) -> None:
     program = captured(module)
     with pytest.raises(RequestError, match=instead):
-        Lowering(program, (1, 2), 0, RULES).run(program.outputs)
+        lower(program, Target((1, 2), 0))

@@ -10,8 +10,7 @@ import hyfi_core
 from hyfi_core.capture.export import capture
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.errors import RequestError
-from hyfi_core.lowering.lower import Lowering
-from hyfi_core.rules.table import RULES
+from hyfi_core.lowering.lower import Target, lower
 from tests.harness import OffsetImages, assert_equal_to_one_process
 
 
@@ -48,6 +47,6 @@ def test_a_slope_for_each_row_is_refused() -> None:
 
     program = capture(Rows(), (1, 3, 16, 16), torch.float32)
     with pytest.raises(RequestError, match="a slope for each row or column"):
-        Lowering(program, (1, 2), 0, RULES).run(program.outputs)
+        lower(program, Target((1, 2), 0))
     engine = hyfi_core.parallelize(Rows(), (1, 3, 16, 16), hyfi_core.ParallelPlan(((1, 1),)), AloneCommunicator())
     assert engine.predict(torch.ones(1, 3, 16, 16)).shape == (1, 3)

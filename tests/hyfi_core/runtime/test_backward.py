@@ -38,16 +38,16 @@ class Tied(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-def trained(model: nn.Module, plan: hyfi_core.ParallelPlan, owing: bool, strict: bool = False) -> Any:
-    """Gradients after two micro-batches, and how many convolutions deferred their weight's on one rank."""
+def trained(model: nn.Module, plan: hyfi_core.ParallelPlan, deferring: bool, strict: bool = False) -> Any:
+    """Gradients after two micro-batches, and how many convolutions deferred their weight gradient on one rank."""
     shape = (2, 3, 40, 44)
     images = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    settled: list[int] = []
-    settle = BackwardPass._flush
+    flushed: list[int] = []
+    flush = BackwardPass._flush
 
     def counting(self: BackwardPass) -> None:
-        settled.append(len(self._deferred))
-        settle(self)
+        flushed.append(len(self._deferred))
+        flush(self)
 
     def body(comm: Any, module: nn.Module) -> dict[str, torch.Tensor]:
         engine = hyfi_core.parallelize(module, shape, plan, comm)
@@ -55,10 +55,10 @@ def trained(model: nn.Module, plan: hyfi_core.ParallelPlan, owing: bool, strict:
         return engine.gather_gradients()
 
     with mock.patch.object(BackwardPass, "_flush", counting):
-        if owing:
-            return run_copies(model, plan.ranks, body, strict=strict)[0], sum(settled)
+        if deferring:
+            return run_copies(model, plan.ranks, body, strict=strict)[0], sum(flushed)
         with mock.patch.object(BackwardPass, "_may_defer", lambda *_: False):
-            return run_copies(model, plan.ranks, body, strict=strict)[0], sum(settled)
+            return run_copies(model, plan.ranks, body, strict=strict)[0], sum(flushed)
 
 
 PLANS = {
@@ -74,14 +74,14 @@ PLANS = {
 def test_gradients_are_the_same_bits_whenever_they_are_computed(plan: hyfi_core.ParallelPlan, model: Any) -> None:
     torch.manual_seed(0)
     module = model().double()
-    (late, deferred), (early, none) = (trained(module, plan, owing, strict=True) for owing in (True, False))
+    (late, deferred), (early, none) = (trained(module, plan, deferring, strict=True) for deferring in (True, False))
     assert deferred > 0 == none
     assert late.keys() == early.keys()
     for name, gradient in early.items():
         assert torch.equal(late[name], gradient), name
 
 
-def test_what_is_owed_is_computed_while_sums_are_under_way() -> None:
+def test_deferred_gradients_are_computed_while_sums_are_under_way() -> None:
     events: list[str] = []
     start, weight = CountedCommunicator.start_all_reduce, Convolution._weight_back
 
@@ -104,6 +104,6 @@ def test_what_is_owed_is_computed_while_sums_are_under_way() -> None:
         mock.patch.object(CountedCommunicator, "start_all_reduce", told_start),
         mock.patch.object(Convolution, "_weight_back", told_weight),
     ):
-        trained(resnet.resnet10(2, width=4).double(), hyfi_core.ParallelPlan(grids=((1, 2),)), owing=True)
+        trained(resnet.resnet10(2, width=4).double(), hyfi_core.ParallelPlan(grids=((1, 2),)), deferring=True)
     between = [now for before, now in pairwise(events) if before == "start"]
     assert between.count("weight") >= 3

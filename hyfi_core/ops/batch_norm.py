@@ -1,0 +1,148 @@
+"""Batch normalisation in training mode, statistics taken over all ranks.
+
+Inside a fused run neighbours compute some pixels twice. Each rank r holds a *computed* box, its own part and a margin
+that others own. Let x_r(p) be its copy of pixel p, o(p) the owner of p, N the pixels of the map times images. Forward,
+every pixel counts once:
+
+    m = 1/N Σ_p x_o(p)(p)        v = 1/N Σ_p (x_o(p)(p) - m)²        y_r(p) = w · x̂_r(p) + b,  x̂ = (x - m) / σ
+
+Backward, the copies are different variables, and the loss depends on each of them by its own y. With g_r(p) the
+cotangent of y_r(p), and m and v functions of the owners' copies alone:
+
+    dL/dm = -w/σ · Σ_r Σ_p g_r(p)            dL/dv = -w/(2σ²) · Σ_r Σ_p g_r(p) · x̂_r(p)      all computed copies
+    dL/dx_r(p) = w/σ · g_r(p)                                                                every copy
+               + [r owns p] · (1/N dL/dm + 2 (x_r(p) - m)/N dL/dv)
+               = w/σ · ( g_r(p) - [r owns p] · (1/N ΣΣ g + x̂_r(p) · 1/N ΣΣ g·x̂) )
+
+and dL/dw = ΣΣ g·x̂, dL/db = ΣΣ g over all copies. Sums over owned pixels alone would leave out what the margins' y owe
+to m and v. The margins' dL/dx then flow back to their owners through the run and the adjoint of its wide exchange.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hyfi_core.comm.base import Communicator, Pending
+from hyfi_core.ops.base import AsyncBackward, Cotangents, Rest, Tensors, Wanted
+from hyfi_core.ops.memory import ours_alone
+from hyfi_core.plan.box import Box
+
+
+@dataclass(frozen=True)
+class BatchNorm(AsyncBackward):
+    """Batch normalisation in training mode, over all pixels of the map, each counted once.
+
+    One all-reduce of sums forward and one backward, both in float64. Each rank gives the mean and the spread around
+    *its* mean (Chan et al., 1983): float32 sums of squares around zero would cancel where the mean is large.
+
+    Inputs: map, weight or None, bias or None.
+    Outputs: normalised map, mean and biased variance of the whole map (for running statistics).
+
+    Attributes:
+        count: pixels of the whole map times images.
+        eps: added to the variance.
+    """
+
+    count: int
+    eps: float
+
+    def forward(self, comm: Communicator, inputs: Tensors) -> tuple[Tensors, Any]:
+        """Return (normalised, mean, variance)."""
+        own, weight, bias = inputs
+        mean, variance = self._statistics(comm, self._counted(own))
+        stats_dtype = torch.promote_types(own.dtype, torch.float32)
+        mean, variance = mean.to(stats_dtype), variance.to(stats_dtype)
+        if own.numel():
+            result = torch.native_batch_norm(own, weight, bias, mean, variance, False, 0.0, self.eps)[0]
+        else:
+            result = torch.empty_like(own)
+        return (result, mean, variance), (own, weight, mean, variance)
+
+    def _counted(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the pixels that count in the statistics: here, all."""
+        return tensor
+
+    def _statistics(self, comm: Communicator, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        channels = own.shape[1]
+        sums = own.new_zeros((2, channels), dtype=torch.float64)
+        pixels = own.numel() // channels
+        if pixels:
+            mean, variance = torch.batch_norm_update_stats(own, None, None, 0.0)
+            mean, variance = mean.double(), variance.double()
+            sums[0] = pixels * mean
+            sums[1] = pixels * (variance + mean * mean)
+        comm.all_reduce(sums)
+        mean = sums[0] / self.count
+        return mean, (sums[1] / self.count - mean * mean).clamp_(min=0.0)
+
+    def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
+        """Return the cotangents of map, weight (this rank's share), bias (this rank's share).
+
+        With x̂ the normalised map: dx = w/σ · (dy - mean(dy) - x̂ · mean(dy · x̂)), which is gain · dy + slope · x + shift
+        with numbers for each channel. It is written over dy where nobody else holds that: a fresh map costs more than
+        all the arithmetic.
+        """
+        pending, finish = self.start_backward(comm, saved, cotangents, wanted)
+        pending.wait()
+        return finish()
+
+    def start_backward(
+        self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()
+    ) -> tuple[Pending, Rest]:
+        """Start ``backward``: the sums are under way; what is returned then makes the cotangents of them."""
+        own, weight, mean, variance = saved
+        over = ours_alone(cotangents, 0)
+        dy = torch.zeros_like(own) if cotangents[0] is None else cotangents[0]
+        local = self._sums(dy, own, mean, variance)
+        sums = local.clone()
+        pending = comm.start_all_reduce(sums)
+        kind = mean.dtype if weight is None else weight.dtype
+        shares = local[1].to(kind), local[0].to(kind)
+
+        def finish() -> Cotangents:
+            if wanted and not wanted[0]:
+                return None, *shares
+            gain, slope, shift = self._terms(weight, mean, variance, sums / self.count, own.dim())
+            dx = dy.mul_(gain) if over else torch.mul(dy, gain, out=torch.empty_like(dy))
+            self._counted(dx).addcmul_(self._counted(own), slope).add_(shift)
+            return dx, *shares
+
+        return pending, finish
+
+    def _sums(self, dy: torch.Tensor, own: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
+        """Return this rank's Σ dy and Σ dy · x̂, float64: the native kernel's cotangents of bias and weight."""
+        sums = own.new_zeros((2, own.shape[1]), dtype=torch.float64)
+        if own.numel():
+            # Without a weight the kernel still gives the sums when asked as if it were all ones.
+            _, sums[1], sums[0] = torch.ops.aten.native_batch_norm_backward(
+                dy, own, torch.ones_like(mean), mean, variance, None, None, False, self.eps, [False, True, True]
+            )
+        return sums
+
+    def _terms(
+        self, weight: torch.Tensor | None, mean: torch.Tensor, variance: torch.Tensor, means: torch.Tensor, dims: int
+    ) -> tuple[torch.Tensor, ...]:
+        """Return gain, slope and shift, shaped to go with the map."""
+        inverse = (variance.double() + self.eps).rsqrt()
+        gain = inverse if weight is None else inverse * weight.double()
+        slope = -gain * means[1] * inverse
+        shift = -gain * means[0] - slope * mean.double()
+        return tuple(term.to(mean.dtype).view(1, -1, *[1] * (dims - 2)) for term in (gain, slope, shift))
+
+
+@dataclass(frozen=True)
+class FusedBatchNorm(BatchNorm):
+    """``BatchNorm`` of a computed box: statistics of what is owned, applied to all that is computed and saved.
+
+    Attributes:
+        owned: what this rank owns, counted from the first pixel of what it computes; may be empty.
+    """
+
+    owned: Box
+
+    def _counted(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the view of what this rank owns: the margins are others' pixels, counted there."""
+        return tensor.narrow(2, self.owned.y0, self.owned.height).narrow(3, self.owned.x0, self.owned.width)

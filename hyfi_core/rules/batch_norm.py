@@ -1,0 +1,170 @@
+"""Rules for batch norm, in every form that a capture leaves it in.
+
+training, a map on several ranks     one all-reduce of sums, running statistics after it
+training, one rank or features       the native kernel on copies of the running statistics
+no statistics kept                   the same without them
+evaluation                           pixel by pixel, nothing to exchange
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from hyfi_core.capture.program import Operator, Program
+from hyfi_core.ops.batch_norm import BatchNorm, FusedBatchNorm
+from hyfi_core.plan.box import Box
+from hyfi_core.rules.builder import Builder
+from hyfi_core.rules.calls import bound, renamed
+from hyfi_core.rules.instructions import Split
+
+
+def batch_norm_training(builder: Builder, op: Operator) -> None:
+    """Batch norm with statistics of the whole map; one rank alone uses the native kernel."""
+    x, weight, bias, running_mean, running_var, _, momentum, eps = op.args
+    batches = cumulative_count(builder.program, op, momentum)
+    split = builder.seen(op, x.name)
+    part = builder.part(x.name, split)
+    normalised, _, _, new_mean, new_var = (*op.outputs, None, None)[:5]
+    affine = tuple(item.name if item is not None else None for item in (weight, bias))
+    if builder.grid == (1, 1) and builder.replicas == 1:
+        names = (part, running_mean.name, running_var.name, *affine, batches)
+        inputs = tuple(name for name in names if name is not None)
+        native = native_batch_norm(weight is not None, bias is not None, momentum, eps)
+        builder.compute(native, inputs, op.outputs, (split, *[None] * (len(op.outputs) - 1)), op)
+        return
+    count = _pixels(builder, x.name)
+    batch_mean, batch_var = builder.fresh(running_mean.name), builder.fresh(running_var.name)
+    outputs = (normalised, batch_mean, batch_var)
+    _communicate(builder, _collective(builder, split, count, eps), (part, *affine), outputs, split)
+    unbias = count / max(count - 1, 1)
+    for running, batch, new, factor in (
+        (running_mean.name, batch_mean, new_mean, 1.0),
+        (running_var.name, batch_var, new_var, unbias),
+    ):
+        if new is not None:
+            inputs = (running, batch) if batches is None else (running, batch, batches)
+            builder.compute(_running(momentum, factor), inputs, (new,))
+
+
+def batch_norm_without_statistics(builder: Builder, op: Operator) -> None:
+    """Batch norm on statistics of the whole map that are not kept."""
+    x, weight, bias, _, _, eps = op.args
+    split = builder.seen(op, x.name)
+    part = builder.part(x.name, split)
+    affine = tuple(item.name if item is not None else None for item in (weight, bias))
+    if builder.grid == (1, 1) and builder.replicas == 1:
+        function, inputs = batch_norm_alone(op)
+        names = tuple(part if name == x.name else name for name in inputs)
+        builder.compute(function, names, op.outputs[:1], split)
+        return
+    norm = _collective(builder, split, _pixels(builder, x.name), eps)
+    _communicate(builder, norm, (part, *affine), op.outputs[:1], split)
+
+
+def batch_norm_evaluation(builder: Builder, op: Operator) -> None:
+    """Batch norm on running statistics: pixel by pixel, nothing to exchange."""
+    x = op.args[0]
+    split = builder.seen(op, x.name)
+    function, inputs = bound(renamed(op, {x.name: builder.part(x.name, split)}))
+    builder.compute(lambda *tensors: function(*tensors)[0], inputs, op.outputs[:1], split, op)
+
+
+def batch_norm(builder: Builder, op: Operator) -> None:
+    """``batch_norm`` as evaluation mode leaves it in the graph."""
+    x, training = op.args[0], op.args[5]
+    if training:
+        builder.refuse(op, "is in training mode and not functional", "a model exported by this engine")
+    split = builder.seen(op, x.name)
+    function, inputs = bound(renamed(op, {x.name: builder.part(x.name, split)}))
+    builder.compute(function, inputs, op.outputs, split, op)
+
+
+def batch_norm_on_features(program: Program, op: Operator) -> tuple[Callable[..., Any], tuple[str, ...]]:
+    """Return batch norm in training mode as a call that autograd can differentiate; the functional operator is not."""
+    x, weight, bias, running_mean, running_var, _, momentum, eps = op.args
+    names = tuple(item.name for item in (x, running_mean, running_var, weight, bias) if item is not None)
+    batches = cumulative_count(program, op, momentum)
+    names = names if batches is None else (*names, batches)
+    return native_batch_norm(weight is not None, bias is not None, momentum, eps), names
+
+
+def native_batch_norm(has_weight: bool, has_bias: bool, momentum: float, eps: float) -> Callable[..., Any]:
+    """Return the outputs of the functional batch norm, by the native kernel on copies of the running statistics.
+
+    The function takes map, running mean, running variance and, where there are, weight, bias, and number of batches
+    (for the cumulative average that ``momentum=None`` asks for).
+    """
+
+    def call(x: Any, mean: Any, variance: Any, *rest: Any) -> tuple[Any, ...]:
+        weight = rest[0] if has_weight else None
+        bias = rest[has_weight] if has_bias else None
+        count = rest[has_weight + has_bias :]
+        mean, variance = mean.clone(), variance.clone()
+        share = 1.0 / float(count[0]) if count else momentum
+        result = F.batch_norm(x, mean, variance, weight, bias, True, share, eps)
+        return result, None, None, mean, variance
+
+    return call
+
+
+def batch_norm_alone(op: Operator) -> tuple[Callable[..., Any], tuple[str, ...]]:
+    """Return batch norm that keeps no statistics as a call on (map, weight, bias)."""
+    x, weight, bias, _, _, eps = op.args
+    names = tuple(item.name for item in (x, weight, bias) if item is not None)
+
+    def call(x: Any, *affine: Any) -> Any:
+        first = affine[0] if weight is not None else None
+        return F.batch_norm(x, None, None, first, affine[-1] if bias is not None else None, True, 0.0, eps)
+
+    return call, names
+
+
+def cumulative_count(program: Program, op: Operator, momentum: float) -> str | None:
+    """Return the value that counts a batch norm's batches where ``momentum=None`` (captured as nan) asks for it."""
+    if not math.isnan(momentum):
+        return None
+    counts = [
+        other.outputs[0]
+        for other in program.operators[: program.operators.index(op)]
+        if other.module == op.module and other.text == "aten.add.Tensor"
+    ]
+    return counts[-1]
+
+
+def _pixels(builder: Builder, name: str) -> int:
+    """Return the pixels that statistics of a map are taken over, in all replicas that take them together."""
+    batch, _, height, width = builder.shape(name)
+    return int(batch * height * width * builder.replicas)
+
+
+def _collective(builder: Builder, split: Split, count: int, eps: float) -> BatchNorm:
+    """Return the collective for what ranks own, or, in a fused run, for what they compute."""
+    if split.boxes is None:
+        return BatchNorm(count, eps)
+    owned, held = split.layout.parts[builder.rank], split.held[builder.rank]
+    return FusedBatchNorm(count, eps, Box(0, 0, 0, 0) if owned.empty else owned.relative_to(held))
+
+
+def _communicate(
+    builder: Builder,
+    norm: BatchNorm,
+    inputs: tuple[str | None, ...],
+    outputs: tuple[str | None, ...],
+    split: Split,
+) -> None:
+    """Emit the collective; the map is split, the statistics behind it are not."""
+    splits = (split, *[None] * (len(outputs) - 1))
+    builder.communicate(norm, inputs, outputs, "reduce", splits, all_replicas=builder.replicas > 1)
+
+
+def _running(momentum: float, factor: float) -> Any:
+    def call(running: torch.Tensor, batch: torch.Tensor, *batches: torch.Tensor) -> torch.Tensor:
+        share = 1.0 / float(batches[0]) if batches else momentum
+        return running * (1.0 - share) + batch.to(running.dtype) * (share * factor)
+
+    return call

@@ -1,0 +1,325 @@
+"""The builder: what rules ask about a program, and what they write one rank's instructions through.
+
+Every value is *split* (each rank holds its part) or *replicated* (each holds it whole). Only the builder writes which,
+and adds values and instructions; it emits what moves a value from one layout to another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+import torch
+
+from hyfi_core.capture.program import KEY, Operator, Program, Ref, ValueInfo
+from hyfi_core.errors import RequestError
+from hyfi_core.ops.base import Collective, CustomOperator
+from hyfi_core.ops.cut import cut
+from hyfi_core.ops.redistribute import Redistribute
+from hyfi_core.plan.box import Box, hull
+from hyfi_core.plan.fused_runs import FusedRuns, covers
+from hyfi_core.plan.layout import Layout
+from hyfi_core.plan.transfer import Transfer, plan_transfer
+from hyfi_core.rules.instructions import CollectiveCall, CustomCall, Instruction, LocalCall, RankProgram, Split, Traffic
+
+Rule = Callable[["Builder", Operator], None]
+"""What one operator does to layouts: it reads them from the builder and writes instructions through it."""
+
+Splits = Split | Sequence[Split | None] | None
+"""How the outputs of a call are split: all alike, one by one, or not at all."""
+
+
+@dataclass(frozen=True)
+class _ImageRead:
+    """Stands for a box of the image until all of them, and so what the rank reads, are known."""
+
+    name: str
+    need: Box
+    fill: float
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A place in a builder to which it can be taken back."""
+
+    steps: int
+    made: int
+    fusible: frozenset[str]
+
+
+class Builder:
+    """Builds one rank's instructions.
+
+    Args:
+        program: the captured model.
+        grid: rows and columns of ranks.
+        rank: whose instructions.
+        entries: values that come from other stages -> how they are split here, None for a replicated one.
+        runs: where ranks compute more than they own.
+        replicas: over how many times the samples of this replica batch norms take their statistics.
+
+    Attributes:
+        program: the same.
+        grid: the same.
+        rank: the same.
+        runs: the same.
+        replicas: the same.
+        splits: how each split value is laid out; read only.
+        values: global shape and type of every value; read only.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        grid: tuple[int, int],
+        rank: int,
+        entries: Mapping[str, Split | None] | None = None,
+        runs: FusedRuns | None = None,
+        replicas: Fraction | int = 1,
+    ) -> None:
+        self.program = program
+        self.grid = grid
+        self.rank = rank
+        self.runs = FusedRuns() if runs is None else runs
+        self.replicas = replicas
+        self._values = {**program.values, KEY: ValueInfo((3,), torch.int64)}
+        height, width = program.values[program.image].shape[-2:]
+        self._splits = {program.image: Split(Layout.even(height, width, grid))}
+        self._splits.update({name: split for name, split in (entries or {}).items() if split is not None})
+        self.splits: Mapping[str, Split] = MappingProxyType(self._splits)
+        self.values: Mapping[str, ValueInfo] = MappingProxyType(self._values)
+        self._steps: list[Instruction | _ImageRead] = []
+        self._made: list[str] = []
+        self._fusible: frozenset[str] = frozenset()
+        self._shared: dict[str, str] = {}
+        self._cuts: dict[tuple[str, tuple[Box, ...], float], str] = {}
+
+    # -- what rules ask
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the global shape of a value."""
+        return self.values[name].shape
+
+    def split_of(self, argument: Any) -> Split | None:
+        """Return how an argument is split, None for a replicated value or a constant."""
+        return self.splits.get(argument.name) if isinstance(argument, Ref) else None
+
+    def computed(self, op: Operator, split: Split) -> Split:
+        """Return a layout of an operator's results with what each rank computes of them: in a fused run, more."""
+        self._fusible |= {op.name}
+        return replace(split, boxes=self.runs.computed.get(op.name))
+
+    def seen(self, op: Operator, name: str) -> Split:
+        """Return how a map must be held for an operator whose results have the same pixels."""
+        return self.computed(op, self.splits[name])
+
+    def refuse(self, op: Operator, what: str, alternative: str) -> NoReturn:
+        """Refuse an operator by name.
+
+        Raises:
+            RequestError: always.
+        """
+        where = f" in module {op.module!r}" if op.module else ""
+        raise RequestError(f"{op.text}{where} {what}; what works: {alternative}")
+
+    # -- what rules write
+
+    def fresh(self, name: str, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None) -> str:
+        """Return a new name for something made from ``name``; global shape and type are taken over unless given."""
+        like = self.values[name]
+        result = f"{name}~{len(self._made) + 1}"
+        self._made.append(result)
+        self._values[result] = ValueInfo(like.shape if shape is None else shape, dtype or like.dtype)
+        return result
+
+    def compute(
+        self,
+        function: Callable[..., Any],
+        inputs: tuple[str, ...],
+        outputs: tuple[str | None, ...],
+        split: Splits = None,
+        source: Operator | None = None,
+    ) -> None:
+        """Emit a local call; ranks that own nothing of an output that is split skip it.
+
+        Args:
+            function: takes the inputs, returns one tensor or as many as there are outputs.
+            inputs: value names.
+            outputs: value names; None for a result that nothing uses.
+            split: how the outputs are split.
+            source: says that the call is this operator of the model, so that it may be made in place.
+        """
+        given = self._lay_out(outputs, split)
+        empty = None
+        if any(item is not None and item.held[self.rank].empty for item in given):
+            shapes = zip(outputs, given, strict=True)
+            empty = tuple(() if o is None else self._local_shape(o, item) for o, item in shapes)
+        self._steps.append(LocalCall(function, inputs, outputs, empty, source))
+
+    def custom(
+        self,
+        operator: CustomOperator,
+        inputs: tuple[str | None, ...],
+        outputs: tuple[str | None, ...],
+        split: Splits = None,
+    ) -> None:
+        """Emit an operator with a backward of its own that sends nothing."""
+        self._lay_out(outputs, split)
+        self._steps.append(CustomCall(operator, inputs, outputs))
+
+    def communicate(
+        self,
+        operator: Collective,
+        inputs: tuple[str | None, ...],
+        outputs: tuple[str | None, ...],
+        traffic: Traffic,
+        split: Splits = None,
+        all_replicas: bool = False,
+    ) -> None:
+        """Emit a communicating operator; see ``CollectiveCall``."""
+        self._lay_out(outputs, split)
+        self._steps.append(CollectiveCall(operator, inputs, outputs, traffic, all_replicas))
+
+    def _lay_out(self, outputs: Sequence[str | None], split: Splits) -> Sequence[Split | None]:
+        """Note how outputs are split; return it one by one."""
+        given = [split] * len(outputs) if split is None or isinstance(split, Split) else split
+        for output, item in zip(outputs, given, strict=True):
+            if output is not None and item is not None:
+                self._splits[output] = item
+        return given
+
+    def _local_shape(self, name: str, split: Split | None) -> tuple[int, ...]:
+        shape = self.shape(name)
+        return shape if split is None else split.local_shape(shape, self.rank)
+
+    # -- moving values
+
+    def part(self, name: str, split: Split) -> str:
+        """Return the name of the value laid out as ``split``, moved there if it is laid out otherwise."""
+        here = self.splits[name]
+        if here == split and name != self.program.image:
+            return name
+        if here.dims != split.dims:
+            raise AssertionError(f"{name} has space in dims {here.dims}, asked for {split.dims}")
+        return self.moved(name, split.held, split)
+
+    def moved(self, name: str, need: Sequence[Box], split: Split | None = None, fill: float = 0.0) -> str:
+        """Return the name of a value that holds, on each rank, the box that it needs.
+
+        Args:
+            name: a split value.
+            need: one box for each rank; outside the map is filled with ``fill``.
+            split: how the result is split, if it is a value that other rules may use.
+            fill: value outside the map.
+        """
+        here = self.splits[name]
+        if name == self.program.image:
+            return self._read(name, need[self.rank], split, fill)
+        if tuple(need) == here.held:
+            return name
+        source = self._covering(name, need)
+        if source is not None:
+            return self._cut(source, tuple(need), split, fill)
+        name = self.owned(name)
+        result = self.fresh(name)
+        transfer = plan_transfer(here.layout.parts, need, here.layout.map, self.rank)
+        self.communicate(Redistribute(transfer, here.dims, fill), (name,), (result,), "halo", split)
+        return result
+
+    def _read(self, name: str, need: Box, split: Split | None, fill: float) -> str:
+        """Return the name of a box of the image: it is read, nobody sends it."""
+        result = self.fresh(name)
+        self._lay_out((result,), split)
+        self._steps.append(_ImageRead(result, need, fill))
+        return result
+
+    def _covering(self, name: str, need: Sequence[Box]) -> str | None:
+        """Return a value that holds on every rank what it needs of ``name``; the exchange that a run shares is made."""
+        here = self.splits[name]
+        if here.boxes is not None and covers(here.boxes, need, here.layout.map):
+            return name
+        shared = self.runs.shared.get(name)
+        if shared is None or not covers(shared, need, here.layout.map):
+            return None
+        if name not in self._shared:
+            transfer = plan_transfer(here.layout.parts, shared, here.layout.map, self.rank)
+            source, wide = self.owned(name), self.fresh(name)
+            split = Split(here.layout, here.dims, shared)
+            self.communicate(Redistribute(transfer, here.dims), (source,), (wide,), "halo", split)
+            self._shared[name] = wide
+        return self._shared[name]
+
+    def owned(self, name: str) -> str:
+        """Return the name of what each rank owns of a value; margins are cut off."""
+        here = self.splits[name]
+        return name if here.boxes is None else self._cut(name, here.layout.parts, here.owned, 0.0)
+
+    def _cut(self, name: str, need: tuple[Box, ...], split: Split | None, fill: float) -> str:
+        """Return the name of a smaller or padded box of what each rank holds; nothing is sent."""
+        key = (name, need, fill)
+        if key not in self._cuts:
+            here = self.splits[name]
+            self._cuts[key] = result = self.fresh(name)
+            local = cut(here.held[self.rank], need[self.rank], here.layout.map, here.dims, fill)
+            self.compute(local, (name,), (result,))
+        self._lay_out((self._cuts[key],), split)
+        return self._cuts[key]
+
+    def whole(self, name: str) -> str:
+        """Return the name of a replicated value: the map gathered on every rank if it was split."""
+        split = self.splits.get(name)
+        if split is None:
+            return name
+        ranks = len(split.layout.parts)
+        result = self.moved(name, [split.layout.map] * ranks)
+        if result == name:  # one rank holds all of it anyway
+            result = self.fresh(name)
+            self.compute(_itself, (name,), (result,))
+        return result
+
+    # -- the program
+
+    def mark(self) -> Mark:
+        """Return a place to which ``rewind`` takes the builder back."""
+        return Mark(len(self._steps), len(self._made), self._fusible)
+
+    def rewind(self, mark: Mark) -> None:
+        """Forget all that was written since ``mark``."""
+        gone = set(self._made[mark.made :])
+        for step in self._steps[mark.steps :]:
+            gone.update((step.name,) if isinstance(step, _ImageRead) else (o for o in step.outputs if o is not None))
+        del self._steps[mark.steps :], self._made[mark.made :]
+        self._fusible = mark.fusible
+        for name in gone:
+            self._splits.pop(name, None)
+        self._shared = {name: wide for name, wide in self._shared.items() if wide not in gone}
+        self._cuts = {key: name for key, name in self._cuts.items() if name not in gone}
+
+    def finish(self, outputs: tuple[Any, ...], exits: tuple[str, ...] = ()) -> RankProgram:
+        """Return what was built, with ``outputs`` as the leaves of the answer and ``exits`` for other stages."""
+        instructions, read_box = self._read_image()
+        return RankProgram(
+            instructions, read_box, self._splits, outputs, self.program, self._values, exits, self._fusible
+        )
+
+    def _read_image(self) -> tuple[tuple[Instruction, ...], Box]:
+        """Fix what is read of the image, and turn boxes of the image into local copies."""
+        image = self.program.image
+        whole = self.splits[image].layout.map
+        reads = [step.need.intersect(whole) for step in self._steps if isinstance(step, _ImageRead)]
+        read_box = hull(box for box in reads if not box.empty)
+        done: list[Instruction] = []
+        for step in self._steps:
+            if isinstance(step, _ImageRead):
+                transfer = Transfer(read_box, step.need, whole, (), (), read_box.intersect(step.need))
+                done.append(LocalCall(Redistribute(transfer, fill=step.fill).placed, (image,), (step.name,)))
+            else:
+                done.append(step)
+        return tuple(done), read_box
+
+
+def _itself(tensor: Any) -> Any:
+    return torch.ops.aten.alias.default(tensor)  # keeps strides, which a view makes up anew for a batch of one

@@ -1,0 +1,232 @@
+"""Rules for reductions over space: sums, means, maxima, vector norms, variances.
+
+Each is a partial result on every rank, one small all-reduce and a local finish. Over dims that are not space they are
+pixel by pixel.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from hyfi_core.capture.program import Operator
+from hyfi_core.ops.reduce import MaxOverSpace, SumOverRanks
+from hyfi_core.rules.builder import Builder
+from hyfi_core.rules.calls import bound, renamed
+from hyfi_core.rules.instructions import Split
+
+
+def accumulator(tensor: torch.Tensor) -> torch.dtype:
+    """Return the type in which values of a tensor are added up: float32 at least."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _over_space(builder: Builder, op: Operator) -> tuple[str, tuple[int, ...], bool]:
+    """Return (input, dims, keepdim) of a reduction that takes at least both dims of space.
+
+    Raises:
+        RequestError: it leaves one of them.
+    """
+    name = op.args[0].name
+    rank = len(builder.shape(name))
+    given = op.args[1] if len(op.args) > 1 and op.args[1] is not None else range(rank)
+    dims = tuple(sorted(dim % rank for dim in ([given] if isinstance(given, int) else given)))
+    keepdim = bool(op.args[2]) if len(op.args) > 2 else bool(op.kwargs.get("keepdim", False))
+    return name, dims, keepdim
+
+
+def _reduction(builder: Builder, op: Operator, mean: bool) -> None:
+    name, dims, keepdim = _over_space(builder, op)
+    space = builder.splits[name].dims
+    output = op.outputs[0]
+    if not set(space) & set(dims):  # over channels: every pixel by itself
+        split = builder.splits[name]
+        if not keepdim:
+            split = Split(split.layout, tuple(d - sum(r < d for r in dims) for d in space))  # type: ignore[arg-type]
+        part = builder.part(name, builder.splits[name])
+        function, inputs = bound(renamed(op, {name: part}))
+        builder.compute(function, inputs, op.outputs, split)
+    elif not set(space) <= set(dims):
+        _sum_over_space(builder, name, output, dims, keepdim, mean, _rest_of_whole(builder, name, dims, keepdim))
+    else:
+        _sum_over_space(builder, name, output, dims, keepdim, mean)
+
+
+def _rest_of_whole(builder: Builder, name: str, dims: tuple[int, ...], keepdim: bool) -> Any:
+    """Return what puts this rank's sums along one dim of space into the whole profile along the other, zero elsewhere.
+
+    Profiles are small (H or W long), so every rank holds them whole from there on.
+    """
+    split = builder.splits[name]
+    box, whole = split.layout.parts[builder.rank], split.layout.map
+    along_y = split.dims[1] in dims
+    left = split.dims[0] if along_y else split.dims[1]
+    before, behind = (box.y0, whole.height - box.y1) if along_y else (box.x0, whole.width - box.x1)
+    rank = len(builder.shape(name))
+    if not keepdim:
+        left -= sum(dim < left for dim in dims)
+        rank -= len(dims)
+    widths = (0, 0) * (rank - 1 - left) + (before, behind)
+    return lambda sums: F.pad(sums, widths)
+
+
+def _sum_over_space(
+    builder: Builder,
+    name: str,
+    output: str | None,
+    dims: tuple[int, ...],
+    keepdim: bool,
+    mean: bool,
+    placed: Any = None,
+) -> None:
+    shape = builder.shape(name)
+    count = 1
+    for dim in dims:
+        count *= shape[dim]
+    partial, summed = builder.fresh(name), builder.fresh(name)
+    kind = builder.values[output].dtype if output is not None else torch.float32
+
+    def sums(tensor: torch.Tensor) -> torch.Tensor:
+        wide = kind if kind == torch.float64 else accumulator(tensor)  # sum(dims, dtype=torch.float64)
+        own = tensor.sum(dims, keepdim=keepdim, dtype=wide)
+        return own if placed is None else placed(own)
+
+    def finish(tensor: torch.Tensor) -> torch.Tensor:
+        result = tensor / count if mean else tensor.clone()
+        return result.to(kind) if kind in (torch.bfloat16, torch.float16) else result
+
+    builder.compute(sums, (builder.part(name, builder.splits[name]),), (partial,))
+    builder.communicate(SumOverRanks(), (partial,), (summed,), "reduce")
+    builder.compute(finish, (summed,), (output,))
+
+
+def mean_over_space(builder: Builder, name: str, output: str | None, keepdim: bool) -> None:
+    """Emit the mean over the whole map."""
+    _sum_over_space(builder, name, output, builder.splits[name].dims, keepdim, mean=True)
+
+
+def mean(builder: Builder, op: Operator) -> None:
+    """Mean over space (and other dims), or over channels alone."""
+    _reduction(builder, op, mean=True)
+
+
+def total(builder: Builder, op: Operator) -> None:
+    """Sum over space (and other dims), or over channels alone."""
+    _reduction(builder, op, mean=False)
+
+
+def maximum(builder: Builder, op: Operator) -> None:
+    """Maximum over space; ties share the gradient wherever they are."""
+    name, dims, keepdim = _over_space(builder, op)
+    if not set(dims) & set(builder.splits[name].dims):
+        _reduction(builder, op, mean=False)  # over channels: the operator itself, pixel by pixel
+        return
+    if dims != builder.splits[name].dims:
+        builder.refuse(
+            op, f"takes the maximum over dims {dims}", f"exactly the dims of space {builder.splits[name].dims}"
+        )
+    part = builder.part(name, builder.splits[name])
+    builder.communicate(MaxOverSpace((dims[0], dims[1]), keepdim), (part,), op.outputs, "reduce")
+
+
+def vector_norm(builder: Builder, op: Operator) -> None:
+    """The p-norm for p ≥ 1 and the maximum norm."""
+    order = float(op.args[1]) if len(op.args) > 1 else 2.0
+    name, dims, keepdim = _dims(builder, op, op.args[2] if len(op.args) > 2 else None, 3)
+    if _channels_only(builder, op, dims, keepdim):
+        return
+    part = builder.part(name, builder.splits[name])
+    if order == math.inf and dims == builder.splits[name].dims:
+        size = builder.fresh(name)
+        builder.compute(lambda tensor: tensor.abs(), (part,), (size,), builder.splits[name])
+        builder.communicate(MaxOverSpace((dims[0], dims[1]), keepdim), (size,), op.outputs, "reduce")
+        return
+    if not 1.0 <= order < math.inf:
+        builder.refuse(op, f"is a norm of order {order} over dims {dims}", "orders from 1, or inf over space alone")
+
+    def powers(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.to(accumulator(tensor)).abs()
+        return (tensor if order == 1 else tensor.pow(order)).sum(dims, keepdim=keepdim)
+
+    def root(total: torch.Tensor) -> torch.Tensor:
+        # At zero the slope of the root is infinite; PyTorch's norm says zero, and so must this.
+        nothing = total == 0
+        return total if order == 1 else torch.where(nothing, 0.0, torch.where(nothing, 1.0, total).pow(1 / order))
+
+    _through_sum(builder, part, op.outputs, powers, root)
+
+
+def variance(builder: Builder, op: Operator) -> None:
+    """``var`` and ``std`` with any correction."""
+    rooted = op.text.startswith("aten.std")
+    correction = op.kwargs.get("correction", 1)
+    if op.text.endswith(".dim"):
+        correction = int(op.args[2]) if len(op.args) > 2 else 1
+    name, dims, keepdim = _dims(builder, op, op.args[1] if len(op.args) > 1 else None, 3)
+    if _channels_only(builder, op, dims, keepdim):
+        return
+    shape = builder.shape(name)
+    count = math.prod(shape[dim] for dim in dims)
+    part = builder.part(name, builder.splits[name])
+
+    def moments(tensor: torch.Tensor) -> torch.Tensor:
+        own = math.prod(tensor.shape[dim] for dim in dims)
+        if not own:
+            kept = tensor.sum(dims, keepdim=keepdim)
+            return torch.stack([kept, kept]).double()
+        spread, mean = torch.var_mean(tensor.to(accumulator(tensor)), dims, correction=0, keepdim=keepdim)
+        spread, mean = spread.double(), mean.double()
+        return torch.stack([mean, spread + mean * mean]) * own
+
+    kind = builder.values[name].dtype
+
+    def finish(sums: torch.Tensor) -> torch.Tensor:
+        mean = sums[0] / count
+        spread = (sums[1] / count - mean * mean).clamp(min=0.0) * (count / max(count - correction, 0))
+        result: torch.Tensor = (spread.sqrt() if rooted else spread).to(kind)
+        return result
+
+    if count <= correction:
+        builder.refuse(op, f"has {count} values and a correction of {correction}", "a smaller correction")
+    _through_sum(builder, part, op.outputs, moments, finish)
+
+
+def _dims(builder: Builder, op: Operator, given: Any, keepdim_at: int) -> tuple[str, tuple[int, ...], bool]:
+    """Return (input, dims that are reduced, whether they stay)."""
+    name = op.args[0].name
+    rank = len(builder.shape(name))
+    asked = range(rank) if given is None else [given] if isinstance(given, int) else given
+    keepdim = op.args[keepdim_at] if len(op.args) > keepdim_at else op.kwargs.get("keepdim", False)
+    return name, tuple(sorted(dim % rank for dim in asked)), bool(keepdim)
+
+
+def _channels_only(builder: Builder, op: Operator, dims: tuple[int, ...], keepdim: bool) -> bool:
+    """Emit a reduction that leaves space alone; whether it was one.
+
+    Raises:
+        RequestError: it takes one dim of space and leaves the other.
+    """
+    name = op.args[0].name
+    here = builder.splits[name]
+    taken = set(here.dims) & set(dims)
+    if len(taken) == 1:
+        builder.refuse(op, f"reduces dims {dims} of a map whose space is {here.dims}", "both dims of space, or neither")
+    if taken:
+        return False
+    split = here
+    if not keepdim:
+        split = Split(here.layout, tuple(d - sum(r < d for r in dims) for d in here.dims))  # type: ignore[arg-type]
+    function, inputs = bound(renamed(op, {name: builder.part(name, here)}))
+    builder.compute(function, inputs, op.outputs, split)
+    return True
+
+
+def _through_sum(builder: Builder, part: str, outputs: tuple[str | None, ...], local: Any, finish: Any) -> None:
+    """Emit a local reduction, the sum over ranks, and what makes the answer of it."""
+    partial, summed = (builder.fresh(part, (), torch.float64) for _ in range(2))
+    builder.compute(local, (part,), (partial,))
+    builder.communicate(SumOverRanks(), (partial,), (summed,), "reduce")
+    builder.compute(finish, (summed,), outputs)
