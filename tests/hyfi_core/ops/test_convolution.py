@@ -210,7 +210,7 @@ def test_messages_fly_while_the_own_part_is_computed() -> None:
         asked = (recording, saved, (found,), (True, True, False))
         d_own, d_weight, _ = tell(op.backward(*asked))
         for recording.there in (True, False):
-            first, rest = tell(op.backward_first(*asked))
+            first, rest = tell(op.backward_of_map(*asked))
             later = tell(rest())
             assert torch.equal(first[0], d_own) and torch.equal(later[1], d_weight)
             assert first[1:] == (None, None) and later[0] is later[2] is None

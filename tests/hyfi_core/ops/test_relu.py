@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.ops.relu import Relu
 
 
@@ -19,21 +18,21 @@ def test_it_equals_autograd(over: bool, kind: torch.dtype) -> None:
     dy = torch.randn(2, 3, 5, 4).to(kind)
     wanted.backward(dy)
     given = x.clone()
-    (found,), saved = Relu(over).forward(AloneCommunicator(), (given,))
+    (found,), saved = Relu(over).forward((given,))
     assert torch.equal(found, wanted)
     assert (found.data_ptr() == given.data_ptr()) == over
     assert over or torch.equal(given, x)
     kept = dy.clone()
-    (apart,) = Relu(over).backward(AloneCommunicator(), saved, (kept,))
+    (apart,) = Relu(over).backward(saved, (kept,))
     assert torch.equal(kept, dy)
     alone = (dy.clone(),)
     place = alone[0].data_ptr()
-    (back,) = Relu(over).backward(AloneCommunicator(), saved, alone)
+    (back,) = Relu(over).backward(saved, alone)
     assert apart is not None and back is not None and back.data_ptr() == place
     assert leaf.grad is not None and torch.equal(apart, leaf.grad) and torch.equal(back, leaf.grad)
 
 
 def test_no_cotangent_is_zero() -> None:
-    (found,), saved = Relu(False).forward(AloneCommunicator(), (torch.randn(1, 2, 3, 3),))
-    (back,) = Relu(False).backward(AloneCommunicator(), saved, (None,))
+    (found,), saved = Relu(False).forward((torch.randn(1, 2, 3, 3),))
+    (back,) = Relu(False).backward(saved, (None,))
     assert back is not None and back.shape == found.shape and not back.any()
