@@ -13,13 +13,15 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 FLAG_MEANINGS = {
     "no_tissue": "no tissue was found on this slide",
-    "cropped": "not all tissue fits into the image that the network is given; the rest was not seen",
+    "cropped": "not all tissue fits into the image that the network was given; the rest was not seen",
     "mpp_assumed": "the file does not say how large a pixel is; the size given by the user was taken",
     "mpp_changed": "predicted at another resolution than the network was trained with",
     "upsampled": "the scan is slightly coarser than the network's resolution and was enlarged",
     "blur": "parts of the tissue are out of focus",
     "pen": "there are pen marks on the glass",
     "bad_tiles": "some tiles of the file cannot be decoded; they were left white",
+    "incomplete": "less of the tissue was seen than the network needs for its answer to count",
+    "several_images": "the network takes images of one size; several show the slide, their evidence is combined",
     "heatmap_by_centre": "cells of the heatmap are put where their centres lie, up to half a cell off",
 }
 """Every flag of a slide, in words for people."""

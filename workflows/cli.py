@@ -49,6 +49,9 @@ SlideMpp = Annotated[
     float | None, typer.Option("--slide-mpp", min=0.01, help="Microns per pixel of slides whose files do not say it.")
 ]
 
+Image = Annotated[
+    str, typer.Option("--image", help="whole: all tissue of a slide; trained: what an image of the trained size holds.")
+]
 Resume = Annotated[
     bool, typer.Option("--resume", help="Go on where a run stopped; what is finished is kept without it, too.")
 ]
@@ -214,12 +217,14 @@ def validate(
     ] = None,
     ranks: Ranks = None,
     cells: Cells = None,
+    image: Image = "whole",
     resume: Resume = False,
     as_json: Json = False,
 ) -> None:
     """Compute a checkpoint's metrics: the same numbers as during training."""
     paths = {"checkpoint": checkpoint, "store": store, "labels": labels, "splits": splits}
-    _run("validate", split=split_name, split_column=split_column, ranks=ranks, cells=cells, as_json=as_json, **paths)
+    options = {"split": split_name, "split_column": split_column, "ranks": ranks, "cells": cells, "image": image}
+    _run("validate", as_json=as_json, **paths, **options)
 
 
 @app.command()
@@ -237,12 +242,16 @@ def predict(
     ] = None,
     slide_mpp: SlideMpp = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Do finished slides again.")] = False,
+    image: Image = "whole",
+    allow_partial: Annotated[
+        bool, typer.Option("--allow-partial", help="Give a class, marked, even where too little tissue was seen.")
+    ] = False,
     resume: Resume = False,
     as_json: Json = False,
 ) -> None:
     """Predict slides: probabilities, heatmaps, overlays, annotations and reports."""
     options = {"ranks": ranks, "cells": cells, "mpp": mpp, "slide_mpp": slide_mpp}
-    options |= {"overwrite": overwrite, "as_json": as_json}
+    options |= {"overwrite": overwrite, "image": image, "allow_partial": allow_partial, "as_json": as_json}
     _run("predict", checkpoints=[checkpoint, *(more or ())], inputs=inputs, out=out, **options)
 
 

@@ -16,7 +16,7 @@ from data.samples.augment import Augment, Variation
 from data.samples.coverage import COVERAGE_COLUMNS, Coverage, check_coverage, coverage_of, write_coverage
 from data.samples.labels import Labels, with_cases
 from data.samples.splits import check_cases
-from data.samples.view import BACKGROUND, Kind, View, make_view
+from data.samples.view import BACKGROUND, Kind, View, make_view, make_views
 from data.store.slide_store import SlideStore, StoreLevel, slide_path
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box
@@ -113,6 +113,28 @@ class SlideDataset:
             self._views[index] = self._viewer(index)(self.size_px, 1.0)
         return self._views[index]
 
+    def whole_views(self, index: int, *, several: bool) -> tuple[View, ...]:
+        """Return images that show all tissue of a slide; :meth:`view` alone where that does.
+
+        Args:
+            index: of the sample.
+            several: whether they all have the dataset's size; else it is one image, as large as it takes.
+
+        Raises:
+            RequestError: as :meth:`view`.
+        """
+        view = self.view(index)
+        if "cropped" not in view.flags:
+            return (view,)
+        if several:
+            level = self.slide(index).levels[self.level(index)]
+            mask, mask_mpp = self.slide(index).tissue()
+            size = (level.height_px, level.width_px)
+            return make_views(mask, mask_mpp, size, level.mpp, self.size_px, self.kind, self.align_px)
+        fits = self.coverage(index).fits_size_px
+        assert fits is not None, "what is cropped fits a larger image"
+        return (self._viewer(index)(fits, 1.0),)
+
     def level(self, index: int) -> int:
         """Return the level of the slide's pyramid that has the dataset's mpp.
 
@@ -190,8 +212,12 @@ class SlideDataset:
 
     def read_plain(self, index: int, box: Box) -> NDArray[np.uint8]:
         """Return a box of a training image as it is, (3, h, w) uint8 that the caller owns."""
+        return self.read_view(index, self.view(index), box)
+
+    def read_view(self, index: int, view: View, box: Box) -> NDArray[np.uint8]:
+        """Return a box of any image of a slide, (3, h, w) uint8 that the caller owns."""
         pixels = np.full((3, *box.shape), BACKGROUND, np.uint8)
-        for piece in self.view(index).to_slide(box):
+        for piece in view.to_slide(box):
             rows, columns = piece.target.relative_to(box).slices()
             pixels[:, rows, columns] = self.slide(index).read(piece.source, self.level(index))
         return pixels

@@ -129,6 +129,70 @@ def make_view(
     return View(size_px, pieces, kept_px / tissue_px, tissue_px, () if kept_px == tissue_px else ("cropped",))
 
 
+def make_views(
+    tissue_mask: NDArray[np.bool_],
+    mask_mpp: tuple[float, float],
+    slide_size_px: tuple[int, int],
+    store_mpp: tuple[float, float],
+    size_px: tuple[int, int],
+    kind: Kind = "pack",
+    align_px: int = 64,
+) -> tuple[View, ...]:
+    """Choose as many images of one size as it takes to show all tissue of a slide; pieces of no two overlap.
+
+    One image, that of :func:`make_view`, where it holds all tissue. Else ``pack`` cuts the tissue into squares as large
+    as the image allows and fills one image after the other, ``crop`` lays windows side by side over the tissue.
+
+    Args:
+        tissue_mask: as all arguments, see :func:`make_view`.
+        mask_mpp: (y, x) micrometres per pixel of the mask.
+        slide_size_px: (height, width) of the slide.
+        store_mpp: (y, x) micrometres per pixel of slide and images.
+        size_px: (height, width) of each image.
+        kind: ``pack`` or ``crop``.
+        align_px: grid on which pieces begin.
+
+    Returns:
+        The images. Each one's ``coverage`` is its own share of the tissue; together they have all of it.
+
+    Raises:
+        RequestError: as :func:`make_view`.
+    """
+    first = make_view(tissue_mask, mask_mpp, slide_size_px, store_mpp, size_px, kind, align_px)
+    if "cropped" not in first.flags:
+        return (first,)
+    grid = TissueGrid.under(np.asarray(tissue_mask, dtype=bool), mask_mpp, slide_size_px, store_mpp)
+    ends = [np.append(np.arange(0, length, align_px, dtype=np.int64), length) for length in grid.size_px]
+    tissue = grid.counts(*ends)
+    left = {
+        _pixels(block, *ends): int(tissue[block.slices()].sum()) for block in _cuts(tissue > 0, size_px, align_px, kind)
+    }
+    views = []
+    while left:
+        boxes = list(left)[:1] if kind == "crop" else list(left)
+        placed = place_most(boxes, [left[box] for box in boxes], size_px, align_px)
+        shown_px = sum(left.pop(box) for box, _ in placed)
+        views.append(
+            View(size_px, _centred(placed, size_px, align_px), shown_px / first.tissue_px, first.tissue_px, ())
+        )
+    return tuple(views)
+
+
+def _cuts(occupied: NDArray[np.bool_], size_px: tuple[int, int], align: int, kind: Kind) -> list[Box]:
+    """Return rectangles of blocks that cover the tissue, each of which fits into an image."""
+    if kind == "pack":
+        side = min(size_px) // align
+        return [square for box in components(occupied) for square in cut(box, occupied, side)]
+    whole = shrink(Box.of_size(*occupied.shape), occupied)
+    height, width = size_px[0] // align, size_px[1] // align
+    windows = [
+        Box(y, min(y + height, whole.y1), x, min(x + width, whole.x1))
+        for y in range(whole.y0, whole.y1, height)
+        for x in range(whole.x0, whole.x1, width)
+    ]
+    return [window for window in windows if occupied[window.slices()].any()]
+
+
 def _pack(grid: TissueGrid, size_px: tuple[int, int], align: int) -> tuple[tuple[Piece, ...], int]:
     """Return the pieces and how many tissue pixels they hold."""
     ends = [np.append(np.arange(0, length, align, dtype=np.int64), length) for length in grid.size_px]

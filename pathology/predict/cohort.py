@@ -1,4 +1,4 @@
-"""Prediction of slides: each is looked at by all ranks, written by one, and fails alone.
+"""Prediction of slides: each is computed by all ranks, written by one, and fails alone.
 
 ```
 rank 0            slide file ── ingest ──> OUT/.ingest.tmp-…/<slide_id>.zarr   (removed when the slide is done)
@@ -20,6 +20,7 @@ import numpy as np
 
 from data.files import remove_leftovers, temporary_beside
 from data.samples.dataset import SlideDataset, SlideRef
+from data.samples.view import View
 from data.store.manifest import SlideRecord
 from data.store.slide_store import SlideStore, slide_path
 from hyfi_core.comm.base import Communicator
@@ -30,29 +31,15 @@ from pathology.predict.ensemble import Attribution, Ensemble, together
 from pathology.predict.heatmap import average, place
 from pathology.predict.inputs import SlideInput
 from pathology.predict.members import InputSpec, Member, common_input_spec
+from pathology.predict.options import PredictOptions
 from pathology.predict.out_folder import OutFolder
-from pathology.predict.slide_result import SlideResult
-from pathology.predict.table import DONE, FAILED, Prediction
+from pathology.predict.report import percent
+from pathology.predict.slide_result import SlideResult, coverage_of
+from pathology.predict.table import DONE, FAILED, INCOMPLETE, Prediction
+from pathology.predict.whole_tissue import combined_words
 from pathology.tissue.tissue import TissueParameters
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class PredictOptions:
-    """How slides are predicted.
-
-    Attributes:
-        mpp: micrometres per pixel to look at; None: the checkpoint's.
-        slide_mpp: of slide files that do not state their own.
-        overwrite: do finished slides again; replace what another checkpoint has left.
-        cells: rows and columns in which one process looks at an image, one after the other; None: at once.
-    """
-
-    mpp: float | None = None
-    slide_mpp: float | None = None
-    overwrite: bool = False
-    cells: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -60,12 +47,13 @@ class PredictionReport:
     """What a run did; the same on every rank.
 
     Attributes:
-        done, failed: slides of this run, in order; a failed one carries its reason.
+        done, incomplete, failed: slides of this run, in order; the latter two carry their reasons.
         skipped: names of slides that were finished before.
         stopped: whether it ended early on request.
     """
 
     done: tuple[Prediction, ...]
+    incomplete: tuple[Prediction, ...]
     failed: tuple[Prediction, ...]
     skipped: tuple[str, ...]
     stopped: bool = False
@@ -78,7 +66,7 @@ def predict_slides(
     comm: Communicator,
     options: PredictOptions | None = None,
     *,
-    advance: Callable[[str], None] = lambda note: None,
+    progress: Callable[[str], None] = lambda note: None,
     stop_wanted: Callable[[], bool] = lambda: False,
 ) -> PredictionReport:
     """Predict ``inputs`` and write their results under ``out``. Collective over ``comm``.
@@ -92,7 +80,7 @@ def predict_slides(
         out: made where it does not exist; on a file system that all ranks see.
         comm: ranks that share every slide.
         options: see there.
-        advance: called on rank 0 after every slide, with its name and what became of it.
+        progress: called on rank 0 after every slide, with its name and what became of it.
         stop_wanted: asked on every rank between slides.
 
     Raises:
@@ -102,13 +90,13 @@ def predict_slides(
     spec = common_input_spec(members)
     flags = ("mpp_changed",) if options.mpp is not None and options.mpp != spec.mpp else ()
     spec = replace(spec, mpp=options.mpp if options.mpp is not None else spec.mpp)
-    folder = OutFolder(out, members, spec, slide_mpp=options.slide_mpp, overwrite=options.overwrite)
+    folder = OutFolder(out, members, spec, options=options)
     chosen = _decided(comm, lambda: folder.open(inputs))
     ensemble = Ensemble(members, spec, comm, options.cells) if any(not inputs[k].reason for k in chosen) else None
     outcomes: list[Prediction] = []
     stopped = False
     with _scratch(folder, comm, bool(chosen)) as scratch:
-        run = _Run(folder, spec, comm, scratch, _ingest_options(members, spec, options), flags)
+        run = _Run(folder, members, spec, options, comm, scratch, flags)
         for index in chosen:
             stopped = any(comm.broadcast_object(comm.gather_objects(stop_wanted())))
             if stopped:
@@ -116,9 +104,10 @@ def predict_slides(
             outcomes.append(run.predict(inputs[index], ensemble))
             if comm.rank == 0:
                 folder.note(outcomes[-1])
-                advance(f"{outcomes[-1].slide_id}: {outcomes[-1].prediction or FAILED}")
+                progress(f"{outcomes[-1].slide_id}: {outcomes[-1].prediction or outcomes[-1].status}")
     return PredictionReport(
         done=tuple(one for one in outcomes if one.status == DONE),
+        incomplete=tuple(one for one in outcomes if one.status == INCOMPLETE),
         failed=tuple(one for one in outcomes if one.status == FAILED),
         skipped=tuple(one.slide_id for k, one in enumerate(inputs) if k not in set(chosen)),
         stopped=stopped,
@@ -131,14 +120,17 @@ class _Run:
     def __init__(
         self,
         folder: OutFolder,
+        members: Sequence[Member],
         spec: InputSpec,
+        options: PredictOptions,
         comm: Communicator,
         scratch: Path,
-        ingest: IngestOptions,
         flags: tuple[str, ...],
     ) -> None:
-        self._folder, self._spec, self._comm = folder, spec, comm
-        self._scratch, self._ingest_options, self._flags = scratch, ingest, flags
+        self._folder, self._members, self._spec, self._options = folder, members, spec, options
+        self._comm, self._scratch, self._flags = comm, scratch, flags
+        self._ingest_options = _ingest_options(members, spec, options)
+        self._min_coverage = max(member.min_coverage for member in members)
 
     def predict(self, one: SlideInput, ensemble: Ensemble | None) -> Prediction:
         """Return what became of a slide; its results are written. Collective."""
@@ -150,21 +142,37 @@ class _Run:
                 known = replace(known, flags=(*flags, *self._flags))
                 dataset = together(self._comm, lambda: self._dataset(store, one))
                 view = together(self._comm, lambda: dataset.view(0))
-                known = replace(known, coverage=view.coverage, flags=_merged(known.flags, view.flags))
                 if not view.pieces:
-                    return replace(known, reason="no tissue was found on this slide")
-                result = self._result(one, known, dataset, ensemble.attribute(dataset, 0))
+                    flags = _merged(known.flags, view.flags)
+                    return replace(known, coverage=0.0, flags=flags, reason="no tissue was found on this slide")
+                whole = self._options.image == "whole"
+                views = ensemble.views(dataset, 0) if whole else (view,)
+                known = self._with_coverage(known, views)
+                result = self._result(one, known, dataset, views, ensemble.attribute(dataset, 0, views))
                 self._on_rank_0(lambda: self._folder.write(one, result))
         except SlideError as error:
-            return replace(known, reason=str(error))
+            return replace(known, status=FAILED, reason=str(error))
+        if result.withheld:
+            return replace(known, flags=result.flags)
         return replace(
             known,
-            status=DONE,
             prediction=self._spec.class_names[result.predicted],
             probabilities=tuple(result.mean.tolist()),
             spread=None if result.spread is None else float(result.spread[result.predicted]),
             flags=result.flags,
         )
+
+    def _with_coverage(self, known: Prediction, views: Sequence[View]) -> Prediction:
+        """Return what is known once the images are: how much of the tissue is seen, and whether that is enough."""
+        coverage = coverage_of(views)
+        flags = _merged(known.flags, *(view.flags for view in views), ("several_images",) * (len(views) > 1))
+        if coverage >= self._min_coverage:
+            return replace(known, status=DONE, coverage=coverage, flags=flags)
+        reason = (
+            f"only {percent(coverage)} of the tissue was seen, {percent(self._min_coverage)} are needed; "
+            "--image whole shows all of it"
+        )
+        return replace(known, status=INCOMPLETE, coverage=coverage, flags=(*flags, INCOMPLETE), reason=reason)
 
     @contextmanager
     def _prepared(self, one: SlideInput) -> Iterator[tuple[Path, tuple[str, ...]]]:
@@ -205,7 +213,12 @@ class _Run:
         return dataset
 
     def _result(
-        self, one: SlideInput, known: Prediction, dataset: SlideDataset, said: Sequence[Attribution]
+        self,
+        one: SlideInput,
+        known: Prediction,
+        dataset: SlideDataset,
+        views: Sequence[View],
+        said: Sequence[Attribution],
     ) -> SlideResult:
         slide, level = dataset.slide(0), dataset.level(0)
         assert isinstance(slide, SlideStore)
@@ -214,7 +227,7 @@ class _Run:
             place(
                 attribution.contributions,
                 attribution.logits.tolist(),
-                dataset.view(0),
+                views,
                 align_px=self._spec.align_px,
                 slide_size_px=(size.height_px, size.width_px),
                 mpp=size.mpp,
@@ -229,7 +242,9 @@ class _Run:
             path=str(one.path),
             slide=slide,
             level=level,
-            view=dataset.view(0),
+            views=tuple(views),
+            combined=combined_words(views, self._members[0].pooling),
+            withheld=known.reason if known.status == INCOMPLETE and not self._options.allow_partial else "",
             heatmap=heatmap,
             probabilities=np.stack([attribution.probabilities for attribution in said]),
             flags=known.flags if heatmap.exact else (*known.flags, "heatmap_by_centre"),

@@ -1,4 +1,4 @@
-"""Members of an ensemble, spread over ranks, look at one slide after the other."""
+"""The members of an ensemble, spread over ranks, evaluate one slide after the other."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-import hyfi_core
 from data.samples.dataset import SlideDataset
+from data.samples.view import View
 from hyfi_core.cells.engine import CellEngine
 from hyfi_core.comm.agree import agree
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box
-from hyfi_core.runtime.engine import Engine
 from pathology.errors import SlideError
 from pathology.predict.members import InputSpec, Member
+from pathology.predict.whole_tissue import SizedEngines, evidence, views_of
 
 T = TypeVar("T")
 
@@ -35,23 +35,17 @@ def together(comm: Communicator, action: Callable[[], T]) -> T:
     return agree(comm, action, (RequestError, SlideError, OSError, ValueError), SlideError)
 
 
-def grid_of(ranks: int) -> tuple[int, int]:
-    """Return rows and columns of a grid of ranks, as square as whole numbers allow, not more rows than columns."""
-    rows = max(divisor for divisor in range(1, ranks + 1) if ranks % divisor == 0 and divisor * divisor <= ranks)
-    return rows, ranks // rows
-
-
 @dataclass(frozen=True, eq=False)
 class Attribution:
-    """What one member says of one image; the same on every rank.
+    """What one member says of a slide; the same on every rank.
 
     Attributes:
-        logits: (classes,) float64.
-        contributions: (classes, h, w) float32.
+        logits: (classes,) float64, of all images together.
+        contributions: of each image, (classes, h, w) float32; over all images they sum to the logits less the bias.
     """
 
     logits: NDArray[np.float64]
-    contributions: NDArray[np.float32]
+    contributions: tuple[NDArray[np.float32], ...]
 
     @property
     def probabilities(self) -> NDArray[np.float64]:
@@ -64,14 +58,14 @@ class Attribution:
 class Ensemble:
     """The members' engines on all ranks of a group. Every method is collective.
 
-    Each rank reads and normalises only the part of the image that its part of the network needs. Memory: all members'
+    Each rank reads and normalises only the part of an image that its part of the network needs. Memory: all members'
     weights, and one image part and its activations at a time.
 
     Args:
-        members: who look.
+        members: the networks.
         spec: what they share.
         comm: the group; all its ranks work on every slide.
-        cells: rows and columns, where one rank looks at an image cell by cell, in the memory of a cell.
+        cells: rows and columns, where one rank computes every image cell by cell, in the memory of a cell.
 
     Raises:
         RequestError: a model cannot be spread over the ranks, or more than one rank is to work cell by cell.
@@ -80,50 +74,60 @@ class Ensemble:
     def __init__(
         self, members: Sequence[Member], spec: InputSpec, comm: Communicator, cells: tuple[int, int] | None = None
     ) -> None:
-        shape = (1, 3, *spec.size_px)
-        self._comm = comm
-        self._members = tuple(members)
-        self._engines: list[Engine | CellEngine]
-        if cells is None:
-            plan = hyfi_core.ParallelPlan(grids=(grid_of(comm.size),))
-            self._engines = [hyfi_core.parallelize(member.model.eval(), shape, plan, comm) for member in members]
-        elif comm.size > 1:
-            raise RequestError(
-                f"cells {cells[0]},{cells[1]} with {comm.size} ranks: one process goes through cells; leave out either"
-            )
-        else:
-            self._engines = [CellEngine(member.model.eval(), shape, cells) for member in members]
+        self._comm, self._members = comm, tuple(members)
+        self._engines = [SizedEngines(member.model, None, spec.size_px, comm, cells) for member in members]
 
-    def attribute(self, dataset: SlideDataset, index: int) -> list[Attribution]:
-        """Return what every member says of a sample of ``dataset``.
+    def views(self, dataset: SlideDataset, index: int) -> tuple[View, ...]:
+        """Return the images in which the members are shown all tissue of a slide.
+
+        Raises:
+            SlideError: the slide cannot be read.
+        """
+        return views_of(dataset, index, self._engines, lambda action: together(self._comm, action))
+
+    def attribute(self, dataset: SlideDataset, index: int, views: Sequence[View]) -> list[Attribution]:
+        """Return what every member says of a slide, shown in ``views``.
 
         Raises:
             SlideError: the pixels cannot be read, or a member's output is not finite.
         """
-        found = []
-        for member, engine in zip(self._members, self._engines, strict=True):
-            logits, contributions = self._attribute(member, engine, dataset, index)
-            if not bool(torch.isfinite(logits).all()):
-                raise SlideError(f"the network's output is not finite: {logits[0].tolist()}")
-            found.append(
-                Attribution(
-                    logits[0].double().cpu().numpy(),
-                    contributions[0].float().cpu().numpy(),
-                )
-            )
-        return found
+        return [
+            self._of_member(member, engines, dataset, index, views)
+            for member, engines in zip(self._members, self._engines, strict=True)
+        ]
 
-    def _attribute(
-        self, member: Member, engine: Engine | CellEngine, dataset: SlideDataset, index: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _of_member(
+        self, member: Member, engines: SizedEngines, dataset: SlideDataset, index: int, views: Sequence[View]
+    ) -> Attribution:
+        found = [self._of_image(member, engines, dataset, index, view) for view in views]
+        logits = np.stack([one for one, _ in found])
+        weights = evidence(logits, views, member.pooling)
+        contributions = tuple(
+            (maps * weight[:, None, None]).astype(np.float32) for (_, maps), weight in zip(found, weights, strict=True)
+        )
+        return Attribution((weights * logits).sum(axis=0), contributions)
+
+    def _of_image(
+        self, member: Member, engines: SizedEngines, dataset: SlideDataset, index: int, view: View
+    ) -> tuple[NDArray[np.float64], NDArray[np.float32]]:
+        """Return (logits (classes,), contributions (classes, h, w)) of one image."""
+        engine = engines.at(view.size_px)
+        assert engine is not None, "views are made for the engines that there are"
+
         def read(box: Box) -> torch.Tensor:
-            return member.normalisation(torch.from_numpy(dataset.read(index, box))[None])
+            return member.normalisation(torch.from_numpy(dataset.read_view(index, view, box))[None])
 
         if isinstance(engine, CellEngine):
-            return engine.attribute(lambda box: together(self._comm, lambda: read(box)))  # as each cell comes to it
-        box = engine.input_box
-        part = together(self._comm, lambda: read(box))
-        return engine.attribute(_given(part, box))
+            # Each cell reads its own box when its turn comes.
+            found = engine.attribute(lambda box: together(self._comm, lambda: read(box)))
+        else:
+            box = engine.input_box
+            part = together(self._comm, lambda: read(box))
+            found = engine.attribute(_given(part, box))
+        logits, contributions = found
+        if not bool(torch.isfinite(logits).all()):
+            raise SlideError(f"the network's output is not finite: {logits[0].tolist()}")
+        return logits[0].double().cpu().numpy(), contributions[0].float().cpu().numpy()
 
 
 def _given(part: torch.Tensor, box: Box) -> Callable[[Box], torch.Tensor]:

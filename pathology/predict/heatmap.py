@@ -78,9 +78,9 @@ class Heatmap:
 
 
 def place(
-    contributions: NDArray[np.floating],
+    contributions: Sequence[NDArray[np.floating]],
     logits: Sequence[float],
-    view: View,
+    views: Sequence[View],
     *,
     align_px: int,
     slide_size_px: tuple[int, int],
@@ -89,13 +89,13 @@ def place(
 ) -> Heatmap:
     """Put a network's contributions back on the slide.
 
-    What the background of the training image contributed (cells that lie in no piece) belongs to no place on the slide;
-    it is shared equally among the cells that were looked at, so that their sum plus the bias is the logit.
+    What the background of the images contributed (cells that lie in no piece) belongs to no place on the slide; it is
+    shared equally among the cells that were seen, so that their sum plus the bias is the logit.
 
     Args:
-        contributions: (classes, h, w), sum over (h, w) + bias = logit.
+        contributions: of each image, (classes, h, w); the sum over (h, w) and all images + bias = logit.
         logits: of each class.
-        view: how the training image was put together.
+        views: how each image was put together; all of one size.
         align_px: what the origins of the view's pieces are multiples of.
         slide_size_px: (height, width) of the slide at the model's resolution.
         mpp: (y, x) of the slide at the model's resolution.
@@ -105,21 +105,21 @@ def place(
         The heatmap; it owns its memory: ``4 * classes * slide pixels / cell_px**2`` bytes.
 
     Raises:
-        ValueError: the view holds no piece.
+        ValueError: the views hold no piece.
     """
-    if not view.pieces:
-        raise ValueError("this view holds no piece of the slide: there is nothing to put back")
-    summed = np.asarray(contributions, dtype=np.float64)
-    cell_px = network_stride(view.size_px, summed.shape[1:], align_px)
-    exact = cell_px is not None and all(_aligned(piece, cell_px) for piece in view.pieces)
-    if not exact or cell_px is None:
-        cell_px = max(1, round(max(view.size_px[0] / summed.shape[1], view.size_px[1] / summed.shape[2])))
+    pieces = [piece for view in views for piece in view.pieces]
+    if not pieces:
+        raise ValueError("there is no piece of the slide to put back")
+    cell_px, exact = _cells_of(views[0].size_px, contributions[0].shape[1:], pieces, align_px)
     shape = (math.ceil(slide_size_px[0] / cell_px), math.ceil(slide_size_px[1] / cell_px))
-    canvas = np.zeros((len(summed), *shape))
+    canvas = np.zeros((len(logits), *shape))
     seen = np.zeros(shape, dtype=bool)
-    used = (_copy_cells if exact else _scatter_centres)(summed, view, cell_px, canvas, seen)
-    totals = summed.sum(axis=(1, 2))
-    background = totals - np.where(used, summed, 0.0).sum(axis=(1, 2))
+    totals, background = np.zeros(len(logits)), np.zeros(len(logits))
+    for given, view in zip(contributions, views, strict=True):
+        summed = np.asarray(given, dtype=np.float64)
+        used = (_copy_cells if exact else _scatter_centres)(summed, view, cell_px, canvas, seen)
+        totals += summed.sum(axis=(1, 2))
+        background += np.where(used, 0.0, summed).sum(axis=(1, 2))
     shared = background / max(1, int(seen.sum()))
     canvas += shared[:, None, None]
     canvas[:, ~seen] = np.nan
@@ -135,6 +135,16 @@ def place(
         shared=tuple(shared.tolist()),
         exact=exact,
     )
+
+
+def _cells_of(
+    size_px: tuple[int, int], cells: tuple[int, ...], pieces: Sequence[Piece], align_px: int
+) -> tuple[int, bool]:
+    """Return the side of a cell in pixels, and whether cells map one to one."""
+    stride = network_stride(size_px, cells, align_px)
+    if stride is not None and all(_aligned(piece, stride) for piece in pieces):
+        return stride, True
+    return max(1, round(max(size_px[0] / cells[0], size_px[1] / cells[1]))), False
 
 
 def network_stride(size_px: tuple[int, int], cells: tuple[int, ...], align_px: int) -> int | None:

@@ -1,4 +1,4 @@
-"""How a checkpoint wants a slide to be looked at, and the members of an ensemble that look at it together."""
+"""The members of an ensemble, and what images they all take."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from torch import nn
 
 from data.loading.normalise import Normalisation
 from hyfi_core.errors import RequestError
+
+MIN_COVERAGE = 0.9
+"""Of checkpoints that do not state theirs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +33,16 @@ class Member:
     def digest(self) -> str:
         """sha256 of the weights' file."""
         return str(self.config.get("files", {}).get("model.safetensors", {}).get("sha256", ""))
+
+    @property
+    def pooling(self) -> Literal["mean", "max"]:
+        """How its head reduces space, and so how the logits of several images of one slide are combined."""
+        return "max" if self.config.get("model", {}).get("pool") == "max" else "mean"
+
+    @property
+    def min_coverage(self) -> float:
+        """Share of a slide's tissue that it must be shown for its answer to count, as in training."""
+        return float(self.config.get("min_coverage", MIN_COVERAGE))
 
     @property
     def normalisation(self) -> Normalisation:

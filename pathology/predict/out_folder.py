@@ -11,9 +11,10 @@ from data.files import write_json_atomically
 from hyfi_core.errors import RequestError
 from pathology.predict.inputs import SlideInput
 from pathology.predict.members import InputSpec, Member
+from pathology.predict.options import PredictOptions
 from pathology.predict.results import PREDICTION_FILE, write_results
 from pathology.predict.slide_result import SlideResult
-from pathology.predict.table import DONE, FILE_NAME, Prediction, PredictionTable
+from pathology.predict.table import DONE, FILE_NAME, INCOMPLETE, Prediction, PredictionTable
 
 RUN_FILE = "predictions.json"
 
@@ -31,20 +32,18 @@ class OutFolder:
         path: the folder; need not exist.
         members: who predicts.
         spec: how they look.
-        slide_mpp: given for slides that do not state theirs.
-        overwrite: whether finished slides are done again, also those of other checkpoints.
+        options: with ``overwrite`` finished slides are done again, also those of other checkpoints.
     """
 
-    def __init__(
-        self, path: Path, members: Sequence[Member], spec: InputSpec, *, slide_mpp: float | None, overwrite: bool
-    ) -> None:
+    def __init__(self, path: Path, members: Sequence[Member], spec: InputSpec, *, options: PredictOptions) -> None:
         self.path = path
         self._members, self._spec = tuple(members), spec
-        self._slide_mpp, self._overwrite = slide_mpp, overwrite
+        self._options, self._overwrite = options, options.overwrite
         self._made_by = {
             "checkpoints": [member.digest for member in members],
             "mpp": spec.mpp,
             "class_names": list(spec.class_names),
+            "image": options.image,
         }
         self._table: PredictionTable | None = None
 
@@ -104,7 +103,10 @@ class OutFolder:
         assert self._table is not None, "open comes first"
         row = self._table.row(one.slide_id)
         path = self.path / one.slide_id / PREDICTION_FILE
-        return row is not None and row["status"] == DONE and path.exists() and _read(path).get("key") == self._key(one)
+        if row is None or row["status"] not in (DONE, INCOMPLETE) or not path.exists():
+            return False
+        as_asked = row["status"] == DONE or bool(row["prediction"]) == self._options.allow_partial
+        return as_asked and _read(path).get("key") == self._key(one)
 
     def _key(self, one: SlideInput) -> dict[str, Any]:
         """Return what a slide's results depend on; the same key, the same results."""
@@ -114,7 +116,7 @@ class OutFolder:
             identity = {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
         except OSError:
             identity = {}
-        return {**self._made_by, "source": identity, "slide_mpp": None if one.stored else self._slide_mpp}
+        return {**self._made_by, "source": identity, "slide_mpp": None if one.stored else self._options.slide_mpp}
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -28,7 +28,7 @@ class Overlay:
     Attributes:
         thumbnail: (h, w, 3) uint8, the whole slide.
         heatmap: on the same slide.
-        class_index: whose contributions are shown: only what speaks for it, only in the tissue.
+        class_index: whose contributions are shown: only what speaks for it, only in the tissue; None: nobody's.
         tissue: bool mask of the slide; its first pixel is the slide's, its last may hang over the slide's end.
         tissue_mpp: (y, x) micrometres per pixel of the mask.
         regions: numbered outlines.
@@ -36,7 +36,7 @@ class Overlay:
 
     thumbnail: NDArray[np.uint8]
     heatmap: Heatmap
-    class_index: int
+    class_index: int | None
     tissue: NDArray[np.bool_]
     tissue_mpp: tuple[float, float]
     regions: Sequence[Region]
@@ -63,6 +63,8 @@ def draw_overlay(overlay: Overlay) -> Image.Image:
 
 def resampled_heat(overlay: Overlay) -> tuple[NDArray[np.float64], float]:
     """Return what speaks for the class, 0 to 1, in pixels of the thumbnail, and the contribution that is shown as 1."""
+    if overlay.class_index is None:
+        return np.zeros(overlay.thumbnail.shape[:2]), 0.0
     positive = overlay.heatmap.speaks_for(overlay.class_index).astype(np.float32)
     positive[~tissue_cells(overlay.tissue, overlay.tissue_mpp, overlay.heatmap)] = 0.0
     spread = positive[positive > 0]
@@ -166,14 +168,13 @@ def _draw_regions(image: Image.Image, overlay: Overlay) -> None:
 
 
 def _legend(overlay: Overlay, strongest: float, some_unseen: bool) -> list[LegendItem]:
-    name = overlay.heatmap.class_names[overlay.class_index]
-    items: list[LegendItem] = [
-        Key("ramp", f"speaks for “{name}”: 0 to {strongest:.2g} per cell"),
-        Key("outline", "tissue"),
-    ]
+    items: list[LegendItem] = [Key("outline", "tissue")]
+    if overlay.class_index is not None:
+        name = overlay.heatmap.class_names[overlay.class_index]
+        items.insert(0, Key("ramp", f"speaks for “{name}”: 0 to {strongest:.2g} per cell"))
     if overlay.regions:
         items.append(Key("region", "regions that speak most, ranked"))
     if some_unseen:
-        items.append(Key("unseen", "tissue not looked at"))
+        items.append(Key("unseen", "tissue not seen"))
     um_per_px = overlay.heatmap.mpp[1] * overlay.heatmap.slide_size_px[1] / overlay.thumbnail.shape[1]
     return [*items, ScaleBar(um_per_px)]

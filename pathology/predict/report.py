@@ -42,6 +42,7 @@ class RegionPicture:
 class Report:
     """All that the page says; pictures are data URIs, ``wide`` puts them below each other.
 
+    ``withheld`` says why no class is given (empty: one is), ``partial`` that one is given though too little was seen.
     ``facts`` and the rows of ``provenance`` are (label, value); ``first`` is the index of the predicted class;
     ``off_tissue`` is the share, 0 to 1, of what speaks for it on glass.
     """
@@ -49,6 +50,9 @@ class Report:
     slide_id: str
     case_id: str
     prediction: str
+    withheld: str
+    partial: bool
+    coverage: float
     first: int
     classes: Sequence[ClassBar]
     probability_note: str

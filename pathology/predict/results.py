@@ -65,15 +65,17 @@ def _write_files(
     about = {
         "checkpoints": [member.digest for member in members],
         "probabilities": result.mean.tolist(),
-        "coverage": result.view.coverage,
+        "coverage": result.coverage,
         "flags": list(result.flags),
+        "images": [list(view.size_px) for view in result.views],
+        "combined": result.combined,
     }
     write_heatmap(folder / "heatmap.tiff", heatmap, result.slide_id, about, origin_um(result))
     thumb = thumbnail_of_store(result.slide, OVERLAY_PX).image
     mask, mask_mpp = result.slide.tissue()
     cells = tissue_cells(mask, mask_mpp, heatmap)
-    regions = find_regions(heatmap, predicted, cells)
-    overlay = draw_overlay(Overlay(thumb, heatmap, predicted, mask, mask_mpp, regions))
+    regions = [] if result.withheld else find_regions(heatmap, predicted, cells)
+    overlay = draw_overlay(Overlay(thumb, heatmap, None if result.withheld else predicted, mask, mask_mpp, regions))
     overlay.save(folder / "overlay.png", optimize=False, compress_level=6)
     level0 = level0_of(result)
     write_regions(

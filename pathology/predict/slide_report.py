@@ -51,6 +51,9 @@ def fill_report(
         slide_id=result.slide_id,
         case_id=result.case_id,
         prediction=spec.class_names[predicted],
+        withheld=result.withheld,
+        partial=bool(not result.withheld and "incomplete" in result.flags),
+        coverage=result.coverage,
         first=predicted,
         classes=[
             ClassBar(name, float(result.mean[k]), None if spread is None else float(spread[k]), _css(k))
@@ -96,12 +99,16 @@ def _probability_note(members: int) -> str:
 def _facts(result: SlideResult, spec: InputSpec) -> Rows:
     height, width = spec.size_px
     mpp_y, mpp_x = result.slide.levels[result.level].mpp
-    pieces = len(result.view.pieces)
+    pieces = sum(len(view.pieces) for view in result.views)
+    shown = result.views[0].size_px
+    trained = "" if shown == spec.size_px else f"; trained with {width} × {height} px"
+    times = f"{len(result.views)} × " if len(result.views) > 1 else ""
     return [
-        ("Tissue", area_text(result.view.tissue_px * mpp_y * mpp_x)),
-        ("Seen of it", percent(result.view.coverage)),
-        ("Image", f"{width} × {height} px at {mpp_x:.3g} µm per pixel"),
+        ("Tissue", area_text(result.views[0].tissue_px * mpp_y * mpp_x)),
+        ("Seen of it", percent(result.coverage)),
+        ("Image", f"{times}{shown[1]} × {shown[0]} px at {mpp_x:.3g} µm per pixel{trained}"),
         ("Made of", f"{pieces} piece{'' if pieces == 1 else 's'} of the slide, unscaled"),
+        *([("Evidence", result.combined)] if result.combined else []),
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +22,9 @@ class SlideResult:
         slide_id, case_id, path: the slide.
         slide: open in the store that was read.
         level: of the store, that the model looked at.
-        view: of the slide in the model's image.
+        views: the images of the slide that the model was given.
+        combined: how the evidence of several images is combined, in words; empty for one.
+        withheld: why no class is given, in words; empty where one is.
         heatmap: contributions, logits and biases; means over an ensemble.
         probabilities: (members, classes).
         flags: what a reader must know.
@@ -32,10 +35,17 @@ class SlideResult:
     path: str
     slide: SlideStore
     level: int
-    view: View
+    views: tuple[View, ...]
+    combined: str
+    withheld: str
     heatmap: Heatmap
     probabilities: NDArray[np.float64]
     flags: tuple[str, ...]
+
+    @property
+    def coverage(self) -> float:
+        """Share of the slide's tissue in the images, 0 to 1."""
+        return coverage_of(self.views)
 
     @property
     def mean(self) -> NDArray[np.float64]:
@@ -55,6 +65,11 @@ class SlideResult:
             return None
         spread: NDArray[np.float64] = self.probabilities.std(axis=0)
         return spread
+
+
+def coverage_of(views: Sequence[View]) -> float:
+    """Return the share of a slide's tissue that images show together, exactly 1.0 where nothing is left out."""
+    return 1.0 if len(views) > 1 else views[0].coverage
 
 
 def level0_of(result: SlideResult) -> Level0:

@@ -12,7 +12,7 @@ from data.files import write_atomically
 from hyfi_core.errors import RequestError
 
 FILE_NAME = "predictions.csv"
-DONE, FAILED = "done", "failed"
+DONE, INCOMPLETE, FAILED = "done", "incomplete", "failed"
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,13 @@ class Prediction:
         slide_id: its name; also that of its folder of results.
         case_id: the patient or block that it belongs to; empty where unknown.
         path: the input as the user named it, or as it was found in a folder of theirs.
-        status: ``done`` or ``failed``.
-        prediction: the class of highest probability; empty when failed.
-        probabilities: of each class, 0 to 1; empty when failed.
+        status: ``done``; ``incomplete``: less tissue seen than the checkpoint asks for; ``failed``.
+        prediction: the class of highest probability; empty when failed, or incomplete and not asked for.
+        probabilities: of each class, 0 to 1; empty with it.
         spread: standard deviation of the predicted class's probability over an ensemble; None for one model.
         coverage: share of the tissue that the model has seen; None when failed before that was known.
         flags: what a reader must know, e.g. ``cropped``.
-        reason: why it failed.
+        reason: why it failed or is incomplete.
     """
 
     slide_id: str

@@ -56,7 +56,7 @@ class Darkness(nn.Module):
         return self.fc(torch.relu(self.cells(x)).mean((2, 3)))
 
 
-def member_of(model: nn.Module, name: str = "one", **changes: object) -> Member:
+def member_of(network: nn.Module, name: str = "one", **changes: object) -> Member:
     config = {
         "model": {"name": "darkness"},
         "class_names": ["pale", "dark"],
@@ -72,4 +72,4 @@ def member_of(model: nn.Module, name: str = "one", **changes: object) -> Member:
         "files": {"model.safetensors": {"bytes": 1, "sha256": name}},
         **changes,
     }
-    return Member(f"RUN/checkpoints/{name}", model.eval(), config)
+    return Member(f"RUN/checkpoints/{name}", network.eval(), config)

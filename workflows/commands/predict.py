@@ -15,9 +15,10 @@ from workflows.paths import require_writable
 
 if TYPE_CHECKING:
     from hyfi_core.comm.base import Communicator
-    from pathology.predict.cohort import PredictionReport, PredictOptions
+    from pathology.predict.cohort import PredictionReport
     from pathology.predict.inputs import SlideInput
     from pathology.predict.members import Member
+    from pathology.predict.options import PredictOptions
 
 ALL_DONE, SOME_FAILED, STOPPED = 0, 1, 3
 
@@ -32,25 +33,35 @@ def run(
     overwrite: bool,
     as_json: bool,
     cells: str | None = None,
+    image: str = "whole",
+    allow_partial: bool = False,
 ) -> int:
     """Predict ``inputs`` with one checkpoint, or with several as an ensemble, into ``out``.
 
     With ``ranks`` above 1 every slide is shared by so many processes, which this one starts; started by ``mpiexec`` or
-    ``srun``, by those that are there. With ``cells`` ("R,C") one process looks at each image cell by cell.
+    ``srun``, by those that are there. With ``cells`` ("R,C") one process computes each image cell by cell. ``image``
+    is ``whole`` (all tissue) or ``trained`` (what one image of the trained size holds); where that is less than the
+    checkpoint's ``min_coverage``, no class is given unless ``allow_partial``.
 
     Returns:
-        0 when all slides are done, 1 when some failed (each named on standard error and in the table), 3 when stopped.
+        0 when all slides are done; 1 when some failed or no class could be given (each named with its reason on
+        standard error and in the table); 3 when stopped.
 
     Raises:
         RequestError: a checkpoint, an input or ``out`` cannot be used; nothing is written.
     """
-    from pathology.predict.cohort import PredictOptions
+    from pathology.predict.options import PredictOptions
 
-    options = PredictOptions(mpp=mpp, slide_mpp=slide_mpp, overwrite=overwrite, cells=parse_cells(cells))
+    options = PredictOptions(
+        mpp=mpp,
+        slide_mpp=slide_mpp,
+        overwrite=overwrite,
+        cells=parse_cells(cells),
+        image=image,  # type: ignore[arg-type]
+        allow_partial=allow_partial,
+    )
     if options.cells is not None and ranks is not None and ranks > 1:
-        raise RequestError(
-            f"--cells {cells} with --ranks {ranks}: cells are looked at by one process; leave out either"
-        )
+        raise RequestError(f"--cells {cells} with --ranks {ranks}: cells are for one process alone; leave out either")
     if inside_launcher():
         return run_as_rank(lambda: _predict(checkpoints, inputs, out, ranks, options, as_json))
     if ranks is not None and ranks > 1:
@@ -90,6 +101,7 @@ def _arguments(
     for flag, value in (("--mpp", options.mpp), ("--slide-mpp", options.slide_mpp)):
         words += [] if value is None else [flag, repr(value)]
     words += ["--overwrite"] * options.overwrite + ["--json"] * as_json
+    words += ["--image", options.image] + ["--allow-partial"] * options.allow_partial
     return [*words, "--", str(checkpoints[0]), *(str(path) for path in inputs)]
 
 
@@ -101,14 +113,11 @@ def _predict(
     options: PredictOptions,
     as_json: bool,
 ) -> int:
-    """Do this rank's share."""
+    """Do this rank's part."""
     import hyfi_core
-    from pathology.ingest.memory import return_what_is_freed
     from pathology.predict.cohort import predict_slides
     from workflows.training.stop import StopFlag
 
-    if options.cells is not None:
-        return_what_is_freed()  # else the heap keeps as much again as a cell needs
     slides = _check(checkpoints, inputs, out, options)
     members = [load_member(path) for path in checkpoints]
     comm = hyfi_core.init(supervised=False)
@@ -117,13 +126,14 @@ def _predict(
     stop = StopFlag()
     if comm.size > 1:
         stop.listen()  # alone, a signal ends the slide at once; with others, all end between two slides
-    with _progress(len(slides), comm) as advance:
-        report = predict_slides(members, slides, out, comm, options, advance=advance, stop_wanted=lambda: stop.wanted)
+    with _progress(len(slides), comm) as progress:
+        report = predict_slides(members, slides, out, comm, options, progress=progress, stop_wanted=lambda: stop.wanted)
     if comm.rank == 0:
-        _tell(report, out, as_json)
+        _say(report, out, as_json)
     if report.stopped:
         return STOPPED
-    return SOME_FAILED if report.failed else ALL_DONE
+    withheld = [one for one in report.incomplete if not one.prediction]
+    return SOME_FAILED if report.failed or withheld else ALL_DONE
 
 
 def load_member(checkpoint: Path) -> Member:
@@ -157,24 +167,34 @@ def _progress(total: int, comm: Communicator) -> Iterator[Callable[[str], None]]
         yield lambda note: bar.advance(1, note)
 
 
-def _tell(report: PredictionReport, out: Path, as_json: bool) -> None:
+def _say(report: PredictionReport, out: Path, as_json: bool) -> None:
     for one in report.failed:
         console.warn(f"{one.slide_id} ({one.path}): {one.reason}")
-    for one in report.done:
-        at = max(one.probabilities)
-        console.say(f"{one.slide_id}: {one.prediction} ({at:.3f})  {out / one.slide_id / 'report.html'}")
+    for one in report.incomplete:
+        shown = f"; shown nevertheless: {one.prediction}" if one.prediction else "; no class is given"
+        console.warn(f"incomplete: {one.slide_id} ({one.path}): {one.reason}{shown}")
+    for one in (*report.done, *report.incomplete):
+        if not one.prediction:
+            continue
+        at, partial = max(one.probabilities), ", incomplete" if one in report.incomplete else ""
+        console.say(f"{one.slide_id}: {one.prediction} ({at:.3f}{partial})  {out / one.slide_id / 'report.html'}")
     skipped = f", {len(report.skipped)} finished before" if report.skipped else ""
-    stopped = "; stopped on request, the same command goes on" if report.stopped else ""
+    stopped = "; stopped on request, the same command continues" if report.stopped else ""
     table = out / "predictions.csv"
-    console.say(f"{len(report.done)} predicted, {len(report.failed)} failed{skipped}{stopped}: {table}")
+    counts = f"{len(report.done)} predicted, {len(report.incomplete)} incomplete, {len(report.failed)} failed"
+    console.say(f"{counts}{skipped}{stopped}: {table}")
     if as_json:
         console.emit_json(
             {
                 "predictions": str(table),
                 "done": [one.slide_id for one in report.done],
+                "incomplete": [
+                    {"slide_id": one.slide_id, "path": one.path, "coverage": one.coverage, "reason": one.reason}
+                    for one in report.incomplete
+                ],
                 "failed": [{"slide_id": one.slide_id, "path": one.path, "reason": one.reason} for one in report.failed],
                 "skipped": list(report.skipped),
-                "reports": [str(out / one.slide_id / "report.html") for one in report.done],
+                "reports": [str(out / one.slide_id / "report.html") for one in (*report.done, *report.incomplete)],
                 "stopped": report.stopped,
             }
         )

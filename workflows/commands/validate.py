@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.launch import inside_launcher
 from workflows.console import emit_json, say, warn
 from workflows.evaluation.cells import parse_cells
+
+if TYPE_CHECKING:
+    from workflows.evaluation.whole import WholeSlides
 
 
 def run(
@@ -22,6 +25,7 @@ def run(
     as_json: bool,
     cells: str | None = None,
     split_column: str | None = None,
+    image: str = "whole",
 ) -> int:
     """Judge a checkpoint; ``ranks`` of them share each image in columns, or, with ``cells``, share the slides.
 
@@ -35,6 +39,7 @@ def run(
         as_json: print the numbers as one JSON object.
         cells: "R,C": rows and columns in which a process looks at an image, one after the other; None: at once.
         split_column: the column of splits; None: the one that the checkpoint was trained by.
+        image: ``whole``: all tissue of every slide is shown; ``trained``: what an image of the trained size holds.
 
     Returns:
         0.
@@ -44,6 +49,8 @@ def run(
     """
     from workflows.launch.launch import launch, run_as_rank
 
+    if image not in ("whole", "trained"):
+        raise RequestError(f"--image {image}: whole or trained are expected")
     grid = parse_cells(cells)
     if ranks is not None and ranks > 1 and inside_launcher() is None:
         words = ["validate", str(checkpoint), "--store", str(store), "--split", split, *(["--json"] * as_json)]
@@ -51,8 +58,11 @@ def run(
         words += ["--splits", str(splits)] if splits else []
         words += ["--split-column", split_column] if split_column else []
         words += ["--cells", cells] if cells else []
+        words += ["--image", image]
         return launch(words, ranks)
-    return run_as_rank(lambda: validate_rank(checkpoint, store, labels, splits, split, as_json, grid, split_column))
+    return run_as_rank(
+        lambda: validate_rank(checkpoint, store, labels, splits, split, as_json, grid, split_column, image)
+    )
 
 
 def validate_rank(
@@ -64,6 +74,7 @@ def validate_rank(
     as_json: bool,
     cells: tuple[int, int] | None = None,
     split_column: str | None = None,
+    image: str = "whole",
 ) -> int:
     """Do this rank's share and return the exit code."""
     import hyfi_core
@@ -77,17 +88,28 @@ def validate_rank(
     dataset = agree(world, lambda: _dataset(loaded.model, store, labels, splits, split, split_column))
     apart = ParallelPlan(grids=((1, 1),), replicas=world.size)
     plan = ParallelPlan(grids=((1, world.size),)) if cells is None else apart
-    judge = agree(world, lambda: Judge.of(loaded.model, dataset, plan, world, cells))
+    judge = agree(world, lambda: Judge.of(loaded.model, dataset, plan, world, cells, whole=image == "whole"))
     metrics = judge.judge(loaded.judged)
     if metrics is None:
         return 0
     least = float(loaded.model["min_coverage"])
     low = [dataset.samples[i].slide_id for i in range(len(dataset)) if dataset.view(i).coverage < least]
-    if low:
-        warn(f"{len(low)} slides show less than {least:g} of their tissue: {', '.join(low)}")
+    if judge.whole is not None:
+        _say_enlarged(judge.whole, loaded.model)
+    elif low:
+        warn(f"{len(low)} slides show less than {least:g} of their tissue (--image whole shows all): {', '.join(low)}")
     kind = "weights" if loaded.averaged is None else "moving average of the weights (EMA)"
     _tell(checkpoint, loaded.model, split, kind, metrics, as_json)
     return 0
+
+
+def _say_enlarged(whole: WholeSlides, model: Mapping[str, Any]) -> None:
+    """Say which slides did not fit the trained size, and how they were shown nevertheless."""
+    height, width = model["size_px"]
+    for how, indices in (("one larger image each", whole.enlarged), ("several images each", whole.several)):
+        if indices:
+            names = ", ".join(whole.dataset.samples[index].slide_id for index in sorted(indices))
+            say(f"{len(indices)} slides have more tissue than {height} × {width} px hold; in {how}: {names}")
 
 
 def _dataset(

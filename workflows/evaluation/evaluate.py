@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from data.loading.batches import BatchLayout
 from data.loading.feed import Readable
@@ -66,7 +68,11 @@ class Images:
         return OneImage(partial(self._read, index))
 
     def _read(self, index: int, box: Box) -> torch.Tensor:
-        pixels = torch.from_numpy(self._dataset.read(index, box)).unsqueeze(0)
+        return self.prepared(partial(self._dataset.read, index), box)
+
+    def prepared(self, read: Callable[[Box], NDArray[np.uint8]], box: Box) -> torch.Tensor:
+        """Return a box of an image as the engine takes it, (1, 3, h, w), from what ``read`` gives: (3, h, w) uint8."""
+        pixels = torch.from_numpy(read(box)).unsqueeze(0)
         return self._normalisation(pixels, self._dtype, self._memory_format)
 
 
@@ -143,9 +149,17 @@ class Interrupted(Exception):  # noqa: N818 (not an error: somebody asked for it
     """The judging was given up before its end; nothing is known about these weights."""
 
 
+class SlideImages(Protocol):
+    """What an engine takes for each slide."""
+
+    def of(self, index: int) -> Any:
+        """Return a slide's images, in whatever form the engine takes."""
+        ...
+
+
 def predict_slides(
     engine: Predictor,
-    images: Images,
+    images: SlideImages,
     slides: int,
     share: tuple[int, int],
     interrupted: Callable[[], bool],

@@ -16,11 +16,14 @@ import torch
 from data.loading.normalise import Normalisation
 from data.samples.dataset import SlideDataset, SlideRef
 from hyfi_core.cells.engine import CellEngine
+from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.base import Communicator
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.runtime.parallelize import parallelize
 from pathology.ingest.memory import return_what_is_freed
+from pathology.predict.whole_tissue import Pooling, SizedEngines
 from workflows.evaluation.evaluate import Exam, Images, Judgement, Predictor, gather_logits, predict_slides
+from workflows.evaluation.whole import WholeSlides
 from workflows.training.models import DTYPES, FORMATS, build_model, lay_out
 
 
@@ -50,10 +53,11 @@ class Judge:
 
     Attributes:
         exam: what is judged by.
-        engine: of this rank's replica; its module holds the weights judged last.
+        engine: of this rank's replica, for images of the trained size; its module holds the weights judged last.
         module: the network.
         plan: how the group is divided.
         group: the ranks.
+        whole: evaluates all tissue of slides that do not fit the trained size; None: only what fits is shown.
     """
 
     exam: Exam
@@ -61,6 +65,7 @@ class Judge:
     module: torch.nn.Module
     plan: ParallelPlan
     group: Communicator
+    whole: WholeSlides | None = None
 
     @classmethod
     def of(
@@ -70,6 +75,8 @@ class Judge:
         plan: ParallelPlan,
         group: Communicator,
         cells: tuple[int, int] | None = None,
+        *,
+        whole: bool = False,
     ) -> Judge:
         """Build the network of a ``model.json``, spread as ``plan`` says; its weights are anything.
 
@@ -79,6 +86,7 @@ class Judge:
             plan: how the group is divided.
             group: the ranks.
             cells: rows and columns, where every rank is a replica of the plan and evaluates images cell by cell.
+            whole: whether slides whose tissue does not fit the trained size are shown whole all the same.
 
         Raises:
             RequestError: the plan cannot run it.
@@ -93,7 +101,13 @@ class Judge:
         else:
             return_what_is_freed()  # else the heap keeps as much again as a cell needs
             engine = CellEngine(module, shape, cells, autocast=autocast)
-        return cls(exam_of(model, dataset), engine, module, plan, group)
+        exam = exam_of(model, dataset)
+        if not whole:
+            return cls(exam, engine, module, plan, group)
+        replica = group if cells is None else AloneCommunicator()
+        engines = SizedEngines(module, engine, dataset.size_px, replica, cells, autocast=autocast, grid=plan.grids[0])
+        pooling: Pooling = "max" if model["model"].get("pool") == "max" else "mean"
+        return cls(exam, engine, module, plan, group, WholeSlides(dataset, exam.images, engines, replica, pooling))
 
     def judge(
         self, weights: Mapping[str, torch.Tensor], interrupted: Callable[[], bool] = lambda: False
@@ -106,6 +120,7 @@ class Judge:
         self.engine.load_state_dict(dict(weights))
         replica, place = divmod(self.group.rank, self.plan.ranks_per_replica)
         share = (replica, self.plan.replicas)
-        mine = predict_slides(self.engine, self.exam.images, len(self.exam.targets), share, interrupted)
+        engine, images = (self.engine, self.exam.images) if self.whole is None else (self.whole, self.whole)
+        mine = predict_slides(engine, images, len(self.exam.targets), share, interrupted)
         logits = gather_logits(self.group, mine if place == 0 else None)
         return None if logits is None else self.exam.judge(logits)

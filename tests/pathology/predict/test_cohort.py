@@ -19,10 +19,11 @@ from hyfi_core.models.resnet import resnet10
 from pathology.ingest.options import IngestOptions
 from pathology.ingest.slide import ingest_slide
 from pathology.predict import results
-from pathology.predict.cohort import PredictionReport, PredictOptions, predict_slides
-from pathology.predict.ensemble import grid_of
+from pathology.predict.cohort import PredictionReport, predict_slides
 from pathology.predict.inputs import find_inputs
 from pathology.predict.members import Member
+from pathology.predict.options import PredictOptions
+from pathology.predict.whole_tissue import grid_of
 from tests.pathology.slides import FOCUS, Darkness, draw_slide, member_of, write_slide
 
 FILES = {"heatmap.tiff", "overlay.png", "regions.geojson", "report.html", "prediction.json"}

@@ -29,9 +29,9 @@ def view_of(size_px: tuple[int, int], *pieces: tuple[tuple[int, int, int, int], 
 def put(contributions: np.ndarray, view: View, slide: tuple[int, int], align_px: int = 64) -> Heatmap:
     logits = contributions.sum((1, 2), dtype=np.float64) + np.array([0.25, -1.5])[: len(contributions)]
     return place(
-        contributions,
+        [contributions],
         logits.tolist(),
-        view,
+        [view],
         align_px=align_px,
         slide_size_px=slide,
         mpp=(1.0, 0.5),

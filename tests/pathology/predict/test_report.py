@@ -27,6 +27,9 @@ def report_of() -> Report:
         slide_id='S-1 <script>alert("x")</script>',
         case_id="C-7",
         prediction="malignant & rare",
+        withheld="",
+        partial=False,
+        coverage=1.0,
         first=1,
         classes=[
             ClassBar("benign", 0.0321, 0.01, "rgb(1, 2, 3)"),
@@ -131,3 +134,12 @@ def test_areas_and_pictures() -> None:
     assert area_text(2.5e6) == "2.5 mm²"
     small = data_uri(Image.new("RGB", (400, 100)), 50)
     assert small.startswith("data:image/jpeg;base64,")
+
+
+def test_no_class_is_named_where_it_is_withheld_and_a_partial_one_is_marked() -> None:
+    withheld = replace(report_of(), withheld="only 2.0 % of the tissue was seen", coverage=0.02)
+    text = "".join(parsed(withheld).text)
+    assert "Incomplete: no class is given" in text and "Only 2.0 % of the tissue was seen" in text
+    assert "96.8 %" not in text and "benign" not in text
+    partial = "".join(parsed(replace(report_of(), partial=True, coverage=0.02)).text)
+    assert "From 2.0 % of the tissue only" in partial and "96.8 %" in partial

@@ -22,8 +22,9 @@ from pathology.errors import SlideError, TileError
 from pathology.ingest.archive import IngestOptions, Request, ingest, ingest_slide
 from pathology.ingest.identity import SourceStamp, source_digest
 from pathology.ingest.staging import files_of, staged
-from pathology.predict.cohort import PredictOptions, predict_slides
+from pathology.predict.cohort import predict_slides
 from pathology.predict.inputs import find_inputs
+from pathology.predict.options import PredictOptions
 from pathology.readers.openslide_source import OpenSlideSource
 from pathology.readers.slide_source import SlideSource
 from pathology.readers.source_level import RGB

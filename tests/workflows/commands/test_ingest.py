@@ -12,7 +12,7 @@ import pytest
 
 from data.store.manifest import load_manifest
 from tests.conftest import ROOT, Hyfi
-from tests.pathology.tiffs import MakeSlide, stained, write_slide
+from tests.pathology.tiffs import stained, write_slide
 from workflows.commands.ingest import Pace, duration
 
 
@@ -159,7 +159,7 @@ def test_sigterm_ends_cleanly_and_the_same_command_goes_on(tmp_path: Path) -> No
     assert len(load_manifest(store)) == 12
 
 
-def test_the_pace_weighs_slides_by_their_bytes(tmp_path: Path, make_slide: MakeSlide) -> None:
+def test_the_pace_weighs_slides_by_their_bytes(tmp_path: Path) -> None:
     from pathology.ingest.discover import SlideJob
 
     small, large = tmp_path / "s", tmp_path / "l"
