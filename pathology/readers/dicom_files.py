@@ -13,20 +13,16 @@ from __future__ import annotations
 
 import os
 import stat
-import struct
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
+
+if TYPE_CHECKING:
+    from pydicom.dataset import Dataset
 
 _WHOLE_SLIDE = "1.2.840.10008.5.1.4.1.1.77.1.6"
-_SOP_CLASS, _SERIES = 0x00020002, 0x0020000E
-_LONG = frozenset((b"OB", b"OD", b"OF", b"OL", b"OV", b"OW", b"SQ", b"SV", b"UC", b"UN", b"UR", b"UT", b"UV"))
-"""Value representations whose length has four bytes (PS3.5 section 7.1.2)."""
-_UNDEFINED = 0xFFFFFFFF
-_ITEM, _ITEM_END, _SEQUENCE_END = 0xFFFEE000, 0xFFFEE00D, 0xFFFEE0DD
-_LONGEST_UID_BYTES = 64
-_DEEPEST = 16
+_SOP_CLASS, _SERIES, _SERIES_NUMBER = 0x00020002, 0x0020000E, 0x00200011
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +30,14 @@ class DicomHead:
     """What a DICOM file says about itself at its start.
 
     Attributes:
-        whole_slide: Whether it is a file of a whole-slide image.
+        whole_slide: Whether it is a file of a whole-slide image; True, too, where it is too damaged to tell.
         series: UID of its series; empty where it says none that can be read.
+        number: Number of its series in the study; alike.
     """
 
     whole_slide: bool
     series: str
+    number: str = ""
 
 
 def dicom_head(path: Path) -> DicomHead | None:
@@ -81,43 +79,26 @@ def _head(path: str, size: int, mtime_ns: int) -> DicomHead | None:
     with Path(path).open("rb") as file:
         if file.read(132)[128:] != b"DICM":
             return None
-        found = _values(file, (_SOP_CLASS, _SERIES))
-    return DicomHead(found.get(_SOP_CLASS) == _WHOLE_SLIDE, found.get(_SERIES, ""))
+        file.seek(0)
+        return _parsed(file)
 
 
-def _values(file: BinaryIO, wanted: tuple[int, ...]) -> dict[int, str]:
-    """Return the texts of elements outside of sequences; explicit little endian, as all slides are."""
-    found: dict[int, str] = {}
-    while (element := _element(file)) is not None and element[0] <= max(wanted):
-        tag, length = element
-        if length == _UNDEFINED:
-            _skip_items(file, 0)
-        elif tag in wanted:
-            found[tag] = file.read(min(length, _LONGEST_UID_BYTES)).decode("ascii", "replace").rstrip("\0 ")
-        else:
-            file.seek(length, os.SEEK_CUR)
-    return found
+def _parsed(file: BinaryIO) -> DicomHead:
+    from pydicom.filereader import read_partial  # takes half a second, which only DICOM slides should cost
+
+    try:
+        found = read_partial(
+            file, stop_when=lambda tag, vr, length: tag > _SERIES_NUMBER, specific_tags=[_SERIES, _SERIES_NUMBER]
+        )
+    except Exception as error:  # each kind of damage has its own, an OSError without a number among them
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        return DicomHead(True, "")  # what is wrong with it, its reader will say
+    series, number = _text(found, _SERIES), _text(found, _SERIES_NUMBER)
+    return DicomHead(_text(found.file_meta, _SOP_CLASS) == _WHOLE_SLIDE, series, number)
 
 
-def _element(file: BinaryIO) -> tuple[int, int] | None:
-    """Read (tag, length) of the next element or item; None at the end of the file."""
-    head = file.read(8)
-    if len(head) < 8:
-        return None
-    group, number, kind, short = struct.unpack("<HH2sH", head)
-    tag = group << 16 | number
-    if group == 0xFFFE:
-        return tag, int.from_bytes(head[4:], "little")
-    return tag, int.from_bytes(file.read(4), "little") if kind in _LONG else short
-
-
-def _skip_items(file: BinaryIO, depth: int) -> None:
-    """Go on behind a sequence of undefined length, or behind an item of one."""
-    while depth < _DEEPEST and (element := _element(file)) is not None:
-        tag, length = element
-        if tag in (_ITEM_END, _SEQUENCE_END):
-            return
-        if length == _UNDEFINED:
-            _skip_items(file, depth + 1)
-        else:
-            file.seek(length, os.SEEK_CUR)
+def _text(elements: Dataset, tag: int) -> str:
+    """Return a value as it is stored: a wrong one is not worth a warning."""
+    value = elements.get_item(tag).value if tag in elements else b""
+    return value.decode("ascii", "replace").rstrip("\0 ") if isinstance(value, bytes) else str(value or "")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -82,10 +83,10 @@ def resample(source: Planes, rows: Taps, columns: Taps) -> Planes:
 def _strip(
     source: Planes, index: npt.NDArray[np.intp], weight: npt.NDArray[np.float32], columns: Taps
 ) -> npt.NDArray[np.float32]:
-    tall = source[:, index[0]] * weight[0][:, None]
+    tall: npt.NDArray[np.float32] = source[:, index[0]] * weight[0][:, None]
     for k in range(1, len(index)):
         tall += source[:, index[k]] * weight[k][:, None]
-    wide = np.take(tall, columns.index[0], axis=2) * columns.weight[0]
+    wide: npt.NDArray[np.float32] = np.take(tall, columns.index[0], axis=2) * columns.weight[0]
     for k in range(1, len(columns.index)):
         wide += np.take(tall, columns.index[k], axis=2) * columns.weight[k]
     wide += np.float32(_ROUNDING)
@@ -131,19 +132,19 @@ def mean_of_2x2(block: Planes) -> Planes:
 
 def _mean_of_whole(source: Planes, rows: int, columns: int) -> Planes:
     """Return means of ``rows × columns`` pixels, half rounded up; a fast path of `resample` with the same result."""
-    wide = np.uint16 if rows * columns <= 256 else np.uint32
-    tall = source[:, 0::rows].astype(wide)
+    kind: type[np.uint16 | np.uint32] = np.uint16 if rows * columns <= 256 else np.uint32
+    tall: npt.NDArray[Any] = source[:, 0::rows].astype(kind)
     for k in range(1, rows):
         tall += source[:, k::rows]
     total = tall[:, :, 0::columns].copy()
     for k in range(1, columns):
         total += tall[:, :, k::columns]
     area = rows * columns
-    total += wide(area // 2)
+    total += kind(area // 2)
     if area & (area - 1) == 0:
-        total >>= wide(area.bit_length() - 1)
+        total >>= kind(area.bit_length() - 1)
     else:
-        total //= wide(area)
+        total //= kind(area)
     return total.astype(np.uint8)
 
 

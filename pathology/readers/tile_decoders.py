@@ -204,4 +204,5 @@ def _over_white(pixels: npt.NDArray[np.uint8], alpha: int) -> RGB:
         return colours
     share = pixels[..., 3:].astype(np.uint16)
     over = colours.astype(np.uint16) * (share if alpha == _UNASSOCIATED else 255) + (255 - share) * 255
-    return np.minimum((over + 127) // 255, 255).astype(np.uint8)
+    seen: RGB = np.minimum((over + 127) // 255, 255).astype(np.uint8)
+    return seen

@@ -5,9 +5,9 @@ All are made once a process from a seed of their own, so a slide differs from an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 from scipy import ndimage
@@ -177,14 +177,12 @@ def _even_out(pairs: list[_Pair]) -> tuple[Array, list[Array], list[Array]]:
     density = np.zeros(3)
     for channel in range(3):
         density[channel] = _solve(
-            lambda d, c=channel: sum(
-                (b[..., c] * np.exp(-d * pair.dust)).sum() for b, pair in zip(light, pairs, strict=True)
-            ),
+            partial(_light_through, [b[..., channel] for b in light], [pair.dust for pair in pairs], 1.0),
             sum(total[channel] for total in wanted),
         )
     dust = []
     for base, pair, total in zip(light, pairs, wanted, strict=True):
-        gain = _solve(lambda g, b=base, p=pair: (b[..., 1] * np.exp(-g * density[1] * p.dust)).sum(), total[1])
+        gain = _solve(partial(_light_through, [base[..., 1]], [pair.dust], density[1]), total[1])
         dust.append(np.clip(gain * pair.dust * DUST_ONE + 0.5, 0, DUST_MOST).astype(np.uint8))
     return density.astype(np.float32), dust, coarse
 
@@ -192,6 +190,11 @@ def _even_out(pairs: list[_Pair]) -> tuple[Array, list[Array], list[Array]]:
 def _coarse_codes(granules: Array) -> Array:
     codes = np.where(granules > 0.04, DUST_MOST + granules * (255 - DUST_MOST), 0)
     return np.clip(codes + 0.5, 0, 255).astype(np.uint8)
+
+
+def _light_through(light: Sequence[Array], dust: Sequence[Array], scale: float, density: float) -> float:
+    """Return the sum of the light that passes dust of ``density · scale``."""
+    return sum(float((b * np.exp(-density * scale * d)).sum()) for b, d in zip(light, dust, strict=True))
 
 
 def _solve(light: Callable[[float], float], wanted: float) -> float:

@@ -123,13 +123,14 @@ def _along(lines: Float, half: int, pick: Callable[[Any, Any], Any]) -> Float:
 def _shares(mask: Mask, block: int) -> Float:
     """Return the share of set pixels in blocks; the last row and column of blocks are filled up with unset ones."""
     height, width = mask.shape
-    count = np.pad(mask, ((0, -height % block), (0, -width % block))).astype(np.uint8 if block < 16 else np.uint32)
+    padded = np.pad(mask, ((0, -height % block), (0, -width % block)))
+    count: npt.NDArray[Any] = padded.astype(np.uint8 if block < 16 else np.uint32)
     for _ in range(2):  # rows together, then columns
         total = count[0::block].copy()
         for k in range(1, block):
             total += count[k::block]
         count = total.T
-    return count / np.float32(block**2)
+    return (count / np.float32(block**2)).astype(np.float32)
 
 
 def _with_cells(webs: Mask, tissue: Mask, mpp_um: float) -> Mask:

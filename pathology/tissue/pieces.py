@@ -124,9 +124,8 @@ class Runs:
 
     def sizes(self, pieces: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:
         """Return ``(n,)`` the pixels of each run's piece."""
-        totals = np.bincount(pieces, weights=self.ends - self.starts)
-        result: npt.NDArray[np.float64] = totals[pieces]
-        return result
+        totals: npt.NDArray[np.float64] = np.bincount(pieces, weights=self.ends - self.starts).astype(np.float64)
+        return totals[pieces]
 
     def holding(self, inner: Runs) -> Places:
         """Return the numbers of the runs in which those of ``inner`` lie."""

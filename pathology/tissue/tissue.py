@@ -169,7 +169,7 @@ def _threshold(levels: Levels, pen: Mask, bounds: tuple[float, float]) -> np.uin
     """Return the greatest level that is not above the threshold."""
     values = _every_so_many(levels, pen) * _STEP
     flat = values.size == 0 or float(values.min()) == float(values.max())
-    threshold = bounds[0] if flat else float(np.clip(threshold_otsu(values), *bounds))
+    threshold = bounds[0] if flat else float(np.clip(threshold_otsu(values), *bounds))  # type: ignore[no-untyped-call]
     return np.uint16(threshold / _STEP)
 
 

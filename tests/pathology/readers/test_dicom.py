@@ -144,7 +144,7 @@ def test_heads_of_all_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         start + series[:-3]: DicomHead(True, "1.2."[:3]),
         start + endless + inner + struct.pack("<HHI", 0xFFFE, 0xE0DD, 0) + series: DicomHead(True, "1.2.3"),
         start + endless + inner: DicomHead(True, ""),
-        start + element(0x00080005, "UN", bytes(70_000)) + series: DicomHead(True, "1.2.3"),
+        start + element(0x00080070, "UN", bytes(70_000)) + series: DicomHead(True, "1.2.3"),
         start + endless + endless * 5000 + series: DicomHead(True, ""),
         start + element(0x00200010, "SH", "after it"): DicomHead(True, ""),
     }
