@@ -12,8 +12,8 @@ What was tried in place of this parser, on slides of raw, zstd and JPEG XR block
 
 | library | what is lost |
 |---|---|
-| pylibCZIrw 6.1 | does not say where a block stands in the file, so one damaged block fails the whole region, not its own box |
-| czifile 2019.7.2 | takes 223 of the 300 damaged directories (these are read here as 119, the rest is refused by name) |
+| pylibCZIrw 6.1 | does not tell where a block stands in the file: one damaged block fails all of a region |
+| czifile 2019.7.2 | accepts 223 of the 300 damaged directories; 119 are accepted here, the others refused |
 
 Both give the same places, sizes, levels and microns per pixel for undamaged slides.
 """
