@@ -1,0 +1,112 @@
+"""What the documents show is true: Python runs, commands and configurations are accepted, links lead somewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+import yaml
+
+from tests.conftest import ROOT
+from tests.workflows.archive import make_store
+from workflows.cli import app
+from workflows.config.load import load_config
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FIRST_PROJECT = ROOT / "docs" / "first-project.md"
+LANGUAGES = {"sh", "yaml", "python", "csv", "json", "text"}
+TYPED_BEFORE_HYFI = re.compile(r"^(srun|mpiexec) -n \d+ ")
+
+
+def blocks(page: Path, language: str = "") -> list[str]:
+    """Return the fenced blocks of a page, of one language or of all."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return [text for name, text in found if language in ("", name)]
+
+
+def commands(text: str) -> list[list[str]]:
+    """Return the words of each line of a shell block that calls hyfi, without comments and launchers."""
+    lines = [TYPED_BEFORE_HYFI.sub("", line) for line in text.splitlines()]
+    return [shlex.split(line, comments=True) for line in lines if line.startswith("hyfi ")]
+
+
+def merged(tree: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Return nested mappings put over others."""
+    both = {key: merged(tree[key], over[key]) for key in tree.keys() & over.keys() if isinstance(over[key], dict)}
+    return {**tree, **over, **both}
+
+
+def run_doctest(words: list[str], folder: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "doctest", *words]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def pages_with(language: str) -> list[Any]:
+    return [pytest.param(page, id=page.stem) for page in PAGES if blocks(page, language)]
+
+
+def test_blocks_are_of_languages_that_are_checked_here() -> None:
+    found = {name for page in PAGES for name in re.findall(r"^```(\w+)\n", page.read_text("utf-8"), re.MULTILINE)}
+    assert found <= LANGUAGES
+
+
+@pytest.mark.parametrize("page", pages_with("sh"))
+def test_commands_are_accepted(page: Path) -> None:
+    group = typer.main.get_command(app)
+    for words in [words for text in blocks(page, "sh") for words in commands(text)]:
+        command = group.commands[words[1]]  # type: ignore[attr-defined]
+        command.make_context(words[1], words[2:])  # raises what the command line would say
+
+
+@pytest.mark.parametrize("page", pages_with("yaml"))
+def test_configurations_are_accepted(page: Path, tmp_path: Path) -> None:
+    base = {"data": {"store": "store", "size_px": 512}, "run": {"dir": "runs/first", "epochs": 1}}
+    for text in blocks(page, "yaml"):
+        tree = merged(base, yaml.safe_load(text))
+        grids = tree.get("plan", {}).get("grids", [[1, 1]])
+        assert grids
+        whole = tree.get("plan", {}).get("replicas", 1) * tree.get("plan", {}).get("microbatches", 1)
+        tree["data"].setdefault("batch_size", whole)
+        file = tmp_path / "some.yaml"
+        file.write_text(yaml.safe_dump(tree))
+        load_config(file)
+
+
+@pytest.mark.parametrize("page", [param for param in pages_with("python") if param.id != "README"])
+def test_python_runs(page: Path, tmp_path: Path) -> None:
+    make_store(tmp_path)
+    (tmp_path / "shown.txt").write_text("\n".join(blocks(page, "python")), encoding="utf-8")
+    run_doctest(["shown.txt"], tmp_path)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
+    assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
+
+
+@pytest.mark.timeout(900)
+def test_the_first_project_runs_as_it_is_shown(tmp_path: Path) -> None:
+    page = FIRST_PROJECT.read_text(encoding="utf-8")
+    (text,) = blocks(FIRST_PROJECT, "yaml")
+    (tmp_path / "mine.yaml").write_text(text)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    for words in [words for text in blocks(FIRST_PROJECT, "sh") for words in commands(text)]:
+        command = [sys.executable, "-m", "workflows.cli", *words[1:]]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
+    manifest = (tmp_path / "SLIDES" / "manifest.csv").read_text()
+    assert manifest.startswith(blocks(FIRST_PROJECT, "csv")[0])
+    for name in re.findall(r"`((?:results|store)/[\w./-]+\.\w+)`", page):
+        assert (tmp_path / name).is_file(), name
+    for package in ("data", "pathology"):
+        run_doctest([str(ROOT / package / "__init__.py")], tmp_path)
