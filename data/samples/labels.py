@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -52,21 +53,25 @@ def load_labels(csv: Path, target: str, *, classes: Sequence[str] | None = None)
         classes: the allowed classes, in the order of their indices.
 
     Raises:
-        RequestError: a file, a column or all labels missing, a class not among ``classes``, a slide with two labels.
+        RequestError: a file, a column or all labels missing, a class not among ``classes``, two that
+            differ in case or white space only, a slide with two labels.
     """
     table = read_table(csv, "labels")
     table.require(target, "the class of each slide: data.target")
     key = table.key
     found = _found(table, key, target)
     names = tuple(classes) if classes is not None else tuple(sorted(set(found.values()) - {""}, key=natural_key))
+    _refuse_lookalikes(table, key, {name: who for who, name in found.items() if name})
     if not any(found.values()):
         raise RequestError(f"{table.name}: the column {target!r} is empty for every slide")
     index = {name: i for i, name in enumerate(names)}
     unknown = {name: who for who, name in found.items() if name and name not in index}
     if unknown:
         name, who = next(iter(unknown.items()))
+        meant = [known for known in names if _plain_class(known) == _plain_class(name)]
+        hint = f" (write it {meant[0]!r})" if meant else ""
         raise RequestError(
-            f"{table.name}: {key} {who}: unknown class {name!r} in {target!r}; known: {', '.join(names)}"
+            f"{table.name}: {key} {who}: unknown class {name!r} in {target!r}; known: {', '.join(names)}{hint}"
         )
     indices = {who: index[name] if name else None for who, name in found.items()}
     return Labels(target, key, names, indices, _cases(table), table.rows)
@@ -94,6 +99,23 @@ def _found(table: Table, key: str, target: str) -> dict[str, str]:
             raise RequestError(f"{table.name}: {key} {who} has two labels: {first} and {name!r} on line {line}")
         lines.setdefault(who, line)
     return found
+
+
+def _refuse_lookalikes(table: Table, key: str, classes: Mapping[str, str]) -> None:
+    """Refuse two classes that differ in case and white space only; ``classes``: class to somebody who has it."""
+    seen: dict[str, str] = {}
+    for name, who in classes.items():
+        other = seen.setdefault(_plain_class(name), name)
+        if other != name:
+            raise RequestError(
+                f"{table.name}: the classes {other!r} ({key} {classes[other]}) and {name!r} ({key} {who}) differ only "
+                "in case or white space; write them alike"
+            )
+
+
+def _plain_class(name: str) -> str:
+    """Return a class's name without case, white space and invisible characters."""
+    return "".join(c for c in name.casefold() if not c.isspace() and unicodedata.category(c) != "Cf")
 
 
 def _cases(table: Table) -> dict[str, str]:

@@ -1,0 +1,114 @@
+"""Whether labels and the slides of a store are about the same slides: counted, shown, refused where they are not."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from data.samples.labels import Labels, with_cases
+from hyfi_core.errors import RequestError
+
+MOST_NAMED = 10
+_SUFFIXES = re.compile(
+    r"(\.(svs|tiff?|btf|ndpi|mrxs|scn|vms|vmu|bif|svslide|qptiff|czi|dcm|ome|zarr))+$", re.IGNORECASE
+)
+
+
+def plain_name(text: str) -> str:
+    """Return a name without folders, slide suffix, case and white space: what is left when it is written otherwise."""
+    name = _SUFFIXES.sub("", re.split(r"[/\\]", text)[-1].strip())
+    return "".join(c for c in name.casefold() if not c.isspace() and unicodedata.category(c) != "Cf")
+
+
+@dataclass(frozen=True)
+class LabelMatch:
+    """How the rows of the labels and the slides of a store fit together.
+
+    Attributes:
+        key: ``slide_id`` or ``case_id``: what the labels are keyed by.
+        slides: to class name, of the slides that are ingested and labelled, in the manifest's order.
+        classes: all of them, in the order of the logits.
+        failed: labelled slides whose ingest failed.
+        unlabelled: ingested slides without a label.
+        unmatched: keys of labelled rows that no slide of the store has.
+        similar: of those, key to the store's name that differs in suffix, folder, case or white space only.
+    """
+
+    key: str
+    slides: Mapping[str, str]
+    classes: tuple[str, ...]
+    failed: tuple[str, ...]
+    unlabelled: tuple[str, ...]
+    unmatched: tuple[str, ...]
+    similar: Mapping[str, str]
+
+    def describe(self) -> str:
+        """Return a table for people: what matched, what did not, and how many slides each class has."""
+        rows = [
+            ("slides with a label", len(self.slides), ""),
+            ("slides without a label", len(self.unlabelled), _some(self.unlabelled)),
+            ("rows that match no slide", len(self.unmatched), _some(self.unmatched)),
+        ]
+        if self.failed:
+            rows.append(("labelled slides that failed", len(self.failed), _some(self.failed)))
+        counts = Counter(self.slides.values())
+        rows += [(f"class {name}", counts[name], "") for name in self.classes]
+        width = max(len(what) for what, _, _ in rows)
+        return "labels:\n" + "\n".join(f"  {what:<{width}}  {n:>6}  {names}".rstrip() for what, n, names in rows)
+
+    def check(self, source: str, allow_unmatched: bool) -> None:
+        """Refuse labels that are about other slides than the store's.
+
+        Args:
+            source: the labels' file, for the message.
+            allow_unmatched: whether rows may match no slide, as where only a part of a cohort is ingested. Names that
+                are only written otherwise are refused nevertheless.
+
+        Raises:
+            RequestError: names the rows, and the names that are only written otherwise with the remedy.
+        """
+        refused = [key for key in self.unmatched if key in self.similar or not allow_unmatched]
+        if not refused:
+            return
+        named = [
+            f"  {key}" + (f": the store has {self.similar[key]!r}" if key in self.similar else "")
+            for key in refused[:MOST_NAMED]
+        ]
+        if len(refused) > MOST_NAMED:
+            named.append(f"  … and {len(refused) - MOST_NAMED} more")
+        remedies = []
+        if any(key in self.similar for key in refused):
+            remedies.append(f"write {self.key} as the store does (its manifest.csv)")
+        if any(key not in self.similar for key in refused):
+            remedies.append(
+                "ingest the missing slides, or, where only a part of them is meant, data.allow_unmatched=true"
+            )
+        lines = [f"{source}: {len(refused)} labelled rows match no slide of the store by {self.key}:", *named]
+        raise RequestError("\n".join([*lines, "; ".join(remedies)]))
+
+
+def match_labels(rows: Iterable[Mapping[str, str]], labels: Labels) -> LabelMatch:
+    """Compare labels with the rows of a store's manifest."""
+    known = with_cases(rows, labels)
+    slides: dict[str, str] = {}
+    failed, unlabelled = [], []
+    for row in known:
+        index = labels.of(row["slide_id"], row["case_id"])
+        if row.get("status", "done") != "done":
+            failed += [row["slide_id"]] if index is not None else []
+        elif index is None:
+            unlabelled.append(row["slide_id"])
+        else:
+            slides[row["slide_id"]] = labels.classes[index]
+    names = {row[labels.key] for row in known} - {""}
+    unmatched = [key for key, index in labels.indices.items() if index is not None and key not in names]
+    by_plain = {plain_name(name): name for name in sorted(names)}
+    similar = {key: by_plain[plain_name(key)] for key in unmatched if plain_name(key) in by_plain}
+    return LabelMatch(labels.key, slides, labels.classes, tuple(failed), tuple(unlabelled), tuple(unmatched), similar)
+
+
+def _some(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:3]) + (" …" if len(names) > 3 else "")

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from data.samples.labels import Labels, load_labels
+from data.samples.matching import match_labels, plain_name
+from hyfi_core.errors import RequestError
+
+ROWS = [
+    {"slide_id": "a-01", "case_id": "1", "status": "done"},
+    {"slide_id": "a-02", "case_id": "1", "status": "done"},
+    {"slide_id": "b-01", "case_id": "2", "status": "failed"},
+    {"slide_id": "c-01", "case_id": "3", "status": "done"},
+]
+
+
+def labels_of(folder: Path, text: str) -> Labels:
+    (folder / "labels.csv").write_text(text)
+    return load_labels(folder / "labels.csv", "label")
+
+
+def test_what_matched_and_what_did_not_is_counted(tmp_path: Path) -> None:
+    labels = labels_of(tmp_path, "slide_id,label\na-01,benign\na-02,malignant\nb-01,benign\nz-09,benign\nz-10,\n")
+    match = match_labels(ROWS, labels)
+    assert dict(match.slides) == {"a-01": "benign", "a-02": "malignant"}
+    assert (match.failed, match.unlabelled, match.unmatched, match.similar) == (("b-01",), ("c-01",), ("z-09",), {})
+    assert match.describe().splitlines() == [
+        "labels:",
+        "  slides with a label               2",
+        "  slides without a label            1  c-01",
+        "  rows that match no slide          1  z-09",
+        "  labelled slides that failed       1  b-01",
+        "  class benign                      1",
+        "  class malignant                   1",
+    ]
+
+
+def test_rows_that_match_nothing_end_the_run_unless_they_are_allowed(tmp_path: Path) -> None:
+    match = match_labels(ROWS, labels_of(tmp_path, "slide_id,label\na-01,benign\nz-09,malignant\n"))
+    with pytest.raises(RequestError, match=r"1 labelled rows match no slide.*\n  z-09\n.*data\.allow_unmatched=true"):
+        match.check("labels.csv", allow_unmatched=False)
+    match.check("labels.csv", allow_unmatched=True)
+
+
+@pytest.mark.parametrize("name", ["a-01.svs", "A-01", "scans/a-01.ome.tiff", r"C:\scans\a-01.ndpi", "a -01"])
+def test_names_that_are_only_written_otherwise_are_named_with_the_remedy(tmp_path: Path, name: str) -> None:
+    match = match_labels(ROWS, labels_of(tmp_path, f"slide_id,label\na-02,benign\n{name},malignant\n"))
+    for allowed in (False, True):
+        with pytest.raises(RequestError, match="the store has 'a-01'\nwrite slide_id as the store does"):
+            match.check("labels.csv", allowed)
+
+
+def test_labels_by_case_match_the_cases_of_slides(tmp_path: Path) -> None:
+    match = match_labels(ROWS, labels_of(tmp_path, "case_id,label\n1,benign\n3,malignant\n"))
+    assert list(match.slides) == ["a-01", "a-02", "c-01"] and not match.unmatched
+    match.check("labels.csv", allow_unmatched=False)
+
+
+def test_many_rows_are_named_in_part(tmp_path: Path) -> None:
+    rows = "".join(f"z-{k},{'xy'[k % 2]}\n" for k in range(30))
+    with pytest.raises(RequestError, match="z-9\n  … and 20 more"):
+        match_labels(ROWS, labels_of(tmp_path, f"slide_id,label\n{rows}")).check("labels.csv", False)
+
+
+def test_a_dot_in_a_name_is_no_suffix() -> None:
+    assert plain_name("TCGA-01.DX1") != plain_name("TCGA-01")
+
+
+@pytest.mark.parametrize("other", ["Benign", "ben ign", "benign\u200b"])
+def test_classes_that_only_look_different_are_refused(tmp_path: Path, other: str) -> None:
+    with pytest.raises(RequestError, match=r"slide_id a-01.*slide_id a-02.*differ only in case or white space"):
+        labels_of(tmp_path, f"slide_id,label\na-01,benign\na-02,{other}\n")
+
+
+def test_blanks_around_a_class_are_not_part_of_it(tmp_path: Path) -> None:
+    labels = labels_of(tmp_path, "slide_id,label\na-01,benign\na-02,benign \nc-01,\tmalignant\u00a0\n")
+    assert labels.classes == ("benign", "malignant")
+
+
+def test_a_class_of_the_model_that_is_written_otherwise_is_named(tmp_path: Path) -> None:
+    (tmp_path / "labels.csv").write_text("slide_id,label\na-01,Benign\n")
+    with pytest.raises(RequestError, match=r"unknown class 'Benign'.*write it 'benign'"):
+        load_labels(tmp_path / "labels.csv", "label", classes=("benign", "malignant"))
