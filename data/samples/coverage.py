@@ -61,8 +61,22 @@ class Coverage:
 class Covered(Protocol):
     """A dataset as far as coverage goes; :class:`data.samples.dataset.SlideDataset` is one."""
 
+    @property
+    def size_px(self) -> tuple[int, int]:
+        """(height, width) of every image."""
+        ...
+
+    @property
+    def align_px(self) -> int:
+        """Grid on which pieces of tissue are moved."""
+        ...
+
     def __len__(self) -> int:
         """Return the number of samples."""
+        ...
+
+    def coverage_at(self, index: int, size_px: tuple[int, int]) -> float:
+        """Return what share of a slide's tissue an image of another size would hold."""
         ...
 
     def view(self, index: int) -> View:
@@ -124,33 +138,52 @@ def check_coverage(dataset: Covered, min_coverage: float) -> None:
     """Check that every image holds enough of its slide's tissue.
 
     Raises:
-        RequestError: names the slides below ``min_coverage``, and the size and the mpp that would fit them all.
+        RequestError: names the slides below ``min_coverage``, the least size of the same shape at which all of them
+            show enough, and the size and the mpp at which they show everything.
     """
-    low = [dataset.coverage(i) for i in range(len(dataset)) if dataset.view(i).coverage < min_coverage]
+    low = [i for i in range(len(dataset)) if dataset.view(i).coverage < min_coverage]
     if not low:
         return
-    sizes = [c.fits_size_px for c in low if c.fits_size_px]
-    named = [f"  {c.slide_id}: {c.share:.3f}{_remedy(c)}" for c in low[:MOST_NAMED]]
-    if len(low) > MOST_NAMED:
-        named.append(f"  … and {len(low) - MOST_NAMED} more")
+    found = {i: dataset.coverage(i) for i in low}
+    named = [f"  {c.slide_id}: {c.share:.3f}{_NO_TISSUE * (not c.tissue_px)}" for c in found.values()]
+    if len(named) > MOST_NAMED:
+        named[MOST_NAMED:] = [f"  … and {len(named) - MOST_NAMED} more"]
     lines = [
         f"data.min_coverage: {min_coverage:g} of the tissue must be in each image; less is in {len(low)} slides:",
         *named,
     ]
-    if sizes:
-        height, width = max(s[0] for s in sizes), max(s[1] for s in sizes)
-        mpp = max(c.fits_mpp for c in low if c.fits_mpp)
+    with_tissue = [i for i in low if found[i].tissue_px]
+    if with_tissue:
+        height, width = _least_size(dataset, with_tissue, min_coverage)
+        lines.append(f"data.size_px=[{height},{width}] is the least of this shape that shows enough of every slide")
+        sizes = [size for i in with_tissue if (size := found[i].fits_size_px)]
+        height, width = max(h for h, _ in sizes), max(w for _, w in sizes)
+        mpp = max(found[i].fits_mpp or 0.0 for i in with_tissue)
         lines.append(
             f"data.size_px=[{height},{width}] would fit all of it, or data.mpp={mpp:g} (`hyfi ingest --mpp {mpp:g}`)"
         )
     raise RequestError("\n".join(lines))
 
 
-def _remedy(coverage: Coverage) -> str:
-    if coverage.fits_size_px is None:
-        return " (no tissue was found: leave the slide out of the splits)"
-    height, width = coverage.fits_size_px
-    return f" (fits {height} × {width} px, or {coverage.fits_mpp:g} µm per pixel)"
+_NO_TISSUE = " (no tissue was found: leave the slide out of the splits)"
+
+
+def _least_size(dataset: Covered, slides: list[int], min_coverage: float) -> tuple[int, int]:
+    """Return the least size, in steps of the grid and of the dataset's shape, at which each slide shows enough."""
+    height, width = dataset.size_px
+    align = dataset.align_px
+
+    def size(k: int) -> tuple[int, int]:
+        factor = 1 + k * align / min(height, width)
+        return math.ceil(height * factor / align) * align, math.ceil(width * factor / align) * align
+
+    def enough(slide: int, k: int) -> bool:
+        return dataset.coverage_at(slide, size(k)) >= min_coverage
+
+    least = max(_least(lambda k, slide=slide: enough(slide, k)) for slide in slides)  # type: ignore[misc]
+    while not all(enough(slide, least) for slide in slides):  # a larger image may be packed worse
+        least += 1
+    return size(least)
 
 
 def write_coverage(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

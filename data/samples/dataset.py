@@ -210,6 +210,10 @@ class SlideDataset:
 
         return coverage_of(sample.slide_id, sample.case_id, self.view(index), self.mpp, self.align_px, holds_all)
 
+    def coverage_at(self, index: int, size_px: tuple[int, int]) -> float:
+        """Return what share of a slide's tissue an image of ``size_px`` (height, width) would hold."""
+        return self._viewer(index)(size_px, 1.0).coverage
+
     def read_plain(self, index: int, box: Box) -> NDArray[np.uint8]:
         """Return a box of a training image as it is, (3, h, w) uint8 that the caller owns."""
         return self.read_view(index, self.view(index), box)
