@@ -35,7 +35,7 @@ from hyfi_core.lowering.pool_before_relu import pool_before_relu
 from hyfi_core.lowering.segments import Tape, build_tape
 from hyfi_core.ops.bands import Banded
 from hyfi_core.ops.convolution import Convolution
-from hyfi_core.ops.redistribute import Flight, Redistribute
+from hyfi_core.ops.redistribute import PendingStrips, Redistribute
 from hyfi_core.plan.box import Box
 from hyfi_core.rules.instructions import CollectiveCall, Instruction, RankProgram
 from hyfi_core.runtime.attribution import attribute_head, last_map, split_tape
@@ -244,12 +244,12 @@ def _run_cooperatively(group: CooperativeGroup, cells: Sequence[_Cell]) -> None:
 class _Look(Redistribute):
     """A redistribution between cells: each looks at the others' parts, and nothing is copied on the way."""
 
-    def start(self, comm: Communicator, own: torch.Tensor) -> Flight:
+    def start(self, comm: Communicator, own: torch.Tensor) -> PendingStrips:
         """Show the others what they need of ``own``, and look at what this cell needs of theirs."""
         assert isinstance(comm, CooperativeCommunicator)
         transfer = self.transfer
         shown = [Message(strip.peer, self._view(own, strip.box, transfer.have)) for strip in transfer.sends]
-        return Flight(None, tuple(comm.swap(shown, [(strip.peer, 0) for strip in transfer.receives])))
+        return PendingStrips(None, tuple(comm.swap(shown, [(strip.peer, 0) for strip in transfer.receives])))
 
 
 def _looking(instruction: Instruction) -> Instruction:

@@ -125,7 +125,7 @@ class _MessageQueues:
 
 
 @dataclass
-class CollectiveCall:
+class GroupCall:
     """One collective call of a group: what each rank gave."""
 
     what: str
@@ -147,7 +147,7 @@ class ThreadGroup:
         self.members = members
         self.objects: dict[tuple[int, int], deque[tuple[int, str]]] = {}
         self._queues: dict[tuple[int, int, int], _MessageQueues] = {}
-        self._calls: dict[int, CollectiveCall] = {}
+        self._calls: dict[int, GroupCall] = {}
 
     def send(self, rank: int, message: Message) -> PostedMessage:
         """Post a send; done at once unless the world is strict."""
@@ -168,28 +168,28 @@ class ThreadGroup:
         self._pair(message.peer, rank, queues)
         return post
 
-    def enter(self, number: int, rank: int, what: str, value: Any) -> CollectiveCall:
+    def enter(self, number: int, rank: int, what: str, value: Any) -> GroupCall:
         """Give this rank's share of the group's call of that number.
 
         Raises:
             RuntimeError: another rank makes another call there.
         """
-        call = self._calls.setdefault(number, CollectiveCall(what, rank))
+        call = self._calls.setdefault(number, GroupCall(what, rank))
         if call.what != what:
             raise RuntimeError(f"rank {rank} calls {what} where rank {call.first} calls {call.what}")
         call.given[rank] = value
         self.world.notify()
         return call
 
-    def complete(self, call: CollectiveCall) -> bool:
+    def complete(self, call: GroupCall) -> bool:
         """Whether every rank has come to the call."""
         return len(call.given) == len(self.members)
 
-    def missing(self, call: CollectiveCall) -> str:
+    def missing(self, call: GroupCall) -> str:
         """Say who has not come to a call."""
         return f"{call.what} with ranks {[rank for rank in range(len(self.members)) if rank not in call.given]}"
 
-    def take(self, number: int, call: CollectiveCall) -> list[Any]:
+    def take(self, number: int, call: GroupCall) -> list[Any]:
         """Return what all ranks gave, in rank order; the last one to ask clears it away."""
         call.taken += 1
         if call.taken == len(self.members):

@@ -18,8 +18,8 @@ import torch
 
 from hyfi_core.comm.base import Communicator, Completed, Message, ReduceOp
 from hyfi_core.comm.thread_group import (
-    CollectiveCall,
     DeadlockError,
+    GroupCall,
     PeerFailedError,
     PostedMessage,
     ThreadGroup,
@@ -121,14 +121,14 @@ class ThreadCommunicator:
             leaving = [self._group.send(self._rank, message) for message in sends]
         return _PostedExchange(self._group, self._rank, leaving, landing)
 
-    def _enter(self, what: str, value: Any) -> tuple[int, CollectiveCall]:
+    def _enter(self, what: str, value: Any) -> tuple[int, GroupCall]:
         """Come to the group's next collective call; return its number and the call."""
         number = self._calls
         self._calls += 1
         with self._group.world.changed:
             return number, self._group.enter(number, self._rank, what, value)
 
-    def _leave(self, number: int, call: CollectiveCall) -> list[Any]:
+    def _leave(self, number: int, call: GroupCall) -> list[Any]:
         """Return what every rank gave to a call, in rank order."""
         group = self._group
         with group.world.changed:

@@ -45,10 +45,10 @@ class AvgPool(Banded):
                 return (own.new_empty((*own.shape[:2], *self.output.shape)),), (back, canvas.shape, like(own, _PATTERN))
             result = self._sums(canvas, self.canvas_padding)
             return (result.div_(self._counts(result)),), (back, canvas.shape, like(own, _PATTERN))
-        flight = self.halo.start(comm, own)
-        with polled(flight.pending):
+        pending_strips = self.halo.start(comm, own)
+        with polled(pending_strips.pending):
             result = self._sums(self.seen(own), self.own.padding)
-        for band, canvas in self.canvases(own, flight.land()):
+        for band, canvas in self.canvases(own, pending_strips.wait()):
             at(result, band, self.output).copy_(self._sums(canvas, AT_ONCE))
         return (result.div_(self._counts(result)),), (None, own.shape, like(own, _PATTERN))
 

@@ -119,12 +119,12 @@ class Banded:
         for strip, back in zip(received, backs, strict=True):
             for box, d_band in zip(boxes, d_bands, strict=True):
                 _add(back, strip.box, d_band, box)
-        flight = self.halo.start_back(comm, form, backs)
-        with polled(flight.pending):
+        pending_strips = self.halo.start_back(comm, form, backs)
+        with polled(pending_strips.pending):
             d_own = back_of_own()
             for box, d_band in zip(boxes, d_bands, strict=True):
                 _add(d_own, self.halo.transfer.have, d_band, box)
-        self.halo.add_back(d_own, flight)
+        self.halo.add_back(d_own, pending_strips)
         return d_own
 
 

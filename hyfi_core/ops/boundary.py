@@ -29,7 +29,7 @@ _NOTHING = Box(0, 0, 0, 0)
 
 
 @dataclass(frozen=True)
-class Carried:
+class BoundaryValue:
     """One value that travels.
 
     Attributes:
@@ -68,10 +68,10 @@ class Carried:
 
 
 @dataclass(frozen=True)
-class Piece:
+class BoundaryPiece:
     """A box of a value between this rank and a position of the other stage; box None for the whole of it."""
 
-    value: Carried
+    value: BoundaryValue
     box: Box | None
 
     @property
@@ -88,8 +88,8 @@ class Piece:
         return count
 
 
-Pieces = dict[int, tuple[Piece, ...]]
-_Part = tuple[Piece, torch.Tensor]
+Pieces = dict[int, tuple[BoundaryPiece, ...]]
+_Part = tuple[BoundaryPiece, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class BoundaryTransfer:
         channels_last: whether four-dimensional values arrive so laid out.
     """
 
-    values: tuple[Carried, ...]
+    values: tuple[BoundaryValue, ...]
     sources: int
     targets: int
     channels_last: bool = False
@@ -116,7 +116,7 @@ class BoundaryTransfer:
         """Return position in the first stage -> pieces that ``target`` takes from there, or sends there ``back``."""
         return self._pieces[back][1][target]
 
-    def buffer(self, pieces: tuple[Piece, ...], device: torch.device) -> torch.Tensor:
+    def buffer(self, pieces: tuple[BoundaryPiece, ...], device: torch.device) -> torch.Tensor:
         """Return memory for a message of these pieces; nobody else's until the caller drops it and all views of it."""
         return self._buffers.take((_length(pieces),), torch.uint8, device)
 
@@ -124,7 +124,7 @@ class BoundaryTransfer:
     def _buffers(self) -> Buffers:
         return Buffers()
 
-    def origin(self, value: Carried, position: int, at_source: bool) -> Box | None:
+    def origin(self, value: BoundaryValue, position: int, at_source: bool) -> Box | None:
         """Return the box that a rank holds of a value, None for a replicated one."""
         boxes = value.have if at_source else value.need
         return None if boxes is None else boxes[position]
@@ -157,7 +157,7 @@ class BoundaryTransfer:
             result[value.name] = whole
         return result
 
-    def _only(self, value: Carried, box: Box | None, parts: Sequence[_Part]) -> torch.Tensor | None:
+    def _only(self, value: BoundaryValue, box: Box | None, parts: Sequence[_Part]) -> torch.Tensor | None:
         """Return the value itself where one piece is all of it."""
         if len(parts) == 1 and parts[0][0].shape == value.local_shape(box):
             return self._formatted(parts[0][1])
@@ -167,7 +167,7 @@ class BoundaryTransfer:
         last = self.channels_last and tensor.dim() == 4
         return tensor.contiguous(memory_format=torch.channels_last) if last else tensor
 
-    def _canvas(self, value: Carried, box: Box | None, buffers: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    def _canvas(self, value: BoundaryValue, box: Box | None, buffers: Mapping[int, torch.Tensor]) -> torch.Tensor:
         device = next((buffer.device for buffer in buffers.values()), torch.device("cpu"))
         return self._formatted(torch.empty(value.local_shape(box), dtype=value.dtype, device=device))
 
@@ -197,23 +197,23 @@ class BoundaryTransfer:
             found.append((out, into))
         return tuple(found)
 
-    def _between(self, source: int, target: int, back: bool) -> Iterator[Piece]:
+    def _between(self, source: int, target: int, back: bool) -> Iterator[BoundaryPiece]:
         for value in self.values:
             if back and not value.gradient:
                 continue
             if value.have is None:
                 if target % self.sources == source:
-                    yield Piece(value, None)
+                    yield BoundaryPiece(value, None)
                 continue
             for strip in self._transfers[value.name, source].sends:
                 if strip.peer == self.sources + target:
-                    yield Piece(value, strip.box)
+                    yield BoundaryPiece(value, strip.box)
 
 
 def pack(
     boundary: BoundaryTransfer,
     position: int,
-    pieces: tuple[Piece, ...],
+    pieces: tuple[BoundaryPiece, ...],
     tensors: Mapping[str, torch.Tensor],
     at_source: bool,
 ) -> torch.Tensor:
@@ -239,7 +239,7 @@ def pack(
     return buffer
 
 
-def unpack(buffer: torch.Tensor, pieces: tuple[Piece, ...]) -> list[torch.Tensor]:
+def unpack(buffer: torch.Tensor, pieces: tuple[BoundaryPiece, ...]) -> list[torch.Tensor]:
     """Return the pieces that lie in a run of bytes, as views of it."""
     return [
         buffer[start:stop].view(piece.value.dtype).view(piece.shape)
@@ -256,7 +256,7 @@ def _unpacked(expected: Pieces, buffers: Mapping[int, torch.Tensor]) -> dict[str
     return found
 
 
-def _places(pieces: tuple[Piece, ...]) -> list[tuple[int, int]]:
+def _places(pieces: tuple[BoundaryPiece, ...]) -> list[tuple[int, int]]:
     """Return where each piece lies, each beginning at a multiple of the alignment."""
     places, start = [], 0
     for piece in pieces:
@@ -265,5 +265,5 @@ def _places(pieces: tuple[Piece, ...]) -> list[tuple[int, int]]:
     return places
 
 
-def _length(pieces: tuple[Piece, ...]) -> int:
+def _length(pieces: tuple[BoundaryPiece, ...]) -> int:
     return _places(pieces)[-1][1]

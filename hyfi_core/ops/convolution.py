@@ -22,9 +22,9 @@ from hyfi_core.comm.progress import polled
 from hyfi_core.ops import taps
 from hyfi_core.ops.base import Cotangents, Rest, SplitBackward, Tensors, Wanted
 from hyfi_core.ops.cut import at
-from hyfi_core.ops.redistribute import Flight, Redistribute, like
+from hyfi_core.ops.redistribute import PendingStrips, Redistribute, like
 from hyfi_core.plan.box import Box
-from hyfi_core.plan.share import OwnCall, Share, own_call, share_of, worth_it
+from hyfi_core.plan.share import OwnCall, StripShare, own_call, share_of, worth_it
 from hyfi_core.plan.window import Window
 
 Mask = tuple[bool, bool, bool]
@@ -32,7 +32,7 @@ _Shares = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 @dataclass(frozen=True)
-class _Saved:
+class _SavedConvolution:
     """What backward needs.
 
     Attributes:
@@ -61,14 +61,14 @@ class _Back:
         mask: which cotangents are wanted: of map, weight, bias.
     """
 
-    saved: _Saved
+    saved: _SavedConvolution
     dy: torch.Tensor
     kernel: torch.Tensor
     mask: Mask
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _ReachingStrip:
     """A received strip that reaches outputs of this rank.
 
     Attributes:
@@ -79,7 +79,7 @@ class _Piece:
 
     index: int
     box: Box
-    share: Share
+    share: StripShare
 
 
 @dataclass(frozen=True)
@@ -111,10 +111,10 @@ class Convolution(SplitBackward):
         return own_call(self.window, transfer.have, self.output)
 
     @cached_property
-    def _pieces(self) -> tuple[_Piece, ...]:
+    def _pieces(self) -> tuple[_ReachingStrip, ...]:
         strips = enumerate(self.halo.transfer.receives)
         reaching = ((index, strip.box, share_of(self.window, strip.box, self.output)) for index, strip in strips)
-        return tuple(_Piece(index, box, share) for index, box, share in reaching if share is not None)
+        return tuple(_ReachingStrip(index, box, share) for index, box, share in reaching if share is not None)
 
     # -- forward
 
@@ -127,19 +127,19 @@ class Convolution(SplitBackward):
         if self.own is None:
             (canvas,), _ = self.halo.forward(comm, (own,))
             result = self._convolve(canvas, kernel, offset, self.canvas_padding)
-            return (result,), _Saved(canvas, (), weight, given.dtype, given.shape)
-        flight = self.halo.start(comm, own)
+            return (result,), _SavedConvolution(canvas, (), weight, given.dtype, given.shape)
+        pending_strips = self.halo.start(comm, own)
         seen = own[:, :, self.own.start[0] :, self.own.start[1] :]
-        with polled(flight.pending):
+        with polled(pending_strips.pending):
             result = self._convolve(seen, kernel, offset, self.own.padding)
-        strips = flight.land()
+        strips = pending_strips.wait()
         for piece in self._pieces:
             canvas, tapped, outputs = _canvas(piece, strips, own), _tapped(kernel, piece), self._outputs(result, piece)
             if taps.in_place(kernel, self.groups):
                 taps.add_outputs(outputs, canvas, tapped, *self._steps)
             else:
                 outputs.add_(self._convolve(canvas, tapped, None, (0, 0)))
-        return (result,), _Saved(seen, strips, weight, given.dtype, given.shape)
+        return (result,), _SavedConvolution(seen, strips, weight, given.dtype, given.shape)
 
     def _convolve(
         self, tensor: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor | None, padding: tuple[int, int]
@@ -167,7 +167,7 @@ class Convolution(SplitBackward):
         d_own, shares = self._map_back(comm, back, now=False)
         return (d_own, None, None), lambda: (None, *(shares or self._weight_back(back)))
 
-    def _begun(self, saved: _Saved, cotangents: Cotangents, wanted: Wanted) -> _Back:
+    def _begun(self, saved: _SavedConvolution, cotangents: Cotangents, wanted: Wanted) -> _Back:
         seen, dy = saved.seen, cotangents[0]
         if dy is None:
             dy = seen.new_zeros((seen.shape[0], saved.weight.shape[0], *self.output.shape))
@@ -191,15 +191,15 @@ class Convolution(SplitBackward):
             d_own = self.halo.backward(comm, given, (d_canvas,))[0]
             assert d_own is not None
             return d_own.to(back.saved.dtype), None
-        flight, shares = self._send_back(comm, back), None
-        pending = flight.pending
+        pending_strips, shares = self._send_back(comm, back), None
+        pending = pending_strips.pending
         with polled(pending):
             d_seen = self._differentiate(back, only)[0]
         if pending is not None and (now or not pending.test()):
             with polled(pending):
                 shares = self._weight_back(back)
         d_own = self._widened(d_seen, back.saved)
-        self.halo.add_back(d_own, flight)
+        self.halo.add_back(d_own, pending_strips)
         return d_own, shares
 
     def _weight_back(self, back: _Back) -> _Shares:
@@ -211,7 +211,7 @@ class Convolution(SplitBackward):
             self._add_strips(d_weight, back)
         return d_weight, d_bias
 
-    def _send_back(self, comm: Communicator, back: _Back) -> Flight:
+    def _send_back(self, comm: Communicator, back: _Back) -> PendingStrips:
         """Start sending the cotangents of the strips to whom they belong."""
         saved, dy, kernel = back.saved, back.dy, back.kernel
         backs = [torch.zeros_like(strip) for strip in saved.strips]
@@ -237,7 +237,7 @@ class Convolution(SplitBackward):
             else:
                 tapped.add_(self._native_back(part, canvas, _tapped(kernel, piece), (0, 0), only)[1])
 
-    def _widened(self, d_seen: torch.Tensor, saved: _Saved) -> torch.Tensor:
+    def _widened(self, d_seen: torch.Tensor, saved: _SavedConvolution) -> torch.Tensor:
         """Return the cotangent of the whole own part, in its type: zero where no window touches it."""
         if d_seen.shape == saved.shape:
             return d_seen.to(saved.dtype)
@@ -267,7 +267,7 @@ class Convolution(SplitBackward):
         y, x = self.window.y, self.window.x
         return (y.stride, x.stride), (y.dilation, x.dilation)
 
-    def _outputs(self, tensor: torch.Tensor, piece: _Piece) -> torch.Tensor:
+    def _outputs(self, tensor: torch.Tensor, piece: _ReachingStrip) -> torch.Tensor:
         return at(tensor, piece.share.outputs, self.output)
 
 
@@ -279,12 +279,12 @@ def _computed_in(tensor: torch.Tensor) -> torch.dtype:
     return tensor.dtype
 
 
-def _tapped(kernel: torch.Tensor, piece: _Piece) -> torch.Tensor:
+def _tapped(kernel: torch.Tensor, piece: _ReachingStrip) -> torch.Tensor:
     y, x = piece.share.taps.slices()
     return kernel[:, :, y, x]
 
 
-def _canvas(piece: _Piece, strips: tuple[torch.Tensor, ...], own: torch.Tensor) -> torch.Tensor:
+def _canvas(piece: _ReachingStrip, strips: tuple[torch.Tensor, ...], own: torch.Tensor) -> torch.Tensor:
     """Return the strip alone on what its taps cover, laid out as ``own`` is."""
     strip, inputs = strips[piece.index], piece.share.inputs
     canvas = like(own, [*own.shape[:2], *inputs.shape])

@@ -47,11 +47,11 @@ class MaxPool(Banded):
                 return (own.new_empty((*own.shape[:2], *self.output.shape)),), (back, canvas, None, ())
             result, indices = self._pool(canvas, self.canvas_padding)
             return (result,), (back, canvas, indices, ())
-        flight = self.halo.start(comm, own)
-        with polled(flight.pending):
+        pending_strips = self.halo.start(comm, own)
+        with polled(pending_strips.pending):
             result, indices = self._pool(self.seen(own), self.own.padding)
         places = []
-        for band, canvas in self.canvases(own, flight.land()):
+        for band, canvas in self.canvases(own, pending_strips.wait()):
             found, where = self._pool(canvas, AT_ONCE)
             at(result, band, self.output).copy_(found)
             places.append(_Places(canvas, where))

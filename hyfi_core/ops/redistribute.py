@@ -23,18 +23,18 @@ from hyfi_core.plan.transfer import Transfer
 
 
 @dataclass(frozen=True)
-class Flight:
+class PendingStrips:
     """Strips under way.
 
     Attributes:
         pending: None where this rank neither sends nor receives.
-        strips: what arrives, in the order of the transfer; not to be read before ``land``.
+        strips: what arrives, in the order of the transfer; not to be read before ``wait``.
     """
 
     pending: Pending | None
     strips: tuple[torch.Tensor, ...]
 
-    def land(self) -> tuple[torch.Tensor, ...]:
+    def wait(self) -> tuple[torch.Tensor, ...]:
         """Wait, and return what has arrived."""
         if self.pending is not None:
             self.pending.wait()
@@ -62,9 +62,9 @@ class Redistribute:
         saved = (own.shape, own.dtype, own.device)
         if transfer.idle:
             return (own,), saved
-        flight = self.start(comm, own)
+        pending_strips = self.start(comm, own)
         result = self.placed(own)
-        for strip, arrived in zip(transfer.receives, flight.land(), strict=True):
+        for strip, arrived in zip(transfer.receives, pending_strips.wait(), strict=True):
             self._view(result, strip.box, transfer.need).copy_(arrived)
         return (result,), saved
 
@@ -86,24 +86,24 @@ class Redistribute:
             return (cotangent,)
         if cotangent is None:
             cotangent = torch.zeros(self._sized(shape, transfer.need), dtype=dtype, device=device)
-        flight = self.start_back(
+        pending_strips = self.start_back(
             comm, cotangent, [self._view(cotangent, s.box, transfer.need) for s in transfer.receives]
         )
         result = self._own_share(cotangent, shape)
-        self.add_back(result, flight)
+        self.add_back(result, pending_strips)
         return (result,)
 
-    def start(self, comm: Communicator, own: torch.Tensor) -> Flight:
+    def start(self, comm: Communicator, own: torch.Tensor) -> PendingStrips:
         """Start sending what others need of ``own``, and receiving what this rank needs of theirs."""
         transfer = self.transfer
-        return _fly(
+        return _start(
             comm,
             [Message(s.peer, self._buffers.dense(self._view(own, s.box, transfer.have))) for s in transfer.sends],
             # On the wire dims are in plain order: neighbours need not agree on how they lay out memory.
             [Message(s.peer, self._landing(own, s.box)) for s in transfer.receives],
         )
 
-    def start_back(self, comm: Communicator, like: torch.Tensor, strips: Sequence[torch.Tensor]) -> Flight:
+    def start_back(self, comm: Communicator, like: torch.Tensor, strips: Sequence[torch.Tensor]) -> PendingStrips:
         """Start sending back the cotangents of what was received.
 
         Args:
@@ -112,15 +112,15 @@ class Redistribute:
             strips: in the order of ``transfer.receives``.
         """
         transfer = self.transfer
-        return _fly(
+        return _start(
             comm,
             [Message(s.peer, self._buffers.dense(back)) for s, back in zip(transfer.receives, strips, strict=True)],
             [Message(s.peer, self._landing(like, s.box)) for s in transfer.sends],
         )
 
-    def add_back(self, cotangent: torch.Tensor, flight: Flight) -> None:
+    def add_back(self, cotangent: torch.Tensor, pending_strips: PendingStrips) -> None:
         """Add what ``start_back`` brings to the cotangent of what this rank owns, in place."""
-        for strip, arrived in zip(self.transfer.sends, flight.land(), strict=True):
+        for strip, arrived in zip(self.transfer.sends, pending_strips.wait(), strict=True):
             self._view(cotangent, strip.box, self.transfer.have).add_(arrived)
 
     @cached_property
@@ -173,9 +173,9 @@ class Redistribute:
         return tensor.narrow(self.dims[0], local.y0, local.height).narrow(self.dims[1], local.x0, local.width)
 
 
-def _fly(comm: Communicator, sends: list[Message], receives: list[Message]) -> Flight:
+def _start(comm: Communicator, sends: list[Message], receives: list[Message]) -> PendingStrips:
     pending = comm.exchange(sends, receives) if sends or receives else None
-    return Flight(pending, tuple(message.tensor for message in receives))
+    return PendingStrips(pending, tuple(message.tensor for message in receives))
 
 
 def _format_of(tensor: torch.Tensor) -> torch.memory_format:

@@ -21,7 +21,7 @@ _OWN_TO_STRIPS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class StripShare:
     """What a strip of the input reaches.
 
     Attributes:
@@ -48,13 +48,13 @@ class OwnCall:
     padding: tuple[int, int]
 
 
-def share_of(window: Window, strip: Box, outputs: Box) -> Share | None:
+def share_of(window: Window, strip: Box, outputs: Box) -> StripShare | None:
     """Return what a strip reaches within a rank's part of the output; None where its taps step over it."""
     y = _share_along(window.y, (strip.y0, strip.y1), (outputs.y0, outputs.y1))
     x = _share_along(window.x, (strip.x0, strip.x1), (outputs.x0, outputs.x1))
     if y is None or x is None:
         return None
-    return Share(*(Box(*along_y, *along_x) for along_y, along_x in zip(y, x, strict=True)))
+    return StripShare(*(Box(*along_y, *along_x) for along_y, along_x in zip(y, x, strict=True)))
 
 
 def own_call(window: Window, have: Box, outputs: Box) -> OwnCall | None:

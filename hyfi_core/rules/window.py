@@ -29,7 +29,7 @@ from hyfi_core.rules.window_arguments import Sliding, arguments, pair
 
 
 @dataclass(frozen=True)
-class _Sliding:
+class _WindowPlan:
     """A window operator on a grid: what each rank needs, and the padding that is left to the native call."""
 
     split: Split
@@ -37,7 +37,7 @@ class _Sliding:
     native: tuple[int, int]
 
 
-def _sliding(builder: Builder, op: Operator, sliding: Sliding) -> _Sliding:
+def _sliding(builder: Builder, op: Operator, sliding: Sliding) -> _WindowPlan:
     """Lay a window operator's output out and say what each rank needs of the input.
 
     Args:
@@ -61,7 +61,7 @@ def _sliding(builder: Builder, op: Operator, sliding: Sliding) -> _Sliding:
         if not box.empty and native_x:
             box = Box(box.y0, box.y1, 0, have.width)
         need.append(box)
-    return _Sliding(split, tuple(need), (window.y.padding if native_y else 0, window.x.padding if native_x else 0))
+    return _WindowPlan(split, tuple(need), (window.y.padding if native_y else 0, window.x.padding if native_x else 0))
 
 
 def _native(builder: Builder, op: Operator) -> bool:

@@ -20,7 +20,7 @@ from hyfi_core.errors import RequestError
 from hyfi_core.lowering.lower import Target, lower
 from hyfi_core.lowering.pool_before_relu import pool_before_relu
 from hyfi_core.lowering.segments import Tape, build_tape
-from hyfi_core.ops.boundary import BoundaryTransfer, Carried
+from hyfi_core.ops.boundary import BoundaryTransfer, BoundaryValue
 from hyfi_core.plan.layout import Layout
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
@@ -188,10 +188,10 @@ class _Lowered:
             have, need = self._splits[source].get(name), self._entries[target][name]
             dtype, gradient = dtypes.get(name, info.dtype), name in self._active
             if have is None or need is None:
-                carried.append(Carried(name, info.shape, dtype, gradient))
+                carried.append(BoundaryValue(name, info.shape, dtype, gradient))
             else:
                 parts, whole = (have.layout.parts, need.layout.parts), have.layout.map
-                carried.append(Carried(name, info.shape, dtype, gradient, have.dims, *parts, whole))
+                carried.append(BoundaryValue(name, info.shape, dtype, gradient, have.dims, *parts, whole))
         sizes = [rows * columns for rows, columns in (self._placement.grids[source], self._placement.grids[target])]
         return BoundaryTransfer(tuple(carried), sizes[0], sizes[1], channels_last)
 

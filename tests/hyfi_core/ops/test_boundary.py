@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hyfi_core.ops.boundary import BoundaryTransfer, Carried, pack
+from hyfi_core.ops.boundary import BoundaryTransfer, BoundaryValue, pack
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.layout import Layout
 
@@ -14,11 +14,13 @@ GRIDS = st.tuples(st.integers(1, 3), st.integers(1, 3))
 F64 = torch.float64
 
 
-def split_value(name: str, side: tuple[int, int], first: Layout, second: Layout, gradient: bool = True) -> Carried:
-    return Carried(name, (2, 3, *side), F64, gradient, (2, 3), first.parts, second.parts, Box.of_size(*side))
+def split_value(
+    name: str, side: tuple[int, int], first: Layout, second: Layout, gradient: bool = True
+) -> BoundaryValue:
+    return BoundaryValue(name, (2, 3, *side), F64, gradient, (2, 3), first.parts, second.parts, Box.of_size(*side))
 
 
-def cut(value: Carried, whole: torch.Tensor, box: Box) -> torch.Tensor:
+def cut(value: BoundaryValue, whole: torch.Tensor, box: Box) -> torch.Tensor:
     rows, columns = box.slices() if not box.empty else (slice(0, box.height), slice(0, box.width))
     return whole[:, :, rows, columns]
 
@@ -58,7 +60,11 @@ def test_the_way_back_is_the_adjoint(
     """⟨F x, y⟩ = ⟨x, Fᵀ y⟩ for maps and replicated values together; maps of fewer pixels than ranks, too."""
     a, b = Layout.even(*side, first), Layout.even(*side, second)
     m, n = len(a.parts), len(b.parts)
-    values = (split_value("map", side, a, b), Carried("features", (2, 5), F64, True), split_value("two", side, a, b))
+    values = (
+        split_value("map", side, a, b),
+        BoundaryValue("features", (2, 5), F64, True),
+        split_value("two", side, a, b),
+    )
     boundary = BoundaryTransfer(values, m, n, channels_last)
     generator = torch.Generator().manual_seed(0)
     wholes = {v.name: torch.randn(v.shape, dtype=F64, generator=generator) for v in (values[0], values[2])}
@@ -75,7 +81,7 @@ def test_the_way_back_is_the_adjoint(
 
 def test_what_carries_no_gradient_does_not_come_back_and_types_are_kept() -> None:
     side, a, b = (4, 6), Layout.even(4, 6, (1, 2)), Layout.even(4, 6, (2, 1))
-    mask = Carried("mask", (2, 3, 4, 6), torch.bool, False, (2, 3), a.parts, b.parts, Box.of_size(4, 6))
+    mask = BoundaryValue("mask", (2, 3, 4, 6), torch.bool, False, (2, 3), a.parts, b.parts, Box.of_size(4, 6))
     values = (mask, split_value("map", side, a, b))
     boundary = BoundaryTransfer(values, 2, 2)
     whole = torch.arange(144, dtype=F64).view(2, 3, 4, 6)
