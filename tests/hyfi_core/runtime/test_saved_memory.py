@@ -15,7 +15,7 @@ from torch import nn
 
 import hyfi_core
 from hyfi_core.models import resnet
-from hyfi_core.ops.convolution import _Saved
+from hyfi_core.ops.convolution import _SavedConvolution
 from hyfi_core.runtime.executor import Executor
 from tests.harness import run_copies
 
@@ -87,7 +87,7 @@ def test_a_rank_of_four_keeps_a_quarter_and_its_strips(order: torch.memory_forma
         for saved in (getattr(item, "saved", None) for item in records):
             for tensor in tensors_in(saved):
                 ours.add(tensor)
-            if isinstance(saved, _Saved):
+            if isinstance(saved, _SavedConvolution):
                 strips[0] += sum(strip.nbytes for strip in saved.strips)
         return records
 
