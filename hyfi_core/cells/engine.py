@@ -182,7 +182,7 @@ class CellEngine:
         """Return a box of the whole batch; what is empty is not asked for."""
         if box.empty:
             return torch.empty((*batch[:2], 0, 0), dtype=self._dtype, device=self._device)
-        return read_part(images, InputPart(box, 0, batch[0])).to(device=self._device, dtype=self._dtype)
+        return read_part(images, InputPart(box, 0, batch[0]), batch[1]).to(device=self._device, dtype=self._dtype)
 
     def _evaluating(self) -> Any:
         return evaluating(self._model, self._device, self._autocast)

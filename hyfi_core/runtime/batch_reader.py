@@ -68,7 +68,21 @@ def batch_shape(images: Images, expected: Shape) -> Shape:
     return batch, channels, height, width
 
 
-def read_part(images: Images, part: InputPart) -> torch.Tensor:
+def check_labels(labels: torch.Tensor, batch: int) -> None:
+    """Check that there is a label for every image.
+
+    Raises:
+        RequestError: there are more or fewer, or they are no tensor.
+    """
+    if not isinstance(labels, torch.Tensor):
+        raise RequestError(f"labels are a {_type_name(labels)}; give a tensor whose first dim is the batch, {batch}")
+    if labels.shape[:1] != (batch,):
+        raise RequestError(
+            f"labels have shape {tuple(labels.shape)}, the batch has {batch} images; give {batch} labels"
+        )
+
+
+def read_part(images: Images, part: InputPart, channels: int) -> torch.Tensor:
     """Return ``(samples, C, h, w)`` of a batch, whatever form it is given in.
 
     Raises:
@@ -78,6 +92,7 @@ def read_part(images: Images, part: InputPart) -> torch.Tensor:
     if isinstance(images, torch.Tensor):
         last = images.is_contiguous(memory_format=torch.channels_last) and not images.is_contiguous()
         order = torch.channels_last if last else torch.contiguous_format
+        _check_images(images, "the batch")
         cut = images[part.first : part.stop, :, box.y0 : box.y1, box.x0 : box.x1]
         return cut.contiguous(memory_format=order)
     if isinstance(images, ImageParts):
@@ -86,11 +101,20 @@ def read_part(images: Images, part: InputPart) -> torch.Tensor:
         local, name = images(box)[part.first : part.stop], f"images({box})"
     if not isinstance(local, torch.Tensor):
         raise RequestError(f"{name} returned a {_type_name(local)}; return a tensor (B, C, h, w)")
-    if local.shape[-2:] != box.shape or local.shape[0] != part.stop - part.first:
-        raise RequestError(
-            f"{name} returned {tuple(local.shape)}; {part.stop - part.first} samples of {box.shape} were asked for"
-        )
+    wanted = (part.stop - part.first, channels, *box.shape)
+    if tuple(local.shape) != wanted:
+        raise RequestError(f"{name} returned {tuple(local.shape)}; {wanted} were asked for")
+    _check_images(local, f"what {name} returned")
     return local
+
+
+def _check_images(images: torch.Tensor, what: str) -> None:
+    """Raise where images are not numbers that the engine computes with."""
+    if not images.is_floating_point():
+        raise RequestError(
+            f"{what} is {images.dtype}; the engine computes with floating-point images: convert it as the model is "
+            "meant to see it, for instance images.float() / 255"
+        )
 
 
 def _type_name(given: object) -> str:
@@ -141,7 +165,7 @@ class Reader:
         found: dict[InputPart, torch.Tensor] = {}
         for part in parts.values():
             if part not in found:
-                local = read_part(images, part)
+                local = read_part(images, part, self._shape[1])
                 self._groups.all.counts.count("input", 0, local.numel() * local.element_size())
                 found[part] = local.to(device=self._device, dtype=self._dtype)
         return {key: found[part] for key, part in parts.items()}

@@ -14,9 +14,9 @@ from hyfi_core.capture.autocast import dtypes_under_autocast
 from hyfi_core.capture.export import capture
 from hyfi_core.capture.program import Program, Ref, refs_in
 from hyfi_core.capture.stages import Stage, active_values, cut_program, edges
+from hyfi_core.comm.agree import compare
 from hyfi_core.comm.base import Communicator
 from hyfi_core.cost.cuts import with_cuts
-from hyfi_core.errors import RequestError
 from hyfi_core.lowering.lower import Target, lower
 from hyfi_core.lowering.pool_before_relu import pool_before_relu
 from hyfi_core.lowering.segments import Tape, build_tape
@@ -224,15 +224,9 @@ def _is_channels_last(tensor: torch.Tensor) -> bool:
 
 def _agree(program: Program, comm: Communicator) -> None:
     """Refuse to go on when ranks have captured different programs: their messages would not match."""
-    if comm.size == 1:
-        return
-    mine = program.digest()
-    same = torch.tensor([int(mine == comm.broadcast_object(mine))])
-    comm.all_reduce(same, "min")
-    if not int(same):
-        raise RequestError(
-            "ranks captured different models: build the same model with the same flags and versions on every rank"
-        )
+    if comm.size > 1:
+        operators = {f"operator {i}": f"{op.text} of {op.module}" for i, op in enumerate(program.operators)}
+        compare(comm, operators | {"the captured model": program.digest()[:12]})
 
 
 def _wanted(program: Program, output: Output | None) -> tuple[tuple[Any, ...], Callable[[list[Any]], Any]]:

@@ -16,9 +16,10 @@ from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
 from hyfi_core.runtime.attribution import attribute
 from hyfi_core.runtime.backward import Values
-from hyfi_core.runtime.batch_reader import Images, InputPart, Reader
+from hyfi_core.runtime.batch_reader import Images, InputPart, Reader, check_labels
 from hyfi_core.runtime.bindings import Bindings, RandomKey
 from hyfi_core.runtime.compiled import Compiled, compile_model, with_named_cuts
+from hyfi_core.runtime.consensus import CallConsensus
 from hyfi_core.runtime.executor import autocasting, evaluating
 from hyfi_core.runtime.gradients import StepGradients, clip
 from hyfi_core.runtime.groups import Groups
@@ -75,14 +76,15 @@ class Engine:
         self._cache: dict[Any, Compiled] = {}
         self._gradients: dict[int, StepGradients] = {}
         self._schedules: dict[tuple[tuple[int, int], ...], Schedule] = {}
-        for tensor in (*model.parameters(), *model.buffers()):
-            comm.broadcast(tensor.data)
+        self._consensus = CallConsensus(model, comm, self._groups.replica)
         seed = int(comm.broadcast_object(torch.initial_seed() & (2**63 - 1)))
         self.random = RandomKey(seed, first=self._groups.index * plan.microbatches, share=self._share())
         self._bindings = Bindings(model, self.random)
         self.events: list[tuple[Action, float, float]] = []
         # Captures the model: what cannot run is refused here.
         compiled = self._compiled(micro)
+        for tensor in (*model.parameters(), *model.buffers()):
+            comm.broadcast(tensor.data)
         self._ownership = ParameterOwnership(model, compiled, self._groups)
         self._mirror = self._make_mirror(compiled)
         self._optimizer = optimizer(self._ownership.optimized()) if optimizer is not None else None
@@ -122,6 +124,7 @@ class Engine:
             self._groups.reset_traffic()
             shape = self._reader.batch_shape(images)
             micro = self._reader.micro_shape(shape)
+            self._consensus.check_evaluation("predict", shape)
             compiled = self._compiled(micro)
             local = self._reader.read(images, self._reader.prediction_parts(compiled, shape[0]))
             predictor = Predictor(
@@ -145,6 +148,7 @@ class Engine:
         with self._evaluating():
             shape = self._reader.batch_shape(images)
             micro = self._reader.micro_shape(shape)
+            self._consensus.check_evaluation("attribute", shape)
             compiled = self._compiled(micro)
             local = self._reader.read(images, self._reader.prediction_parts(compiled, shape[0]))[0, 0]
             pieces = [
@@ -169,6 +173,8 @@ class Engine:
         self._groups.reset_traffic()
         shape = self._reader.batch_shape(images)
         micro = self._reader.micro_shape(shape, strict=True)
+        check_labels(labels, shape[0])
+        self._consensus.check_training(shape)
         compiled = self._compiled(micro)
         local = self._reader.read(images, self._reader.training_parts(compiled, shape[0]))
         gradients = self._gradients_of(compiled)

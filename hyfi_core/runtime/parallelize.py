@@ -9,17 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hyfi_core.comm.agree import agree
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.strategy import Strategy, plan_for
 from hyfi_core.runtime.batch_reader import check_share, divisor
+from hyfi_core.runtime.consensus import Shape, compare_requests
 from hyfi_core.runtime.engine import Engine, Loss, OptimizerFactory
 
 
 def parallelize(
     model: nn.Module,
-    shape: tuple[int, int, int, int],
+    shape: Shape,
     plan: ParallelPlan | None,
     comm: Communicator,
     *,
@@ -43,8 +45,19 @@ def parallelize(
         autocast: computes in this type where autocast would (``torch.bfloat16``).
 
     Raises:
-        RequestError: plan, ranks, shape or model do not go together; nothing has been sent then.
+        RequestError: plan, ranks, shape or model do not go together, or ranks were given different ones: the same error
+            on every rank, before any of them has changed anything.
     """
+    plan = agree(comm, lambda: _checked(model, shape, plan, comm, strategy))
+    settings = {"autocast": autocast, "optimizer": "given" if optimizer is not None else "none"}
+    compare_requests(comm, model, shape, plan, settings)
+    return Engine(model, shape, plan, comm, loss, optimizer, output, autocast)
+
+
+def _checked(
+    model: nn.Module, shape: Shape, plan: ParallelPlan | None, comm: Communicator, strategy: Strategy | None
+) -> ParallelPlan:
+    """Return the plan; raise what is wrong with the request of this rank."""
     if not isinstance(model, nn.Module):
         raise RequestError(f"model is {type(model).__name__}; give a torch.nn.Module that takes one image tensor")
     if len(shape) != 4 or any(side < 1 for side in shape):
@@ -66,4 +79,4 @@ def parallelize(
             f"a batch of {shape[0]} images cannot be cut into {plan.microbatches} equal micro-batches; "
             f"use plan.microbatches={divisor(shape[0], plan.microbatches)}"
         )
-    return Engine(model, shape, plan, comm, loss, optimizer, output, autocast)
+    return plan

@@ -267,5 +267,5 @@ def test_ranks_with_different_models_are_refused_before_they_talk() -> None:
         module = nn.Sequential(nn.Conv2d(3, 2, 3, padding=1 + comm.rank), nn.AdaptiveAvgPool2d(1), nn.Flatten())
         hyfi_core.parallelize(module, (1, 3, 8, 8), hyfi_core.ParallelPlan(grids=((1, 2),)), comm)
 
-    with pytest.raises(RequestError, match="captured different models"):
+    with pytest.raises(RequestError, match="ranks were given different things"):
         run_ranks(2, body)

@@ -1,0 +1,143 @@
+"""Ranks that were given different things all refuse, and say what differs on which ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import hyfi_core
+from hyfi_core.comm.base import Communicator
+from hyfi_core.comm.threads import run_ranks
+from hyfi_core.errors import RequestError
+
+SHAPE = (2, 3, 16, 24)
+
+
+def network(width: int = 4) -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    layers = torch.nn.Conv2d(3, width, 3, 2, 1), torch.nn.BatchNorm2d(width), torch.nn.AdaptiveAvgPool2d(1)
+    return torch.nn.Sequential(*layers, torch.nn.Flatten())
+
+
+def refusals(ranks: int, body: Callable[[Communicator], Any]) -> set[str]:
+    """Return what the ranks say, each of which must refuse."""
+
+    def refused(comm: Communicator) -> str:
+        with pytest.raises(RequestError) as told:
+            body(comm)
+        return str(told.value)
+
+    return set(run_ranks(ranks, refused, timeout_s=60))
+
+
+def made(comm: Communicator, **given: Any) -> hyfi_core.Engine:
+    """Make an engine with something special on rank 1."""
+    special = given if comm.rank == 1 else {}
+    model = special.get("model", network())
+    plan = special.get("plan", hyfi_core.ParallelPlan(grids=((1, comm.size),)))
+    settings = {key: value for key, value in special.items() if key in ("autocast", "optimizer")}
+    return hyfi_core.parallelize(model, special.get("shape", SHAPE), plan, comm, **settings)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"plan": hyfi_core.ParallelPlan(grids=((2, 1),))}, r"plan.grids is .*1, 2.* on rank 0; .*2, 1.* on rank 1"),
+        ({"shape": (2, 3, 16, 26)}, r"shape is \(2, 3, 16, 24\) on rank 0; \(2, 3, 16, 26\) on rank 1"),
+        ({"shape": (4, 3, 16, 24)}, r"shape is \(2, 3, 16, 24\) on rank 0; \(4, 3, 16, 24\) on rank 1"),
+        ({"model": network(8)}, r"0.weight is \(4, 3, 3, 3\) torch.float32 on cpu on rank 0; \(8, "),
+        ({"model": network().double()}, "0.weight is .*float32 on cpu on rank 0; .*float64"),
+        ({"model": network().eval()}, "the model.training is True on rank 0; False on rank 1"),
+        ({"model": network().requires_grad_(False)}, "0.weight.requires_grad is True on rank 0; False on rank 1"),
+        ({"model": torch.nn.Sequential(*network(), torch.nn.ReLU())}, "4.training is not given on rank 0"),
+        ({"autocast": torch.bfloat16}, "autocast is None on rank 0; torch.bfloat16 on rank 1"),
+        ({"optimizer": torch.optim.SGD}, "optimizer is none on rank 0; given on rank 1"),
+        ({"plan": hyfi_core.ParallelPlan(grids=((1, 3),))}, "the plan needs 3 ranks, 2 are here"),
+        ({"shape": (16, 24)}, r"shape is \(16, 24\); give"),
+    ],
+)
+def test_what_one_rank_is_given_differently_is_named(given: dict[str, Any], words: str) -> None:
+    (said,) = refusals(2, lambda comm: made(comm, **given))
+    assert re.search(words, said), said
+
+
+def test_weights_are_taken_from_the_first_rank_after_all_else_is_compared() -> None:
+    def body(comm: Communicator) -> tuple[bool, bool]:
+        model = network(4 + 4 * (comm.rank == 1))
+        before = [p.detach().clone() for p in model.parameters()]
+        with pytest.raises(RequestError):
+            made(comm, model=model)
+        return all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)), True
+
+    assert run_ranks(2, body) == [(True, True)] * 2
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("call", ["accumulate", "predict"])
+def test_flags_and_shapes_are_compared_at_every_call(call: str, replicas: int) -> None:
+    def engine_of(comm: Communicator, images: torch.Tensor, change: Callable[[torch.nn.Module], Any]) -> None:
+        model = network()
+        plan = hyfi_core.ParallelPlan(grids=((1, 2),), replicas=replicas)
+        engine = hyfi_core.parallelize(model, SHAPE, plan, comm)
+        engine.accumulate(torch.zeros(SHAPE), torch.tensor([0, 1]))  # the program is there: nothing is captured again
+        if comm.rank % 2:
+            change(model)
+            engine.accumulate(images, torch.tensor([0, 1])) if call == "accumulate" else engine.predict(images)
+        else:
+            given = torch.zeros(SHAPE)
+            engine.accumulate(given, torch.tensor([0, 1])) if call == "accumulate" else engine.predict(given)
+
+    odd = "1" if replicas == 1 else r"s 1, 3"
+    if call == "accumulate":
+        (said,) = refusals(2 * replicas, lambda c: engine_of(c, torch.zeros(SHAPE), lambda model: model.eval()))
+        assert f"the model.training is True on rank{' 0' if replicas == 1 else 's 0, 2'}; False on rank" in said
+        assert odd in said
+    (said,) = refusals(2 * replicas, lambda c: engine_of(c, torch.zeros(2, 3, 16, 20), lambda model: None))
+    assert "the images' shape is (2, 3, 16, 24) on rank 0; (2, 3, 16, 20) on rank 1" in said
+
+
+def test_another_call_is_another_thing() -> None:
+    def body(comm: Communicator) -> None:
+        engine = made(comm)
+        if comm.rank:
+            engine.predict(torch.zeros(SHAPE))
+        else:
+            engine.accumulate(torch.zeros(SHAPE), torch.tensor([0, 1]))
+
+    (said,) = refusals(2, body)
+    assert "the call is training on rank 0; predict on rank 1" in said
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "words"),
+    [
+        (torch.zeros(SHAPE), torch.tensor([1]), r"labels have shape \(1,\), the batch has 2 images; give 2 labels"),
+        (torch.zeros(SHAPE), torch.tensor(1), r"labels have shape \(\), the batch has 2 images"),
+        (torch.zeros(SHAPE), [0, 1], "labels are a list; give a tensor"),
+        (torch.zeros(SHAPE, dtype=torch.uint8), torch.tensor([0, 1]), "the batch is torch.uint8"),
+        (
+            lambda box: torch.zeros(2, 3, *box.shape, dtype=torch.uint8),
+            torch.tensor([0, 1]),
+            r"what images\(.*\) returned is torch.uint8; the engine computes with floating-point images",
+        ),
+        (
+            lambda box: torch.zeros(2, 1, *box.shape),
+            torch.tensor([0, 1]),
+            r"returned \(2, 1, 16, 24\); \(2, 3, 16, 24\) were asked for",
+        ),
+        (
+            lambda box: torch.zeros(1, 3, *box.shape),
+            torch.tensor([0, 1]),
+            r"returned \(1, 3, 16, 24\); \(2, 3, 16, 24\) were asked for",
+        ),
+        (lambda box: torch.zeros(3, 16, 24), torch.tensor([0, 1]), r"returned \(.*\); \(2, 3, 16, 24\) were asked for"),
+    ],
+)
+def test_images_and_labels_are_checked_on_arrival(images: Any, labels: Any, words: str) -> None:
+    engine = hyfi_core.parallelize(network(), SHAPE, hyfi_core.ParallelPlan(grids=((1, 1),)), hyfi_core.init())
+    with pytest.raises(RequestError, match=words):
+        engine.accumulate(images, labels)
