@@ -84,6 +84,8 @@ def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, s
     agree(world, lambda: check_ranks(config, world.size))
     start = agree(world, lambda: check_run(config, resume))
     job = agree(world, lambda: prepare(config))
+    if world.rank == 0:
+        say(job.labels.describe())
     coverage = agree(world, lambda: check_images(job) if world.rank == 0 else None)
     roles = Roles.of(world, config)
     saved = agree(world, lambda: Saved.load(job, start) if roles.trainers is not None else None)

@@ -40,6 +40,11 @@ class DataConfig(Section):
         description="a CSV file: the class of each slide, by slide_id or case_id; left out: the store's own "
         "manifest.csv",
     )
+    allow_unmatched: bool = Field(
+        False,
+        description="true or false: whether labelled rows may match no slide of the store, as where only a part of a "
+        "cohort is ingested",
+    )
     target: str = Field(
         "label",
         min_length=1,

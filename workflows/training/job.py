@@ -14,6 +14,7 @@ from data.loading.order import SampleStream, balanced_weights, column_weights
 from data.samples.augment import Augment
 from data.samples.dataset import SlideDataset, SlideRef, select_slides
 from data.samples.labels import Labels, class_weights, load_labels
+from data.samples.matching import LabelMatch, match_labels
 from data.samples.splits import load_splits
 from data.store.manifest import load_manifest
 from hyfi_core.errors import RequestError
@@ -31,6 +32,7 @@ class Job:
         train: training slides, augmented.
         val: the slides that validate, never augmented.
         class_weights: one for each class, mean 1 over the training split.
+        labels: how the labels and the slides of the store fit together.
         draw_weights: how often each training slide is drawn, against the others; None: each once an epoch.
         shares: slides of one step for each replica, where they are not alike; spare ranks are replicas, too.
         pace_s: seconds that each replica took for a slide of each micro-batch, where that decided the shares.
@@ -41,6 +43,7 @@ class Job:
     train: SlideDataset
     val: SlideDataset
     class_weights: tuple[float, ...]
+    labels: LabelMatch
     draw_weights: tuple[float, ...] | None = None
     shares: tuple[int, ...] | None = None
     pace_s: tuple[float, ...] | None = None
@@ -164,6 +167,8 @@ def prepare(config: Config) -> Job:
     rows = load_manifest(data.store)
     labels_path = data.labels or data.store / "manifest.csv"
     labels = read_labels(config, labels_path)
+    match = match_labels(rows, labels)
+    match.check(str(labels_path), data.allow_unmatched)
     splits = load_splits(data.splits or labels_path, rows, column=data.split_column)
     train = select_slides(rows, labels, splits, "train")
     val = select_slides(rows, labels, splits, config.validation.split)
@@ -180,6 +185,7 @@ def prepare(config: Config) -> Job:
         dataset_of(config, train, augment),
         dataset_of(config, val, None),
         _weights(config, labels, train),
+        match,
         _draw_weights(config, labels, train),
         config.roles.shares,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from data.samples.coverage import write_coverage
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.runtime.checkpoint import prune, saved_steps
 from workflows.console import say
+from workflows.training.curves import write_curves
 from workflows.training.early_stop import last_step
 from workflows.training.job import Job
 from workflows.training.metrics_log import MetricsLog
@@ -94,6 +96,7 @@ class Recorder:
         prune(self.folder.checkpoints, self._job.config.run.keep, (*spare, step) if self.last == step else spare)
         chosen = self._job.config.validation.metric
         brief = {**metrics, "intervals": {chosen: metrics.get("intervals", {}).get(chosen)}}
+        self._draw()
         named = ", ".join(f"{name} {words}" for name, words in numbers_in_words(brief).items())
         say(f"step {step}: validation {named}{' (best)' if self.best == step else ''}")
 
@@ -133,9 +136,16 @@ class Recorder:
 
     def close(self) -> None:
         """Bring everything to the disk."""
+        self._draw()
         self._log.close()
         if self._board is not None:
             self._board.close()
+
+    def _draw(self) -> None:
+        """Replace ``curves.html``; a picture that cannot be written does not end a run."""
+        folder = self._job.config.run.dir
+        with contextlib.suppress(OSError):
+            write_curves(folder / "curves.html", str(folder), self._log.records)
 
     def _show(self, kind: str, step: int, values: Metrics) -> None:
         if self._board is not None:

@@ -91,8 +91,10 @@ def check_images(job: Job) -> list[dict[str, Any]]:
     """Return the rows of ``coverage.csv``; reads every slide's tissue mask, so one rank does it for all.
 
     Raises:
-        RequestError: an image would hold too little of its slide's tissue, or a slide is damaged.
+        RequestError: the model cannot be built, an image would hold too little of its slide's tissue, or a slide is
+            damaged.
     """
+    build_model(job.model_json()["model"])  # a wrong name or option is answered before every slide is looked at
     for dataset in (job.train, job.val):
         check_coverage(dataset, job.config.data.min_coverage)
     known = {sample.slide_id for sample in job.train.samples}

@@ -58,6 +58,8 @@ def test_a_run_writes_what_is_promised(tmp_path: Path, store: Path) -> None:
     assert [r["step"] for r in validated] == [3, 6]
     assert all({"loss", "auroc", "balanced_accuracy"} <= r.keys() for r in validated)
     assert load_config(run / "config.yaml") == load_config(config)
+    page = (run / "curves.html").read_text()
+    assert "6 steps" in page and "<h2>auroc" in page
     assert json.loads((run / "plan.json").read_text())["grids"] == [[1, 1]]
     assert len((run / "coverage.csv").read_text().splitlines()) == 1 + 10
     assert list((run / "tensorboard").glob("events.*"))

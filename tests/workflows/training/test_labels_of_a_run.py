@@ -1,0 +1,71 @@
+"""Labels that are about other slides than the store's end a run before it begins."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.workflows.archive import SPLITS, make_config, make_store
+from tests.workflows.runs import in_this_process, run_here
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_store(tmp_path_factory.mktemp("archive"))
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with in_this_process(monkeypatch):
+        yield
+
+
+def labels_csv(folder: Path, name: Callable[[int], str], more: tuple[str, ...] = ()) -> Path:
+    path = folder / "labels.csv"
+    with path.open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(("slide_id", "label", "split"))
+        rows.writerows((name(k), ("benign", "malignant")[k % 2], split) for k, split in enumerate(SPLITS))
+        rows.writerows((other, "benign", "train") for other in more)
+    return path
+
+
+def plain(number: int) -> str:
+    return f"slide-{number:02d}"
+
+
+def refusal(capfd: pytest.CaptureFixture[str], config: Path, *overrides: str) -> str:
+    assert run_here(config, *overrides) == 2
+    return capfd.readouterr().err
+
+
+def test_a_row_without_a_slide_ends_the_run_unless_it_is_allowed(
+    tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    labels = labels_csv(tmp_path, plain, ("elsewhere",))
+    config = make_config(tmp_path, store, data={"labels": str(labels)}, run={"steps": 1})
+    said = refusal(capfd, config)
+    assert "1 labelled rows match no slide" in said and "  elsewhere\n" in said and "data.allow_unmatched=true" in said
+    assert not (tmp_path / "run").exists()
+    assert run_here(config, "data.allow_unmatched=true") == 0
+    said = capfd.readouterr().out
+    assert "slides with a label           12" in said and "rows that match no slide       1  elsewhere" in said
+
+
+def test_names_with_a_suffix_are_named_with_the_remedy(
+    tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    labels = labels_csv(tmp_path, lambda k: f"{plain(k)}.SVS")
+    config = make_config(tmp_path, store, data={"labels": str(labels), "allow_unmatched": True})
+    assert "slide-00.SVS: the store has 'slide-00'" in refusal(capfd, config)
+
+
+def test_a_wrong_model_is_answered_before_the_tissue_is_looked_at(
+    tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = {"size_px": 64, "min_coverage": 0.99}
+    model = {"name": "resnet6", "options": {"wings": 2}}
+    assert "model.options.wings" in refusal(capfd, make_config(tmp_path, store, data=data, model=model))
