@@ -38,7 +38,7 @@ from hyfi_core.ops.convolution import Convolution
 from hyfi_core.ops.redistribute import PendingStrips, Redistribute
 from hyfi_core.plan.box import Box
 from hyfi_core.rules.instructions import CollectiveCall, Instruction, RankProgram
-from hyfi_core.runtime.attribution import attribute_head, last_map, split_tape
+from hyfi_core.runtime.attribution import Explanation, attribute_head, last_map, split_tape
 from hyfi_core.runtime.backward import Values
 from hyfi_core.runtime.batch_reader import Images, InputPart, Shape, batch_shape, read_part
 from hyfi_core.runtime.bindings import Bindings, RandomKey
@@ -145,7 +145,15 @@ class CellEngine:
             return made.program.unflatten([answer[o.name] if isinstance(o, Ref) else o for o in outputs])
 
     def attribute(self, images: Images) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (logits ``(B, K)``, contributions ``(B, K, h, w)``), float32; see ``Engine.attribute``.
+        """Return (logits ``(B, K)``, contributions ``(B, K, h, w)``) float32, the same on every rank; see `explain`.
+
+        Raises:
+            RequestError: as `explain`.
+        """
+        return self.explain(images)[:2]
+
+    def explain(self, images: Images) -> Explanation:
+        """Return the logits and where they come from; see ``Engine.explain``.
 
         The last map is put together, and what follows it is computed in one piece: twice its memory, and its gradient.
 

@@ -9,9 +9,11 @@ layer, so all places together and the bias are the logit.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from hyfi_core.capture.program import Ref, refs_in
+from hyfi_core.capture.program import Program, Ref, refs_in, substitute
 from hyfi_core.comm.counted import CountedCommunicator
 from hyfi_core.errors import RequestError
 from hyfi_core.lowering.segments import Tape, build_tape
@@ -23,9 +25,26 @@ from hyfi_core.runtime.backward import Values
 from hyfi_core.runtime.compiled import Compiled
 from hyfi_core.runtime.executor import Executor
 
+POSITIONS_AT_ONCE = 16384
 
-def attribute(compiled: Compiled, values: Values, stage: CountedCommunicator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (logits ``(B, K)``, contributions ``(B, K, h, w)``), float32, the same on every rank of the stage.
+
+class Explanation(NamedTuple):
+    """Where an answer comes from; float32, the same on every rank of the stage.
+
+    Attributes:
+        logits: ``(B, K)``.
+        contributions: ``(B, K, h, w)``: of each place of the last map; with the bias they sum to the logits.
+        positions: ``(B, K, h, w)``: the logits that the head gives each place alone, before space is reduced; None
+            where it takes a whole map only.
+    """
+
+    logits: torch.Tensor
+    contributions: torch.Tensor
+    positions: torch.Tensor | None
+
+
+def attribute(compiled: Compiled, values: Values, stage: CountedCommunicator) -> Explanation:
+    """Return where the answer for a batch comes from.
 
     Args:
         compiled: the model in evaluation mode.
@@ -38,14 +57,16 @@ def attribute(compiled: Compiled, values: Values, stage: CountedCommunicator) ->
     ranked = compiled.only.ranked
     name, body, head = split_tape(ranked)
     Executor(body, stage).forward(values, record=False)
-    logits, part = attribute_head(ranked, name, head, values, stage)
-    return logits, _whole(part, ranked.splits[name].layout, stage)
+    part = attribute_head(ranked, name, head, values, stage)
+    whole = [None if m is None else _whole(m, ranked.splits[name].layout, stage) for m in part[1:]]
+    assert whole[0] is not None
+    return Explanation(part.logits, whole[0], whole[1])
 
 
 def attribute_head(
     ranked: RankProgram, name: str, head: Tape, values: Values, stage: CountedCommunicator
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (logits, this rank's part of the contributions), float32.
+) -> Explanation:
+    """Return the logits, and this rank's part of the maps.
 
     Args:
         ranked: this rank's program.
@@ -58,6 +79,7 @@ def attribute_head(
         RequestError: the answer is not one tensor of logits.
     """
     activation = values[name]
+    positions = position_logits(ranked.program, name, activation, values)
     executor = Executor(head, stage)
     records = executor.forward(values, record=True)
     logits, answer = _logits(ranked, values)
@@ -68,7 +90,52 @@ def attribute_head(
         found = executor.backward(records, {answer: seed}, {}, keep=True).get(name)
         share = torch.zeros_like(activation) if found is None else activation * found
         maps.append(share.float().sum(1, keepdim=True))
-    return logits.float(), torch.cat(maps, 1)
+    return Explanation(logits.float(), torch.cat(maps, 1), positions)
+
+
+def position_logits(program: Program, name: str, part: torch.Tensor, values: Values) -> torch.Tensor | None:
+    """Return the logits that the head gives each place of a map alone, as if it were a map of one pixel.
+
+    For a mean or a maximum over space and a linear layer: that layer applied to each place. Memory: what the head takes
+    for ``POSITIONS_AT_ONCE`` places.
+
+    Args:
+        program: the captured model, for one image.
+        name: the last map.
+        part: some places of it, ``(B, C, h, w)``.
+        values: the model's own tensors.
+
+    Returns:
+        ``(B, K, h, w)`` float32; None where the head needs more than one pixel.
+    """
+    steps, made = [], {name}
+    for op in program.operators:
+        if made.intersection(op.inputs):
+            steps.append(op)
+            made.update(output for output in op.outputs if output is not None)
+    answer = next(item.name for item in program.outputs if isinstance(item, Ref))
+
+    def head(place: torch.Tensor) -> torch.Tensor:
+        known = {**values, name: place[None, :, None, None]}
+        for op in steps:
+            kwargs = {key: substitute(value, known) for key, value in op.kwargs.items()}
+            found = op.target(*substitute(op.args, known), **kwargs)
+            outputs = found if isinstance(found, (tuple, list)) else (found,)
+            known.update((o, out) for o, out in zip(op.outputs, outputs, strict=False) if o is not None)
+        logits: torch.Tensor = known[answer].reshape(-1)
+        return logits
+
+    batch, channels, height, width = part.shape
+    places = part.permute(0, 2, 3, 1).reshape(-1, channels)
+    asked = places if len(places) else part.new_zeros((1, channels))  # all ranks find out alike whether it works
+    try:
+        with torch.no_grad():
+            found = torch.vmap(head, chunk_size=POSITIONS_AT_ONCE)(asked)[: len(places)]
+    except (RuntimeError, ValueError, IndexError, KeyError, TypeError):
+        return None  # it asks for a map of the size that it was captured for
+    if found.shape[1] != program.values[answer].shape[-1]:
+        return None
+    return found.float().reshape(batch, height, width, -1).permute(0, 3, 1, 2)
 
 
 def _logits(ranked: RankProgram, values: Values) -> tuple[torch.Tensor, str]:

@@ -14,7 +14,7 @@ from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
-from hyfi_core.runtime.attribution import attribute
+from hyfi_core.runtime.attribution import Explanation, attribute
 from hyfi_core.runtime.backward import Values
 from hyfi_core.runtime.batch_reader import Images, InputPart, Reader, check_labels
 from hyfi_core.runtime.bindings import Bindings, RandomKey
@@ -133,7 +133,15 @@ class Engine:
             return predictor.run(local, shape[0], micro[0])
 
     def attribute(self, images: Images) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (logits ``(B, K)``, contributions ``(B, K, h, w)`` float32), the same on every rank.
+        """Return (logits ``(B, K)``, contributions ``(B, K, h, w)``) float32, the same on every rank; see `explain`.
+
+        Raises:
+            RequestError: as `explain`.
+        """
+        return self.explain(images)[:2]
+
+    def explain(self, images: Images) -> Explanation:
+        """Return the logits and where they come from, the same on every rank.
 
         A contribution is activation times the gradient of the logit, summed over the channels of the last map before
         space is reduced. For a linear head behind a mean or maximum, contributions plus the bias are the logit.
@@ -155,7 +163,12 @@ class Engine:
                 attribute(compiled, self._bindings.begin(compiled.only, p, m), self._groups.stages[0, 0])
                 for m, p in enumerate(local.split(micro[0]))
             ]
-        return torch.cat([piece[0] for piece in pieces]), torch.cat([piece[1] for piece in pieces])
+        positions = [piece.positions for piece in pieces if piece.positions is not None]
+        return Explanation(
+            torch.cat([piece.logits for piece in pieces]),
+            torch.cat([piece.contributions for piece in pieces]),
+            torch.cat(positions) if len(positions) == len(pieces) else None,
+        )
 
     def accumulate(self, images: Images, labels: torch.Tensor) -> float:
         """Run forward and backward; this call's gradient is reduced and added to what is there.

@@ -226,6 +226,7 @@ class _Run:
         heatmaps = [
             place(
                 attribution.contributions,
+                attribution.scores,
                 attribution.logits.tolist(),
                 views,
                 align_px=self._spec.align_px,

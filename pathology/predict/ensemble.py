@@ -17,6 +17,7 @@ from hyfi_core.comm.agree import agree
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box
+from hyfi_core.runtime.attribution import Explanation
 from pathology.errors import SlideError
 from pathology.predict.members import InputSpec, Member
 from pathology.predict.whole_tissue import SizedEngines, evidence, views_of
@@ -42,10 +43,13 @@ class Attribution:
     Attributes:
         logits: (classes,) float64, of all images together.
         contributions: of each image, (classes, h, w) float32; over all images they sum to the logits less the bias.
+        scores: of each image, (classes, h, w) float32: what the head says of each position alone, before space is
+            reduced; 0 to 1, over the classes they sum to 1.
     """
 
     logits: NDArray[np.float64]
     contributions: tuple[NDArray[np.float32], ...]
+    scores: tuple[NDArray[np.float32], ...]
 
     @property
     def probabilities(self) -> NDArray[np.float64]:
@@ -100,17 +104,18 @@ class Ensemble:
         self, member: Member, engines: SizedEngines, dataset: SlideDataset, index: int, views: Sequence[View]
     ) -> Attribution:
         found = [self._of_image(member, engines, dataset, index, view) for view in views]
-        logits = np.stack([one for one, _ in found])
+        logits = np.stack([one.logits for one in found])
         weights = evidence(logits, views, member.pooling)
         contributions = tuple(
-            (maps * weight[:, None, None]).astype(np.float32) for (_, maps), weight in zip(found, weights, strict=True)
+            (one.contributions[0] * weight[:, None, None]).astype(np.float32)
+            for one, weight in zip(found, weights, strict=True)
         )
-        return Attribution((weights * logits).sum(axis=0), contributions)
+        return Attribution((weights * logits).sum(axis=0), contributions, tuple(one.scores[0] for one in found))
 
     def _of_image(
         self, member: Member, engines: SizedEngines, dataset: SlideDataset, index: int, view: View
-    ) -> tuple[NDArray[np.float64], NDArray[np.float32]]:
-        """Return (logits (classes,), contributions (classes, h, w)) of one image."""
+    ) -> Attribution:
+        """Return what one member says of one image."""
         engine = engines.at(view.size_px)
         assert engine is not None, "views are made for the engines that there are"
 
@@ -119,15 +124,32 @@ class Ensemble:
 
         if isinstance(engine, CellEngine):
             # Each cell reads its own box when its turn comes.
-            found = engine.attribute(lambda box: together(self._comm, lambda: read(box)))
+            found = engine.explain(lambda box: together(self._comm, lambda: read(box)))
         else:
             box = engine.input_box
             part = together(self._comm, lambda: read(box))
-            found = engine.attribute(_given(part, box))
-        logits, contributions = found
-        if not bool(torch.isfinite(logits).all()):
-            raise SlideError(f"the network's output is not finite: {logits[0].tolist()}")
-        return logits[0].double().cpu().numpy(), contributions[0].float().cpu().numpy()
+            found = engine.explain(_given(part, box))
+        if not bool(torch.isfinite(found.logits).all()):
+            raise SlideError(f"the network's output is not finite: {found.logits[0].tolist()}")
+        return Attribution(
+            found.logits[0].double().cpu().numpy(),
+            (found.contributions[0].float().cpu().numpy(),),
+            (position_scores(found).cpu().numpy(),),
+        )
+
+
+def position_scores(found: Explanation) -> torch.Tensor:
+    """Return (classes, h, w) float32: the softmax over classes of what the head says of each position alone.
+
+    A head that takes a whole map only is taken as if it averaged the map: then a position's own logits are its
+    contributions times the number of positions, and the bias.
+    """
+    logits = found.positions
+    if logits is None:
+        maps = found.contributions
+        bias = found.logits - maps.sum(dim=(2, 3))
+        logits = bias[:, :, None, None] + maps * (maps.shape[2] * maps.shape[3])
+    return logits[0].float().softmax(dim=0)
 
 
 def _given(part: torch.Tensor, box: Box) -> Callable[[Box], torch.Tensor]:

@@ -27,13 +27,18 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from data.samples.view import Piece, View
 
+SMOOTH_CELLS = 1.0
+"""Scores are smoothed by a Gaussian of this many cells: about what neighbouring cells see in common."""
+
 
 @dataclass(frozen=True, eq=False)
 class Heatmap:
-    """Contributions to each logit on the slide's grid of cells.
+    """What the network says of each place, on the slide's grid of cells.
 
     Attributes:
-        values: (classes, rows, columns) float32; NaN where the model did not look. Cell (i, j) covers
+        scores: (classes, rows, columns) float32: what the head says of each position before space is reduced, smooth,
+            0 to 1, over the classes they sum to 1; NaN where nothing was seen.
+        values: (classes, rows, columns) float32: contributions to the logits; NaN likewise. Cell (i, j) covers
             ``[i * cell_px, (i + 1) * cell_px) x [j * cell_px, (j + 1) * cell_px)`` of the slide at the model's
             resolution; the last row and column may hang over the slide's border.
         cell_px: side of a cell in pixels of the slide at the model's resolution.
@@ -46,6 +51,7 @@ class Heatmap:
         exact: whether cells were mapped one to one; otherwise by their centres.
     """
 
+    scores: NDArray[np.float32]
     values: NDArray[np.float32]
     cell_px: int
     mpp: tuple[float, float]
@@ -71,7 +77,14 @@ class Heatmap:
         return positive
 
     @property
-    def looked_at(self) -> NDArray[np.bool_]:
+    def certainty(self) -> NDArray[np.float64]:
+        """(rows, columns): how far the highest score is above a tie of all classes, 0 to 1; 0 where not seen."""
+        tie = 1 / len(self.class_names)
+        above: NDArray[np.float64] = (np.nan_to_num(self.scores.max(axis=0), nan=tie) - tie) / (1 - tie)
+        return above.clip(0.0, 1.0)
+
+    @property
+    def seen_cells(self) -> NDArray[np.bool_]:
         """(rows, columns): the cells that the model has seen."""
         seen: NDArray[np.bool_] = ~np.isnan(self.values[0])
         return seen
@@ -79,6 +92,7 @@ class Heatmap:
 
 def place(
     contributions: Sequence[NDArray[np.floating]],
+    scores: Sequence[NDArray[np.floating]],
     logits: Sequence[float],
     views: Sequence[View],
     *,
@@ -94,6 +108,7 @@ def place(
 
     Args:
         contributions: of each image, (classes, h, w); the sum over (h, w) and all images + bias = logit.
+        scores: of each image, (classes, h, w), 0 to 1.
         logits: of each class.
         views: how each image was put together; all of one size.
         align_px: what the origins of the view's pieces are multiples of.
@@ -112,20 +127,23 @@ def place(
         raise ValueError("there is no piece of the slide to put back")
     cell_px, exact = _cells_of(views[0].size_px, contributions[0].shape[1:], pieces, align_px)
     shape = (math.ceil(slide_size_px[0] / cell_px), math.ceil(slide_size_px[1] / cell_px))
-    canvas = np.zeros((len(logits), *shape))
+    classes = len(logits)
+    canvas = np.zeros((2 * classes + 1, *shape))  # contributions, scores, how many cells lie there
     seen = np.zeros(shape, dtype=bool)
     totals, background = np.zeros(len(logits)), np.zeros(len(logits))
-    for given, view in zip(contributions, views, strict=True):
+    for given, score, view in zip(contributions, scores, views, strict=True):
         summed = np.asarray(given, dtype=np.float64)
-        used = (_copy_cells if exact else _scatter_centres)(summed, view, cell_px, canvas, seen)
+        maps = np.concatenate([summed, score, np.ones((1, *summed.shape[1:]))])
+        used = (_copy_cells if exact else _scatter_centres)(maps, view, cell_px, canvas, seen)
         totals += summed.sum(axis=(1, 2))
         background += np.where(used, 0.0, summed).sum(axis=(1, 2))
     shared = background / max(1, int(seen.sum()))
-    canvas += shared[:, None, None]
+    canvas[:classes] += shared[:, None, None]
     canvas[:, ~seen] = np.nan
     logit_values = np.asarray(logits, dtype=np.float64)
     return Heatmap(
-        values=canvas.astype(np.float32),
+        scores=smoothed(canvas[classes:-1] / canvas[-1]),
+        values=canvas[:classes].astype(np.float32),
         cell_px=cell_px,
         mpp=mpp,
         slide_size_px=slide_size_px,
@@ -164,27 +182,27 @@ def _aligned(piece: Piece, cell_px: int) -> bool:
 
 
 def _copy_cells(
-    contributions: NDArray[np.float64], view: View, cell_px: int, canvas: NDArray[np.float64], seen: NDArray[np.bool_]
+    maps: NDArray[np.float64], view: View, cell_px: int, canvas: NDArray[np.float64], seen: NDArray[np.bool_]
 ) -> NDArray[np.bool_]:
     """Add every piece's cells to the canvas, one to one; return which cells (h, w) were used."""
-    used = np.zeros(contributions.shape[1:], dtype=bool)
+    used = np.zeros(maps.shape[1:], dtype=bool)
     for piece in view.pieces:
         rows, columns = (math.ceil(side / cell_px) for side in piece.target.shape)
         ty, tx = piece.target.y0 // cell_px, piece.target.x0 // cell_px
         sy, sx = piece.source.y0 // cell_px, piece.source.x0 // cell_px
         target = (slice(ty, ty + rows), slice(tx, tx + columns))
         source = (slice(sy, sy + rows), slice(sx, sx + columns))
-        canvas[:, *source] += contributions[:, *target]
+        canvas[:, *source] += maps[:, *target]
         seen[source] = True
         used[target] = True
     return used
 
 
 def _scatter_centres(
-    contributions: NDArray[np.float64], view: View, cell_px: int, canvas: NDArray[np.float64], seen: NDArray[np.bool_]
+    maps: NDArray[np.float64], view: View, cell_px: int, canvas: NDArray[np.float64], seen: NDArray[np.bool_]
 ) -> NDArray[np.bool_]:
     """Add every cell where its centre lies on the slide; return which cells (h, w) were used."""
-    rows, columns = contributions.shape[1:]
+    rows, columns = maps.shape[1:]
     centre_y = (np.arange(rows) + 0.5) * view.size_px[0] / rows
     centre_x = (np.arange(columns) + 0.5) * view.size_px[1] / columns
     used = np.zeros((rows, columns), dtype=bool)
@@ -196,7 +214,7 @@ def _scatter_centres(
         to_y = ((centre_y[in_y] - piece.target.y0 + piece.source.y0) // cell_px).astype(int)
         to_x = ((centre_x[in_x] - piece.target.x0 + piece.source.x0) // cell_px).astype(int)
         places = (to_y[:, None] * canvas.shape[2] + to_x).ravel()
-        values = contributions[:, in_y[:, None], in_x].reshape(len(contributions), -1)
+        values = maps[:, in_y[:, None], in_x].reshape(len(maps), -1)
         np.add.at(canvas.reshape(len(canvas), -1).T, places, values.T)
         seen[np.ix_(to_y, to_x)] = True
         used[np.ix_(in_y, in_x)] = True
@@ -216,7 +234,8 @@ def average(heatmaps: Sequence[Heatmap]) -> Heatmap:
         raise ValueError("heatmaps of different slides cannot be averaged")
     first = heatmaps[0]
     shape = tuple(math.ceil(side / finest) for side in first.slide_size_px)
-    total = np.zeros((len(first.values), *shape))
+    total, scores = np.zeros((len(first.values), *shape)), np.zeros((len(first.values), *shape))
+    members = np.zeros(shape)
     shared = np.zeros(len(first.values))
     seen = np.zeros(shape, dtype=bool)
     for heatmap in heatmaps:
@@ -224,9 +243,14 @@ def average(heatmaps: Sequence[Heatmap]) -> Heatmap:
         shared += np.array(heatmap.shared) * (finest / heatmap.cell_px) ** 2 / len(heatmaps)
         seen |= ~np.isnan(values[0])
         total += np.nan_to_num(values)
+        score = _repeated(heatmap.scores, heatmap.cell_px // finest, shape)
+        scores += np.nan_to_num(score)
+        members += ~np.isnan(score[0])
     total /= len(heatmaps)
+    scores = np.where(members > 0, scores / np.maximum(members, 1), np.nan)
     total[:, ~seen] = np.nan
     return Heatmap(
+        scores=scores.astype(np.float32),
         values=total.astype(np.float32),
         cell_px=finest,
         mpp=first.mpp,
@@ -242,11 +266,34 @@ def average(heatmaps: Sequence[Heatmap]) -> Heatmap:
 def _refine(heatmap: Heatmap, cell_px: int, shape: tuple[int, ...]) -> NDArray[np.float64]:
     """Cut each cell into equal cells of ``cell_px``, of which only those on the slide count."""
     times = heatmap.cell_px // cell_px
-    rows, columns = (np.arange(heatmap.values.shape[axis + 1] * times) // times for axis in (0, 1))
-    rows, columns = rows[: shape[0]], columns[: shape[1]]
-    inside = np.outer(np.bincount(rows), np.bincount(columns))
-    values: NDArray[np.float64] = (heatmap.values.astype(np.float64) / inside)[:, rows[:, None], columns]
-    return values
+    sides = [np.bincount(np.arange(n) // times) for n in shape]
+    return _repeated(heatmap.values.astype(np.float64) / np.outer(*sides), times, shape)
+
+
+def _repeated(values: NDArray[np.floating], times: int, shape: tuple[int, ...]) -> NDArray[np.float64]:
+    """Repeat each cell ``times`` in both directions, as far as ``shape``."""
+    rows, columns = (np.arange(n) // times for n in shape)
+    repeated: NDArray[np.float64] = values[:, rows[:, None], columns].astype(np.float64)
+    return repeated
+
+
+def smoothed(scores: NDArray[np.floating], sigma: float = SMOOTH_CELLS) -> NDArray[np.float32]:
+    """Return maps (classes, rows, columns) smoothed by a Gaussian over what was seen; NaN stays NaN.
+
+    Weights are normalised at the border of what was seen: there, too, classes sum to what they did.
+
+    Args:
+        scores: NaN where nothing was seen.
+        sigma: of the Gaussian, in cells.
+    """
+    from skimage.filters import gaussian
+
+    seen = ~np.isnan(scores[0])
+    weight = gaussian(seen.astype(np.float64), sigma)  # type: ignore[no-untyped-call]
+    filled = np.nan_to_num(scores.astype(np.float64))
+    smooth = np.stack([gaussian(channel, sigma) for channel in filled])  # type: ignore[no-untyped-call]
+    smooth /= np.maximum(weight, 1e-9)
+    return np.where(seen, smooth.clip(0.0, 1.0), np.nan).astype(np.float32)
 
 
 def pyramid(values: NDArray[np.float32], smallest_px: int = 256) -> list[NDArray[np.float32]]:

@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from pathology.predict.colors import class_color
 from pathology.predict.heatmap import Heatmap, pyramid
 
 NAMESPACE = "hyfi/heatmap/1"
@@ -15,10 +18,11 @@ TILE_PX = 256
 FLOATING_POINT_PREDICTOR = 3
 
 EXPLANATION = (
-    "Contribution of each place on the slide to the logit of each class (one channel a class). "
-    "The sum over a channel at full resolution, NaN left out, plus the class's bias is its logit; coarser levels hold "
-    "means. NaN: the model did not look there. What the background between the pieces of tissue contributed is shared "
-    "equally among all places that were looked at."
+    "Two channels for each class. Score: what the network's head says of each position before pooling, 0 to 1, "
+    "smoothed over neighbouring cells; over the classes scores sum to 1. Contribution: to the class's logit; "
+    "the sum over a channel at full resolution, NaN left out, plus the class's bias is its logit. Coarser levels hold "
+    "means. NaN: not seen by the network. What the background between the pieces of tissue contributed is shared "
+    "equally among all places that were seen."
 )
 BY_CENTRES = " The network's cells do not divide the pieces of tissue, so each was put where its centre lies."
 
@@ -30,11 +34,11 @@ def write_heatmap(
     provenance: Mapping[str, Any],
     origin_um: tuple[float, float] = (0.0, 0.0),
 ) -> None:
-    """Write ``heatmap`` as a pyramidal OME-TIFF: float32, one named channel a class, deflate, levels as SubIFDs.
+    """Write ``heatmap`` as a pyramidal OME-TIFF: float32, two named channels for each class, levels as SubIFDs.
 
-    The upper left corner is ``origin_um`` away from the slide's (as PositionX and PositionY); one pixel is one cell,
-    whose size in micrometres is in the metadata (as PhysicalSizeX and PhysicalSizeY). Bias, logits and what else is
-    needed to read it are in a map annotation.
+    Channels are all scores, then all contributions. The upper left corner is ``origin_um`` away from the slide's (as
+    PositionX and PositionY); one pixel is one cell, whose size in micrometres is in the metadata (as PhysicalSizeX and
+    PhysicalSizeY). Bias, logits and what else is needed to read it are in a map annotation.
     Follows the OME-TIFF specification 6.3, section "Sub-resolutions".
 
     Args:
@@ -49,7 +53,7 @@ def write_heatmap(
     """
     import tifffile
 
-    levels = pyramid(heatmap.values)
+    levels = pyramid(np.concatenate([heatmap.scores, heatmap.values]))
     metadata = ome_metadata(heatmap, name, provenance, origin_um)
     beside = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     options: dict[str, Any] = {
@@ -61,9 +65,12 @@ def write_heatmap(
     }
     try:
         with tifffile.TiffWriter(beside, bigtiff=True, ome=True) as file:
-            file.write(levels[0], subifds=len(levels) - 1, metadata=metadata, **options)
-            for level in levels[1:]:
-                file.write(level, subfiletype=1, metadata=None, **options)
+            for k, level in enumerate(levels):
+                resolution = _resolution(heatmap, k)
+                if k == 0:
+                    file.write(level, subifds=len(levels) - 1, metadata=metadata, **resolution, **options)
+                else:
+                    file.write(level, subfiletype=1, metadata=None, **resolution, **options)
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
@@ -85,7 +92,8 @@ def ome_metadata(
         "cells_mapped": "one to one" if heatmap.exact else "by their centres",
         **provenance,
     }
-    planes = len(heatmap.class_names)
+    channels = [f"{kind} {name}" for kind in ("score", "contribution") for name in heatmap.class_names]
+    planes = len(channels)
     return {
         "axes": "CYX",
         "Name": name,
@@ -94,7 +102,7 @@ def ome_metadata(
         "PhysicalSizeXUnit": "µm",
         "PhysicalSizeY": heatmap.cell_um[0],
         "PhysicalSizeYUnit": "µm",
-        "Channel": {"Name": list(heatmap.class_names)},
+        "Channel": {"Name": channels},
         "Plane": {
             "PositionX": [origin_um[1]] * planes,
             "PositionXUnit": ["µm"] * planes,
@@ -106,3 +114,48 @@ def ome_metadata(
             **{key: value if isinstance(value, str) else json.dumps(value) for key, value in facts.items()},
         },
     }
+
+
+def write_score_picture(path: Path, heatmap: Heatmap) -> None:
+    """Write the scores in the classes' colours as a pyramidal RGB TIFF that OpenSlide and QuPath open as a slide.
+
+    Levels are directories of their own, as OpenSlide reads them, and have resolution tags; what was not seen is white,
+    what is undecided is pale.
+
+    Args:
+        path: the file; what is there is replaced at once, when the new one is whole.
+        heatmap: whose scores are drawn; one pixel is one cell.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    import tifffile
+
+    colors = np.array([class_color(index) for index in range(len(heatmap.class_names))], dtype=np.float64)
+    mixed = np.einsum("khw,kc->hwc", np.nan_to_num(heatmap.scores), colors)
+    drawn = 255 + (mixed - 255) * heatmap.certainty[..., None]
+    levels = pyramid(drawn.transpose(2, 0, 1).astype(np.float32))
+    beside = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    try:
+        with tifffile.TiffWriter(beside, bigtiff=True) as file:
+            for k, level in enumerate(levels):
+                pixels = np.ascontiguousarray(level.round().clip(0, 255).astype(np.uint8).transpose(1, 2, 0))
+                file.write(
+                    pixels,
+                    photometric="rgb",
+                    software="hyfi",
+                    tile=(TILE_PX, TILE_PX),
+                    compression="adobe_deflate",
+                    subfiletype=int(k > 0),
+                    metadata=None,
+                    **_resolution(heatmap, k),
+                )
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _resolution(heatmap: Heatmap, level: int) -> dict[str, Any]:
+    """Return the tags that state a level's pixels per centimetre."""
+    y_um, x_um = heatmap.cell_um
+    return {"resolution": (1e4 / (x_um * 2**level), 1e4 / (y_um * 2**level)), "resolutionunit": "CENTIMETER"}

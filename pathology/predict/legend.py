@@ -8,8 +8,6 @@ from typing import Literal
 
 from PIL import Image, ImageDraw, ImageFont
 
-from pathology.predict.colors import heat_ramp
-
 TEXT_RGB = (31, 41, 55)
 STRIP_RGB = (255, 255, 255)
 
@@ -18,8 +16,9 @@ STRIP_RGB = (255, 255, 255)
 class Key:
     """A sample of a colour or line, and what it means."""
 
-    kind: Literal["ramp", "outline", "region", "unseen"]
+    kind: Literal["class", "outline", "region", "unseen"]
     text: str
+    color: tuple[int, int, int] = (0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ def _rows(items: list[LegendItem], width_px: int, unit: int) -> list[list[Legend
 def _sample_px(item: LegendItem, unit: int, width_px: int) -> int:
     if isinstance(item, ScaleBar):
         return round(bar_length_um(item.um_per_px, width_px / 8) / item.um_per_px)
-    return round(unit * (7 if item.kind == "ramp" else 1.9))
+    return round(unit * (1.9))
 
 
 def _text(item: LegendItem, width_px: int) -> str:
@@ -116,9 +115,8 @@ def _draw_item(draw: ImageDraw.ImageDraw, item: LegendItem, x: float, y: float, 
         draw.line((x, y, x + length, y), fill=TEXT_RGB, width=3)
         for end in (x, x + length):
             draw.line((end, y - half * 0.7, end, y + half * 0.7), fill=TEXT_RGB, width=3)
-    elif item.kind == "ramp":
-        for step, color in enumerate(heat_ramp(length).tolist()):
-            draw.line((x + step, y - half, x + step, y + half), fill=tuple(color))
+    elif item.kind == "class":
+        draw.rectangle((x, y - half, x + length, y + half), fill=item.color)
     elif item.kind == "outline":
         draw.line((x, y, x + length, y), fill=(52, 64, 84), width=2)
     elif item.kind == "region":

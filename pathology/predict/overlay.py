@@ -1,4 +1,4 @@
-"""A picture of the slide that shows where its prediction came from."""
+"""A picture of the slide that shows what the network says of each place: each class in its colour."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from pathology.predict.colors import heat_ramp
+from pathology.predict.colors import class_color
 from pathology.predict.heatmap import Heatmap
 from pathology.predict.legend import Key, LegendItem, ScaleBar, add_legend, typeset
 from pathology.predict.regions import Region, outline
 
 OUTLINE_RGB = (52, 64, 84)
 REGION_RGB = (17, 24, 39)
-SATURATION = 0.45  # of the tissue under the colours, so that stain and heat cannot be confused
-STRONGEST_ALPHA = 0.88
-BRIGHTEST_QUANTILE = 0.998  # one outlying cell shall not pale all others
+SATURATION = 0.35  # of the tissue under the colours, so that stain and score cannot be confused
+STRONGEST_ALPHA = 0.62
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +27,7 @@ class Overlay:
     Attributes:
         thumbnail: (h, w, 3) uint8, the whole slide.
         heatmap: on the same slide.
-        class_index: whose contributions are shown: only what speaks for it, only in the tissue; None: nobody's.
+        shown: whether classes are shown; else only the tissue that was not seen.
         tissue: bool mask of the slide; its first pixel is the slide's, its last may hang over the slide's end.
         tissue_mpp: (y, x) micrometres per pixel of the mask.
         regions: numbered outlines.
@@ -36,7 +35,7 @@ class Overlay:
 
     thumbnail: NDArray[np.uint8]
     heatmap: Heatmap
-    class_index: int | None
+    shown: bool
     tissue: NDArray[np.bool_]
     tissue_mpp: tuple[float, float]
     regions: Sequence[Region]
@@ -44,33 +43,35 @@ class Overlay:
 
 def draw_overlay(overlay: Overlay) -> Image.Image:
     """Return the thumbnail under translucent colours, with the tissue's outline, the regions and a legend below."""
-    heat, strongest = resampled_heat(overlay)
     shape = overlay.thumbnail.shape[:2]
     extent = slide_extent(overlay.tissue_mpp, overlay.heatmap)
     tissue = _resize(overlay.tissue.astype(np.float32), shape, extent)
-    seen = _resize(overlay.heatmap.looked_at.astype(np.float32), shape, _cells_extent(overlay.heatmap))
+    seen = _resize(overlay.heatmap.seen_cells.astype(np.float32), shape, _cells_extent(overlay.heatmap))
     unseen = np.clip(tissue * 2 - 1, 0, 1) * (1 - np.clip(seen, 0, 1))
     canvas = _greyed(overlay.thumbnail)
     canvas = _blend(canvas, np.full(3, 255.0), 0.65 * unseen * _hatching(shape))
-    ramp = heat_ramp().astype(np.float64)
-    alpha = STRONGEST_ALPHA * np.sqrt(heat) * seen * _near(tissue)
-    canvas = _blend(canvas, ramp[np.round(heat * 255).astype(int)], alpha)
+    if overlay.shown:
+        colors, certainty = score_colors(overlay.heatmap, shape)
+        canvas = _blend(canvas, colors, STRONGEST_ALPHA * certainty * seen * _near(tissue))
     canvas = _blend(canvas, np.array(OUTLINE_RGB, dtype=np.float64), 0.8 * _line(tissue))
     image = Image.fromarray(np.round(canvas).clip(0, 255).astype(np.uint8))
     _draw_regions(image, overlay)
-    return add_legend(image, _legend(overlay, strongest, bool((unseen > 0.5).mean() > 1e-4)))
+    return add_legend(image, _legend(overlay, bool((unseen > 0.5).mean() > 1e-4)))
 
 
-def resampled_heat(overlay: Overlay) -> tuple[NDArray[np.float64], float]:
-    """Return what speaks for the class, 0 to 1, in pixels of the thumbnail, and the contribution that is shown as 1."""
-    if overlay.class_index is None:
-        return np.zeros(overlay.thumbnail.shape[:2]), 0.0
-    positive = overlay.heatmap.speaks_for(overlay.class_index).astype(np.float32)
-    positive[~tissue_cells(overlay.tissue, overlay.tissue_mpp, overlay.heatmap)] = 0.0
-    spread = positive[positive > 0]
-    strongest = float(np.quantile(spread, BRIGHTEST_QUANTILE)) if spread.size else 0.0
-    heat = _resize(positive, overlay.thumbnail.shape[:2], _cells_extent(overlay.heatmap))
-    return (np.clip(heat / strongest, 0, 1) if strongest > 0 else np.zeros_like(heat)), strongest
+def score_colors(heatmap: Heatmap, shape: Sequence[int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the classes' colours mixed by their scores, (h, w, 3) from 0 to 255, and how certain each is, (h, w).
+
+    Args:
+        heatmap: of the slide.
+        shape: (h, w) of a picture of the whole slide.
+    """
+    extent = _cells_extent(heatmap)
+    colors = np.zeros((*shape[:2], 3))
+    for index, score in enumerate(heatmap.scores):
+        part = _resize(np.nan_to_num(score).astype(np.float32), shape, extent)
+        colors += part[..., None] * np.array(class_color(index), dtype=np.float64)
+    return colors, _resize(heatmap.certainty.astype(np.float32), shape, extent)
 
 
 def slide_extent(mpp: tuple[float, float], heatmap: Heatmap) -> tuple[float, float]:
@@ -167,13 +168,12 @@ def _draw_regions(image: Image.Image, overlay: Overlay) -> None:
         draw.text((x, y), text, fill=REGION_RGB, font=font, anchor="mm")
 
 
-def _legend(overlay: Overlay, strongest: float, some_unseen: bool) -> list[LegendItem]:
-    items: list[LegendItem] = [Key("outline", "tissue")]
-    if overlay.class_index is not None:
-        name = overlay.heatmap.class_names[overlay.class_index]
-        items.insert(0, Key("ramp", f"speaks for “{name}”: 0 to {strongest:.2g} per cell"))
+def _legend(overlay: Overlay, some_unseen: bool) -> list[LegendItem]:
+    names = overlay.heatmap.class_names if overlay.shown else ()
+    items: list[LegendItem] = [Key("class", name, class_color(index)) for index, name in enumerate(names)]
+    items.append(Key("outline", "tissue"))
     if overlay.regions:
-        items.append(Key("region", "regions that speak most, ranked"))
+        items.append(Key("region", "regions that score highest, ranked"))
     if some_unseen:
         items.append(Key("unseen", "tissue not seen"))
     um_per_px = overlay.heatmap.mpp[1] * overlay.heatmap.slide_size_px[1] / overlay.thumbnail.shape[1]

@@ -1,7 +1,7 @@
-"""The regions of a slide that speak most for a class, as polygons that QuPath opens.
+"""The regions of a slide where a class scores highest, and its tissue, as polygons that QuPath opens.
 
-The smallest set of cells that together hold a given share of the class's positive contribution is cut into connected
-regions, ranked by what they contribute. Outlines follow the edges of cells exactly:
+Where a class has more than half of the score is cut into connected regions, ranked by score times area. Outlines
+follow the edges of cells exactly:
 
     +--+--+        (x, y) of level 0, minus the slide's bounds: the coordinates that QuPath shows.
     |  |  |        Cells of a region share edges. Where two touch at a corner only, the outline
@@ -28,24 +28,30 @@ from pathology.predict.heatmap import Heatmap
 
 Ring = list[tuple[float, float]]
 
+TISSUE_UM = 32.0
+"""Outlines of tissue are this coarse."""
+TISSUE_RGB = (52, 64, 84)
+
 _NAMESPACE = uuid.UUID("5a0f1e0c-6f3f-5d0f-8a57-2f1d5f1f6b11")
 
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """A connected set of cells that speaks for a class.
+    """A connected set of cells where a class has a high score.
 
     Attributes:
-        rank: 1 for the region that contributes most.
+        rank: 1 for the region of most evidence.
         cells: (rows, columns) of its cells on the heatmap, each (n,).
+        score: mean over its cells, 0 to 1.
         contribution: sum of its cells' contributions to the logit.
         share: of all positive contribution to this logit, 0 to 1.
         area_um2: of its cells.
-        peak: (row, column) of the cell that contributes most.
+        peak: (row, column) of the cell of the highest score.
     """
 
     rank: int
     cells: tuple[NDArray[np.intp], NDArray[np.intp]]
+    score: float
     contribution: float
     share: float
     area_um2: float
@@ -57,50 +63,67 @@ def find_regions(
     class_index: int,
     tissue: NDArray[np.bool_] | None = None,
     *,
-    share: float = 0.5,
     most: int = 12,
-    least: float = 0.05,
+    least_um: float = 100.0,
 ) -> list[Region]:
-    """Return the regions that contribute most to a class, the strongest first.
+    """Return the regions where a class has the highest evidence: score times area, the strongest first.
+
+    A region is where the class has more than half of the score; where it nowhere has, more than half of its highest
+    score. Smaller regions than one sees become a square of ``least_um`` around their highest score.
 
     Args:
-        heatmap: contributions on the slide.
-        class_index: the class that they should speak for.
+        heatmap: of the slide.
+        class_index: the class.
         tissue: (rows, columns) of the heatmap: where regions may lie; None: anywhere.
-        share: of the positive contribution that the chosen cells hold together, before the weakest regions are dropped.
         most: regions to return at most.
-        least: what a region must contribute, as a share of the strongest region's contribution.
+        least_um: side of the smallest region.
 
     Returns:
-        At most ``most`` regions; none where nothing speaks for the class.
+        At most ``most`` regions; none where the class scores nothing.
     """
     from skimage.measure import label
 
-    everywhere = heatmap.speaks_for(class_index)
-    positive = everywhere if tissue is None else np.where(tissue, everywhere, 0.0)
-    total = positive.sum()
-    if total <= 0:
+    score = np.nan_to_num(heatmap.scores[class_index].astype(np.float64))
+    if tissue is not None:
+        score = np.where(tissue, score, 0.0)
+    if score.max() <= 0:
         return []
-    descending = np.sort(positive, axis=None)[::-1]
-    needed = min(int(np.searchsorted(np.cumsum(descending), share * total)), descending.size - 1)
-    chosen = positive >= max(descending[needed], np.finfo(np.float64).tiny)
+    chosen = score >= (0.5 if score.max() >= 0.5 else score.max() / 2)
     groups = np.asarray(label(chosen, connectivity=1))  # type: ignore[no-untyped-call]
-    sums = np.bincount(groups.ravel(), weights=positive.ravel())[1:]
-    strongest = [group for group in np.argsort(-sums, kind="stable")[:most] if sums[group] >= least * sums.max()]
-    return [
-        _region(rank, np.nonzero(groups == group + 1), positive, everywhere.sum(), heatmap)
+    sums = np.bincount(groups.ravel(), weights=score.ravel())[1:]
+    strongest = np.argsort(-sums, kind="stable")[:most]
+    total = float(heatmap.speaks_for(class_index).sum())
+    side_px = tuple(max(1, round(least_um / um)) for um in heatmap.cell_um)
+    found = [
+        _region(
+            rank, _large_enough(np.nonzero(groups == group + 1), score, side_px), score, heatmap, class_index, total
+        )
         for rank, group in enumerate(strongest, start=1)
     ]
+    return found
 
 
-def _region(rank: int, cells: Any, positive: NDArray[np.float64], total: float, heatmap: Heatmap) -> Region:
-    strongest = int(np.argmax(positive[cells]))
-    contribution = float(positive[cells].sum())
+def _large_enough(cells: Any, score: NDArray[np.float64], side: tuple[int, ...]) -> Any:
+    """Return the cells, or those of a square around the highest score where they are fewer than it has."""
+    if len(cells[0]) >= side[0] * side[1]:
+        return cells
+    peak = int(np.argmax(score[cells]))
+    lows = [max(0, int(at[peak]) - n // 2) for at, n in zip(cells, side, strict=True)]
+    rows, columns = (np.arange(low, min(low + n, m)) for low, n, m in zip(lows, side, score.shape, strict=True))
+    return tuple(axis.ravel() for axis in np.meshgrid(rows, columns, indexing="ij"))
+
+
+def _region(
+    rank: int, cells: Any, score: NDArray[np.float64], heatmap: Heatmap, class_index: int, total: float
+) -> Region:
+    strongest = int(np.argmax(score[cells]))
+    contribution = float(heatmap.speaks_for(class_index)[cells].sum())
     return Region(
         rank=rank,
         cells=cells,
+        score=float(score[cells].mean()),
         contribution=contribution,
-        share=contribution / float(total),
+        share=contribution / total if total > 0 else 0.0,
         area_um2=len(cells[0]) * heatmap.cell_um[0] * heatmap.cell_um[1],
         peak=(int(cells[0][strongest]), int(cells[1][strongest])),
     )
@@ -171,25 +194,62 @@ def to_geojson(
     features = []
     for region in regions:
         rings = [[level0.point(x, y, heatmap) for x, y in ring] for ring in outline(region.cells)]
-        features.append(
-            {
-                "type": "Feature",
-                "id": str(uuid.uuid5(_NAMESPACE, f"{slide_id}/{name}/{region.rank}")),
-                "geometry": {"type": "Polygon", "coordinates": rings},
-                "properties": {
-                    "objectType": "annotation",
-                    "name": f"{name} {region.rank}",
-                    "classification": {"name": name, "color": color},
-                    "isLocked": False,
-                    "measurements": {
-                        "contribution to the logit": round(region.contribution, 6),
-                        "share of the positive contribution": round(region.share, 6),
-                        "area um^2": round(region.area_um2, 2),
-                    },
-                },
-            }
-        )
+        properties = {
+            "objectType": "annotation",
+            "name": f"{name} {region.rank}",
+            "classification": {"name": name, "color": color},
+            "isLocked": False,
+            "measurements": {
+                "mean score": round(region.score, 6),
+                "contribution to the logit": round(region.contribution, 6),
+                "share of the positive contribution": round(region.share, 6),
+                "area um^2": round(region.area_um2, 2),
+            },
+        }
+        features.append(_feature(f"{slide_id}/{name}/{region.rank}", rings, properties))
     return {"type": "FeatureCollection", "features": features}
+
+
+def tissue_features(
+    tissue: NDArray[np.bool_], mpp: tuple[float, float], heatmap: Heatmap, *, slide_id: str, level0: Level0
+) -> list[dict[str, Any]]:
+    """Return the outlines of the tissue as GeoJSON features, one for each piece, at about 32 µm.
+
+    Args:
+        tissue: mask of the slide.
+        mpp: (y, x) micrometres per pixel of the mask.
+        heatmap: of the same slide.
+        slide_id: the same slide and piece have the same id every time.
+        level0: how pixels of the slide at the model's resolution become QuPath's.
+    """
+    from skimage.measure import block_reduce, label
+
+    step = max(1, round(TISSUE_UM / max(mpp)))
+    coarse = np.asarray(block_reduce(tissue, (step, step), np.max))  # type: ignore[no-untyped-call]
+    groups = np.asarray(label(coarse, connectivity=1))  # type: ignore[no-untyped-call]
+    scale = [step * um / cell_um for um, cell_um in zip(mpp, heatmap.cell_um, strict=True)]
+    features = []
+    for number in range(1, int(groups.max()) + 1):
+        rows, columns = np.nonzero(groups == number)
+        rings = outline((rows, columns))
+        corners = [[level0.point(x * scale[1], y * scale[0], heatmap) for x, y in ring] for ring in rings]
+        properties = {
+            "objectType": "annotation",
+            "name": f"Tissue {number}",
+            "classification": {"name": "Tissue", "color": list(TISSUE_RGB)},
+            "isLocked": True,
+        }
+        features.append(_feature(f"{slide_id}/tissue/{number}", corners, properties))
+    return features
+
+
+def _feature(identity: str, rings: list[Ring], properties: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "Feature",
+        "id": str(uuid.uuid5(_NAMESPACE, identity)),
+        "geometry": {"type": "Polygon", "coordinates": rings},
+        "properties": properties,
+    }
 
 
 @dataclass(frozen=True)

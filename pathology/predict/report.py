@@ -28,11 +28,11 @@ class Flag:
 
 @dataclass(frozen=True)
 class RegionPicture:
-    """A region: its rank, a data URI, its share of the positive contribution, area and place in words."""
+    """A region: its rank, a data URI, its mean score, area and place in words."""
 
     rank: int
     picture: str
-    share: float
+    score: float
     area: str
     x: int
     y: int

@@ -1,7 +1,7 @@
 """The folder of one slide's results: heatmap, overlay, regions, report; written beside and renamed when whole.
 
 ```
-DIR/<slide_id>/heatmap.tiff  overlay.png  regions.geojson  report.html  prediction.json
+DIR/<slide_id>/heatmap.tiff  scores.tiff  overlay.png  regions.geojson  report.html  prediction.json
 ```
 """
 
@@ -18,10 +18,10 @@ from PIL import Image
 from data.files import publish_directory, remove_leftovers, temporary_beside
 from hyfi_core.files import sync_file
 from pathology.ingest.thumbnail import thumbnail_of_store
-from pathology.predict.heatmap_tiff import write_heatmap
+from pathology.predict.heatmap_tiff import write_heatmap, write_score_picture
 from pathology.predict.members import InputSpec, Member
 from pathology.predict.overlay import Overlay, draw_overlay, tissue_cells
-from pathology.predict.regions import find_regions, to_geojson, write_regions
+from pathology.predict.regions import find_regions, tissue_features, to_geojson, write_regions
 from pathology.predict.report import render_report
 from pathology.predict.slide_report import Pictures, fill_report
 from pathology.predict.slide_result import SlideResult, level0_of, origin_um
@@ -75,12 +75,14 @@ def _write_files(
     mask, mask_mpp = result.slide.tissue()
     cells = tissue_cells(mask, mask_mpp, heatmap)
     regions = [] if result.withheld else find_regions(heatmap, predicted, cells)
-    overlay = draw_overlay(Overlay(thumb, heatmap, None if result.withheld else predicted, mask, mask_mpp, regions))
+    overlay = draw_overlay(Overlay(thumb, heatmap, not result.withheld, mask, mask_mpp, regions))
     overlay.save(folder / "overlay.png", optimize=False, compress_level=6)
     level0 = level0_of(result)
-    write_regions(
-        folder / "regions.geojson", to_geojson(regions, heatmap, predicted, slide_id=result.slide_id, level0=level0)
-    )
+    collection = to_geojson(regions, heatmap, predicted, slide_id=result.slide_id, level0=level0)
+    collection["features"] += tissue_features(mask, mask_mpp, heatmap, slide_id=result.slide_id, level0=level0)
+    write_regions(folder / "regions.geojson", collection)
+    if not result.withheld:
+        write_score_picture(folder / "scores.tiff", heatmap)
     report = fill_report(result, members, spec, Pictures(Image.fromarray(thumb), overlay, cells), regions, level0)
     (folder / "report.html").write_text(render_report(report), encoding="utf-8")
     text = json.dumps({"key": dict(key), "slide_id": result.slide_id, **about}, ensure_ascii=False, indent=1)

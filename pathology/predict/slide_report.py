@@ -119,7 +119,7 @@ def _region(result: SlideResult, region: Region, level0: Level0) -> RegionPictur
     return RegionPicture(
         rank=region.rank,
         picture=_crop(result, region),
-        share=region.share,
+        score=region.score,
         area=area_text(region.area_um2),
         x=round(x),
         y=round(y),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,7 +64,9 @@ def run(
         icc=icc,
         cache=cache,
     )
-    _check_cache(cache)
+    if cache is not None:  # else every slide would be called unreadable for it
+        require_folder(cache, "--cache, on a local disk")
+        require_writable(cache)
     request = Request(paths, out, options, overwrite, _part(part), pseudonyms)
     memory_bytes = None if memory is None else parse_bytes(memory)
     processes = worker_count(workers, memory_bytes)
@@ -72,19 +75,13 @@ def run(
         return _dry_run(plan, request, processes, as_json)
     _refuse_too_little_room(plan, request)
     with console.progress(len(plan.jobs), "ingest") as bar:
-        shown = _Bar(bar, Pace(plan.jobs))
-        report = ingest(
-            request,
-            workers=processes,
-            memory_bytes=memory_bytes,
-            finished=shown.finished,
-            progress=shown.progress,
-            plan=plan,
-        )
+        shown = _ByteProgress(bar, Pace(plan.jobs))
+        run_ingest = partial(ingest, request, workers=processes, memory_bytes=memory_bytes, plan=plan)
+        report = run_ingest(finished=shown.finished, progress=shown.progress)
     return _report(report, out, as_json)
 
 
-class _Bar:
+class _ByteProgress:
     """Turns the ingest's reports into a bar that moves by the bytes that are done."""
 
     def __init__(self, bar: console.Progress, pace: Pace) -> None:
@@ -156,14 +153,6 @@ def _part(text: str) -> tuple[int, int]:
     if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
         raise RequestError(f"--part {text}: i/n is expected, as in 1/4, 2/4, 3/4, 4/4")
     return int(number), int(of)
-
-
-def _check_cache(cache: Path | None) -> None:
-    """Refuse a folder for copies that takes none, before every slide is said to be unreadable for it."""
-    if cache is None:
-        return
-    require_folder(cache, "--cache, on a local disk")
-    require_writable(cache)
 
 
 def _refuse_too_little_room(plan: Plan, request: Request) -> None:

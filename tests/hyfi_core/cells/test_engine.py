@@ -131,7 +131,7 @@ def test_contributions_are_those_of_one_piece() -> None:
     model, images = settled(make()), images_of(shape)
     whole = hyfi_core.parallelize(model, shape, hyfi_core.ParallelPlan(((1, 1),)), AloneCommunicator())
     engine = CellEngine(model, shape, (3, 2))
-    for found, wanted in zip(engine.attribute(images), whole.attribute(images), strict=True):
+    for found, wanted in zip(engine.explain(images), whole.explain(images), strict=True):
         assert found.dtype == torch.float32 and found.shape == wanted.shape
         assert float((found - wanted).norm()) <= 1e-6 * float(wanted.norm())
 

@@ -154,10 +154,10 @@ def test_contributions_and_bias_sum_to_the_logit_and_point_to_the_pixels(grid: t
 
     def body(comm: Any, module: nn.Module) -> Any:
         engine = hyfi_core.parallelize(module, (2, 3, 17, 22), hyfi_core.ParallelPlan(grids=(grid,)), comm)
-        return engine.attribute(images)
+        return engine.explain(images)
 
     results = run_copies(model, grid[0] * grid[1], body)
-    _, maps = results[0]
+    _, maps, positions = results[0]
     assert maps.shape == (2, 3, 9, 11)
     with torch.no_grad():
         model.eval()
@@ -165,7 +165,9 @@ def test_contributions_and_bias_sum_to_the_logit_and_point_to_the_pixels(grid: t
         wanted = torch.einsum("bchw,kc->bkhw", features, model.fc.weight) / (9 * 11)
     torch.testing.assert_close(maps, wanted.float(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(maps.double().sum((2, 3)) + model.fc.bias, model(images), rtol=1e-5, atol=1e-5)
-    assert all(torch.equal(result[1], maps) for result in results)
+    alone = torch.einsum("bchw,kc->bkhw", features, model.fc.weight) + model.fc.bias[:, None, None]
+    torch.testing.assert_close(positions, alone.float().detach(), rtol=1e-5, atol=1e-6)
+    assert all(torch.equal(result[1], maps) and torch.equal(result[2], positions) for result in results)
 
 
 def test_a_three_by_three_of_stride_two_sends_one_row_and_a_one_by_one_nothing() -> None:

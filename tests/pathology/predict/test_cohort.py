@@ -26,7 +26,7 @@ from pathology.predict.options import PredictOptions
 from pathology.predict.whole_tissue import grid_of
 from tests.pathology.slides import FOCUS, Darkness, draw_slide, member_of, write_slide
 
-FILES = {"heatmap.tiff", "overlay.png", "regions.geojson", "report.html", "prediction.json"}
+FILES = {"heatmap.tiff", "scores.tiff", "overlay.png", "regions.geojson", "report.html", "prediction.json"}
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_a_file_gives_the_models_answer_and_all_files(slide: Path, store: Path, 
     assert {path.name for path in (tmp_path / "out" / "one").iterdir()} == FILES
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"one", "predictions.csv", "predictions.json"}
     values = tifffile.imread(tmp_path / "out" / "one" / "heatmap.tiff")
-    total = np.nansum(values.astype(np.float64), axis=(1, 2)) + model.fc.bias.detach().numpy()
+    total = np.nansum(values[2:].astype(np.float64), axis=(1, 2)) + model.fc.bias.detach().numpy()
     np.testing.assert_allclose(total, logits.numpy(), atol=1e-5)
 
 
@@ -95,8 +95,8 @@ def test_heatmap_and_regions_are_in_register_with_the_slide(slide: Path, tmp_pat
         model.fc.bias.copy_(torch.tensor([-9.0, 9.0]))
     predict(tmp_path, [slide], member_of(model))
     values = tifffile.imread(tmp_path / "one" / "heatmap.tiff")
-    assert values.shape == (2, -(-500 // 32), -(-1000 // 32))
-    y, x = np.unravel_index(np.nanargmax(values[1]), values.shape[1:])
+    assert values.shape == (4, -(-500 // 32), -(-1000 // 32))
+    y, x = np.unravel_index(np.nanargmax(values[3]), values.shape[1:])
     cell = 32 * 2  # level-0 pixels
     assert FOCUS[0] - cell < y * cell < FOCUS[1]
     assert FOCUS[2] - cell < x * cell < FOCUS[3]
@@ -301,8 +301,8 @@ def test_real_slides(real_slides: Path, tmp_path: Path) -> None:
     with tifffile.TiffFile(tmp_path / "CMU-1-Small-Region" / "heatmap.tiff") as file:
         values = file.series[0].asarray()
         facts = file.ome_metadata or ""
-    assert values.shape == (2, -(-742 // 32), -(-555 // 32))
+    assert values.shape == (4, -(-742 // 32), -(-555 // 32))
     assert 'PhysicalSizeX="64.0"' in facts
-    total = np.nansum(values.astype(np.float64), axis=(1, 2)) + model.fc.bias.detach().numpy()
+    total = np.nansum(values[2:].astype(np.float64), axis=(1, 2)) + model.fc.bias.detach().numpy()
     p = report.done[0].probabilities
     assert total[1] - total[0] == pytest.approx(np.log(p[1] / p[0]), abs=1e-4)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 
 from data.samples.view import Piece, View
 from hyfi_core.plan.box import Box
-from pathology.predict.heatmap import Heatmap, average, network_stride, place, pyramid
-from pathology.predict.heatmap_tiff import write_heatmap
+from pathology.predict.colors import class_color
+from pathology.predict.heatmap import Heatmap, average, network_stride, place, pyramid, smoothed
+from pathology.predict.heatmap_tiff import write_heatmap, write_score_picture
 
 CLASSES = ("benign", "malignant µ")
 
@@ -26,10 +28,16 @@ def view_of(size_px: tuple[int, int], *pieces: tuple[tuple[int, int, int, int], 
     return View(size_px, tuple(made), 1.0, 1, ())
 
 
+def scores_of(cells: np.ndarray) -> np.ndarray:
+    """What a cell's own value says of it, 0 to 1."""
+    return np.asarray(1 / (1 + np.exp(-cells)))
+
+
 def put(contributions: np.ndarray, view: View, slide: tuple[int, int], align_px: int = 64) -> Heatmap:
     logits = contributions.sum((1, 2), dtype=np.float64) + np.array([0.25, -1.5])[: len(contributions)]
     return place(
         [contributions],
+        [scores_of(contributions)],
         logits.tolist(),
         [view],
         align_px=align_px,
@@ -53,26 +61,26 @@ def test_cells_return_to_the_place_their_piece_was_cut_from() -> None:
     background = (cells.sum((1, 2)) - cells[:, :2, :4].sum((1, 2)) - cells[:, 2:, 4:].sum((1, 2))) / 12
     np.testing.assert_allclose(heatmap.values[:, 2:4, 2:6], cells[:, :2, :4] + background[:, None, None], rtol=1e-5)
     np.testing.assert_allclose(heatmap.values[:, 6:8, 0:2], cells[:, 2:, 4:] + background[:, None, None], rtol=1e-5)
-    assert heatmap.looked_at.sum() == 12
+    assert heatmap.seen_cells.sum() == 12
 
 
 def test_what_was_not_looked_at_is_nan_in_every_class() -> None:
     heatmap = put(random_cells(2, 4, 4), view_of((128, 128), ((64, 128, 0, 64), (0, 0))), (200, 200))
-    assert np.isnan(heatmap.values[:, ~heatmap.looked_at]).all()
-    assert heatmap.looked_at[2:4, :2].all()
+    assert np.isnan(heatmap.values[:, ~heatmap.seen_cells]).all()
+    assert heatmap.seen_cells[2:4, :2].all()
 
 
 def test_ragged_piece_at_the_slides_border_keeps_its_last_cells() -> None:
     heatmap = put(random_cells(1, 4, 4), view_of((128, 128), ((64, 100, 64, 71), (64, 64))), (100, 71))
     assert heatmap.values.shape == (1, 4, 3)
-    assert heatmap.looked_at.sum() == 2
+    assert heatmap.seen_cells.sum() == 2
 
 
 def test_pieces_off_the_grid_go_where_the_centres_lie_and_say_so() -> None:
     view = view_of((128, 128), ((10, 74, 40, 104), (0, 0)))
     heatmap = put(random_cells(1, 4, 4), view, (200, 200))
     assert not heatmap.exact
-    assert heatmap.looked_at[0:3, 1:4].sum() == 4
+    assert heatmap.seen_cells[0:3, 1:4].sum() == 4
     np.testing.assert_allclose(np.nansum(heatmap.values) + heatmap.bias[0], heatmap.logits[0], rtol=1e-5)
 
 
@@ -144,11 +152,14 @@ def test_file_is_a_pyramidal_ome_tiff_in_register(tmp_path: Path) -> None:
         series = file.series[0]
         assert series.axes == "CYX"
         assert series.dtype == np.float32
-        assert [level.shape for level in series.levels] == [(2, 700, 800), (2, 350, 400), (2, 175, 200)]
-        assert len(file.pages) == 2
+        assert [level.shape for level in series.levels] == [(4, 700, 800), (4, 350, 400), (4, 175, 200)]
+        assert len(file.pages) == 4
         assert len(file.pages.first.pages) == 2
-        np.testing.assert_array_equal(series.asarray(), heatmap.values)
-        np.testing.assert_array_equal(series.levels[1].asarray(), pyramid(heatmap.values)[1])
+        both = np.concatenate([heatmap.scores, heatmap.values])
+        np.testing.assert_array_equal(series.asarray(), both)
+        np.testing.assert_array_equal(series.levels[1].asarray(), pyramid(both)[1])
+        tags = file.pages.first.tags
+        assert tags["ResolutionUnit"].value == 3 and tags["XResolution"].value == (20000, 1)
         xml = file.ome_metadata
     assert xml is not None
     space = {"o": "http://www.openmicroscopy.org/Schemas/OME/2016-06"}
@@ -158,8 +169,52 @@ def test_file_is_a_pyramidal_ome_tiff_in_register(tmp_path: Path) -> None:
     assert float(pixels.attrib["PhysicalSizeY"]) == 1.0
     assert float(pixels.attrib["PhysicalSizeX"]) == 0.5
     assert pixels.attrib["PhysicalSizeXUnit"] == "µm"
-    assert [channel.attrib["Name"] for channel in pixels.findall("o:Channel", space)] == list(CLASSES)
+    assert [channel.attrib["Name"] for channel in pixels.findall("o:Channel", space)] == [
+        *(f"score {name}" for name in CLASSES),
+        *(f"contribution {name}" for name in CLASSES),
+    ]
     facts = {item.attrib["K"]: item.text for item in tree.findall(".//o:M", space)}
     total = np.nansum(heatmap.values.astype(np.float64), axis=(1, 2)) + json.loads(facts["bias"] or "")
     np.testing.assert_allclose(total, json.loads(facts["logits"] or ""), rtol=1e-4, atol=1e-2)
     assert facts["checkpoint"] == "abc"
+
+
+def test_scores_lie_where_their_cells_lie_and_members_are_averaged() -> None:
+    view = view_of((128, 192), ((64, 128, 64, 192), (0, 0)), ((192, 256, 0, 64), (64, 128)))
+    cells = random_cells(2, 4, 6)
+    heatmap = put(cells, view, (300, 250))
+    canvas = np.full((2, 10, 8), np.nan)
+    canvas[:, 2:4, 2:6] = scores_of(cells)[:, :2, :4]
+    canvas[:, 6:8, 0:2] = scores_of(cells)[:, 2:, 4:]
+    np.testing.assert_allclose(heatmap.scores, smoothed(canvas), rtol=1e-6)
+    fine = put(random_cells(2, 8, 12), view, (300, 250))
+    mean = average([heatmap, fine])
+    repeated = heatmap.scores.repeat(2, 1).repeat(2, 2)[:, : fine.scores.shape[1], : fine.scores.shape[2]]
+    np.testing.assert_allclose(mean.scores, (repeated + fine.scores) / 2, rtol=1e-5)
+
+
+def test_smoothing_keeps_what_classes_sum_to_and_what_was_not_seen() -> None:
+    first = np.random.default_rng(3).random((20, 30))
+    first[5:12, 8:20] = np.nan
+    smooth = smoothed(np.stack([first, 1 - first]))
+    np.testing.assert_array_equal(np.isnan(smooth[0]), np.isnan(first))
+    np.testing.assert_allclose(smooth.sum(0)[~np.isnan(first)], 1.0, atol=1e-6)
+    np.testing.assert_allclose(smoothed(np.where(np.isnan(first), np.nan, 0.3)[None])[0, 0], 0.3, atol=1e-6)
+    assert np.nanstd(smooth[0]) < 0.5 * np.nanstd(first)
+
+
+def test_the_score_picture_opens_as_a_slide_at_all_levels(tmp_path: Path) -> None:
+    import openslide
+
+    view = view_of((512, 512), ((0, 512, 64, 576), (0, 0)))
+    heatmap = put(random_cells(2, 512, 512), view, (700, 800))
+    sure = np.where(np.isnan(heatmap.scores), np.nan, np.array([0.0, 1.0])[:, None, None]).astype(np.float32)
+    write_score_picture(tmp_path / "scores.tiff", replace(heatmap, scores=sure))
+    with openslide.OpenSlide(tmp_path / "scores.tiff") as slide:
+        assert slide.level_dimensions == ((800, 700), (400, 350), (200, 175))
+        assert float(slide.properties["tiff.XResolution"]) == 20000
+        for level in range(3):
+            place_px = (64 + 200, 200)
+            pixel = slide.read_region(place_px, level, (1, 1)).getpixel((0, 0))
+            assert pixel[:3] == class_color(1)
+            assert slide.read_region((700, 600), level, (1, 1)).getpixel((0, 0))[:3] == (255, 255, 255)

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from pathology.predict.colors import heat_ramp
+from pathology.predict.colors import class_color
 from pathology.predict.heatmap import Heatmap
 from pathology.predict.legend import bar_length_um
-from pathology.predict.overlay import Overlay, draw_overlay, resampled_heat
+from pathology.predict.overlay import Overlay, draw_overlay, score_colors
 from pathology.predict.regions import find_regions
 
 
@@ -18,62 +20,50 @@ def overlay_of(height_px: int = 640, width_px: int = 960) -> Overlay:
     values[:, :, :20] = 0.0
     values[1, 10, 12] = 1.0
     values[0, 5, 5] = 1.0
-    heatmap = Heatmap(values, 32, (1.0, 1.0), (height_px, width_px), ("a", "b"), (0, 1), (0, 0), (0, 0), True)
+    scores = np.where(np.isnan(values), np.nan, 0.5).astype(np.float32)
+    scores[:, 8:12, 10:14] = np.array([0.0, 1.0])[:, None, None]
+    scores[:, 4:7, 4:7] = np.array([1.0, 0.0])[:, None, None]
+    heatmap = Heatmap(scores, values, 32, (1.0, 1.0), (height_px, width_px), ("a", "b"), (0, 1), (0, 0), (0, 0), True)
     tissue = np.zeros((height_px // 8, width_px // 8), bool)
     tissue[15:-15, 20:-20] = True
-    return Overlay(thumbnail, heatmap, 1, tissue, (8.0, 8.0), find_regions(heatmap, 1))
+    return Overlay(thumbnail, heatmap, True, tissue, (8.0, 8.0), find_regions(heatmap, 1))
 
 
-def test_heat_lies_where_the_cell_lies_and_only_for_the_class() -> None:
-    heat, strongest = resampled_heat(overlay_of())
-    assert strongest == 1.0
-    y, x = np.unravel_index(heat.argmax(), heat.shape)
-    assert 160 <= y < 176
-    assert 192 <= x < 208
-    assert heat[5 * 16 + 8, 5 * 16 + 8] == 0
+def test_colours_lie_where_the_classes_score() -> None:
+    overlay = overlay_of()
+    colors, certainty = score_colors(overlay.heatmap, overlay.thumbnail.shape)
+    np.testing.assert_allclose(colors[10 * 16, 12 * 16], class_color(1), atol=1)
+    np.testing.assert_allclose(colors[5 * 16 + 8, 5 * 16 + 8], class_color(0), atol=1)
+    assert certainty[10 * 16, 12 * 16] > 0.99 and certainty[15 * 16, 5 * 16] == 0
 
 
-def test_picture_changes_where_something_speaks_and_not_on_glass() -> None:
+def test_picture_changes_where_a_class_scores_and_not_on_glass() -> None:
     overlay = overlay_of()
     image = np.asarray(draw_overlay(overlay))
     assert image.shape[1] == overlay.thumbnail.shape[1]
     assert image.shape[0] > overlay.thumbnail.shape[0]  # the legend
-    peak = image[168, 200].astype(int)
-    assert np.abs(peak - heat_ramp()[-1].astype(int)).max() < 60
+    red, blue = image[165, 195].astype(int), image[90, 90].astype(int)
+    assert red[0] > red[2] + 40 and blue[2] > blue[0] + 20
     np.testing.assert_array_equal(image[20, 20], overlay.thumbnail[20, 20])
-    seen, unseen = image[100, 200].astype(int), image[90:110, 350:370].reshape(-1, 3).mean(axis=0)
-    assert unseen.sum() > seen.sum() + 20  # tissue that was not looked at is veiled
+    seen, unseen = image[220, 200].astype(int), image[90:110, 350:370].reshape(-1, 3).mean(axis=0)
+    assert unseen.sum() > seen.sum() + 20  # tissue that was not seen is veiled
 
 
-def test_nothing_positive_still_gives_a_picture() -> None:
+def test_no_class_is_shown_where_none_is_given() -> None:
     overlay = overlay_of()
-    quiet = Heatmap(
-        np.minimum(overlay.heatmap.values, 0),
-        32,
-        (1.0, 1.0),
-        overlay.heatmap.slide_size_px,
-        ("a", "b"),
-        (0, 0),
-        (0, 0),
-        (0, 0),
-        True,
-    )
-    image = draw_overlay(Overlay(overlay.thumbnail, quiet, 1, overlay.tissue, (8.0, 8.0), []))
-    assert image.width == overlay.thumbnail.shape[1]
+    plain = np.asarray(draw_overlay(replace(overlay, shown=False, regions=[])))
+    undecided = replace(overlay.heatmap, scores=np.full_like(overlay.heatmap.scores, 0.5))
+    quiet = np.asarray(draw_overlay(replace(overlay, heatmap=undecided, regions=[])))
+    height = overlay.thumbnail.shape[0]
+    np.testing.assert_array_equal(plain[:height, :300], quiet[:height, :300])
 
 
 @pytest.mark.parametrize("size", [(200, 2000), (2000, 200), (64, 64)])
 def test_legend_fits_any_shape(size: tuple[int, int]) -> None:
     overlay = overlay_of()
     thumbnail = np.full((*size, 3), 240, np.uint8)
-    image = draw_overlay(Overlay(thumbnail, overlay.heatmap, 1, overlay.tissue, (8.0, 8.0), overlay.regions))
+    image = draw_overlay(Overlay(thumbnail, overlay.heatmap, True, overlay.tissue, (8.0, 8.0), overlay.regions))
     assert image.width == size[1]
-
-
-def test_ramp_darkens_evenly() -> None:
-    lightness = heat_ramp().astype(float) @ np.array([0.2126, 0.7152, 0.0722])
-    assert (np.diff(lightness) <= 0.75).all()
-    assert lightness[0] - lightness[-1] > 150
 
 
 def test_scale_bar_is_a_round_number() -> None:

@@ -9,13 +9,16 @@ from hypothesis import given, settings
 from hypothesis.extra import numpy as hnp
 
 from pathology.predict.heatmap import Heatmap
-from pathology.predict.regions import Level0, find_regions, outline, to_geojson, write_regions
+from pathology.predict.regions import Level0, find_regions, outline, tissue_features, to_geojson, write_regions
 
 
 def heatmap_of(values: np.ndarray, cell_px: int = 10, slide: tuple[int, int] | None = None) -> Heatmap:
     size = slide or (values.shape[0] * cell_px, values.shape[1] * cell_px)
     both = np.stack([-values, values]).astype(np.float32)
-    return Heatmap(both, cell_px, (0.5, 0.5), size, ("benign", "malignant"), (0.0, 1.0), (0.0, 0.0), (0.0, 0.0), True)
+    scores = np.stack([1 - values, values]).clip(0, 1).astype(np.float32)
+    return Heatmap(
+        scores, both, cell_px, (0.5, 0.5), size, ("benign", "malignant"), (0.0, 1.0), (0.0, 0.0), (0.0, 0.0), True
+    )
 
 
 def area(ring: list[tuple[float, float]]) -> float:
@@ -23,22 +26,42 @@ def area(ring: list[tuple[float, float]]) -> float:
     return float(np.sum(x[:-1] * y[1:] - x[1:] * y[:-1]) / 2)
 
 
-def test_strongest_region_comes_first_and_glass_is_ignored() -> None:
+def test_the_region_of_most_evidence_comes_first_and_glass_is_ignored() -> None:
     values = np.full((8, 9), np.nan)
-    values[1:7, 1:8] = -0.1
+    values[1:7, 1:8] = 0.1
     values[2, 2] = 1.0
-    values[4:6, 5:7] = 2.0
-    first, second = find_regions(heatmap_of(values), 1, share=1.0)
-    assert (first.rank, first.contribution, len(first.cells[0])) == (1, 8.0, 4)
+    values[4:6, 5:7] = 0.75
+    first, second = find_regions(heatmap_of(values), 1, least_um=1)
+    assert (first.rank, first.score, len(first.cells[0])) == (1, 0.75, 4)
     assert second.peak == (2, 2)
-    assert first.share == pytest.approx(8 / 9)
+    assert first.share == pytest.approx(3 / (3 + 1 + 0.1 * 37))
     assert first.area_um2 == 4 * 25.0
-    assert len(find_regions(heatmap_of(values), 1, share=0.8)) == 1
-    assert len(find_regions(heatmap_of(values), 1, share=1.0, most=1)) == 1
-    assert len(find_regions(heatmap_of(values), 1, share=1.0, least=0.5)) == 1
+    assert len(find_regions(heatmap_of(values), 1, most=1)) == 1
+    tissue = np.ones((8, 9), bool)
+    tissue[2, 2] = False
+    assert len(find_regions(heatmap_of(values), 1, tissue, least_um=1)) == 1
 
 
-def test_nothing_speaks_for_the_class() -> None:
+def test_regions_are_as_large_as_one_sees() -> None:
+    values = np.full((40, 40), 0.01)
+    values[0, 20] = 0.4  # nowhere more than half: then around the highest score
+    (region,) = find_regions(heatmap_of(values), 1, least_um=50)
+    assert region.peak == (0, 20) and len(region.cells[0]) == 100
+    assert region.cells[0].min() == 0 and region.cells[1].min() == 15
+
+
+def test_tissue_is_outlined_in_the_coordinates_of_the_slide() -> None:
+    heatmap = heatmap_of(np.zeros((8, 8)), cell_px=10)  # 40 × 40 µm
+    tissue = np.zeros((10, 10), bool)
+    tissue[:8, :4] = True
+    level0 = Level0(((2.0, 0.0, 0.0), (0.0, 2.0, 0.0)))
+    (feature,) = tissue_features(tissue, (4.0, 4.0), heatmap, slide_id="s", level0=level0)
+    corners = np.array(feature["geometry"]["coordinates"][0])
+    assert corners.max(axis=0).tolist() == [64, 128] or corners.max(axis=0).tolist() == [128, 128]
+    assert feature["properties"]["classification"]["name"] == "Tissue"
+
+
+def test_a_class_that_scores_nothing_has_no_region() -> None:
     assert find_regions(heatmap_of(np.full((3, 3), -1.0)), 1) == []
 
 
@@ -81,7 +104,7 @@ def test_geojson_is_what_qupath_reads(tmp_path: Path) -> None:
     values[3, 4] = 1.0
     heatmap = heatmap_of(values, cell_px=10, slide=(35, 47))
     affine = Level0(((2.0, 0.0, 50.0), (0.0, 2.0, 100.0)), bounds_origin_px=(50.0, 80.0))
-    regions = find_regions(heatmap, 1, share=1.0)
+    regions = find_regions(heatmap, 1, least_um=1)
     collection = to_geojson(regions, heatmap, 1, slide_id="s 1", level0=affine)
     write_regions(tmp_path / "regions.geojson", collection)
     read = json.loads((tmp_path / "regions.geojson").read_text())

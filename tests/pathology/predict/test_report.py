@@ -100,7 +100,7 @@ def test_page_says_what_a_reader_must_know() -> None:
         "+2.500",
         "-0.125",
         "12.5 % of what speaks for it lies on glass",
-        "25.0 % of what speaks for it",
+        "score 25.0 %",
         "x 120, y 340",
         "ab" * 32,
         "Case C-7",
@@ -114,7 +114,7 @@ def test_single_model_has_no_spread_and_a_page_without_regions_has_no_empty_sect
     )
     text = "".join(parsed(single).text)
     assert "±" not in text
-    assert "Regions that speak" not in text
+    assert "Regions that score" not in text
 
 
 @pytest.mark.parametrize(
