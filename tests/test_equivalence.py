@@ -15,7 +15,7 @@ import hyfi_core
 from hyfi_core.models import resnet
 from tests.harness import assert_equal_to_one_process, run_copies
 from workflows.commands.demo import RECIPE
-from workflows.training.models import build_model
+from workflows.evaluation.models import build_model
 
 
 @pytest.mark.parametrize("grid", [(1, 1), (1, 2), (2, 1), (1, 3), (2, 2), (2, 3)])

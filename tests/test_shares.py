@@ -15,7 +15,7 @@ from hyfi_core.errors import RequestError
 from tests.harness import run_copies
 from tests.steps import Batch, adamw, assert_equal_steps, make_batches, one_process_steps, parallel_steps, sgd
 from tests.test_plans import make
-from workflows.training.optimisation import make_loss
+from workflows.evaluation.loss import make_loss
 
 SIZE_PX = (37, 45)
 ONE = ((1, 1),)

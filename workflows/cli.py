@@ -1,25 +1,24 @@
-"""The one entry point: declares every command, turns what happens into an exit code.
+"""The one entry point: declares every command and hands its options, typed, to the module that does it.
 
 Nothing heavy is imported here: a command imports what it needs when it runs, so that ``--help`` answers at once.
 """
 
 from __future__ import annotations
 
-import signal
-import sys
-import traceback
+from workflows import signals
+
+if __name__ == "__main__":  # requests to stop have their answer before anything slower is imported
+    signals.listen_from_start()
+
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
-from hyfi_core.errors import RequestError
-from workflows.console import warn
+from hyfi_core.runtime.launch import inside_launcher
+from workflows.exit_codes import exit_code_of
 from workflows.paths import require_writable
-
-DONE, SOME_FAILED, WRONG_REQUEST, STOPPED, FAULT = 0, 1, 2, 3, 70
 
 EPILOG = (
     "Exit codes: 0 all done, 1 finished but some inputs failed, 2 the request is wrong (nothing was written), "
@@ -35,6 +34,24 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"hyfi {version('hyfi')}")
+        raise typer.Exit
+
+
+@app.callback()
+def hyfi(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """Train and run classifiers on whole gigapixel slides."""
+
 
 Json = Annotated[bool, typer.Option("--json", help="Print one machine-readable object last on standard output.")]
 PlanRanks = Annotated[
@@ -60,7 +77,9 @@ Resume = Annotated[
 @app.command()
 def doctor(as_json: Json = False) -> None:
     """Say what works here, what is missing, and the command that mends it."""
-    _run("doctor", as_json=as_json)
+    from workflows.commands import doctor
+
+    _exit(lambda: doctor.run(as_json))
 
 
 @app.command()
@@ -70,7 +89,9 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Do the whole job on a small synthetic archive: slides, store, training, prediction, report."""
-    _run("demo", out=out, as_json=as_json)
+    from workflows.commands import demo
+
+    _exit(lambda: demo.run(out, as_json), writes=out)
 
 
 @app.command()
@@ -85,7 +106,9 @@ def synth(
     as_json: Json = False,
 ) -> None:
     """Make synthetic H&E-like slides with labels and cases."""
-    _run("synth", out=out, slides=slides, size_px=size_px, seed=seed, pen=pen, blur=blur, as_json=as_json)
+    from workflows.commands import synth
+
+    _exit(lambda: synth.run(out, slides, size_px, seed, pen, blur, as_json), writes=out)
 
 
 @app.command()
@@ -129,18 +152,32 @@ def ingest(
     as_json: Json = False,
 ) -> None:
     """Turn slides into a store. Safe to run again: finished slides are skipped."""
-    options = {"mpp": mpp, "workers": workers, "overwrite": overwrite, "slide_mpp": slide_mpp, "codec": codec}
-    pixels = {"glass": glass, "sharded": not unsharded, "crop_tissue": crop_tissue, "max_bad": max_bad}
-    pixels |= {"lossless": lossless, "icc": icc}
-    archive = {
-        "cache": cache,
-        "memory": memory,
-        "part": part,
-        "pseudonyms": pseudonyms,
-        "dry_run": dry_run,
-        "as_json": as_json,
-    }
-    _run("ingest", paths=paths, out=out, **options, **pixels, **archive)
+    from workflows.commands import ingest
+
+    _exit(
+        lambda: ingest.run(
+            paths=paths,
+            out=out,
+            mpp=mpp,
+            workers=workers,
+            overwrite=overwrite,
+            slide_mpp=slide_mpp,
+            codec=codec,
+            glass=glass,
+            sharded=not unsharded,
+            crop_tissue=crop_tissue,
+            lossless=lossless,
+            icc=icc,
+            cache=cache,
+            max_bad=max_bad,
+            memory=memory,
+            part=part,
+            pseudonyms=pseudonyms,
+            dry_run=dry_run,
+            as_json=as_json,
+        ),
+        writes=None if dry_run else out,
+    )
 
 
 @app.command()
@@ -150,7 +187,9 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Re-check every digest, size and checksum of a store."""
-    _run("verify", store=store, as_json=as_json)
+    from workflows.commands import verify
+
+    _exit(lambda: verify.run(store, as_json))
 
 
 @app.command()
@@ -162,7 +201,9 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Copy slides of a store for viewers that know only an older format."""
-    _run("export", store=store, ngff=ngff, out=out, as_json=as_json)
+    from workflows.commands import export
+
+    _exit(lambda: export.run(store, ngff, out, as_json), writes=out)
 
 
 @app.command()
@@ -173,7 +214,9 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """Show levels, microns per pixel, tissue share and provenance."""
-    _run("inspect", path=path, png=png, as_json=as_json)
+    from workflows.commands import inspect
+
+    _exit(lambda: inspect.run(path, png, as_json))
 
 
 @app.command()
@@ -188,7 +231,9 @@ def split(
     as_json: Json = False,
 ) -> None:
     """Divide slides into train, val and test, or into folds; no case in two of them."""
-    _run("split", labels=labels, out=out, folds=folds, group=group, stratify=stratify, seed=seed, as_json=as_json)
+    from workflows.commands import split
+
+    _exit(lambda: split.run(labels, out, folds, group, stratify, seed, as_json), writes=out)
 
 
 @app.command()
@@ -202,7 +247,9 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train a classifier; starts mpiexec itself where it is not already under mpiexec, srun or torchrun."""
-    _run("train", config=config, overrides=list(overrides or ()), ranks=ranks, resume=resume, as_json=as_json)
+    from workflows.commands import train
+
+    _exit(lambda: train.run(config, list(overrides or ()), ranks, resume, as_json), as_ranks=True)
 
 
 @app.command()
@@ -211,7 +258,7 @@ def validate(
     store: Annotated[Path, typer.Option("--store", help="The store with the slides.")],
     labels: Annotated[Path | None, typer.Option("--labels", help="Labels; default: the store's manifest.")] = None,
     splits: Annotated[Path | None, typer.Option("--splits", help="Splits; default: a column of the labels.")] = None,
-    split_name: Annotated[str, typer.Option("--split", help="Which split to judge.")] = "test",
+    split_name: Annotated[str, typer.Option("--split", help="Which split to evaluate on.")] = "test",
     split_column: Annotated[
         str | None, typer.Option("--split-column", help="The column of splits; default: the one trained by.")
     ] = None,
@@ -222,9 +269,10 @@ def validate(
     as_json: Json = False,
 ) -> None:
     """Compute a checkpoint's metrics: the same numbers as during training."""
-    paths = {"checkpoint": checkpoint, "store": store, "labels": labels, "splits": splits}
-    options = {"split": split_name, "split_column": split_column, "ranks": ranks, "cells": cells, "image": image}
-    _run("validate", as_json=as_json, **paths, **options)
+    from workflows.commands import validate
+
+    request = validate.Request(checkpoint, store, labels, splits, split_name, split_column, cells, image, as_json)
+    _exit(lambda: validate.run(request, ranks), as_ranks=True)
 
 
 @app.command()
@@ -250,53 +298,53 @@ def predict(
     as_json: Json = False,
 ) -> None:
     """Predict slides: probabilities, heatmaps, overlays, annotations and reports."""
-    options = {"ranks": ranks, "cells": cells, "mpp": mpp, "slide_mpp": slide_mpp}
-    options |= {"overwrite": overwrite, "image": image, "allow_partial": allow_partial, "as_json": as_json}
-    _run("predict", checkpoints=[checkpoint, *(more or ())], inputs=inputs, out=out, **options)
+    from workflows.commands import predict
+
+    _exit(
+        lambda: predict.run(
+            checkpoints=[checkpoint, *(more or ())],
+            inputs=inputs,
+            out=out,
+            ranks=ranks,
+            mpp=mpp,
+            slide_mpp=slide_mpp,
+            overwrite=overwrite,
+            as_json=as_json,
+            cells=cells,
+            image=image,
+            allow_partial=allow_partial,
+        ),
+        writes=out,
+        as_ranks=True,
+    )
 
 
-def _run(module: str, **arguments: Any) -> NoReturn:
-    """Run ``workflows.<module>.run`` and leave with its exit code."""
+def _exit(command: Callable[[], int], writes: Path | None = None, as_ranks: bool = False) -> NoReturn:
+    """Run a command and leave with its exit code.
+
+    Args:
+        command: does the work and returns the exit code.
+        writes: where it will write; refused here if that cannot be.
+        as_ranks: whether a launcher may start this command as several ranks, which stop together only.
+    """
 
     def body() -> int:
-        if "out" in arguments and not arguments.get("dry_run"):
-            require_writable(arguments["out"])
-        code: int = import_module(f"workflows.commands.{module}").run(**arguments)
-        return code
+        if as_ranks and inside_launcher():
+            signals.remember_requests()
+        else:
+            signals.interrupt_on_request()
+        if writes is not None:
+            require_writable(writes)
+        return command()
 
     raise typer.Exit(exit_code_of(body))
 
 
-def exit_code_of(body: Callable[[], int]) -> int:
-    """Run ``body``; return its exit code, or that of the exception which ended it, said on standard error."""
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, _stop)
-    try:
-        return body()
-    except RequestError as error:
-        warn(f"hyfi: {error}")
-        return WRONG_REQUEST
-    except KeyboardInterrupt:
-        warn("hyfi: stopped on request")
-        return STOPPED
-    except BrokenPipeError:
-        # The reader of our output has gone (as in `hyfi … | head`); say nothing more into the closed pipe.
-        sys.stdout = None
-        return FAULT
-    except Exception:
-        warn(traceback.format_exc().rstrip())
-        return FAULT
-
-
-def _stop(number: int, frame: object) -> NoReturn:
-    """Answer SIGTERM and SIGUSR1 as Ctrl-C is answered; ranks put their own, gentler handler in its place."""
-    raise KeyboardInterrupt
-
-
 def main() -> None:
     """Run the command line; never returns."""
+    signals.listen_from_start()
     app()
 
 
 if __name__ == "__main__":
-    main()
+    app()

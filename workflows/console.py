@@ -81,7 +81,7 @@ def progress(total: float | None, label: str) -> Iterator[Progress]:
         with _bar(total, label) as shown:
             yield shown
     else:
-        lines = _Lines(total, label)
+        lines = _LogLines(total, label)
         yield lines
         lines.finish()
 
@@ -114,7 +114,7 @@ class _Bar:
         self._bars.update(self._task, advance=steps, note=note)
 
 
-class _Lines:
+class _LogLines:
     """The same for a log: a line for every tenth of the job, no more often than every two seconds."""
 
     def __init__(self, total: float | None, label: str) -> None:

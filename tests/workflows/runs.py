@@ -15,22 +15,24 @@ from safetensors.torch import load_file
 
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
+from workflows import signals
 from workflows.commands import train
 from workflows.config.load import load_config
 from workflows.launch import launch
 from workflows.training import start
 from workflows.training.metrics_log import read_metrics
-from workflows.training.stop import SIGNALS, StopFlag
+from workflows.training.stop import StopFlag
 
 
 @contextmanager
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One thread for each rank, the process's own signals back afterwards, and faults that do not end it."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: signal.getsignal(number) for number in signals.SIGNALS}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     monkeypatch.setattr(start, "make_model", _one_at_a_time(start.make_model))
     monkeypatch.setattr(launch, "_fail", _raise_on)
+    monkeypatch.setattr(signals, "_requested", False)
     yield
     torch.set_num_threads(threads)
     for number, handler in before.items():
@@ -53,6 +55,7 @@ def _raise_on(*_: object) -> None:
 
 def run_here(config: Path, *overrides: str, resume: bool = False, ranks: int | None = None) -> int:
     """Train on one rank, in this process; a refusal is raised as the launcher raises it."""
+    signals._requested = False  # a process runs once; the tests' own does so again and again
     return train.run(config, list(overrides), ranks, resume, as_json=False)
 
 

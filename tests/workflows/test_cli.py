@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 import time
@@ -11,8 +12,9 @@ import pytest
 
 from hyfi_core.errors import RequestError
 from tests.conftest import ROOT, Hyfi
-from workflows.cli import app, exit_code_of
+from workflows.cli import app
 from workflows.console import emit_json, progress, say
+from workflows.exit_codes import exit_code_of
 
 COMMANDS = [
     "doctor",
@@ -82,7 +84,9 @@ def test_each_end_has_its_code(capsys: pytest.CaptureFixture[str]) -> None:
 def test_signals_stop_a_command(name: str) -> None:
     code = f"""
 import os, signal, sys, time
-from workflows.cli import exit_code_of
+from workflows import signals
+from workflows.exit_codes import exit_code_of
+signals.interrupt_on_request()
 def body():
     os.kill(os.getpid(), signal.SIG{name})
     time.sleep(20)
@@ -90,6 +94,23 @@ def body():
 sys.exit(exit_code_of(body))
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=15)
+    assert (done.returncode, done.stderr) == (3, "hyfi: stopped on request\n")
+
+
+def test_the_version_is_that_of_the_package(hyfi: Hyfi) -> None:
+    from importlib.metadata import version
+
+    assert hyfi("--version").stdout == f"hyfi {version('hyfi')}\n"
+
+
+@pytest.mark.parametrize("name", ["TERM", "USR1", "INT"])
+@pytest.mark.parametrize("module", ["workflows", "workflows.cli"])
+def test_a_signal_in_the_first_lines_is_a_stop(tmp_path: Path, module: str, name: str) -> None:
+    """Before typer is imported a signal ended the process as the system does: with its number, not with 3."""
+    (tmp_path / "typer.py").write_text(f"import os, signal\nos.kill(os.getpid(), signal.SIG{name})\n")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    words = [sys.executable, "-m", module, "train", "run.yaml"]
+    done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (3, "hyfi: stopped on request\n")
 
 

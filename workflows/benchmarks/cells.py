@@ -66,7 +66,7 @@ def measure(name: str, size_px: int, way: str, threads: int | None) -> dict[str,
     from hyfi_core.cells.engine import CellEngine
     from pathology.ingest.memory import return_what_is_freed
     from workflows.evaluation.cells import parse_cells
-    from workflows.training.models import build_model
+    from workflows.evaluation.models import build_model
 
     if threads is not None:
         torch.set_num_threads(threads)

@@ -132,7 +132,7 @@ def write_large_svs(path: Path, size_px: int) -> Path:
     return path
 
 
-def _tiles(page: tifffile.TiffPage, count: int) -> Iterator[bytes]:
+def _tiles(page: tifffile.TiffPage | tifffile.TiffFrame, count: int) -> Iterator[bytes]:
     """Yield ``count × count`` encoded tiles: the page's own, repeated in both directions."""
     tiles = []
     for offset, length in zip(page.dataoffsets, page.databytecounts, strict=True):

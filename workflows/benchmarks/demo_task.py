@@ -30,7 +30,7 @@ THUMBNAIL_PX = 256
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TaskRecipe:
     """How the demo's network is trained: what the demo's own YAML says."""
 
     name: str
@@ -44,7 +44,7 @@ class Recipe:
     max_norm: float
 
     @classmethod
-    def of_demo(cls) -> Recipe:
+    def of_demo(cls) -> TaskRecipe:
         """Return the recipe that ``hyfi demo`` trains."""
         given = yaml.safe_load(RECIPE.read_text())
         model, optimizer = given["model"], given["optimizer"]
@@ -106,10 +106,10 @@ def normalised(batch: torch.Tensor) -> torch.Tensor:
     return (batch - 178.5) / 51.0
 
 
-def train(slides: Slides, recipe: Recipe, seed: int, log: bool = False) -> torch.nn.Module:
+def train(slides: Slides, recipe: TaskRecipe, seed: int, log: bool = False) -> torch.nn.Module:
     """Train the demo's network from scratch on one split."""
     torch.manual_seed(seed)
-    model = getattr(resnet, recipe.name)(2, recipe.pool, "train", recipe.width)
+    model: torch.nn.Module = getattr(resnet, recipe.name)(2, recipe.pool, "train", recipe.width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay)
     n = len(slides.labels)
     per_epoch = n // recipe.batch_size
@@ -153,7 +153,7 @@ def auroc(score: NDArray[np.float64], labels: NDArray[np.int64]) -> float:
     return float(((gaps > 0) + 0.5 * (gaps == 0)).mean())
 
 
-def compare(splits: dict[str, Slides], recipe: Recipe, seed: int, log: bool = False) -> dict[str, float]:
+def compare(splits: dict[str, Slides], recipe: TaskRecipe, seed: int, log: bool = False) -> dict[str, float]:
     """Train on whole slides and on thumbnails; returns both AUROCs on the test split and the seconds of the first."""
     start = time.perf_counter()
     test = splits["test"]
@@ -176,7 +176,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         splits = read_archive(plan_archive(given.slides, given.size, given.archive_seed), Path(folder))
     print({name: len(part.labels) for name, part in splits.items()}, flush=True)
-    recipe = Recipe.of_demo()
+    recipe = TaskRecipe.of_demo()
     for seed in given.seed:
         print(json.dumps(compare(splits, recipe, seed, log=True)), flush=True)
 

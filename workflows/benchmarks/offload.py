@@ -58,13 +58,13 @@ def compare(folder: Path, size_px: int, steps: int, share: float, rounds: int) -
     store, small = make_store(folder, size_px), make_store(folder / "small", SMALL_PX)
     load_s = seconds_to_load(store, size_px)
     compute_s = 2 * load_s * (1 - share) / share
-    runs: dict[str, list[Run]] = {}
+    runs: dict[str, list[OffloadRun]] = {}
     for turn in range(rounds):  # in turns, so that a noisy neighbour hits all of them
         for name, design in (("pure", "inline"), ("inline", "inline"), ("offload_all", "offload_all")):
-            run = Run(folder / f"{name}-{turn}", store, size_px, steps, design, compute_s, load_s)
+            run = OffloadRun(folder / f"{name}-{turn}", store, size_px, steps, design, compute_s, load_s)
             runs.setdefault(name, []).append(run.go(pure=name == "pure"))
         for design in ("inline", "offload_all"):
-            run = Run(folder / f"bound-{design}-{turn}", small, SMALL_PX, steps, design, COMPUTE_BOUND_S, 0.0)
+            run = OffloadRun(folder / f"bound-{design}-{turn}", small, SMALL_PX, steps, design, COMPUTE_BOUND_S, 0.0)
             runs.setdefault(f"bound_{design}", []).append(run.go())
     step = {name: min(run.seconds for run in of) for name, of in runs.items()}
     return {
@@ -80,7 +80,7 @@ def compare(folder: Path, size_px: int, steps: int, share: float, rounds: int) -
     }
 
 
-class Run:
+class OffloadRun:
     """One run of ``hyfi train``.
 
     Args:
@@ -103,7 +103,7 @@ class Run:
     ) -> None:
         self._folder, self._design = folder, design
         self._predict_s, self._compute_s = validate_s * EVERY_STEPS / VAL_SLIDES, compute_s
-        self._tree = {
+        self._tree: dict[str, dict[str, Any]] = {
             "data": {"store": str(store), "size_px": size_px, "align_px": 32, "batch_size": BATCH, "min_coverage": 0},
             "model": {"name": "workflows.benchmarks.offload:sleeper"},
             "roles": {"design": design},
@@ -111,7 +111,7 @@ class Run:
             "run": {"dir": str(folder), "steps": steps, "tensorboard": False, "checkpoint_every_steps": EVERY_STEPS},
         }
 
-    def go(self, pure: bool = False) -> Run:
+    def go(self, pure: bool = False) -> OffloadRun:
         """Run it, with images that are there and without validation if ``pure``; sets ``seconds``."""
         if pure:
             self._tree["validation"]["every_steps"] = 10**9
@@ -134,7 +134,8 @@ class Run:
         """Return the share of its steps that the run spent waiting for images, once warm."""
         lines = [json.loads(line) for line in (self._folder / "metrics.jsonl").read_text().splitlines()]
         warm = [line for line in lines if line["kind"] == "train" and line["step"] > WARM]
-        return sum(line["wait_seconds"] for line in warm) / sum(line["seconds"] for line in warm)
+        waited_s, whole_s = (sum(float(line[key]) for line in warm) for key in ("wait_seconds", "seconds"))
+        return waited_s / whole_s
 
 
 def make_store(folder: Path, size_px: int) -> Path:
@@ -216,9 +217,9 @@ def _sleep_instead(setting: dict[str, Any]) -> None:
         return there.setdefault(box, torch.zeros((len(numbers), 3, *box.shape), dtype=torch.uint8))
 
     there: dict[Box, torch.Tensor] = {}
-    Engine.accumulate, Engine.predict = accumulate, predict  # type: ignore[method-assign]
+    Engine.accumulate, Engine.predict = accumulate, predict  # type: ignore[method-assign,assignment]
     if setting["pure"]:
-        InlineFeed.read = read  # type: ignore[method-assign]
+        InlineFeed.read = read  # type: ignore[method-assign,assignment]
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 from unittest import mock
 
 import torch
@@ -34,10 +34,13 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.delayed import DelayedCommunicator, Latency
 from hyfi_core.models import resnet
 from hyfi_core.ops.convolution import Convolution
+from workflows.evaluation.models import lay_out
 from workflows.launch.mpiexec import find
 
+T = TypeVar("T")
 
-class Resting(Convolution):
+
+class RestingConvolution(Convolution):
     """A convolution whose call on the own part, or on the canvas, takes some time more and no processor."""
 
     seconds: ClassVar[float] = 0.0
@@ -60,7 +63,7 @@ def main() -> None:
     parser.add_argument("--resting-ms", type=float, default=0.0)
     given = parser.parse_args()
     if "HYFI_OVERLAP_RANK" in os.environ:
-        Resting.seconds = given.resting_ms / 1000
+        RestingConvolution.seconds = given.resting_ms / 1000
         _compare(given.size, given.latency_ms / 1000, given.steps)
         return
     environment = os.environ | {"OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1", "HYFI_OVERLAP_RANK": "1"}
@@ -83,21 +86,23 @@ def _compare(size: int, latency_s: float, steps: int) -> None:
 def _runs(comm: DelayedCommunicator, size: int, overlapped: bool) -> dict[str, Callable[[], object]]:
     """Return a prediction and a training step; without overlap convolutions wait for their canvas."""
     torch.manual_seed(0)
-    model = resnet.resnet18(2).to(memory_format=torch.channels_last)
+    model = lay_out(resnet.resnet18(2), "float32", "channels_last")
     images = torch.randn(1, 3, size, size).contiguous(memory_format=torch.channels_last)
     plan = hyfi_core.ParallelPlan(grids=((1, 2),), fused_halo=1)
-    made = functools.partial(Resting, apart=overlapped)
+    made = functools.partial(RestingConvolution, apart=overlapped)
 
-    def run(call: Callable[[], object]) -> object:
+    def run(call: Callable[[], T]) -> T:
         with mock.patch("hyfi_core.rules.overlap.Convolution", made):  # lowered at the first call
             return call()
 
-    engine = run(lambda: hyfi_core.parallelize(model, (1, 3, size, size), plan, comm))  # type: ignore[arg-type]
+    engine = run(lambda: hyfi_core.parallelize(model, (1, 3, size, size), plan, comm))
     labels = torch.tensor([1])
-    return {
-        "forward": lambda: run(lambda: engine.predict(images)),  # type: ignore[attr-defined]
-        "step": lambda: (model.zero_grad(), run(lambda: engine.accumulate(images, labels))),  # type: ignore[attr-defined]
-    }
+
+    def step() -> float:
+        model.zero_grad()
+        return run(lambda: engine.accumulate(images, labels))
+
+    return {"forward": lambda: run(lambda: engine.predict(images)), "step": step}
 
 
 def _measured(

@@ -36,7 +36,8 @@ class _Resting(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, seconds_per_px: float) -> torch.Tensor:
         ctx.seconds_per_px = seconds_per_px
-        return rest(x, seconds_per_px)
+        result: torch.Tensor = rest(x, seconds_per_px)
+        return result
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -48,7 +49,7 @@ def _rule(builder: Builder, op: Operator) -> None:
     x, seconds_per_px = op.args
     split = builder.splits[x.name]
     part = builder.part(x.name, split)
-    builder.compute(lambda tensor: _Resting.apply(tensor, seconds_per_px), (part,), op.outputs, split)
+    builder.compute(lambda tensor: _Resting.apply(tensor, seconds_per_px), (part,), op.outputs, split)  # type: ignore[no-untyped-call]
 
 
 RULES["hyfi_benchmarks.rest.default"] = _rule
@@ -63,7 +64,8 @@ class Rest(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the map, later."""
-        return rest(x, self.seconds_per_px)
+        result: torch.Tensor = rest(x, self.seconds_per_px)
+        return result
 
 
 class RestingNetwork(nn.Module):
@@ -87,4 +89,5 @@ class RestingNetwork(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits."""
-        return self.fc(self.blocks(self.enter(x)).mean((2, 3)))
+        logits: torch.Tensor = self.fc(self.blocks(self.enter(x)).mean((2, 3)))
+        return logits

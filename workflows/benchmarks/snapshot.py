@@ -38,7 +38,7 @@ PROGRAM = ("-m", "workflows.benchmarks.snapshot", "--child")
 def main() -> None:
     """Start the ranks, or be one of them, or the validator's child."""
     if "--child" in sys.argv:
-        _judge_slowly(Parent.of_arguments())
+        _evaluate_slowly(Parent.of_arguments())
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="resnet18")
@@ -137,7 +137,7 @@ def _start(seconds: float, seat: Mapping[str, Any], descriptors: Sequence[int]) 
     return ChildProcess(PROGRAM, {"seconds": seconds}, descriptors)
 
 
-def _judge_slowly(parent: Parent) -> None:
+def _evaluate_slowly(parent: Parent) -> None:
     seconds = parent.hear()["seconds"]
     parent.say("ready")
     while True:

@@ -10,6 +10,7 @@ on a machine that others use, too, the second is the steadier one.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import shutil
 import statistics
@@ -79,7 +80,8 @@ def measure(path: Path, folder: Path, runs: int) -> None:
     full = IngestOptions(mpp=mpp)
     kinds = {"ingest to zstd": full, "ingest --lossless": IngestOptions(mpp=mpp, lossless=True)}
     ours = {
-        name: _timed(name, runs, whole, folder, lambda out, o=o: _ingest(path, out, o)) for name, o in kinds.items()
+        name: _timed(name, runs, whole, folder, functools.partial(_ingest, path, options=o))
+        for name, o in kinds.items()
     }
     writer = _timed("our writer, from memory", runs, region.area / 1e6, folder, lambda out: _write(pixels, out))
     vips = _timed("libvips tiffsave", runs, whole, folder, lambda out: _vips(path, out / "vips.tif"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 
 from workflows.console import emit_json
+from workflows.exit_codes import DONE, FAULT, exit_code_of
 from workflows.launch.launch import inside_launcher, launch_program, run_as_rank
 
 RANKS = 2
@@ -28,18 +29,19 @@ def compare() -> int:
         torch.nn.Flatten(),
         torch.nn.Linear(4, 2),
     ).double()
-    images = torch.rand(1, 3, 32, 48, dtype=torch.float64)
+    shape = (1, 3, 32, 48)
+    images = torch.rand(shape, dtype=torch.float64)
     comm = hyfi_core.init()
     plan = hyfi_core.ParallelPlan(grids=((1, RANKS),))
     with torch.no_grad():
         expected = alone.eval()(images)
-    engine = hyfi_core.parallelize(alone, tuple(images.shape), plan, comm)
+    engine = hyfi_core.parallelize(alone, shape, plan, comm)
     difference = float((engine.predict(images) - expected).abs().max())
     if comm.rank == 0:
         from hyfi_core.comm import mpi
 
         emit_json({"ranks": comm.size, "difference": difference, "mpi": " ".join(mpi.flavour().split())})
-    return 0 if difference <= TOLERANCE else 70
+    return DONE if difference <= TOLERANCE else FAULT
 
 
 def main() -> int:
@@ -50,6 +52,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    from workflows.cli import exit_code_of
-
     sys.exit(exit_code_of(main))

@@ -165,7 +165,7 @@ def _store(path: Path, png: Path | None) -> dict[str, Any]:
     slides: list[dict[str, str]] = []
     pictures: list[tuple[str, Thumbnail]] = []
     for row in rows:
-        entry = {"slide_id": row["slide_id"], "status": row["status"], "reason": row["reason"]}
+        entry: dict[str, Any] = {"slide_id": row["slide_id"], "status": row["status"], "reason": row["reason"]}
         if row["status"] == DONE:
             try:
                 slide = SlideStore.open(slide_path(path, row["slide_id"]))

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hyfi_core.errors import RequestError
-from workflows import console
+from workflows import console, signals
 from workflows.evaluation.cells import parse_cells
+from workflows.exit_codes import DONE, SOME_FAILED, STOPPED
 from workflows.launch.launch import inside_launcher, launch, own_rank, run_as_rank
 from workflows.paths import require_writable
 
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from pathology.predict.inputs import SlideInput
     from pathology.predict.members import Member
     from pathology.predict.options import PredictOptions
-
-ALL_DONE, SOME_FAILED, STOPPED = 0, 1, 3
 
 
 def run(
@@ -116,24 +115,20 @@ def _predict(
     """Do this rank's part."""
     import hyfi_core
     from pathology.predict.cohort import predict_slides
-    from workflows.training.stop import StopFlag
 
     slides = _check(checkpoints, inputs, out, options)
     members = [load_member(path) for path in checkpoints]
     comm = hyfi_core.init(supervised=False)
     if ranks is not None and ranks != comm.size:
         raise RequestError(f"--ranks {ranks}: {comm.size} were started; give the same number, or leave it out")
-    stop = StopFlag()
-    if comm.size > 1:
-        stop.listen()  # alone, a signal ends the slide at once; with others, all end between two slides
     with _progress(len(slides), comm) as progress:
-        report = predict_slides(members, slides, out, comm, options, progress=progress, stop_wanted=lambda: stop.wanted)
+        report = predict_slides(members, slides, out, comm, options, progress=progress, stop_wanted=signals.requested)
     if comm.rank == 0:
         _say(report, out, as_json)
     if report.stopped:
         return STOPPED
     withheld = [one for one in report.incomplete if not one.prediction]
-    return SOME_FAILED if report.failed or withheld else ALL_DONE
+    return SOME_FAILED if report.failed or withheld else DONE
 
 
 def load_member(checkpoint: Path) -> Member:
@@ -144,7 +139,7 @@ def load_member(checkpoint: Path) -> Member:
     """
     from hyfi_core.runtime.checkpoint import load_checkpoint
     from pathology.predict.members import Member
-    from workflows.training.models import build_model
+    from workflows.evaluation.models import build_model
 
     loaded = load_checkpoint(checkpoint)
     model = build_model(loaded.model["model"])

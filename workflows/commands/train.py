@@ -1,4 +1,10 @@
-"""``hyfi train``: checks the request, starts the ranks, gives each its role."""
+"""``hyfi train``: checks the request, starts the ranks, gives each its role.
+
+::
+
+    train.run ──► launch (one process: starts the ranks, waits)
+        └──► run_as_rank ──► train_rank ──► train_in ──► TrainingLoop.run, or the service of a loader or validator
+"""
 
 from __future__ import annotations
 
@@ -6,18 +12,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hyfi_core.errors import RequestError
 from hyfi_core.runtime.launch import inside_launcher
 from workflows.config.load import Config, load_config
 from workflows.console import emit_json, progress, say, warn
+from workflows.exit_codes import DONE, STOPPED
 
 if TYPE_CHECKING:
     from hyfi_core.comm.base import Communicator
     from hyfi_core.plan.parallel_plan import ParallelPlan
-    from workflows.training.job import Job
-    from workflows.training.start import Roles, Saved
+    from workflows.training.job import TrainingJob
+    from workflows.training.recorder import Recorder
+    from workflows.training.start import Roles, SavedRun
     from workflows.training.stop import StopFlag
 
-DONE, STOPPED = 0, 3
+    RankBody = Callable[[bool], int]
 
 
 def run(config: Path, overrides: list[str], ranks: int | None, resume: bool, as_json: bool) -> int:
@@ -27,8 +36,8 @@ def run(config: Path, overrides: list[str], ranks: int | None, resume: bool, as_
         config: the YAML of the run.
         overrides: ``section.key=value``, put over it.
         ranks: processes; None: as many as the run needs, any other number is refused.
-        resume: go on where the run stopped; a run that does not exist is begun.
-        as_json: print what became of it as one JSON object.
+        resume: continue where the run stopped; a run that does not exist is started.
+        as_json: print the outcome as one JSON object.
 
     Returns:
         0 when all steps are done, 3 when it was stopped on request.
@@ -45,32 +54,29 @@ def run(config: Path, overrides: list[str], ranks: int | None, resume: bool, as_
         check_ranks(settings, ranks if ranks is not None else settings.ranks)
         check_run(settings, resume)
         if settings.ranks > 1:
-            return launch(_argv(config, overrides, resume, as_json), settings.ranks)
+            words = ["train", str(config), *overrides, *["--resume"] * resume, *["--json"] * as_json]
+            return launch(words, settings.ranks)
     return run_as_rank(lambda: train_rank(settings, resume, as_json))
 
 
-def _argv(config: Path, overrides: list[str], resume: bool, as_json: bool) -> list[str]:
-    return ["train", str(config), *overrides, *(["--resume"] * resume), *(["--json"] * as_json)]
-
-
 def train_rank(config: Config, resume: bool, as_json: bool) -> int:
-    """Do this process's share of a run and return the exit code."""
-    from workflows.training.stop import StopFlag
+    """Do this process's part of a run and return the exit code."""
+    from workflows import signals
 
-    stop = StopFlag()
-    stop.listen()
+    signals.remember_requests()
 
     import torch
 
     import hyfi_core
+    from workflows.training.stop import StopFlag
 
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
-    return train_in(hyfi_core.init(supervised=False), config, resume, as_json, stop)
+    return train_in(hyfi_core.init(supervised=False), config, resume, as_json, StopFlag(signals.requested))
 
 
 def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, stop: StopFlag) -> int:
-    """Do this rank's share of a run whose ranks are ``world`` and return the exit code.
+    """Do this rank's part of a run whose ranks are ``world`` and return the exit code.
 
     Raises:
         RequestError: on all ranks, where one of them refuses; nothing is written then.
@@ -79,7 +85,7 @@ def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, s
     from workflows.training.job import prepare
     from workflows.training.pace import with_shares
     from workflows.training.request import check_ranks, check_run
-    from workflows.training.start import Roles, Saved, check_images
+    from workflows.training.start import Roles, SavedRun, check_images
 
     agree(world, lambda: check_ranks(config, world.size))
     start = agree(world, lambda: check_run(config, resume))
@@ -88,22 +94,21 @@ def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, s
         say(job.labels.describe())
     coverage = agree(world, lambda: check_images(job) if world.rank == 0 else None)
     roles = Roles.of(world, config)
-    saved = agree(world, lambda: Saved.load(job, start) if roles.trainers is not None else None)
+    saved = agree(world, lambda: SavedRun.load(job, start) if roles.trainers is not None else None)
     job = agree(world, lambda: with_shares(job, roles))
-    part = agree(world, lambda: _role(job, roles, saved, coverage, stop))
-    return _as_fault(lambda: part(as_json))
+    make = _trainer if roles.trainers is not None else _loader if roles.validators is None else _validator
+    body = agree(world, lambda: make(job, roles, saved, coverage, stop))
+    if stop.anywhere(world):
+        return STOPPED  # nothing has been written: the run starts anew
+    try:
+        return body(as_json)
+    except RequestError as error:  # one rank alone refuses now: a fault of the whole, not a wrong request
+        raise RuntimeError(f"the run cannot continue: {error}") from error
 
 
-def _role(job: Job, roles: Roles, saved: Saved | None, coverage: Any, stop: StopFlag) -> Callable[[bool], int]:
-    """Return what this rank will do; whatever can be refused is refused here, on all ranks of the role alike."""
-    rank = roles.world.rank
-    if rank in roles.trainer_ranks:
-        return _trainer(job, roles, saved, coverage, stop)
-    return _loader(job, roles, stop) if rank in roles.loader_ranks else _validator(job, roles, stop)
-
-
-def _trainer(job: Job, roles: Roles, saved: Saved | None, coverage: Any, stop: StopFlag) -> Callable[[bool], int]:
-    from workflows.training.loop import Trainer
+def _trainer(job: TrainingJob, roles: Roles, saved: SavedRun | None, coverage: Any, stop: StopFlag) -> RankBody:
+    """Build the engine, which may refuse, and return what trains with it."""
+    from workflows.training.loop import TrainingLoop
     from workflows.training.recorder import Recorder
     from workflows.training.start import make_engine, make_model
 
@@ -113,32 +118,33 @@ def _trainer(job: Job, roles: Roles, saved: Saved | None, coverage: Any, stop: S
     replica = roles.trainers.rank // job.plan.ranks_per_replica
     engine = make_engine(job, model, job.plan, roles.trainers, job.layout.batch_of(replica))
 
-    def part(as_json: bool) -> int:
+    def body(as_json: bool) -> int:
         start = saved.training.state["step"] if saved is not None else 0
         recorder = Recorder(job, engine.plan, start, coverage) if first else None
         if first:
             say(_opening(job, engine.plan, start))
             for doubt in job.doubts():
                 warn(f"hyfi: {doubt}")
-        trainer = Trainer(job, roles, engine, model, recorder, saved, stop)
+        loop = TrainingLoop(job, roles, engine, model, recorder, saved, stop)
         if recorder is None:
-            return STOPPED if trainer.run(_Silent()) else DONE
+            return STOPPED if loop.run(lambda: None) else DONE
         with progress(job.steps - start, "train") as bar:
-            stopped = trainer.run(bar)
+            stopped = loop.run(bar.advance)
         recorder.close()
-        return _close(job, recorder, stopped, as_json)
+        _report(job, recorder, stopped, as_json)
+        return STOPPED if stopped else DONE
 
-    return part
+    return body
 
 
-def _loader(job: Job, roles: Roles, stop: StopFlag) -> Callable[[bool], int]:
+def _loader(job: TrainingJob, roles: Roles, saved: SavedRun | None, coverage: Any, stop: StopFlag) -> RankBody:
     from workflows.training.feeding import make_loader
 
     service = make_loader(job, roles, watch=lambda: stop.pass_on(roles.world))
     return lambda _: STOPPED if service.serve() else DONE
 
 
-def _validator(job: Job, roles: Roles, stop: StopFlag) -> Callable[[bool], int]:
+def _validator(job: TrainingJob, roles: Roles, saved: SavedRun | None, coverage: Any, stop: StopFlag) -> RankBody:
     from functools import partial
 
     from workflows.evaluation.validation_child import start_child, validation_plan
@@ -146,27 +152,18 @@ def _validator(job: Job, roles: Roles, stop: StopFlag) -> Callable[[bool], int]:
 
     group = roles.validators
     assert group is not None
-    start = partial(start_child, job, validation_plan(job, group.size))
+    plan = validation_plan(job.config, job.plan, group.size)
+    start = partial(start_child, job.model_json(), job.config, job.val.samples, plan)
     service = ValidationService(roles.world, group, start, watch=lambda: stop.pass_on(roles.world))
     service.begin()
     return lambda _: STOPPED if service.serve() else DONE
 
 
-def _as_fault(part: Callable[[], int]) -> int:
-    """Run a rank's part; what one rank alone refuses now is a fault of the whole, not a wrong request."""
-    from hyfi_core.errors import RequestError
-
-    try:
-        return part()
-    except RequestError as error:
-        raise RuntimeError(f"the run cannot go on: {error}") from error
-
-
-def _opening(job: Job, plan: ParallelPlan, start: int) -> str:
+def _opening(job: TrainingJob, plan: ParallelPlan, start: int) -> str:
     from workflows.training.optimisation import describe_updates
     from workflows.training.pace import describe_pace
 
-    begin = f"goes on after step {start}" if start else "begins"
+    begin = f"continues after step {start}" if start else "begins"
     return (
         f"run {job.config.run.dir} {begin}: {len(job.train)} training and {len(job.val)} validation slides, "
         f"classes {', '.join(job.classes)}, {job.steps} steps of {job.step_samples} slides\n"
@@ -175,9 +172,9 @@ def _opening(job: Job, plan: ParallelPlan, start: int) -> str:
     )
 
 
-def _close(job: Job, recorder: Any, stopped: bool, as_json: bool) -> int:
+def _report(job: TrainingJob, recorder: Recorder, stopped: bool, as_json: bool) -> None:
     folder = job.config.run.dir
-    what = "stopped on request; go on with --resume" if stopped else "done"
+    what = "stopped on request; --resume continues it" if stopped else "done"
     if recorder.last is not None and not stopped:
         metric, patience = job.config.validation.metric, job.config.run.early_stop
         what = f"ended with step {recorder.last}: {patience} validations without a better {metric}"
@@ -195,11 +192,3 @@ def _close(job: Job, recorder: Any, stopped: bool, as_json: bool) -> int:
                 "best": folder / "checkpoints" / "best" if (folder / "checkpoints" / "best").exists() else None,
             }
         )
-    return STOPPED if stopped else DONE
-
-
-class _Silent:
-    """Progress that nobody sees: rank 0 alone shows it."""
-
-    def advance(self, steps: float = 1, note: str = "") -> None:
-        """Say nothing."""

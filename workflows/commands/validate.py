@@ -3,104 +3,113 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.launch import inside_launcher
+from workflows import signals
 from workflows.console import emit_json, say, warn
 from workflows.evaluation.cells import parse_cells
+from workflows.exit_codes import DONE, STOPPED
 
 if TYPE_CHECKING:
+    from data.samples.dataset import SlideDataset
     from workflows.evaluation.whole import WholeSlides
 
 
-def run(
-    checkpoint: Path,
-    store: Path,
-    labels: Path | None,
-    splits: Path | None,
-    split: str,
-    ranks: int | None,
-    as_json: bool,
-    cells: str | None = None,
-    split_column: str | None = None,
-    image: str = "whole",
-) -> int:
-    """Judge a checkpoint; ``ranks`` of them share each image in columns, or, with ``cells``, share the slides.
+@dataclass(frozen=True)
+class Request:
+    """What is to be evaluated.
 
-    Args:
+    Attributes:
         checkpoint: its folder.
         store: the slides.
         labels: a CSV with the checkpoint's target column; None: the store's manifest.
         splits: a CSV of splits; None: a column of the labels.
         split: train, val or test.
-        ranks: processes; None: one.
-        as_json: print the numbers as one JSON object.
-        cells: "R,C": rows and columns in which a process looks at an image, one after the other; None: at once.
-        split_column: the column of splits; None: the one that the checkpoint was trained by.
+        split_column: the column of splits; None: the one that the checkpoint was trained with.
+        cells: "R,C": rows and columns of cells that a process computes one after the other; None: whole images.
         image: ``whole``: all tissue of every slide is shown; ``trained``: what an image of the trained size holds.
+        as_json: print the numbers as one JSON object.
+    """
+
+    checkpoint: Path
+    store: Path
+    labels: Path | None = None
+    splits: Path | None = None
+    split: str = "test"
+    split_column: str | None = None
+    cells: str | None = None
+    image: str = "whole"
+    as_json: bool = False
+
+    def words(self) -> list[str]:
+        """Return this request as a command line, for the ranks."""
+        words = ["validate", str(self.checkpoint), "--store", str(self.store), "--split", self.split]
+        words += ["--labels", str(self.labels)] if self.labels else []
+        words += ["--splits", str(self.splits)] if self.splits else []
+        words += ["--split-column", self.split_column] if self.split_column else []
+        words += ["--cells", self.cells] if self.cells else []
+        return [*words, "--image", self.image, *["--json"] * self.as_json]
+
+
+def run(request: Request, ranks: int | None) -> int:
+    """Evaluate a checkpoint; ``ranks`` processes share each image in columns or, with cells, share the slides.
+
+    Args:
+        request: what to evaluate.
+        ranks: processes; None: one.
 
     Returns:
-        0.
+        0, or 3 when it was stopped.
 
     Raises:
         RequestError: something is missing or does not fit the checkpoint.
     """
     from workflows.launch.launch import launch, run_as_rank
 
-    if image not in ("whole", "trained"):
-        raise RequestError(f"--image {image}: whole or trained are expected")
-    grid = parse_cells(cells)
+    if request.image not in ("whole", "trained"):
+        raise RequestError(f"--image {request.image}: whole or trained are expected")
+    parse_cells(request.cells)
     if ranks is not None and ranks > 1 and inside_launcher() is None:
-        words = ["validate", str(checkpoint), "--store", str(store), "--split", split, *(["--json"] * as_json)]
-        words += ["--labels", str(labels)] if labels else []
-        words += ["--splits", str(splits)] if splits else []
-        words += ["--split-column", split_column] if split_column else []
-        words += ["--cells", cells] if cells else []
-        words += ["--image", image]
-        return launch(words, ranks)
-    return run_as_rank(
-        lambda: validate_rank(checkpoint, store, labels, splits, split, as_json, grid, split_column, image)
-    )
+        return launch(request.words(), ranks)
+    return run_as_rank(lambda: validate_rank(request))
 
 
-def validate_rank(
-    checkpoint: Path,
-    store: Path,
-    labels: Path | None,
-    splits: Path | None,
-    split: str,
-    as_json: bool,
-    cells: tuple[int, int] | None = None,
-    split_column: str | None = None,
-    image: str = "whole",
-) -> int:
-    """Do this rank's share and return the exit code."""
+def validate_rank(request: Request) -> int:
+    """Do this rank's part and return the exit code."""
     import hyfi_core
     from hyfi_core.comm.agree import agree
     from hyfi_core.plan.parallel_plan import ParallelPlan
     from hyfi_core.runtime.checkpoint import load_checkpoint
-    from workflows.evaluation.judge import Judge
+    from workflows.evaluation.evaluate import Interrupted
+    from workflows.evaluation.evaluator import Evaluator
+    from workflows.training.stop import StopFlag
 
-    world = hyfi_core.init(supervised=False)
-    loaded = agree(world, lambda: load_checkpoint(checkpoint))
-    dataset = agree(world, lambda: _dataset(loaded.model, store, labels, splits, split, split_column))
+    stop, whole = StopFlag(signals.requested), request.image == "whole"
+    world, cells = hyfi_core.init(supervised=False), parse_cells(request.cells)
+    loaded = agree(world, lambda: load_checkpoint(request.checkpoint))
+    dataset = agree(world, lambda: _dataset(loaded.model, request))
     apart = ParallelPlan(grids=((1, 1),), replicas=world.size)
     plan = ParallelPlan(grids=((1, world.size),)) if cells is None else apart
-    judge = agree(world, lambda: Judge.of(loaded.model, dataset, plan, world, cells, whole=image == "whole"))
-    metrics = judge.judge(loaded.judged)
+    evaluator = agree(world, lambda: Evaluator.of(loaded.model, dataset, plan, world, cells, whole=whole))
+    try:
+        metrics = evaluator.evaluate(loaded.judged, lambda: stop.anywhere(world))
+    except Interrupted:
+        return STOPPED
     if metrics is None:
-        return 0
+        return DONE
     least = float(loaded.model["min_coverage"])
     low = [dataset.samples[i].slide_id for i in range(len(dataset)) if dataset.view(i).coverage < least]
-    if judge.whole is not None:
-        _say_enlarged(judge.whole, loaded.model)
+    if evaluator.whole is not None:
+        _say_enlarged(evaluator.whole, loaded.model)
     elif low:
         warn(f"{len(low)} slides show less than {least:g} of their tissue (--image whole shows all): {', '.join(low)}")
-    kind = "weights" if loaded.averaged is None else "moving average of the weights (EMA)"
-    _tell(checkpoint, loaded.model, split, kind, metrics, as_json)
-    return 0
+    weights = "weights" if loaded.averaged is None else "moving average of the weights (EMA)"
+    _report(request, loaded.model, weights, metrics)
+    return DONE
 
 
 def _say_enlarged(whole: WholeSlides, model: Mapping[str, Any]) -> None:
@@ -112,51 +121,43 @@ def _say_enlarged(whole: WholeSlides, model: Mapping[str, Any]) -> None:
             say(f"{len(indices)} slides have more tissue than {height} × {width} px hold; in {how}: {names}")
 
 
-def _dataset(
-    model: Mapping[str, Any],
-    store: Path,
-    labels: Path | None,
-    splits: Path | None,
-    split: str,
-    split_column: str | None,
-) -> Any:
+def _dataset(model: Mapping[str, Any], request: Request) -> SlideDataset:
     """Return the split's slides as the checkpoint's network sees them."""
     from data.samples.dataset import select_slides
     from data.samples.labels import load_labels
     from data.samples.splits import SPLITS, load_splits
     from data.store.manifest import load_manifest
-    from workflows.evaluation.judge import dataset_of
+    from workflows.evaluation.evaluator import dataset_of
 
+    store, split = request.store, request.split
     if split not in SPLITS:
         raise RequestError(f"--split: given {split!r}; allowed: {', '.join(SPLITS)}")
     rows = load_manifest(store)
-    path = labels or store / "manifest.csv"
+    path = request.labels or store / "manifest.csv"
     known = load_labels(path, model.get("target", "label"), classes=model["class_names"])
-    column = split_column or model.get("split_column", "split")
-    slides = select_slides(rows, known, load_splits(splits or path, rows, column=column), split)
+    column = request.split_column or model.get("split_column", "split")
+    slides = select_slides(rows, known, load_splits(request.splits or path, rows, column=column), split)
     if not slides:
         raise RequestError(f"--split {split}: no slide of {store} is done, labelled in {path} and in {split!r}")
     return dataset_of(model, store, slides)
 
 
-def _tell(
-    checkpoint: Path, model: Mapping[str, Any], split: str, kind: str, metrics: Mapping[str, Any], as_json: bool
-) -> None:
+def _report(request: Request, model: Mapping[str, Any], weights: str, metrics: Mapping[str, Any]) -> None:
     step = model.get("step")
     say(
-        f"{checkpoint} (step {step}), {kind}, on {metrics['slides']} slides of {split} "
+        f"{request.checkpoint} (step {step}), {weights}, on {metrics['slides']} slides of {request.split} "
         "(in brackets: 95 % intervals, cases resampled):"
     )
-    _tell_numbers(metrics)
+    _print_metrics(metrics)
     if metrics["case"] is not None:
         say(f"by case ({metrics['case']['cases']} cases; {model.get('case_aggregate', 'mean')} of their slides):")
-        _tell_numbers(metrics["case"])
-    if as_json:
-        emit_json({"checkpoint": checkpoint, "step": step, "split": split, **metrics})
+        _print_metrics(metrics["case"])
+    if request.as_json:
+        emit_json({"checkpoint": request.checkpoint, "step": step, "split": request.split, **metrics})
 
 
-def _tell_numbers(metrics: Mapping[str, Any]) -> None:
-    from workflows.training.recorder import numbers_in_words
+def _print_metrics(metrics: Mapping[str, Any]) -> None:
+    from workflows.training.recorder import format_metrics
 
-    for name, words in numbers_in_words(metrics).items():
+    for name, words in format_metrics(metrics).items():
         say(f"  {name:<18} {words}")

@@ -1,4 +1,4 @@
-"""The sections ``optimizer``, ``lr_schedule`` and ``validation`` of a run's YAML: how weights change and are judged."""
+"""The sections ``optimizer``, ``lr_schedule`` and ``validation`` of a run's YAML: updates and their evaluation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class OptimizerConfig(Section):
     def scaled_lr(self, batch: int) -> float:
         """Return the learning rate for updates of ``batch`` slides."""
         power = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[self.lr_scaling]
-        return self.lr * (batch / self.lr_batch) ** power
+        return float(self.lr * (batch / self.lr_batch) ** power)
 
 
 class LrScheduleConfig(Section):
@@ -64,13 +64,13 @@ class LrScheduleConfig(Section):
 
 
 class ValidationConfig(Section):
-    """When and on what the weights are judged."""
+    """When and on what the weights are evaluated."""
 
     every_steps: Positive | None = Field(
         None, description="a whole number ≥ 1: steps between two validations; left out: those of an epoch"
     )
     split: Literal["val", "train"] = Field(
-        "val", description="val or train: whose slides judge the weights (test is for `hyfi validate`)"
+        "val", description="val or train: whose slides evaluate the weights (test is for `hyfi validate`)"
     )
     metric: Literal["auroc", "balanced_accuracy", "f1", "quadratic_kappa", "calibration_error", "loss"] = Field(
         "auroc",
@@ -79,7 +79,7 @@ class ValidationConfig(Section):
     )
     policy: Literal["all", "latest"] = Field(
         "all",
-        description="all or latest: what is judged where validators are behind: every checkpoint (all), or only the "
+        description="all or latest: what is evaluated where validators are behind: every checkpoint (all), or only the "
         "newest, so that training never waits (latest)",
     )
     grids: tuple[tuple[Positive, Positive], ...] | None = Field(
@@ -90,7 +90,7 @@ class ValidationConfig(Section):
     )
     cells: tuple[Positive, Positive] | None = Field(
         None,
-        description="[rows, columns], as in [4, 4]: each validator judges images of its own, one cell after the "
+        description="[rows, columns], as in [4, 4]: each validator evaluates images of its own, one cell after the "
         "other, in the memory of a cell; left out: validators share each image as grids says",
     )
 

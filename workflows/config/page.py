@@ -32,7 +32,7 @@ the working directory.
 
 
 @dataclass(frozen=True)
-class Setting:
+class ConfigKey:
     """One key of the file.
 
     Attributes:
@@ -48,7 +48,7 @@ class Setting:
     meaning: str
 
     @classmethod
-    def of(cls, key: str, field: FieldInfo) -> Setting:
+    def of(cls, key: str, field: FieldInfo) -> ConfigKey:
         """Return a field, whose description is ``allowed: meaning``."""
         allowed, _, meaning = (field.description or "").partition(": ")
         default = None if field.is_required() else as_yaml(field.get_default(call_default_factory=True))
@@ -74,10 +74,10 @@ def sections() -> Iterator[tuple[str, type[BaseModel]]]:
         yield name, model
 
 
-def settings(model: type[BaseModel], prefix: str) -> Iterator[Setting]:
+def settings(model: type[BaseModel], prefix: str) -> Iterator[ConfigKey]:
     """Yield the keys of a section, each followed by those inside it; ``prefix``: the section's name and a dot."""
     for name, field in model.model_fields.items():
-        yield Setting.of(f"{prefix}{name}", field)
+        yield ConfigKey.of(f"{prefix}{name}", field)
         inner = _model_of(field)
         if inner is not None:
             yield from settings(inner, f"{prefix}{name}.")

@@ -10,7 +10,6 @@ from workflows.config.data import DataConfig, ModelConfig
 from workflows.config.learning import LrScheduleConfig, OptimizerConfig, ValidationConfig
 from workflows.config.ranks import PlanConfig, RolesConfig, with_design
 from workflows.config.section import Count, Positive, Section, UserPath
-from workflows.config.sharing import check_sharing
 
 
 class RunConfig(Section):
@@ -49,7 +48,7 @@ class RunConfig(Section):
         None,
         gt=0,
         lt=1,
-        description="a number between 0 and 1: decay of the weights' moving average, which then is judged and "
+        description="a number between 0 and 1: decay of the weights' moving average, which then is evaluated and "
         "predicts; left out: none is kept",
     )
     early_stop: Positive | None = Field(
@@ -94,7 +93,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _batch_fits_plan(self) -> Config:
         if self.roles.design == "offload_naive":
-            check_sharing(self)
+            _check_sharing(self)
             return self
         parts = self.plan.replicas * self.plan.microbatches
         if self.data.batch_size % parts:
@@ -103,3 +102,38 @@ class Config(Section):
                 f"plan.microbatches = {self.plan.replicas} × {self.plan.microbatches} = {parts}"
             )
         return self
+
+
+def _check_sharing(config: Config) -> None:
+    """Check ``roles.design: offload_naive``: every replica, spare ones too, must get a share of each batch.
+
+    How many spare ranks there are is not known here where hosts decide it.
+
+    Raises:
+        ValueError: something of it does not fit the rest; names the key, what was given and what is allowed.
+    """
+    plan, roles, batch = config.plan, config.roles, config.data.batch_size
+    of_one, rounds, known = plan.ranks // plan.replicas, plan.microbatches, not isinstance(roles.spare, str)
+    replicas = config.trainers // of_one
+    if config.trainers % of_one:
+        raise ValueError(
+            f"roles.spare: given {roles.spare}; allowed: a multiple of {of_one}, the ranks of a replica (plan)"
+        )
+    if config.model.norm == "train" and not plan.sync_batch_norm:
+        raise ValueError(
+            "roles.design: given offload_naive: speed decides how many slides a replica has, and with batch norms of "
+            "each replica alone that would change the result; allowed: with plan.sync_batch_norm=true, or with "
+            "model.norm=group or frozen"
+        )
+    if batch % rounds or batch < replicas * rounds:
+        raise ValueError(
+            f"data.batch_size: given {batch}; allowed: a multiple of plan.microbatches = {rounds}, from "
+            f"{replicas * rounds}: each of {replicas} replicas, however slow, takes a slide of each micro-batch"
+        )
+    shares = roles.shares or ()
+    wrong = sum(shares) != batch or any(share % rounds for share in shares) or (known and len(shares) != replicas)
+    if shares and wrong:
+        raise ValueError(
+            f"roles.shares: given {list(shares)}; allowed: a multiple of plan.microbatches = {rounds} for each of "
+            f"{replicas if known else 'the'} replicas, together data.batch_size = {batch}"
+        )

@@ -24,18 +24,18 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.plan.box import Box
 from workflows.evaluation.bootstrap import draw_cases, intervals
 from workflows.evaluation.cases import Aggregate, by_case, places_of
+from workflows.evaluation.loss import sample_losses
 from workflows.evaluation.metrics import metrics_of_logits
-from workflows.training.optimisation import sample_losses
 
 Logits = dict[int, list[float]]
 """Outputs by index of the slide."""
 
-Judgement = dict[str, Any]
+Metrics = dict[str, Any]
 """What weights are worth, in JSON's types: loss and metrics by slide, ``intervals``, ``slides``, and ``case``: the same
 numbers by case, with ``cases`` in place of ``slides`` (None: not asked for). Undefined numbers are None."""
 
 
-class Predictor(Protocol):
+class InferenceEngine(Protocol):
     """An engine for batches of one image; its ranks call it together."""
 
     def predict(self, images: Any) -> torch.Tensor:
@@ -47,7 +47,7 @@ class Predictor(Protocol):
         ...
 
 
-class Images:
+class DatasetImages:
     """How a slide's stored pixels become what the engine eats.
 
     Args:
@@ -94,8 +94,8 @@ class OneImage:
 
 
 @dataclass(frozen=True)
-class Exam:
-    """What weights are judged by.
+class EvaluationSet:
+    """Slides that weights are evaluated on.
 
     Attributes:
         images: of the slides.
@@ -105,7 +105,7 @@ class Exam:
         aggregate: how slides speak for their case.
     """
 
-    images: Images
+    images: DatasetImages
     targets: tuple[int, ...]
     cases: tuple[str, ...]
     class_weights: tuple[float, ...]
@@ -113,15 +113,15 @@ class Exam:
 
     @classmethod
     def of(
-        cls, images: Images, slides: Sequence[SlideRef], class_weights: tuple[float, ...], aggregate: Aggregate
-    ) -> Exam:
-        """Return an exam on slides, which are all labelled; one without a case is a case of its own."""
+        cls, images: DatasetImages, slides: Sequence[SlideRef], class_weights: tuple[float, ...], aggregate: Aggregate
+    ) -> EvaluationSet:
+        """Return the evaluation set of slides, which are all labelled; one without a case is a case of its own."""
         targets = tuple(slide.label for slide in slides if slide.label is not None)
         if len(targets) != len(slides):
-            raise ValueError("an exam needs slides with labels")
+            raise ValueError("an evaluation set needs slides with labels")
         return cls(images, targets, tuple(s.case_id or s.slide_id for s in slides), class_weights, aggregate)
 
-    def judge(self, logits: Logits) -> Judgement:
+    def metrics_of(self, logits: Logits) -> Metrics:
         """Return the loss Σ w_y · ℓ / N, normalised as in training, and the metrics, by slide and by case.
 
         The intervals come from drawing cases, the same draws at every call: what changes is due to the weights.
@@ -135,7 +135,7 @@ class Exam:
         cases = by_case(outputs, labels, self.cases, self.aggregate)
         return {**by_slide, "case": {**self._numbers(cases.logits, cases.targets, draws), "cases": len(cases)}}
 
-    def _numbers(self, outputs: torch.Tensor, labels: torch.Tensor, counts: torch.Tensor) -> Judgement:
+    def _numbers(self, outputs: torch.Tensor, labels: torch.Tensor, counts: torch.Tensor) -> Metrics:
         losses = sample_losses(outputs, labels, self.class_weights)
         loss = float(losses.mean())
         return {
@@ -146,7 +146,7 @@ class Exam:
 
 
 class Interrupted(Exception):  # noqa: N818 (not an error: somebody asked for it)
-    """The judging was given up before its end; nothing is known about these weights."""
+    """The evaluation was interrupted before its end; nothing is known about these weights."""
 
 
 class SlideImages(Protocol):
@@ -158,7 +158,7 @@ class SlideImages(Protocol):
 
 
 def predict_slides(
-    engine: Predictor,
+    engine: InferenceEngine,
     images: SlideImages,
     slides: int,
     share: tuple[int, int],

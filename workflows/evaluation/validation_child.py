@@ -8,7 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,61 +18,76 @@ from workflows.launch.child_process import LOST_PEER, ChildProcess, Parent
 if TYPE_CHECKING:
     import torch
 
+    from data.samples.dataset import SlideRef
     from hyfi_core.comm.base import Communicator
     from hyfi_core.plan.parallel_plan import ParallelPlan
-    from workflows.evaluation.judge import Judge
-    from workflows.training.job import Job
+    from workflows.config.run import Config
+    from workflows.evaluation.evaluator import Evaluator
 
 PROGRAM = ("-m", "workflows.evaluation.validation_child")
 LONG = timedelta(days=365)  # whoever waits here is watched over by a parent: a clock would only end what is well
 
 
-def start_child(job: Job, plan: ParallelPlan, seat: Mapping[str, Any], descriptors: Any) -> ChildProcess:
+def start_child(
+    network: Mapping[str, Any],
+    config: Config,
+    slides: Sequence[SlideRef],
+    plan: ParallelPlan,
+    seat: Mapping[str, Any],
+    descriptors: Sequence[int],
+) -> ChildProcess:
     """Start the child of one validator.
 
-    It is told everything it needs: a child that is started again after hours must not find other slides in the store.
+    It is given everything it needs: a child that is started again after hours must not find other slides in the store.
 
     Args:
-        job: the run.
+        network: of the run, as ``model.json`` describes it.
+        config: of the run.
+        slides: those that validate, all labelled.
         plan: of the validators.
         seat: see :data:`workflows.evaluation.validator.Start`.
-        descriptors: where snapshots are.
+        descriptors: files that hold snapshots.
     """
     import torch
 
     description = {
-        "model": job.model_json(),
+        "model": network,
         "plan": plan.to_json(),
-        "cells": job.config.validation.cells,
-        "store": str(job.config.data.store),
-        "slides": [[sample.slide_id, sample.case_id, sample.label] for sample in job.val.samples],
+        "cells": config.validation.cells,
+        "store": str(config.data.store),
+        "slides": [[slide.slide_id, slide.case_id, slide.label] for slide in slides],
         "threads": torch.get_num_threads(),
         "seat": dict(seat),
     }
     return ChildProcess(PROGRAM, description, descriptors)
 
 
-def validation_plan(job: Job, validators: int) -> ParallelPlan:
+def validation_plan(config: Config, plan: ParallelPlan, validators: int) -> ParallelPlan:
     """Return how the validators share the work: the grids asked for, as often as there are ranks for.
 
-    With ``validation.cells`` every validator is alone with images of its own.
+    With ``validation.cells`` every validator evaluates images of its own.
+
+    Args:
+        config: of the run.
+        plan: of the trainers; its cuts serve where there are as many stages.
+        validators: how many ranks validate.
 
     Raises:
-        RequestError: the ranks do not come out even.
+        RequestError: the number of ranks is no multiple of what the grids need.
     """
     from hyfi_core.errors import RequestError
     from hyfi_core.plan.parallel_plan import ParallelPlan
 
-    alone = job.config.validation.cells is not None
-    grids = job.config.validation.grids or ((1, 1 if alone else validators),)
+    alone = config.validation.cells is not None
+    grids = config.validation.grids or ((1, 1 if alone else validators),)
     of_one = sum(rows * columns for rows, columns in grids)
     if validators % of_one:
         raise RequestError(
             f"validation.grids: given {[list(grid) for grid in grids]}, which needs {of_one} ranks or a multiple; "
             f"there are {validators} validators (roles.validators)"
         )
-    cuts = job.plan.cuts if len(grids) == len(job.plan.grids) else "auto"
-    return ParallelPlan(grids, cuts, replicas=validators // of_one, fused_halo=job.plan.fused_halo)
+    cuts = plan.cuts if len(grids) == len(plan.grids) else "auto"
+    return ParallelPlan(grids, cuts, replicas=validators // of_one, fused_halo=plan.fused_halo)
 
 
 def main() -> None:
@@ -104,12 +119,12 @@ def _serve(parent: Parent) -> None:
     torch.set_num_threads(description["threads"])
     group = _connect(parent, description["seat"])
     plan = ParallelPlan.from_json(description["plan"])
-    judge = agree(group, lambda: _judge(description, plan, group))
-    like = judge.module.state_dict()
+    evaluator = agree(group, lambda: _build_evaluator(description, plan, group))
+    like = evaluator.module.state_dict()
     parent.say("ready")
     while True:
         weights = _weights(parent, group, like)
-        metrics = judge.judge(weights)
+        metrics = evaluator.evaluate(weights)
         if metrics is not None:
             parent.say("result", metrics=metrics)
 
@@ -122,27 +137,28 @@ def _connect(parent: Parent, seat: Mapping[str, Any]) -> Communicator:
         return AloneCommunicator()
 
     import torch.distributed as dist
+    from torch._C._distributed_c10d import TCPStore  # torch.distributed re-exports it without saying so
 
     from hyfi_core.comm.torchdist import world
 
     if seat["host"] == "localhost" and Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     first = seat["rank"] == 0
-    store = dist.TCPStore(seat["host"], seat["port"] or 0, is_master=first, wait_for_workers=False, timeout=LONG)
+    store = TCPStore(seat["host"], seat["port"] or 0, is_master=first, wait_for_workers=False, timeout=LONG)
     if first:
         parent.say("port", port=store.port)
     dist.init_process_group("gloo", store=store, rank=seat["rank"], world_size=seat["size"], timeout=LONG)
     return world()
 
 
-def _judge(description: Mapping[str, Any], plan: ParallelPlan, group: Communicator) -> Judge:
+def _build_evaluator(description: Mapping[str, Any], plan: ParallelPlan, group: Communicator) -> Evaluator:
     from data.samples.dataset import SlideRef
-    from workflows.evaluation.judge import Judge, dataset_of
+    from workflows.evaluation.evaluator import Evaluator, dataset_of
 
     model = description["model"]
     slides = [SlideRef(slide_id, case_id, label) for slide_id, case_id, label in description["slides"]]
     cells = tuple(description["cells"]) if description["cells"] else None
-    return Judge.of(model, dataset_of(model, Path(description["store"]), slides), plan, group, cells)
+    return Evaluator.of(model, dataset_of(model, Path(description["store"]), slides), plan, group, cells)
 
 
 def _weights(parent: Parent, group: Communicator, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

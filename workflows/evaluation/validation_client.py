@@ -2,9 +2,9 @@
 
 ::
 
-    policy all      | 3 → judged | 6 → judged | 9 → waits for a place …      at most QUEUE on their way; then the
+    policy all      | 3 → evaluated | 6 → evaluated | 9 → waits for a place …      at most QUEUE on their way; then the
                                                                               trainer waits, so no step is skipped
-    policy latest   | 3 → judged | 6 kept here | 9 takes the place of 6 …    the trainer never waits; what was kept
+    policy latest   | 3 → evaluated | 6 kept here | 9 takes the place of 6 …    the trainer never waits; what was kept
                                                                               is sent when the validators are free
 """
 
@@ -19,7 +19,7 @@ from workflows.evaluation.snapshot import Pool, Snapshot, State
 
 WORK_TAG, SNAPSHOT_TAG, RESULT_TAG = 110, 111, 112
 QUEUE = 2
-"""Most snapshots that are on their way to the validators or being judged."""
+"""Most snapshots that are on their way to the validators or being evaluated."""
 
 Policy = Literal["all", "latest"]
 Metrics = dict[str, Any]

@@ -6,7 +6,7 @@
       work {step, bytes}   ──────►    posts a receive
       snapshot             ──────►      in memory that the child shares
       … trains on …                   {validate} ──► sends the weights on to the other children;
-                                                     all judge, slide by slide, over gloo
+                                                     all evaluate, slide by slide, over gloo
                            ◄──────    result     ◄──
                                       a child died: reported; all children are started again,
                                       the snapshot is still there; at the third time:
@@ -47,7 +47,7 @@ class ValidationChildError(RuntimeError):
 
 
 @dataclass
-class _Work:
+class _QueuedSnapshot:
     """A snapshot, arriving or there."""
 
     step: int
@@ -75,7 +75,7 @@ class ValidationService:
         self._round = 0
         self._host = ""
         self._sending: list[Pending] = []
-        self._queue: deque[_Work] = deque()
+        self._queue: deque[_QueuedSnapshot] = deque()
         self._end: Word | None = None
         self._ready = self._busy = self._gave_up = False
         self._deaths = 0
@@ -90,35 +90,35 @@ class ValidationService:
         hosts = self._group.broadcast_object(self._group.gather_objects(socket.gethostname()))
         self._host = hosts[0] if len(set(hosts)) > 1 else "localhost"
         if not self._leads:
-            self._follow()
+            self._run_follower()
             return
         self._replace_child(None)
-        self._lead(lambda: self._ready or self._gave_up or self._end is not None)
-        self._order({"kind": "begun"})
+        self._run_leader(lambda: self._ready or self._gave_up or self._end is not None)
+        self._send_to_followers({"kind": "begun"})
 
     def serve(self) -> bool:
         """Serve until trainer 0 ends it; return whether the run was stopped before its time."""
         try:
             if not self._leads:
-                return self._follow()
-            self._lead(lambda: self._end is not None and not self._queue)
+                return self._run_follower()
+            self._run_leader(lambda: self._end is not None and not self._queue)
             assert self._end is not None
-            return self._leave(bool(self._end["stopped"]))
+            return self._finish(bool(self._end["stopped"]))
         finally:
             self._kill()
             self._buffers.close()
 
     # -- validator 0
 
-    def _lead(self, done: Callable[[], bool]) -> None:
+    def _run_leader(self, done: Callable[[], bool]) -> None:
         backoff = Backoff()
         while not done():
-            if self._listen() | self._tend():
+            if self._receive() | self._advance_child():
                 backoff.reset()
             else:
                 backoff.pause()
 
-    def _listen(self) -> bool:
+    def _receive(self) -> bool:
         """Take what trainer 0 and the other validators have said; whether there was anything."""
         self._watch()
         self._sending = [pending for pending in self._sending if not pending.test()]
@@ -130,20 +130,20 @@ class ValidationService:
             else:
                 place = self._buffers.take(word["bytes"])
                 arriving = self._world.exchange([], [Message(0, place.flat, SNAPSHOT_TAG)])
-                self._queue.append(_Work(word["step"], place, arriving))
+                self._queue.append(_QueuedSnapshot(word["step"], place, arriving))
         while (found := self._group.poll_object(DEATH_TAG)) is not None:
-            self._learn(found[1])
+            self._on_death_notice(found[1])
         return heard
 
-    def _tend(self) -> bool:
+    def _advance_child(self) -> bool:
         """Let the child go on with what there is to do; whether anything happened."""
         if self._gave_up or (self._end is not None and (self._end["stopped"] or self._end["needless"])):
             self._kill()
-            return self._drop()
+            return self._discard_snapshots()
         assert self._child is not None
         word = self._child.hear()
         if word is not None:
-            self._obey(word)
+            self._on_leader_child(word)
         if self._ready and not self._busy and self._queue and self._queue[0].arriving.test():
             work = self._queue[0]
             self._busy = True
@@ -158,29 +158,29 @@ class ValidationService:
             return True
         return word is not None
 
-    def _obey(self, word: Word) -> None:
+    def _on_leader_child(self, word: Word) -> None:
         if word["kind"] == "port":
-            self._order({"kind": "start", "port": word["port"], "round": self._round})
+            self._send_to_followers({"kind": "start", "port": word["port"], "round": self._round})
         elif word["kind"] == "ready":
             self._ready = True
         elif word["kind"] == "result":
             work = self._queue.popleft()
             self._buffers.give(work.place)
             self._busy, self._deaths = False, 0
-            self._tell({"kind": "result", "step": work.step, "metrics": word["metrics"]})
+            self._send_to_trainer({"kind": "result", "step": work.step, "metrics": word["metrics"]})
         elif word["kind"] == "died":
-            self._mourn(0, word["how"])
+            self._on_death(0, word["how"])
         else:
             self._fail(word)
 
-    def _learn(self, notice: Word) -> None:
+    def _on_death_notice(self, notice: Word) -> None:
         """Take in that the child of another validator died; the cause is told even where its effect came first."""
         if notice["round"] == self._round and not self._gave_up:
-            self._mourn(notice["rank"], notice["how"])
+            self._on_death(notice["rank"], notice["how"])
         elif notice["how"] != LOST_PEER:
             warn(f"hyfi: the process that validates on validator {notice['rank']} ended by {notice['how']}")
 
-    def _mourn(self, rank: int, how: str) -> None:
+    def _on_death(self, rank: int, how: str) -> None:
         """Report the death of the child of one validator, and start all children again, or give up."""
         self._deaths += 1
         step = self._queue[0].step if self._queue else None
@@ -191,43 +191,43 @@ class ValidationService:
         if self._deaths >= MOST_DEATHS:
             self._gave_up = True
             warn(f"hyfi: {what}; that is {MOST_DEATHS} times in a row: the trainers validate from now on")
-            self._order({"kind": "kill"})
-            self._tell({"kind": "gave up"})
+            self._send_to_followers({"kind": "kill"})
+            self._send_to_trainer({"kind": "gave up"})
             return
         warn(f"hyfi: {what}; it is started again, {again} ({self._deaths} of {MOST_DEATHS - 1} times)")
         self._round += 1
         self._replace_child(None)
 
-    def _drop(self) -> bool:
+    def _discard_snapshots(self) -> bool:
         """Forget the snapshots that have arrived: what is under way must be received before this rank may leave."""
         before = len(self._queue)
         while self._queue and self._queue[0].arriving.test():
             self._buffers.give(self._queue.popleft().place)
         return len(self._queue) < before
 
-    def _leave(self, stopped: bool) -> bool:
-        self._order({"kind": "end", "stopped": stopped})
-        self._tell({"kind": "bye"})
+    def _finish(self, stopped: bool) -> bool:
+        self._send_to_followers({"kind": "end", "stopped": stopped})
+        self._send_to_trainer({"kind": "bye"})
         for pending in self._sending:
             pending.wait()
         return stopped
 
-    def _tell(self, word: Word) -> None:
+    def _send_to_trainer(self, word: Word) -> None:
         self._sending.append(self._world.send_object(word, 0, RESULT_TAG))
 
-    def _order(self, word: Word) -> None:
+    def _send_to_followers(self, word: Word) -> None:
         for rank in range(1, self._group.size):
             self._sending.append(self._group.send_object(word, rank, ORDER_TAG))
 
     # -- the others
 
-    def _follow(self) -> bool:
+    def _run_follower(self) -> bool:
         """Do as validator 0 says until the children are ready, or to the end; return whether the run was stopped."""
         backoff = Backoff()
         while True:
             self._watch()
             if self._child is not None and (word := self._child.hear()) is not None:
-                self._heed(word)
+                self._on_follower_child(word)
             found = self._group.poll_object(ORDER_TAG, 0)
             if found is None:
                 backoff.pause()
@@ -240,7 +240,7 @@ class ValidationService:
                 self._round = found[1]["round"]
                 self._replace_child(found[1]["port"])
 
-    def _heed(self, word: Word) -> None:
+    def _on_follower_child(self, word: Word) -> None:
         if word["kind"] == "died":
             self._kill()
             notice = {"rank": self._group.rank, "how": word["how"], "round": self._round}

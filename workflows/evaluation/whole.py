@@ -14,7 +14,7 @@ from data.samples.dataset import SlideDataset
 from data.samples.view import View
 from hyfi_core.comm.base import Communicator
 from pathology.predict.whole_tissue import Pooling, SizedEngines, evidence, views_of
-from workflows.evaluation.evaluate import Images, OneImage
+from workflows.evaluation.evaluate import DatasetImages, OneImage
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ class WholeSlides:
     """
 
     dataset: SlideDataset
-    images: Images
+    images: DatasetImages
     engines: SizedEngines
     comm: Communicator
     pooling: Pooling

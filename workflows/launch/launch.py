@@ -30,13 +30,13 @@ from data.cores import usable_cores
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.launch import inside_launcher
 from workflows.console import warn
+from workflows.exit_codes import FAULT, STOPPED, WRONG_REQUEST
 from workflows.launch import mpiexec
 from workflows.launch.processes import Ends, kill_session
 from workflows.launch.status import VARIABLE, RunStatus
 
 __all__ = ["inside_launcher", "launch", "launch_program", "own_rank", "run_as_rank"]
 
-FAULT, STOPPED = 70, 3
 # Large tensors on huge pages: the same memory, a fraction of the page faults (benchmarks/RESULTS.md).
 RANK_SETTINGS = {"THP_MEM_ALLOC_ENABLE": "1"}
 SECONDS_TO_END_AFTER_FAILURE = 5.0
@@ -169,7 +169,7 @@ def run_as_rank(body: Callable[[], int]) -> int:
     try:
         code = body()
     except RequestError as error:
-        code = 2
+        code = WRONG_REQUEST
         if _speaks(status, rank):
             warn(f"hyfi: {error}")
     except KeyboardInterrupt:

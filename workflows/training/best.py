@@ -1,7 +1,7 @@
 """Which weights are the best, decided from the records of their validations alone.
 
-A record belongs to the step whose weights were judged, whenever its numbers came in; so the answer is the same however
-late they come, and after every resume.
+A record belongs to the step whose weights were evaluated, whenever its numbers arrived; so the answer is the same
+however late they come, and after every resume.
 """
 
 from __future__ import annotations

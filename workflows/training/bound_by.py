@@ -29,7 +29,7 @@ NAMES = {
 
 
 @dataclass(frozen=True)
-class Setting:
+class RunSetup:
     """What the knobs stand at.
 
     Attributes:
@@ -68,7 +68,7 @@ def shares(spent: Sequence[Mapping[str, float]]) -> dict[str, float]:
     }
 
 
-def bound_by(spent: Sequence[Mapping[str, float]], setting: Setting) -> str:
+def bound_by(spent: Sequence[Mapping[str, float]], setup: RunSetup) -> str:
     """Return what bounds training, how much, what would help, and the whole split."""
     found = shares(spent)
     most = max((kind for kind in found if kind != "compute"), key=lambda kind: found[kind])
@@ -76,14 +76,14 @@ def bound_by(spent: Sequence[Mapping[str, float]], setting: Setting) -> str:
     split = ", ".join(
         f"{NAMES[name]} {share:.0%}" for name, share in found.items() if share >= 0.005 or name == "compute"
     )
-    return f"{_verdict(kind, found[kind], setting)} [{split}]".replace("%", " %")
+    return f"{_verdict(kind, found[kind], setup)} [{split}]".replace("%", " %")
 
 
-def _verdict(kind: str, share: float, setting: Setting) -> str:
+def _verdict(kind: str, share: float, setup: RunSetup) -> str:
     named, advice = {
         "compute": ("compute-bound", "more ranks (plan.grids, plan.replicas) make it faster"),
-        "wait": ("loader-bound", _loaders(share, setting)),
-        "validation": ("validation-bound", _validators(setting)),
+        "wait": ("loader-bound", _loaders(share, setup)),
+        "validation": ("validation-bound", _validators(setup)),
         "save": ("disk-bound", "save more seldom (run.checkpoint_every_steps, validation.every_steps)"),
         "halo": ("halo-bound", "cut into fewer parts (plan.grids) or exchange more seldom (plan.fused_halo)"),
         "stage": ("pipeline-bound", "raise plan.microbatches, or balance the stages (plan.cuts)"),
@@ -96,21 +96,21 @@ def _verdict(kind: str, share: float, setting: Setting) -> str:
     return f"{named}: {share:.0%} {NAMES[kind]}; {advice}"
 
 
-def _loaders(share: float, setting: Setting) -> str:
-    if setting.spare_train:
+def _loaders(share: float, setup: RunSetup) -> str:
+    if setup.spare_train:
         return "let spare ranks load (roles.design=offload_data) or lower augment cost"
-    if setting.loaders == 0:
+    if setup.loaders == 0:
         return "add a loader (roles.loaders=1) or lower augment cost"
     # So many loaders fill the whole time with the images of a shorter one; so many more fill what is left of it.
-    more = max(1, math.ceil(setting.loaders / max(1 - share, 0.1)) - setting.loaders)
-    return f"add {more} loader{'s' * (more > 1)} (roles.loaders={setting.loaders + more}) or lower augment cost"
+    more = max(1, math.ceil(setup.loaders / max(1 - share, 0.1)) - setup.loaders)
+    return f"add {more} loader{'s' * (more > 1)} (roles.loaders={setup.loaders + more}) or lower augment cost"
 
 
-def _validators(setting: Setting) -> str:
-    if setting.spare_train:
+def _validators(setup: RunSetup) -> str:
+    if setup.spare_train:
         return "let spare ranks validate (roles.design=offload_validation) or validate more seldom"
-    if setting.validators == 0:
+    if setup.validators == 0:
         return "add a validator (roles.validators=1) or validate more seldom (validation.every_steps)"
-    if setting.policy == "all":
-        return f"add validators (roles.validators={setting.validators + 1}) or skip some (validation.policy=latest)"
+    if setup.policy == "all":
+        return f"add validators (roles.validators={setup.validators + 1}) or skip some (validation.policy=latest)"
     return "validate more seldom (validation.every_steps)"

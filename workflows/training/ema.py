@@ -1,4 +1,4 @@
-"""A moving average of the weights, which often judge better than the weights themselves.
+"""A moving average of the weights, which often evaluate better than the weights themselves.
 
 After step t:  average ← d · average + (1 − d) · weights,  d = min(decay, (1 + t) / (10 + t))
 

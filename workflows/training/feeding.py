@@ -17,12 +17,12 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.plan.box import Box
 from hyfi_core.runtime.engine import Engine
 from workflows.config.run import RunConfig
-from workflows.training.job import Job
-from workflows.training.models import DTYPES, FORMATS
+from workflows.evaluation.models import DTYPES, FORMATS
+from workflows.training.job import TrainingJob
 from workflows.training.start import Roles
 
 
-def make_feed(job: Job, roles: Roles, engine: Engine, start_step: int, device: torch.device) -> Feed:
+def make_feed(job: TrainingJob, roles: Roles, engine: Engine, start_step: int, device: torch.device) -> Feed:
     """Return this trainer's feed for the steps after ``start_step``."""
     assert roles.trainers is not None
     accumulate, data = job.config.optimizer.accumulate, job.config.data
@@ -41,7 +41,7 @@ def preparation(run: RunConfig) -> Callable[[torch.Tensor], torch.Tensor]:
     return partial(Normalisation(), dtype=DTYPES[run.precision], memory_format=FORMATS[run.memory_format])
 
 
-class Images:
+class BatchImages:
     """One turn's images as the engine takes them: read, then normalised on the device that computes.
 
     Args:
@@ -57,7 +57,7 @@ class Images:
         return self._prepare(self._pixels.read(box, first, stop))
 
 
-def make_loader(job: Job, roles: Roles, watch: Callable[[], None]) -> LoaderService:
+def make_loader(job: TrainingJob, roles: Roles, watch: Callable[[], None]) -> LoaderService:
     """Return this loader rank's service; ``watch`` is called between messages."""
     rank = roles.world.rank
     return LoaderService(

@@ -23,7 +23,7 @@ from workflows.config.load import Config
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """A run's data and dimensions; a *step* is one update of the weights, counted from 1 in everything written.
 
     Attributes:
@@ -157,7 +157,7 @@ class Job:
         }
 
 
-def prepare(config: Config) -> Job:
+def prepare(config: Config) -> TrainingJob:
     """Read labels, splits and the store's table, and name the slides of the run; no pixel is read.
 
     Raises:
@@ -179,7 +179,7 @@ def prepare(config: Config) -> Job:
             f"{labels_path} and is in 'train' of {where}"
         )
     augment = Augment(data.augment.flips, data.augment.stain, data.augment.colour)
-    return Job(
+    return TrainingJob(
         config,
         labels.classes,
         dataset_of(config, train, augment),

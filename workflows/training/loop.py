@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,14 +12,14 @@ import torch
 from hyfi_core.runtime.checkpoint import step_folder
 from hyfi_core.runtime.checkpoint_together import Share, save_together
 from hyfi_core.runtime.engine import Engine
-from workflows.console import Progress, say
-from workflows.training.bound_by import Setting, bound_by
+from workflows.console import say
+from workflows.training.bound_by import RunSetup, bound_by
 from workflows.training.ema import MovingAverage
-from workflows.training.feeding import Images, loading_report, loading_text, make_feed, preparation
-from workflows.training.job import Job
+from workflows.training.feeding import BatchImages, loading_report, loading_text, make_feed, preparation
+from workflows.training.job import TrainingJob
 from workflows.training.optimisation import lr_factor
 from workflows.training.recorder import Recorder
-from workflows.training.start import Roles, Saved
+from workflows.training.start import Roles, SavedRun
 from workflows.training.step_time import StepTime
 from workflows.training.stop import StopFlag
 from workflows.training.validating import Validating
@@ -27,7 +27,7 @@ from workflows.training.validating import Validating
 State = Mapping[str, torch.Tensor] | None
 
 
-class Trainer:
+class TrainingLoop:
     """One trainer of a run; all of them call ``run`` together.
 
     Args:
@@ -42,12 +42,12 @@ class Trainer:
 
     def __init__(
         self,
-        job: Job,
+        job: TrainingJob,
         roles: Roles,
         engine: Engine,
         model: torch.nn.Module,
         recorder: Recorder | None,
-        saved: Saved | None,
+        saved: SavedRun | None,
         stop: StopFlag,
     ) -> None:
         assert roles.trainers is not None
@@ -67,17 +67,17 @@ class Trainer:
         self._time = StepTime()
         beside = len(roles.loader_ranks), len(roles.validator_ranks)
         spare_train = job.config.roles.design == "offload_naive"
-        self._setting = Setting(job.plan.ranks, *beside, job.config.validation.policy, spare_train)
+        self._setup = RunSetup(job.plan.ranks, *beside, job.config.validation.policy, spare_train)
         self._prepare = preparation(job.config.run)
 
-    def run(self, progress: Progress) -> bool:
-        """Train to the end, or until a stop is asked for; return whether it was."""
+    def run(self, progress: Callable[[], None]) -> bool:
+        """Train to the end, or until a stop is requested; return whether it was; ``progress`` is called per step."""
         stopped = self._validating.catch_up() if self._saved is not None else False
         step = self._start
         while step < self._job.steps and not stopped and self._validating.last is None:
             step += 1
             self._step(step)
-            progress.advance()
+            progress()
             with self._time.booked("save"):
                 state = self._save(step) if self._job.saves_after(step) else None
             if self._job.validates_after(step):
@@ -100,7 +100,7 @@ class Trainer:
                 self._time.add(self._engine.seconds())  # each call counts anew
             pixels = self._feed.batch(turn)
             labels = torch.tensor(self._job.batch_labels(turn, self._replica))
-            loss += self._engine.accumulate(Images(pixels, self._prepare), labels)
+            loss += self._engine.accumulate(BatchImages(pixels, self._prepare), labels)
         lr = float(self._engine.optimizer.param_groups[0]["lr"])
         self._engine.update(self._job.config.optimizer.max_norm)
         self._scheduler.step()
@@ -124,7 +124,7 @@ class Trainer:
         self._time.add({"validation": self._validating.new_seconds()})
         spent = self._time.end_epoch(self._trainers)
         if spent is not None and any(sum(one.values()) for one in spent):
-            say(f"epoch {self._job.epoch_of(step)}: {bound_by(spent, self._setting)}")
+            say(f"epoch {self._job.epoch_of(step)}: {bound_by(spent, self._setup)}")
 
     def _close_feed(self, stopped: bool) -> None:
         self._feed.close(stopped)
@@ -133,10 +133,10 @@ class Trainer:
             say(loading_text(report))
 
     def _save(self, step: int) -> State:
-        """Save a checkpoint; return the weights that are judged, on rank 0, where they are validated now."""
+        """Save a checkpoint; return the weights that are evaluated, on rank 0, where they are validated now."""
         due = self._job.validates_after(step)
         with self._average.applied() if self._average is not None else nullcontext():
-            judged = self._engine.gather_state_dict() if due else None
+            evaluated = self._engine.gather_state_dict() if due else None
             averaged = None
             if self._average is not None:
                 averaged = {name: value.clone() for name, value in self._engine.owned_state().items()}
@@ -146,7 +146,7 @@ class Trainer:
         save_together(folder, self._trainers, share, model=model, state=self._where(step))
         if self._recorder is not None:
             self._recorder.saved(step, (*self._validating.open_steps, *((step,) if due else ())))
-        return judged
+        return evaluated
 
     def _where(self, step: int) -> dict[str, Any]:
         """Return what a run needs to go on behind ``step``, beside weights and optimiser."""
@@ -161,7 +161,7 @@ class Trainer:
         }
 
 
-def make_average(decay: float | None, model: torch.nn.Module, saved: Saved | None) -> MovingAverage | None:
+def make_average(decay: float | None, model: torch.nn.Module, saved: SavedRun | None) -> MovingAverage | None:
     """Return the weights' moving average where one is asked for, as it stood where the run stopped."""
     if decay is None:
         return None

@@ -18,14 +18,14 @@ from hyfi_core.errors import RequestError
 from hyfi_core.plan.apportion import apportion
 from workflows.config.ranks import RolesConfig
 from workflows.training import start
-from workflows.training.feeding import Images, make_feed, preparation
-from workflows.training.job import Job
+from workflows.training.feeding import BatchImages, make_feed, preparation
+from workflows.training.job import TrainingJob
 from workflows.training.start import Roles
 
 TIMED = 3
 
 
-def with_shares(job: Job, roles: Roles) -> Job:
+def with_shares(job: TrainingJob, roles: Roles) -> TrainingJob:
     """Return the job with the shares of its replicas, where it asks for shares and does not say which (collective).
 
     Raises:
@@ -72,7 +72,7 @@ def measured(trainers: Communicator, replica: int, turn: Callable[[int], None]) 
     return tuple(max(taken for index, taken in found if index == wanted) for wanted in range(count))
 
 
-def describe_pace(job: Job) -> str:
+def describe_pace(job: TrainingJob) -> str:
     """Return what was measured in a line for people; nothing where nothing was."""
     if job.pace_s is None:
         return ""
@@ -80,7 +80,7 @@ def describe_pace(job: Job) -> str:
     return f"replicas take {paces} s for {rounds} slide{'s' * (rounds > 1)}: shares in proportion to speed\n"
 
 
-def _timed_turn(job: Job, roles: Roles) -> Callable[[int], None]:
+def _timed_turn(job: TrainingJob, roles: Roles) -> Callable[[int], None]:
     """Return what does a turn of a run by this replica alone, one slide in each micro-batch; ``trainers`` are its."""
     alone = _alone(job)
     assert roles.trainers is not None
@@ -90,13 +90,13 @@ def _timed_turn(job: Job, roles: Roles) -> Callable[[int], None]:
     prepare = preparation(alone.config.run)
 
     def turn(number: int) -> None:
-        images = Images(feed.batch(number), prepare)
+        images = BatchImages(feed.batch(number), prepare)
         engine.accumulate(images, torch.tensor(alone.batch_labels(number, 0)))
 
     return turn
 
 
-def _alone(job: Job) -> Job:
+def _alone(job: TrainingJob) -> TrainingJob:
     """Return the job of one replica whose micro-batches are single slides."""
     config, rounds = job.config, job.plan.microbatches
     changed = {

@@ -12,21 +12,21 @@ from hyfi_core.runtime.checkpoint import prune, saved_steps
 from workflows.console import say
 from workflows.training.curves import write_curves
 from workflows.training.early_stop import last_step
-from workflows.training.job import Job
+from workflows.training.job import TrainingJob
 from workflows.training.metrics_log import MetricsLog
 from workflows.training.run_folder import RunFolder
 
 Metrics = Mapping[str, Any]
 
 
-def numbers_in_words(metrics: Metrics) -> dict[str, str]:
+def format_metrics(metrics: Metrics) -> dict[str, str]:
     """Return loss and metrics for people: ``0.8123 (0.7001 to 0.9012)``, ``0.8123`` or ``undefined``."""
     found = metrics.get("intervals", {})
     numbers = {k: v for k, v in metrics.items() if isinstance(v, float) or (v is None and k != "case")}
-    return {name: _in_words(value, found.get(name)) for name, value in numbers.items()}
+    return {name: _format_number(value, found.get(name)) for name, value in numbers.items()}
 
 
-def _in_words(value: float | None, interval: Sequence[float] | None) -> str:
+def _format_number(value: float | None, interval: Sequence[float] | None) -> str:
     if value is None:
         return "undefined"
     return f"{value:.4f}" + (f" ({interval[0]:.4f} to {interval[1]:.4f})" if interval else "")
@@ -47,7 +47,7 @@ class Recorder:
         last: the step with which the run ends before its time (see :mod:`workflows.training.early_stop`), else None.
     """
 
-    def __init__(self, job: Job, plan: ParallelPlan, start: int, coverage: Iterable[Mapping[str, Any]]) -> None:
+    def __init__(self, job: TrainingJob, plan: ParallelPlan, start: int, coverage: Iterable[Mapping[str, Any]]) -> None:
         self._job, config = job, job.config
         self._start = start
         self.folder = RunFolder(config.run.dir)
@@ -97,7 +97,7 @@ class Recorder:
         chosen = self._job.config.validation.metric
         brief = {**metrics, "intervals": {chosen: metrics.get("intervals", {}).get(chosen)}}
         self._draw()
-        named = ", ".join(f"{name} {words}" for name, words in numbers_in_words(brief).items())
+        named = ", ".join(f"{name} {words}" for name, words in format_metrics(brief).items())
         say(f"step {step}: validation {named}{' (best)' if self.best == step else ''}")
 
     def take_back(self) -> None:

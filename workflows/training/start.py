@@ -25,10 +25,11 @@ from hyfi_core.runtime.optimizer_state import load_optimizer_state
 from hyfi_core.runtime.parallelize import parallelize
 from workflows.config.load import Config
 from workflows.console import say
-from workflows.evaluation.evaluate import Exam, Images
-from workflows.training.job import Job
-from workflows.training.models import DTYPES, FORMATS, build_model, lay_out
-from workflows.training.optimisation import make_loss, make_optimizer
+from workflows.evaluation.evaluate import DatasetImages, EvaluationSet
+from workflows.evaluation.loss import make_loss
+from workflows.evaluation.models import DTYPES, FORMATS, build_model, lay_out
+from workflows.training.job import TrainingJob
+from workflows.training.optimisation import make_optimizer
 from workflows.training.weights import load_weights
 
 
@@ -87,7 +88,7 @@ def gather_hosts(world: Communicator) -> list[str]:
     return names
 
 
-def check_images(job: Job) -> list[dict[str, Any]]:
+def check_images(job: TrainingJob) -> list[dict[str, Any]]:
     """Return the rows of ``coverage.csv``; reads every slide's tissue mask, so one rank does it for all.
 
     Raises:
@@ -101,7 +102,7 @@ def check_images(job: Job) -> list[dict[str, Any]]:
     return [*job.train.coverage_table(), *(row for row in job.val.coverage_table() if row["slide_id"] not in known)]
 
 
-def make_model(job: Job, tell: bool) -> torch.nn.Module:
+def make_model(job: TrainingJob, tell: bool) -> torch.nn.Module:
     """Return the model as the run begins with it, in its precision; ``tell``: say what a file of weights gave."""
     torch.manual_seed(job.config.run.seed)
     model = build_model(job.model_json()["model"])
@@ -114,7 +115,9 @@ def make_model(job: Job, tell: bool) -> torch.nn.Module:
     return lay_out(model, run.precision, run.memory_format).train()
 
 
-def make_engine(job: Job, model: torch.nn.Module, plan: ParallelPlan, group: Communicator, batch: int) -> Engine:
+def make_engine(
+    job: TrainingJob, model: torch.nn.Module, plan: ParallelPlan, group: Communicator, batch: int
+) -> Engine:
     """Spread ``model`` over ``group`` for batches of ``batch`` images (collective over the group)."""
     optimizer = job.config.optimizer
     height, width = job.config.data.size_px
@@ -129,22 +132,22 @@ def make_engine(job: Job, model: torch.nn.Module, plan: ParallelPlan, group: Com
     )
 
 
-def make_exam(job: Job) -> Exam:
-    """Return what the run's weights are judged by."""
+def make_evaluation_set(job: TrainingJob) -> EvaluationSet:
+    """Return what the run's weights are evaluated by."""
     run = job.config.run
-    images = Images(job.val, Normalisation(), DTYPES[run.precision], FORMATS[run.memory_format])
-    return Exam.of(images, job.val.samples, job.class_weights, job.config.data.case_aggregate)
+    images = DatasetImages(job.val, Normalisation(), DTYPES[run.precision], FORMATS[run.memory_format])
+    return EvaluationSet.of(images, job.val.samples, job.class_weights, job.config.data.case_aggregate)
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedRun:
     """Where a run stood; read whole before anything is written."""
 
     checkpoint: Checkpoint
     training: TrainingState
 
     @classmethod
-    def load(cls, job: Job, start: int) -> Saved | None:
+    def load(cls, job: TrainingJob, start: int) -> SavedRun | None:
         """Read the latest checkpoint, None for a run that begins.
 
         Raises:

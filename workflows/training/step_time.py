@@ -29,7 +29,7 @@ class StepTime:
     def __init__(self) -> None:
         self._now = dict.fromkeys(KINDS, 0.0)
         self._epoch = dict.fromkeys(KINDS, 0.0)
-        self._told = dict.fromkeys(KINDS, 0.0)
+        self._reported = dict.fromkeys(KINDS, 0.0)
 
     def add(self, seconds: Mapping[str, float]) -> None:
         """Book seconds on their kinds; kinds that are no part of the split are left out."""
@@ -52,8 +52,8 @@ class StepTime:
         known = spent["wait"] + sum(spent[kind] for kind in MESSAGES)
         spent["compute"] = max(0.0, seconds - known)
         for kind in KINDS:
-            self._epoch[kind] += spent[kind] - self._told[kind]
-        self._told = dict.fromkeys(KINDS, 0.0)
+            self._epoch[kind] += spent[kind] - self._reported[kind]
+        self._reported = dict.fromkeys(KINDS, 0.0)
         return spent
 
     def end_epoch(self, trainers: Communicator) -> list[Spent] | None:
@@ -62,7 +62,7 @@ class StepTime:
         What came after the last step belongs to this epoch, though it will stand in the next step's record.
         """
         mine = {kind: self._epoch[kind] + self._now[kind] for kind in KINDS}
-        self._epoch, self._told = dict.fromkeys(KINDS, 0.0), dict(self._now)
+        self._epoch, self._reported = dict.fromkeys(KINDS, 0.0), dict(self._now)
         return trainers.gather_objects(mine)
 
     def forget(self) -> None:

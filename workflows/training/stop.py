@@ -1,47 +1,57 @@
-"""Stopping on request: a signal sets a flag, the trainers agree on it between two steps."""
+"""Stopping on request: a signal is remembered, the ranks agree on it between two steps."""
 
 from __future__ import annotations
 
-import signal
-from types import FrameType
+from collections.abc import Callable
 
 import torch
 
 from hyfi_core.comm.base import Communicator
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 STOP_TAG = 120
 
 
 class StopFlag:
-    """Set by SIGTERM, SIGUSR1 or Ctrl-C, on whichever rank they reach."""
+    """One rank's knowledge of whether the run was asked to stop, on whichever rank the request arrived.
 
-    def __init__(self) -> None:
+    Args:
+        requested: whether this process was asked to (see :func:`workflows.signals.requested`).
+
+    Attributes:
+        wanted: set where the request came by other ways.
+    """
+
+    def __init__(self, requested: Callable[[], bool] = lambda: False) -> None:
         self.wanted = False
+        self._requested = requested
         self._passed_on = False
 
-    def listen(self) -> None:
-        """Take the signals over from whoever had them; call it before anything slow."""
-        for number in SIGNALS:
-            signal.signal(number, self._set)
-
     def pass_on(self, world: Communicator) -> None:
-        """Tell trainer 0, once, if the signal came here: what a loader or a validator does with it."""
-        if self.wanted and not self._passed_on:
+        """Report a request that arrived here to trainer 0, once: what a loader or a validator does with it."""
+        if self.here() and not self._passed_on:
             self._passed_on = True
             world.send_object("stop", 0, STOP_TAG)
 
+    def here(self) -> bool:
+        """Return whether a stop was requested of this rank."""
+        return self.wanted or self._requested()
+
+    def anywhere(self, ranks: Communicator) -> bool:
+        """Return whether a stop was requested of any of ``ranks``, the same on all of them (collective)."""
+        return _any(ranks, self.here())
+
     def agreed(self, world: Communicator, trainers: Communicator) -> bool:
         """Return whether any rank wants to stop; the same on every trainer (collective over them)."""
-        vote = torch.tensor([int(self.asked(world))])
-        trainers.all_reduce(vote, "max")
-        return bool(vote.item())
+        return _any(trainers, self.asked(world))
 
     def asked(self, world: Communicator) -> bool:
-        """Return whether a stop was asked for here; on trainer 0, which others tell, whether it was anywhere."""
+        """Return whether a stop was requested here; on trainer 0, which others inform, whether it was anywhere."""
         if world.rank == 0 and world.poll_object(STOP_TAG) is not None:
             self.wanted = True
-        return self.wanted
+        return self.here()
 
-    def _set(self, number: int, frame: FrameType | None) -> None:
-        self.wanted = True
+
+def _any(ranks: Communicator, mine: bool) -> bool:
+    vote = torch.tensor([int(mine)])
+    ranks.all_reduce(vote, "max")
+    return bool(vote.item())

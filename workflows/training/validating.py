@@ -16,9 +16,9 @@ from workflows.evaluation.evaluate import Interrupted, gather_logits, predict_sl
 from workflows.evaluation.snapshot import Snapshot, snapshot_bytes, unflatten
 from workflows.evaluation.validation_client import ValidationClient
 from workflows.training.ema import MovingAverage
-from workflows.training.job import Job
+from workflows.training.job import TrainingJob
 from workflows.training.recorder import Recorder
-from workflows.training.start import Roles, make_exam
+from workflows.training.start import Roles, make_evaluation_set
 from workflows.training.stop import StopFlag
 
 Weights = Mapping[str, torch.Tensor]
@@ -32,7 +32,7 @@ class Validating:
         roles: who is who.
         engine: of the trainers.
         model: the module that the engine spreads.
-        average: of the weights, which is judged in their place; None: they are themselves.
+        average: of the weights, which is evaluated in their place; None: they are themselves.
         recorder: on rank 0; None elsewhere.
         stop: the signal's flag.
 
@@ -42,7 +42,7 @@ class Validating:
 
     def __init__(
         self,
-        job: Job,
+        job: TrainingJob,
         roles: Roles,
         engine: Engine,
         model: torch.nn.Module,
@@ -57,7 +57,7 @@ class Validating:
         self._job, self._world, self._trainers = job, roles.world, roles.trainers
         self._engine, self._model, self._average = engine, model, average
         self._recorder, self._stop = recorder, stop
-        self._exam = make_exam(job)
+        self._evaluation_set = make_evaluation_set(job)
         self._remote = bool(roles.validator_ranks)
         self._client: ValidationClient | None = None
         if self._remote and roles.world.rank == 0:
@@ -75,7 +75,7 @@ class Validating:
         return (*sent, *self._owed)
 
     def validate(self, step: int, weights: Weights | None) -> None:
-        """Have the weights of ``step`` judged: now, by the trainers; or later, by the validators.
+        """Have the weights of ``step`` evaluated: now, by the trainers; or later, by the validators.
 
         Args:
             step: that made them.
@@ -149,7 +149,7 @@ class Validating:
 
     def _validate_here(self, step: int) -> None:
         replica, place = divmod(self._trainers.rank, self._job.plan.ranks_per_replica)
-        plan, images, slides = self._job.plan, self._exam.images, len(self._job.val)
+        plan, images, slides = self._job.plan, self._evaluation_set.images, len(self._job.val)
         share = (replica, plan.replicas)
         try:
             mine = predict_slides(self._engine, images, slides, share, self._interrupted, plan.shares)
@@ -157,7 +157,7 @@ class Validating:
             return
         logits = gather_logits(self._trainers, mine if place == 0 else None)
         if self._recorder is not None and logits is not None:
-            self._recorder.validated(step, self._exam.judge(logits), self.open_steps)
+            self._recorder.validated(step, self._evaluation_set.metrics_of(logits), self.open_steps)
 
     def _take_over(self) -> None:
         """Validate what the validators did not come to, and everything from now on, in the trainers."""

@@ -12,7 +12,7 @@ import torch
 from hyfi_core.runtime.checkpoint import save_checkpoint
 from tests.conftest import Hyfi
 from tests.pathology.slides import draw_slide, member_of, write_slide
-from workflows.training.models import build_model
+from workflows.evaluation.models import build_model
 
 MODEL = {"name": "resnet10", "classes": 2, "norm": "train", "pool": "avg", "options": {"width": 8}}
 

@@ -23,10 +23,11 @@ from tests.workflows.archive import make_config, make_store
 from tests.workflows.runs import assert_same_run, in_this_process, losses, run_here, run_on, weights_of
 from workflows.commands import split, validate
 from workflows.config.load import load_config
+from workflows.evaluation.loss import make_loss
+from workflows.evaluation.models import build_model
 from workflows.training.best import merit
 from workflows.training.metrics_log import read_metrics
-from workflows.training.models import build_model
-from workflows.training.optimisation import lr_factor, make_loss
+from workflows.training.optimisation import lr_factor
 
 CONSTANT = {"name": "constant", "warmup_steps": 2}
 FOUR = ["plan.grids=[[1,2]]", "roles.loaders=1", "roles.validators=1"]

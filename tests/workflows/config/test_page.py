@@ -8,9 +8,9 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 
 from workflows.config.load import load_config
-from workflows.config.page import Setting, page, sections, settings
+from workflows.config.page import ConfigKey, page, sections, settings
 from workflows.config.run import Config
-from workflows.training.models import BUILT_IN
+from workflows.evaluation.models import BUILT_IN
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "config.md"
@@ -53,7 +53,7 @@ def test_every_key_of_a_resolved_run_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("setting", EVERY, ids=lambda setting: setting.key)
-def test_a_key_says_what_may_stand_there_and_what_it_means(setting: Setting) -> None:
+def test_a_key_says_what_may_stand_there_and_what_it_means(setting: ConfigKey) -> None:
     assert setting.allowed, "no Field(description=…) in workflows/config"
     assert setting.meaning, f"not of the form 'what may stand there: what it means': {setting.allowed!r}"
     words = re.findall(r"\w+", setting.allowed)
@@ -79,7 +79,7 @@ def test_defaults_are_those_of_a_run_and_yaml(tmp_path: Path) -> None:
 
 
 def test_rows_have_four_cells_whatever_the_words() -> None:
-    row = Setting("a.b", "x | y", "1", "either|or").row()
+    row = ConfigKey("a.b", "x | y", "1", "either|or").row()
     assert row == r"| `a.b` | x \| y | `1` | either\|or |"
     rows = [line for line in page().splitlines() if line.startswith("|")]
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in rows} == {5}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from workflows.evaluation.bootstrap import DRAWS, draw_cases, drawn_metrics, intervals
 from workflows.evaluation.cases import by_case, places_of
-from workflows.evaluation.evaluate import Exam
+from workflows.evaluation.evaluate import EvaluationSet
 from workflows.evaluation.metrics import METRICS, metrics_of_logits
 
 
@@ -81,11 +81,11 @@ def test_slides_speak_for_their_case():
 
 
 @pytest.mark.parametrize("aggregate", ["mean", "max", "none"])
-def test_an_exam_judges_by_slide_and_by_case(aggregate):
+def test_an_evaluation_set_scores_by_slide_and_by_case(aggregate):
     logits = {0: [2.0, 0.0], 1: [0.0, 1.0], 2: [0.0, 3.0], 3: [1.0, 0.0], 4: [0.0, 0.5]}
-    exam = Exam(None, (0, 1, 1, 0, 0), ("a", "b", "b", "c", "c"), (1.0, 1.0), aggregate)
-    found = exam.judge(logits)
-    outputs, targets = torch.tensor(list(logits.values())), torch.tensor(exam.targets)
+    evaluation_set = EvaluationSet(None, (0, 1, 1, 0, 0), ("a", "b", "b", "c", "c"), (1.0, 1.0), aggregate)
+    found = evaluation_set.metrics_of(logits)
+    outputs, targets = torch.tensor(list(logits.values())), torch.tensor(evaluation_set.targets)
     assert {name: found[name] for name in METRICS} == metrics_of_logits(outputs, targets)
     assert found["loss"] == pytest.approx(float(torch.nn.functional.cross_entropy(outputs, targets)))
     assert found["slides"] == 5 and set(found["intervals"]) == {"loss", *METRICS}
@@ -94,4 +94,4 @@ def test_an_exam_judges_by_slide_and_by_case(aggregate):
     else:
         assert found["case"]["cases"] == 3
         assert found["case"]["accuracy"] == pytest.approx(1.0 if aggregate == "mean" else 2 / 3)
-    assert exam.judge(logits) == found
+    assert evaluation_set.metrics_of(logits) == found

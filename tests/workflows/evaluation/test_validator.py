@@ -17,6 +17,7 @@ import torch
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.errors import RequestError
+from hyfi_core.plan.parallel_plan import ParallelPlan
 from tests.workflows.archive import make_config, make_store
 from workflows.config.load import load_config
 from workflows.evaluation.snapshot import ALIGN_BYTES, Pool, snapshot_bytes, unflatten
@@ -251,14 +252,19 @@ def test_a_child_is_no_rank_and_ends_with_its_parent(monkeypatch: pytest.MonkeyP
 def test_validators_share_the_work_as_the_grids_say(tmp_path: Path) -> None:
     config = make_config(tmp_path, make_store(tmp_path), validation={"grids": [[1, 2]]})
     job = prepare(load_config(config))
-    plan = validation_plan(job, 4)
+    plan = validation_plan(job.config, job.plan, 4)
     assert (plan.grids, plan.replicas, plan.ranks) == (((1, 2),), 2, 4)
     with pytest.raises(RequestError, match="3 validators"):
-        validation_plan(job, 3)
-    row = validation_plan(prepare(load_config(config, ["validation.grids=null"])), 3)
+        validation_plan(job.config, job.plan, 3)
+
+    def planned(*overrides: str) -> ParallelPlan:
+        job = prepare(load_config(config, overrides))
+        return validation_plan(job.config, job.plan, 3)
+
+    row = planned("validation.grids=null")
     assert (row.grids, row.replicas) == (((1, 3),), 1)
     alone = ["validation.grids=null", "validation.cells=[4,2]"]
-    each = validation_plan(prepare(load_config(config, alone)), 3)
+    each = planned(*alone)
     assert (each.grids, each.replicas) == (((1, 1),), 3)
     with pytest.raises(RequestError, match=r"cells: \[4, 2\] and grids: \[\[1, 2\]\]"):
         load_config(config, ["validation.cells=[4,2]"])

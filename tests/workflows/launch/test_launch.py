@@ -30,7 +30,7 @@ if sys.argv[2] == "fail":
 else:
     from mpi4py import MPI
 from hyfi_core.errors import RequestError
-from workflows.launch import own_rank, run_as_rank
+from workflows.launch.launch import own_rank, run_as_rank
 
 here, what = Path(sys.argv[1]), sys.argv[2]
 world, rank = MPI.COMM_WORLD, MPI.COMM_WORLD.rank
@@ -67,8 +67,10 @@ sys.exit(run_as_rank(body))
 
 LAUNCHER = """
 import sys
-from workflows.cli import exit_code_of
-from workflows.launch import launch_program
+from workflows.exit_codes import exit_code_of
+from workflows import signals
+from workflows.launch.launch import launch_program
+signals.interrupt_on_request()
 program = [sys.executable, *sys.argv[2:]]
 sys.exit(exit_code_of(lambda: launch_program(program, int(sys.argv[1]))))
 """

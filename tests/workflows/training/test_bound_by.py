@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 
 from hyfi_core.comm.alone import AloneCommunicator
-from workflows.training.bound_by import Setting, bound_by, shares
+from workflows.training.bound_by import RunSetup, bound_by, shares
 from workflows.training.step_time import KINDS, StepTime
 
 NONE = dict.fromkeys(KINDS, 0.0)
-SETTING = Setting(ranks=2, loaders=2, validators=0, policy="all")
+SETTING = RunSetup(ranks=2, loaders=2, validators=0, policy="all")
 
 
 def rank(**seconds: float) -> dict[str, float]:
@@ -43,12 +43,12 @@ def test_who_waits_for_data_makes_others_wait_for_halos() -> None:
 
 def test_validators_that_are_behind() -> None:
     late = [rank(compute=5, validation=5)]
-    assert "validation.policy=latest" in bound_by(late, Setting(1, 1, 1, "all"))
-    assert "roles.validators" not in bound_by(late, Setting(1, 1, 1, "latest"))
-    spare = Setting(2, 0, 0, "all", spare_train=True)
+    assert "validation.policy=latest" in bound_by(late, RunSetup(1, 1, 1, "all"))
+    assert "roles.validators" not in bound_by(late, RunSetup(1, 1, 1, "latest"))
+    spare = RunSetup(2, 0, 0, "all", spare_train=True)
     assert "roles.design=offload_validation" in bound_by(late, spare)
     assert "roles.design=offload_data" in bound_by([rank(compute=5, wait=5)], spare)
-    assert "add a loader (roles.loaders=1)" in bound_by([rank(compute=5, wait=5)], Setting(1, 0, 0, "all"))
+    assert "add a loader (roles.loaders=1)" in bound_by([rank(compute=5, wait=5)], RunSetup(1, 0, 0, "all"))
 
 
 def test_seconds_are_booked_once() -> None:

@@ -13,7 +13,7 @@ from hyfi_core.plan.roles import RankRoles, assign_roles, loaders_of, with_spare
 from workflows.config.load import load_config
 from workflows.config.ranks import RolesConfig
 from workflows.training import start
-from workflows.training.job import Job
+from workflows.training.job import TrainingJob
 from workflows.training.pace import with_shares
 from workflows.training.request import check_ranks
 from workflows.training.start import Roles
@@ -107,7 +107,7 @@ def test_spare_ranks_by_host_find_their_places(path: Path, monkeypatch: pytest.M
         roles = Roles.of(world, config)
         assert roles.trainers is not None
         with pytest.raises(RequestError, match=r"6 ranks train \(4 of the plan.* a replica has 4"):
-            with_shares(Job(config, (), None, None, (), None), roles)  # type: ignore[arg-type]
+            with_shares(TrainingJob(config, (), None, None, (), None), roles)  # type: ignore[arg-type]
         return roles.trainers.rank, roles.trainers.size
 
     assert run_ranks(6, body) == [(place, 6) for place in (0, 1, 4, 2, 3, 5)]

@@ -135,7 +135,7 @@ def test_validators_that_go_cell_by_cell_say_the_same_and_may_die(
         for name in ("auroc", "balanced_accuracy", "f1", "quadratic_kappa", "calibration_error", "slides"):
             assert found[step][name] == pytest.approx(metrics[name], rel=1e-10), name
     checkpoint = tmp_path / "run" / "checkpoints" / "latest"
-    assert validate.run(checkpoint, store, None, None, "val", None, as_json=True, cells="2,5") == 0
+    assert validate.run(validate.Request(checkpoint, store, split="val", cells="2,5", as_json=True), None) == 0
     said = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert said["loss"] == pytest.approx(wanted[8]["loss"], rel=1e-10)
 

@@ -1,7 +1,7 @@
-"""A checkpoint's network on a group of ranks, and the slides that it is judged by: one thing for every command.
+"""A checkpoint's network on a group of ranks, and the slides that it is evaluated on: the same for every command.
 
-Trainers judge with the engine that they train with; validators' children and ``hyfi validate`` build this from what a
-checkpoint's ``model.json`` says. The sums are the same.
+Trainers evaluate with the engine that they train with; validators' children and ``hyfi validate`` build this from a
+checkpoint's ``model.json``. The sums are the same.
 """
 
 from __future__ import annotations
@@ -22,9 +22,16 @@ from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.runtime.parallelize import parallelize
 from pathology.ingest.memory import return_what_is_freed
 from pathology.predict.whole_tissue import Pooling, SizedEngines
-from workflows.evaluation.evaluate import Exam, Images, Judgement, Predictor, gather_logits, predict_slides
+from workflows.evaluation.evaluate import (
+    DatasetImages,
+    EvaluationSet,
+    InferenceEngine,
+    Metrics,
+    gather_logits,
+    predict_slides,
+)
+from workflows.evaluation.models import DTYPES, FORMATS, build_model, lay_out
 from workflows.evaluation.whole import WholeSlides
-from workflows.training.models import DTYPES, FORMATS, build_model, lay_out
 
 
 def dataset_of(model: Mapping[str, Any], store: Path, slides: Sequence[SlideRef]) -> SlideDataset:
@@ -35,33 +42,33 @@ def dataset_of(model: Mapping[str, Any], store: Path, slides: Sequence[SlideRef]
     )
 
 
-def exam_of(model: Mapping[str, Any], dataset: SlideDataset) -> Exam:
-    """Return what weights of the network of a ``model.json`` are judged by; slides must be labelled."""
-    images = Images(
+def evaluation_set_of(model: Mapping[str, Any], dataset: SlideDataset) -> EvaluationSet:
+    """Return what weights of the network of a ``model.json`` are evaluated by; slides must be labelled."""
+    images = DatasetImages(
         dataset,
         Normalisation.from_json(model["normalisation"]),
         DTYPES[model.get("precision", "float32")],
         FORMATS[model.get("memory_format", "channels_last")],
     )
     weights = model.get("class_weights") or [1.0] * len(model["class_names"])
-    return Exam.of(images, dataset.samples, tuple(weights), model.get("case_aggregate", "mean"))
+    return EvaluationSet.of(images, dataset.samples, tuple(weights), model.get("case_aggregate", "mean"))
 
 
 @dataclass(frozen=True)
-class Judge:
+class Evaluator:
     """Judges weights on all ranks of a group; every method is collective.
 
     Attributes:
-        exam: what is judged by.
-        engine: of this rank's replica, for images of the trained size; its module holds the weights judged last.
+        evaluation_set: the slides.
+        engine: of this rank's replica, for images of the trained size; its module holds the weights evaluated last.
         module: the network.
         plan: how the group is divided.
         group: the ranks.
         whole: evaluates all tissue of slides that do not fit the trained size; None: only what fits is shown.
     """
 
-    exam: Exam
-    engine: Predictor
+    evaluation_set: EvaluationSet
+    engine: InferenceEngine
     module: torch.nn.Module
     plan: ParallelPlan
     group: Communicator
@@ -77,7 +84,7 @@ class Judge:
         cells: tuple[int, int] | None = None,
         *,
         whole: bool = False,
-    ) -> Judge:
+    ) -> Evaluator:
         """Build the network of a ``model.json``, spread as ``plan`` says; its weights are anything.
 
         Args:
@@ -95,23 +102,23 @@ class Judge:
         module = lay_out(build_model(model["model"]), precision, model.get("memory_format", "channels_last"))
         autocast = torch.bfloat16 if precision == "bfloat16" else None
         shape = (1, 3, *dataset.size_px)
-        engine: Predictor
+        engine: InferenceEngine
         if cells is None:
             engine = parallelize(module, shape, plan, group, autocast=autocast)
         else:
             return_what_is_freed()  # else the heap keeps as much again as a cell needs
             engine = CellEngine(module, shape, cells, autocast=autocast)
-        exam = exam_of(model, dataset)
+        slides = evaluation_set_of(model, dataset)
         if not whole:
-            return cls(exam, engine, module, plan, group)
+            return cls(slides, engine, module, plan, group)
         replica = group if cells is None else AloneCommunicator()
         engines = SizedEngines(module, engine, dataset.size_px, replica, cells, autocast=autocast, grid=plan.grids[0])
         pooling: Pooling = "max" if model["model"].get("pool") == "max" else "mean"
-        return cls(exam, engine, module, plan, group, WholeSlides(dataset, exam.images, engines, replica, pooling))
+        return cls(slides, engine, module, plan, group, WholeSlides(dataset, slides.images, engines, replica, pooling))
 
-    def judge(
+    def evaluate(
         self, weights: Mapping[str, torch.Tensor], interrupted: Callable[[], bool] = lambda: False
-    ) -> Judgement | None:
+    ) -> Metrics | None:
         """Return what weights are worth, on rank 0; None elsewhere.
 
         Raises:
@@ -120,7 +127,8 @@ class Judge:
         self.engine.load_state_dict(dict(weights))
         replica, place = divmod(self.group.rank, self.plan.ranks_per_replica)
         share = (replica, self.plan.replicas)
-        engine, images = (self.engine, self.exam.images) if self.whole is None else (self.whole, self.whole)
-        mine = predict_slides(engine, images, len(self.exam.targets), share, interrupted)
+        slides = self.evaluation_set
+        engine, images = (self.engine, slides.images) if self.whole is None else (self.whole, self.whole)
+        mine = predict_slides(engine, images, len(slides.targets), share, interrupted)
         logits = gather_logits(self.group, mine if place == 0 else None)
-        return None if logits is None else self.exam.judge(logits)
+        return None if logits is None else self.evaluation_set.metrics_of(logits)

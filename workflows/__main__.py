@@ -1,0 +1,17 @@
+"""``python -m workflows`` and the program ``hyfi``: listens for requests to stop, then runs the command line."""
+
+from __future__ import annotations
+
+from workflows import signals
+
+
+def main() -> None:
+    """Run the command line; never returns."""
+    signals.listen_from_start()
+    from workflows.cli import app
+
+    app()
+
+
+if __name__ == "__main__":
+    main()

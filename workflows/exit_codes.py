@@ -1,0 +1,36 @@
+"""The exit codes of every command, and how what happens becomes one of them."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+
+from hyfi_core.errors import RequestError
+
+DONE, SOME_FAILED, WRONG_REQUEST, STOPPED, FAULT = 0, 1, 2, 3, 70
+
+
+def exit_code_of(body: Callable[[], int]) -> int:
+    """Run ``body``; return its exit code, or that of the exception that ended it, reported on standard error."""
+    try:
+        return body()
+    except RequestError as error:
+        _warn(f"hyfi: {error}")
+        return WRONG_REQUEST
+    except KeyboardInterrupt:
+        _warn("hyfi: stopped on request")
+        return STOPPED
+    except BrokenPipeError:
+        # The reader of our output has gone (as in `hyfi … | head`); write nothing more into the closed pipe.
+        sys.stdout = None
+        return FAULT
+    except Exception:
+        _warn(traceback.format_exc().rstrip())
+        return FAULT
+
+
+def _warn(text: str) -> None:
+    from workflows.console import warn
+
+    warn(text)
