@@ -69,6 +69,25 @@ SlideMpp = Annotated[
 Image = Annotated[
     str, typer.Option("--image", help="whole: all tissue of a slide; trained: what an image of the trained size holds.")
 ]
+Cache = Annotated[
+    Path | None, typer.Option("--cache", metavar="DIR", help="Copy each slide to this local disk while it is read.")
+]
+Memory = Annotated[
+    str | None, typer.Option("--memory", help="What all workers may use, as in 8GB; default: most of what is free.")
+]
+Pseudonyms = Annotated[
+    Path | None,
+    typer.Option("--pseudonyms", metavar="KEY.csv", help="Give random names; real ones stay in this file."),
+]
+MaxBad = Annotated[
+    float, typer.Option("--max-bad", min=0.0, max=1.0, help="Share of unreadable tiles that a slide may have.")
+]
+Lossless = Annotated[bool, typer.Option("--lossless", help="Keep the scanner's JPEG tiles and levels as they are.")]
+Glass = Annotated[
+    str, typer.Option("--glass", help="keep writes the whole slide, blank leaves out what has no tissue near.")
+]
+Unsharded = Annotated[bool, typer.Option("--unsharded", help="Every chunk is a file; default: shards of 64.")]
+Icc = Annotated[str, typer.Option("--icc", help="keep leaves colours and profile as they are, apply converts to sRGB.")]
 Resume = Annotated[
     bool, typer.Option("--resume", help="Go on where a run stopped; what is finished is kept without it, too.")
 ]
@@ -120,33 +139,16 @@ def ingest(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Do finished slides again.")] = False,
     slide_mpp: SlideMpp = None,
     codec: Annotated[str, typer.Option("--codec", help="zstd:1 … zstd:22, or jpeg:1 … jpeg:100 (lossy).")] = "zstd:1",
-    lossless: Annotated[
-        bool, typer.Option("--lossless", help="Keep the scanner's JPEG tiles and levels as they are.")
-    ] = False,
-    glass: Annotated[
-        str, typer.Option("--glass", help="keep writes the whole slide, blank leaves out what has no tissue near.")
-    ] = "keep",
-    unsharded: Annotated[
-        bool, typer.Option("--unsharded", help="Every chunk is a file; default: shards of 64.")
-    ] = False,
+    lossless: Lossless = False,
+    glass: Glass = "keep",
+    unsharded: Unsharded = False,
     crop_tissue: Annotated[bool, typer.Option("--crop-tissue", help="Write the box around the tissue only.")] = False,
-    icc: Annotated[
-        str, typer.Option("--icc", help="keep leaves colours and profile as they are, apply converts to sRGB.")
-    ] = "keep",
-    cache: Annotated[
-        Path | None, typer.Option("--cache", metavar="DIR", help="Copy each slide to this local disk while it is read.")
-    ] = None,
-    memory: Annotated[
-        str | None, typer.Option("--memory", help="What all workers may use, as in 8GB; default: most of what is free.")
-    ] = None,
+    icc: Icc = "keep",
+    cache: Cache = None,
+    memory: Memory = None,
     part: Annotated[str, typer.Option("--part", help="i/n: do the i-th of n parts, one on each node.")] = "1/1",
-    pseudonyms: Annotated[
-        Path | None,
-        typer.Option("--pseudonyms", metavar="KEY.csv", help="Give random names; real ones stay in this file."),
-    ] = None,
-    max_bad: Annotated[
-        float, typer.Option("--max-bad", min=0.0, max=1.0, help="Share of unreadable tiles that a slide may have.")
-    ] = 0.0,
+    pseudonyms: Pseudonyms = None,
+    max_bad: MaxBad = 0.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; write nothing.")] = False,
     resume: Resume = False,
     as_json: Json = False,

@@ -101,10 +101,10 @@ def _bar(total: float | None, label: str) -> Iterator[Progress]:
         TextColumn("{task.fields[note]}", markup=False),
     )
     with RichProgress(*columns, console=Console(stderr=True)) as bars:
-        yield _Bar(bars, bars.add_task(label, total=total, note=""))
+        yield _TerminalBar(bars, bars.add_task(label, total=total, note=""))
 
 
-class _Bar:
+class _TerminalBar:
     """A task of a rich progress display."""
 
     def __init__(self, bars: Any, task: Any) -> None:

@@ -69,8 +69,7 @@ def run(
         require_writable(cache)
     request = Request(paths, out, options, overwrite, _part(part), pseudonyms)
     memory_bytes = None if memory is None else parse_bytes(memory)
-    processes = worker_count(workers, memory_bytes)
-    plan = make_plan(request)
+    processes, plan = worker_count(workers, memory_bytes), make_plan(request)
     if dry_run:
         return _dry_run(plan, request, processes, as_json)
     _refuse_too_little_room(plan, request)

@@ -55,7 +55,7 @@ class Recorder:
         self.folder.begin(config, {**plan.to_json(), **roles})
         write_coverage(config.run.dir / "coverage.csv", coverage)
         self._log = MetricsLog(config.run.dir / "metrics.jsonl", start)
-        self._board = _Board(config.run.dir / "tensorboard", start) if config.run.tensorboard else None
+        self._board = _TensorBoard(config.run.dir / "tensorboard", start) if config.run.tensorboard else None
         self.best: int | None = None
         self.last: int | None = None
         self._decide()
@@ -107,7 +107,7 @@ class Recorder:
         self._log.cut(self.last)
         if self._board is not None:
             self._board.close()
-            self._board = _Board(self.folder.folder / "tensorboard", self.last)
+            self._board = _TensorBoard(self.folder.folder / "tensorboard", self.last)
 
     def _decide(self) -> None:
         self.last = last_step(
@@ -152,7 +152,7 @@ class Recorder:
             self._board.show(kind, step, values)
 
 
-class _Board:
+class _TensorBoard:
     """TensorBoard events."""
 
     def __init__(self, folder: Any, start: int) -> None:

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -349,12 +350,12 @@ def test_a_checkpoint_is_worth_afterwards_what_it_was_worth(
     assert run_here(config) == 0
     checkpoint = tmp_path / "run" / "checkpoints" / "latest"
     capfd.readouterr()
-    assert validate.run(checkpoint, store, None, None, "val", None, as_json=True) == 0
+    assert validate.run(validate.Request(checkpoint, store, split="val", as_json=True), None) == 0
     answer = json.loads(capfd.readouterr().out.splitlines()[-1])
     recorded = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "validation"][-1]
     assert (answer["step"], answer["slides"]) == (6, 4)
     assert {key: answer[key] for key in recorded if key != "kind"} == {k: v for k, v in recorded.items() if k != "kind"}
-    assert validate.run(checkpoint, store, None, None, "test", None, as_json=True) == 0
+    assert validate.run(validate.Request(checkpoint, store, split="test", as_json=True), None) == 0
     assert json.loads(capfd.readouterr().out.splitlines()[-1])["slides"] == 2
     with pytest.raises(RequestError, match="--split"):
         validate.validate_rank(checkpoint, store, None, None, "holdout", as_json=False)
@@ -370,9 +371,10 @@ def test_validate_judges_by_the_column_of_splits_that_was_trained_by(
     checkpoint = tmp_path / "run" / "checkpoints" / "latest"
     recorded = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "validation"][-1]
     capfd.readouterr()
-    assert validate.run(checkpoint, store, None, folds, "val", None, as_json=True) == 0
+    request = validate.Request(checkpoint, store, splits=folds, split="val", as_json=True)
+    assert validate.run(request, None) == 0
     assert json.loads(capfd.readouterr().out.splitlines()[-1])["auroc"] == recorded["auroc"]
-    assert validate.run(checkpoint, store, None, folds, "val", None, as_json=True, split_column="split_0") == 0
+    assert validate.run(replace(request, split_column="split_0"), None) == 0
     trained_on = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert trained_on["slides"] + recorded["slides"] == len(read_table(folds, "splits").rows)
     with pytest.raises(RequestError, match=r"no column 'split_7'.*--split-column"):

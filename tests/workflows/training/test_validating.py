@@ -195,7 +195,7 @@ def test_the_average_of_the_weights(tmp_path: Path, store: Path, capfd: pytest.C
     straight = load_file(tmp_path / "straight/checkpoints/step-00000006/ema.safetensors")
     assert all(torch.equal(straight[name], value) for name, value in steps[5].averaged.items())
     capfd.readouterr()
-    assert validate.run(run / "checkpoints/latest", store, None, None, "val", None, as_json=True) == 0
+    assert validate.run(validate.Request(run / "checkpoints/latest", store, split="val", as_json=True), None) == 0
     said = capfd.readouterr().out
     assert "moving average of the weights (EMA)" in said
     assert json.loads(said.splitlines()[-1])["loss"] == validations(run)[6]["loss"]
