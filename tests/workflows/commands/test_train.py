@@ -378,7 +378,7 @@ def test_validate_judges_by_the_column_of_splits_that_was_trained_by(
     trained_on = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert trained_on["slides"] + recorded["slides"] == len(read_table(folds, "splits").rows)
     with pytest.raises(RequestError, match=r"no column 'split_7'.*--split-column"):
-        validate.validate_rank(checkpoint, store, None, folds, "val", as_json=False, split_column="split_7")
+        validate.validate_rank(replace(request, split_column="split_7"))
 
 
 def test_what_is_written_is_yaml_that_loads(tmp_path: Path, store: Path) -> None:
