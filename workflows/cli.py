@@ -273,7 +273,9 @@ def validate(
     """Compute a checkpoint's metrics: the same numbers as during training."""
     from workflows.commands import validate
 
-    request = validate.Request(checkpoint, store, labels, splits, split_name, split_column, cells, image, as_json)
+    request = validate.EvaluationRequest(
+        checkpoint, store, labels, splits, split_name, split_column, cells, image, as_json
+    )
     _exit(lambda: validate.run(request, ranks), as_ranks=True)
 
 

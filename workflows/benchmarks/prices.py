@@ -80,7 +80,7 @@ def _exchange_s(comm: Communicator, width_px: int, rounds: int) -> float:
     own = torch.zeros(1, _CHANNELS, 2, width_px).contiguous(memory_format=torch.channels_last)
 
     def exchange() -> None:
-        op.start(comm, own).land()
+        op.start(comm, own).wait()
 
     comm.barrier()
     return _median_s(exchange, rounds)

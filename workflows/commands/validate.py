@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Request:
+class EvaluationRequest:
     """What is to be evaluated.
 
     Attributes:
@@ -55,7 +55,7 @@ class Request:
         return [*words, "--image", self.image, *["--json"] * self.as_json]
 
 
-def run(request: Request, ranks: int | None) -> int:
+def run(request: EvaluationRequest, ranks: int | None) -> int:
     """Evaluate a checkpoint; ``ranks`` processes share each image in columns or, with cells, share the slides.
 
     Args:
@@ -78,7 +78,7 @@ def run(request: Request, ranks: int | None) -> int:
     return run_as_rank(lambda: validate_rank(request))
 
 
-def validate_rank(request: Request) -> int:
+def validate_rank(request: EvaluationRequest) -> int:
     """Do this rank's part and return the exit code."""
     import hyfi_core
     from hyfi_core.comm.agree import agree
@@ -121,7 +121,7 @@ def _say_enlarged(whole: WholeSlides, model: Mapping[str, Any]) -> None:
             say(f"{len(indices)} slides have more tissue than {height} × {width} px hold; in {how}: {names}")
 
 
-def _dataset(model: Mapping[str, Any], request: Request) -> SlideDataset:
+def _dataset(model: Mapping[str, Any], request: EvaluationRequest) -> SlideDataset:
     """Return the split's slides as the checkpoint's network sees them."""
     from data.samples.dataset import select_slides
     from data.samples.labels import load_labels
@@ -142,7 +142,7 @@ def _dataset(model: Mapping[str, Any], request: Request) -> SlideDataset:
     return dataset_of(model, store, slides)
 
 
-def _report(request: Request, model: Mapping[str, Any], weights: str, metrics: Mapping[str, Any]) -> None:
+def _report(request: EvaluationRequest, model: Mapping[str, Any], weights: str, metrics: Mapping[str, Any]) -> None:
     step = model.get("step")
     say(
         f"{request.checkpoint} (step {step}), {weights}, on {metrics['slides']} slides of {request.split} "

@@ -350,12 +350,12 @@ def test_a_checkpoint_is_worth_afterwards_what_it_was_worth(
     assert run_here(config) == 0
     checkpoint = tmp_path / "run" / "checkpoints" / "latest"
     capfd.readouterr()
-    assert validate.run(validate.Request(checkpoint, store, split="val", as_json=True), None) == 0
+    assert validate.run(validate.EvaluationRequest(checkpoint, store, split="val", as_json=True), None) == 0
     answer = json.loads(capfd.readouterr().out.splitlines()[-1])
     recorded = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "validation"][-1]
     assert (answer["step"], answer["slides"]) == (6, 4)
     assert {key: answer[key] for key in recorded if key != "kind"} == {k: v for k, v in recorded.items() if k != "kind"}
-    assert validate.run(validate.Request(checkpoint, store, split="test", as_json=True), None) == 0
+    assert validate.run(validate.EvaluationRequest(checkpoint, store, split="test", as_json=True), None) == 0
     assert json.loads(capfd.readouterr().out.splitlines()[-1])["slides"] == 2
     with pytest.raises(RequestError, match="--split"):
         validate.validate_rank(checkpoint, store, None, None, "holdout", as_json=False)
@@ -371,7 +371,7 @@ def test_validate_judges_by_the_column_of_splits_that_was_trained_by(
     checkpoint = tmp_path / "run" / "checkpoints" / "latest"
     recorded = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "validation"][-1]
     capfd.readouterr()
-    request = validate.Request(checkpoint, store, splits=folds, split="val", as_json=True)
+    request = validate.EvaluationRequest(checkpoint, store, splits=folds, split="val", as_json=True)
     assert validate.run(request, None) == 0
     assert json.loads(capfd.readouterr().out.splitlines()[-1])["auroc"] == recorded["auroc"]
     assert validate.run(replace(request, split_column="split_0"), None) == 0
