@@ -17,7 +17,7 @@ from hyfi_core.errors import RequestError
 from tests.workflows.archive import SIZE_PX, make_config, make_store
 from tests.workflows.runs import assert_same_run, in_this_process, losses, run_on
 from tests.workflows.training.test_failures import (
-    TrainingJob,
+    Job,
 )
 from workflows.commands import train
 from workflows.config.load import load_config
@@ -45,7 +45,7 @@ def undisturbed(folder: Path, store: Path, steps: int) -> None:
     assert train.run(config, [CONSTANT, f"run.dir={folder / 'inline'}"], None, False, as_json=False) == 0
 
 
-def children(job: TrainingJob) -> list[int]:
+def children(job: Job) -> list[int]:
     """Return the decoding processes of a job."""
     return [pid for pid in job.pids() if b"data.loading.decode_worker" in _command(pid)]
 
@@ -57,7 +57,7 @@ def _command(pid: int) -> bytes:
         return b""
 
 
-def kill_children(job: TrainingJob, kills: int, pause_s: tuple[float, float]) -> None:
+def kill_children(job: Job, kills: int, pause_s: tuple[float, float]) -> None:
     """Kill one child of the job after the other, at random moments."""
     rng, deadline_s = random.Random(kills), time.monotonic() + 120
     while kills and job.process.poll() is None and time.monotonic() < deadline_s:
