@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
+
+PATCHING = threading.RLock()
+"""Held while something of PyTorch's is another: two threads that changed it at once would not give it back."""
 
 
 @contextlib.contextmanager

@@ -8,9 +8,10 @@ autocast knows; a full decomposition would give ``aten.convolution``, which it d
 from __future__ import annotations
 
 import contextlib
+import importlib
+import logging
 import math
 import operator
-import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -21,12 +22,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from hyfi_core.capture.guards import detach_what_has_no_gradient, refuse_fake_constants, trace_guards
+from hyfi_core.capture.changed import PATCHING
+from hyfi_core.capture.guards import refuse_fake_constants, trace_guards
+from hyfi_core.capture.places import explained
 from hyfi_core.capture.program import Operator, Program, Ref, ValueInfo
 from hyfi_core.errors import RequestError
-
-# Two threads that export at once crash each other.
-_EXPORT_LOCK = threading.Lock()
 
 
 def capture(model: nn.Module, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Program:
@@ -38,27 +38,39 @@ def capture(model: nn.Module, shape: tuple[int, int, int, int], dtype: torch.dty
         dtype: of the images.
 
     Raises:
-        RequestError: ``torch.export`` cannot follow the model, with what it said.
+        RequestError: the model does what a capture cannot follow; it says what, in which module and line.
     """
-    with _EXPORT_LOCK, warnings.catch_warnings():
+    with PATCHING, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with FakeTensorMode(allow_non_fake_inputs=True):
             image = torch.empty(shape, dtype=dtype)
         try:
-            with _cumulative_averages(model), trace_guards(model):
+            # With gradients also where none are wanted: what carries one is the same for training and prediction.
+            with torch.enable_grad(), _quiet(), _cumulative_averages(model), trace_guards(model):
                 traced = torch.export.export(model, (image,), strict=False)
-            detach_what_has_no_gradient(traced)
             exported = traced.run_decompositions({})
         except RequestError as error:
             raise RequestError(f"the model {type(model).__name__} cannot be captured: {error}") from error
         except Exception as error:
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise RequestError(
-                f"the model {type(model).__name__} cannot be captured for images of shape {shape}: {first}. "
-                "It must run without control flow that depends on pixel values; "
-                f"torch.export.export(model, (images,)) shows where it fails"
-            ) from error
+                f"the model {type(model).__name__} cannot be captured for images of shape {shape}, "
+                f"{explained(error, model)}"
+            ) from None
     return _parse(exported)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from logging and printing a graph that fails: what failed is said once, in the error."""
+    logger, module = logging.getLogger("torch"), importlib.import_module("torch.export._trace")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    vars(module)["print"] = lambda *given, **named: None  # of this one module of PyTorch's
+    try:
+        yield
+    finally:
+        del vars(module)["print"]
+        logger.setLevel(level)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from hyfi_core.capture.program import KEY
+from hyfi_core.errors import RequestError
 from hyfi_core.runtime.backward import Values
 from hyfi_core.runtime.compiled import HostedStage
 
@@ -47,10 +48,28 @@ class Bindings:
     """
 
     def __init__(self, model: nn.Module, random: RandomKey) -> None:
+        self._model = model
         self._parameters: Values = dict(model.named_parameters(remove_duplicate=False))
         self._buffers: Values = dict(model.named_buffers(remove_duplicate=False))
         self._random = random
         self._found: dict[HostedStage, tuple[Values, Values]] = {}
+
+    def refuse_replaced(self) -> None:
+        """Refuse a model with other parameters or buffers than it had.
+
+        Raises:
+            RequestError: one is new, or was replaced; it names the first.
+        """
+        for kind, known, now in (
+            ("parameter", self._parameters, self._model.named_parameters(remove_duplicate=False)),
+            ("buffer", self._buffers, self._model.named_buffers(remove_duplicate=False)),
+        ):
+            for name, tensor in now:
+                if known.get(name) is not tensor:
+                    raise RequestError(
+                        f"{kind} {name!r} of the model is {'another' if name in known else 'a new'} tensor since "
+                        "parallelize; change values in place (copy_, load_state_dict), or call parallelize again"
+                    )
 
     def begin(self, stage: HostedStage, part: torch.Tensor | None, microbatch: int = 0) -> Values:
         """Return the values that are there before the first instruction; the caller's own dict.

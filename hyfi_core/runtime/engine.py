@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hyfi_core.capture.leftovers import NoTracedValues
+from hyfi_core.capture.module_state import module_state
 from hyfi_core.comm.activity import ACTIVITY
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
@@ -24,7 +26,7 @@ from hyfi_core.runtime.executor import autocasting, evaluating
 from hyfi_core.runtime.gradients import StepGradients, clip
 from hyfi_core.runtime.groups import Groups
 from hyfi_core.runtime.mirror import Mirror
-from hyfi_core.runtime.optimizer_state import optimizer_state, restricted
+from hyfi_core.runtime.optimizer_state import made_optimizer, optimizer_state, restricted
 from hyfi_core.runtime.ownership import ParameterOwnership
 from hyfi_core.runtime.pipeline import Key, Pipeline, Step
 from hyfi_core.runtime.predictor import Predictor
@@ -37,6 +39,9 @@ from hyfi_core.schedule.simulate import validate
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+_CAPTURES_KEPT = 16
+"""Programs for other shapes and states of the module; the oldest goes first."""
 
 
 class Engine:
@@ -87,7 +92,7 @@ class Engine:
             comm.broadcast(tensor.data)
         self._ownership = ParameterOwnership(model, compiled, self._groups)
         self._mirror = self._make_mirror(compiled)
-        self._optimizer = optimizer(self._ownership.optimized()) if optimizer is not None else None
+        self._optimizer = made_optimizer(optimizer, self._ownership.optimized()) if optimizer is not None else None
         self._input_parts = tuple(self._reader.training_parts(compiled, shape[0]).values())
 
     # -- what a user calls
@@ -301,9 +306,11 @@ class Engine:
             return self._bindings.begin(compiled.hosted[key], part, microbatch)
 
         def loss(answer: Any, microbatch: int) -> torch.Tensor:
-            value = self._loss(answer, targets[microbatch])
-            if value.numel() != 1:
-                raise RequestError(f"the loss has shape {tuple(value.shape)}; give one number, a mean over its samples")
+            with NoTracedValues():
+                value = self._loss(answer, targets[microbatch])
+            if not isinstance(value, torch.Tensor) or value.numel() != 1:
+                given = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"the value {value!r}"
+                raise RequestError(f"the loss has {given}; give one number (a tensor), a mean over its samples")
             return value / parts
 
         parameters = {key: self._bindings.parameters(stage) for key, stage in compiled.hosted.items()}
@@ -342,10 +349,11 @@ class Engine:
         return self._schedule(compiled).actions[self._groups.replica.rank]
 
     def _compiled(self, shape: tuple[int, int, int, int]) -> Compiled:
-        flags = tuple(module.training for module in self._model.modules())
-        wanted = tuple(p.requires_grad for p in self._model.parameters())
-        key = (shape, flags, wanted)
+        self._bindings.refuse_replaced()
+        key = (shape, module_state(self._model))
         if key not in self._cache:
+            while len(self._cache) >= _CAPTURES_KEPT:
+                self._gradients.pop(id(self._cache.pop(next(iter(self._cache)))), None)
             self._cache[key] = compile_model(
                 self._model, shape, self._dtype, self.plan, self._groups.replica, self._output, self._autocast
             )

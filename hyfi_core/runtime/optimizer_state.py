@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from hyfi_core.errors import RequestError
 
@@ -104,3 +106,26 @@ def _like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 def _restored(current: Any, saved: Any) -> Any:
     """Return ``saved`` in the type that the optimiser uses: JSON knows no tuples."""
     return tuple(saved) if isinstance(current, tuple) and isinstance(saved, list) else saved
+
+
+def made_optimizer(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], parameters: list[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """Return the optimiser that the user's function makes of these parameters.
+
+    Raises:
+        RequestError: it returns none, or one whose step evaluates the model itself.
+    """
+    optimizer = make(parameters)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise RequestError(
+            f"optimizer returned {type(optimizer).__name__}; it must return a torch.optim.Optimizer of the parameters "
+            "that it is given"
+        )
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise RequestError(
+            f"{type(optimizer).__name__} evaluates the model several times within one step (a closure), which ranks do "
+            "not do together; use an optimiser of gradients, such as SGD, Adam or AdamW"
+        )
+    return optimizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hyfi_core.capture.verify import verify_capture
 from hyfi_core.comm.agree import agree
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
@@ -30,6 +32,7 @@ def parallelize(
     optimizer: OptimizerFactory | None = None,
     output: Callable[[Any], Any] | None = None,
     autocast: torch.dtype | None = None,
+    verify: bool = True,
 ) -> Engine:
     """Spread a model over the ranks of a plan.
 
@@ -43,19 +46,30 @@ def parallelize(
         optimizer: makes an optimiser of a list of parameters; needed for ``update``.
         output: picks the logits out of what the model returns.
         autocast: computes in this type where autocast would (``torch.bfloat16``).
+        verify: at start, rank 0 runs the module and its capture side by side on small images; a difference in values or
+            gradients is refused.
 
     Raises:
         RequestError: plan, ranks, shape or model do not go together, or ranks were given different ones: the same error
             on every rank, before any of them has changed anything.
     """
-    plan = agree(comm, lambda: _checked(model, shape, plan, comm, strategy))
-    settings = {"autocast": autocast, "optimizer": "given" if optimizer is not None else "none"}
+    plan = agree(comm, lambda: _checked(model, shape, plan, comm, strategy, optimizer))
+    settings = {"autocast": autocast, "verify": verify, "optimizer": "given" if optimizer is not None else "none"}
     compare_requests(comm, model, shape, plan, settings)
-    return Engine(model, shape, plan, comm, loss, optimizer, output, autocast)
+    engine = Engine(model, shape, plan, comm, loss, optimizer, output, autocast)
+    if verify:  # last: what cannot be captured at all has been said by then
+        micro = (shape[0] // engine.plan.microbatches, *shape[1:])
+        agree(comm, lambda: _verify(model, micro, output) if comm.rank == 0 else None)
+    return engine
 
 
 def _checked(
-    model: nn.Module, shape: Shape, plan: ParallelPlan | None, comm: Communicator, strategy: Strategy | None
+    model: nn.Module,
+    shape: Shape,
+    plan: ParallelPlan | None,
+    comm: Communicator,
+    strategy: Strategy | None,
+    optimizer: OptimizerFactory | None,
 ) -> ParallelPlan:
     """Return the plan; raise what is wrong with the request of this rank."""
     if not isinstance(model, nn.Module):
@@ -79,4 +93,26 @@ def _checked(
             f"a batch of {shape[0]} images cannot be cut into {plan.microbatches} equal micro-batches; "
             f"use plan.microbatches={divisor(shape[0], plan.microbatches)}"
         )
+    _check_model(model)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        raise RequestError(
+            f"optimizer is a {type(optimizer).__name__}; give a function that makes one of this rank's parameters: "
+            f"lambda params: torch.optim.{type(optimizer).__name__}(params, ...)"
+        )
     return plan
+
+
+def _check_model(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise RequestError(
+                f"{name!r} of the model is on the meta device and has no values; call model.to_empty(device='cpu') and "
+                "load or initialise its weights first"
+            )
+
+
+def _verify(model: nn.Module, shape: tuple[int, int, int, int], output: Callable[[Any], Any] | None) -> None:
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    unseen = verify_capture(model, shape, dtype, output)
+    if unseen is not None:
+        warnings.warn(f"{type(model).__name__} could not be compared with its capture: {unseen}", stacklevel=2)

@@ -104,7 +104,7 @@ class Evaluator:
         shape = (1, 3, *dataset.size_px)
         engine: InferenceEngine
         if cells is None:
-            engine = parallelize(module, shape, plan, group, autocast=autocast)
+            engine = parallelize(module, shape, plan, group, autocast=autocast, verify=False)  # by training
         else:
             return_what_is_freed()  # else the heap keeps as much again as a cell needs
             engine = CellEngine(module, shape, cells, autocast=autocast)

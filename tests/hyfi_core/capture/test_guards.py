@@ -68,7 +68,7 @@ def no_grad(net: Net, y: torch.Tensor) -> torch.Tensor:
 
 
 def keeps(net: Net, y: torch.Tensor) -> torch.Tensor:
-    net.features, net.calls = y, net.calls + 1
+    net.features = y
     return y
 
 
@@ -154,6 +154,27 @@ def test_what_a_trace_computed_with_is_no_constant() -> None:
         fake = torch.zeros(2)
     with pytest.raises(RequestError, match=r"takes a tensor \(2,\) out"):
         refuse_fake_constants({"known": torch.zeros(2), "c": fake})
+
+
+def test_an_attribute_that_a_forward_changes_is_refused() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls, self.seen = 0, list[int]()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return x * self.calls
+
+    class Listing(Counting):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen.append(len(self.seen))
+            return x * len(self.seen)
+
+    for net, name in ((Counting(), "calls"), (Listing(), "seen")):
+        with pytest.raises(RequestError, match=f"changes its attribute {name!r} of 0, which"):
+            capture(nn.Sequential(net), SHAPE, torch.float32)
+    assert net.calls == 0
 
 
 def test_a_cast_does_not_say_where_the_capture_ran() -> None:

@@ -14,7 +14,7 @@ import hyfi_core
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.errors import RequestError
-from tests.harness import run_copies
+from tests.harness import assert_equal_to_one_process, run_copies
 
 
 class Small(nn.Module):
@@ -271,3 +271,82 @@ def test_ranks_with_different_models_are_refused_before_they_talk() -> None:
 
     with pytest.raises(RequestError, match="ranks were given different things"):
         run_ranks(2, body)
+
+
+class Kept(nn.Module):
+    """Puts its features aside, as a forward hook does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head, self.kept = nn.Conv2d(3, 4, 1), nn.Linear(4, 2), []
+        self.first.register_forward_hook(KEEP)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.first(x).mean((2, 3)))
+
+
+KEPT: list[torch.Tensor] = []
+
+
+def KEEP(module: nn.Module, given: object, answer: torch.Tensor) -> None:  # noqa: N802
+    KEPT.append(answer)
+
+
+def test_a_loss_that_reads_what_a_hook_kept_is_refused() -> None:
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits, labels) + KEPT[-1].square().mean()
+
+    engine = hyfi_core.parallelize(
+        Kept(), (2, 3, 8, 8), hyfi_core.ParallelPlan(((1, 1),)), AloneCommunicator(), loss=loss, verify=False
+    )
+    with pytest.raises(RequestError, match=r"loss reads a value of shape \(2, 4, 8, 8\) .*KEPT\[-1\]"):
+        engine.accumulate(torch.randn(2, 3, 8, 8), torch.tensor([0, 1]))
+    KEPT.clear()
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [(lambda logits, labels: None, "loss has the value None"), (lambda logits, labels: 0.5, "loss has the value 0.5")],
+)
+def test_a_loss_that_returns_no_tensor_is_refused(loss: Any, words: str) -> None:
+    engine = hyfi_core.parallelize(
+        nn.Flatten(), (2, 1, 1, 2), hyfi_core.ParallelPlan(((1, 1),)), AloneCommunicator(), loss=loss
+    )
+    with pytest.raises(RequestError, match=words):
+        engine.accumulate(torch.randn(2, 1, 1, 2), torch.tensor([0, 1]))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        (torch.optim.SGD([nn.Parameter(torch.zeros(1))]), "optimizer is a SGD; give a function"),
+        (lambda params: torch.optim.LBFGS(params), "LBFGS evaluates the model several times"),
+        (lambda params: None, "optimizer returned NoneType"),
+    ],
+)
+def test_optimisers_that_ranks_cannot_step_together_are_refused(optimizer: Any, words: str) -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    with pytest.raises(RequestError, match=words):
+        hyfi_core.parallelize(
+            model, (2, 1, 4, 4), hyfi_core.ParallelPlan(((1, 1),)), AloneCommunicator(), optimizer=optimizer
+        )
+
+
+def test_a_model_without_values_is_refused() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    with pytest.raises(RequestError, match=r"'0\.weight' of the model is on the meta device"):
+        hyfi_core.parallelize(model, (2, 1, 4, 4), hyfi_core.ParallelPlan(((1, 1),)), AloneCommunicator())
+
+
+@pytest.mark.parametrize("grid", [(1, 1), (1, 2)])
+def test_a_norm_that_is_used_twice_counts_both(grid: tuple[int, int]) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 3, 3, 1, 1), nn.BatchNorm2d(3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(self.conv(self.norm(self.conv(x)))).square().mean((2, 3))
+
+    assert_equal_to_one_process(Twice().double(), (2, 3, 12, 10), grid, classes=3)

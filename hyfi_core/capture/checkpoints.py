@@ -1,0 +1,48 @@
+"""``torch.utils.checkpoint`` while a model is captured: a plain call. What is computed again is the plan's business."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils import checkpoint as checkpointing
+
+from hyfi_core.capture.changed import changed
+
+_FUNCTION: Any = checkpointing.CheckpointFunction
+_GENERATOR: Any = checkpointing._checkpoint_without_reentrant_generator
+
+Inside = Callable[[], contextlib.AbstractContextManager[Any] | None]
+
+
+@contextlib.contextmanager
+def plain_checkpoints(inside: Inside) -> Iterator[None]:
+    """Have checkpoints call what they wrap. It changes a module of PyTorch's: one thread at a time.
+
+    Args:
+        inside: makes the context for the length of a checkpoint; None in a thread that does not trace.
+    """
+
+    class Reentrant:
+        @staticmethod
+        def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+            context = inside()
+            if context is None:
+                return _FUNCTION.apply(function, preserve, *args)
+            with context:
+                return function(*args)
+
+    def without_reentrance(*args: Any, **kwargs: Any) -> Iterator[None]:
+        context = inside()
+        if context is None:
+            yield from _GENERATOR(*args, **kwargs)
+            return
+        with context:
+            yield
+
+    with (
+        changed(checkpointing, "CheckpointFunction", Reentrant),
+        changed(checkpointing, "_checkpoint_without_reentrant_generator", without_reentrance),
+    ):
+        yield

@@ -1,0 +1,85 @@
+"""What differs between a module and its captured program, and in which module it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hyfi_core.capture.interpret import interpret
+from hyfi_core.capture.program import Operator, Program
+from hyfi_core.capture.repeatable import RepeatableDraws
+
+_SMALL = 1e-3
+"""Next to the largest of its kind, a value so much smaller is not measured by its own size."""
+
+
+def equal(
+    wanted: Mapping[str, torch.Tensor | None], found: Mapping[str, torch.Tensor | None], tolerance: float
+) -> str | None:
+    """Return None where all values are equal to a tolerance, else the first that is not, in words."""
+    sizes: dict[str, float] = {}
+    for name, value in wanted.items():
+        kind = name.split()[0]
+        sizes[kind] = max(sizes.get(kind, 0.0), 0.0 if value is None else _norm(value))
+    for name, value in wanted.items():
+        other = found.get(name)
+        if value is None or other is None:
+            there = value if value is not None else other
+            if there is not None and _norm(there) > 0:
+                return f"{name} is {'none' if value is None else 'there'} in the module, and not so in the program"
+            continue
+        if value.shape != other.shape or value.dtype != other.dtype:
+            return f"{name} is {tuple(value.shape)} {value.dtype}, in the program {tuple(other.shape)} {other.dtype}"
+        error, size = _norm(value.double() - other.double()), max(_norm(value), _SMALL * sizes[name.split()[0]])
+        if not error <= tolerance * size:
+            return f"{name} differs by {error / size if size else error:.1e} of its size"
+    return None
+
+
+def first_module(model: nn.Module, program: Program, image: torch.Tensor) -> str:
+    """Return the first module whose answer no operator of its own part of the program makes, in words, or nothing."""
+    made: dict[str, list[torch.Tensor]] = {}
+
+    def keep(op: Operator, values: Mapping[str, Any]) -> None:
+        for name in op.outputs:
+            if name is not None and isinstance(values.get(name), torch.Tensor):
+                made.setdefault(op.module, []).append(values[name])
+
+    parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
+    with torch.no_grad(), RepeatableDraws():
+        interpret(program, parameters, {n: b.clone() for n, b in buffers.items()}, image, keep)
+        answers = _answers(model, image)
+    for path, answer in answers:
+        own = (value for at, values in made.items() if at == path or at.startswith(f"{path}.") for value in values)
+        if made.keys() & {path} and not any(_close(answer, value) for value in own):
+            return f"; the first module that differs is {path} ({type(model.get_submodule(path)).__name__})"
+    return ""
+
+
+def _answers(model: nn.Module, image: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Return (module, what it returned) in the order in which modules end."""
+    answers: list[tuple[str, torch.Tensor]] = []
+
+    def hook(path: str) -> Any:
+        return lambda module, given, answer: (
+            answers.append((path, answer.detach().clone())) if isinstance(answer, torch.Tensor) else None
+        )
+
+    handles = [module.register_forward_hook(hook(path)) for path, module in model.named_modules() if path]
+    try:
+        model(image)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return answers
+
+
+def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and _norm(one.double() - other.double()) <= 1e-4 * max(_norm(one), 1e-30)
+
+
+def _norm(value: torch.Tensor) -> float:
+    return float(torch.nan_to_num(value.detach().double()).norm())

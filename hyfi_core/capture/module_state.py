@@ -1,0 +1,107 @@
+"""What of a module a forward may read besides its weights: two captures are alike only where this is.
+
+dropout.p  bn.momentum  training  config.scale  replaced submodules  forward hooks  requires_grad  …
+"""
+
+from __future__ import annotations
+
+import enum
+import random
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+_REGISTRIES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
+_PLAIN = (bool, int, str, bytes, complex, enum.Enum, torch.dtype, torch.device, torch.memory_format)
+_DEPTH = 4
+"""How deep objects in attributes are looked into: a configuration, its parts, their settings."""
+_ITEMS = 4096
+"""Longer containers and arrays count as another only where they are another object."""
+
+Attributes = dict[tuple[str, str], Hashable]
+
+
+@dataclass(frozen=True, eq=False)
+class _Same:
+    """An object that equals itself alone; it stays alive, so that nothing else gets its address."""
+
+    item: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.item is self.item
+
+    def __hash__(self) -> int:
+        return id(self.item)
+
+
+def module_state(model: nn.Module) -> Hashable:
+    """Return a value that is equal for two moments where a forward finds the same Python state.
+
+    Buffers count by their presence: their values are inputs of a program. So do parameters, with ``requires_grad``.
+    """
+    tensors = tuple((name, p.requires_grad) for name, p in model.named_parameters(remove_duplicate=False))
+    buffers = tuple(name for name, _ in model.named_buffers(remove_duplicate=False))
+    modules = tuple((name, _Same(module)) for name, module in model.named_modules(remove_duplicate=False))
+    return tensors, buffers, modules, tuple(attributes(model).items())
+
+
+def attributes(model: nn.Module) -> Attributes:
+    """Return (path of a module, attribute) -> what it is, comparable; without parameters, buffers and submodules."""
+    seen: dict[int, Hashable] = {}
+    return {
+        (path, name): _comparable(value, _DEPTH, seen)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if name not in _REGISTRIES
+    }
+
+
+def is_tensor(attribute: Hashable) -> bool:
+    """Whether a value of ``attributes`` stands for a tensor."""
+    return isinstance(attribute, tuple) and attribute[:1] == (torch.Tensor,)
+
+
+def _comparable(value: Any, depth: int, seen: dict[int, Hashable]) -> Hashable:
+    if value is None or isinstance(value, _PLAIN):
+        return (type(value), value)
+    if isinstance(value, _Same):
+        return value
+    if isinstance(value, float):
+        return (float, value.hex())  # nan is nan
+    if isinstance(value, torch.Tensor):
+        return (torch.Tensor, _Same(value), 0 if value.is_inference() else value._version)
+    if id(value) not in seen:
+        seen[id(value)] = (_Same(value), "seen")  # for an object that holds itself
+        seen[id(value)] = _inside(value, depth, seen)
+    return seen[id(value)]
+
+
+def _inside(value: Any, depth: int, seen: dict[int, Hashable]) -> Hashable:
+    if isinstance(value, np.ndarray):
+        return (_Same(value), value.tobytes()) if value.size <= _ITEMS else (_Same(value),)
+    if isinstance(value, random.Random):
+        return (_Same(value), value.getstate())
+    if isinstance(value, np.random.Generator):
+        return (_Same(value), repr(value.bit_generator.state))
+    if isinstance(value, torch.Generator):
+        return (_Same(value), value.get_state().numpy().tobytes())
+    if depth == 0 or isinstance(value, (type, nn.Module)):
+        return (_Same(value),)
+    if isinstance(value, (list, tuple, set, frozenset, dict)):
+        return (type(value), *(_comparable(item, depth - 1, seen) for item in _items(value)))
+    held = getattr(value, "__dict__", None)
+    return (_Same(value), *(_comparable(item, depth - 1, seen) for item in _items(held or {})))
+
+
+def _items(container: Any) -> Iterator[Any]:
+    if len(container) > _ITEMS:
+        yield _Same(container)
+    elif isinstance(container, dict):
+        for key, value in container.items():
+            yield from (key, value)
+    else:
+        yield from container

@@ -1,0 +1,75 @@
+"""Where in the user's code something happens, and what failed there: messages name a module, a file and a line."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sys
+from pathlib import Path
+from types import CodeType, FrameType, TracebackType
+
+import torch
+from torch import nn
+
+_CORE = Path(__file__).parent.parent
+_MODELS = f"{_CORE / 'models'}/"
+_NOT_USERS = (f"{Path(torch.__file__).parent}/", f"{_CORE}/", "<")
+_PYTHON = f"{Path(linecache.__file__).parent}/"
+_INSTALLED = "/site-packages/"
+
+
+def calling_line() -> str:
+    """Return the innermost line of the user's code that is running now, ``FILE:LINE (source)``."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not _is_users(frame.f_code):
+        frame = frame.f_back
+    return "an unknown line" if frame is None else _line(frame.f_code.co_filename, frame.f_lineno)
+
+
+def explained(error: Exception, model: nn.Module) -> str:
+    """Return in one line what failed while a model was traced, where, and what helps."""
+    line, path = _failing_place(error, model)
+    found = dict(model.named_modules()).get(path or "")
+    place = f"in {path} ({type(found).__name__}), " if path else ""
+    return f"{place}at {line or 'an unknown line'}: {_what(error)}"
+
+
+def _what(error: Exception) -> str:
+    said = (str(error).strip() or type(error).__name__).splitlines()[0]
+    kind = type(error).__name__
+    missing = re.search(r"missing (?:a|\d+) required (?:[a-z-]+ )?arguments?: (.*)", said)
+    if isinstance(error, TypeError) and missing:
+        return f"the forward needs more than an image: {missing[1]}; give these a default, or wrap the model"
+    if "DataDependent" in kind or "data-dependent" in said or "_local_scalar_dense" in said:
+        return (
+            "it takes a value out of a tensor (a branch, a loop, .item(), float(), a boolean mask), which differs from "
+            "image to image; compute with tensors instead (torch.where)"
+        )
+    return said
+
+
+def _failing_place(error: BaseException, model: nn.Module) -> tuple[str | None, str | None]:
+    """Return (line of the user's code, path of the module) from which an error came, None where unknown."""
+    names = {id(module): name for name, module in model.named_modules()}
+    line = path = None
+    trace: TracebackType | None = error.__traceback__
+    while trace is not None:
+        frame = trace.tb_frame
+        path = names.get(id(frame.f_locals.get("self"))) or path
+        if _is_users(frame.f_code):
+            line = _line(frame.f_code.co_filename, trace.tb_lineno)
+        trace = trace.tb_next
+    return line, path
+
+
+def _is_users(code: CodeType) -> bool:
+    name = code.co_filename
+    if name.startswith(_MODELS):
+        return True
+    pythons = name.startswith(_PYTHON) and _INSTALLED not in name
+    return not pythons and not name.startswith(_NOT_USERS)
+
+
+def _line(file: str, number: int) -> str:
+    source = linecache.getline(file, number).strip()
+    return f"{file}:{number}" + (f" ({source})" if source else "")

@@ -1,0 +1,188 @@
+"""The module and its capture side by side, on small images in one process: what no guard knows of is found here.
+
+```
+module   ── image 1 ── answer, gradients ── image 2 ── answer, gradients, buffers
+program  ── image 1 ── answer, gradients ── image 2 ── answer, gradients, buffers      equal to rounding?
+```
+
+Two steps, because a forward may remember something from one to the next. Random operators draw the same on both sides.
+The module and all generators of random numbers are afterwards what they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils import _pytree
+
+from hyfi_core.capture.changed import PATCHING
+from hyfi_core.capture.checkpoints import plain_checkpoints
+from hyfi_core.capture.export import capture
+from hyfi_core.capture.first_difference import equal, first_module
+from hyfi_core.capture.guards import restored
+from hyfi_core.capture.interpret import interpret
+from hyfi_core.capture.program import Program
+from hyfi_core.capture.repeatable import RepeatableDraws
+from hyfi_core.errors import RequestError
+
+_SIDES_PX = (64, 128, 256, 512)
+_MOST_IMAGES = 2
+_STEPS = 2
+_TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-4}
+"""Difference over norm up to which two sides are equal; the same kernels run in the same order on both."""
+_COARSE = 3e-2
+"""The same for other types, and for a model that cannot be run in float64 to decide."""
+
+Output = Callable[[Any], Any]
+Shape = tuple[int, int, int, int]
+Found = dict[str, torch.Tensor | None]
+"""What two steps come to: what it is -> its value, None for a gradient that there is not."""
+
+
+def verify_capture(model: nn.Module, shape: Shape, dtype: torch.dtype, output: Output | None = None) -> str | None:
+    """Compare a model with its capture on small images.
+
+    Args:
+        model: any, in the mode in which it will be trained; afterwards it is what it was.
+        shape: of a micro-batch; smaller images are taken as far as the model runs on them.
+        dtype: of the images.
+        output: picks the logits out of the answer.
+
+    Returns:
+        None where they are equal, else why that could not be seen.
+
+    Raises:
+        RequestError: they differ; it says in what, and which module is the first.
+    """
+    pick = output or (lambda answer: answer)
+    for small in _small_shapes(shape):
+        with contextlib.suppress(Exception), undisturbed(model):
+            wanted = _steps(model, small, dtype, lambda image: pick(model(image)), lambda: dict(model.named_buffers()))
+            break
+    else:
+        return f"it runs on no image of up to {_SIDES_PX[-1]} px in one process"
+    try:
+        program = capture(model, small, dtype)
+    except RequestError as error:
+        return f"it cannot be captured for images of {small[2]} x {small[3]} px ({error})"
+    difference = equal(wanted, _of_program(model, program, small, dtype, pick), _TOLERANCE.get(dtype, _COARSE))
+    if difference is None or not _is_real(model, small, dtype, pick, wanted, program):
+        return None
+    with undisturbed(model):
+        first = first_module(model, program, _image(small, dtype, model, 0))
+    raise RequestError(
+        f"the captured program is not what {type(model).__name__} computes: {difference}, in two steps on images of "
+        f"shape {small}{first}. Its forward does something that a capture does not keep, such as a hook of autograd or "
+        "state outside of its buffers. verify=False turns this check off"
+    )
+
+
+@contextlib.contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Give a module its values and attributes back in the end, and all generators of random numbers their states."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    tensors = [*model.parameters(), *model.buffers()]
+    before = [tensor.detach().clone() for tensor in tensors]
+    host, thread = (random.getstate(), np.random.get_state()), threading.get_ident()
+    try:
+        with (
+            PATCHING,
+            plain_checkpoints(lambda: contextlib.nullcontext() if threading.get_ident() == thread else None),
+            restored(model),
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+            RepeatableDraws(),
+        ):
+            yield
+    finally:
+        random.setstate(host[0])
+        np.random.set_state(host[1])
+        for tensor, value in zip(tensors, before, strict=True):
+            if not torch.equal(tensor, value):
+                tensor.data.copy_(value)
+
+
+def _small_shapes(shape: Shape) -> Iterator[Shape]:
+    """Yield the shapes to try, each once."""
+    sides = dict.fromkeys((min(shape[2], side), min(shape[3], side)) for side in _SIDES_PX)
+    yield from ((min(shape[0], _MOST_IMAGES), shape[1], *side) for side in sides)
+
+
+def _of_program(model: nn.Module, program: Program, shape: Shape, dtype: torch.dtype, pick: Output) -> Found:
+    """Return what a program comes to."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
+
+    def run(image: torch.Tensor) -> Any:
+        leaves, made = interpret(program, parameters, buffers, image)
+        buffers.update(made)
+        return pick(program.unflatten(leaves))
+
+    with undisturbed(model):
+        return _steps(model, shape, dtype, run, lambda: buffers)
+
+
+def _is_real(model: nn.Module, shape: Shape, dtype: torch.dtype, pick: Output, wanted: Found, program: Program) -> bool:
+    """Whether a difference is more than rounding: it is seen in float64, too, or is large where that cannot be run."""
+    if dtype == torch.float64:
+        return True
+    try:
+        exact = copy.deepcopy(model).double()
+        with undisturbed(exact):
+            wanted = _steps(
+                exact, shape, torch.float64, lambda image: pick(exact(image)), lambda: dict(exact.named_buffers())
+            )
+        found = _of_program(exact, capture(exact, shape, torch.float64), shape, torch.float64, pick)
+    except Exception:  # it insists on its own type
+        return equal(wanted, _of_program(model, program, shape, dtype, pick), _COARSE) is not None
+    return equal(wanted, found, _TOLERANCE[torch.float64]) is not None
+
+
+def _steps(
+    model: nn.Module,
+    shape: Shape,
+    dtype: torch.dtype,
+    run: Callable[[torch.Tensor], Any],
+    buffers: Callable[[], Mapping[str, torch.Tensor]],
+) -> Found:
+    """Run forward and backward of each step; the loss is a sum of all that is answered, weighted at random."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    found: Found = {}
+    for step in range(1, _STEPS + 1):
+        with torch.enable_grad():
+            leaves = [leaf for leaf in _pytree.tree_leaves(run(_image(shape, dtype, model, step)))]
+        answers = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        found.update({f"answer {n} of step {step}": leaf.detach().clone() for n, leaf in enumerate(answers)})
+        ends = [leaf for leaf in answers if leaf.requires_grad]
+        if ends and trained:
+            weights = [_noise(leaf.shape, leaf.dtype, leaf.device, step) for leaf in ends]
+            gradients = torch.autograd.grad(ends, list(trained.values()), weights, allow_unused=True)
+            named = reversed([*zip(trained, gradients, strict=True)])  # in the order of backward
+            found.update({f"gradient of {name} in step {step}": gradient for name, gradient in named})
+    cumulative = _cumulative(model)
+    for name, buffer in buffers().items():
+        if name.rpartition(".")[0] not in cumulative:
+            found[f"buffer {name}"] = buffer.detach().clone()
+    return found
+
+
+def _cumulative(model: nn.Module) -> set[str]:
+    """Return the norms whose statistics are means over all batches: the program leaves these to the engine."""
+    return {name for name, module in model.named_modules() if getattr(module, "momentum", 0.0) is None}
+
+
+def _image(shape: Shape, dtype: torch.dtype, model: nn.Module, step: int) -> torch.Tensor:
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    return _noise(shape, dtype, device, step)
+
+
+def _noise(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, dtype=torch.float64, generator=generator).to(device, dtype)

@@ -1,0 +1,183 @@
+"""Every call of PyTorch's that a forward makes, watched while it is traced.
+
+``torch.export`` records calculations; what a call does to gradients besides, it drops. Autograd runs along with the
+trace, so it knows what would be lost:
+
+```
+with torch.no_grad(), inference_mode()   no gradient goes through the result        → result.detach()
+x.data                                   a constant of the moment                   → x.detach()
+x.data.clamp_(), in place in no_grad     values change, gradients do not know it    → refused
+x.data = y, x.detach_()                  the tensor itself becomes another          → refused
+autograd.Function, hooks on tensors      their backward is not that of the forward  → refused
+random.random(), np.random.rand()        one number for ever                        → refused
+```
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.autograd.function import BackwardCFunction
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree
+
+from hyfi_core.capture.places import calling_line
+from hyfi_core.errors import RequestError
+
+_NO_HOOK = "registers a hook on a tensor, which would not be called; change gradients after engine.gather_gradients()"
+_NO_SWITCH = "switches a tensor's requires_grad as it runs, which a capture cannot follow; do so before parallelize"
+_REFUSED = {
+    "register_hook": _NO_HOOK,
+    "register_post_accumulate_grad_hook": _NO_HOOK,
+    "backward": "runs backward inside its forward; do so in the loss",
+    "detach_": "detaches a tensor in place, which a capture cannot follow; write x = x.detach()",
+    "requires_grad_": _NO_SWITCH,
+}
+_REFUSED_ATTRIBUTES = {
+    "data": "sets .data of a tensor, which a capture cannot follow; compute a new tensor, or buffer.copy_(...)",
+    "grad": "sets the gradient of a tensor, which a capture cannot follow",
+    "requires_grad": _NO_SWITCH,
+}
+
+
+class WatchedCalls(TorchFunctionMode):
+    """Keeps or refuses what a trace would lose, in the thread that enters it.
+
+    Args:
+        model: that is traced.
+
+    Attributes:
+        checkpoints: how many calls of ``torch.utils.checkpoint`` the forward is in.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._model = model
+        self._tracked: set[StorageWeakRef] = set()
+        self._host = host_randomness()
+        self._seed = torch.initial_seed()
+        self.checkpoints = 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the function, and see what it does besides."""
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
+        if name == "__get__":
+            return self._attribute(function, args)
+        _refuse(function, name, args)
+        tensors = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        self.refuse_functions(tensors)
+        self.refuse_host_randomness()
+        versions = [_version(tensor) for tensor in tensors]
+        self._track(tensors)
+        result = function(*args, **kwargs)
+        for tensor, version in zip(tensors, versions, strict=True):
+            if _version(tensor) != version:
+                self._check_change(tensor)
+        if torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
+            return result
+        return _pytree.tree_map_only(torch.Tensor, lambda item: _detached(item, tensors), result)
+
+    def refuse_functions(self, tensors: Sequence[Any]) -> None:
+        """Refuse values that a custom ``autograd.Function`` has made.
+
+        Raises:
+            RequestError: there is one.
+        """
+        for tensor in tensors:
+            made: Any = tensor.grad_fn if isinstance(tensor, torch.Tensor) else None
+            if isinstance(made, BackwardCFunction):
+                owner: Any = type(made)._forward_cls  # type: ignore[attr-defined]
+                raise RequestError(
+                    f"the model calls {owner.__module__}.{owner.__qualname__}, an autograd.Function, whose own "
+                    f"backward would be lost (its result is used at {calling_line()}); write its forward with "
+                    "operators of PyTorch whose backward is meant (x + (f(x) - x).detach() passes gradients by f)"
+                )
+
+    def refuse_host_randomness(self) -> None:
+        """Refuse a forward that has drawn from Python's or NumPy's generator, or has seeded torch's.
+
+        Raises:
+            RequestError: it has.
+        """
+        for name, before, after in zip(("random", "np.random"), self._host, host_randomness(), strict=True):
+            if before != after:
+                raise RequestError(
+                    f"the model draws from {name} as it runs, at or before {calling_line()}; a capture would keep one "
+                    "number for ever. Draw with torch (torch.rand(())), whose numbers are drawn at every step"
+                )
+        if torch.initial_seed() != self._seed:
+            raise RequestError(
+                f"the model seeds torch's generator as it runs, at or before {calling_line()}; random numbers are "
+                "keyed by the engine's seed and step instead"
+            )
+
+    def _attribute(self, function: Any, args: Any) -> Any:
+        """Return an attribute of a tensor; ``x.data`` is ``x.detach()``, of which the trace knows its origin."""
+        if _attribute_name(function) == "data" and isinstance(args[0], torch.Tensor):
+            self._track(args)
+            return args[0].detach()
+        return function(*args)
+
+    def begin(self) -> None:
+        """Watch from here on."""
+        super().__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """Watch no more."""
+        super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def _track(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Remember the memory of values that carry gradients: other views of it do not say so."""
+        self._tracked.update(StorageWeakRef(t.untyped_storage()) for t in tensors if t.requires_grad)
+
+    def _check_change(self, tensor: torch.Tensor) -> None:
+        """Refuse a change in place that autograd has not seen, or that recomputation would repeat."""
+        seen = torch.is_grad_enabled() and tensor.requires_grad
+        if not seen and StorageWeakRef(tensor.untyped_storage()) in self._tracked:
+            raise RequestError(
+                f"the model changes a tensor {tuple(tensor.shape)} in place without autograd's knowledge (through "
+                f".data, .detach() or in no_grad), which a capture cannot keep: {calling_line()}. Compute a new "
+                "tensor; weights may be changed after engine.update()"
+            )
+        if self.checkpoints and any(tensor is b for m in self._model.modules() for b in m._buffers.values()):
+            raise RequestError(
+                f"the model keeps statistics in torch.utils.checkpoint, where PyTorch counts each batch twice: "
+                f"{calling_line()}. Switch the model's checkpointing off; plan.recompute frees the same memory"
+            )
+
+
+def host_randomness() -> tuple[Any, Any]:
+    """Return the states of Python's and NumPy's global generators, to be compared."""
+    state: Any = np.random.get_state(legacy=False)
+    return random.getstate(), (state["state"]["pos"], state["state"]["key"].tobytes())
+
+
+def _refuse(function: Any, name: str, args: Any) -> None:
+    """Refuse calls that are lost whatever they are given."""
+    advice = _REFUSED_ATTRIBUTES.get(_attribute_name(function)) if name == "__set__" else _REFUSED.get(name)
+    if advice is _NO_SWITCH and args[0].requires_grad == (args[1] if len(args) > 1 else True):
+        return
+    if advice is not None and not (name == "detach_" and not args[0].requires_grad):
+        raise RequestError(f"the model {advice}: {calling_line()}")
+
+
+def _attribute_name(function: Any) -> str:
+    return getattr(getattr(function, "__self__", None), "__name__", "")
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _detached(result: torch.Tensor, given: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return a result that carries no gradient as one that says so, unless the call was given it."""
+    if result.requires_grad or not result.is_floating_point() or any(result is tensor for tensor in given):
+        return result
+    return result.detach()

@@ -1,0 +1,122 @@
+"""The check at start finds what no guard knows of, and leaves no trace of itself."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import hyfi_core
+from hyfi_core.capture.verify import verify_capture
+from hyfi_core.comm.alone import AloneCommunicator
+from hyfi_core.comm.threads import run_ranks
+from hyfi_core.errors import RequestError
+
+SHAPE = (2, 3, 300, 90)
+PLAN = hyfi_core.ParallelPlan(grids=((1, 1),))
+
+
+class Remembers(nn.Module):
+    """Adds what it saw first, for ever: not a buffer, so no capture knows of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.seen is None:
+            self.seen = x.detach().mean((0, 2, 3), keepdim=True)
+        return x + self.seen
+
+
+class Hooked(nn.Module):
+    """Changes gradients where only autograd sees it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        if y.grad_fn is not None:
+            y.grad_fn.register_hook(lambda inputs, outputs: tuple(i if i is None else 3 * i for i in inputs))
+        return y
+
+
+class Elsewhere(nn.Module):
+    """Takes a number that a capture cannot see change."""
+
+    number: ClassVar = [1.0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.number[0] += 1.0
+        return x * self.number[0]
+
+
+def net(middle: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), middle, nn.Conv2d(4, 4, 3, 2, 1)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_sides_are_accepted_and_nothing_is_left_behind(dtype: torch.dtype) -> None:
+    model = net(nn.Sequential(nn.Dropout(0.4), nn.Dropout2d(0.2))).to(dtype)
+    state, generators = copy.deepcopy(model.state_dict()), (random.getstate(), torch.get_rng_state())
+    drawn = np.random.get_state()[1].copy()
+    assert verify_capture(model, SHAPE, dtype) is None
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters()) and model.training
+    assert random.getstate() == generators[0] and torch.equal(torch.get_rng_state(), generators[1])
+    assert (np.random.get_state()[1] == drawn).all()
+
+
+@pytest.mark.parametrize(
+    ("middle", "words"),
+    [
+        (Remembers(), r"answer 0 of step 2 differs by"),
+        (Hooked(), r"gradient of 1.bias in step 1 differs by"),
+        (Elsewhere(), r"answer 0 of step 1 differs by .*the first module that differs is 3 \(Elsewhere\)"),
+    ],
+)
+def test_a_difference_is_refused_with_where_it_is(middle: nn.Module, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        verify_capture(net(middle), SHAPE, torch.float32)
+
+
+def test_parallelize_checks_unless_told_not_to_and_all_ranks_refuse() -> None:
+    optimizer = lambda params: torch.optim.SGD(params, lr=0.1)  # noqa: E731
+    copies = [net(Remembers()) for _ in range(2)]
+    plan = hyfi_core.ParallelPlan(grids=((1, 2),))
+
+    def refused(comm: Any) -> str:
+        with pytest.raises(RequestError, match="not what Sequential computes") as refusal:
+            hyfi_core.parallelize(copies[comm.rank], SHAPE, plan, comm, optimizer=optimizer)
+        return str(refusal.value)
+
+    assert len(set(run_ranks(2, refused))) == 1
+    hyfi_core.parallelize(net(Remembers()), SHAPE, PLAN, AloneCommunicator(), optimizer=optimizer, verify=False)
+
+
+def test_a_model_that_runs_on_no_small_image_is_said_to_be_unchecked() -> None:
+    class Large(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert x.shape[2] >= 2048
+            return x.mean((2, 3))
+
+    with pytest.warns(UserWarning, match="Large could not be compared with its capture: it runs on no image"):
+        hyfi_core.parallelize(Large(), (1, 3, 2048, 2048), PLAN, AloneCommunicator())
+
+
+def test_a_model_of_one_size_is_checked_at_that_size() -> None:
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.place, self.middle = nn.Parameter(torch.randn(1, 3, 200, 120)), Remembers()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.middle(x + self.place).mean((2, 3))
+
+    with pytest.raises(RequestError, match=r"on images of shape \(1, 3, 200, 120\)"):
+        verify_capture(Fixed(), (1, 3, 200, 120), torch.float32)
