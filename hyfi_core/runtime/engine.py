@@ -91,7 +91,9 @@ class Engine:
         for tensor in (*model.parameters(), *model.buffers()):
             comm.broadcast(tensor.data)
         self._ownership = ParameterOwnership(model, compiled, self._groups)
-        self._mirror = self._make_mirror(compiled)
+        self._mirrors: dict[frozenset[str], Mirror] = {}
+        self._mirror: Mirror | None = None
+        self._choose_mirror(compiled)
         self._optimizer = made_optimizer(optimizer, self._ownership.optimized()) if optimizer is not None else None
         self._input_parts = tuple(self._reader.training_parts(compiled, shape[0]).values())
 
@@ -195,6 +197,7 @@ class Engine:
         self._consensus.check_training(shape)
         compiled = self._compiled(micro)
         local = self._reader.read(images, self._reader.training_parts(compiled, shape[0]))
+        self._choose_mirror(compiled)
         gradients = self._gradients_of(compiled)
         statistics = self._statistics(compiled)
         pipeline = Pipeline(
@@ -280,15 +283,20 @@ class Engine:
 
     # -- how it is done
 
-    def _make_mirror(self, compiled: Compiled) -> Mirror | None:
+    def _choose_mirror(self, compiled: Compiled) -> None:
+        """Take the mirror of the parameters that are trained now; weights in transit arrive first."""
         if self.plan.mirror != "point_to_point":
-            return None
-        named = dict(self._model.named_parameters(remove_duplicate=False))
-        stages = [
-            list({id(named[n]): named[n] for n in names if n in compiled.trained}.values())
-            for names in compiled.parameters
-        ]
-        return Mirror(self._placement, self._groups.replica, stages)
+            return
+        if compiled.trained not in self._mirrors:
+            named = dict(self._model.named_parameters(remove_duplicate=False))
+            stages = [
+                list({id(named[n]): named[n] for n in names if n in compiled.trained}.values())
+                for names in compiled.parameters
+            ]
+            self._mirrors[compiled.trained] = Mirror(self._placement, self._groups.replica, stages)
+        if self._mirror is not self._mirrors[compiled.trained]:
+            self.settle()
+            self._mirror = self._mirrors[compiled.trained]
 
     def _step(self, compiled: Compiled, local: dict[Key, torch.Tensor], labels: torch.Tensor, size: int) -> Step:
         count = self.plan.microbatches

@@ -29,12 +29,13 @@ class ParameterOwnership:
         self._named = dict(model.named_parameters(remove_duplicate=False))
         self._holders = {name: groups.holders(stages) for name, stages in self._stages.items()}
         rank = groups.replica.rank
-        mine = [p for name, p in model.named_parameters() if p.requires_grad and rank in self._holders[name]]
+        mine = [p for name, p in model.named_parameters() if rank in self._holders[name]]
         self._optimized = mine or [self._placeholder()]
 
     def optimized(self) -> list[nn.Parameter]:
-        """Return the trained parameters that this rank's optimiser updates, in the model's order.
+        """Return the parameters that this rank's optimiser updates, in the model's order.
 
+        Frozen ones, too: an optimiser passes over what has no gradient, and they may be unfrozen later.
         A rank of stages without any gets one empty parameter: optimisers do not take empty lists.
         """
         return self._optimized
@@ -42,7 +43,7 @@ class ParameterOwnership:
     def counted(self) -> list[nn.Parameter]:
         """Return those of them that this rank counts in a sum over the model: each is counted by one rank."""
         rank = self._groups.replica.rank
-        return [p for name, p in self._model.named_parameters() if p.requires_grad and rank == min(self._holders[name])]
+        return [p for name, p in self._model.named_parameters() if rank == min(self._holders[name])]
 
     def owned_names(self) -> list[str]:
         """Return the entries of the ``state_dict`` that this rank writes: each is written by one rank of replica 0."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -350,3 +351,41 @@ def test_a_norm_that_is_used_twice_counts_both(grid: tuple[int, int]) -> None:
             return self.norm(self.conv(self.norm(self.conv(x)))).square().mean((2, 3))
 
     assert_equal_to_one_process(Twice().double(), (2, 3, 12, 10), grid, classes=3)
+
+
+@pytest.mark.parametrize("mirror", ["all_reduce", "point_to_point"])
+def test_parameters_frozen_and_unfrozen_later_are_trained_as_in_one_process(mirror: Any) -> None:
+    plan = hyfi_core.ParallelPlan(
+        grids=((1, 1), (1, 1)), cuts=("1",), microbatches=2, schedule="gems_master", mirror=mirror
+    )
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    model = model.double()
+    model[0].requires_grad_(False)
+    images, labels = torch.randn(4, 3, 9, 8, dtype=torch.float64), torch.tensor([0, 1, 2, 3])
+
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
+
+    def train(net: Any, step: Callable[[], object]) -> None:
+        for at in range(5):
+            if at == 2:
+                net[0].requires_grad_(True)
+            if at == 3:
+                net[2].requires_grad_(False)
+            step()
+
+    def body(comm: Any, net: nn.Module) -> dict[str, torch.Tensor] | None:
+        engine = hyfi_core.parallelize(net, (4, 3, 9, 8), plan, comm, optimizer=sgd)
+        train(net, lambda: engine.train_step(images, labels))
+        return engine.gather_state_dict()
+
+    found = run_copies(model, plan.ranks, body)[0]
+    optimizer = sgd(model.parameters())
+
+    def step() -> None:
+        F.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train(model, step)
+    assert all(torch.allclose(found[name], value, rtol=1e-10) for name, value in model.state_dict().items())
