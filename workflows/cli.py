@@ -17,6 +17,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from hyfi_core.runtime.launch import inside_launcher
+from workflows.cli_launch import launch
 from workflows.exit_codes import exit_code_of
 from workflows.paths import require_writable
 
@@ -321,6 +322,20 @@ def predict(
         writes=out,
         as_ranks=True,
     )
+
+
+@app.command()
+def status(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run (run.dir).")],
+    as_json: Json = False,
+) -> None:
+    """Say where a running or ended run stands."""
+    from workflows.commands import status as command
+
+    _exit(lambda: command.run(run, as_json))
+
+
+app.add_typer(launch)
 
 
 def _exit(command: Callable[[], int], writes: Path | None = None, as_ranks: bool = False) -> NoReturn:

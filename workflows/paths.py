@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from pathlib import Path
 
@@ -52,6 +53,12 @@ def _look(target: Path) -> None:
     Raises:
         RequestError: it cannot: the name is too long, or a folder on the way is closed.
     """
+    address = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/+", str(target))
+    if address is not None:
+        raise RequestError(
+            f"{address[1]}://{str(target)[address.end() :]}: this command writes to local folders only; "
+            "write to one, and copy it to the object store afterwards"
+        )
     try:
         target.lstat()
     except (FileNotFoundError, NotADirectoryError):

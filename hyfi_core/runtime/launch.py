@@ -12,10 +12,14 @@ if TYPE_CHECKING:  # the launcher only asks where it stands; it needs no torch
 
 # What Hydra (MPICH, Intel MPI), Open MPI and Slurm set for every rank they start.
 _MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_SIZE", "MPI_LOCALNRANKS")
+# What Hydra and Open MPI set, and srun does not: where they are there, Slurm counts the managers, not the ranks.
+_STARTED_BY_MPIEXEC = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_SIZE")
 
 
 def inside_launcher() -> str | None:
     """Return what started this process as one of several ranks: ``mpi``, ``slurm``, ``torchrun``, or None."""
+    if _is_only_task_of_slurm_step():
+        return None
     if any(name in os.environ for name in _MPI_SIZES) or "PMIX_RANK" in os.environ:
         return "mpi"
     if "TORCHELASTIC_RUN_ID" in os.environ or ("RANK" in os.environ and "WORLD_SIZE" in os.environ):
@@ -23,6 +27,29 @@ def inside_launcher() -> str | None:
     if "SLURM_STEP_ID" in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         return "slurm"
     return None
+
+
+def _is_only_task_of_slurm_step() -> bool:
+    """Whether ``srun`` started this process alone; it then has a place (``PMI_SIZE=1``) but is no rank of several."""
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS") if "SLURM_STEP_ID" in os.environ else None
+    return tasks == "1" and not any(name in os.environ for name in (*_STARTED_BY_MPIEXEC, "TORCHELASTIC_RUN_ID"))
+
+
+def _check_tasks(size: int) -> None:
+    """Check that MPI has found the ranks that ``srun`` started.
+
+    Raises:
+        RequestError: it has not; each of them takes itself for the only one, and all would do the same work.
+    """
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS") if "SLURM_STEP_ID" in os.environ else None
+    if tasks is None or "SLURM_HET_SIZE" in os.environ or any(name in os.environ for name in _STARTED_BY_MPIEXEC):
+        return
+    if int(tasks) != size:
+        raise RequestError(
+            f"srun started {tasks} tasks and MPI finds {size}: they do not know each other. Give srun the --mpi that "
+            "this MPI knows: --mpi=pmi2 for MPICH and Intel MPI, --mpi=pmix for Open MPI (`srun --mpi=list` shows "
+            "what this Slurm has)"
+        )
 
 
 def init(supervised: bool = True) -> Communicator:
@@ -39,7 +66,8 @@ def init(supervised: bool = True) -> Communicator:
         supervised: whether it is so; a program whose launcher sees to failures turns it off.
 
     Raises:
-        RequestError: a launcher started several ranks and no MPI can be loaded, or ``HYFI_TIMEOUT_S`` is no number.
+        RequestError: a launcher started several ranks and no MPI can be loaded, ``HYFI_TIMEOUT_S`` is no number, or
+            ``srun`` and MPI do not agree on how many ranks there are.
     """
     launcher = inside_launcher()
     if launcher is None:
@@ -60,7 +88,9 @@ def init(supervised: bool = True) -> Communicator:
             f"{launcher} started this rank, but no MPI library can be loaded ({error}); "
             "install one with `pip install 'hyfi[local]'` or load the cluster's MPI module"
         ) from error
-    return _supervised(world()) if supervised else world()
+    everybody = world()
+    _check_tasks(everybody.size)
+    return _supervised(everybody) if supervised else everybody
 
 
 def _supervised(comm: Communicator, store: Any = None) -> Communicator:

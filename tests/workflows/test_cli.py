@@ -28,6 +28,7 @@ COMMANDS = [
     "train",
     "validate",
     "predict",
+    "status",
 ]
 
 

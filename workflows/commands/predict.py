@@ -113,17 +113,21 @@ def _predict(
     as_json: bool,
 ) -> int:
     """Do this rank's part."""
-    import hyfi_core
+    from hyfi_core.comm.agree import agree
     from pathology.predict.cohort import predict_slides
+    from workflows.launch.owner import FolderOwner
+    from workflows.launch.peer_watch import join
 
     slides = _check(checkpoints, inputs, out, options)
     members = [load_member(path) for path in checkpoints]
-    comm = hyfi_core.init(supervised=False)
+    comm = join()
+    owner = agree(comm, lambda: FolderOwner(out, "give another --out") if comm.rank == 0 else None)
     if ranks is not None and ranks != comm.size:
         raise RequestError(f"--ranks {ranks}: {comm.size} were started; give the same number, or leave it out")
     with _progress(len(slides), comm) as progress:
         report = predict_slides(members, slides, out, comm, options, progress=progress, stop_wanted=signals.requested)
-    if comm.rank == 0:
+    if owner is not None:
+        owner.release()
         _say(report, out, as_json)
     if report.stopped:
         return STOPPED

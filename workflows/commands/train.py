@@ -67,12 +67,15 @@ def train_rank(config: Config, resume: bool, as_json: bool) -> int:
 
     import torch
 
-    import hyfi_core
+    from workflows.launch.peer_watch import join
     from workflows.training.stop import StopFlag
 
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
-    return train_in(hyfi_core.init(supervised=False), config, resume, as_json, StopFlag(signals.requested))
+    world = join()
+    code = train_in(world, config, resume, as_json, StopFlag(signals.requested))
+    world.barrier()  # a launcher that sees one rank leave with another code than 0 may end those that still write
+    return code
 
 
 def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, stop: StopFlag) -> int:
@@ -84,7 +87,7 @@ def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, s
     from hyfi_core.comm.agree import agree
     from workflows.training.job import prepare
     from workflows.training.pace import with_shares
-    from workflows.training.request import check_ranks, check_run
+    from workflows.training.request import check_ranks, check_run, own_run
     from workflows.training.start import Roles, SavedRun, check_images
 
     agree(world, lambda: check_ranks(config, world.size))
@@ -100,16 +103,21 @@ def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, s
     body = agree(world, lambda: make(job, roles, saved, coverage, stop))
     if stop.anywhere(world):
         return STOPPED  # nothing has been written: the run starts anew
+    owner = agree(world, lambda: own_run(config, resume, start) if world.rank == 0 else None)
     try:
         return body(as_json)
     except RequestError as error:  # one rank alone refuses now: a fault of the whole, not a wrong request
         raise RuntimeError(f"the run cannot continue: {error}") from error
+    finally:
+        if owner is not None:
+            owner.release()
 
 
 def _trainer(job: TrainingJob, roles: Roles, saved: SavedRun | None, coverage: Any, stop: StopFlag) -> RankBody:
     """Build the engine, which may refuse, and return what trains with it."""
     from workflows.training.loop import TrainingLoop
     from workflows.training.recorder import Recorder
+    from workflows.training.run_folder import RunFolder
     from workflows.training.start import make_engine, make_model
 
     assert roles.trainers is not None
@@ -123,6 +131,7 @@ def _trainer(job: TrainingJob, roles: Roles, saved: SavedRun | None, coverage: A
         recorder = Recorder(job, engine.plan, start, coverage) if first else None
         if first:
             say(_opening(job, engine.plan, start))
+            RunFolder(job.config.run.dir).note_state("running", job.steps)
             for doubt in job.doubts():
                 warn(f"hyfi: {doubt}")
         loop = TrainingLoop(job, roles, engine, model, recorder, saved, stop)
@@ -175,6 +184,7 @@ def _opening(job: TrainingJob, plan: ParallelPlan, start: int) -> str:
 def _report(job: TrainingJob, recorder: Recorder, stopped: bool, as_json: bool) -> None:
     folder = job.config.run.dir
     what = "stopped on request; --resume continues it" if stopped else "done"
+    recorder.folder.note_state("stopped" if stopped else "done", job.steps)
     if recorder.last is not None and not stopped:
         metric, patience = job.config.validation.metric, job.config.run.early_stop
         what = f"ended with step {recorder.last}: {patience} validations without a better {metric}"

@@ -80,16 +80,16 @@ def run(request: EvaluationRequest, ranks: int | None) -> int:
 
 def validate_rank(request: EvaluationRequest) -> int:
     """Do this rank's part and return the exit code."""
-    import hyfi_core
     from hyfi_core.comm.agree import agree
     from hyfi_core.plan.parallel_plan import ParallelPlan
     from hyfi_core.runtime.checkpoint import load_checkpoint
     from workflows.evaluation.evaluate import Interrupted
     from workflows.evaluation.evaluator import Evaluator
+    from workflows.launch.peer_watch import join
     from workflows.training.stop import StopFlag
 
     stop, whole = StopFlag(signals.requested), request.image == "whole"
-    world, cells = hyfi_core.init(supervised=False), parse_cells(request.cells)
+    world, cells = join(), parse_cells(request.cells)
     loaded = agree(world, lambda: load_checkpoint(request.checkpoint))
     dataset = agree(world, lambda: _dataset(loaded.model, request))
     apart = ParallelPlan(grids=((1, 1),), replicas=world.size)

@@ -29,9 +29,10 @@ from data.children import die_with_parent
 from data.cores import usable_cores
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.launch import inside_launcher
+from workflows import signals
 from workflows.console import warn
 from workflows.exit_codes import FAULT, STOPPED, WRONG_REQUEST
-from workflows.launch import mpiexec
+from workflows.launch import mpiexec, peer_watch
 from workflows.launch.processes import Ends, kill_session
 from workflows.launch.status import VARIABLE, RunStatus
 
@@ -59,8 +60,9 @@ def launch(argv: Sequence[str], ranks: int) -> int:
         0 to 3 as the ranks agreed on; 70 when one of them failed (it has said why) or was killed.
 
     Raises:
-        RequestError: there is no MPI here.
+        RequestError: there is no MPI here, or this is one of several nodes of a Slurm job.
     """
+    _refuse_several_nodes(argv[0], ranks)
     return launch_program([sys.executable, "-m", "workflows.cli", *argv], ranks)
 
 
@@ -81,9 +83,29 @@ def launch_program(program: Sequence[str], ranks: int) -> int:
         return _Watch(process, status, ranks).until_all_have_ended()
 
 
+def _refuse_several_nodes(command: str, ranks: int) -> None:
+    """Refuse to start ranks on this node alone where the user has several.
+
+    Raises:
+        RequestError: names the line that starts them on all nodes.
+    """
+    nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
+    if nodes > 1:
+        pmi = "pmix" if mpiexec.find().flavour == "Open MPI" else "pmi2"
+        raise RequestError(
+            f"this Slurm job has {nodes} nodes; started from here all {ranks} ranks would run on this one. Start them "
+            f"with `srun --mpi={pmi} -n {ranks} hyfi {command} …`, or have the job written: `hyfi launch slurm …`"
+        )
+
+
 def _environment(ranks: int) -> dict[str, str]:
-    """Return the ranks' environment: cores are shared out, unless the user has said how."""
-    return {"OMP_NUM_THREADS": str(max(1, usable_cores() // ranks))} | RANK_SETTINGS | os.environ
+    """Return the ranks' environment: cores are shared out, unless the user has said how.
+
+    What Slurm says of the job is left out: by it the process manager would start ranks through ``srun``, as steps of
+    their own, and a rank would take itself for a task.
+    """
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PMI_", "PMIX_"))}
+    return {"OMP_NUM_THREADS": str(max(1, usable_cores() // ranks))} | RANK_SETTINGS | kept
 
 
 class _Watch:
@@ -117,17 +139,30 @@ class _Watch:
                 self._ends.wait(started.values(), POLL_SECONDS)
             else:
                 time.sleep(POLL_SECONDS)
-            if failed_s is None and self._status.failed:
+            if failed_s is None and (self._status.failed or self._lost() is not None):
                 failed_s = time.monotonic()
             if failed_s is not None and time.monotonic() - failed_s > SECONDS_TO_END_AFTER_FAILURE:
                 kill_session(self._process.pid)
 
+    def _lost(self) -> int | None:
+        """Return the rank that was the first to end without leaving its code."""
+        if not self._ends.pids:
+            return None
+        codes, ranks = self._status.codes(), {pid: rank for rank, pid in self._status.pids().items()}
+        return next((ranks[pid] for pid in self._ends.pids if pid in ranks and ranks[pid] not in codes), None)
+
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self._stops += 1
-        if self._stops == 1 and number == signal.SIGINT:
+        if self._stops > 1:
+            kill_session(self._process.pid)
+            return
+        if number == signal.SIGINT:
             warn("hyfi: saving and stopping; once more to stop at once")
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGUSR1 if self._stops == 1 else signal.SIGTERM)
+        # To the ranks themselves: process managers differ in which signals they pass on, and in how long they wait.
+        self._status.request_stop()
+        for pid in self._status.pids().values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
 
     def _code(self, output: mpiexec.Output) -> int:
         if self._status.failed:
@@ -145,8 +180,10 @@ class _Watch:
         """Name the rank that left without a word; where nothing is known, give what the process manager said."""
         ended = self._status.codes()
         ranks = {pid: rank for rank, pid in self._status.pids().items() if rank not in ended}
-        died = output.died
-        if died is None:
+        died, lost = output.died, self._lost()
+        if died is None and lost is not None:
+            warn(f"hyfi: rank {lost} was killed or crashed; all ranks were stopped")
+        elif died is None:
             text = output.held_back() or f"mpiexec ended with code {self._process.returncode}"
             warn(f"hyfi: not every rank came to its end: {text}")
         else:
@@ -166,6 +203,8 @@ def run_as_rank(body: Callable[[], int]) -> int:
     status, rank = RunStatus.of_environment(), own_rank()
     if status is not None:
         status.begin(rank)
+        if status.stop_requested:
+            signals.request()
     try:
         code = body()
     except RequestError as error:
@@ -176,6 +215,7 @@ def run_as_rank(body: Callable[[], int]) -> int:
         code = STOPPED
     except BaseException:
         _fail(status, rank)
+    peer_watch.leave()
     if status is not None:
         status.end(rank, code)
         return 0
@@ -200,8 +240,9 @@ PEER_LOST_S = 2.0
 def _fail(status: RunStatus | None, rank: int) -> None:
     """Tell the error in hand if it is the first, and end every rank of the job."""
     error = traceback.format_exc().rstrip()
-    if type(sys.exc_info()[1]).__module__.startswith("mpi4py"):
+    if type(sys.exc_info()[1]).__module__.startswith("mpi4py") or "closed by peer" in error:
         time.sleep(PEER_LOST_S)  # most likely a peer died, and that is the first error: it is told meanwhile
+    peer_watch.fail()
     if status is not None:  # the launcher tells it: what a rank prints now may be lost with the process manager's pipes
         status.claim_failure(rank, error)
     else:

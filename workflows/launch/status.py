@@ -5,6 +5,7 @@ soon as one leaves with anything but 0. A few small files do.
 
     pid-<rank>     written when a rank begins
     exit-<rank>    its exit code, written when it ends by itself
+    stop           made when all ranks are to save and stop: whichever begins later finds it
     failure.json   rank and error of the first that failed; only one rank can create it
 """
 
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "HYFI_STATUS"
-FAILURE = "failure.json"
+FAILURE, STOP = "failure.json", "stop"
 
 
 class RunStatus:
@@ -39,6 +40,15 @@ class RunStatus:
     def end(self, rank: int, code: int) -> None:
         """Note the exit code of ``rank``."""
         self._write(f"exit-{rank}", str(code))
+
+    def request_stop(self) -> None:
+        """Ask all ranks to stop, those too that have not begun yet."""
+        (self.folder / STOP).touch()
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether that has been asked for."""
+        return (self.folder / STOP).exists()
 
     def claim_failure(self, rank: int, error: str) -> bool:
         """Note a failure; whether it is the first. A later one returns when the first has been noted whole."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.launch import inside_launcher
 from workflows.config.load import Config, load_config, refuse_changes
+from workflows.launch.owner import NAME as OWNER
+from workflows.launch.owner import FolderOwner
 from workflows.paths import require_writable
 
 
@@ -17,7 +19,7 @@ def check_run(config: Config, resume: bool) -> int:
     """
     folder = config.run.dir
     require_writable(folder / "config.yaml")
-    if not folder.exists() or not any(folder.iterdir()):
+    if not folder.exists() or not any(entry.name != OWNER for entry in folder.iterdir()):
         return 0
     if not (folder / "config.yaml").is_file():
         raise RequestError(f"run.dir {folder}: exists and is not a run (no config.yaml in it); give another run.dir")
@@ -28,6 +30,23 @@ def check_run(config: Config, resume: bool) -> int:
     if not latest.exists():
         return 0
     return int(latest.resolve().name.removeprefix("step-"))
+
+
+def own_run(config: Config, resume: bool, start: int) -> FolderOwner:
+    """Make this process the only one that writes to the run's folder.
+
+    Raises:
+        RequestError: another one does, or has since ``start`` was read from it.
+    """
+    folder = config.run.dir
+    owner = FolderOwner(folder, "give another run.dir")
+    try:
+        if check_run(config, resume) != start:
+            raise RequestError(f"run.dir {folder}: another process has written to this run meanwhile; start again")
+    except RequestError:
+        owner.release()
+        raise
+    return owner
 
 
 def check_ranks(config: Config, size: int) -> None:

@@ -27,6 +27,10 @@ class RunFolder:
         write_atomically(self.folder / "config.yaml", dump_resolved(config).encode())
         write_atomically(self.folder / "plan.json", (json.dumps(plan, indent=2) + "\n").encode())
 
+    def note_state(self, state: str, steps: int) -> None:
+        """Write ``status.json``: ``running``, ``stopped`` or ``done``, and the steps of the whole run."""
+        write_atomically(self.folder / "status.json", (json.dumps({"state": state, "steps": steps}) + "\n").encode())
+
     def saved(self, step: int) -> None:
         """Point ``latest`` at the checkpoint of a step."""
         checkpoints.point_link(self.checkpoints / "latest", checkpoints.step_folder(self.checkpoints, step).name)

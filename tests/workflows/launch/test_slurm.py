@@ -1,0 +1,146 @@
+"""Runs under a real Slurm: found places, wrong requests, lost ranks, time limits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.workflows.archive import make_config, make_store
+from tests.workflows.runs import losses
+from tests.workflows.slurm import Slurm, slurm
+from workflows.training.metrics_log import read_metrics
+
+__all__ = ["slurm"]
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
+ROOT = Path(__file__).parents[3]
+HYFI = (sys.executable, "-m", "workflows")
+TWO = "plan.grids=[[1,2]]"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    return make_store(tmp_path)
+
+
+def environment(slurm: Slurm, **more: str) -> dict[str, str]:
+    return slurm.environment | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | more
+
+
+def begin(slurm: Slurm, folder: Path, *words: str, **more: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        words, cwd=folder, env=environment(slurm, **more), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def run(slurm: Slurm, folder: Path, *words: str) -> tuple[int, str]:
+    process = begin(slurm, folder, *words)
+    out, err = process.communicate(timeout=300)
+    return process.returncode, out + err
+
+
+def steps(folder: Path) -> int:
+    return max((record["step"] for record in read_metrics(folder / "metrics.jsonl")), default=0)
+
+
+def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> None:
+    deadline_s = time.monotonic() + 180
+    while steps(folder) < step:
+        assert time.monotonic() < deadline_s and process.poll() is None, process.communicate()
+        time.sleep(0.05)
+
+
+def test_one_task_starts_its_ranks_itself(slurm: Slurm, tmp_path: Path, store: Path) -> None:
+    """``srun bash -c 'hyfi train …'``: srun gives its only task a place in a world of one."""
+    config = make_config(tmp_path, store, run={"steps": 2})
+    line = " ".join([*HYFI, "train", str(config), f"'{TWO}'"])
+    code, said = run(slurm, tmp_path, "srun", "--mpi=pmi2", "-N1", "-n1", "-c4", "bash", "-c", line)
+    assert code == 0, said
+    assert steps(tmp_path / "run") == 2
+
+
+def test_tasks_that_do_not_know_each_other_are_refused(slurm: Slurm, tmp_path: Path, store: Path) -> None:
+    """Each took itself for the only rank, and three whole trainings wrote into one folder."""
+    config = make_config(tmp_path, store)
+    code, said = run(slurm, tmp_path, "srun", "--mpi=none", "-N1", "-n3", *HYFI, "train", str(config))
+    assert code == 2
+    assert said.count("srun started 3 tasks and MPI finds 1") == 1
+    assert "--mpi=pmi2" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_several_nodes_are_not_used_by_one_process(slurm: Slurm, tmp_path: Path, store: Path) -> None:
+    config = make_config(tmp_path, store)
+    words = ["salloc", "-N2", "-n2", *HYFI, "train", str(config), TWO]
+    code, said = run(slurm, tmp_path, *words)
+    assert code == 2
+    assert "this Slurm job has 2 nodes" in said and "-n 2 hyfi train" in said and "hyfi launch slurm" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_killed_rank_ends_all_within_seconds(slurm: Slurm, tmp_path: Path, store: Path) -> None:
+    """Without --kill-on-bad-exit srun let the others wait for ever."""
+    config = make_config(tmp_path, store, run={"steps": 5000}, validation={"every_steps": 5000})
+    words = ["srun", "--mpi=pmi2", "-N2", "-n2", *HYFI, "train", str(config), TWO]
+    job = begin(slurm, tmp_path, *words, HYFI_TEST_MARK=str(tmp_path))
+    wait_for_step(job, tmp_path / "run", 2)
+    os.kill(_pid_of_rank(1, tmp_path), signal.SIGKILL)
+    killed_s = time.monotonic()
+    _, err = job.communicate(timeout=60)
+    assert time.monotonic() - killed_s < 10
+    assert job.returncode not in (0, 1, 2, 3)
+    assert "rank 1 was ended from outside or crashed" in err
+
+
+@pytest.mark.parametrize("at", ["start", "step"])
+def test_a_request_to_stop_is_a_checkpoint_and_code_3(slurm: Slurm, tmp_path: Path, store: Path, at: str) -> None:
+    config = make_config(tmp_path, store, run={"steps": 5000}, validation={"every_steps": 5000})
+    job = begin(slurm, tmp_path, "srun", "--mpi=pmi2", "-N2", "-n2", *HYFI, "train", str(config), TWO)
+    if at == "start":
+        time.sleep(1.5)
+    else:
+        wait_for_step(job, tmp_path / "run", 2)
+    job.send_signal(signal.SIGUSR1)
+    _, err = job.communicate(timeout=120)
+    assert job.returncode == 3, err
+    if at == "step":
+        assert (tmp_path / "run" / "checkpoints" / "latest").resolve().name == f"step-{steps(tmp_path / 'run'):08d}"
+
+
+def test_a_run_meets_its_time_limit_and_continues_by_itself(slurm: Slurm, tmp_path: Path, store: Path) -> None:
+    config = make_config(tmp_path, store, run={"steps": 500}, validation={"every_steps": 100})
+    straight = [*HYFI, "train", str(config), TWO, f"run.dir={tmp_path / 'straight'}"]
+    subprocess.run(straight, cwd=tmp_path, env=environment(slurm), check=True, capture_output=True, timeout=300)
+    (tmp_path / "site.yaml").write_text("signal_s: 75\npartition: all\n")
+    slow = environment(slurm, HYFI_TEST_FAULT="0:0:update:slow")
+    words = [*HYFI, "launch", "slurm", str(config), TWO, "--nodes", "2", "--time", "2", "--mpi", "pmi2", "--submit"]
+    said = subprocess.run(words, cwd=tmp_path, env=slow, check=True, capture_output=True, text=True, timeout=60).stdout
+    job = said.split()[-1]
+    deadline_s = time.monotonic() + 420
+    while slurm.state(job)[0] not in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"):
+        assert time.monotonic() < deadline_s, (slurm.state(job), (tmp_path / f"run-{job}.log").read_text())
+        time.sleep(1)
+    log = (tmp_path / f"run-{job}.log").read_text()
+    state, restarts = slurm.state(job)
+    assert state == "COMPLETED" and restarts >= 1, log
+    assert "stopped on request" in log and "continues after step" in log
+    assert losses(tmp_path / "run") == losses(tmp_path / "straight")
+
+
+def _pid_of_rank(rank: int, mark: Path) -> int:
+    """Return the process that is this rank of the job that carries a mark."""
+    wanted = {f"HYFI_TEST_MARK={mark}".encode(), f"PMI_RANK={rank}".encode()}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                found = set((entry / "environ").read_bytes().split(b"\0"))
+            except OSError:
+                continue
+            if wanted <= found:
+                return int(entry.name)
+    raise AssertionError(f"no rank {rank}")

@@ -1,0 +1,152 @@
+"""A real Slurm of two virtual nodes on this machine, on loopback, started and ended by process ids."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun")
+PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+CONFIGURATION = """\
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+TmpFS={folder}/tmp-%n
+SwitchType=switch/none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=sched_interval=1,sched_min_interval=100000,batch_sched_delay=1
+SlurmdParameters=config_overrides
+ReturnToService=2
+KillWait=30
+JobRequeue=1
+NodeName=node[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports[1]}-{ports[2]}] CPUs=4 RealMemory=4000
+PartitionName=all Nodes=node[1-2] Default=YES MaxTime=INFINITE State=UP OverSubscribe=YES
+"""
+
+
+class Slurm:
+    """The daemons and their configuration.
+
+    Attributes:
+        environment: by which commands find this Slurm.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._daemons = folder, list[subprocess.Popen[bytes]]()
+        self.environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": PATH}
+
+    def start(self) -> None:
+        """Start munge, the controller and two nodes; return when jobs can run."""
+        for name in ("state", "tmp-node1", "tmp-node2", "spool-node1", "spool-node2"):
+            (self.folder / name).mkdir()
+        (self.folder / "munge.key").write_bytes(os.urandom(128))
+        (self.folder / "munge.key").chmod(0o400)
+        ports, host = _free_ports(), socket.gethostname().partition(".")[0]
+        (self.folder / "slurm.conf").write_text(CONFIGURATION.format(host=host, ports=ports, folder=self.folder))
+        munge = {name: self.folder / f"munge.{name}" for name in ("socket", "pid", "log", "seed")}
+        self._daemon(
+            "munged",
+            "--foreground",
+            "--force",
+            f"--key-file={self.folder / 'munge.key'}",
+            f"--socket={munge['socket']}",
+            f"--pid-file={munge['pid']}",
+            f"--log-file={munge['log']}",
+            f"--seed-file={munge['seed']}",
+        )
+        _wait_for(munge["socket"].exists, "munged")
+        self._daemon("slurmctld", "-D")
+        for node in ("node1", "node2"):
+            self._daemon("slurmd", "-D", "-N", node)
+        _wait_for(lambda: set(self.run("sinfo", "-h", "-o", "%T").split()) == {"idle"}, "the nodes")
+
+    def run(self, *words: str) -> str:
+        """Return what one of Slurm's commands prints."""
+        return subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=60).stdout
+
+    def state(self, job: str) -> tuple[str, int]:
+        """Return (state, how often it was started again) of a job."""
+        shown = dict(
+            word.split("=", 1) for word in self.run("scontrol", "-o", "show", "job", job).split() if "=" in word
+        )
+        return shown.get("JobState", ""), int(shown.get("Restarts", 0))
+
+    def stop(self) -> None:
+        """End all jobs, then all daemons."""
+        self.run("scancel", "--state=RUNNING", "--full", "--signal=KILL")
+        self.run("scancel", "-u", "root")
+        with suppress(AssertionError):
+            _wait_for(lambda: not self.run("squeue", "-h").strip(), "jobs to end", 10)
+        for daemon in reversed(self._daemons):
+            daemon.terminate()
+        for daemon in self._daemons:
+            try:
+                daemon.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+
+    def _daemon(self, *words: str) -> None:
+        said = (self.folder / f"{len(self._daemons)}-{words[0]}.out").open("wb")
+        self._daemons.append(
+            subprocess.Popen(words, env=self.environment, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+        )
+        said.close()
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    """A Slurm with two idle nodes; skips where its programs are missing or may not be started."""
+    missing = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
+    if missing:
+        pytest.skip(f"no Slurm here ({', '.join(missing)} missing): apt-get install slurm-wlm munge")
+    if os.geteuid() != 0:
+        pytest.skip("slurmd starts jobs as root only")
+    cluster = Slurm(tmp_path_factory.mktemp("slurm"))
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+def _free_ports() -> list[int]:
+    """Return a free port and two free ports that follow each other."""
+    while True:
+        with socket.socket() as one, socket.socket() as two, socket.socket() as three:
+            one.bind(("127.0.0.1", 0))
+            two.bind(("127.0.0.1", 0))
+            with suppress(OSError, OverflowError):
+                three.bind(("127.0.0.1", two.getsockname()[1] + 1))
+                return [found.getsockname()[1] for found in (one, two, three)]
+
+
+def _wait_for(ready: object, what: str, timeout_s: float = 60) -> None:
+    assert callable(ready)
+    deadline_s = time.monotonic() + timeout_s
+    while not ready():
+        assert time.monotonic() < deadline_s, f"waited for {what}"
+        time.sleep(0.1)

@@ -1,0 +1,131 @@
+"""The commands ``hyfi launch …``: their options; what they do is in :mod:`workflows.commands.launch`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from workflows.exit_codes import exit_code_of
+
+launch = typer.Typer(
+    name="launch",
+    help="Write, and submit, the script that starts a run or an ingest on a cluster.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Config = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="The run's YAML.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[section.key=value]", help="Values put over the file's.")
+]
+Nodes = Annotated[int, typer.Option("--nodes", min=1, help="Nodes of the job.")]
+Gpus = Annotated[int | None, typer.Option("--gpus-per-node", min=1, help="GPUs of each node.")]
+Cpus = Annotated[int | None, typer.Option("--cpus-per-task", min=1, help="Cores of each rank.")]
+Time = Annotated[str | None, typer.Option("--time", metavar="HH:MM:SS", help="Time limit, as Slurm takes it.")]
+Partition = Annotated[str | None, typer.Option("--partition", help="Default: the site's.")]
+Mpi = Annotated[str | None, typer.Option("--mpi", help="What srun takes: pmi2 (MPICH), pmix (Open MPI).")]
+Ranks = Annotated[int | None, typer.Option("--ranks", min=1, help="Needed where roles are given by host.")]
+SiteFile = Annotated[
+    Path | None, typer.Option("--site", metavar="site.yaml", help="What this cluster wants; default: ./site.yaml.")
+]
+Script = Annotated[Path | None, typer.Option("--script", help="Where to write the script.")]
+Submit = Annotated[bool, typer.Option("--submit", help="Hand it to Slurm at once.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one machine-readable object last on standard output.")]
+
+
+@launch.command()
+def slurm(
+    config: Config,
+    overrides: Overrides = None,
+    nodes: Nodes = 1,
+    gpus_per_node: Gpus = None,
+    cpus_per_task: Cpus = None,
+    time: Time = None,
+    partition: Partition = None,
+    mpi: Mpi = None,
+    ranks: Ranks = None,
+    site: SiteFile = None,
+    script: Script = None,
+    submit: Submit = False,
+    as_json: Json = False,
+) -> None:
+    """A training run as a Slurm job that saves before its time limit, requeues itself and continues."""
+
+    def body() -> int:
+        from workflows.commands.launch import run
+        from workflows.launch.scripts import Resources
+
+        asked = Resources(nodes, gpus_per_node, cpus_per_task, time, partition, mpi)
+        return run("slurm", config, list(overrides or ()), asked, ranks, site, script, submit, as_json)
+
+    raise typer.Exit(exit_code_of(body))
+
+
+@launch.command("slurm-array", context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def slurm_array(
+    context: typer.Context,
+    parts: Annotated[int, typer.Option("--parts", min=1, help="Jobs of the array.")] = 4,
+    cpus_per_task: Cpus = None,
+    time: Time = None,
+    partition: Partition = None,
+    site: SiteFile = None,
+    script: Script = None,
+    submit: Submit = False,
+    as_json: Json = False,
+) -> None:
+    """An ingest as an array of Slurm jobs: ``hyfi launch slurm-array --parts 8 ingest PATH… --out STORE``."""
+
+    def body() -> int:
+        from workflows.commands.launch import run_array
+        from workflows.launch.scripts import Resources
+
+        asked = Resources(1, None, cpus_per_task, time, partition)
+        return run_array(list(context.args), parts, asked, site, script, submit, as_json)
+
+    raise typer.Exit(exit_code_of(body))
+
+
+@launch.command()
+def mpiexec(
+    config: Config,
+    overrides: Overrides = None,
+    nodes: Nodes = 1,
+    ranks: Ranks = None,
+    site: SiteFile = None,
+    script: Script = None,
+    as_json: Json = False,
+) -> None:
+    """A training run as a shell script around mpiexec."""
+
+    def body() -> int:
+        from workflows.commands.launch import run
+        from workflows.launch.scripts import Resources
+
+        asked = Resources(nodes)
+        return run("mpiexec", config, list(overrides or ()), asked, ranks, site, script, False, as_json)
+
+    raise typer.Exit(exit_code_of(body))
+
+
+@launch.command()
+def torchrun(
+    config: Config,
+    overrides: Overrides = None,
+    nodes: Nodes = 1,
+    ranks: Ranks = None,
+    site: SiteFile = None,
+    script: Script = None,
+    as_json: Json = False,
+) -> None:
+    """A training run as a shell script around torchrun (NCCL between GPUs, gloo without them)."""
+
+    def body() -> int:
+        from workflows.commands.launch import run
+        from workflows.launch.scripts import Resources
+
+        asked = Resources(nodes)
+        return run("torchrun", config, list(overrides or ()), asked, ranks, site, script, False, as_json)
+
+    raise typer.Exit(exit_code_of(body))

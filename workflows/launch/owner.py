@@ -1,0 +1,83 @@
+"""A folder has one writer at a time: who it is, and a refusal for everybody else.
+
+The lock is the kernel's (``flock``), so it ends with its process, however that ends; on a network file system it holds
+between nodes where the system supports such locks.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from hyfi_core.errors import RequestError
+from workflows.console import warn
+
+NAME = ".owner"
+
+
+class FolderOwner:
+    """Keeps a folder for this process until ``release``, or until the process ends.
+
+    Args:
+        folder: to write to; it is made where it is missing.
+        other: what a second writer should do instead, as said to the user.
+
+    Raises:
+        RequestError: another process is writing there.
+    """
+
+    def __init__(self, folder: Path, other: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = (folder / NAME).open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            who = describe_owner(owner_of(folder))
+            raise RequestError(f"{folder}: {who} is writing there; wait for it or stop it, or {other}") from None
+        except OSError as error:
+            warn(
+                f"hyfi: {folder}: no locks on its file system ({error.strerror}): start nothing else that writes there"
+            )
+        self._file.truncate(0)
+        job = os.environ.get("SLURM_JOB_ID")
+        json.dump({"pid": os.getpid(), "host": socket.gethostname(), "job": job, "since": time.time()}, self._file)
+        self._file.flush()
+
+    def release(self) -> None:
+        """Let others write there."""
+        self._file.close()
+
+
+def owner_of(folder: Path) -> dict[str, Any] | None:
+    """Return ``pid``, ``host``, ``job`` and ``since`` (seconds since 1970) of who writes to a folder now, or None."""
+    try:
+        with (folder / NAME).open("r+", encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return _parse(file.read())
+    except OSError:
+        pass
+    return None
+
+
+def describe_owner(owner: dict[str, Any] | None) -> str:
+    """Return who it is, for people."""
+    if not owner or "pid" not in owner:
+        return "another process"
+    job = f", Slurm job {owner['job']}" if owner.get("job") else ""
+    return f"process {owner['pid']} on {owner['host']}{job}"
+
+
+def _parse(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError:
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,180 @@
+"""Scripts that start a run or an ingest on a cluster: what stands in them, written from templates.
+
+What differs from site to site (account, modules, container, MPI) stands in one ``site.yaml``; the templates lie in
+``workflows/launch/templates``, and a folder of edited ones may be named there.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hyfi_core.errors import RequestError
+
+SIGNAL_S = 120
+"""How long before the time limit a run saves and stops: time for one step and a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """What a cluster wants.
+
+    Attributes:
+        partition, account: for Slurm.
+        mpi: what ``srun --mpi`` takes; None: by the MPI that is found here.
+        modules: loaded before anything runs.
+        setup: lines of shell after them (activate an environment, set a proxy).
+        program: what starts ``hyfi`` (``apptainer exec hyfi.sif hyfi``); None: this Python's.
+        srun: further words for ``srun`` (``--cpu-bind=cores``).
+        sbatch: further ``#SBATCH`` lines, without that word.
+        signal_s: seconds before the time limit at which a run saves and stops.
+        templates: a folder with edited templates; those that are not in it are the built-in ones.
+    """
+
+    partition: str | None = None
+    account: str | None = None
+    mpi: str | None = None
+    modules: list[str] = field(default_factory=list)
+    setup: list[str] = field(default_factory=list)
+    program: str | None = None
+    srun: str = ""
+    sbatch: list[str] = field(default_factory=list)
+    signal_s: int = SIGNAL_S
+    templates: str | None = None
+
+    @classmethod
+    def load(cls, path: Path | None) -> Site:
+        """Read ``site.yaml``: the one given, or that of the working directory where there is one.
+
+        Raises:
+            RequestError: it is missing, no YAML, or has a key or a value that is not known.
+        """
+        given, path = path is not None, path or Path("site.yaml")
+        if not given and not path.exists():
+            return cls()
+        try:
+            found = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise RequestError(f"{path}: cannot be read as YAML: {error}") from None
+        if not isinstance(found, dict):
+            raise RequestError(f"{path}: given {type(found).__name__}; allowed: keys ({', '.join(_keys(cls))})")
+        for key, value in found.items():
+            default = getattr(cls(), str(key), Site)
+            wanted = list if isinstance(default, list) else int if isinstance(default, int) else str
+            if key not in _keys(cls) or not isinstance(value, wanted):
+                raise RequestError(
+                    f"{path}: {key}: given {value!r}; allowed: {', '.join(_keys(cls))} "
+                    "(modules, setup and sbatch are lists, signal_s is a number, the others are text)"
+                )
+        return cls(**found)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a job asks for.
+
+    Attributes:
+        nodes: how many.
+        gpus_per_node, cpus_per_task: None: not asked for.
+        time: limit, as Slurm takes it; None: the partition's.
+        partition: None: the site's.
+        mpi: what ``srun --mpi`` takes; None: the site's.
+    """
+
+    nodes: int = 1
+    gpus_per_node: int | None = None
+    cpus_per_task: int | None = None
+    time: str | None = None
+    partition: str | None = None
+    mpi: str | None = None
+
+
+def script_of(
+    template: str, path: Path, words: list[str], ranks: int, resources: Resources, site: Site, **more: Any
+) -> str:
+    """Return a script.
+
+    Args:
+        template: ``slurm``, ``slurm_array``, ``mpiexec`` or ``torchrun``.
+        path: where it will stand.
+        words: the command behind ``hyfi``.
+        ranks: processes.
+        resources: of the job.
+        site: of the cluster.
+        more: what this template takes beside these.
+
+    Raises:
+        RequestError: more nodes than ranks are asked for.
+    """
+    if resources.nodes > ranks:
+        raise RequestError(f"--nodes {resources.nodes}: the run has {ranks} ranks; give at most as many nodes")
+    asked = {key: value for key, value in asdict(resources).items() if value is not None}
+    values: dict[str, Any] = {"gpus_per_node": None, "cpus_per_task": None, "time": None, **asdict(site), **asked}
+    values |= {
+        "script": path.name,
+        "name": path.stem,
+        "folder": shlex.quote(str(Path.cwd())),
+        "log": f"{path.stem}-%j.log",
+        "command": shlex.join(words),
+        "ranks": ranks,
+        "per_node": math.ceil(ranks / resources.nodes),
+        "program": site.program or f"{shlex.quote(sys.executable)} -m workflows",
+        "srun": f" {site.srun}" if site.srun else "",
+        "mpi": resources.mpi or site.mpi or _pmi_of_this_mpi(),
+    }
+    return _render(template, site, {**values, **more})
+
+
+def submit(path: Path) -> str:
+    """Hand a script to Slurm and return the job's number.
+
+    Raises:
+        RequestError: there is no Slurm here, or it refuses the job.
+    """
+    if shutil.which("sbatch") is None:
+        raise RequestError(f"--submit: no sbatch here; copy {path} to a login node of the cluster and submit it there")
+    done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RequestError(f"--submit: sbatch refused {path}: {done.stderr.strip()}")
+    return done.stdout.strip().partition(";")[0]
+
+
+def _pmi_of_this_mpi() -> str:
+    """Return what lets srun start ranks of the MPI that is found here: PMIx for Open MPI, PMI-2 for the others."""
+    from workflows.launch import mpiexec
+
+    try:
+        return "pmix" if mpiexec.find().flavour == "Open MPI" else "pmi2"
+    except RequestError:
+        return "pmi2"
+
+
+def _render(template: str, site: Site, values: Mapping[str, Any]) -> str:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError
+
+    folders = [*([site.templates] if site.templates else []), str(Path(__file__).parent / "templates")]
+    environment = Environment(
+        loader=FileSystemLoader(folders),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    try:
+        return environment.get_template(f"{template}.sh.j2").render(values)
+    except TemplateError as error:
+        raise RequestError(f"the template {template}.sh.j2 of {folders[0]} cannot be filled in: {error}") from error
+
+
+def _keys(kind: type[Site]) -> list[str]:
+    return list(kind.__dataclass_fields__)
