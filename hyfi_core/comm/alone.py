@@ -17,6 +17,7 @@ class AloneCommunicator:
 
     rank = 0
     size = 1
+    in_order = False
 
     def __init__(self) -> None:
         self._objects: dict[int, deque[Any]] = {}

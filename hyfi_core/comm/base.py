@@ -69,12 +69,20 @@ class Communicator(Protocol):
         """Ranks in the group."""
         ...
 
+    @property
+    def in_order(self) -> bool:
+        """Whether a rank's operations on this group run one after another, in the order in which they are started.
+
+        So it is on GPUs, where a group has one stream: an exchange that waits for its peer holds up all behind it.
+        """
+        ...
+
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Start sends and receives, receives first; nothing blocks."""
         ...
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
-        """Reduce in place over the group; the same bits on every rank."""
+        """Reduce in place over the group; the same bits on every rank. NaN in any rank's share is NaN in the result."""
         ...
 
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:

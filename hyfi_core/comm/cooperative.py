@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from hyfi_core.comm.base import Completed, Message, ReduceOp
+from hyfi_core.comm.wire import reduced
 
 
 class WouldBlock(Exception):  # noqa: N818 (not an error: somebody else's turn)
@@ -94,7 +95,7 @@ class CooperativeGroup:
         if len(call.given) < self.size:
             raise WouldBlock
         if call.result is None:
-            call.result = _reduced([call.given[rank] for rank in range(self.size)], op)
+            call.result = reduced([call.given[rank] for rank in range(self.size)], op)
             self.happened += 1
         call.taken += 1
         if call.taken == self.size:
@@ -195,16 +196,6 @@ class CooperativeCommunicator:
     def __getattr__(self, name: str) -> Any:
         """Nothing else is part of a forward."""
         raise AttributeError(f"{name} is not offered to ranks that take turns: no forward of a stage calls it")
-
-
-def _reduced(parts: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:
-    total = parts[0]
-    for part in parts[1:]:
-        if op == "sum":
-            total = total + part
-        else:
-            total = torch.maximum(total, part) if op == "max" else torch.minimum(total, part)
-    return total
 
 
 def _version(tensor: torch.Tensor) -> int | None:

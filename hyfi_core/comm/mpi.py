@@ -22,6 +22,7 @@ from mpi4py import MPI
 
 from hyfi_core.comm.activity import ACTIVITY, named_ranks
 from hyfi_core.comm.base import Message, ReduceOp
+from hyfi_core.comm.wire import from_wire, to_wire
 
 _MOST_BYTES = 1 << 30  # counts of MPI-3 are 32-bit
 _SPIN_S = 100e-6
@@ -80,11 +81,6 @@ def _pieces(tensor: torch.Tensor) -> list[Any]:
     return [MPI.memory.fromaddress(start + first, min(most, total - first)) for first in starts]
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which MPI adds."""
-    return dtype if dtype in _DATATYPES else torch.float32
-
-
 def _host(tensor: torch.Tensor, copy: bool) -> torch.Tensor:
     """Return the tensor itself if it is on the host, else a pinned host box for it, filled if asked."""
     if tensor.device.type == "cpu":
@@ -103,17 +99,17 @@ class _Requests:
         requests: list[Any],
         what: Callable[[], str],
         keep: Sequence[Any] = (),
-        staged: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+        finish: Callable[[], None] | None = None,
     ) -> None:
         self._requests = requests
         self._what = what
         self._keep: Sequence[Any] | None = keep
-        self._staged = staged
+        self._finish = finish
 
     def test(self) -> bool:
         if self._keep is not None and MPI.Request.Testall(self._requests):
-            for tensor, box in self._staged:
-                tensor.copy_(box)
+            if self._finish is not None:
+                self._finish()
             self._keep = None
         return self._keep is None
 
@@ -123,6 +119,8 @@ class _Requests:
 
 class MpiCommunicator:
     """A group of MPI ranks."""
+
+    in_order = False
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm
@@ -153,24 +151,28 @@ class MpiCommunicator:
             for m, box in zip(sends, leaving, strict=True)
             for piece in _pieces(box)
         ]
-        staged = [(m.tensor, box) for m, box in zip(receives, landing, strict=True) if box is not m.tensor]
+
+        def land() -> None:
+            for message, box in zip(receives, landing, strict=True):
+                if box is not message.tensor:
+                    message.tensor.copy_(box)
+
         peers = [m.peer for m in (*receives, *sends)]
-        return _Requests(requests, lambda: f"an exchange with {self._named(peers)}", [*leaving, *landing], staged)
+        return _Requests(requests, lambda: f"an exchange with {self._named(peers)}", [*leaving, *landing], land)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
-        """Reduce in place; narrow floats travel and add as float32."""
+        """Reduce in place; narrow floats travel and add as float32 (see ``comm.wire``)."""
         self.start_all_reduce(tensor, op).wait()
 
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> _Requests:
-        """Start reducing in place; narrow floats travel and add as float32."""
+        """Start reducing in place; narrow floats travel and add as float32 (see ``comm.wire``)."""
         if self._size == 1:
             return _Requests([], str)
-        plain = tensor.dtype in _DATATYPES and tensor.is_contiguous() and tensor.device.type == "cpu"
-        wide = tensor if plain else tensor.to("cpu", _wide(tensor.dtype)).contiguous()
+        wide = to_wire(tensor.to("cpu"), op)
         kind, size = _DATATYPES[wide.dtype], wide.element_size()
         specs = [[piece, len(piece) // size, kind] for piece in _pieces(wide)]
         requests = [self._comm.Iallreduce(MPI.IN_PLACE, spec, _OPS[op]) for spec in specs]
-        return _Requests(requests, self._every("all-reduce"), [wide], [] if wide is tensor else [(tensor, wide)])
+        return _Requests(requests, self._every("all-reduce"), [wide], lambda: from_wire(wide, tensor, op))
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Overwrite ``tensor`` with the root's."""

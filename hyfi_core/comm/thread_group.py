@@ -1,10 +1,13 @@
 """What thread-ranks of one group share: queues that pair sends with receives, calls that all ranks make, and waits.
 
     usual    a send is copied and done at once; it meets the receive with its tag
-    strict   a send is done when its receive has been posted (rendezvous); between two ranks the first send meets the
-             first receive, whatever their tags: what NCCL would demand of a program
+    strict   what NCCL would demand of a program: a send is done when its receive has begun (rendezvous); between two
+             ranks the first send meets the first receive, whatever their tags; and a rank's operations on a group run
+             one after another, as on the one stream of an NCCL communicator: an exchange or a collective call begins
+             when all that the rank began before on this group is done
 
-In strict mode a program that leans on tags or on buffering is told so, with both sides named, and so is a dead-lock.
+In strict mode a program that leans on tags, on buffering or on operations that overtake each other is told so, with
+both sides named, and so is a dead-lock.
 """
 
 from __future__ import annotations
@@ -119,6 +122,21 @@ class PostedMessage:
 
 
 @dataclass
+class Operation:
+    """An exchange or a collective call of one rank, on its way through the rank's stream.
+
+    Attributes:
+        start: begins it.
+        done: whether it is over.
+        started: whether its turn has come.
+    """
+
+    start: Callable[[], None]
+    done: Callable[[], bool]
+    started: bool = False
+
+
+@dataclass
 class _MessageQueues:
     sends: deque[PostedMessage] = field(default_factory=deque)
     receives: deque[PostedMessage] = field(default_factory=deque)
@@ -148,25 +166,48 @@ class ThreadGroup:
         self.objects: dict[tuple[int, int], deque[tuple[int, str]]] = {}
         self._queues: dict[tuple[int, int, int], _MessageQueues] = {}
         self._calls: dict[int, GroupCall] = {}
+        self._streams: list[deque[Operation]] = [deque() for _ in members]
 
-    def send(self, rank: int, message: Message) -> PostedMessage:
-        """Post a send; done at once unless the world is strict."""
+    def run(self, rank: int, operation: Operation) -> None:
+        """Begin an operation of a rank: at once, or in a strict world when the rank's earlier ones are done."""
+        if not self.world.strict:
+            operation.start()
+            return
+        self._streams[rank].append(operation)
+        while any([self._moved(stream) for stream in self._streams]):
+            pass
+
+    @staticmethod
+    def _moved(stream: deque[Operation]) -> bool:
+        """Begin and end what can be in one rank's stream; whether there was anything."""
+        moved = False
+        while stream:
+            first = stream[0]
+            if not first.started:
+                first.started = moved = True
+                first.start()
+            if not first.done():
+                break
+            stream.popleft()
+            moved = True
+        return moved
+
+    def send(self, rank: int, post: PostedMessage) -> None:
+        """Begin a send; done at once unless the world is strict."""
+        message = post.message
         queues = self._queues_of(rank, message.peer, message.tag)
-        post = PostedMessage(message, _version(message.tensor))
         queues.sends.append(post)
         self._pair(rank, message.peer, queues)
         if not self.world.strict and not post.done:  # the sender may use its tensor again
             queues.sends[-1] = PostedMessage(Message(message.peer, message.tensor.detach().clone(), message.tag))
             post.done = True
-        return post
 
-    def receive(self, rank: int, message: Message) -> PostedMessage:
-        """Post a receive; its tensor is written when the send is there."""
+    def receive(self, rank: int, post: PostedMessage) -> None:
+        """Begin a receive; its tensor is written when the send is there."""
+        message = post.message
         queues = self._queues_of(message.peer, rank, message.tag)
-        post = PostedMessage(message)
         queues.receives.append(post)
         self._pair(message.peer, rank, queues)
-        return post
 
     def enter(self, number: int, rank: int, what: str, value: Any) -> GroupCall:
         """Give this rank's share of the group's call of that number.
@@ -177,8 +218,12 @@ class ThreadGroup:
         call = self._calls.setdefault(number, GroupCall(what, rank))
         if call.what != what:
             raise RuntimeError(f"rank {rank} calls {what} where rank {call.first} calls {call.what}")
-        call.given[rank] = value
-        self.world.notify()
+
+        def give() -> None:
+            call.given[rank] = value
+            self.world.notify()
+
+        self.run(rank, Operation(give, lambda: self.complete(call)))
         return call
 
     def complete(self, call: GroupCall) -> bool:
@@ -218,13 +263,14 @@ class ThreadGroup:
             raise RuntimeError(
                 f"rank {target} expects {_described(ours)} from rank {source}, which sent {_described(theirs)}"
             )
-        if self.world.strict and sent.version != _version(theirs.tensor):
+        if self.world.strict and sent.version != version_of(theirs.tensor):
             raise RuntimeError(
                 f"rank {source} changed {_described(theirs)} before its send to rank {target} was finished"
             )
 
 
-def _version(tensor: torch.Tensor) -> int | None:
+def version_of(tensor: torch.Tensor) -> int | None:
+    """Return how often a tensor has been changed, None where torch does not count."""
     return None if tensor.is_inference() else tensor._version
 
 

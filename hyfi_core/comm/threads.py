@@ -20,11 +20,14 @@ from hyfi_core.comm.base import Communicator, Completed, Message, ReduceOp
 from hyfi_core.comm.thread_group import (
     DeadlockError,
     GroupCall,
+    Operation,
     PeerFailedError,
     PostedMessage,
     ThreadGroup,
     ThreadWorld,
+    version_of,
 )
+from hyfi_core.comm.wire import reduced
 
 __all__ = ["DeadlockError", "PeerFailedError", "ThreadCommunicator", "run_ranks"]
 
@@ -36,11 +39,18 @@ class _PostedExchange:
 
     needs_polls = False
 
-    def __init__(
-        self, group: ThreadGroup, rank: int, sends: list[PostedMessage], receives: list[PostedMessage]
-    ) -> None:
+    def __init__(self, group: ThreadGroup, rank: int, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         self._group, self._rank = group, rank
-        self._sends, self._receives = sends, receives
+        self._sends = [PostedMessage(message, version_of(message.tensor)) for message in sends]
+        self._receives = [PostedMessage(message) for message in receives]
+        self._operation = Operation(self._begin, self._done)
+        group.run(rank, self._operation)
+
+    def _begin(self) -> None:
+        for post in self._receives:
+            self._group.receive(self._rank, post)
+        for post in self._sends:
+            self._group.send(self._rank, post)
 
     def test(self) -> bool:
         with self._group.world.changed:
@@ -58,7 +68,8 @@ class _PostedExchange:
     def _open(self) -> str:
         to = [f"rank {p.message.peer} to receive (tag {p.message.tag})" for p in self._sends if not p.done]
         to += [f"rank {p.message.peer} to send (tag {p.message.tag})" for p in self._receives if not p.done]
-        return " and ".join(to)
+        turn = "" if self._operation.started else "its turn behind what it began before, then for "
+        return turn + " and ".join(to)
 
 
 class _ThreadReduction:
@@ -85,14 +96,7 @@ class _ThreadReduction:
     def wait(self) -> None:
         if self._tensor is None:
             return
-        parts = self._comm._leave(self._number, self._call)
-        total = parts[0].clone()
-        for part in parts[1:]:
-            if self._op == "sum":
-                total += part
-            else:
-                total = torch.maximum(total, part) if self._op == "max" else torch.minimum(total, part)
-        self._tensor.copy_(total)
+        self._tensor.copy_(reduced(self._comm._leave(self._number, self._call), self._op))
         self._tensor = None
 
 
@@ -103,6 +107,11 @@ class ThreadCommunicator:
         self._group = group
         self._rank = rank
         self._calls = 0
+
+    @property
+    def in_order(self) -> bool:
+        """Whether a rank's operations run one after another: in strict mode."""
+        return self._group.world.strict
 
     @property
     def rank(self) -> int:
@@ -117,9 +126,7 @@ class ThreadCommunicator:
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> _PostedExchange:
         """Start receives and sends (copied at once unless strict)."""
         with self._group.world.changed:
-            landing = [self._group.receive(self._rank, message) for message in receives]
-            leaving = [self._group.send(self._rank, message) for message in sends]
-        return _PostedExchange(self._group, self._rank, leaving, landing)
+            return _PostedExchange(self._group, self._rank, sends, receives)
 
     def _enter(self, what: str, value: Any) -> tuple[int, GroupCall]:
         """Come to the group's next collective call; return its number and the call."""

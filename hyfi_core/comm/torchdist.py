@@ -11,6 +11,7 @@ travel through the rendezvous store, which can be asked without blocking.
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import os
 import sys
@@ -25,8 +26,10 @@ import torch.distributed as dist
 
 from hyfi_core.comm.activity import ACTIVITY, named_ranks
 from hyfi_core.comm.base import Completed, Message, ReduceOp
+from hyfi_core.comm.wire import from_wire, to_wire
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_HEAD_BYTES = 4096  # of a small value in one message
 _WAITERS = ThreadPoolExecutor(max_workers=16, thread_name_prefix="gloo-wait")
 
 
@@ -40,19 +43,22 @@ class _Works:
         works: list[Any],
         what: Callable[[], str],
         keep: Sequence[Message] = (),
-        staged: tuple[torch.Tensor, torch.Tensor] | None = None,
+        finish: Callable[[], None] | None = None,
         on_gpu: bool = False,
     ) -> None:
         self._works = works
         self._what = what
         self._keep = keep
-        self._staged = staged  # (where the result belongs, where it lands)
+        self._finish = finish  # puts the result where it belongs, once
         self._on_gpu = on_gpu
         self._waiting: Future[None] | None = None
 
     def test(self) -> bool:
         if self._on_gpu:  # it says so without being waited for; waiting orders the caller's own stream behind it
-            return all(work.is_completed() for work in self._works)
+            done = all(work.is_completed() for work in self._works)
+            if done:
+                self.wait()
+            return done
         if self._waiting is None:
             self._waiting = _WAITERS.submit(self._wait_for_all)
         if self._waiting.done():
@@ -66,10 +72,9 @@ class _Works:
                 self._wait_for_all()
             else:
                 self._waiting.result()
-        if self._staged is not None:
-            target, box = self._staged
-            target.copy_(box)
-            self._staged = None
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
 
     def _wait_for_all(self) -> None:
         for work in self._works:
@@ -93,6 +98,12 @@ class TorchCommunicator:
         self._taken: dict[int, int] = {}
         self._aside: dict[int, deque[tuple[int, Any]]] = {}
         self._splits = 0
+        self._in_order = "nccl" in str(dist.get_backend_config(group))
+
+    @property
+    def in_order(self) -> bool:
+        """Whether operations run one after another: on GPUs, where a group has one stream."""
+        return self._in_order
 
     @property
     def rank(self) -> int:
@@ -132,10 +143,10 @@ class TorchCommunicator:
 
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> _Works:
         """Start reducing in place; narrow floats travel and add as float32."""
-        wide = tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.contiguous()
+        wide = to_wire(tensor, op)
         work = dist.all_reduce(wide, _OPS[op], self._group, async_op=True)
-        staged = None if wide.data_ptr() == tensor.data_ptr() else (tensor, wide)
-        return _Works([work], self._every("all-reduce"), staged=staged, on_gpu=wide.is_cuda)
+        finish = functools.partial(from_wire, wide, tensor, op)
+        return _Works([work], self._every("all-reduce"), finish=finish, on_gpu=wide.is_cuda)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Overwrite ``tensor`` with the root's."""
@@ -148,7 +159,19 @@ class TorchCommunicator:
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         """Return the root's value."""
-        return self._texts(value)[root]
+        data = _encode(value) if self.rank == root else torch.empty(0, dtype=torch.uint8)
+        head = torch.zeros(_HEAD_BYTES, dtype=torch.uint8)  # the length, and all that fits behind it: one broadcast
+        head[:8] = torch.tensor([data.numel()]).view(torch.uint8)
+        first = data[: _HEAD_BYTES - 8]
+        head[8 : 8 + first.numel()] = first
+        self.broadcast(head, root)
+        length = int(head[:8].view(torch.int64))
+        if length <= _HEAD_BYTES - 8:
+            return _decode(head[8 : 8 + length])
+        if self.rank != root:
+            data = torch.empty(length, dtype=torch.uint8)
+        self.broadcast(data, root)
+        return _decode(data)
 
     def gather_objects(self, value: Any, root: int = 0) -> list[Any] | None:
         """Return all values on the root."""
@@ -157,7 +180,7 @@ class TorchCommunicator:
 
     def _texts(self, value: Any) -> list[Any]:
         """Return every rank's value, in rank order."""
-        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        data = _encode(value)
         sizes = torch.zeros(self.size, dtype=torch.int64)
         sizes[self.rank] = data.numel()
         self.all_reduce(sizes)
@@ -165,7 +188,7 @@ class TorchCommunicator:
         boxes[self.rank].copy_(data)
         for root, box in enumerate(boxes):
             self.broadcast(box, root)
-        return [json.loads(box.numpy().tobytes().decode()) for box in boxes]
+        return [_decode(box) for box in boxes]
 
     def send_object(self, value: Any, peer: int, tag: int) -> Completed:
         """Leave a small value for a peer in the store."""
@@ -209,6 +232,14 @@ class TorchCommunicator:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _encode(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _decode(data: torch.Tensor) -> Any:
+    return json.loads(data.numpy().tobytes().decode())
 
 
 def _on_gpu(messages: Sequence[Message]) -> bool:

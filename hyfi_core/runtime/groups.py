@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.counted import KINDS, CountedCommunicator
+from hyfi_core.comm.pair_channels import with_pair_channels
 from hyfi_core.comm.two_level import two_level
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
@@ -27,7 +28,10 @@ class Groups:
         self._plan = plan
         self.all = CountedCommunicator(comm)
         self.index = comm.rank // plan.ranks_per_replica
-        self.replica = CountedCommunicator(_joined(comm, self.index, comm.rank))
+        replica = _joined(comm, self.index, comm.rank)
+        if placement.stages > 1 or placement.directions > 1:
+            replica = with_pair_channels(replica)
+        self.replica = CountedCommunicator(replica)
         self.stages: dict[tuple[int, int], CountedCommunicator] = {}
         self.copies: dict[tuple[int, int], CountedCommunicator] = {}
         self._reductions: dict[frozenset[int], CountedCommunicator] = {}
@@ -59,7 +63,7 @@ class Groups:
             group = _joined(self.all, int(inside), self.all.rank)
             size = self._plan.ranks_per_replica
             members = [rank for rank in range(self.all.size) if (rank % size in holders) == inside]
-            levels = two_level(group, [self._nodes[rank] for rank in members])
+            levels = two_level(group, [self._nodes[rank] for rank in members], self._plan.reduce_dtype == "bfloat16")
             self._reductions[holders] = CountedCommunicator(levels)
         return self._reductions[holders] if self.replica.rank in holders else None
 

@@ -104,14 +104,16 @@ def test_ranks_that_make_different_calls_are_told_which() -> None:
 
 def test_strict_sends_wait_for_their_receives() -> None:
     def body(comm: Communicator) -> bool:
+        aside = comm.split(0)
+        assert aside is not None
         if comm.rank == 0:
             pending = comm.exchange([Message(1, torch.ones(2))], [])
             before = pending.test()
-            comm.barrier()
+            aside.barrier()
             pending.wait()
             return before
         box = torch.zeros(2)
-        comm.barrier()
+        aside.barrier()
         comm.exchange([], [Message(0, box)]).wait()
         return bool(box.sum() == 2)
 
@@ -145,16 +147,33 @@ def test_strict_ranks_may_not_lean_on_tags() -> None:
         run_ranks(2, body, strict=True)
 
 
-def test_a_tensor_that_is_changed_while_it_is_sent_is_found_out() -> None:
+def test_strict_operations_of_a_group_do_not_overtake_each_other() -> None:
     def body(comm: Communicator) -> None:
-        tensor = torch.ones(2)
+        peer, box = 1 - comm.rank, torch.zeros(1)
         if comm.rank == 0:
-            pending = comm.exchange([Message(1, tensor)], [])
-            tensor += 1
+            pending = comm.exchange([], [Message(peer, box)])
             comm.barrier()
             pending.wait()
         else:
             comm.barrier()
+            comm.exchange([Message(peer, box)], []).wait()
+
+    run_ranks(2, body)  # without one stream, it runs
+    with pytest.raises(DeadlockError, match=r"rank 0 waits for barrier with ranks .*; rank 1 waits for barrier"):
+        run_ranks(2, body, strict=True)
+
+
+def test_a_tensor_that_is_changed_while_it_is_sent_is_found_out() -> None:
+    def body(comm: Communicator) -> None:
+        tensor, aside = torch.ones(2), comm.split(0)
+        assert aside is not None
+        if comm.rank == 0:
+            pending = comm.exchange([Message(1, tensor)], [])
+            tensor += 1
+            aside.barrier()
+            pending.wait()
+        else:
+            aside.barrier()
             comm.exchange([], [Message(0, tensor)]).wait()
 
     with pytest.raises(RuntimeError, match="rank 0 changed"):

@@ -35,6 +35,24 @@ def test_several_reductions_under_way_equal_one_level(nodes: str, op: Any) -> No
         assert max(errors) <= 1e-14
 
 
+def test_ranks_that_find_a_level_done_sooner_than_others_keep_one_order() -> None:
+    """Without communicators of their own for the levels, one stream a group would dead-lock here."""
+
+    def body(comm: Communicator) -> list[float]:
+        levels = two_level(comm, list("aabb"))
+        first, second = torch.tensor([1.0 + comm.rank]), torch.tensor([10.0])
+        pending = [levels.start_all_reduce(first)]
+        if comm.rank in (1, 3):  # they are done with the first level, and go on; their leaders start the second tensor
+            for _ in range(100):
+                pending[0].test()
+        pending.append(levels.start_all_reduce(second))
+        for one in pending:
+            one.wait()
+        return [float(first), float(second)]
+
+    assert run_ranks(4, body, strict=True) == [[10.0, 40.0]] * 4
+
+
 def test_only_leaders_talk_between_nodes() -> None:
     def body(comm: Communicator) -> tuple[int, bool]:
         levels = two_level(comm, list("aabb"))

@@ -1,0 +1,111 @@
+"""A communicator for each ordered pair of ranks, for groups whose operations run one after another.
+
+    one stream a rank     rank 0   send A ── receive B …            rank 0 cannot receive B before A has left, nor
+                          rank 1   receive C ── receive A …         rank 1 receive A before C has come: dead-lock
+    one for each pair     0 ▶ 1    send A       1 ▶ 0   receive B   every stream has the messages of one pair, in the
+                                                                    order in which both sides post them
+
+An NCCL communicator has one stream on each GPU. What a pipeline sends between its stages has an order for each pair of
+ranks (``schedule.lower``), but none for all that a rank sends and receives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hyfi_core.comm.base import Communicator, Message, Pending
+
+
+def with_pair_channels(comm: Communicator) -> Communicator:
+    """Return ``comm`` with exchanges that go pair by pair, where its operations run in order (collective)."""
+    if not comm.in_order or comm.size == 1:
+        return comm
+    channels: dict[tuple[int, int], Communicator] = {}
+    for pairs in _rounds(comm.size):
+        partner = pairs.get(comm.rank)
+        for up in (True, False):
+            color = None if partner is None else min(comm.rank, partner)
+            channel = comm.split(color, comm.rank)
+            if channel is not None and partner is not None:
+                low, high = sorted((comm.rank, partner))
+                channels[(low, high) if up else (high, low)] = channel
+    return PairChannels(comm, channels)
+
+
+def _rounds(size: int) -> list[dict[int, int]]:
+    """Return rounds of pairs in which every rank meets every other once: rank -> partner (the circle method)."""
+    circle: list[int | None] = [*range(size), *([None] if size % 2 else [])]
+    rounds = []
+    for _ in range(len(circle) - 1):
+        half = len(circle) // 2
+        pairs = [(a, b) for a, b in zip(circle[:half], reversed(circle[half:]), strict=True)]
+        rounds.append({a: b for a, b in (*pairs, *((b, a) for a, b in pairs)) if a is not None and b is not None})
+        circle = [circle[0], circle[-1], *circle[1:-1]]
+    return rounds
+
+
+class PairChannels:
+    """Passes everything on to another communicator but exchanges.
+
+    Args:
+        comm: the group.
+        channels: (from, to) -> the two ranks, the lower first; for all pairs of which this rank is one.
+    """
+
+    def __init__(self, comm: Communicator, channels: dict[tuple[int, int], Communicator]) -> None:
+        self._comm, self._channels = comm, channels
+
+    @property
+    def rank(self) -> int:
+        """This rank, counted in the group."""
+        return self._comm.rank
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+        return self._comm.size
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """Start sends and receives, each on the channel of its pair."""
+        batches: dict[tuple[int, int], tuple[list[Message], list[Message]]] = {}
+        for message in receives:
+            batches.setdefault((message.peer, self.rank), ([], []))[1].append(message)
+        for message in sends:
+            batches.setdefault((self.rank, message.peer), ([], []))[0].append(message)
+        return JoinedPending(
+            [
+                self._channels[pair].exchange(*([_renamed(m, self.rank) for m in messages] for messages in batch))
+                for pair, batch in batches.items()
+            ]
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is passed on."""
+        return getattr(self._comm, name)
+
+
+def _renamed(message: Message, rank: int) -> Message:
+    """Return a message as the channel of its pair counts its two ranks."""
+    return Message(int(message.peer > rank), message.tensor, message.tag)
+
+
+class JoinedPending:
+    """Several communications under way, which are one to whoever waits."""
+
+    def __init__(self, parts: Sequence[Pending]) -> None:
+        self._parts = parts
+
+    @property
+    def needs_polls(self) -> bool:
+        """Whether any of them needs polls."""
+        return any(part.needs_polls for part in self._parts)
+
+    def test(self) -> bool:
+        """Make progress on all; whether all are finished."""
+        return all([part.test() for part in self._parts])
+
+    def wait(self) -> None:
+        """Return when all are finished."""
+        for part in self._parts:
+            part.wait()

@@ -1,0 +1,67 @@
+"""How numbers are reduced over ranks: in which type, and what becomes of NaN; the same on every adapter.
+
+16-bit floats are added as float32 and rounded once. A maximum or minimum with a NaN in it is NaN, as in one process;
+``MPI.MAX`` and its like do not promise that, so floats travel as integers of the same order, with NaN at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hyfi_core.comm.base import ReduceOp
+
+_WIDE = {
+    torch.bfloat16: torch.float32,
+    torch.float16: torch.float32,
+    torch.bool: torch.uint8,
+    torch.int8: torch.int32,
+    torch.int16: torch.int32,
+}
+_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+def wide_type(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which numbers of ``dtype`` are reduced."""
+    return _WIDE.get(dtype, dtype)
+
+
+def to_wire(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+    """Return what is reduced in place of ``tensor``: itself for a sum of a wide type, else a copy; contiguous."""
+    wide = tensor.detach().to(wide_type(tensor.dtype)).contiguous()
+    return _ordered(wide, op) if op != "sum" and wide.dtype in _INTEGERS else wide
+
+
+def from_wire(wire: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> None:
+    """Write what was reduced into ``tensor``."""
+    if wire is tensor or wire.data_ptr() == tensor.data_ptr():
+        return
+    wide = wide_type(tensor.dtype)
+    with torch.no_grad():
+        tensor.copy_(_floats(wire, wide) if op != "sum" and wide in _INTEGERS else wire)
+
+
+def reduced(parts: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
+    """Return the parts of all ranks reduced in rank order, in the type of the parts."""
+    total = parts[0].to(wide_type(parts[0].dtype), copy=True)
+    for part in parts[1:]:
+        wide = part.to(total.dtype)
+        if op == "sum":
+            total += wide
+        else:
+            total = torch.maximum(total, wide) if op == "max" else torch.minimum(total, wide)
+    return total.to(parts[0].dtype)
+
+
+def _ordered(floats: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+    """Return integers in the order of the floats; NaN is the last one for a maximum, the first for a minimum."""
+    bits = floats.view(_INTEGERS[floats.dtype])
+    limits = torch.iinfo(bits.dtype)
+    ordered = torch.where(bits >= 0, bits, bits ^ limits.max)
+    return ordered.masked_fill_(floats.isnan(), limits.max if op == "max" else limits.min)
+
+
+def _floats(ordered: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the floats of ``_ordered``; the two integers that stand for NaN are patterns of a NaN."""
+    return torch.where(ordered >= 0, ordered, ordered ^ torch.iinfo(ordered.dtype).max).view(dtype)
