@@ -22,6 +22,8 @@ def find(machine: Machine) -> FaultFound | None:
 
     Of ranks that wait for each other in a circle, all are blamed.
     """
+    if any(rank.stream for rank in machine.ranks):
+        return FaultFound("dead-lock of messages that go through one stream on each rank", list(_streams(machine)))
     waits = {number: list(_waits(machine, number)) for number, rank in enumerate(machine.ranks) if rank.current}
     if waits:
         return FaultFound("dead-lock", _circle(machine, waits))
@@ -31,6 +33,24 @@ def find(machine: Machine) -> FaultFound | None:
         if rank.reduces
     ]
     return FaultFound("the ranks start their reductions in different orders", blames) if blames else None
+
+
+def _streams(machine: Machine) -> Iterator[Blame]:
+    """Blame the first message of every stream: none of them can begin before another one has ended."""
+    for number, rank in enumerate(machine.ranks):
+        if rank.stream:
+            peers = [
+                pair[0] if pair[1] == number else pair[1]
+                for pair, lane in machine.lanes.items()
+                if any(half.batch is rank.stream[0] for half in lane)
+            ]
+            firsts = [f"rank {peer}, whose stream is at {_first(machine, peer)}" for peer in peers]
+            yield Blame(number, rank.stream[0].index, "holds up its stream and waits for " + ", ".join(firsts))
+
+
+def _first(machine: Machine, number: int) -> str:
+    rank = machine.ranks[number]
+    return str(rank.row[rank.stream[0].index]) if rank.stream else f"its end, and the rank at {rank.current}"
 
 
 def _waits(machine: Machine, number: int) -> Iterator[Wait]:

@@ -4,6 +4,9 @@ Every rank goes through its list. Posting a receive and starting a send or a red
 pair of ranks the n-th send pairs with the n-th receive, and the message starts when both are there. F and B wait for
 what their rank receives for them and for all ranks of their stage; a REDUCE waits for gradients of the other direction
 where they are sent. Reductions run in the order in which their ranks start them.
+
+With ``one_stream`` all sends and receives of a rank go through one stream besides, as on a GPU whose ranks have one
+communicator for all of them: a message begins when all that the rank posted or started before it has ended.
 """
 
 from __future__ import annotations
@@ -50,6 +53,22 @@ class Half:
     receive: Action
     index: int
     time_s: float
+    batch: Batch | None = None  # of a rank that has one stream
+
+
+@dataclass(slots=True)
+class Batch:
+    """The messages of one send or receive, in the stream of their rank.
+
+    Attributes:
+        index: of the action in the rank's list.
+        halves: (sender, receiver, half) of each; empty once they have begun.
+        open: messages that have not met their other side.
+    """
+
+    index: int
+    halves: list[tuple[int, int, Half]]
+    open: int
 
 
 @dataclass(slots=True)
@@ -64,6 +83,7 @@ class RankState:
     open: dict[Action, int] = field(default_factory=dict)  # receives posted: messages that each still waits for
     come_s: dict[Action, float] = field(default_factory=dict)  # when the last of them came
     own_s: dict[Action, float] = field(default_factory=dict)  # when this rank sent something to itself
+    stream: deque[Batch] = field(default_factory=deque)  # messages that have not ended, where all go through one stream
     reduces: deque[tuple[int, int, float]] = field(default_factory=deque)  # stage, index, time: not yet run
     reduced_s: float = 0.0
     live: int = 0
@@ -91,8 +111,10 @@ class Machine:
         needs: Sequence[Needs],
         durations: Durations,
         sum_directions: bool,
+        one_stream: bool = False,
     ) -> None:
         self.placement = placement
+        self._one_stream = one_stream
         self.ranks = [RankState(row, need) for row, need in zip(schedule.actions, needs, strict=True)]
         self.lanes: dict[tuple[int, int], deque[Half]] = {}
         self.spans: list[tuple[int, Action, float, float]] = []
@@ -171,23 +193,55 @@ class Machine:
     def _send(self, number: int, action: Action) -> None:
         rank = self.ranks[number]
         receive = counterpart(action)
+        halves = []
         for receiver in receivers(self.placement, number, action):
             if receiver != number:
-                self._pair(number, receiver, Half(True, receive, rank.at, rank.clock_s))
+                halves.append((number, receiver, Half(True, receive, rank.at, rank.clock_s)))
             elif receive in rank.open:
                 self._deliver(number, receive, rank.clock_s)
             else:
                 rank.own_s[receive] = rank.clock_s
+        self._begin(number, halves)
 
     def _post(self, number: int, action: Action) -> None:
         rank = self.ranks[number]
         sending = senders(self.placement, number, action)
         rank.open[action] = len(sending)
+        halves = []
         for sender in sending:
             if sender != number:
-                self._pair(sender, number, Half(False, action, rank.at, rank.clock_s))
+                halves.append((sender, number, Half(False, action, rank.at, rank.clock_s)))
             elif action in rank.own_s:
                 self._deliver(number, action, rank.own_s[action])
+        self._begin(number, halves)
+
+    def _begin(self, number: int, halves: list[tuple[int, int, Half]]) -> None:
+        """Begin one side of some messages, or let them wait for their turn in the rank's stream."""
+        if not self._one_stream:
+            for sender, receiver, half in halves:
+                self._pair(sender, receiver, half)
+        elif halves:
+            batch = Batch(halves[0][2].index, halves, len(halves))
+            for _, _, half in halves:
+                half.batch = batch
+            self.ranks[number].stream.append(batch)
+            while any([self._moved(rank.stream) for rank in self.ranks]):
+                pass
+
+    def _moved(self, stream: deque[Batch]) -> bool:
+        """Begin and end what can be in one stream; whether there was anything."""
+        moved = False
+        while stream:
+            batch = stream[0]
+            halves, batch.halves = batch.halves, []
+            for sender, receiver, half in halves:
+                self._pair(sender, receiver, half)
+                moved = True
+            if batch.open:
+                break
+            stream.popleft()
+            moved = True
+        return moved
 
     def _pair(self, sender: int, receiver: int, half: Half) -> None:
         """Join the first half that waits on this pair of ranks, or wait behind the others."""
@@ -205,6 +259,9 @@ class Machine:
                     Blame(sender, send.index, f"is sent where rank {receiver} posts {receive.receive}"),
                 ],
             )
+        for side in (send, receive):
+            if side.batch is not None:
+                side.batch.open -= 1
         start_s = max(send.time_s, receive.time_s)
         action = self.ranks[sender].row[send.index]
         end_s = start_s + self._durations.message_s[action.stage]

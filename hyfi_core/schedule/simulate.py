@@ -85,6 +85,7 @@ def simulate(
     mirror: Mirror = "all_reduce",
     microbatches: int | None = None,
     costs: Costs | None = None,
+    one_stream: bool = False,
 ) -> Simulation:
     """Run a lowered schedule dry.
 
@@ -95,12 +96,13 @@ def simulate(
         mirror: as for ``lower``.
         microbatches: of both directions together; None = those that are there.
         costs: durations; by default forward 1, backward 2, the rest nothing.
+        one_stream: whether all messages of a rank go through one stream, where each begins when the last has ended.
 
     Raises:
         ScheduleError: it dead-locks, or a list lacks, repeats or misplaces an action, or two ranks disagree about
             their messages; the error names ranks, actions and what they wait for, and draws all ranks.
     """
-    machine = _run(schedule, placement, edges, mirror, microbatches, costs or Costs())
+    machine = _run(schedule, placement, edges, mirror, microbatches, costs or Costs(), one_stream)
     return Simulation(
         schedule,
         machine.events,
@@ -129,6 +131,7 @@ def _run(
     mirror: Mirror,
     microbatches: int | None,
     costs: Costs,
+    one_stream: bool = False,
 ) -> Machine:
     point_to_point = mirror == "point_to_point" and placement.directions == 2
     needs = expected(
@@ -139,7 +142,7 @@ def _run(
     if blames := find_faults(schedule, needs):
         raise ScheduleError(schedule, "lists of actions are wrong", blames, _drawn_lists(schedule, blames))
     durations = costs.of(placement.stages)
-    machine = Machine(schedule, placement, needs, durations, sum_directions=not point_to_point)
+    machine = Machine(schedule, placement, needs, durations, not point_to_point, one_stream)
     try:
         machine.run()
         fault = deadlock.find(machine)

@@ -210,3 +210,13 @@ def test_microbatches_that_lack_everywhere_are_found_by_their_number() -> None:
     assert simulate(schedule, placement, chain(2))
     with pytest.raises(ScheduleError, match=r"F2\.s0\.d0 is missing|needs F2\.s0\.d0"):
         simulate(schedule, placement, chain(2), microbatches=3)
+
+
+def test_messages_of_one_direction_may_go_through_one_stream() -> None:
+    placement = Placement.of(ParallelPlan(((1, 1),) * 2, ("a",), 1, "gpipe"))
+    text = """schedule hand
+0: F0.s0.d0 SEND_F0.s0.d0>s1 RECV_B0.s0.d0<s1 B0.s0.d0 REDUCE.s0
+1: RECV_F0.s1.d0<s0 F0.s1.d0 B0.s1.d0 SEND_B0.s1.d0>s0 REDUCE.s1
+"""
+    found = simulate(Schedule.from_text(text), placement, [(0, 1)], one_stream=True)
+    assert found.makespan_s == 6

@@ -1,4 +1,4 @@
-"""Lowered schedules over thread-ranks in strict mode: rendezvous, no tags, one order for each pair."""
+"""Lowered schedules over thread-ranks in strict mode: rendezvous, no tags, one stream for each ordered pair."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import pytest
 import torch
 
 from hyfi_core.comm.base import Communicator, Message, Pending
-from hyfi_core.comm.threads import run_ranks
+from hyfi_core.comm.pair_channels import with_pair_channels
+from hyfi_core.comm.threads import DeadlockError, run_ranks
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
 from hyfi_core.schedule.action import COMPUTE, Action, Schedule, Verb
+from hyfi_core.schedule.fault import ScheduleError
 from hyfi_core.schedule.generate import generate
 from hyfi_core.schedule.routes import counterpart, receivers, senders
+from hyfi_core.schedule.simulate import simulate
 from tests.hyfi_core.schedule.cases import RECEIVES, SCHEDULES, SENDS, Case, draw_case
 from tests.hyfi_core.schedule.runner import mix, reference
 
@@ -105,9 +108,9 @@ def wrapped(value: int) -> int:
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def check(case: Case, schedule: Schedule) -> None:
+def check(case: Case, schedule: Schedule, one_stream: bool = False) -> None:
     def body(comm: Communicator) -> dict[int, int]:
-        return Rank(case, comm).run(schedule.actions[comm.rank])
+        return Rank(case, comm if one_stream else with_pair_channels(comm)).run(schedule.actions[comm.rank])
 
     shares = run_ranks(case.placement.size, body, timeout_s=60, strict=True)
     for stage, wanted in reference(case).items():
@@ -122,6 +125,17 @@ def test_every_schedule_keeps_to_the_strict_rules(schedule: str, grids: tuple[tu
     edges = [(s, t) for s in range(plan.stages) for t in range(s + 1, min(s + 3, plan.stages))]
     case = Case(plan, placement, tuple(edges), generate(plan, placement), True)
     check(case, case.lowered())
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_one_stream_for_all_messages_of_a_rank_dead_locks_as_the_dry_run_says(schedule: str) -> None:
+    plan = ParallelPlan(((1, 1),) * 2, schedule=schedule, microbatches=4)
+    placement = Placement.of(plan)
+    case = Case(plan, placement, ((0, 1),), generate(plan, placement), True)
+    with pytest.raises(ScheduleError, match="go through one stream"):
+        simulate(case.lowered(), placement, case.edges, one_stream=True)
+    with pytest.raises(DeadlockError):
+        check(case, case.lowered(), one_stream=True)
 
 
 @pytest.mark.parametrize("seed", range(12))
