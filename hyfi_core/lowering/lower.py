@@ -17,11 +17,12 @@ from hyfi_core.lowering.fused_cost import choose
 from hyfi_core.lowering.fused_sketch import draw
 from hyfi_core.lowering.in_place import in_place
 from hyfi_core.plan.fused_runs import FusedRuns
+from hyfi_core.plan.parallel_plan import GATHER_BYTES
 from hyfi_core.rules.alternatives import ALTERNATIVES
 from hyfi_core.rules.builder import Builder, Rule
 from hyfi_core.rules.calls import renamed
 from hyfi_core.rules.instructions import RankProgram, Split
-from hyfi_core.rules.replicated import draws_numbers, replicated
+from hyfi_core.rules.replicated import draws_numbers, gathered, replicated
 from hyfi_core.rules.table import RULES
 
 
@@ -35,6 +36,7 @@ class Target:
         rules: text form of an operator -> its rule.
         entries: values that come from other stages -> how they are split here, None for a replicated one.
         replicas: over how many times the samples of this replica batch norms take their statistics.
+        gather_bytes: of the largest map that every rank may gather for an operator that cannot be computed by parts.
     """
 
     grid: tuple[int, int]
@@ -42,6 +44,7 @@ class Target:
     rules: Mapping[str, Rule] = field(default_factory=lambda: RULES)
     entries: Mapping[str, Split | None] = field(default_factory=dict)
     replicas: Fraction | int = 1
+    gather_bytes: int = GATHER_BYTES
 
 
 def lower(
@@ -73,7 +76,7 @@ def lower(
     if not isinstance(fused_halo, FusedRuns) and fused_halo != 1 and target.grid != (1, 1):
         trial = lower(program, target, outputs, exits)
         runs = choose(draw(program, operators, trial.splits, trial.fusible, exits), fused_halo)
-    builder = Builder(program, target.grid, target.rank, target.entries, runs, target.replicas)
+    builder = Builder(program, target.grid, target.rank, target.entries, runs, target.replicas, target.gather_bytes)
     for op in operators:
         _lower_operator(builder, op, target.rules.get(op.text))
     gathered = tuple(Ref(builder.whole(item.name)) if isinstance(item, Ref) else item for item in outputs)
@@ -90,11 +93,25 @@ def _lower_operator(builder: Builder, op: Operator, rule: Rule | None) -> None:
             replicated(builder, op)
     elif builder.grid == (1, 1):
         _lower_alone(builder, op, rule)
-    elif rule is not None:
-        rule(builder, op if op.name in builder.runs.inside else _without_margins(builder, op))
     else:
-        alternative = ALTERNATIVES.get(op.text, "another operator")
-        builder.refuse(op, "has no rule for maps that are split over ranks", f"{alternative}; or a grid of one rank")
+        _lower_split(builder, op if op.name in builder.runs.inside else _without_margins(builder, op), rule)
+
+
+def _lower_split(builder: Builder, op: Operator, rule: Rule | None) -> None:
+    """Where no rule takes the operator as it is, it is computed on gathered maps, if they are small enough."""
+    mark = builder.mark()
+    try:
+        if rule is None:
+            alternative = ALTERNATIVES.get(op.text, "another operator")
+            what = "has no rule for maps that are split over ranks"
+            builder.refuse(op, what, f"{alternative}; a larger plan.gather_bytes; or a grid of one rank")
+        rule(builder, op)
+    except RequestError as refused:
+        builder.rewind(mark)
+        try:
+            gathered(builder, op)
+        except RequestError:
+            raise refused from None
 
 
 def _lower_alone(builder: Builder, op: Operator, rule: Rule | None) -> None:

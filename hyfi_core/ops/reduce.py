@@ -40,11 +40,11 @@ class MaxOverSpace:
     Pixels that tie share the cotangent equally, wherever they are, as ``torch.amax`` has it.
 
     Attributes:
-        dims: the two tensor dims of space.
+        dims: the tensor dims of space.
         keepdim: whether they stay, with size 1.
     """
 
-    dims: tuple[int, int]
+    dims: tuple[int, ...]
     keepdim: bool
 
     def forward(self, comm: Communicator, inputs: Tensors) -> tuple[Tensors, Any]:
@@ -73,3 +73,18 @@ class MaxOverSpace:
 
     def _squeeze(self, top: torch.Tensor) -> torch.Tensor:
         return top.squeeze(self.dims)
+
+
+@dataclass(frozen=True)
+class LargestOverRanks:
+    """The largest of what ranks hold; a shift that changes no result, so that it has no gradient."""
+
+    def forward(self, comm: Communicator, inputs: Tensors) -> tuple[Tensors, Any]:
+        """Return (largest, or 0 where all are -inf,)."""
+        top = inputs[0].clone(memory_format=torch.contiguous_format)
+        comm.all_reduce(top, "max")
+        return (top.masked_fill_(top == -torch.inf, 0.0),), None
+
+    def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
+        """Return (None,)."""
+        return (None,)

@@ -12,6 +12,8 @@ from hyfi_core.plan.placement import Placement
 
 Schedule = Literal["sequential", "gpipe", "1f1b", "gems_mast", "gems_master", "chimera"]
 Mirror = Literal["all_reduce", "point_to_point"]
+GATHER_BYTES = 32 * 2**20
+"""Largest map that every rank gathers unless the plan says otherwise: about what 20 ms bring over shared memory."""
 BIDIRECTIONAL = ("gems_mast", "gems_master", "chimera")
 """Schedules in which two pipelines run through the same ranks in opposite order."""
 
@@ -34,6 +36,8 @@ class ParallelPlan:
         reduce_dtype: type of gradients on the wire; None = their own.
         sync_batch_norm: whether batch norm takes its statistics over all replicas, not over each alone.
         memory_bytes: what a rank may need at most, as modelled, where cuts are "auto"; None for no limit.
+        gather_bytes: bytes of the largest map, of a whole micro-batch, that every rank may gather for an operator that
+            cannot be computed by parts; a larger one is refused. 0: none is gathered.
         shares: samples of one step that each replica takes, None for equally many; see below.
 
     With ``shares`` every sample weighs the same, whoever takes it, and micro-batch m of the whole batch is micro-batch
@@ -63,6 +67,7 @@ class ParallelPlan:
     reduce_dtype: Literal["bfloat16"] | None = None
     sync_batch_norm: bool = False
     memory_bytes: int | None = None
+    gather_bytes: int = GATHER_BYTES
     shares: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -77,6 +82,8 @@ class ParallelPlan:
                 raise RequestError(f"plan.{name} is {getattr(self, name)!r}; use one of {', '.join(get_args(kind))}")
         if self.fused_halo != "auto":
             _check_count("fused_halo", self.fused_halo, '"auto" or a whole number from 1')
+        if isinstance(self.gather_bytes, bool) or not isinstance(self.gather_bytes, int) or self.gather_bytes < 0:
+            raise RequestError(f"plan.gather_bytes is {self.gather_bytes!r}; use a whole number from 0")
         if self.memory_bytes is not None:
             _check_count("memory_bytes", self.memory_bytes, "null, or a number of bytes from 1")
         if self.reduce_dtype not in (None, "bfloat16"):

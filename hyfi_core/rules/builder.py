@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from math import prod
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -22,6 +23,7 @@ from hyfi_core.ops.redistribute import Redistribute
 from hyfi_core.plan.box import Box, hull
 from hyfi_core.plan.fused_runs import FusedRuns, covers
 from hyfi_core.plan.layout import Layout
+from hyfi_core.plan.parallel_plan import GATHER_BYTES
 from hyfi_core.plan.transfer import Transfer, plan_transfer
 from hyfi_core.rules.instructions import CollectiveCall, CustomCall, Instruction, LocalCall, RankProgram, Split, Traffic
 
@@ -47,6 +49,7 @@ class Mark:
 
     steps: int
     made: int
+    gathered: int
     fusible: frozenset[str]
 
 
@@ -60,6 +63,7 @@ class Builder:
         entries: values that come from other stages -> how they are split here, None for a replicated one.
         runs: where ranks compute more than they own.
         replicas: over how many times the samples of this replica batch norms take their statistics.
+        gather_bytes: of the largest map that every rank may gather for an operator.
 
     Attributes:
         program: the same.
@@ -67,6 +71,7 @@ class Builder:
         rank: the same.
         runs: the same.
         replicas: the same.
+        gather_bytes: the same.
         splits: how each split value is laid out; read only.
         values: global shape and type of every value; read only.
     """
@@ -79,12 +84,14 @@ class Builder:
         entries: Mapping[str, Split | None] | None = None,
         runs: FusedRuns | None = None,
         replicas: Fraction | int = 1,
+        gather_bytes: int = GATHER_BYTES,
     ) -> None:
         self.program = program
         self.grid = grid
         self.rank = rank
         self.runs = FusedRuns() if runs is None else runs
         self.replicas = replicas
+        self.gather_bytes = gather_bytes
         self._values = {**program.values, KEY: ValueInfo((3,), torch.int64)}
         height, width = program.values[program.image].shape[-2:]
         self._splits = {program.image: Split(Layout.even(height, width, grid))}
@@ -93,6 +100,7 @@ class Builder:
         self.values: Mapping[str, ValueInfo] = MappingProxyType(self._values)
         self._steps: list[Instruction | _ImageRead] = []
         self._made: list[str] = []
+        self._gathered: list[str] = []
         self._fusible: frozenset[str] = frozenset()
         self._shared: dict[str, str] = {}
         self._cuts: dict[tuple[str, tuple[Box, ...], float], str] = {}
@@ -108,7 +116,12 @@ class Builder:
         return self.splits.get(argument.name) if isinstance(argument, Ref) else None
 
     def computed(self, op: Operator, split: Split) -> Split:
-        """Return a layout of an operator's results with what each rank computes of them: in a fused run, more."""
+        """Return a layout of an operator's results with what each rank computes of them: in a fused run, more.
+
+        Flat values take no part in fused runs.
+        """
+        if split.flat:
+            return split.owned
         self._fusible |= {op.name}
         return replace(split, boxes=self.runs.computed.get(op.name))
 
@@ -156,7 +169,7 @@ class Builder:
         empty = None
         if any(item is not None and item.held[self.rank].empty for item in given):
             shapes = zip(outputs, given, strict=True)
-            empty = tuple(() if o is None else self._local_shape(o, item) for o, item in shapes)
+            empty = tuple(self._local_info(o, item) for o, item in shapes)
         self._steps.append(LocalCall(function, inputs, outputs, empty, source))
 
     def custom(
@@ -191,9 +204,11 @@ class Builder:
                 self._splits[output] = item
         return given
 
-    def _local_shape(self, name: str, split: Split | None) -> tuple[int, ...]:
-        shape = self.shape(name)
-        return shape if split is None else split.local_shape(shape, self.rank)
+    def _local_info(self, name: str | None, split: Split | None) -> ValueInfo:
+        """Return shape and type of what this rank holds of an output."""
+        if name is None or split is None:
+            return ValueInfo((), torch.float32) if name is None else self.values[name]
+        return ValueInfo(split.local_shape(self.shape(name), self.rank), self.values[name].dtype)
 
     # -- moving values
 
@@ -220,6 +235,8 @@ class Builder:
             return self._read(name, need[self.rank], split, fill)
         if tuple(need) == here.held:
             return name
+        if here.flat:
+            return self._moved_flat(name, need, split, fill)
         source = self._covering(name, need)
         if source is not None:
             return self._cut(source, tuple(need), split, fill)
@@ -227,6 +244,23 @@ class Builder:
         result = self.fresh(name)
         transfer = plan_transfer(here.layout.parts, need, here.layout.map, self.rank)
         self.communicate(Redistribute(transfer, here.dims, fill), (name,), (result,), "halo", split)
+        return result
+
+    def _moved_flat(self, name: str, need: Sequence[Box], split: Split | None, fill: float) -> str:
+        """Move a flat value: as a map, and flat again."""
+        dim = self.splits[name].dims[0]
+        moved, result = self.moved(self.opened(name), need, fill=fill), self.fresh(name)
+        self.compute(lambda tensor: tensor.flatten(dim, dim + 1), (moved,), (result,), split)
+        return result
+
+    def opened(self, name: str) -> str:
+        """Return the name of a flat value as a map: its dim of pixels becomes height and width."""
+        here = self.splits[name]
+        dim, shape = here.dims[0], self.shape(name)
+        split = Split(here.layout, (dim, dim + 1))
+        result = self.fresh(name, (*shape[:dim], *here.layout.map.shape, *shape[dim + 1 :]))
+        sides = split.held[self.rank].shape
+        self.compute(lambda tensor: tensor.unflatten(dim, sides), (name,), (result,), split)
         return result
 
     def _read(self, name: str, need: Box, split: Split | None, fill: float) -> str:
@@ -280,18 +314,38 @@ class Builder:
             self.compute(_itself, (name,), (result,))
         return result
 
+    def gather(self, op: Operator, name: str, what: str = "cannot be computed by parts") -> str:
+        """Return a replicated value for an operator that needs all of it, if it is small enough.
+
+        Raises:
+            RequestError: it is larger than ``gather_bytes``.
+        """
+        if name not in self.splits:
+            return name
+        info = self.values[name]
+        size = prod(info.shape) * info.dtype.itemsize
+        if size > self.gather_bytes and self.grid != (1, 1):
+            self.refuse(
+                op,
+                f"{what}; every rank would gather {info.shape}, {size} bytes",
+                f"a plan with gather_bytes={size} or more (now {self.gather_bytes}), or a grid of one rank",
+            )
+        where = f" in {op.module}" if op.module else ""
+        self._gathered.append(f"{op.text}{where}: {info.shape}, {size} bytes on every rank")
+        return self.whole(name)
+
     # -- the program
 
     def mark(self) -> Mark:
         """Return a place to which ``rewind`` takes the builder back."""
-        return Mark(len(self._steps), len(self._made), self._fusible)
+        return Mark(len(self._steps), len(self._made), len(self._gathered), self._fusible)
 
     def rewind(self, mark: Mark) -> None:
         """Forget all that was written since ``mark``."""
         gone = set(self._made[mark.made :])
         for step in self._steps[mark.steps :]:
             gone.update((step.name,) if isinstance(step, _ImageRead) else (o for o in step.outputs if o is not None))
-        del self._steps[mark.steps :], self._made[mark.made :]
+        del self._steps[mark.steps :], self._made[mark.made :], self._gathered[mark.gathered :]
         self._fusible = mark.fusible
         for name in gone:
             self._splits.pop(name, None)
@@ -301,9 +355,8 @@ class Builder:
     def finish(self, outputs: tuple[Any, ...], exits: tuple[str, ...] = ()) -> RankProgram:
         """Return what was built, with ``outputs`` as the leaves of the answer and ``exits`` for other stages."""
         instructions, read_box = self._read_image()
-        return RankProgram(
-            instructions, read_box, self._splits, outputs, self.program, self._values, exits, self._fusible
-        )
+        made = (self._splits, outputs, self.program, self._values, exits)
+        return RankProgram(instructions, read_box, *made, self._fusible, tuple(self._gathered))
 
     def _read_image(self) -> tuple[tuple[Instruction, ...], Box]:
         """Fix what is read of the image, and turn boxes of the image into local copies."""

@@ -74,13 +74,6 @@ def linear(builder: Builder, op: Operator) -> None:
     _per_pixel(builder, op, here)
 
 
-def matmul(builder: Builder, op: Operator) -> None:
-    """A map times a matrix, which is a linear layer without a bias; batches of matrices mix more than channels."""
-    if len(builder.shape(op.args[1].name)) != 2:
-        builder.refuse(op, "multiplies a map by more than one matrix", "one matrix, (B, H, W, C) times (C, D)")
-    linear(builder, op)
-
-
 def prelu(builder: Builder, op: Operator) -> None:
     """PReLU: its slopes are one for each channel of dim 1, or one for all; they are no map, however many they are."""
     here, slopes = _here(builder, op), builder.shape(op.args[1].name)

@@ -28,9 +28,12 @@ Traffic = Literal["halo", "reduce"]
 class Split:
     """A value of which every rank holds its part.
 
+    A *flat* value has height and width in one tensor dim, row after row, as ``x.flatten(2)`` leaves it: there each rank
+    holds the pixels of its part, row after row of the part.
+
     Attributes:
         layout: who holds what.
-        dims: which tensor dims are (y, x).
+        dims: which tensor dims are (y, x); the same one twice where the value is flat.
         boxes: what each rank holds, where a fused run has it compute more than its part; None: its part.
     """
 
@@ -44,14 +47,22 @@ class Split:
         return self.layout.parts if self.boxes is None else self.boxes
 
     @property
+    def flat(self) -> bool:
+        """Whether height and width lie in one tensor dim."""
+        return self.dims[0] == self.dims[1]
+
+    @property
     def owned(self) -> Split:
         """The same without margins."""
         return Split(self.layout, self.dims)
 
     def local_shape(self, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
         """Return the shape of ``rank``'s tensor of a value of this global shape."""
-        sides = list(shape)
-        sides[self.dims[0]], sides[self.dims[1]] = self.held[rank].shape
+        sides, box = list(shape), self.held[rank]
+        if self.flat:
+            sides[self.dims[0]] = box.area
+        else:
+            sides[self.dims[0]], sides[self.dims[1]] = box.shape
         return tuple(sides)
 
 
@@ -63,14 +74,15 @@ class LocalCall:
         function: takes the inputs, returns one tensor or as many as there are outputs.
         inputs: value names.
         outputs: value names; None for a result that nothing uses.
-        empty: shapes to return without a call where this rank owns nothing of the result; None: always call.
+        empty: what to return, of which shape and type, without a call where this rank owns nothing of the result; None:
+            always call.
         source: the operator of the model that this call is, where it is one; its values may have other names here.
     """
 
     function: Callable[..., Any]
     inputs: tuple[str, ...]
     outputs: tuple[str | None, ...]
-    empty: tuple[tuple[int, ...], ...] | None = None
+    empty: tuple[ValueInfo, ...] | None = None
     source: Operator | None = None
 
 
@@ -124,6 +136,7 @@ class RankProgram:
         values: shapes of the program's values and of those that lowering made.
         exits: values that other stages need; a split one leaves as its parts.
         fusible: operators whose rules can compute more than what a rank owns: they may stand inside a fused run.
+        gathered: what ranks gather whole for operators that cannot be computed by parts, as text for people.
     """
 
     instructions: tuple[Instruction, ...]
@@ -134,6 +147,7 @@ class RankProgram:
     values: Mapping[str, ValueInfo]
     exits: tuple[str, ...] = ()
     fusible: frozenset[str] = frozenset()
+    gathered: tuple[str, ...] = ()
 
     @property
     def results(self) -> tuple[str, ...]:

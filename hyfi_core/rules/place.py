@@ -23,6 +23,8 @@ def pad(builder: Builder, op: Operator) -> None:
     mode = op.args[2] if len(op.args) > 2 else op.kwargs.get("mode", "constant")
     value = op.args[3] if len(op.args) > 3 else op.kwargs.get("value")
     shape, dims = builder.shape(name), builder.splits[name].dims
+    if builder.splits[name].flat:
+        builder.refuse(op, "pads a map whose height and width are one dim", "padding before they are flattened")
     around = {len(shape) - 1 - at: (widths[2 * at], widths[2 * at + 1]) for at in range(len(widths) // 2)}
     space = (around.pop(dims[0], (0, 0)), around.pop(dims[1], (0, 0)))
     if mode == "constant":

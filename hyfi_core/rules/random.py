@@ -28,13 +28,14 @@ class _Numbers:
         self._images = builder.shape(builder.program.image)[0]
         self._dims = split.dims if split is not None else None
         box = split.held[builder.rank] if split is not None else None
+        self._width = split.layout.width if split is not None else 0
         self._box = (box.y0, box.y1, box.x0, box.x1) if box is not None else (0, 0, 0, 0)
 
     def __call__(self, draw: _Draw, key: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """Return this rank's numbers; ``key`` holds seed, step and the micro-batch's first sample."""
         seed, step, sample = (int(word) for word in key)
         first = sample * prod(self._shape) // self._images  # samples follow each other: alike however a batch is cut
-        where = draws.positions(self._shape, self._dims, self._box, device, first)
+        where = draws.positions(self._shape, self._dims, self._box, device, first, self._width)
         return draw(draws.mixed(seed, step, self._operator), where, dtype)
 
 

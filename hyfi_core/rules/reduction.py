@@ -90,7 +90,7 @@ def _sum_over_space(
     kind = builder.values[output].dtype if output is not None else torch.float32
 
     def sums(tensor: torch.Tensor) -> torch.Tensor:
-        wide = kind if kind == torch.float64 else accumulator(tensor)  # sum(dims, dtype=torch.float64)
+        wide = kind if kind == torch.float64 or not kind.is_floating_point else accumulator(tensor)  # sum's dtype=
         own = tensor.sum(dims, keepdim=keepdim, dtype=wide)
         return own if placed is None else placed(own)
 
@@ -124,12 +124,12 @@ def maximum(builder: Builder, op: Operator) -> None:
     if not set(dims) & set(builder.splits[name].dims):
         _reduction(builder, op, mean=False)  # over channels: the operator itself, pixel by pixel
         return
-    if dims != builder.splits[name].dims:
+    if set(dims) != set(builder.splits[name].dims):
         builder.refuse(
             op, f"takes the maximum over dims {dims}", f"exactly the dims of space {builder.splits[name].dims}"
         )
     part = builder.part(name, builder.splits[name])
-    builder.communicate(MaxOverSpace((dims[0], dims[1]), keepdim), (part,), op.outputs, "reduce")
+    builder.communicate(MaxOverSpace(dims, keepdim), (part,), op.outputs, "reduce")
 
 
 def vector_norm(builder: Builder, op: Operator) -> None:
@@ -139,10 +139,10 @@ def vector_norm(builder: Builder, op: Operator) -> None:
     if _channels_only(builder, op, dims, keepdim):
         return
     part = builder.part(name, builder.splits[name])
-    if order == math.inf and dims == builder.splits[name].dims:
+    if order == math.inf and set(dims) == set(builder.splits[name].dims):
         size = builder.fresh(name)
         builder.compute(lambda tensor: tensor.abs(), (part,), (size,), builder.splits[name])
-        builder.communicate(MaxOverSpace((dims[0], dims[1]), keepdim), (size,), op.outputs, "reduce")
+        builder.communicate(MaxOverSpace(dims, keepdim), (size,), op.outputs, "reduce")
         return
     if not 1.0 <= order < math.inf:
         builder.refuse(op, f"is a norm of order {order} over dims {dims}", "orders from 1, or inf over space alone")
@@ -212,7 +212,7 @@ def _channels_only(builder: Builder, op: Operator, dims: tuple[int, ...], keepdi
     name = op.args[0].name
     here = builder.splits[name]
     taken = set(here.dims) & set(dims)
-    if len(taken) == 1:
+    if 0 < len(taken) < len(set(here.dims)):
         builder.refuse(op, f"reduces dims {dims} of a map whose space is {here.dims}", "both dims of space, or neither")
     if taken:
         return False

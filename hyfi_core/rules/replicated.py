@@ -1,7 +1,8 @@
-"""The rule for operators on values that every rank holds whole: all compute the same."""
+"""Rules for values that every rank holds whole: there from the start, or gathered for one operator."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -9,7 +10,8 @@ import torch
 from hyfi_core.capture.program import Operator
 from hyfi_core.rules.batch_norm import batch_norm_alone, batch_norm_on_features
 from hyfi_core.rules.builder import Builder
-from hyfi_core.rules.calls import bound
+from hyfi_core.rules.calls import bound, renamed
+from hyfi_core.rules.instructions import Split
 
 
 def replicated(builder: Builder, op: Operator) -> None:
@@ -32,6 +34,66 @@ def replicated(builder: Builder, op: Operator) -> None:
     else:
         function, inputs = bound(op)
     builder.compute(function, inputs, op.outputs)
+
+
+def gathered(builder: Builder, op: Operator, what: str = "cannot be computed by parts") -> None:
+    """Gather the maps that an operator takes, and compute it whole on every rank; parts of maps again behind it.
+
+    Args:
+        builder: of the rank's program.
+        op: any operator.
+        what: why it is gathered, for the refusal of maps that are too large.
+
+    Raises:
+        RequestError: a map is larger than ``gather_bytes``, or the operator draws random numbers.
+    """
+    maps = {name: builder.splits[name] for name in dict.fromkeys(op.inputs) if name in builder.splits}
+    names = {name: builder.gather(op, name, what) for name in maps}
+    if builder.grid == (1, 1):
+        replicated(builder, renamed(op, names))
+        return
+    wholes = tuple(None if output is None else builder.fresh(output) for output in op.outputs)
+    replicated(builder, replace(renamed(op, names), outputs=wholes))
+    for output, whole in zip(op.outputs, wholes, strict=True):
+        if output is None or whole is None:
+            continue
+        split = next((split for name, split in maps.items() if _alike(builder, name, output, split)), None)
+        if split is None:
+            builder.compute(lambda tensor: torch.ops.aten.alias.default(tensor), (whole,), (output,))
+        else:
+            part = cut_of_whole(split.owned, builder.rank, tuple(builder.shape(output)))
+            builder.compute(part, (whole,), (output,), split.owned)
+
+
+def _alike(builder: Builder, name: str, output: str, split: Split) -> bool:
+    """Whether an output has its pixels where an input that was gathered has them."""
+    taken, made = builder.shape(name), builder.shape(output)
+    return not split.flat and len(taken) == len(made) and all(taken[dim] == made[dim] for dim in split.dims)
+
+
+def cut_of_whole(split: Split, rank: int, shape: tuple[int, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what takes a replicated value to a rank's part of it; along dims of size 1 it is left as it is.
+
+    Args:
+        split: how the value is to be split, dims counted in ``shape``.
+        rank: whose part.
+        shape: of the replicated value.
+    """
+    box, whole, (y, x) = split.held[rank], split.layout.map, split.dims
+
+    def call(tensor: torch.Tensor) -> torch.Tensor:
+        if split.flat:
+            if shape[y] == 1 and whole.area != 1:
+                return tensor
+            opened = tensor.unflatten(y, whole.shape)
+            cut: torch.Tensor = opened.narrow(y, box.y0, box.height).narrow(y + 1, box.x0, box.width)
+            return cut.flatten(y, y + 1)
+        for dim, start, length in ((y, box.y0, box.height), (x, box.x0, box.width)):
+            if dim >= 0 and shape[dim] > 1:
+                tensor = tensor.narrow(dim, start, length)
+        return tensor
+
+    return call
 
 
 def draws_numbers(op: Operator) -> bool:

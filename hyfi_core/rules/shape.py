@@ -1,7 +1,8 @@
 """Rules for operators that rename dims: permute, view, expand and their like.
 
 view (B, 8, H, W) -> (B, 2, 4, H, W)      channels regroup, space survives: dims (2, 3) become (3, 4)
-view (B, 8, H, W) -> (B, 8 · H · W)       space is gone: a small map is gathered, a large one refused
+view (B, 8, H, W) -> (B, 8, H · W)         space is flat: dims (2, 3) become (2, 2), each rank holds its part's rows
+view (B, 8, H, W) -> (B, 8 · H · W)        space is gone: a small map is gathered, a large one refused
 """
 
 from __future__ import annotations
@@ -14,25 +15,42 @@ from hyfi_core.capture.program import Operator
 from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.calls import bound, renamed
 from hyfi_core.rules.instructions import Split
-from hyfi_core.rules.replicated import replicated
-
-_GATHERED_PX = 4096
-"""The largest map that is gathered on every rank where an operator leaves no space; a head's 7 × 7 is far below."""
+from hyfi_core.rules.replicated import gathered
 
 
 def view(builder: Builder, op: Operator) -> None:
     """``view`` and ``reshape``: height and width must come out as dims of their own, in the order they had."""
     name, sizes = op.args[0].name, _result(builder, op)
-    shape, dims = builder.shape(name), builder.splits[name].dims
-    found = tuple(_survivor(shape, dim, sizes) for dim in dims)
-    if None in found or found[0] == found[1]:
+    shape, here = builder.shape(name), builder.splits[name]
+    dims = _viewed(shape, here, sizes)
+    if dims is None:
         _without_space(builder, op, f"turns shape {shape} into {sizes}, which mixes height and width with other dims")
         return
-    here = builder.seen(op, name)
-    split = replace(here, dims=found)  # type: ignore[arg-type]
+    if here.flat == (dims[0] == dims[1]):
+        here = builder.seen(op, name)
+    else:  # flat values take no part in fused runs
+        name, here = builder.owned(name), here.owned
+    split = replace(here, dims=dims)
     local = split.local_shape(sizes, builder.rank)
     part = builder.part(name, here)
     builder.compute(lambda tensor: tensor.reshape(local), (part,), op.outputs, split)
+
+
+def _viewed(shape: tuple[int, ...], here: Split, sizes: tuple[int, ...]) -> tuple[int, int] | None:
+    """Return where height and width are after a view; None where they are mixed with other dims."""
+    y, x = (_survivor(shape, dim, sizes) for dim in here.dims)
+    if y is not None and x is not None and (here.flat or y != x):
+        return y, x
+    ahead = prod(shape[: here.dims[0]])
+    height, width = here.layout.map.shape
+    if here.flat:
+        found = (at for at in range(len(sizes) - 1) if sizes[at : at + 2] == (height, width))
+        at = next((at for at in found if prod(sizes[:at]) == ahead), None)
+        return None if at is None else (at, at + 1)
+    if here.dims[1] != here.dims[0] + 1:
+        return None
+    at = next((at for at, size in enumerate(sizes) if size == height * width and prod(sizes[:at]) == ahead), None)
+    return None if at is None else (at, at)
 
 
 def _survivor(shape: tuple[int, ...], dim: int, sizes: tuple[int, ...]) -> int | None:
@@ -106,8 +124,9 @@ def expand(builder: Builder, op: Operator) -> None:
     here = builder.seen(op, name)
     more = len(sizes) - len(builder.shape(name))
     split = _renumbered(here, lambda dim: dim + more)
-    if (sizes[split.dims[0]], sizes[split.dims[1]]) != here.layout.map.shape:
-        _without_space(builder, op, f"repeats pixels of a {here.layout.map.shape} map to make {sizes}")
+    shape, before = here.layout.map.shape, builder.shape(name)
+    if any(sizes[at] != before[dim] for at, dim in zip(split.dims, here.dims, strict=True)):
+        _without_space(builder, op, f"repeats pixels of a {shape} map to make {sizes}")
         return
     local = split.local_shape(sizes, builder.rank)
     builder.compute(lambda tensor: tensor.expand(local), (builder.part(name, here),), op.outputs, split)
@@ -130,15 +149,7 @@ def _rename(builder: Builder, op: Operator, split: Split) -> None:
 
 def _without_space(builder: Builder, op: Operator, what: str) -> None:
     """Gather a small map on every rank and go on without space; refuse a large one."""
-    for name in op.inputs:
-        split = builder.splits.get(name)
-        if split is not None and builder.grid != (1, 1) and split.layout.map.area > _GATHERED_PX:
-            builder.refuse(
-                op,
-                f"{what}; every rank would hold the whole {split.layout.map.shape} map",
-                f"shapes that keep height and width, reducing over both at once, or maps up to {_GATHERED_PX} px",
-            )
-    replicated(builder, renamed(op, {name: builder.whole(name) for name in op.inputs}))
+    gathered(builder, op, what)
 
 
 def new_like(builder: Builder, op: Operator) -> None:

@@ -10,21 +10,23 @@ run, where ranks compute more than they own; before any other the run ends, and 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from hyfi_core.capture.program import Operator, Ref, refs_in
 from hyfi_core.rules import batch_norm as rules_batch_norm
 from hyfi_core.rules import channel as rules_channel
 from hyfi_core.rules import norm as rules_norm
 from hyfi_core.rules import place as rules_place
+from hyfi_core.rules import product as rules_product
 from hyfi_core.rules import reduction as rules_reduction
 from hyfi_core.rules import resize as rules_resize
 from hyfi_core.rules import shape as rules_shape
+from hyfi_core.rules import softmax as rules_softmax
 from hyfi_core.rules import window as rules_window
 from hyfi_core.rules.builder import Builder, Rule
 from hyfi_core.rules.calls import bound, renamed
 from hyfi_core.rules.instructions import Split
 from hyfi_core.rules.random import RANDOM
+from hyfi_core.rules.replicated import cut_of_whole
 
 _POINTWISE = """
 relu relu6 leaky_relu elu selu celu gelu silu mish hardswish hardsigmoid hardtanh sigmoid tanh softplus exp
@@ -77,17 +79,10 @@ def _reaches_space(shape: tuple[int, ...], full: tuple[int, ...], split: Split) 
 
 def _cut_out(builder: Builder, name: str, split: Split, rank_dims: int) -> str:
     """Return this rank's cut-out of a replicated map (a positional table, say)."""
-    box = split.held[builder.rank]
     missing = rank_dims - len(builder.shape(name))
-
-    def cut(tensor: Any) -> Any:
-        for dim, start, length in ((split.dims[0], box.y0, box.height), (split.dims[1], box.x0, box.width)):
-            if dim >= missing and tensor.shape[dim - missing] > 1:
-                tensor = tensor.narrow(dim - missing, start, length)
-        return tensor
-
+    dims = (split.dims[0] - missing, split.dims[1] - missing)
     result = builder.fresh(name)
-    builder.compute(cut, (name,), (result,))
+    builder.compute(cut_of_whole(replace(split, dims=dims), builder.rank, builder.shape(name)), (name,), (result,))
     return result
 
 
@@ -98,6 +93,9 @@ def channelwise(builder: Builder, op: Operator) -> None:
     at = _DIM_ARGUMENT[op.text.removeprefix("aten.").removesuffix(".default")]
     dim = op.args[at] if len(op.args) > at else op.kwargs.get("dim", 0)
     if dim % rank in dims:
+        if "softmax" in op.text:
+            rules_softmax.softmax(builder, op)
+            return
         builder.refuse(op, f"works along dim {dim}, which is space", "a dim that is not space, such as channels (1)")
     pointwise(builder, op)
 
@@ -159,6 +157,8 @@ def sliced(builder: Builder, op: Operator) -> None:
     """A slice along space moves pixels; along another dim it does not."""
     name = op.args[0].name
     dim = (op.args[1] if len(op.args) > 1 else 0) % len(builder.shape(name))
+    if dim in builder.splits[name].dims and builder.splits[name].flat:
+        builder.refuse(op, "takes a slice of pixels in one dim", "a slice of height or of width")
     if dim in builder.splits[name].dims:
         rules_place.slice_of_space(builder, op, dim)
     else:
@@ -219,7 +219,7 @@ RULES.update(
             "layer_norm": rules_channel.channel_norm,
             "rms_norm": rules_channel.channel_norm,
             "linear": rules_channel.linear,
-            "matmul": rules_channel.matmul,
+            "logsumexp": rules_softmax.logsumexp,
             "prelu": rules_channel.prelu,
             "glu": rules_channel.along(1, None),
             "max.dim": rules_channel.along(1, 2),
@@ -240,5 +240,7 @@ RULES.update(
     }
 )
 RULES.update(RANDOM)
+RULES.update({_text(name): rules_product.matmul for name in ("matmul", "bmm", "mm")})
+RULES.update({_text("einsum"): rules_product.einsum, _text("scaled_dot_product_attention"): rules_softmax.attention})
 
 __all__ = ["RULES", "Ref", "pointwise"]

@@ -212,7 +212,7 @@ class _Lowered:
         exits = tuple(dict.fromkeys(name for names in stage.exits.values() for name in names))
         grid, entries = self._placement.grids[index], self._entries[index]
         program = pool_before_relu(stage.program, (*refs_in(stage.outputs), *exits))
-        target = Target(grid, position, entries=entries, replicas=self._replicas)
+        target = Target(grid, position, entries=entries, replicas=self._replicas, gather_bytes=self._plan.gather_bytes)
         ranked = lower(program, target, stage.outputs, exits, self._plan.fused_halo)
         sources = {*self._trained, *self._entries[index]} & self._active
         return HostedStage(ranked, build_tape(ranked, sources), position, stage.reads_image)

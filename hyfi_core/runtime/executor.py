@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from hyfi_core.capture.program import ValueInfo
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.counted import KindCommunicator
 from hyfi_core.lowering.segments import OperatorStep, Segment, Step, Tape
@@ -139,16 +140,20 @@ class Executor:
 def _call(call: LocalCall, local: Values, values: Values) -> None:
     """Run one local call, or return empty tensors where this rank owns nothing of the result."""
     inputs = [local[name] if name in local else values[name] for name in call.inputs]
-    if call.empty is None:
-        results = call.function(*inputs)
-    else:
-        like = next(tensor for tensor in inputs if tensor.is_floating_point())
-        results = tuple(like.new_empty(shape) for shape in call.empty)
+    results = call.function(*inputs) if call.empty is None else tuple(_nothing(info, inputs) for info in call.empty)
     if isinstance(results, torch.Tensor):
         results = (results,)
     for name, result in zip(call.outputs, results, strict=False):
         if name is not None:
             local[name] = result
+
+
+def _nothing(info: ValueInfo, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return a tensor without pixels; under autocast, which the program's types do not know, in the inputs' type."""
+    dtype, device = info.dtype, inputs[0].device
+    if dtype.is_floating_point and torch.is_autocast_enabled(device.type):
+        dtype = next((tensor.dtype for tensor in inputs if tensor.is_floating_point()), dtype)
+    return torch.empty(info.shape, dtype=dtype, device=device)
 
 
 def autocasting(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:

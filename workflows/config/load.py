@@ -36,6 +36,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "plan.recompute",
         "plan.schedule",
         "plan.fused_halo",
+        "plan.gather_bytes",
         "roles.loaders",
         "roles.validators",
         "roles.design",

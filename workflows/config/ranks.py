@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.plan.parallel_plan import GATHER_BYTES, ParallelPlan
 from workflows.config.section import Count, Positive, Section
 
 
@@ -66,6 +66,12 @@ class PlanConfig(Section):
     memory_bytes: Positive | None = Field(
         None,
         description="null, or a whole number ≥ 1: bytes that a rank may need at most, as modelled, where cuts are auto",
+    )
+
+    gather_bytes: Count = Field(
+        GATHER_BYTES,
+        description="a whole number ≥ 0: bytes of the largest map that every rank may gather for an operator that "
+        "cannot be computed by parts; beyond it the model is refused",
     )
 
     @model_validator(mode="after")

@@ -1,0 +1,115 @@
+"""Rules for products of values: matmul, bmm, einsum and their like, with space in any place.
+
+    (B, N, C) x (C, D)            space is kept: each rank multiplies its own pixels
+    (B, K, N) x (B, N, C)         space is summed over: partial products, one small all-reduce
+    (B, N, C) x (B, C, N)         space meets space: one side is gathered, if it is small enough
+
+Every dim has a letter, as in einsum; all follows from which letters are space, and whether the result has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from hyfi_core.capture.program import Operator
+from hyfi_core.ops.reduce import SumOverRanks
+from hyfi_core.rules.builder import Builder
+from hyfi_core.rules.calls import bound, renamed
+from hyfi_core.rules.instructions import Split
+from hyfi_core.rules.replicated import cut_of_whole
+
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+@dataclass(frozen=True)
+class Letters:
+    """The dims of a product by letters.
+
+    Attributes:
+        factors: (value name, its letters), in order.
+        result: letters of the result.
+    """
+
+    factors: tuple[tuple[str, str], ...]
+    result: str
+
+
+def matmul(builder: Builder, op: Operator) -> None:
+    """``matmul``, ``bmm`` and ``mm``."""
+    first, second = op.args[0].name, op.args[1].name
+    ranks = len(builder.shape(first)), len(builder.shape(second))
+    batch = _LETTERS[: max(0, max(ranks) - 2)]
+    left = batch[len(batch) - max(0, ranks[0] - 2) :] + ("yk" if ranks[0] > 1 else "k")
+    right = batch[len(batch) - max(0, ranks[1] - 2) :] + ("kz" if ranks[1] > 1 else "k")
+    result = batch + ("y" if ranks[0] > 1 else "") + ("z" if ranks[1] > 1 else "")
+    _product(builder, op, Letters(((first, left), (second, right)), result))
+
+
+def einsum(builder: Builder, op: Operator) -> None:
+    """``einsum`` with a letter for every dim."""
+    equation = str(op.args[0]).replace(" ", "")
+    given, arrow, result = equation.partition("->")
+    terms = given.split(",")
+    if not arrow:
+        result = "".join(sorted(letter for letter in set(given) - {","} if given.count(letter) == 1))
+    if "." in equation or any(len(set(term)) < len(term) for term in terms):
+        builder.refuse(op, f"has the equation {equation!r}", "a letter for every dim, none twice in one value")
+    names = [item.name for item in op.args[1]]
+    _product(builder, op, Letters(tuple(zip(names, terms, strict=True)), result))
+
+
+def _product(builder: Builder, op: Operator, letters: Letters) -> None:
+    """Emit a product whose letters are known."""
+    anchor_name, anchor_term = next((name, term) for name, term in letters.factors if name in builder.splits)
+    anchor = builder.splits[anchor_name].owned
+    space = anchor_term[anchor.dims[0]], anchor_term[anchor.dims[1]]
+    if builder.splits[anchor_name].flat and builder.shape(anchor_name)[anchor.dims[0]] == 1:
+        builder.refuse(op, "takes a map of one pixel", "a map of more than one")
+    names: dict[str, str] = {}
+    for name, term in letters.factors:
+        if name not in names:
+            names[name] = _laid_out(builder, op, name, term, anchor, space)
+    function, inputs = bound(renamed(op, names))
+    kept = [letter in letters.result for letter in space]
+    if all(kept):
+        dims = letters.result.index(space[0]), letters.result.index(space[1])
+        builder.compute(function, inputs, op.outputs, replace(anchor, dims=dims))
+    elif any(kept):
+        builder.refuse(op, "sums over one dim of space and keeps the other", "both, or neither")
+    else:
+        sum_of_parts(builder, function, inputs, op.first_output)
+
+
+def _laid_out(builder: Builder, op: Operator, name: str, term: str, anchor: Split, space: tuple[str, str]) -> str:
+    """Return a factor as it goes with the anchor: the same pixels of it, or all of it where it has none of them."""
+    here = builder.splits.get(name)
+    if here is not None and (term[here.dims[0]], term[here.dims[1]]) == space and here.layout.map == anchor.layout.map:
+        return builder.part(name, replace(anchor, dims=here.dims))
+    if here is not None:
+        name = builder.gather(op, name, "multiplies pixels by pixels")
+    if not any(letter in term for letter in space):
+        return name
+    shape = builder.shape(name)
+    dims = tuple(term.index(letter) if letter in term else -1 for letter in space)
+    result = builder.fresh(name)
+    builder.compute(cut_of_whole(replace(anchor, dims=dims), builder.rank, shape), (name,), (result,))  # type: ignore[arg-type]
+    return result
+
+
+def sum_of_parts(builder: Builder, function: Any, inputs: Sequence[str], output: str) -> None:
+    """Emit the sum over ranks of what ``function`` makes of each rank's part; it is added up in float32 at least."""
+    partial, summed = builder.fresh(output), builder.fresh(output)
+
+    def own(*tensors: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = function(*tensors)
+        return result.to(torch.promote_types(result.dtype, torch.float32))
+
+    kind = builder.values[output].dtype
+    narrow = kind if kind in (torch.bfloat16, torch.float16) else None
+    builder.compute(own, tuple(inputs), (partial,))
+    builder.communicate(SumOverRanks(), (partial,), (summed,), "reduce")
+    builder.compute(lambda total: total.clone() if narrow is None else total.to(narrow), (summed,), (output,))

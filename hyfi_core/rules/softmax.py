@@ -1,0 +1,153 @@
+"""Rules for softmax over space and for attention: what is largest, then one sum of exponentials over ranks.
+
+    softmax      m = max over ranks of x      s = Σ over ranks of exp(x - m)      y = exp(x - m) / s
+    attention    the same, and Σ over ranks of exp(x - m) · v in the same message
+
+The shift by m changes no result, so m has no gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from hyfi_core.capture.program import Operator
+from hyfi_core.ops.reduce import LargestOverRanks, SumOverRanks
+from hyfi_core.rules.builder import Builder
+from hyfi_core.rules.calls import bound, renamed
+from hyfi_core.rules.instructions import Split
+
+_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+def softmax(builder: Builder, op: Operator) -> None:
+    """``softmax`` and ``log_softmax`` over the pixels of a flat map."""
+    name = op.args[0].name
+    here = builder.splits[name].owned
+    if not here.flat:
+        builder.refuse(op, "is over one dim of space", "softmax over all pixels, x.flatten(2).softmax(-1), or channels")
+    part = builder.part(name, here)
+    output = op.first_output
+    largest, total = _exponentials(builder, part, (here.dims[0],))
+    logarithm = "log_softmax" in op.text
+    asked = op.args[2] if len(op.args) > 2 else op.kwargs.get("dtype")
+    narrow = builder.values[output].dtype
+
+    def finish(x: torch.Tensor, shift: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+        exponents = x.to(sums.dtype) - shift
+        result = exponents - sums.log() if logarithm else exponents.exp() / sums
+        wide = isinstance(asked, torch.dtype) or torch.is_autocast_enabled(x.device.type)
+        return result if wide else result.to(narrow)
+
+    builder.compute(finish, (part, largest, total), op.outputs[:1], here)
+
+
+def logsumexp(builder: Builder, op: Operator) -> None:
+    """``logsumexp`` over all of space, with other dims or without, or over channels alone."""
+    name = op.args[0].name
+    here, shape = builder.splits[name].owned, builder.shape(name)
+    given = op.args[1]
+    dims = tuple(sorted(dim % len(shape) for dim in ([given] if isinstance(given, int) else given)))
+    keepdim = bool(op.args[2]) if len(op.args) > 2 else bool(op.kwargs.get("keepdim", False))
+    taken = set(here.dims) & set(dims)
+    part = builder.part(name, here)
+    if not taken:
+        kept = here.dims if keepdim else tuple(d - sum(r < d for r in dims) for d in here.dims)
+        function, inputs = bound(renamed(op, {name: part}))
+        builder.compute(function, inputs, op.outputs, Split(here.layout, (kept[0], kept[1])))
+        return
+    if taken != set(here.dims):
+        builder.refuse(op, f"is over dims {dims} of a map whose space is {here.dims}", "both dims of space, or neither")
+    largest, total = _exponentials(builder, part, dims)
+    narrow = builder.values[op.first_output].dtype
+
+    def finish(shift: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+        result = sums.log() + shift
+        return (result if keepdim else result.squeeze(dims)).to(narrow)
+
+    builder.compute(finish, (largest, total), op.outputs)
+
+
+def _exponentials(builder: Builder, part: str, dims: tuple[int, ...]) -> tuple[str, str]:
+    """Return (largest value, sum of exponentials of what is below it), both replicated, ``dims`` kept with size 1."""
+    largest = largest_over_ranks(builder, part, dims)
+    wide = torch.promote_types(builder.values[part].dtype, torch.float32)
+    partial, total = builder.fresh(part, dtype=wide), builder.fresh(part, dtype=wide)
+
+    def own(x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        return (x.to(shift.dtype) - shift).exp().sum(dims, keepdim=True)
+
+    builder.compute(own, (part, largest), (partial,))
+    builder.communicate(SumOverRanks(), (partial,), (total,), "reduce")
+    return largest, total
+
+
+def largest_over_ranks(builder: Builder, part: str, dims: tuple[int, ...]) -> str:
+    """Return the largest value of a map over ``dims``, kept with size 1; replicated, without a gradient."""
+    wide = torch.promote_types(builder.values[part].dtype, torch.float32)
+    local, largest = builder.fresh(part, dtype=wide), builder.fresh(part, dtype=wide)
+
+    def own(x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
+        if x.numel():
+            return x.amax(dims, keepdim=True)
+        return x.new_full([1 if dim in dims else side for dim, side in enumerate(x.shape)], -math.inf)
+
+    builder.compute(own, (part,), (local,))
+    builder.communicate(LargestOverRanks(), (local,), (largest,), "reduce")
+    return largest
+
+
+def attention(builder: Builder, op: Operator) -> None:
+    """Scaled-dot-product attention: queries split, or keys and values, or all: then these are gathered."""
+    given: dict[str, Any] = {**dict(zip(_ATTENTION, op.args, strict=False)), **op.kwargs}
+    if given.get("attn_mask") is not None or given.get("is_causal") or given.get("dropout_p"):
+        builder.refuse(op, "has a mask or drops something", "attention without a mask and without dropout")
+    names = [given[key].name for key in ("query", "key", "value")]
+    rank = len(builder.shape(names[0]))
+    for name in names:
+        split = builder.splits.get(name)
+        if split is not None and (not split.flat or split.dims[0] != rank - 2):
+            builder.refuse(op, f"takes {builder.shape(name)} with space in dims {split.dims}", "positions in dim -2")
+    query, key, value = names
+    if query in builder.splits:
+        wholes = {name: builder.gather(op, name, "is attention of all positions to all") for name in (key, value)}
+        split = builder.splits[query].owned
+        function, inputs = bound(renamed(op, {query: builder.part(query, split), **wholes}))
+        if query in wholes:  # one value for all three
+            builder.refuse(op, "takes one value as query and as key", "projections of it")
+        builder.compute(function, inputs, op.outputs[:1], split)
+        return
+    if key not in builder.splits or value not in builder.splits:
+        builder.refuse(op, "has keys and values of which one is a map", "both, or neither")
+    if builder.shape(query)[:-2] != builder.shape(key)[:-2]:
+        builder.refuse(op, "has heads of queries that differ from those of keys", "the same number of heads")
+    _pooled(builder, op, (query, key, value), given.get("scale"))
+
+
+def _pooled(builder: Builder, op: Operator, names: tuple[str, str, str], scale: float | None) -> None:
+    """Emit attention of queries that every rank holds over the pixels of all ranks."""
+    query, key, value = names
+    here = builder.splits[key].owned
+    key, value = builder.part(key, here), builder.part(value, here)
+    shape, output = builder.shape(query), op.first_output
+    wide = torch.promote_types(builder.values[query].dtype, torch.float32)
+    factor = 1.0 / math.sqrt(shape[-1]) if scale is None else float(scale)
+    pixels = builder.shape(key)[-2]
+    scores = builder.fresh(query, (*shape[:-1], pixels), wide)
+    split = Split(here.layout, (len(shape) - 1, len(shape) - 1))
+    builder.compute(lambda q, k: (q * factor) @ k.transpose(-1, -2), (query, key), (scores,), split)
+    largest = largest_over_ranks(builder, scores, (len(shape) - 1,))
+    partial, total = builder.fresh(output, dtype=wide), builder.fresh(output, dtype=wide)
+
+    def own(x: torch.Tensor, shift: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        weights = (x.to(shift.dtype) - shift).exp()
+        with torch.autocast(v.device.type, enabled=False):
+            return torch.cat([weights @ v.to(weights.dtype), weights.sum(-1, keepdim=True)], -1)
+
+    builder.compute(own, (scores, largest, value), (partial,))
+    builder.communicate(SumOverRanks(), (partial,), (total,), "reduce")
+    narrow = builder.values[output].dtype
+    builder.compute(lambda sums: (sums[..., :-1] / sums[..., -1:]).to(narrow), (total,), (output,))
