@@ -51,7 +51,7 @@ class BatchNorm(AsyncBackward):
 
     def forward(self, comm: Communicator, inputs: Tensors) -> tuple[Tensors, Any]:
         """Return (normalised, mean, variance)."""
-        own, weight, bias = inputs
+        own, weight, bias = _in_plain_order(inputs[0]), *inputs[1:]
         mean, variance = self._statistics(comm, self._counted(own))
         stats_dtype = torch.promote_types(own.dtype, torch.float32)
         mean, variance = mean.to(stats_dtype), variance.to(stats_dtype)
@@ -95,7 +95,7 @@ class BatchNorm(AsyncBackward):
         """Start ``backward``: the sums are under way; what is returned then makes the cotangents of them."""
         own, weight, mean, variance = saved
         over = ours_alone(cotangents, 0)
-        dy = torch.zeros_like(own) if cotangents[0] is None else cotangents[0]
+        dy = torch.zeros_like(own) if cotangents[0] is None else _in_plain_order(cotangents[0])
         local = self._sums(dy, own, mean, variance)
         sums = local.clone()
         pending = comm.start_all_reduce(sums)
@@ -131,6 +131,15 @@ class BatchNorm(AsyncBackward):
         slope = -gain * means[1] * inverse
         shift = -gain * means[0] - slope * mean.double()
         return tuple(term.to(mean.dtype).view(1, -1, *[1] * (dims - 2)) for term in (gain, slope, shift))
+
+
+def _in_plain_order(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a map of one row or column in memory without doubt about its order.
+
+    Strides of a dim of size 1 may be anything. ``native_batch_norm_backward`` of torch 2.13 on a CPU then takes a
+    channels-last map for another: (2, 4, 1, 6) with strides (24, 1, 1, 4), as einsum leaves it, gives wrong sums.
+    """
+    return tensor.contiguous() if tensor.dim() == 4 and 1 in tensor.shape[2:] else tensor
 
 
 @dataclass(frozen=True)

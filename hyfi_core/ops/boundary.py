@@ -34,13 +34,14 @@ class BoundaryValue:
 
     Attributes:
         name: of the value.
-        shape: global.
+        shape: global; height and width as dims of their own.
         dtype: on the wire, and where it arrives.
         gradient: whether its cotangent comes back.
         dims: which tensor dims are (y, x).
         have: the box of each rank of the first stage; None for a replicated value.
         need: the box of each rank of the second stage; None for a replicated value.
         whole: the map.
+        flat: whether height and width lie in one tensor dim where the value is held, the first of ``dims``.
     """
 
     name: str
@@ -51,6 +52,7 @@ class BoundaryValue:
     have: tuple[Box, ...] | None = None
     need: tuple[Box, ...] | None = None
     whole: Box = _NOTHING
+    flat: bool = False
 
     def local_shape(self, box: Box | None) -> tuple[int, ...]:
         """Return the shape of what a rank holds of the value."""
@@ -58,6 +60,14 @@ class BoundaryValue:
         if box is not None:
             sides[self.dims[0]], sides[self.dims[1]] = box.shape
         return tuple(sides)
+
+    def opened(self, tensor: torch.Tensor, box: Box | None) -> torch.Tensor:
+        """Return what a rank holds with height and width as dims of their own; a view where memory allows."""
+        return tensor.unflatten(self.dims[0], box.shape) if self.flat and box is not None else tensor
+
+    def closed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return it as the rank holds it; the inverse of ``opened``."""
+        return tensor.flatten(*self.dims) if self.flat else tensor
 
     def cut(self, tensor: torch.Tensor, box: Box | None, origin: Box | None) -> torch.Tensor:
         """Return the pixels of ``box`` in a tensor whose first pixel is that of ``origin``; a view."""
@@ -139,7 +149,7 @@ class BoundaryTransfer:
                 whole = self._canvas(value, box, buffers)
                 for piece, part in parts:
                     value.cut(whole, piece.box, box).copy_(part)
-            result[value.name] = whole
+            result[value.name] = value.closed(whole)
         return result
 
     def returned(self, source: int, buffers: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -154,7 +164,7 @@ class BoundaryTransfer:
                 whole = self._canvas(value, box, buffers).zero_()
                 for piece, part in parts:
                     value.cut(whole, piece.box, box).add_(part)
-            result[value.name] = whole
+            result[value.name] = value.closed(whole)
         return result
 
     def _only(self, value: BoundaryValue, box: Box | None, parts: Sequence[_Part]) -> torch.Tensor | None:
@@ -229,7 +239,11 @@ def pack(
             part = torch.zeros(piece.shape, dtype=piece.value.dtype, device=device)
         else:
             origin = boundary.origin(piece.value, position, at_source)
-            part = piece.value.cut(tensor, piece.box, origin).to(piece.value.dtype).contiguous()
+            part = (
+                piece.value.cut(piece.value.opened(tensor, origin), piece.box, origin)
+                .to(piece.value.dtype)
+                .contiguous()
+            )
         parts.append(part.reshape(-1).view(torch.uint8))
     if len(parts) == 1:
         return parts[0]

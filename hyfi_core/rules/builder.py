@@ -256,9 +256,9 @@ class Builder:
     def opened(self, name: str) -> str:
         """Return the name of a flat value as a map: its dim of pixels becomes height and width."""
         here = self.splits[name]
-        dim, shape = here.dims[0], self.shape(name)
-        split = Split(here.layout, (dim, dim + 1))
-        result = self.fresh(name, (*shape[:dim], *here.layout.map.shape, *shape[dim + 1 :]))
+        dim = here.dims[0]
+        shape, dims = here.opened(self.shape(name))
+        split, result = Split(here.layout, dims), self.fresh(name, shape)
         sides = split.held[self.rank].shape
         self.compute(lambda tensor: tensor.unflatten(dim, sides), (name,), (result,), split)
         return result

@@ -51,6 +51,13 @@ class Split:
         """Whether height and width lie in one tensor dim."""
         return self.dims[0] == self.dims[1]
 
+    def opened(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, int]]:
+        """Return (shape, dims of space) of a value of this shape with height and width as dims of their own."""
+        if not self.flat:
+            return shape, self.dims
+        dim = self.dims[0]
+        return (*shape[:dim], *self.layout.map.shape, *shape[dim + 1 :]), (dim, dim + 1)
+
     @property
     def owned(self) -> Split:
         """The same without margins."""

@@ -191,7 +191,8 @@ class _Lowered:
                 carried.append(BoundaryValue(name, info.shape, dtype, gradient))
             else:
                 parts, whole = (have.layout.parts, need.layout.parts), have.layout.map
-                carried.append(BoundaryValue(name, info.shape, dtype, gradient, have.dims, *parts, whole))
+                shape, dims = have.opened(info.shape)
+                carried.append(BoundaryValue(name, shape, dtype, gradient, dims, *parts, whole, have.flat))
         sizes = [rows * columns for rows, columns in (self._placement.grids[source], self._placement.grids[target])]
         return BoundaryTransfer(tuple(carried), sizes[0], sizes[1], channels_last)
 

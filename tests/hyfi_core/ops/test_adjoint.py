@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.ops.batch_norm import BatchNorm
@@ -144,3 +146,15 @@ def test_the_maximum_shares_its_cotangent_among_ties_on_different_ranks() -> Non
     leaf.amax((2, 3)).backward(y)
     assert torch.equal(outputs[0], x.amax((2, 3)))
     torch.testing.assert_close(back, leaf.grad, rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("strides", [(24, 1, 1, 4), (24, 1, 24, 4), (24, 6, 6, 1)])
+def test_batch_norm_of_one_row_in_any_order_of_memory(strides: tuple[int, ...]) -> None:
+    x, dy = (noise(2, 4, 1, 6, seed=seed) for seed in (1, 2))
+    leaf = x.clone().requires_grad_()
+    F.batch_norm(leaf, None, None, training=True).backward(dy)
+    own, cotangent = (torch.empty_strided(x.shape, strides, dtype=x.dtype).copy_(tensor) for tensor in (x, dy))
+    op = BatchNorm(12, 1e-5)
+    _, saved = op.forward(AloneCommunicator(), (own, None, None))
+    found = op.backward(AloneCommunicator(), saved, (cotangent, None, None))[0]
+    torch.testing.assert_close(found, leaf.grad, rtol=0, atol=1e-12)

@@ -17,7 +17,6 @@ from hyfi_core.rules.alternatives import ALTERNATIVES
 from hyfi_core.rules.table import RULES
 
 Function = Callable[[torch.Tensor], torch.Tensor]
-MATRIX = torch.rand(6, 6)
 SHAPE = (2, 6, 80, 80)
 
 
@@ -40,11 +39,6 @@ def shuffled(y: torch.Tensor) -> torch.Tensor:
     return y.view(len(y), 3, 2, *y.shape[2:]).transpose(1, 2).reshape(y.shape)
 
 
-def log_of_sum(y: torch.Tensor) -> torch.Tensor:
-    m = y.amax((2, 3), True)
-    return m + (y - m).exp().sum((2, 3), True).log()
-
-
 PAIRS: dict[str, tuple[Function, Function]] = {
     "amin.default": (lambda y: y.amin((2, 3)), lambda y: -(-y).amax((2, 3))),
     "channel_shuffle.default": (lambda y: F.channel_shuffle(y, 3), shuffled),
@@ -53,16 +47,11 @@ PAIRS: dict[str, tuple[Function, Function]] = {
         lambda y: F.cosine_similarity(y, y + 1, 1),
         lambda y: (F.normalize(y, dim=1) * F.normalize(y + 1, dim=1)).sum(1),
     ),
-    "einsum.default": (
-        lambda y: torch.einsum("bchw,cd->bdhw", y, MATRIX),
-        lambda y: (y.permute(0, 2, 3, 1) @ MATRIX).permute(0, 3, 1, 2),
-    ),
     "index.Tensor": (lambda y: y[:, [2, 0]], lambda y: torch.cat([y[:, 2:3], y[:, :1]], 1)),
     "linalg_matrix_norm.str_ord": (
         lambda y: torch.linalg.matrix_norm(y, dim=(2, 3)),
         lambda y: torch.linalg.vector_norm(y, dim=(2, 3)),
     ),
-    "logsumexp.default": (lambda y: y.logsumexp((2, 3), True), log_of_sum),
     "max.default": (lambda y: y.max(), lambda y: y.amax((2, 3)).amax()),
     "min.default": (lambda y: y.min(), lambda y: -(-y).amax((2, 3)).amax()),
     "max_pool2d_with_indices.default": (
@@ -94,11 +83,11 @@ def test_what_is_proposed_works(name: str) -> None:
     refused, proposed = PAIRS[name]
     program = captured(refused)
     with pytest.raises(RequestError) as said:
-        lower(program, Target((1, 2), 0))
+        lower(program, Target((1, 2), 0, gather_bytes=0))
     found = str(said.value)
     assert any(found.startswith(text) and instead in found for text, instead in ALTERNATIVES.items()), found
     program = captured(proposed)
-    lower(program, Target((1, 2), 0))
+    lower(program, Target((1, 2), 0, gather_bytes=0))
     if name not in OTHERWISE:
         images = torch.rand(SHAPE)
         torch.testing.assert_close(proposed(images), refused(images))
@@ -122,4 +111,4 @@ def test_only_operators_without_a_rule_have_something_instead() -> None:
 def test_rules_that_refuse_say_what_works(module: nn.Module, instead: str) -> None:
     program = captured(module)
     with pytest.raises(RequestError, match=instead):
-        lower(program, Target((1, 2), 0))
+        lower(program, Target((1, 2), 0, gather_bytes=0))

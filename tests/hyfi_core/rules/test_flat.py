@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch import nn
 from hyfi_core.capture.export import capture
 from hyfi_core.errors import RequestError
 from hyfi_core.lowering.lower import Target, lower
-from tests.harness import assert_equal_to_one_process
+from hyfi_core.plan import ParallelPlan
+from tests.harness import assert_equal_to_one_process, compare, identity, one_process, parallel
 
 GRIDS = [(1, 2), (3, 2), (5, 1)]
 SHAPE = (2, 3, 18, 21)  # 9 x 11 and then 4 x 5 positions: uneven, and on five rows a part that owns nothing
@@ -133,3 +135,20 @@ def test_what_is_gathered_is_said_and_what_is_too_large_is_refused() -> None:
     assert all("960 bytes" in line for line in keys_and_values)
     with pytest.raises(RequestError, match=r"attention of all positions to all.*960 bytes.*gather_bytes=960"):
         lower(program, Target((2, 2), 1, gather_bytes=959))
+
+
+def test_a_stage_may_begin_with_a_flat_map() -> None:
+    class Staged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Conv2d(3, 6, 3, 2, 1), nn.ReLU(), nn.Flatten(2))
+            self.fc = nn.Linear(6, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fc(F.gelu(self.body(x)).mean(2))
+
+    torch.manual_seed(0)
+    model, images, labels = Staged().double(), torch.randn(SHAPE, dtype=torch.float64), torch.tensor([0, 1])
+    plan = ParallelPlan(grids=((3, 1), (1, 2)), cuts=("body",), microbatches=2)
+    found = parallel(model, images, labels, plan, F.cross_entropy, None)
+    compare(found, one_process(copy.deepcopy(model), images, labels, 2, F.cross_entropy, identity))

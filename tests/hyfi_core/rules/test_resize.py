@@ -150,6 +150,6 @@ def test_of_equal_maxima_the_first_of_the_whole_map_gets_the_gradient() -> None:
 )
 def test_what_has_no_rule_is_refused_by_name(body: nn.Module, words: str) -> None:
     model = stage(body)
-    plan = hyfi_core.ParallelPlan(grids=((1, 2),))
+    plan = hyfi_core.ParallelPlan(grids=((1, 2),), gather_bytes=0)
     with pytest.raises(RequestError, match=words):
         run_copies(model, 2, lambda comm, module: hyfi_core.parallelize(module, (2, 3, 21, 26), plan, comm))

@@ -133,9 +133,11 @@ def test_ranks_of_a_head_hold_only_small_maps_whole() -> None:
     model = nn.Sequential(nn.Conv2d(3, 1, 1), nn.Flatten(), nn.Linear(80 * 80, 2))
 
     def body(comm: Any, module: nn.Module) -> Any:
-        hyfi_core.parallelize(module, (1, 3, 80, 80), hyfi_core.ParallelPlan(grids=((1, 2),)), comm)
+        plan = hyfi_core.ParallelPlan(grids=((1, 2),), gather_bytes=25599)
+        hyfi_core.parallelize(module, (1, 3, 80, 80), plan, comm)
 
-    with pytest.raises(RequestError, match=r"view.default in module '1' .*\(80, 80\).*what works"):
+    # As (1, 6400) it is still a map, whose pixels a linear layer would mix.
+    with pytest.raises(RequestError, match=r"linear.default in module '2' mixes the pixels.*what works"):
         run_copies(model, 2, body)
 
 
@@ -147,8 +149,9 @@ def test_ranks_of_a_head_hold_only_small_maps_whole() -> None:
         (lambda x: F.linear(x, torch.ones(2, 9)), r"linear.*mixes the pixels of a row"),
         (lambda x: x.cumsum(2), r"cumsum.*dim 2, which is space"),
         (lambda x: F.linear(torch.ones(4, 9), x[0, 0]), r"linear.*where a weight belongs"),
-        (lambda x: x.permute(0, 2, 3, 1) @ torch.ones(2, 12, 3, 4), r"matmul.*more than one matrix"),
-        (lambda x: torch.einsum("bchw,dc->bdhw", x, torch.ones(2, 3)), r"einsum.*no rule"),
+        (lambda x: x @ torch.ones(9, 4), r"matmul.*sums over one dim of space"),
+        (lambda x: torch.einsum("b...,d->bd...", x, torch.ones(2)), r"einsum.*a letter for every dim"),
+        (lambda x: torch.einsum("bchw,bchv->bwv", x, x), r"einsum.*multiplies pixels by pixels"),
     ],
 )
 def test_what_would_mix_space_is_refused(move: Any, words: str) -> None:
@@ -157,7 +160,8 @@ def test_what_would_mix_space_is_refused(move: Any, words: str) -> None:
             return move(torch.relu(x)).sum()
 
     def body(comm: Any, module: nn.Module) -> Any:
-        hyfi_core.parallelize(module, (2, 3, 12, 9), hyfi_core.ParallelPlan(grids=((2, 1),)), comm)
+        plan = hyfi_core.ParallelPlan(grids=((2, 1),), gather_bytes=0)
+        hyfi_core.parallelize(module, (2, 3, 12, 9), plan, comm)
 
     with pytest.raises(RequestError, match=words + r".*what works"):
         run_copies(Mixing(), 2, body)

@@ -248,7 +248,8 @@ def test_an_operator_without_a_rule_is_refused_at_capture_by_name_and_module() -
             return torch.roll(x, 1, 2)
 
     def body(comm: Any, module: nn.Module) -> None:
-        hyfi_core.parallelize(module, (1, 3, 8, 8), hyfi_core.ParallelPlan(grids=((2, 1),)), comm)
+        plan = hyfi_core.ParallelPlan(grids=((2, 1),), gather_bytes=0)
+        hyfi_core.parallelize(module, (1, 3, 8, 8), plan, comm)
 
     with pytest.raises(RequestError, match=r"aten\.roll\.default in module 'inner\.0'"):
         run_copies(Rolls(), 2, body)

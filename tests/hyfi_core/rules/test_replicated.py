@@ -1,0 +1,82 @@
+"""Operators without a rule run on gathered maps, if these are small: equal to one process, and said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hyfi_core.capture.export import capture
+from hyfi_core.errors import RequestError
+from hyfi_core.lowering.lower import Target, lower
+from tests.harness import assert_equal_to_one_process
+
+MOVES: dict[str, Any] = {
+    "circular": lambda x: F.pad(x, (1, 1, 1, 1), mode="circular"),
+    "roll": lambda x: torch.roll(x, (1, 2), (2, 3)),
+    "flip": lambda x: x.flip(3) + x,
+    "bicubic": lambda x: F.interpolate(x, scale_factor=2, mode="bicubic"),
+    "adaptive max": lambda x: F.adaptive_max_pool2d(x, (2, 3)),
+    "running sum": lambda x: x.cumsum(2) / 5,
+    "columns": lambda x: x.max(3)[0].unsqueeze(3) * x,
+    "unfold": lambda x: F.unfold(x, 3, padding=1, stride=2).unsqueeze(3),
+    "index": lambda x: x[:, [2, 0, 1]],
+    "logsumexp": lambda x: x.logsumexp((2, 3), True) + x.logsumexp(1, True),
+    "einsum": lambda x: torch.einsum("bchw,bdhw->bcd", x, x)[:, :, :, None],
+}
+
+
+class Moved(nn.Module):
+    """Two layers with something strange between them."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.first, self.norm = nn.Conv2d(3, 4, 3, 2, 1), nn.BatchNorm2d(4)
+        self.last = nn.LazyConv2d(3, 3, padding=1)
+
+    def extra_repr(self) -> str:
+        return self.name
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(MOVES[self.name](torch.relu(self.norm(self.first(x))))).mean((2, 3))
+
+
+def moved(name: str) -> Moved:
+    torch.manual_seed(0)
+    model = Moved(name)
+    model(torch.zeros(2, 3, 9, 12))
+    return model
+
+
+@pytest.mark.parametrize("grid", [(2, 2), (6, 1)])  # 5 rows: the last has a part that owns nothing
+@pytest.mark.parametrize("name", MOVES)
+def test_small_maps_are_gathered_and_parts_again_behind(name: str, grid: tuple[int, int]) -> None:
+    assert_equal_to_one_process(moved(name), (2, 3, 9, 12), grid, classes=3)
+
+
+def test_it_is_said_and_beyond_the_limit_refused() -> None:
+    program = capture(moved("roll"), (2, 3, 9, 12), torch.float32)
+    ranked = lower(program, Target((2, 2), 0, gather_bytes=960))
+    assert ranked.gathered == ("aten.roll.default: (2, 4, 5, 6), 960 bytes on every rank",)
+    rolled = next(op.outputs[0] for op in program.operators if op.text == "aten.roll.default")
+    assert rolled in ranked.splits, "what follows is computed by parts again"
+    with pytest.raises(RequestError, match=r"roll.*no rule.*gather_bytes"):
+        lower(program, Target((2, 2), 0, gather_bytes=959))
+
+
+def test_a_refused_rule_leaves_nothing_behind() -> None:
+    program = capture(moved("columns"), (2, 3, 9, 12), torch.float32)
+    ranked = lower(program, Target((2, 2), 0))
+    made = [name for step in ranked.instructions for name in step.outputs if name is not None]
+    assert len(made) == len(set(made))
+    assert {name for step in ranked.instructions for name in step.inputs if name is not None} <= {
+        *made,
+        program.image,
+        *program.parameters,
+        *program.buffers,
+        *program.constants,
+    }
