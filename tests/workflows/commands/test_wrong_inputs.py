@@ -18,6 +18,7 @@ import pytest
 import tifffile
 
 from tests.conftest import ROOT, Hyfi
+from tests.workflows.archive import make_config
 from workflows.cli import app
 
 SLIDES = 8
@@ -324,3 +325,22 @@ def test_demo_into_a_folder_of_something_else(answer: Answer, tmp_path: Path) ->
     before = tree(tmp_path)
     refused(answer("demo", "--out", "thesis"), "thesis", "not a demo")
     assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["ingest", "slides", "--out", "s3://bucket/store"],
+        ["train", "run.yaml", "run.dir=gs://bucket/run"],
+        ["synth", "s3://bucket/x", "--slides", "1", "--size", "256"],
+    ],
+)
+def test_addresses_of_object_stores_are_refused(hyfi: Hyfi, tmp_path: Path, words: list[str]) -> None:
+    """They became local folders named ``s3:``, with exit code 0."""
+    make_config(tmp_path, tmp_path / "store")
+    (tmp_path / "slides").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    done = hyfi(*words)
+    assert done.returncode == 2, done.stderr
+    assert "://bucket/" in done.stderr and "local folders only" in done.stderr
+    assert sorted(tmp_path.rglob("*")) == before

@@ -113,12 +113,12 @@ def test_a_request_to_stop_is_a_checkpoint_and_code_3(slurm: Slurm, tmp_path: Pa
 
 
 def test_a_run_meets_its_time_limit_and_continues_by_itself(slurm: Slurm, tmp_path: Path, store: Path) -> None:
-    config = make_config(tmp_path, store, run={"steps": 500}, validation={"every_steps": 100})
+    config = make_config(tmp_path, store, run={"steps": 600}, validation={"every_steps": 200})
     straight = [*HYFI, "train", str(config), TWO, f"run.dir={tmp_path / 'straight'}"]
     subprocess.run(straight, cwd=tmp_path, env=environment(slurm), check=True, capture_output=True, timeout=300)
     (tmp_path / "site.yaml").write_text("signal_s: 75\npartition: all\n")
     slow = environment(slurm, HYFI_TEST_FAULT="0:0:update:slow")
-    words = [*HYFI, "launch", "slurm", str(config), TWO, "--nodes", "2", "--time", "2", "--mpi", "pmi2", "--submit"]
+    words = [*HYFI, "launch", "slurm", str(config), TWO, "--nodes", "2", "--time", "3", "--mpi", "pmi2", "--submit"]
     said = subprocess.run(words, cwd=tmp_path, env=slow, check=True, capture_output=True, text=True, timeout=60).stdout
     job = said.split()[-1]
     deadline_s = time.monotonic() + 420
