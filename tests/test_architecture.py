@@ -27,8 +27,8 @@ ARROWS = {
         "rules": {"capture", "ops", "comm", "plan"},
         "lowering": {"rules", "capture", "ops", "comm", "plan"},
         "cost": {"lowering", "rules", "capture", "schedule", "plan"},
-        "runtime": {"cost", "lowering", "rules", "capture", "ops", "comm", "schedule", "plan"},
-        "cells": {"runtime", "cost", "lowering", "rules", "capture", "ops", "comm", "schedule", "plan"},
+        "runtime": {"cells", "cost", "lowering", "rules", "capture", "ops", "comm", "schedule", "plan"},
+        "cells": {"cost", "lowering", "rules", "capture", "ops", "comm", "plan"},
         "models": set(),
     },
     "data": {

@@ -17,7 +17,7 @@ from hyfi_core import ParallelPlan
 from hyfi_core.models.resnet import resnet18
 from hyfi_core.runtime.checkpoint import load_checkpoint, load_training_state
 from hyfi_core.runtime.checkpoint_together import Share, save_together
-from hyfi_core.runtime.optimizer_state import load_optimizer_state
+from hyfi_core.runtime.ownership import load_optimizer_state
 from tests.harness import run_copies
 from tests.steps import Factory, adamw, make_batches, sgd
 

@@ -1,201 +1,306 @@
-"""Ranks that take turns in one thread: each goes on until it would have to wait, then the next one does.
+"""Cells as ranks: the communicator of one of several cells in a process, among those of all processes.
 
-    turn      cell 0 ── run ── sends, would wait │                              │ has all it waits for ── run ── …
-              cell 1                             │ ── run ── sends, would wait  │
-                                                 └── `WouldBlock` is raised; later the same call is made once more
-
-A communicating operator may so be begun twice, and once more for each time that it communicates. What it was answered
-the times before it is answered again, and it sends nothing twice; so what it does between must have no effects, as is
-true of the forward of any operator here that communicates (see ``ops.base``).
+What cells of one process send to each other is copied; what they send to cells of other processes, and the last step
+of every reduction, goes through that process's communicator. Who runs when: see ``comm.turns``.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from hyfi_core.comm.base import Completed, Message, ReduceOp
+from hyfi_core.comm.base import Communicator, Completed, Message, Pending, ReduceOp
+from hyfi_core.comm.turns import Turns
 from hyfi_core.comm.wire import reduced
 
 
-class WouldBlock(Exception):  # noqa: N818 (not an error: somebody else's turn)
-    """This rank cannot go on before others have had their turn; it makes the same call again later."""
-
-
-@dataclass(frozen=True)
-class _Sent:
-    """A tensor on its way, not copied; and how often it had been changed when it was sent."""
-
-    tensor: torch.Tensor
-    version: int | None
-
-    def arrive(self, source: int) -> torch.Tensor:
-        if _version(self.tensor) != self.version:
-            raise RuntimeError(f"rank {source} changed a tensor of {tuple(self.tensor.shape)} before it was received")
-        return self.tensor
-
-
 @dataclass
-class _CooperativeReduction:
-    """What ranks gave, and what came of it."""
+class _Call:
+    """One collective call of a group: what each cell of this process gave, and what came of it."""
 
-    given: dict[int, torch.Tensor] = field(default_factory=dict)
-    result: torch.Tensor | None = None
+    given: dict[int, Any] = field(default_factory=dict)
+    result: Any = None
+    pending: Pending = field(default_factory=Completed)
     taken: int = 0
 
 
-@dataclass
-class CooperativeGroup:
-    """What all ranks share.
+class _Group:
+    """What the cells of one process share of a group.
 
-    Attributes:
-        size: ranks.
-        happened: how often something was sent, received or reduced; if it does not grow, nobody can go on.
+    Args:
+        comm: the processes of the group.
+        turns: of this process's cells.
+        members: (process, cell) of every rank of the group, in order.
     """
 
-    size: int
-    happened: int = 0
-    _queues: dict[tuple[int, int, int], deque[_Sent]] = field(default_factory=dict)
-    _under_way: dict[int, _CooperativeReduction] = field(default_factory=dict)
+    def __init__(self, comm: Communicator, turns: Turns, members: Sequence[tuple[int, int]]) -> None:
+        self.comm, self.turns, self.members = comm, turns, tuple(members)
+        self.here = [rank for rank, (process, _) in enumerate(self.members) if process == comm.rank]
+        self.lanes: dict[tuple[int, int, int], deque[torch.Tensor]] = {}
+        self.shown: dict[tuple[int, int], deque[tuple[torch.Tensor, int | None]]] = {}
+        self._calls: dict[int, _Call] = {}
 
-    def send(self, source: int, message: Message) -> None:
-        """Leave a tensor for its receiver; it must stay as it is until then."""
-        self.happened += 1
-        queue = self._queues.setdefault((source, message.peer, message.tag), deque())
-        queue.append(_Sent(message.tensor, _version(message.tensor)))
+    def call(self, number: int, rank: int, value: Any, last: Callable[[_Call], None]) -> _Call:
+        """Give a cell's value to a call of the group; the last cell of this process to come does ``last``."""
+        call = self._calls.setdefault(number, _Call())
+        call.given[rank] = value
+        if len(call.given) == len(self.here):
+            last(call)
+        return call
 
-    def receive(self, target: int, sources: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-        """Return the tensors that have come, one for each (peer, tag); they are the senders'.
+    def finished(self, call: _Call) -> bool:
+        """Whether every cell has come to a call, and what was sent to other processes is done."""
+        return len(call.given) == len(self.here) and call.pending.test()
 
-        Raises:
-            WouldBlock: one of them has not been sent yet.
-        """
-        wanted = Counter((peer, target, tag) for peer, tag in sources)
-        if any(len(self._queues.get(queue, ())) < count for queue, count in wanted.items()):
-            raise WouldBlock
-        self.happened += 1
-        return [self._queues[peer, target, tag].popleft().arrive(peer) for peer, tag in sources]
-
-    def give(self, number: int, rank: int, tensor: torch.Tensor) -> None:
-        """Give a rank's share of the reduction of that number."""
-        self.happened += 1
-        self._under_way.setdefault(number, _CooperativeReduction()).given[rank] = tensor.detach().clone()
-
-    def total(self, number: int, op: ReduceOp) -> torch.Tensor:
-        """Return a reduction's result, taken in rank order.
-
-        Raises:
-            WouldBlock: not every rank has given its share.
-        """
-        call = self._under_way[number]
-        if len(call.given) < self.size:
-            raise WouldBlock
-        if call.result is None:
-            call.result = reduced([call.given[rank] for rank in range(self.size)], op)
-            self.happened += 1
+    def leave(self, number: int, call: _Call) -> Any:
+        """Return a call's result to a cell; the last one to ask clears it away."""
         call.taken += 1
-        if call.taken == self.size:
-            del self._under_way[number]
+        if call.taken == len(self.here):
+            del self._calls[number]
         return call.result
 
 
-class CooperativeCommunicator:
-    """One rank's view of them; for the forward of communicating operators, and nothing else.
+class _Exchange:
+    """Sends and receives of one cell under way."""
+
+    needs_polls = False
+
+    def __init__(self, group: _Group, rank: int, receives: list[Message], outside: Pending) -> None:
+        self._group, self._rank, self._receives, self._outside = group, rank, receives, outside
+
+    def test(self) -> bool:
+        left = []
+        for message in self._receives:
+            lane = self._group.lanes.get((message.peer, self._rank, message.tag))
+            if lane:
+                message.tensor.copy_(lane.popleft())
+            else:
+                left.append(message)
+        self._receives = left
+        return self._outside.test() and not left
+
+    def wait(self) -> None:
+        self._group.turns.wait(self.test, outside=self._group.comm.size > 1)
+
+
+class _Reduction:
+    """A reduction under way."""
+
+    needs_polls = False
+
+    def __init__(self, comm: CellCommunicator, tensor: torch.Tensor, op: ReduceOp) -> None:
+        self._group, self._tensor = comm.group, tensor
+        self._open = True
+        self._number, self._call = comm.joined(tensor.detach().clone(), lambda call: _reduce(self._group, call, op))
+
+    def test(self) -> bool:
+        if self._open and not self._group.finished(self._call):
+            return False
+        if self._open:
+            self._tensor.copy_(self._group.leave(self._number, self._call))
+            self._open = False
+        return True
+
+    def wait(self) -> None:
+        self._group.turns.wait(self.test, outside=self._group.comm.size > 1)
+
+
+class CellCommunicator:
+    """One cell's view of a group whose ranks are cells.
 
     Args:
-        group: what the ranks share.
-        rank: this one.
+        group: what the cells of this process share of it.
+        cell: which of them.
+
+    Attributes:
+        group: the same.
     """
 
-    def __init__(self, group: CooperativeGroup, rank: int) -> None:
-        self._group = group
-        self.rank = rank
-        self.size = group.size
-        self._reductions = 0
-        self._answers: list[list[torch.Tensor]] = []
-        self._asked = False
-        self._at = 0
+    def __init__(self, group: _Group, cell: int) -> None:
+        self.group = group
+        self._cell = cell
+        self._rank = group.members.index((group.comm.rank, cell))
+        self._calls = 0
+        self._waits_at_once = False
 
-    def of(self, kind: str) -> CooperativeCommunicator:
-        """Return itself: nothing is counted."""
-        return self
+    @property
+    def rank(self) -> int:
+        """This cell, counted in the group."""
+        return self._rank
 
-    def begin(self) -> None:
-        """An operator is begun, or begun again: what it was answered before is answered again."""
-        self._at = 0
+    @property
+    def size(self) -> int:
+        """Cells in the group, of all processes."""
+        return len(self.group.members)
 
-    def end(self) -> None:
-        """The operator has ended: its answers are needed no more."""
-        self._answers.clear()
+    @property
+    def in_order(self) -> bool:
+        """Whether operations run in the order in which they are started: as those of the processes do."""
+        return self.group.comm.in_order
 
-    def swap(self, sends: Sequence[Message], sources: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-        """Send, and return what each (peer, tag) has sent: the peers' own tensors, to be looked at only.
+    def waiting_at_once(self) -> None:
+        """Let every exchange return only when all is there.
+
+        A cell that computed while its halo is on the way would hold a result while others have their turns.
+        """
+        self._waits_at_once = True
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """Start sends and receives; what is sent to cells of this process is copied at once."""
+        group = self.group
+        here = group.comm.rank
+        leaving, landing, near = [], [], []
+        for message in sends:
+            process, cell = group.members[message.peer]
+            if process == here:
+                lane = group.lanes.setdefault((self._rank, message.peer, message.tag), deque())
+                lane.append(message.tensor.detach().clone())
+            else:
+                leaving.append(Message(process, message.tensor, self._tag(self._cell, cell, message.tag)))
+        for message in receives:
+            process, cell = group.members[message.peer]
+            if process == here:
+                near.append(message)
+            else:
+                landing.append(Message(process, message.tensor, self._tag(cell, self._cell, message.tag)))
+        outside = group.comm.exchange(leaving, landing) if leaving or landing else Completed()
+        pending = _Exchange(group, self._rank, near, outside)
+        if self._waits_at_once:
+            pending.wait()
+        return pending
+
+    def swap(self, sends: Sequence[Message], peers: Sequence[int]) -> list[torch.Tensor]:
+        """Show tensors to cells of this process, and return what each of ``peers`` shows: its own tensor, not a copy.
 
         Raises:
-            WouldBlock: not all of it has been sent.
+            RuntimeError: a tensor was changed before all had seen it, or a peer is a cell of another process.
         """
-
-        def ask() -> None:
-            for message in sends:
-                self._group.send(self.rank, message)
-
-        return self._answer(ask, lambda: self._group.receive(self.rank, sources))
-
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Completed:
-        """Send, and receive what has been sent.
-
-        Raises:
-            WouldBlock: not all of it has been.
-        """
-        arrived = self.swap(sends, [(message.peer, message.tag) for message in receives])
-        for message, theirs in zip(receives, arrived, strict=True):
-            ours = message.tensor
-            if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
-                raise RuntimeError(
-                    f"{tuple(ours.shape)} {ours.dtype} is expected from rank {message.peer}, which sent "
-                    f"{tuple(theirs.shape)} {theirs.dtype}"
-                )
-            ours.copy_(theirs)
-        return Completed()
-
-    def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Completed:
-        """Reduce in place.
-
-        Raises:
-            WouldBlock: not every rank has come here.
-        """
-        number = self._reductions
-        answers = self._answer(
-            lambda: self._group.give(number, self.rank, tensor), lambda: [self._group.total(number, op)], reduction=True
-        )
-        tensor.copy_(answers[0])
-        return Completed()
+        group = self.group
+        if any(group.members[peer][0] != group.comm.rank for peer in (*peers, *(m.peer for m in sends))):
+            raise RuntimeError("cells of different processes share no memory")
+        for message in sends:
+            shown = (message.tensor, _version(message.tensor))
+            group.shown.setdefault((self._rank, message.peer), deque()).append(shown)
+        lanes = [(peer, self._rank) for peer in peers]
+        group.turns.wait(lambda: all(group.shown.get(lane) for lane in lanes))
+        found = []
+        for lane in lanes:
+            tensor, version = group.shown[lane].popleft()
+            if _version(tensor) != version:
+                raise RuntimeError(f"cell {lane[0]} changed a tensor of {tuple(tensor.shape)} before it was seen")
+            found.append(tensor)
+        return found
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
-        """Reduce in place; as ``start_all_reduce``."""
-        self.start_all_reduce(tensor, op)
+        """Reduce in place; the same bits in every cell."""
+        self.start_all_reduce(tensor, op).wait()
 
-    def _answer(
-        self, ask: Callable[[], None], answer: Callable[[], list[torch.Tensor]], reduction: bool = False
-    ) -> list[torch.Tensor]:
-        """Return what this call is answered; it asks once, however often it is made."""
-        if self._at == len(self._answers):
-            if not self._asked:
-                ask()
-                self._asked = True
-            self._answers.append(answer())
-            self._asked = False
-            self._reductions += reduction
-        self._at += 1
-        return self._answers[self._at - 1]
+    def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
+        """Start reducing in place; cells of one process are added first, in rank order."""
+        return _Reduction(self, tensor, op)
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
+        """Overwrite ``tensor`` with the root's."""
+        process, _ = self.group.members[root]
+
+        def last(call: _Call) -> None:
+            call.result = call.given[root] if root in call.given else torch.empty_like(tensor)
+            self.group.comm.broadcast(call.result, process)
+
+        arrived = self._together(tensor.detach().clone() if self._rank == root else None, last)
+        if self._rank != root:
+            tensor.copy_(arrived)
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        """Return the root's value."""
+        process, _ = self.group.members[root]
+
+        def last(call: _Call) -> None:
+            call.result = self.group.comm.broadcast_object(call.given.get(root), process)
+
+        return self._together(value, last)
+
+    def gather_objects(self, value: Any, root: int = 0) -> list[Any] | None:
+        """Return all cells' values in rank order on the root, None elsewhere."""
+        found = self._all_objects(value)
+        return found if self._rank == root else None
+
+    def barrier(self) -> None:
+        """Return when every cell of the group has come here."""
+        self._together(None, lambda call: self.group.comm.barrier())
+
+    def split(self, color: int | None, key: int = 0) -> CellCommunicator | None:
+        """Return the group of all cells that gave the same ``color``; those of one process give the same one."""
+        votes = self._all_objects([color, key, self._rank])
+
+        def last(call: _Call) -> None:
+            comm = self.group.comm.split(color, comm_key)
+            if comm is None:
+                return
+            processes = comm.broadcast_object(comm.gather_objects(self.group.comm.rank))
+            place = {process: at for at, process in enumerate(processes)}
+            chosen = sorted((k, rank) for c, k, rank in votes if c == color)
+            members = [(place[self.group.members[rank][0]], self.group.members[rank][1]) for _, rank in chosen]
+            call.result = _Group(comm, self.group.turns, members)
+
+        comm_key = min(k for _, k, rank in votes if rank in self.group.here)
+        if len({c for c, _, rank in votes if rank in self.group.here}) > 1:
+            raise AssertionError("cells of one process belong to the same groups")
+        group = self._together(None, last)
+        return None if group is None else CellCommunicator(group, self._cell)
+
+    def joined(self, value: Any, last: Callable[[_Call], None]) -> tuple[int, _Call]:
+        """Come to the group's next collective call; return its number and the call."""
+        number = self._calls
+        self._calls += 1
+        return number, self.group.call(number, self._rank, value, last)
+
+    def _together(self, value: Any, last: Callable[[_Call], None]) -> Any:
+        number, call = self.joined(value, last)
+        self.group.turns.wait(lambda: self.group.finished(call), outside=self.group.comm.size > 1)
+        return self.group.leave(number, call)
+
+    def _all_objects(self, value: Any) -> list[Any]:
+        def last(call: _Call) -> None:
+            comm = self.group.comm
+            every = comm.broadcast_object(comm.gather_objects([[rank, call.given[rank]] for rank in self.group.here]))
+            call.result = [item for _, item in sorted((pair for part in every for pair in part), key=lambda p: p[0])]
+
+        found: list[Any] = self._together(value, last)
+        return found
+
+    def _tag(self, source: int, target: int, tag: int) -> int:
+        """Return a tag that tells the messages of two processes' cells apart."""
+        cells = self.group.turns.size
+        return (tag * cells + source) * cells + target
 
     def __getattr__(self, name: str) -> Any:
-        """Nothing else is part of a forward."""
-        raise AttributeError(f"{name} is not offered to ranks that take turns: no forward of a stage calls it")
+        """Nothing else is part of a step."""
+        raise AttributeError(f"{name} is not offered to cells: no step calls it")
+
+
+def cell_communicators(comm: Communicator, turns: Turns, members: Sequence[tuple[int, int]]) -> list[CellCommunicator]:
+    """Return the communicator of each cell of this process in the group of all cells.
+
+    Args:
+        comm: the processes.
+        turns: of this process's cells.
+        members: (process, cell) of every rank of the group, in order.
+    """
+    group = _Group(comm, turns, members)
+    return [CellCommunicator(group, cell) for cell in range(turns.size)]
+
+
+def _reduce(group: _Group, call: _Call, op: ReduceOp) -> None:
+    """Add up what the cells of this process gave, and start adding up over processes."""
+    total = reduced([call.given[rank] for rank in group.here], op)
+    call.result = total
+    if group.comm.size > 1:
+        call.pending = group.comm.start_all_reduce(total, op)
 
 
 def _version(tensor: torch.Tensor) -> int | None:

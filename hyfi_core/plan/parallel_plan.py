@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Any, Literal, get_args
 
@@ -38,6 +38,8 @@ class ParallelPlan:
         memory_bytes: what a rank may need at most, as modelled, where cuts are "auto"; None for no limit.
         gather_bytes: bytes of the largest map, of a whole micro-batch, that every rank may gather for an operator that
             cannot be computed by parts; a larger one is refused. 0: none is gathered.
+        cells: rows x columns of cells in which each rank computes its part, one after the other, training too; None:
+            its part at once.
         shares: samples of one step that each replica takes, None for equally many; see below.
 
     With ``shares`` every sample weighs the same, whoever takes it, and micro-batch m of the whole batch is micro-batch
@@ -69,6 +71,7 @@ class ParallelPlan:
     memory_bytes: int | None = None
     gather_bytes: int = GATHER_BYTES
     shares: tuple[int, ...] | None = None
+    cells: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         """Check every field against the others."""
@@ -88,6 +91,8 @@ class ParallelPlan:
             _check_count("memory_bytes", self.memory_bytes, "null, or a number of bytes from 1")
         if self.reduce_dtype not in (None, "bfloat16"):
             raise RequestError(f"plan.reduce_dtype is {self.reduce_dtype!r}; use null or bfloat16")
+        if self.cells is not None:
+            object.__setattr__(self, "cells", _parse_cells(self.cells))
         object.__setattr__(self, "recompute", _parse_recompute(self.recompute, self.stages))
         if self.shares is not None:
             object.__setattr__(self, "shares", _parse_shares(self.shares, self.replicas, self.microbatches))
@@ -144,6 +149,15 @@ class ParallelPlan:
         """Trainers: ranks of all replicas."""
         return self.replicas * self.ranks_per_replica
 
+    def by_cells(self) -> ParallelPlan:
+        """Return the same plan with every cell as a rank of its own; placed by ``Placement.by_cells``."""
+        if self.cells is None:
+            return self
+        rows, columns = self.cells
+        grids = tuple((rows * y, columns * x) for y, x in self.grids)
+        fused_halo = 1 if self.fused_halo == "auto" else self.fused_halo  # between cells an exchange is a small copy
+        return replace(self, grids=grids, cells=None, fused_halo=fused_halo)
+
     def to_json(self) -> dict[str, Any]:
         """Return the plan as plain lists, numbers and strings; ``from_json`` gives it back."""
         fields = asdict(self)
@@ -151,6 +165,7 @@ class ParallelPlan:
         fields["cuts"] = self.cuts if self.cuts == "auto" else list(self.cuts)
         fields["recompute"] = self.recompute if isinstance(self.recompute, bool) else list(self.recompute)
         fields["shares"] = self.shares and list(self.shares)
+        fields["cells"] = self.cells and list(self.cells)
         return fields
 
     @classmethod
@@ -190,6 +205,17 @@ def _parse_grids(grids: Any) -> tuple[tuple[int, int], ...]:
         if any(isinstance(side, bool) or not isinstance(side, int) or side < 1 for side in grid):
             raise RequestError(f"plan.grids has {grid!r}; both sides are whole numbers from 1: {example}")
     return parsed
+
+
+def _parse_cells(cells: Any) -> tuple[int, int]:
+    example = "use null, or rows and columns, e.g. (4, 4)"
+    try:
+        rows, columns = cells
+    except (TypeError, ValueError):
+        raise RequestError(f"plan.cells is {cells!r}; {example}") from None
+    if any(isinstance(side, bool) or not isinstance(side, int) or side < 1 for side in (rows, columns)):
+        raise RequestError(f"plan.cells is {cells!r}; both are whole numbers from 1: {example}")
+    return rows, columns
 
 
 def _parse_cuts(cuts: Any, stages: int) -> tuple[str, ...]:
@@ -233,6 +259,8 @@ def _draw(plan: ParallelPlan) -> str:
     lines = [f"{head}, {plan.microbatches} micro-batch(es), schedule {plan.schedule}"]
     if plan.shares:
         lines.append(f"of every {sum(plan.shares)} samples the replicas take {', '.join(map(str, plan.shares))}")
+    if plan.cells:
+        lines.append(f"each rank computes its part in {plan.cells[0]} x {plan.cells[1]} cells, one after the other")
     width = len(str(plan.ranks - 1))
     for replica in range(plan.replicas):
         first = replica * plan.ranks_per_replica

@@ -61,6 +61,29 @@ class Placement:
             directions.append(tuple(tuple(first - 1 - rank for rank in group) for group in forward))
         return cls(plan.grids * plan.interleave, tuple(directions))
 
+    def by_cells(self, cells: tuple[int, int]) -> Placement:
+        """Return where the stages are when every cell of a rank counts as a rank: cell c of rank r as r * cells + c.
+
+        The cells of a rank lie in its part, row-major::
+
+            grids ((1, 2),), cells (2, 1)       rank 0  rank 1        by cells ((2, 2),)
+                                                cell 0  cell 0        0  2
+                                                cell 1  cell 1        1  3
+        """
+        rows, columns = cells
+
+        def group(ranks: tuple[int, ...], high: int, wide: int) -> tuple[int, ...]:
+            return tuple(
+                ranks[y // rows * wide + x // columns] * rows * columns + y % rows * columns + x % columns
+                for y in range(high * rows)
+                for x in range(wide * columns)
+            )
+
+        return Placement(
+            tuple((high * rows, wide * columns) for high, wide in self.grids),
+            tuple(tuple(group(r, *grid) for r, grid in zip(way, self.grids, strict=True)) for way in self.ranks),
+        )
+
     @property
     def stages(self) -> int:
         """Number of stages."""

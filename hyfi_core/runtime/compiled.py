@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -11,16 +11,18 @@ import torch
 from torch import nn
 
 from hyfi_core.capture.autocast import dtypes_under_autocast
-from hyfi_core.capture.export import capture
 from hyfi_core.capture.program import Program, Ref, refs_in
 from hyfi_core.capture.stages import Stage, active_values, cut_program, edges
+from hyfi_core.cells.fused_memory import runs_for_cells
+from hyfi_core.cells.fused_place import CELL_RULES
+from hyfi_core.cells.shared_halo import with_shared_halo
 from hyfi_core.comm.agree import compare
 from hyfi_core.comm.base import Communicator
-from hyfi_core.cost.cuts import with_cuts
 from hyfi_core.lowering.lower import Target, lower
 from hyfi_core.lowering.pool_before_relu import pool_before_relu
 from hyfi_core.lowering.segments import Tape, build_tape
 from hyfi_core.ops.boundary import BoundaryTransfer, BoundaryValue
+from hyfi_core.plan.fused_runs import FusedRuns
 from hyfi_core.plan.layout import Layout
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
@@ -86,19 +88,32 @@ class Compiled:
 
 def compile_model(
     model: nn.Module,
-    shape: tuple[int, int, int, int],
-    dtype: torch.dtype,
+    program: Program,
     plan: ParallelPlan,
+    placement: Placement,
     comm: Communicator,
     output: Output | None,
     autocast: torch.dtype | None = None,
+    runs_for_memory: dict[Any, FusedRuns] | None = None,
+    cells: int = 1,
 ) -> Compiled:
-    """Capture, cut and lower a model; all ranks of the replica call it together and agree before they go on.
+    """Cut and lower a captured model; all ranks of the replica call it together and agree before they go on.
+
+    Args:
+        model: the user's module.
+        program: what was captured of it.
+        plan: how it is spread.
+        placement: which ranks hold which stage.
+        comm: the ranks of the replica.
+        output: picks the logits out of what the model returns.
+        autocast: computes in this type where autocast would.
+        runs_for_memory: where ranks are cells that take turns, the fused runs that were found for them, and a place for
+            more; in evaluation mode such runs are chosen for memory.
+        cells: how many of the ranks are cells of one process.
 
     Raises:
         RequestError: the model cannot be captured, has an operator without a rule, or differs between ranks.
     """
-    program = capture(model, shape, dtype)
     _agree(program, comm)
     wanted, pick = _wanted(program, output)
     named = dict(model.named_parameters(remove_duplicate=False))
@@ -107,8 +122,15 @@ def compile_model(
     assert plan.cuts != "auto" or plan.stages == 1, "cuts are chosen before"
     stages = cut_program(program, wanted, () if plan.cuts == "auto" else plan.cuts)
     # In evaluation mode each replica answers for images of its own.
-    together = _taken_together(plan, shape[0]) if model.training else Fraction(1)
-    lowered = _Lowered(stages, Placement.of(plan), comm.rank, frozenset(trained), active, plan, together)
+    together = _taken_together(plan, program.values[program.image].shape[0]) if model.training else Fraction(1)
+    runs = None
+    if runs_for_memory is not None and not model.training and plan.stages == 1:
+        key = (id(program), plan.grids)
+        if key not in runs_for_memory:
+            only = pool_before_relu(stages[0].program, refs_in(stages[0].outputs))
+            runs_for_memory[key] = runs_for_cells(only, plan.grids[0])[0]
+        runs = runs_for_memory[key]
+    lowered = _Lowered(stages, placement, comm.rank, frozenset(trained), active, plan, together, runs, cells)
     last = any(_is_channels_last(p) for p in model.parameters())
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
     dtypes = dtypes_under_autocast(program, autocast, device) if autocast is not None and plan.stages > 1 else {}
@@ -121,19 +143,6 @@ def compile_model(
         frozenset(program.parameters[name] for name in trained if name in active),
         pick,
     )
-
-
-def with_named_cuts(
-    model: nn.Module, shape: tuple[int, int, int, int], dtype: torch.dtype, plan: ParallelPlan
-) -> ParallelPlan:
-    """Return the plan with names of modules for ``cuts="auto"``; the same on every rank, which have the same model.
-
-    Raises:
-        RequestError: the model cannot be captured, or cannot be cut so.
-    """
-    if plan.cuts != "auto" or plan.stages == 1:
-        return plan
-    return with_cuts(plan, capture(model, shape, dtype))
 
 
 def _taken_together(plan: ParallelPlan, images: int) -> Fraction:
@@ -155,7 +164,11 @@ class _Lowered:
         active: frozenset[str],
         plan: ParallelPlan,
         replicas: Fraction,
+        runs: FusedRuns | None,
+        cells: int,
     ) -> None:
+        self._runs = runs
+        self._shares_memory = plan.ranks_per_replica == cells
         self._stages = stages
         self._placement = placement
         self._active = active
@@ -213,8 +226,15 @@ class _Lowered:
         exits = tuple(dict.fromkeys(name for names in stage.exits.values() for name in names))
         grid, entries = self._placement.grids[index], self._entries[index]
         program = pool_before_relu(stage.program, (*refs_in(stage.outputs), *exits))
-        target = Target(grid, position, entries=entries, replicas=self._replicas, gather_bytes=self._plan.gather_bytes)
-        ranked = lower(program, target, stage.outputs, exits, self._plan.fused_halo)
+        wide = self._plan.gather_bytes
+        if self._runs is not None:
+            target = Target(grid, position, CELL_RULES, gather_bytes=wide)
+            ranked = lower(program, target, stage.outputs, exits, self._runs)
+            if self._shares_memory:
+                ranked = replace(ranked, instructions=tuple(map(with_shared_halo, ranked.instructions)))
+        else:
+            target = Target(grid, position, entries=entries, replicas=self._replicas, gather_bytes=wide)
+            ranked = lower(program, target, stage.outputs, exits, self._plan.fused_halo)
         sources = {*self._trained, *self._entries[index]} & self._active
         return HostedStage(ranked, build_tape(ranked, sources), position, stage.reads_image)
 

@@ -2,46 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from hyfi_core.capture.leftovers import NoTracedValues
-from hyfi_core.capture.module_state import module_state
 from hyfi_core.comm.activity import ACTIVITY
 from hyfi_core.comm.base import Communicator
+from hyfi_core.comm.cooperative import cell_communicators
+from hyfi_core.comm.turns import Turns
+from hyfi_core.cost.cuts import with_cuts
 from hyfi_core.errors import RequestError
-from hyfi_core.plan.box import Box
+from hyfi_core.plan.box import Box, hull
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
-from hyfi_core.runtime.attribution import Explanation, attribute
-from hyfi_core.runtime.backward import Values
-from hyfi_core.runtime.batch_reader import Images, InputPart, Reader, check_labels
+from hyfi_core.runtime.attribution import Explanation
+from hyfi_core.runtime.batch_reader import Images, InputPart, check_labels
 from hyfi_core.runtime.bindings import Bindings, RandomKey
-from hyfi_core.runtime.compiled import Compiled, compile_model, with_named_cuts
+from hyfi_core.runtime.compiled import Compiled
 from hyfi_core.runtime.consensus import CallConsensus
-from hyfi_core.runtime.executor import autocasting, evaluating
-from hyfi_core.runtime.gradients import StepGradients, clip
+from hyfi_core.runtime.executor import evaluating
+from hyfi_core.runtime.gradients import GradientsOfCells, StepGradients, clip
 from hyfi_core.runtime.groups import Groups
 from hyfi_core.runtime.mirror import Mirror
-from hyfi_core.runtime.optimizer_state import made_optimizer, optimizer_state, restricted
-from hyfi_core.runtime.ownership import ParameterOwnership
-from hyfi_core.runtime.pipeline import Key, Pipeline, Step
-from hyfi_core.runtime.predictor import Predictor
-from hyfi_core.runtime.stage_exchange import StageExchange
-from hyfi_core.runtime.statistics import FoldedStatistics, FollowingStatistics
+from hyfi_core.runtime.ownership import ParameterOwnership, made_optimizer, optimizer_state, restricted
+from hyfi_core.runtime.runner import CAPTURES_KEPT, Loss, StageRunner, Subject
 from hyfi_core.schedule.action import Action, Schedule
-from hyfi_core.schedule.generate import generate
-from hyfi_core.schedule.lower import lower
-from hyfi_core.schedule.simulate import validate
 
-Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-
-_CAPTURES_KEPT = 16
-"""Programs for other shapes and states of the module; the oldest goes first."""
+T = TypeVar("T")
 
 
 class Engine:
@@ -51,7 +41,7 @@ class Engine:
         plan: how the model is spread; its cuts are names, also where "auto" was asked for.
         optimizer: this rank's ``torch.optim.Optimizer``; learning-rate schedulers take it.
         random: what dropout and its like are keyed by, the same on all ranks of a replica.
-        events: what this rank did in the last step: (action, begin, end) in seconds of one clock.
+        events: what this rank did in the last step: (action, begin, end) in seconds of one clock; of cells the first's.
     """
 
     def __init__(
@@ -66,28 +56,25 @@ class Engine:
         autocast: torch.dtype | None,
     ) -> None:
         self._model = model
-        self._shape = shape
-        self._loss = loss
-        self._output = output
-        self._autocast = autocast
         self._device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-        self._dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-        micro = (shape[0] // plan.microbatches, *shape[1:])
+        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        self._micro = (shape[0] // plan.microbatches, *shape[1:])
         widest = (max(plan.shares or shape[:1]) // plan.microbatches, *shape[1:])  # all replicas are cut alike
-        self.plan = plan = with_named_cuts(model, widest, self._dtype, plan)
-        self._placement = Placement.of(plan)
-        self._groups = Groups(comm, plan, self._placement)
-        self._reader = Reader(plan, shape, self._groups, self._device, self._dtype)
-        self._cache: dict[Any, Compiled] = {}
-        self._gradients: dict[int, StepGradients] = {}
-        self._schedules: dict[tuple[tuple[int, int], ...], Schedule] = {}
+        self.random = RandomKey(torch.initial_seed() & (2**63 - 1))
+        bindings = Bindings(model, self.random)
+        self._subject = Subject(model, shape, loss, output, autocast, self._device, dtype, bindings, {}, {})
+        if plan.cuts == "auto" and plan.stages > 1:
+            plan = with_cuts(plan, self._subject.program(widest))
+        self.plan = plan
+        self._groups = Groups(comm, plan, Placement.of(plan))
+        self._gradients: list[tuple[Compiled, StepGradients]] = []
         self._consensus = CallConsensus(model, comm, self._groups.replica)
-        seed = int(comm.broadcast_object(torch.initial_seed() & (2**63 - 1)))
-        self.random = RandomKey(seed, first=self._groups.index * plan.microbatches, share=self._share())
-        self._bindings = Bindings(model, self.random)
+        self.random.seed = int(comm.broadcast_object(self.random.seed))
+        self.random.first, self.random.share = self._groups.index * plan.microbatches, self._share()
         self.events: list[tuple[Action, float, float]] = []
+        self._turns, self._runners = self._make_runners(comm)
         # Captures the model: what cannot run is refused here.
-        compiled = self._compiled(micro)
+        compiled = self._compiled()
         for tensor in (*model.parameters(), *model.buffers()):
             comm.broadcast(tensor.data)
         self._ownership = ParameterOwnership(model, compiled, self._groups)
@@ -95,7 +82,8 @@ class Engine:
         self._mirror: Mirror | None = None
         self._choose_mirror(compiled)
         self._optimizer = made_optimizer(optimizer, self._ownership.optimized()) if optimizer is not None else None
-        self._input_parts = tuple(self._reader.training_parts(compiled, shape[0]).values())
+        parts = self._each(lambda runner: runner.reader.training_parts(runner.compiled(self._micro), shape[0]).values())
+        self._input_parts = tuple(dict.fromkeys(part for found in parts for part in found))
 
     # -- what a user calls
 
@@ -117,7 +105,12 @@ class Engine:
 
     @property
     def input_box(self) -> Box:
-        """The first of these boxes: the rank's part of the first map, halo included, within the image; may be empty."""
+        """What of the image this rank asks for: its part of the first map, halo included; may be empty.
+
+        Of two directions it is the first one's box; of cells the smallest box that covers what all of them ask for.
+        """
+        if self.plan.cells is not None:
+            return hull(part.box for part in self._input_parts if not part.box.empty)
         return self._input_parts[0].box if self._input_parts else Box(0, 0, 0, 0)
 
     def predict(self, images: Images) -> Any:
@@ -125,19 +118,12 @@ class Engine:
 
         Args:
             images: the whole batch ``(B, C, H, W)``, a callable that returns ``(B, C, h, w)`` for a box of it, or an
-                object with ``read(box, first, stop)``.
+                object with ``read(box, first, stop)``. Each cell reads its own box, when its turn comes.
         """
-        with self._evaluating(), torch.no_grad():
-            self._groups.reset_traffic()
-            shape = self._reader.batch_shape(images)
-            micro = self._reader.micro_shape(shape)
-            self._consensus.check_evaluation("predict", shape)
-            compiled = self._compiled(micro)
-            local = self._reader.read(images, self._reader.prediction_parts(compiled, shape[0]))
-            predictor = Predictor(
-                compiled, self._groups, self._placement, self._exchange(compiled), self._bindings.begin
-            )
-            return predictor.run(local, shape[0], micro[0])
+        with evaluating(self._model, self._device):
+            self._reset_traffic()
+            self._consensus.check_evaluation("predict", self._runners[0].reader.batch_shape(images))
+            return self._each(lambda runner: runner.predict(images))[0]
 
     def attribute(self, images: Images) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (logits ``(B, K)``, contributions ``(B, K, h, w)``) float32, the same on every rank; see `explain`.
@@ -160,22 +146,9 @@ class Engine:
             raise RequestError(
                 f"contributions need a plan of one stage, this one has {self.plan.stages}; use grids=((rows, columns),)"
             )
-        with self._evaluating():
-            shape = self._reader.batch_shape(images)
-            micro = self._reader.micro_shape(shape)
-            self._consensus.check_evaluation("attribute", shape)
-            compiled = self._compiled(micro)
-            local = self._reader.read(images, self._reader.prediction_parts(compiled, shape[0]))[0, 0]
-            pieces = [
-                attribute(compiled, self._bindings.begin(compiled.only, p, m), self._groups.stages[0, 0])
-                for m, p in enumerate(local.split(micro[0]))
-            ]
-        positions = [piece.positions for piece in pieces if piece.positions is not None]
-        return Explanation(
-            torch.cat([piece.logits for piece in pieces]),
-            torch.cat([piece.contributions for piece in pieces]),
-            torch.cat(positions) if len(positions) == len(pieces) else None,
-        )
+        with evaluating(self._model, self._device):
+            self._consensus.check_evaluation("attribute", self._runners[0].reader.batch_shape(images))
+            return self._each(lambda runner: runner.explain(images))[0]
 
     def accumulate(self, images: Images, labels: torch.Tensor) -> float:
         """Run forward and backward; this call's gradient is reduced and added to what is there.
@@ -190,35 +163,30 @@ class Engine:
         Raises:
             RequestError: the micro-batches would be unequal, or the batch is not this replica's share.
         """
-        self._groups.reset_traffic()
-        shape = self._reader.batch_shape(images)
-        micro = self._reader.micro_shape(shape, strict=True)
+        self._reset_traffic()
+        reader = self._runners[0].reader
+        shape = reader.batch_shape(images)
+        micro = reader.micro_shape(shape, strict=True)
         check_labels(labels, shape[0])
         self._consensus.check_training(shape)
         compiled = self._compiled(micro)
-        local = self._reader.read(images, self._reader.training_parts(compiled, shape[0]))
+        local = self._runners[0].read(images, compiled, shape[0])
         self._choose_mirror(compiled)
         gradients = self._gradients_of(compiled)
-        statistics = self._statistics(compiled)
-        pipeline = Pipeline(
-            compiled,
-            self._groups.stages,
-            self._groups.copies,
-            self._exchange(compiled),
-            statistics,
-            gradients,
-            self._autocasting,
-            self.plan.recomputes,
-        )
-        ACTIVITY.step += 1
+        taken = gradients if self._turns is None else GradientsOfCells(gradients, self._turns.size)
         gradients.begin()
-        pipeline.run(self._actions(compiled), self._step(compiled, local, labels.to(self._device), micro[0]))
-        statistics.finish()
+        ACTIVITY.step += 1
+        done = self._each(lambda runner: runner.train(images, local, labels, taken, self._arrived))
+        self._runners[0].publish()
         gradients.finish()
         ACTIVITY.action = None
-        self.events = pipeline.events
+        self.events = done[0].events
         self.random.step += 1
-        return self._shared(pipeline)
+        if self.plan.stages * self.plan.directions * self.plan.replicas == 1:
+            return float(done[0].loss)
+        total = torch.stack([pipeline.share.to(self._device) for pipeline in done]).sum()
+        self._groups.all.of("reduce").all_reduce(total)
+        return float(total) / self.plan.mean_over
 
     def update(self, max_norm: float | None = None) -> None:
         """Clip gradients to a global norm, let the optimiser step, and forget the gradients."""
@@ -265,8 +233,13 @@ class Engine:
         self._model.load_state_dict(state)
 
     def traffic(self) -> dict[str, dict[str, int]]:
-        """Return what this rank sent in the last step: messages and bytes by kind."""
-        return self._groups.traffic()
+        """Return what this rank sent in the last step: messages and bytes by kind; between its own cells, too."""
+        total = self._groups.traffic()
+        for groups in self._cell_groups():
+            for kind, counts in groups.traffic().items():
+                for key, count in counts.items():
+                    total[kind][key] += count
+        return total
 
     def seconds(self) -> dict[str, float]:
         """Return how long this rank waited for messages in the last step, by kind: ``halo``, ``stage``, ``reduce``."""
@@ -278,10 +251,36 @@ class Engine:
             self._mirror.settle()
 
     def schedule(self) -> Schedule:
-        """Return the lowered schedule of a training step: every action of every rank of a replica."""
-        return self._schedule(self._compiled(self._reader.micro_shape(self._shape)))
+        """Return the lowered schedule of a training step: all actions of the ranks of a replica, or of their cells."""
+        compiled = self._compiled()
+        return self._runners[0].schedule(compiled)
 
     # -- how it is done
+
+    def _make_runners(self, comm: Communicator) -> tuple[Turns | None, list[StageRunner]]:
+        """Return this rank's runner, or one for each of its cells and whose turn it is."""
+        plan, subject = self.plan, self._subject
+        if plan.cells is None:
+            return None, [StageRunner(subject, plan, comm, self._groups)]
+        if comm.size > 1 and comm.in_order:
+            raise RequestError(
+                f"plan.cells is {plan.cells} on {comm.size} ranks whose messages have no tags (GPUs over NCCL), by which "
+                "cells tell theirs apart; use one rank, or plan.cells=null"
+            )
+        turns = Turns(plan.cells[0] * plan.cells[1])
+        members = [(rank, cell) for rank in range(plan.ranks) for cell in range(turns.size)]
+        comms = cell_communicators(comm, turns, members)
+        return turns, turns.run(lambda cell: StageRunner(subject, plan, comms[cell], cell=True))
+
+    def _each(self, call: Callable[[StageRunner], T]) -> list[T]:
+        """Return what each runner of this process returns: one, or cells in turn."""
+        if self._turns is None:
+            return [call(self._runners[0])]
+        return self._turns.run(lambda cell: call(self._runners[cell]))
+
+    def _compiled(self, micro: tuple[int, int, int, int] | None = None) -> Compiled:
+        shape = self._micro if micro is None else micro
+        return self._each(lambda runner: runner.compiled(shape))[0]
 
     def _choose_mirror(self, compiled: Compiled) -> None:
         """Take the mirror of the parameters that are trained now; weights in transit arrive first."""
@@ -293,95 +292,31 @@ class Engine:
                 list({id(named[n]): named[n] for n in names if n in compiled.trained}.values())
                 for names in compiled.parameters
             ]
-            self._mirrors[compiled.trained] = Mirror(self._placement, self._groups.replica, stages)
+            self._mirrors[compiled.trained] = Mirror(Placement.of(self.plan), self._groups.replica, stages)
         if self._mirror is not self._mirrors[compiled.trained]:
             self.settle()
             self._mirror = self._mirrors[compiled.trained]
 
-    def _step(self, compiled: Compiled, local: dict[Key, torch.Tensor], labels: torch.Tensor, size: int) -> Step:
-        count = self.plan.microbatches
-        parts = float(count / self.plan.weight(self._groups.index)) if self.plan.shares else count
-        first = {direction: direction * count // self.plan.directions for direction in range(self.plan.directions)}
-        targets = labels.split(size)
-
-        def begin(key: Key, microbatch: int) -> Values:
-            if key[1] == 1 and self._mirror is not None:
-                self._mirror.settle()
-            part = None
-            if key in local:
-                start = (microbatch - first[key[1]]) * size
-                part = local[key][start : start + size]
-            return self._bindings.begin(compiled.hosted[key], part, microbatch)
-
-        def loss(answer: Any, microbatch: int) -> torch.Tensor:
-            with NoTracedValues():
-                value = self._loss(answer, targets[microbatch])
-            if not isinstance(value, torch.Tensor) or value.numel() != 1:
-                given = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"the value {value!r}"
-                raise RequestError(f"the loss has {given}; give one number (a tensor), a mean over its samples")
-            return value / parts
-
-        parameters = {key: self._bindings.parameters(stage) for key, stage in compiled.hosted.items()}
-        return Step(begin, loss, parameters)
-
-    def _exchange(self, compiled: Compiled) -> StageExchange:
-        return StageExchange(compiled.boundaries, self._placement, self._groups.replica, self._device)
-
-    def _statistics(self, compiled: Compiled) -> FollowingStatistics | FoldedStatistics:
-        if self.plan.directions == 1:
-            return FollowingStatistics(self._model)
-        rank = self._groups.replica.rank
-        peers = {
-            (stage, direction): self._placement.group(stage, 1 - direction)[
-                self._placement.group(stage, direction).index(rank)
-            ]
-            for stage, direction in compiled.hosted
-        }
-        return FoldedStatistics(self._model, compiled.hosted, peers, self._groups.replica, self.plan.microbatches)
-
     def _gradients_of(self, compiled: Compiled) -> StepGradients:
-        if id(compiled) not in self._gradients:
-            self._gradients[id(compiled)] = StepGradients(self._model, compiled, self._groups, self.plan, self._mirror)
-        return self._gradients[id(compiled)]
-
-    def _schedule(self, compiled: Compiled) -> Schedule:
-        edges = tuple(compiled.boundaries)
-        if edges not in self._schedules:
-            bare = generate(self.plan, self._placement)
-            lowered = lower(bare, self._placement, edges, mirror=self.plan.mirror)
-            validate(lowered, self._placement, edges, mirror=self.plan.mirror)  # dry, before any rank can wait for ever
-            self._schedules[edges] = lowered
-        return self._schedules[edges]
-
-    def _actions(self, compiled: Compiled) -> tuple[Action, ...]:
-        return self._schedule(compiled).actions[self._groups.replica.rank]
-
-    def _compiled(self, shape: tuple[int, int, int, int]) -> Compiled:
-        self._bindings.refuse_replaced()
-        key = (shape, module_state(self._model))
-        if key not in self._cache:
-            while len(self._cache) >= _CAPTURES_KEPT:
-                self._gradients.pop(id(self._cache.pop(next(iter(self._cache)))), None)
-            self._cache[key] = compile_model(
-                self._model, shape, self._dtype, self.plan, self._groups.replica, self._output, self._autocast
-            )
-        return self._cache[key]
-
-    def _shared(self, pipeline: Pipeline) -> float:
-        """Return the loss: a sum over the last stages of both directions, a mean over replicas that weigh the same."""
-        if self.plan.stages * self.plan.directions * self.plan.replicas == 1:
-            return float(pipeline.loss)
-        total = pipeline.share.to(self._device)
-        self._groups.all.of("reduce").all_reduce(total)
-        return float(total) / self.plan.mean_over
+        known = next((gradients for made, gradients in self._gradients if made is compiled), None)
+        if known is None:
+            known = StepGradients(self._model, compiled, self._groups, self.plan, self._mirror)
+            self._gradients = [*self._gradients[1 - CAPTURES_KEPT :], (compiled, known)]
+        return known
 
     def _share(self) -> tuple[int, int] | None:
         """Return (samples of a whole micro-batch before this replica's, all of them) where replicas share it."""
         shares, count = self.plan.shares, self.plan.microbatches
         return (sum(shares[: self._groups.index]) // count, sum(shares) // count) if shares else None
 
-    def _autocasting(self) -> Any:
-        return autocasting(self._device, self._autocast)
+    def _reset_traffic(self) -> None:
+        for groups in (self._groups, *self._cell_groups()):
+            groups.reset_traffic()
 
-    def _evaluating(self) -> Any:
-        return evaluating(self._model, self._device, self._autocast)
+    def _arrived(self, direction: int) -> None:
+        """Wait for the weights of a direction."""
+        if direction == 1:
+            self.settle()
+
+    def _cell_groups(self) -> Sequence[Groups]:
+        return [] if self._turns is None else [runner.groups for runner in self._runners]

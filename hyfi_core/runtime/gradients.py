@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -132,6 +133,46 @@ class StepGradients:
         self._waiting[id(parameter)] -= 1
         if not self._waiting[id(parameter)] and id(parameter) in self._group_of:
             self._group_of[id(parameter)].complete([parameter])
+
+
+class GradientsOfCells:
+    """The same of a rank's cells, which add to one gradient: it is complete when the last one's share is there.
+
+    Args:
+        gradients: of the rank.
+        cells: how many.
+    """
+
+    def __init__(self, gradients: StepGradients, cells: int) -> None:
+        self._gradients, self._cells = gradients, cells
+        self._seen: dict[Any, int] = {}
+
+    @property
+    def reduces(self) -> bool:
+        """Whether any gradient is shared with other ranks."""
+        return self._gradients.reduces
+
+    def complete(self, key: Key, names: Sequence[str]) -> None:
+        """Take note that a cell adds no more to these gradients."""
+        self._gradients.complete(key, [name for name in names if self._last((key, name))])
+
+    def stage_done(self) -> None:
+        """All backwards of a stage are done in a cell."""
+        self._gradients.stage_done()
+
+    def send(self, stage: int) -> None:
+        """Start sending a stage's gradients to the direction that owns them, when all cells are done."""
+        if self._last(("send", stage)):
+            self._gradients.send(stage)
+
+    def expect(self, stage: int) -> None:
+        """Post the receives of a stage's gradients from the other direction, once."""
+        if self._last(("expect", stage)):
+            self._gradients.expect(stage)
+
+    def _last(self, event: Any) -> bool:
+        self._seen[event] = self._seen.get(event, 0) + 1
+        return self._seen[event] == self._cells
 
 
 def _by_holders(

@@ -46,6 +46,11 @@ class Groups:
                 self.stages[stage, direction] = group
                 self.copies[stage, direction] = copies
 
+    def wait_at_once(self) -> None:
+        """Let exchanges inside of a stage return only when all has come; for cells, which take turns."""
+        for comm in (*self.stages.values(), *self.copies.values()):
+            comm.waiting_at_once()
+
     def holders(self, stages: Iterable[int]) -> frozenset[int]:
         """Return the ranks of a replica that reduce the gradients of parameters used in these stages."""
         directions = 1 if self._plan.mirror == "point_to_point" else self._plan.directions

@@ -18,7 +18,8 @@ from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.strategy import Strategy, plan_for
 from hyfi_core.runtime.batch_reader import check_share, divisor
 from hyfi_core.runtime.consensus import Shape, compare_requests
-from hyfi_core.runtime.engine import Engine, Loss, OptimizerFactory
+from hyfi_core.runtime.engine import Engine, OptimizerFactory
+from hyfi_core.runtime.runner import Loss
 
 
 def parallelize(

@@ -94,8 +94,8 @@ class Pipeline:
         groups: (stage, direction) -> its ranks.
         copies: (stage, direction) -> its ranks in all replicas, for what is synchronised over them.
         exchange: what travels between stages.
-        statistics: what keeps the buffers.
-        gradients: what reduces gradients.
+        statistics: what keeps the buffers; None where nothing is trained.
+        gradients: what reduces gradients; None where nothing is trained: a schedule has forwards alone.
         autocasting: makes the context in which operators choose their types.
         recomputes: whether a stage computes its activations again.
     """
@@ -106,8 +106,8 @@ class Pipeline:
         groups: Mapping[Key, CountedCommunicator],
         copies: Mapping[Key, CountedCommunicator],
         exchange: StageExchange,
-        statistics: Statistics,
-        gradients: Gradients,
+        statistics: Statistics | None,
+        gradients: Gradients | None,
         autocasting: Callable[[], AbstractContextManager[Any]],
         recomputes: Callable[[int], bool],
     ) -> None:
@@ -120,6 +120,7 @@ class Pipeline:
         self._autocasting = autocasting
         self._recomputes = recomputes
         self._flights: dict[tuple[Key, int], _MicroBatch] = {}
+        self.answers: dict[int, list[Any]] = {}
         self.loss = torch.zeros((), dtype=torch.float64)
         self.share = torch.zeros((), dtype=torch.float64)
         self._begin_s = 0.0
@@ -131,6 +132,7 @@ class Pipeline:
 
         Then ``loss`` is that of the last stages on this rank, ``share`` the same on the first rank of such a stage and
         zero on others, and ``events`` holds every action with when it began and ended; it waits for data before that.
+        Of forwards alone, ``answers`` holds the leaves of each micro-batch's answer, on ranks of the last stage.
         """
         self._last = {(a.stage, a.direction): a.microbatch for a in actions if a.verb is Verb.B}
         for action in actions:
@@ -156,11 +158,11 @@ class Pipeline:
             case Verb.RECV_B:
                 exchange.expect((action.stage, _peer(action)), key[1], m, back=True)
             case Verb.REDUCE:
-                self._gradients.stage_done()
+                self._trained.stage_done()
             case Verb.SEND_G:
-                self._gradients.send(action.stage)
+                self._trained.send(action.stage)
             case Verb.RECV_G:
-                self._gradients.expect(action.stage)
+                self._trained.expect(action.stage)
 
     def _send(self, edge: tuple[int, int], key: Key, microbatch: int, back: bool) -> None:
         """Send along an edge; what no other edge needs is forgotten."""
@@ -176,20 +178,26 @@ class Pipeline:
     def _forward(self, key: Key, microbatch: int, step: Step) -> _MicroBatch:
         stage, flight = self._compiled.hosted[key], _MicroBatch()
         values = step.begin(key, microbatch)
-        values.update(self._statistics.given(stage))
+        if self._statistics is not None:
+            values.update(self._statistics.given(stage))
         values.update(self._exchange.values(*key, microbatch))
         self._begin_s = time.perf_counter()  # a forward begins when it has what it needs
         with self._autocasting():
-            if self._recomputes(key[0]):
+            if self._gradients is None:
+                self._executor(stage, key).forward(values, record=False)
+            elif self._recomputes(key[0]):
                 recorder = RecordingCommunicator(self._groups[key])
                 copies = RecordingCommunicator(self._copies[key], recorder.log)
                 flight.again = (dict(values), recorder.log)
                 Executor(stage.tape, recorder, copies).forward(values, record=False)
             else:
                 flight.records = self._executor(stage, key).forward(values, record=True)
-        self._statistics.changed(key, microbatch, stage, values)
+        if self._statistics is not None:
+            self._statistics.changed(key, microbatch, stage, values)
         flight.exits = {name: values[name] for name in stage.ranked.exits}
         flight.leaves = self._compiled.leaves(stage, values)
+        if self._gradients is None and key[0] == len(self._compiled.parameters) - 1:
+            self.answers[microbatch] = flight.leaves
         return flight
 
     def _backward(self, key: Key, microbatch: int, step: Step) -> None:
@@ -207,13 +215,19 @@ class Pipeline:
                 flight.records = replayed.forward(values, record=True)
             flight.again = None
         complete = None
-        if self._last[key] == microbatch and self._gradients.reduces:
-            complete = lambda names: self._gradients.complete(key, names)  # noqa: E731
+        gradients = self._trained
+        if self._last[key] == microbatch and gradients.reduces:
+            complete = lambda names: gradients.complete(key, names)  # noqa: E731
         flight.cotangents = self._executor(stage, key).backward(
             flight.records, cotangents, step.parameters[key], complete=complete
         )
         if not any(edge[1] == key[0] for edge in self._compiled.boundaries):
             del self._flights[key, microbatch]
+
+    @property
+    def _trained(self) -> Gradients:
+        assert self._gradients is not None, "the schedule of a prediction has no backwards"
+        return self._gradients
 
     def _executor(self, stage: HostedStage, key: Key) -> Executor:
         return Executor(stage.tape, self._groups[key], self._copies[key])

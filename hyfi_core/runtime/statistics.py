@@ -21,10 +21,16 @@ Hosted = Mapping[tuple[int, int], HostedStage]
 
 
 class FollowingStatistics:
-    """Buffers of one direction: changed after every forward."""
+    """Buffers of one direction: changed after every forward.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._buffers = dict(model.named_buffers(remove_duplicate=False))
+    Args:
+        model: the user's module.
+        apart: whether copies are changed until ``publish``: of cells in turn, one is done while others still read.
+    """
+
+    def __init__(self, model: nn.Module, apart: bool = False) -> None:
+        self._model = model
+        self._buffers = _buffers(model, apart)
 
     def given(self, stage: HostedStage) -> dict[str, torch.Tensor]:
         """Return value name -> buffer, for one forward."""
@@ -41,6 +47,10 @@ class FollowingStatistics:
     def finish(self) -> None:
         """Nothing is left to do."""
 
+    def publish(self) -> None:
+        """Make the buffers the model's."""
+        _publish(self._model, self._buffers)
+
 
 class FoldedStatistics:
     """Buffers of two directions: what each micro-batch adds is kept, exchanged and folded in order.
@@ -51,6 +61,7 @@ class FoldedStatistics:
         peers: (stage, direction) of this rank -> the rank that holds the same part in the other direction.
         comm: the ranks of the replica.
         microbatches: of both directions.
+        apart: whether copies are changed until ``publish``.
 
     Raises:
         RequestError: a buffer is changed by something else than a batch norm.
@@ -63,8 +74,10 @@ class FoldedStatistics:
         peers: Mapping[tuple[int, int], int],
         comm: Communicator,
         microbatches: int,
+        apart: bool = False,
     ) -> None:
-        self._buffers = dict(model.named_buffers(remove_duplicate=False))
+        self._model = model
+        self._buffers = _buffers(model, apart)
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._hosted = hosted
         self._peers = peers
@@ -98,6 +111,10 @@ class FoldedStatistics:
             for path in dict.fromkeys(name.rpartition(".")[0] for name in sorted(names)):
                 self._fold(path, names)
         self._added.clear()
+
+    def publish(self) -> None:
+        """Make the buffers the model's."""
+        _publish(self._model, self._buffers)
 
     def _check(self, name: str) -> None:
         path, _, key = name.rpartition(".")
@@ -154,3 +171,19 @@ class FoldedStatistics:
                 if name in names:
                     added = self._added[name, microbatch]
                     self._buffers[name].mul_(1.0 - share).add_(added * share if module.momentum is None else added)
+
+
+def _buffers(model: nn.Module, apart: bool) -> dict[str, torch.Tensor]:
+    """Return a model's buffers by name, or copies; two names of one buffer stay so."""
+    named = dict(model.named_buffers(remove_duplicate=False))
+    if not apart:
+        return named
+    copies = {id(buffer): buffer.detach().clone() for buffer in named.values()}
+    return {name: copies[id(buffer)] for name, buffer in named.items()}
+
+
+@torch.no_grad()
+def _publish(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if buffer is not buffers[name]:
+            buffer.copy_(buffers[name])

@@ -35,6 +35,13 @@ def generate(plan: ParallelPlan, placement: Placement) -> Schedule:
     return Schedule(plan.schedule, tuple(map(tuple, rows)))
 
 
+def forward_only(placement: Placement, microbatches: int) -> Schedule:
+    """Return the schedule of a prediction: the forwards of all micro-batches, in direction 0."""
+    order = [action for m in range(microbatches) for action in _forward(placement.stages, 0, m)]
+    rows = [[a for a in order if rank in placement.group(a.stage)] for rank in range(placement.size)]
+    return Schedule("forward", tuple(map(tuple, rows)))
+
+
 def _forward(stages: int, direction: int, microbatch: int) -> Iterator[Action]:
     return (act(Verb.F, stage, direction, microbatch) for stage in range(stages))
 

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from data.samples.dataset import SlideDataset
 from data.samples.view import View
-from hyfi_core.cells.engine import CellEngine
 from hyfi_core.comm.agree import agree
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
@@ -122,7 +121,7 @@ class Ensemble:
         def read(box: Box) -> torch.Tensor:
             return member.normalisation(torch.from_numpy(dataset.read_view(index, view, box))[None])
 
-        if isinstance(engine, CellEngine):
+        if engine.plan.cells is not None:
             # Each cell reads its own box when its turn comes.
             found = engine.explain(lambda box: together(self._comm, lambda: read(box)))
         else:

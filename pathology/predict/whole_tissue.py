@@ -21,7 +21,6 @@ from torch import nn
 import hyfi_core
 from data.samples.dataset import SlideDataset
 from data.samples.view import View
-from hyfi_core.cells.engine import CellEngine
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.engine import Engine
@@ -62,7 +61,7 @@ class SizedEngines:
     def __init__(
         self,
         module: nn.Module,
-        trained: Engine | CellEngine | None,
+        trained: Engine | None,
         size_px: Size,
         comm: Communicator,
         cells: tuple[int, int] | None = None,
@@ -77,10 +76,10 @@ class SizedEngines:
         self._module, self._size, self._comm, self._cells = module.eval(), size_px, comm, cells
         self._autocast, self._grid = autocast, grid or grid_of(comm.size)
         self._trained = trained or self._make(size_px)
-        self._latest: tuple[Size, Engine | CellEngine] = (size_px, self._trained)
+        self._latest: tuple[Size, Engine] = (size_px, self._trained)
         self._any_size: bool | None = None
 
-    def at(self, size_px: Size) -> Engine | CellEngine | None:
+    def at(self, size_px: Size) -> Engine | None:
         """Return the engine for images of a size; None where the network cannot be evaluated at it."""
         if size_px == self._size:
             return self._trained
@@ -95,7 +94,7 @@ class SizedEngines:
             self._any_size = True
         return self._latest[1]
 
-    def _make(self, size_px: Size) -> Engine | CellEngine:
+    def _make(self, size_px: Size) -> Engine:
         shape = (1, 3, *size_px)
         cells = self._cells
         if cells is None and self._comm.size == 1 and size_px != self._size:
@@ -103,8 +102,9 @@ class SizedEngines:
             cells = (rows, columns) if rows * columns > 1 else None
         if cells is not None:
             return_what_is_freed()  # else the heap keeps as much again as a cell needs
-            return CellEngine(self._module, shape, cells, autocast=self._autocast)
-        plan = hyfi_core.ParallelPlan(grids=(self._grid,))
+            plan = hyfi_core.ParallelPlan(grids=((1, 1),), cells=cells)
+        else:
+            plan = hyfi_core.ParallelPlan(grids=(self._grid,))
         return hyfi_core.parallelize(self._module, shape, plan, self._comm, autocast=self._autocast)
 
 

@@ -5,8 +5,7 @@
 Every way has a process of its own: plain PyTorch in one piece, then each grid of cells. Growth is the process' largest
 resident memory (VmHWM) less what it had with model, engine and kernels there (a small image has been predicted by
 then). Cells read the image, noise repeated, box by box, and have the C library give back what is freed, as the commands
-do; one piece is given it whole, as it must. Prints a JSON line for each way, with ratios to one piece and what was
-modelled.
+do; one piece is given it whole, as it must. Prints a JSON line for each way, with ratios to one piece.
 """
 
 from __future__ import annotations
@@ -63,7 +62,8 @@ def measure(name: str, size_px: int, way: str, threads: int | None) -> dict[str,
     """Predict one image in this process and return megabytes, seconds and logits."""
     import torch
 
-    from hyfi_core.cells.engine import CellEngine
+    import hyfi_core
+    from hyfi_core.comm.alone import AloneCommunicator
     from pathology.ingest.memory import return_what_is_freed
     from workflows.evaluation.cells import parse_cells
     from workflows.evaluation.models import build_model
@@ -73,11 +73,11 @@ def measure(name: str, size_px: int, way: str, threads: int | None) -> dict[str,
     torch.manual_seed(0)
     model = build_model({"name": name, "classes": 2}).eval()
     shape, cells = (1, 3, size_px, size_px), None if way == "one piece" else parse_cells(way)
-    began_s, price = time.perf_counter(), None
+    began_s = time.perf_counter()
     if cells is not None:
         return_what_is_freed()
-        engine = CellEngine(model, shape, cells)
-        price = engine.program(shape).price
+        plan = hyfi_core.ParallelPlan(((1, 1),), cells=cells)
+        engine = hyfi_core.parallelize(model, shape, plan, AloneCommunicator())
         engine.predict(torch.zeros(1, 3, _WARM_PX, _WARM_PX))
     else:
         with torch.no_grad():
@@ -103,8 +103,6 @@ def measure(name: str, size_px: int, way: str, threads: int | None) -> dict[str,
         "prepared_seconds": round(prepared_s, 2),
         "logits": logits[0].tolist(),
     }
-    if price is not None:
-        found |= {"modelled_mb": round(price.peak_bytes / 1e6, 1), "modelled_work": round(price.work, 3)}
     return found
 
 

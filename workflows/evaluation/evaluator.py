@@ -15,7 +15,6 @@ import torch
 
 from data.loading.normalise import Normalisation
 from data.samples.dataset import SlideDataset, SlideRef
-from hyfi_core.cells.engine import CellEngine
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.base import Communicator
 from hyfi_core.plan.parallel_plan import ParallelPlan
@@ -107,7 +106,8 @@ class Evaluator:
             engine = parallelize(module, shape, plan, group, autocast=autocast, verify=False)  # by training
         else:
             return_what_is_freed()  # else the heap keeps as much again as a cell needs
-            engine = CellEngine(module, shape, cells, autocast=autocast)
+            alone = ParallelPlan(grids=((1, 1),), cells=cells)
+            engine = parallelize(module, shape, alone, AloneCommunicator(), autocast=autocast)
         slides = evaluation_set_of(model, dataset)
         if not whole:
             return cls(slides, engine, module, plan, group)

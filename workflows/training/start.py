@@ -21,7 +21,7 @@ from hyfi_core.runtime.checkpoint import (
     load_training_state,
 )
 from hyfi_core.runtime.engine import Engine
-from hyfi_core.runtime.optimizer_state import load_optimizer_state
+from hyfi_core.runtime.ownership import load_optimizer_state
 from hyfi_core.runtime.parallelize import parallelize
 from workflows.config.load import Config
 from workflows.console import say

@@ -1,80 +1,106 @@
-"""Ranks that take turns: what is asked once is answered as often as it is asked again."""
+"""Cells of one process take turns, and are ranks of one group with the cells of others."""
 
 from __future__ import annotations
 
-import contextlib
+from typing import Any
 
 import pytest
 import torch
 
-from hyfi_core.comm.base import Message
-from hyfi_core.comm.cooperative import CooperativeCommunicator, CooperativeGroup, WouldBlock
+from hyfi_core.comm.alone import AloneCommunicator
+from hyfi_core.comm.base import Communicator, Message
+from hyfi_core.comm.cooperative import CellCommunicator, cell_communicators
+from hyfi_core.comm.threads import run_ranks
+from hyfi_core.comm.turns import Turns
+
+MEMBERS = ((0, 0), (1, 0), (0, 1), (1, 1))  # ranks go across two processes of two cells each
 
 
-def ranks(size: int) -> tuple[CooperativeGroup, list[CooperativeCommunicator]]:
-    turns = CooperativeGroup(size)
-    return turns, [CooperativeCommunicator(turns, rank) for rank in range(size)]
+def on_cells(cells: int, body: Any) -> list[Any]:
+    turns = Turns(cells)
+    comms = cell_communicators(AloneCommunicator(), turns, [(0, cell) for cell in range(cells)])
+    return turns.run(lambda cell: body(comms[cell]))
 
 
-def swapped(comm: CooperativeCommunicator, *values: float) -> list[float]:
-    """Exchange values with the other one of two ranks, then add a maximum: an operator that communicates twice."""
-    comm.begin()
-    boxes = [torch.empty(1) for _ in values]
-    peer = 1 - comm.rank
-    comm.exchange([Message(peer, torch.tensor([v])) for v in values], [Message(peer, box) for box in boxes])
-    top = torch.stack(boxes).amax(0)
-    comm.all_reduce(top, "max")
-    comm.end()
-    return [*(float(box) for box in boxes), float(top)]
+def on_two_processes(body: Any) -> list[Any]:
+    def process(comm: Communicator) -> list[Any]:
+        turns = Turns(2)
+        comms = cell_communicators(comm, turns, MEMBERS)
+        return turns.run(lambda cell: body(comms[cell]))
+
+    found = run_ranks(2, process, timeout_s=60)
+    return [found[process][cell] for process, cell in MEMBERS]
 
 
-def test_an_operator_goes_on_where_it_had_to_wait_and_sends_nothing_twice() -> None:
-    turns, (first, second) = ranks(2)
-    with pytest.raises(WouldBlock):
-        swapped(first, 1.0, 2.0)
-    with pytest.raises(WouldBlock):  # has its messages, and waits for the other's share of the maximum
-        swapped(second, 5.0, 3.0)
-    assert swapped(first, 1.0, 2.0) == [5.0, 3.0, 5.0]
-    happened = turns.happened
-    assert swapped(second, 5.0, 3.0) == [1.0, 2.0, 5.0]
-    assert turns.happened == happened, "the second time everything is there already"
-    with pytest.raises(WouldBlock):  # and nothing is left over for the next operator
-        swapped(first, 7.0, 8.0)
+def test_one_cell_runs_at_a_time_until_it_has_to_wait_and_nothing_is_done_twice() -> None:
+    order: list[str] = []
+
+    def body(comm: CellCommunicator) -> float:
+        order.append(f"{comm.rank} sends")
+        box, peer = torch.empty(1), (comm.rank + 1) % 3
+        pending = comm.exchange([Message(peer, torch.tensor([float(comm.rank)]))], [Message((comm.rank - 1) % 3, box)])
+        pending.wait()
+        order.append(f"{comm.rank} has")
+        return float(box)
+
+    assert on_cells(3, body) == [2.0, 0.0, 1.0]
+    assert order == ["0 sends", "1 sends", "1 has", "2 sends", "2 has", "0 has"]
 
 
-def test_sums_are_taken_in_rank_order_and_are_the_same_bits_for_all() -> None:
-    _, comms = ranks(3)
-    shares = [torch.tensor([0.1]), torch.tensor([0.2]), torch.tensor([0.3])]
-    totals: dict[int, float] = {}
-    for _ in range(2):
-        for comm in (comm for comm in comms if comm.rank not in totals):
-            comm.begin()
-            total = shares[comm.rank].clone()
-            with contextlib.suppress(WouldBlock):
-                comm.all_reduce(total)
-                comm.end()
-                totals[comm.rank] = float(total)
-    assert list(totals) == [2, 0, 1], "the last one to come need not wait"
-    assert set(totals.values()) == {float(shares[0] + shares[1] + shares[2])}
+def everything(comm: CellCommunicator) -> list[Any]:
+    """Call everything that a step calls, more than once, and return what came of it."""
+    found: list[Any] = []
+    for turn in range(2):
+        total = torch.tensor([0.1 * (comm.rank + 1) + turn], dtype=torch.float64)
+        top = total.clone()
+        pending = comm.start_all_reduce(total)
+        comm.all_reduce(top, "max")
+        pending.wait()
+        boxes = [torch.empty(1) for _ in range(comm.size)]
+        comm.exchange(
+            [Message(peer, torch.tensor([10.0 * comm.rank + peer])) for peer in range(comm.size)],
+            [Message(peer, box) for peer, box in enumerate(boxes)],
+        ).wait()
+        told = torch.tensor([float(comm.rank)])
+        comm.broadcast(told, comm.size - 1)
+        comm.barrier()
+        found += [float(total), float(top), [float(box) for box in boxes], float(told)]
+        found += [comm.broadcast_object({"rank": comm.rank}, 1), comm.gather_objects(comm.rank, 2)]
+    group = comm.split(0, -comm.rank)
+    assert group is not None
+    found.append((group.rank, group.gather_objects(comm.rank, 0)))
+    return found
 
 
-def test_what_was_sent_must_stay_as_it_is() -> None:
-    _, (first, second) = ranks(2)
-    sent = torch.zeros(2)
-    first.exchange([Message(1, sent)], [])
-    sent.add_(1)
-    with pytest.raises(RuntimeError, match="rank 0 changed"):
-        second.exchange([], [Message(0, torch.empty(2))])
+@pytest.mark.parametrize("run", [lambda body: on_cells(4, body), on_two_processes])
+def test_cells_are_ranks_of_a_group_wherever_they_are(run: Any) -> None:
+    wanted = run_ranks(4, everything, timeout_s=60)
+    found = run(everything)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert [ours[n] for n in (1, 2, 3, 4, 5)] == [theirs[n] for n in (1, 2, 3, 4, 5)]
+        assert ours[-1] == theirs[-1]
+        assert abs(ours[0] - theirs[0]) < 1e-15, "sums are taken within each process first"
+    assert len({ours[0] for ours in found}) == 1, "and are the same bits for all"
 
 
-def test_a_message_of_another_shape_is_told() -> None:
-    _, (first, second) = ranks(2)
-    first.exchange([Message(1, torch.zeros(2))], [])
-    with pytest.raises(RuntimeError, match=r"\(3,\) torch.float32 is expected from rank 0, which sent \(2,\)"):
-        second.exchange([], [Message(0, torch.empty(3))])
+def test_one_cells_failure_ends_all() -> None:
+    def body(comm: CellCommunicator) -> None:
+        if comm.rank == 1:
+            raise ValueError("the second cell fails")
+        comm.barrier()
+
+    with pytest.raises(ValueError, match="the second cell fails"):
+        on_cells(3, body)
 
 
-def test_what_no_forward_calls_is_not_offered() -> None:
-    _, (comm,) = ranks(1)
-    with pytest.raises(AttributeError, match="broadcast is not offered"):
-        comm.broadcast(torch.zeros(1))
+def test_cells_that_wait_for_ever_are_told() -> None:
+    def body(comm: CellCommunicator) -> None:
+        comm.exchange([], [Message(1 - comm.rank, torch.empty(1))]).wait()
+
+    with pytest.raises(RuntimeError, match=r"cells \[0, 1\] wait for each other"):
+        on_cells(2, body)
+
+
+def test_what_no_step_calls_is_not_offered() -> None:
+    with pytest.raises(AttributeError, match="poll_object is not offered"):
+        on_cells(1, lambda comm: comm.poll_object(0))

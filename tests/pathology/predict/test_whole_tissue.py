@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import tifffile
 import torch
 from torch import nn
 
+import hyfi_core
 from data.samples.dataset import SlideDataset, SlideRef
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.base import Communicator
@@ -100,13 +102,14 @@ def test_cells_and_ranks_give_what_one_piece_gives(
     ranks = run_ranks(2, body)[0].done[0]
     monkeypatch.setattr(whole_tissue, "CELL_PX", 300)
     made: list[tuple[int, int]] = []
-    engine = whole_tissue.CellEngine
+    plan = hyfi_core.ParallelPlan
 
-    def counted(module: nn.Module, shape: tuple[int, ...], cells: tuple[int, int], **options: object) -> object:
-        made.append(cells)
-        return engine(module, shape, cells, **options)  # type: ignore[arg-type]
+    def counted(**fields: Any) -> hyfi_core.ParallelPlan:
+        if fields.get("cells") is not None:
+            made.append(fields["cells"])
+        return plan(**fields)
 
-    monkeypatch.setattr(whole_tissue, "CellEngine", counted)
+    monkeypatch.setattr(hyfi_core, "ParallelPlan", counted)
     cells = predict(store, tmp_path / "3", member_of(models[0], **SMALL)).done[0]
     assert made and min(made[0]) > 1
     np.testing.assert_allclose(ranks.probabilities, whole.probabilities, atol=1e-6)

@@ -16,7 +16,7 @@ from tests.workflows.runs import in_this_process, losses, run_here, run_on
 
 @pytest.fixture(autouse=True)
 def _here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("hyfi_core.runtime.compiled.capture", captured_once)
+    monkeypatch.setattr("hyfi_core.runtime.runner.capture", captured_once)
     with in_this_process(monkeypatch):
         yield
 

@@ -34,7 +34,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Models are captured once for all runs: an export takes a second."""
-    monkeypatch.setattr("hyfi_core.runtime.compiled.capture", captured_once)
+    monkeypatch.setattr("hyfi_core.runtime.runner.capture", captured_once)
     with in_this_process(monkeypatch):
         yield
 

@@ -15,14 +15,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hyfi_core
 from hyfi_core.cells import fused_memory
-from hyfi_core.cells.engine import CellEngine
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.errors import RequestError
+from hyfi_core.lowering.pool_before_relu import pool_before_relu
 from hyfi_core.lowering.segments import OperatorStep
 from hyfi_core.models.amoebanet import amoebanet_d
 from hyfi_core.models.resnet import resnet18
 from hyfi_core.plan.box import Box
 from hyfi_core.rules.instructions import CollectiveCall
+from hyfi_core.runtime.compiled import HostedStage
+from hyfi_core.runtime.engine import Engine
+from hyfi_core.runtime.runner import StageRunner
 from tests.harness import captured_once
 
 TOLERANCE = 1e-10
@@ -84,11 +87,18 @@ def images_of(shape: tuple[int, int, int, int]) -> torch.Tensor:
 @pytest.fixture(autouse=True)
 def _captured_once() -> Iterator[None]:
     """Share captures, which take most of the time, between cases and with the engine of one piece."""
-    with (
-        mock.patch("hyfi_core.cells.engine.capture", captured_once),
-        mock.patch("hyfi_core.runtime.compiled.capture", captured_once),
-    ):
+    with mock.patch("hyfi_core.runtime.runner.capture", captured_once):
         yield
+
+
+def by_cells(model: nn.Module, shape: tuple[int, int, int, int], cells: tuple[int, int]) -> Engine:
+    return hyfi_core.parallelize(model, shape, hyfi_core.ParallelPlan(((1, 1),), cells=cells), AloneCommunicator())
+
+
+def evaluated(engine: Engine, cell: int) -> HostedStage:
+    """Return what a cell does in evaluation mode."""
+    runner = engine._runners[cell]
+    return list(runner._cache.values())[-1].only
 
 
 MODELS = {
@@ -114,13 +124,13 @@ def test_cells_equal_one_piece(name: str, cells: tuple[int, int]) -> None:
     make, shape = MODELS[name]
     torch.manual_seed(0)
     model, images = settled(make()), images_of(shape)
-    engine = CellEngine(model, shape, cells)
+    engine = by_cells(model, shape, cells)
     found = engine.predict(images)
     assert all(module.training for module in model.modules()), "every module gets its own flag back"
     with torch.no_grad():
         wanted = model.eval()(images)
     assert float((found - wanted).norm()) <= TOLERANCE * float(wanted.norm())
-    splits = engine.program(shape).cells[0].ranked.splits.values()
+    splits = evaluated(engine, 0).ranked.splits.values()
     owns_nothing = any(part.empty for split in splits for part in split.layout.parts)
     assert owns_nothing or cells not in ((6, 5), (5, 1), (3, 7)), "these are meant to have cells with nothing to do"
 
@@ -130,7 +140,7 @@ def test_contributions_are_those_of_one_piece() -> None:
     make, shape = MODELS["resnet18"]
     model, images = settled(make()), images_of(shape)
     whole = hyfi_core.parallelize(model, shape, hyfi_core.ParallelPlan(((1, 1),)), AloneCommunicator())
-    engine = CellEngine(model, shape, (3, 2))
+    engine = by_cells(model, shape, (3, 2))
     for found, wanted in zip(engine.explain(images), whole.explain(images), strict=True):
         assert found.dtype == torch.float32 and found.shape == wanted.shape
         assert float((found - wanted).norm()) <= 1e-6 * float(wanted.norm())
@@ -141,11 +151,11 @@ def test_slices_and_padding_stand_inside_runs_of_any_length(depth: int, monkeypa
     monkeypatch.setattr(fused_memory, "DEPTHS", (depth,))
     model, shape = settled(Shifting()), (1, 3, 64, 71)
     images = images_of(shape)
-    engine = CellEngine(model, shape, (3, 3))
+    engine = by_cells(model, shape, (3, 3))
     torch.testing.assert_close(engine.predict(images), model.eval()(images), rtol=0, atol=1e-10)
     exchanges = sum(
         isinstance(step, OperatorStep) and isinstance(step.call, CollectiveCall) and step.call.traffic == "halo"
-        for step in engine.program(shape).cells[4].tape.steps
+        for step in evaluated(engine, 4).tape.steps
     )
     assert exchanges == 1 if depth == 1000 else exchanges >= 1, "reflected padding alone ends a run that may be longest"
 
@@ -158,7 +168,7 @@ def test_each_cell_reads_its_box_once_and_never_the_whole() -> None:
         asked.append(box)
         return images[:, :, box.y0 : box.y1, box.x0 : box.x1]
 
-    found = CellEngine(model, shape, (4, 3)).predict(read)
+    found = by_cells(model, shape, (4, 3)).predict(read)
     assert len(asked) == 12 and max(box.area for box in asked) < 512 * 384 / 3
     torch.testing.assert_close(found, model.eval()(images), rtol=0, atol=1e-10)
 
@@ -188,23 +198,31 @@ class Alive(TorchDispatchMode):
         return result
 
 
-def test_the_peak_is_one_cells_and_as_modelled() -> None:
+def test_the_peak_is_one_cells_and_as_modelled(monkeypatch: pytest.MonkeyPatch) -> None:
     model, shape = resnet18(2, width=8).eval(), (1, 3, 1536, 1536)
     images = torch.randn(shape)
     peaks = []
     for cells in ((1, 1), (6, 6)):
-        engine = CellEngine(model, shape, cells)
-        with Alive(images) as alive:
-            engine.predict(lambda box: images[:, :, box.y0 : box.y1, box.x0 : box.x1])
+        engine = by_cells(model, shape, cells)
+        alive, predict = Alive(images), StageRunner.predict
+
+        def watched(runner: StageRunner, given: Any, alive: Alive = alive, predict: Any = predict) -> Any:
+            with alive:  # a mode of one thread, and every cell has its own
+                return predict(runner, given)
+
+        monkeypatch.setattr(StageRunner, "predict", watched)
+        engine.predict(lambda box: images[:, :, box.y0 : box.y1, box.x0 : box.x1])
+        monkeypatch.undo()
         peaks.append(alive.peak_bytes)
-    modelled = engine.program(shape).price.peak_bytes
+    program = pool_before_relu(captured_once(model, shape, torch.float32), ())
+    modelled = fused_memory.runs_for_cells(program, (6, 6))[1].peak_bytes
     assert peaks[1] < peaks[0] / 6
     assert 0.5 * modelled < peaks[1] < 1.6 * modelled
 
 
 def test_weights_are_shared_and_loaded_in_place() -> None:
     model, shape = settled(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 3))), (1, 3, 64, 64)
-    engine, images = CellEngine(model, shape, (2, 2)), images_of(shape)
+    engine, images = by_cells(model, shape, (2, 2)), images_of(shape)
     before = engine.predict(images)
     state = {name: value * 1.5 if value.is_floating_point() else value for name, value in model.state_dict().items()}
     engine.load_state_dict(state)
@@ -215,8 +233,8 @@ def test_weights_are_shared_and_loaded_in_place() -> None:
 
 def test_what_makes_no_sense_is_refused_by_name() -> None:
     with pytest.raises(RequestError, match=r"cells is \(0, 2\)"):
-        CellEngine(resnet18(2), (1, 3, 64, 64), (0, 2))
-    engine = CellEngine(nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten(2)), (1, 3, 16, 16), (2, 2))
+        by_cells(resnet18(2), (1, 3, 64, 64), (0, 2))
+    engine = by_cells(nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten(2)), (1, 3, 16, 16), (2, 2))
     with pytest.raises(RequestError, match="images have shape"):
         engine.predict(torch.zeros(3, 16, 16))
     with pytest.raises(RequestError, match="contributions"):

@@ -1,0 +1,128 @@
+"""Turns: the cells of one process are threads of which one runs at a time.
+
+    cell 0   ── run ── needs a halo │                             │ ── run ── …
+    cell 1                          │ ── run ── needs a halo │    │
+    cell 2                                                   │ ── run
+
+A cell keeps its turn until it has to wait; the next one that can go on follows, in cyclic order, so that a run is
+repeated exactly. Nothing that a cell does is done twice.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+_NAP_S = 1e-4  # between two rounds in which no cell could go on, while other processes are waited for
+
+
+class OtherCellFailedError(RuntimeError):
+    """Another cell has failed; this one ends because of it. Never the first error."""
+
+
+class Turns:
+    """Whose turn it is among the cells of one process.
+
+    Args:
+        size: cells.
+        switched: called with a cell whenever it gets its turn back after others have had theirs.
+    """
+
+    def __init__(self, size: int, switched: Callable[[int], None] = lambda cell: None) -> None:
+        self.size = size
+        self.cell = 0
+        self._switched = switched
+        self._changed = threading.Condition()
+        self._running: set[int] = set()
+        self._failed = False
+        self._idle_turns = 0
+        self._outside: set[int] = set()
+
+    def run(self, body: Callable[[int], T]) -> list[T]:
+        """Run ``body(cell)`` for every cell and return what each returned.
+
+        Raises:
+            BaseException: the first error of any cell; all others have ended then.
+        """
+        results: list[Any] = [None] * self.size
+        errors: list[BaseException] = []
+        self.cell, self._failed, self._idle_turns = 0, False, 0
+        self._running = set(range(self.size))
+
+        def target(cell: int) -> None:
+            try:
+                self._take(cell)
+                results[cell] = body(cell)
+            except BaseException as error:
+                errors.append(error)
+                self._fail()
+            self._end(cell)
+
+        threads = [threading.Thread(target=target, args=(c,), name=f"cell-{c}", daemon=True) for c in range(self.size)]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        except BaseException:  # a signal's, which the main thread gets
+            self._fail()
+            raise
+        if errors:
+            raise next((error for error in errors if not isinstance(error, OtherCellFailedError)), errors[0])
+        return results
+
+    def wait(self, ready: Callable[[], bool], outside: bool = False) -> None:
+        """Return when ``ready()``; until then others have their turns.
+
+        Args:
+            ready: asked by this cell only, in its turn.
+            outside: whether another process may make it so.
+
+        Raises:
+            RuntimeError: no cell can ever go on.
+        """
+        if ready():
+            return
+        cell = self.cell
+        while True:
+            self._idle_turns += 1
+            if outside:
+                self._outside.add(cell)
+            if self._idle_turns > len(self._running):
+                if not self._outside:
+                    raise RuntimeError(f"cells {sorted(self._running)} wait for each other: none can go on")
+                time.sleep(_NAP_S)
+            self._pass()
+            self._take(cell)
+            if ready():
+                break
+        self._idle_turns = 0
+        self._outside.discard(cell)
+        self._switched(cell)
+
+    def _pass(self) -> None:
+        with self._changed:
+            if self._running:
+                after = [cell for cell in sorted(self._running) if cell > self.cell]
+                self.cell = after[0] if after else min(self._running)
+            self._changed.notify_all()
+
+    def _take(self, cell: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._failed or self.cell == cell)
+        if self._failed:
+            raise OtherCellFailedError("another cell has failed")
+
+    def _end(self, cell: int) -> None:
+        self._running.discard(cell)
+        self._idle_turns = 0
+        if not self._failed:
+            self._pass()
+
+    def _fail(self) -> None:
+        with self._changed:
+            self._failed = True
+            self._changed.notify_all()

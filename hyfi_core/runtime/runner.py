@@ -1,0 +1,355 @@
+"""Stage runner: one rank of a plan, or one cell of a rank, as it runs the stages that it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hyfi_core.capture.export import capture
+from hyfi_core.capture.leftovers import NoTracedValues
+from hyfi_core.capture.module_state import module_state
+from hyfi_core.capture.program import Program
+from hyfi_core.comm.base import Communicator
+from hyfi_core.errors import RequestError
+from hyfi_core.plan.fused_runs import FusedRuns
+from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.plan.placement import Placement
+from hyfi_core.runtime.attribution import Explanation, attribute
+from hyfi_core.runtime.backward import Values
+from hyfi_core.runtime.batch_reader import Images, InputPart, Reader, Shape
+from hyfi_core.runtime.bindings import Bindings
+from hyfi_core.runtime.compiled import Compiled, compile_model
+from hyfi_core.runtime.executor import autocasting
+from hyfi_core.runtime.groups import Groups
+from hyfi_core.runtime.pipeline import Gradients, Key, Pipeline, Step
+from hyfi_core.runtime.stage_exchange import StageExchange
+from hyfi_core.runtime.statistics import FoldedStatistics, FollowingStatistics
+from hyfi_core.schedule.action import Schedule
+from hyfi_core.schedule.generate import forward_only, generate
+from hyfi_core.schedule.lower import lower
+from hyfi_core.schedule.simulate import validate
+
+Loss = Callable[[Any, torch.Tensor], torch.Tensor]
+Output = Callable[[Any], Any]
+CAPTURES_KEPT = 16
+"""Programs for other shapes and states of the module; the oldest goes first."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is trained: the same for all runners of a process.
+
+    Attributes:
+        model: the user's module.
+        shape: of the whole batch of one replica.
+        loss: of one micro-batch, a mean over its samples.
+        output: picks the logits out of what the model returns.
+        autocast: computes in this type where autocast would.
+        device: where the model is.
+        dtype: of its parameters.
+        bindings: the model's tensors by the values of a stage's program.
+        programs: what has been captured, by shape and flags.
+        runs: fused runs that were chosen for memory, of cells in evaluation mode.
+    """
+
+    model: nn.Module
+    shape: Shape
+    loss: Loss
+    output: Output | None
+    autocast: torch.dtype | None
+    device: torch.device
+    dtype: torch.dtype
+    bindings: Bindings
+    programs: dict[Any, Program]
+    runs: dict[Any, FusedRuns]
+
+    def program(self, shape: Shape) -> Program:
+        """Return the captured model for a shape of micro-batches, in the state that its modules have now."""
+        key = (shape, module_state(self.model))
+        if key not in self.programs:
+            while len(self.programs) >= CAPTURES_KEPT:
+                self.programs.pop(next(iter(self.programs)))
+                self.runs.clear()  # they go by the programs' identity
+            self.programs[key] = capture(self.model, shape, self.dtype)
+        return self.programs[key]
+
+
+class StageRunner:
+    """Runs the stages of one rank of a plan. All runners of the plan call its methods together.
+
+    Args:
+        subject: what is trained.
+        plan: how it is spread.
+        comm: all runners of the plan.
+        groups: the plan's groups, where they are made already.
+        cell: whether this is one of several cells in a process: it then has buffers of its own, and reads its box of
+            the image when it comes to it.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        plan: ParallelPlan,
+        comm: Communicator,
+        groups: Groups | None = None,
+        cell: bool = False,
+    ) -> None:
+        self._subject, self._cell = subject, cell
+        self._cells = 1 if plan.cells is None else plan.cells[0] * plan.cells[1]
+        placement = Placement.of(plan)
+        self._placement = placement.by_cells(plan.cells) if plan.cells is not None else placement
+        self._plan = plan = plan.by_cells()
+        self.groups = Groups(comm, plan, self._placement) if groups is None else groups
+        if cell:
+            self.groups.wait_at_once()
+        self.reader = Reader(plan, subject.shape, self.groups, subject.device, subject.dtype)
+        self._cache: dict[Any, Compiled] = {}
+        self._schedules: dict[Any, Schedule] = {}
+        self._trained: FollowingStatistics | FoldedStatistics | None = None
+
+    def compiled(self, shape: Shape) -> Compiled:
+        """Return the model ready to run for micro-batches of a shape, in the modes that its modules have now."""
+        subject = self._subject
+        subject.bindings.refuse_replaced()
+        key = (shape, module_state(subject.model))
+        if key not in self._cache:
+            while len(self._cache) >= CAPTURES_KEPT:
+                self._cache.pop(next(iter(self._cache)))
+            self._cache[key] = compile_model(
+                subject.model,
+                subject.program(shape),
+                self._plan,
+                self._placement,
+                self.groups.replica,
+                subject.output,
+                subject.autocast,
+                subject.runs if self._cell else None,
+                self._cells,
+            )
+        return self._cache[key]
+
+    def schedule(self, compiled: Compiled) -> Schedule:
+        """Return the lowered schedule of a training step: every action of every rank of a replica."""
+        edges = tuple(compiled.boundaries)
+        if edges not in self._schedules:
+            mirror = self._plan.mirror
+            lowered = lower(generate(self._plan, self._placement), self._placement, edges, mirror=mirror)
+            validate(lowered, self._placement, edges, mirror=mirror)  # dry, before any rank can wait for ever
+            self._schedules[edges] = lowered
+        return self._schedules[edges]
+
+    def read(self, images: Images, compiled: Compiled, batch: int) -> dict[Key, torch.Tensor]:
+        """Return what this runner needs of the batch in training; of a cell nothing yet."""
+        return {} if self._cell else self.reader.read(images, self.reader.training_parts(compiled, batch))
+
+    def train(
+        self,
+        images: Images,
+        local: dict[Key, torch.Tensor],
+        labels: torch.Tensor,
+        gradients: Gradients,
+        arrived: Callable[[int], None],
+    ) -> Pipeline:
+        """Run one step forward and backward; what it leaves behind is in the pipeline.
+
+        Args:
+            images: the replica's whole batch.
+            local: from ``read``.
+            labels: of the whole batch.
+            gradients: what reduces them.
+            arrived: called with a direction before its forwards; returns when its weights are there.
+        """
+        shape = self.reader.batch_shape(images)
+        micro = self.reader.micro_shape(shape, strict=True)
+        compiled = self.compiled(micro)
+        statistics = self._statistics(compiled)
+        pipeline = self._pipeline(compiled, statistics, gradients)
+        actions = self.schedule(compiled).actions[self.groups.replica.rank]
+        parts = self.reader.training_parts(compiled, shape[0])
+        step = self._step(compiled, images, parts, local, labels.to(self._subject.device), micro[0], arrived)
+        pipeline.run(actions, step)
+        statistics.finish()
+        self._trained = statistics
+        return pipeline
+
+    def publish(self) -> None:
+        """Make the buffers that the last step changed the model's, where this runner has its own."""
+        assert self._trained is not None
+        self._trained.publish()
+
+    def predict(self, images: Images) -> Any:
+        """Return the answer for a batch, the same in every runner; the model is in evaluation mode."""
+        with torch.no_grad(), self._autocasting():
+            shape = self.reader.batch_shape(images)
+            micro = self.reader.micro_shape(shape)
+            compiled = self.compiled(micro)
+            parts = self.reader.prediction_parts(compiled, shape[0])
+            local = {} if self._cell else self.reader.read(images, parts)
+            pipeline = self._pipeline(compiled, None, None)
+            step = self._step(compiled, images, parts, local, None, micro[0])
+            pipeline.run(self._forwards(compiled, shape[0] // micro[0]), step)
+            return self._joined_answer(compiled, pipeline, shape[0] // micro[0])
+
+    def explain(self, images: Images) -> Explanation:
+        """Return the logits and where they come from, the same in every runner; see ``Engine.explain``."""
+        with self._autocasting():
+            shape = self.reader.batch_shape(images)
+            micro = self.reader.micro_shape(shape)
+            compiled = self.compiled(micro)
+            parts = self.reader.prediction_parts(compiled, shape[0])
+            local = {} if self._cell else self.reader.read(images, parts)
+            pieces = []
+            for microbatch in range(shape[0] // micro[0]):
+                part = self._part(images, parts, local, (0, 0), microbatch * micro[0], micro[0])
+                values = self._subject.bindings.begin(compiled.only, part, microbatch)
+                pieces.append(attribute(compiled, values, self.groups.stages[0, 0]))
+        positions = [piece.positions for piece in pieces if piece.positions is not None]
+        return Explanation(
+            torch.cat([piece.logits for piece in pieces]),
+            torch.cat([piece.contributions for piece in pieces]),
+            torch.cat(positions) if len(positions) == len(pieces) else None,
+        )
+
+    def _pipeline(
+        self,
+        compiled: Compiled,
+        statistics: FollowingStatistics | FoldedStatistics | None,
+        gradients: Gradients | None,
+    ) -> Pipeline:
+        return Pipeline(
+            compiled,
+            self.groups.stages,
+            self.groups.copies,
+            StageExchange(compiled.boundaries, self._placement, self.groups.replica, self._subject.device),
+            statistics,
+            gradients,
+            self._autocasting,
+            self._plan.recomputes,
+        )
+
+    def _forwards(self, compiled: Compiled, microbatches: int) -> Any:
+        edges = tuple(compiled.boundaries)
+        key = (edges, microbatches)
+        if key not in self._schedules:
+            self._schedules[key] = lower(forward_only(self._placement, microbatches), self._placement, edges)
+        return self._schedules[key].actions[self.groups.replica.rank]
+
+    def _step(
+        self,
+        compiled: Compiled,
+        images: Images,
+        parts: dict[Key, InputPart],
+        local: dict[Key, torch.Tensor],
+        labels: torch.Tensor | None,
+        size: int,
+        arrived: Callable[[int], None] = lambda direction: None,
+    ) -> Step:
+        plan, subject = self._plan, self._subject
+        count = plan.microbatches
+        weight = float(count / plan.weight(self.groups.index)) if plan.shares else count
+        targets = () if labels is None else labels.split(size)
+
+        def begin(key: Key, microbatch: int) -> Values:
+            arrived(key[1])
+            part = None
+            if key in parts:
+                first = key[1] * count // plan.directions if labels is not None else 0
+                part = self._part(images, parts, local, key, (microbatch - first) * size, size)
+            return subject.bindings.begin(compiled.hosted[key], part, microbatch)
+
+        def loss(answer: Any, microbatch: int) -> torch.Tensor:
+            with NoTracedValues():
+                value = subject.loss(answer, targets[microbatch])
+            if not isinstance(value, torch.Tensor) or value.numel() != 1:
+                given = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"the value {value!r}"
+                raise RequestError(f"the loss has {given}; give one number (a tensor), a mean over its samples")
+            return value / weight
+
+        parameters = {key: subject.bindings.parameters(stage) for key, stage in compiled.hosted.items()}
+        return Step(begin, loss, parameters)
+
+    def _part(
+        self,
+        images: Images,
+        parts: dict[Key, InputPart],
+        local: dict[Key, torch.Tensor],
+        key: Key,
+        start: int,
+        size: int,
+    ) -> torch.Tensor:
+        """Return this runner's box of one micro-batch: of what has been read, or read now."""
+        if key in local:
+            return local[key][start : start + size]
+        part = parts[key]
+        chosen = InputPart(part.box, part.first + start, part.first + start + size)
+        return self.reader.read(images, {key: chosen})[key]
+
+    def _statistics(self, compiled: Compiled) -> FollowingStatistics | FoldedStatistics:
+        model, rank = self._subject.model, self.groups.replica.rank
+        if self._plan.directions == 1:
+            return FollowingStatistics(model, self._cell)
+        peers = {
+            (stage, direction): self._placement.group(stage, 1 - direction)[
+                self._placement.group(stage, direction).index(rank)
+            ]
+            for stage, direction in compiled.hosted
+        }
+        return FoldedStatistics(model, compiled.hosted, peers, self.groups.replica, self._plan.microbatches, self._cell)
+
+    def _joined_answer(self, compiled: Compiled, pipeline: Pipeline, microbatches: int) -> Any:
+        """Return the micro-batches' answers put together, on every rank of the replica."""
+        answers = []
+        for microbatch in range(microbatches):
+            leaves = self._shared(pipeline.answers.pop(microbatch, None))
+            answers.append(compiled.pick(leaves))
+        return _joined(answers)
+
+    def _shared(self, leaves: list[Any] | None) -> list[Any]:
+        """Return the leaves of an answer on every rank of the replica, of which the last stage has them."""
+        if self._placement.stages == 1:
+            assert leaves is not None
+            return leaves
+        root, comm = self._placement.group(self._placement.stages - 1)[0], self.groups.replica
+        known = comm.broadcast_object(_described(leaves) if leaves is not None else None, root)
+        tensors = _undescribed(known, leaves if comm.rank == root else None, self._subject.device)
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                comm.broadcast(tensor, root)
+        return tensors
+
+    def _autocasting(self) -> Any:
+        return autocasting(self._subject.device, self._subject.autocast)
+
+
+def _described(leaves: list[Any]) -> list[Any]:
+    """Return what another rank needs to make room for the leaves of an answer."""
+    return [
+        [list(leaf.shape), str(leaf.dtype).removeprefix("torch.")] if isinstance(leaf, torch.Tensor) else leaf
+        for leaf in leaves
+    ]
+
+
+def _undescribed(known: list[Any], leaves: list[Any] | None, device: torch.device) -> list[Any]:
+    """Return the leaves, or room for them."""
+    if leaves is not None:
+        return [leaf.contiguous() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return [
+        torch.empty(item[0], dtype=getattr(torch, item[1]), device=device) if isinstance(item, list) else item
+        for item in known
+    ]
+
+
+def _joined(answers: list[Any]) -> Any:
+    """Put the micro-batches' answers together again, whatever structure they have."""
+    if len(answers) == 1:
+        return answers[0]
+    leaves = [torch.utils._pytree.tree_flatten(answer) for answer in answers]
+    joined = [
+        torch.cat(parts) if isinstance(parts[0], torch.Tensor) and parts[0].dim() else parts[0]
+        for parts in zip(*(flat for flat, _ in leaves), strict=True)
+    ]
+    return torch.utils._pytree.tree_unflatten(joined, leaves[0][1])
