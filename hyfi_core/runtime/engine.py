@@ -264,7 +264,7 @@ class Engine:
             return None, [StageRunner(subject, plan, comm, self._groups)]
         if comm.size > 1 and comm.in_order:
             raise RequestError(
-                f"plan.cells is {plan.cells} on {comm.size} ranks whose messages have no tags (GPUs over NCCL), by which "
+                f"plan.cells is {plan.cells} on {comm.size} ranks that send without tags (GPUs over NCCL), by which "
                 "cells tell theirs apart; use one rank, or plan.cells=null"
             )
         turns = Turns(plan.cells[0] * plan.cells[1])
