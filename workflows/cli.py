@@ -268,16 +268,17 @@ def validate(
     ranks: Ranks = None,
     cells: Cells = None,
     image: Image = "whole",
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for a page and a table of all slides.")] = None,
     resume: Resume = False,
     as_json: Json = False,
 ) -> None:
-    """Compute a checkpoint's metrics: the same numbers as during training."""
+    """Compute a checkpoint's metrics: by the same sums as during training, of all tissue of each slide."""
     from workflows.commands import validate
 
     request = validate.EvaluationRequest(
-        checkpoint, store, labels, splits, split_name, split_column, cells, image, as_json
+        checkpoint, store, labels, splits, split_name, split_column, cells, image, out, as_json
     )
-    _exit(lambda: validate.run(request, ranks), as_ranks=True)
+    _exit(lambda: validate.run(request, ranks), writes=out, as_ranks=True)
 
 
 @app.command()

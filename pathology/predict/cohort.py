@@ -245,6 +245,7 @@ class _Run:
             level=level,
             views=tuple(views),
             combined=combined_words(views, self._members[0].pooling),
+            label=one.row.get(str(self._members[0].config.get("target", "label")), ""),
             withheld=known.reason if known.status == INCOMPLETE and not self._options.allow_partial else "",
             heatmap=heatmap,
             probabilities=np.stack([attribution.probabilities for attribution in said]),

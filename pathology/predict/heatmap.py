@@ -103,8 +103,7 @@ def place(
 ) -> Heatmap:
     """Put a network's contributions back on the slide.
 
-    What the background of the images contributed (cells that lie in no piece) belongs to no place on the slide; it is
-    shared equally among the cells that were seen, so that their sum plus the bias is the logit.
+    What the background of the images contributed (cells in no piece) is shared equally among the cells that were seen.
 
     Args:
         contributions: of each image, (classes, h, w); the sum over (h, w) and all images + bias = logit.
@@ -117,7 +116,7 @@ def place(
         class_names: one for each class.
 
     Returns:
-        The heatmap; it owns its memory: ``4 * classes * slide pixels / cell_px**2`` bytes.
+        The heatmap; it owns its memory: ``8 * classes * slide pixels / cell_px**2`` bytes.
 
     Raises:
         ValueError: the views hold no piece.
@@ -140,7 +139,6 @@ def place(
     shared = background / max(1, int(seen.sum()))
     canvas[:classes] += shared[:, None, None]
     canvas[:, ~seen] = np.nan
-    logit_values = np.asarray(logits, dtype=np.float64)
     return Heatmap(
         scores=smoothed(canvas[classes:-1] / canvas[-1]),
         values=canvas[:classes].astype(np.float32),
@@ -148,8 +146,8 @@ def place(
         mpp=mpp,
         slide_size_px=slide_size_px,
         class_names=tuple(class_names),
-        logits=tuple(logit_values.tolist()),
-        bias=tuple((logit_values - totals).tolist()),
+        logits=tuple(map(float, logits)),
+        bias=tuple((np.asarray(logits, dtype=np.float64) - totals).tolist()),
         shared=tuple(shared.tolist()),
         exact=exact,
     )

@@ -1,7 +1,7 @@
 """The folder of one slide's results: heatmap, overlay, regions, report; written beside and renamed when whole.
 
 ```
-DIR/<slide_id>/heatmap.tiff  scores.tiff  overlay.png  regions.geojson  report.html  prediction.json
+DIR/<slide_id>/heatmap.tiff  scores.tiff  overlay.png  thumbnail.jpg  regions.geojson  report.html  prediction.json
 ```
 """
 
@@ -26,7 +26,8 @@ from pathology.predict.report import render_report
 from pathology.predict.slide_report import Pictures, fill_report
 from pathology.predict.slide_result import SlideResult, level0_of, origin_um
 
-PREDICTION_FILE = "prediction.json"
+PREDICTION_FILE, THUMBNAIL_FILE = "prediction.json", "thumbnail.jpg"
+THUMBNAIL_PX = 128
 OVERLAY_PX = 1920  # the legend goes below; with it a square slide's picture stays under 2048 px
 
 
@@ -77,6 +78,9 @@ def _write_files(
     regions = [] if result.withheld else find_regions(heatmap, predicted, cells)
     overlay = draw_overlay(Overlay(thumb, heatmap, not result.withheld, mask, mask_mpp, regions))
     overlay.save(folder / "overlay.png", optimize=False, compress_level=6)
+    small = overlay.crop((0, 0, thumb.shape[1], thumb.shape[0]))  # without the legend
+    small.thumbnail((THUMBNAIL_PX, THUMBNAIL_PX), Image.Resampling.LANCZOS)
+    small.save(folder / THUMBNAIL_FILE, quality=80)
     level0 = level0_of(result)
     collection = to_geojson(regions, heatmap, predicted, slide_id=result.slide_id, level0=level0)
     collection["features"] += tissue_features(mask, mask_mpp, heatmap, slide_id=result.slide_id, level0=level0)
@@ -85,5 +89,7 @@ def _write_files(
         write_score_picture(folder / "scores.tiff", heatmap)
     report = fill_report(result, members, spec, Pictures(Image.fromarray(thumb), overlay, cells), regions, level0)
     (folder / "report.html").write_text(render_report(report), encoding="utf-8")
-    text = json.dumps({"key": dict(key), "slide_id": result.slide_id, **about}, ensure_ascii=False, indent=1)
+    text = json.dumps(
+        {"key": dict(key), "slide_id": result.slide_id, "label": result.label, **about}, ensure_ascii=False, indent=1
+    )
     (folder / PREDICTION_FILE).write_text(text + "\n", encoding="utf-8")

@@ -25,6 +25,7 @@ class SlideResult:
         views: the images of the slide that the model was given.
         combined: how the evidence of several images is combined, in words; empty for one.
         withheld: why no class is given, in words; empty where one is.
+        label: true class, as the user's or the store's manifest has it; empty where unknown.
         heatmap: contributions, logits and biases; means over an ensemble.
         probabilities: (members, classes).
         flags: what a reader must know.
@@ -38,6 +39,7 @@ class SlideResult:
     views: tuple[View, ...]
     combined: str
     withheld: str
+    label: str
     heatmap: Heatmap
     probabilities: NDArray[np.float64]
     flags: tuple[str, ...]

@@ -127,8 +127,9 @@ def _predict(
     with _progress(len(slides), comm) as progress:
         report = predict_slides(members, slides, out, comm, options, progress=progress, stop_wanted=signals.requested)
     if owner is not None:
+        page = _write_page(out, members)
         owner.release()
-        _say(report, out, as_json)
+        _say(report, out, page, as_json)
     if report.stopped:
         return STOPPED
     withheld = [one for one in report.incomplete if not one.prediction]
@@ -166,7 +167,19 @@ def _progress(total: int, comm: Communicator) -> Iterator[Callable[[str], None]]
         yield lambda note: bar.advance(1, note)
 
 
-def _say(report: PredictionReport, out: Path, as_json: bool) -> None:
+def _write_page(out: Path, members: Sequence[Member]) -> Path:
+    """Write ``index.html`` about all slides of the folder, also those of earlier runs."""
+    from workflows.evaluation.cohort_page import PAGE_FILE, predicted_slides, write_cohort_page
+
+    class_names = members[0].config["class_names"]
+    try:
+        return write_cohort_page(out, predicted_slides(out, class_names), class_names, f"Predictions in {out.name}")
+    except OSError as error:
+        console.warn(f"{out / PAGE_FILE} cannot be written: {error.strerror or error}")
+        return out / PAGE_FILE
+
+
+def _say(report: PredictionReport, out: Path, page: Path, as_json: bool) -> None:
     for one in report.failed:
         console.warn(f"{one.slide_id} ({one.path}): {one.reason}")
     for one in report.incomplete:
@@ -181,11 +194,12 @@ def _say(report: PredictionReport, out: Path, as_json: bool) -> None:
     stopped = "; stopped on request, the same command continues" if report.stopped else ""
     table = out / "predictions.csv"
     counts = f"{len(report.done)} predicted, {len(report.incomplete)} incomplete, {len(report.failed)} failed"
-    console.say(f"{counts}{skipped}{stopped}: {table}")
+    console.say(f"{counts}{skipped}{stopped}: {table}, {page}")
     if as_json:
         console.emit_json(
             {
                 "predictions": str(table),
+                "page": str(page),
                 "done": [one.slide_id for one in report.done],
                 "incomplete": [
                     {"slide_id": one.slide_id, "path": one.path, "coverage": one.coverage, "reason": one.reason}

@@ -16,6 +16,8 @@ from workflows.exit_codes import DONE, STOPPED
 
 if TYPE_CHECKING:
     from data.samples.dataset import SlideDataset
+    from workflows.evaluation.evaluate import Logits
+    from workflows.evaluation.evaluator import Evaluator
     from workflows.evaluation.whole import WholeSlides
 
 
@@ -32,6 +34,7 @@ class EvaluationRequest:
         split_column: the column of splits; None: the one that the checkpoint was trained with.
         cells: "R,C": rows and columns of cells that a process computes one after the other; None: whole images.
         image: ``whole``: all tissue of every slide is shown; ``trained``: what an image of the trained size holds.
+        out: folder for ``index.html`` and ``predictions.csv`` of the slides; None: neither.
         as_json: print the numbers as one JSON object.
     """
 
@@ -43,6 +46,7 @@ class EvaluationRequest:
     split_column: str | None = None
     cells: str | None = None
     image: str = "whole"
+    out: Path | None = None
     as_json: bool = False
 
     def words(self) -> list[str]:
@@ -52,6 +56,7 @@ class EvaluationRequest:
         words += ["--splits", str(self.splits)] if self.splits else []
         words += ["--split-column", self.split_column] if self.split_column else []
         words += ["--cells", self.cells] if self.cells else []
+        words += ["--out", str(self.out)] if self.out else []
         return [*words, "--image", self.image, *["--json"] * self.as_json]
 
 
@@ -95,8 +100,9 @@ def validate_rank(request: EvaluationRequest) -> int:
     apart = ParallelPlan(grids=((1, 1),), replicas=world.size)
     plan = ParallelPlan(grids=((1, world.size),)) if cells is None else apart
     evaluator = agree(world, lambda: Evaluator.of(loaded.model, dataset, plan, world, cells, whole=whole))
+    seen: Logits = {}
     try:
-        metrics = evaluator.evaluate(loaded.judged, lambda: stop.anywhere(world))
+        metrics = evaluator.evaluate(loaded.judged, lambda: stop.anywhere(world), seen.update)
     except Interrupted:
         return STOPPED
     if metrics is None:
@@ -108,8 +114,36 @@ def validate_rank(request: EvaluationRequest) -> int:
     elif low:
         warn(f"{len(low)} slides show less than {least:g} of their tissue (--image whole shows all): {', '.join(low)}")
     weights = "weights" if loaded.averaged is None else "moving average of the weights (EMA)"
-    _report(request, loaded.model, weights, metrics)
+    page = None if request.out is None else _write_page(request.out, request, loaded.model, evaluator, dataset, seen)
+    _report(request, loaded.model, weights, metrics, page)
     return DONE
+
+
+def _write_page(
+    out: Path,
+    request: EvaluationRequest,
+    model: Mapping[str, Any],
+    evaluator: Evaluator,
+    dataset: SlideDataset,
+    seen: Logits,
+) -> Path:
+    """Write ``predictions.csv`` and ``index.html`` of the slides that were evaluated.
+
+    Raises:
+        RequestError: ``out`` cannot be written.
+    """
+    from pathology.predict.members import MIN_COVERAGE
+    from workflows.evaluation.cohort_page import evaluated_slides, write_cohort_page, write_table
+
+    names = list(model["class_names"])
+    least = float(model.get("min_coverage", MIN_COVERAGE))
+    slides = evaluated_slides(dataset, seen, names, least, whole=evaluator.whole is not None)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_table(out, slides, names, request.store)
+        return write_cohort_page(out, slides, names, f"Validation: {request.split} of {request.store.name}")
+    except OSError as error:
+        raise RequestError(f"{out}: cannot be written ({error.strerror or error}); choose another --out") from error
 
 
 def _say_enlarged(whole: WholeSlides, model: Mapping[str, Any]) -> None:
@@ -142,7 +176,9 @@ def _dataset(model: Mapping[str, Any], request: EvaluationRequest) -> SlideDatas
     return dataset_of(model, store, slides)
 
 
-def _report(request: EvaluationRequest, model: Mapping[str, Any], weights: str, metrics: Mapping[str, Any]) -> None:
+def _report(
+    request: EvaluationRequest, model: Mapping[str, Any], weights: str, metrics: Mapping[str, Any], page: Path | None
+) -> None:
     step = model.get("step")
     say(
         f"{request.checkpoint} (step {step}), {weights}, on {metrics['slides']} slides of {request.split} "
@@ -152,8 +188,11 @@ def _report(request: EvaluationRequest, model: Mapping[str, Any], weights: str, 
     if metrics["case"] is not None:
         say(f"by case ({metrics['case']['cases']} cases; {model.get('case_aggregate', 'mean')} of their slides):")
         _print_metrics(metrics["case"])
+    if page is not None:
+        say(f"all slides: {page}")
     if request.as_json:
-        emit_json({"checkpoint": request.checkpoint, "step": step, "split": request.split, **metrics})
+        numbers = {"checkpoint": request.checkpoint, "step": step, "split": request.split, **metrics}
+        emit_json(numbers | ({} if page is None else {"page": page}))
 
 
 def _print_metrics(metrics: Mapping[str, Any]) -> None:

@@ -25,6 +25,7 @@ from workflows.evaluation.evaluate import (
     DatasetImages,
     EvaluationSet,
     InferenceEngine,
+    Logits,
     Metrics,
     gather_logits,
     predict_slides,
@@ -117,9 +118,17 @@ class Evaluator:
         return cls(slides, engine, module, plan, group, WholeSlides(dataset, slides.images, engines, replica, pooling))
 
     def evaluate(
-        self, weights: Mapping[str, torch.Tensor], interrupted: Callable[[], bool] = lambda: False
+        self,
+        weights: Mapping[str, torch.Tensor],
+        interrupted: Callable[[], bool] = lambda: False,
+        seen: Callable[[Logits], None] = lambda logits: None,
     ) -> Metrics | None:
         """Return what weights are worth, on rank 0; None elsewhere.
+
+        Args:
+            weights: of the network.
+            interrupted: asked before each slide.
+            seen: called on rank 0 with the slides' logits.
 
         Raises:
             Interrupted: ``interrupted`` said so, on all ranks alike.
@@ -131,4 +140,7 @@ class Evaluator:
         engine, images = (self.engine, slides.images) if self.whole is None else (self.whole, self.whole)
         mine = predict_slides(engine, images, len(slides.targets), share, interrupted)
         logits = gather_logits(self.group, mine if place == 0 else None)
-        return None if logits is None else self.evaluation_set.metrics_of(logits)
+        if logits is None:
+            return None
+        seen(logits)
+        return self.evaluation_set.metrics_of(logits)

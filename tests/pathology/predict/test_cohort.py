@@ -26,7 +26,15 @@ from pathology.predict.options import PredictOptions
 from pathology.predict.whole_tissue import grid_of
 from tests.pathology.slides import FOCUS, Darkness, draw_slide, member_of, write_slide
 
-FILES = {"heatmap.tiff", "scores.tiff", "overlay.png", "regions.geojson", "report.html", "prediction.json"}
+FILES = {
+    "heatmap.tiff",
+    "scores.tiff",
+    "thumbnail.jpg",
+    "overlay.png",
+    "regions.geojson",
+    "report.html",
+    "prediction.json",
+}
 
 
 @pytest.fixture(scope="module")

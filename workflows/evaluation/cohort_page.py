@@ -1,0 +1,293 @@
+"""One page about all slides of a prediction or validation: a table to sort and filter; with labels, its curves.
+
+The page is one file with everything in it; it asks no network for anything. Only the rows on the screen are drawn, so
+that thousands of slides scroll as few do.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib.metadata
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from data.files import write_atomically
+from data.samples.dataset import SlideDataset
+from data.store.slide_store import SlideStore, slide_path
+from pathology.ingest.thumbnail import thumbnail_of_store
+from pathology.pages import FLAG_MEANINGS, jpeg_uri, render
+from pathology.predict.colors import class_color
+from pathology.predict.results import PREDICTION_FILE, THUMBNAIL_FILE, THUMBNAIL_PX
+from pathology.predict.table import FILE_NAME, Prediction, columns
+
+PAGE_FILE = "index.html"
+WORST = 12
+
+
+@dataclass(frozen=True, eq=False)
+class CohortSlide:
+    """One row of the page.
+
+    Attributes:
+        slide_id, case_id: the slide.
+        status: ``done``, ``incomplete`` or ``failed``.
+        prediction: class; empty where none is given.
+        probabilities: of each class; empty with it.
+        label: true class; empty where unknown.
+        coverage: share of the tissue that was seen; None where unknown.
+        flags: what a reader must know.
+        reason: why it failed or is incomplete.
+        thumbnail: a JPEG; empty for none.
+        link: relative address of its report; empty for none.
+    """
+
+    slide_id: str
+    case_id: str
+    status: str
+    prediction: str
+    probabilities: tuple[float, ...]
+    label: str
+    coverage: float | None
+    flags: tuple[str, ...]
+    reason: str = ""
+    thumbnail: bytes = b""
+    link: str = ""
+
+    @property
+    def wrong(self) -> bool:
+        """Whether the prediction is known to be wrong."""
+        return bool(self.label and self.prediction and self.label != self.prediction)
+
+
+def predicted_slides(out: Path, class_names: Sequence[str]) -> list[CohortSlide]:
+    """Return the slides of a folder of predictions, as its table and the slides' folders have them.
+
+    Raises:
+        OSError: the table cannot be read.
+    """
+    with (out / FILE_NAME).open(encoding="utf-8", newline="") as file:
+        return [_predicted_slide(out, row, class_names) for row in csv.DictReader(file)]
+
+
+def _predicted_slide(out: Path, row: Mapping[str, str], class_names: Sequence[str]) -> CohortSlide:
+    folder = out / row["slide_id"]
+    try:
+        about: dict[str, Any] = json.loads((folder / PREDICTION_FILE).read_text(encoding="utf-8"))
+        thumbnail = (folder / THUMBNAIL_FILE).read_bytes()
+    except (OSError, ValueError):
+        about, thumbnail = {}, b""
+    label = str(about.get("label", ""))
+    shown = row["status"] != "failed" and bool(about)
+    return CohortSlide(
+        slide_id=row["slide_id"],
+        case_id=row["case_id"],
+        status=row["status"],
+        prediction=row["prediction"],
+        probabilities=tuple(float(row[f"p_{name}"]) for name in class_names) if row["prediction"] else (),
+        label=label if label in class_names else "",
+        coverage=float(row["coverage"]) if row["coverage"] else None,
+        flags=tuple(flag for flag in row["flags"].split(";") if flag),
+        reason=row["reason"],
+        thumbnail=thumbnail if shown else b"",
+        link=f"{quote(row['slide_id'])}/report.html" if shown else "",
+    )
+
+
+def evaluated_slides(
+    dataset: SlideDataset,
+    logits: Mapping[int, Sequence[float]],
+    class_names: Sequence[str],
+    least: float,
+    *,
+    whole: bool,
+) -> list[CohortSlide]:
+    """Return the labelled slides of a dataset, predicted by ``logits``, with pictures from their store.
+
+    Args:
+        dataset: the slides.
+        logits: index of a slide → its logits.
+        class_names: in their order.
+        least: share of its tissue that a slide must show; with less it is ``incomplete``.
+        whole: whether all tissue was shown, also where the dataset's images have no room for it.
+    """
+    found = []
+    for index, sample in enumerate(dataset.samples):
+        outputs = np.asarray(logits[index], dtype=np.float64)
+        weights = np.exp(outputs - outputs.max())
+        view = dataset.view(index)
+        coverage = 1.0 if whole and view.pieces else view.coverage
+        flags = tuple(flag for flag in view.flags if not (whole and flag == "cropped"))
+        slide = dataset.slide(index)
+        assert isinstance(slide, SlideStore)
+        found.append(
+            CohortSlide(
+                slide_id=sample.slide_id,
+                case_id=sample.case_id,
+                status="done" if coverage >= least else "incomplete",
+                prediction=class_names[int(outputs.argmax())],
+                probabilities=tuple((weights / weights.sum()).tolist()),
+                label="" if sample.label is None else class_names[sample.label],
+                coverage=coverage,
+                flags=flags,
+                thumbnail=_thumbnail(slide),
+            )
+        )
+    return found
+
+
+def _thumbnail(slide: SlideStore) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(thumbnail_of_store(slide, THUMBNAIL_PX).image).save(buffer, "JPEG", quality=80)
+    return buffer.getvalue()
+
+
+def write_table(folder: Path, slides: Sequence[CohortSlide], class_names: Sequence[str], store: Path) -> None:
+    """Write ``predictions.csv``, as a prediction's, with the label beside; paths are those of slides of ``store``.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, [*columns(class_names, with_spread=False), "label"], lineterminator="\n")
+    writer.writeheader()
+    for one in slides:
+        known = Prediction(
+            slide_id=one.slide_id,
+            case_id=one.case_id,
+            path=str(slide_path(store, one.slide_id)),
+            status=one.status,
+            prediction=one.prediction,
+            probabilities=one.probabilities,
+            coverage=one.coverage,
+            flags=one.flags,
+        )
+        writer.writerow(known.row(class_names, with_spread=False) | {"label": one.label})
+    write_atomically(folder / FILE_NAME, text.getvalue().encode("utf-8"))
+
+
+def write_cohort_page(folder: Path, slides: Sequence[CohortSlide], class_names: Sequence[str], title: str) -> Path:
+    """Write ``folder/index.html`` and return its path.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    labelled = [slide for slide in slides if slide.label and slide.prediction]
+    colors = ["rgb({}, {}, {})".format(*class_color(index)) for index in range(len(class_names))]
+    content = {
+        "classes": [{"name": name, "color": color} for name, color in zip(class_names, colors, strict=True)],
+        "flags": {name: FLAG_MEANINGS.get(name, "") for slide in slides for name in slide.flags},
+        "slides": [_row(slide) for slide in slides],
+    }
+    page = render(
+        "cohort.html",
+        title=title,
+        content=json.dumps(content, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c"),
+        counts=_counts(slides),
+        evaluation=_evaluation(labelled, class_names) if labelled else None,
+        worst=[_worst(slide) for slide in worst_errors(labelled, class_names)],
+        made_at=f"{datetime.now(UTC):%d %B %Y, %H:%M} UTC".lstrip("0"),
+        version=importlib.metadata.version("hyfi"),
+    )
+    path = folder / PAGE_FILE
+    write_atomically(path, page.encode("utf-8"))
+    return path
+
+
+def worst_errors(labelled: Sequence[CohortSlide], class_names: Sequence[str]) -> list[CohortSlide]:
+    """Return the slides that are predicted wrongly, those first whose true class was given the least probability."""
+    place = {name: index for index, name in enumerate(class_names)}
+    wrong = [slide for slide in labelled if slide.wrong]
+    return sorted(wrong, key=lambda slide: slide.probabilities[place[slide.label]])[:WORST]
+
+
+def _row(slide: CohortSlide) -> list[Any]:
+    """Return a row as the page's script reads it: short, for there may be thousands."""
+    return [
+        slide.slide_id,
+        slide.case_id,
+        slide.status,
+        slide.prediction,
+        [round(p, 4) for p in slide.probabilities],
+        slide.label,
+        slide.coverage,
+        list(slide.flags),
+        slide.reason,
+        jpeg_uri(slide.thumbnail) if slide.thumbnail else "",
+        slide.link,
+    ]
+
+
+def _worst(slide: CohortSlide) -> dict[str, Any]:
+    return {
+        "slide": slide,
+        "picture": jpeg_uri(slide.thumbnail) if slide.thumbnail else "",
+        "probability": max(slide.probabilities),
+    }
+
+
+def _counts(slides: Sequence[CohortSlide]) -> list[tuple[str, int]]:
+    found = [("slides", len(slides))]
+    found += [(status, sum(slide.status == status for slide in slides)) for status in ("done", "incomplete", "failed")]
+    return [*found, ("wrong", sum(slide.wrong for slide in slides))] if any(s.label for s in slides) else found
+
+
+def _evaluation(labelled: Sequence[CohortSlide], class_names: Sequence[str]) -> dict[str, Any]:
+    """Return plots (SVG) and tables of the slides whose class is known."""
+    from workflows.evaluation.bootstrap import draw_cases
+    from workflows.evaluation.cases import places_of
+    from workflows.evaluation.curves import threshold_rows
+    from workflows.evaluation.plots import confusion_plot, curve_plots, reliability_plot
+
+    probabilities = np.array([slide.probabilities for slide in labelled], dtype=np.float64)
+    targets = np.array([class_names.index(slide.label) for slide in labelled], dtype=np.int64)
+    of_case = places_of([slide.case_id or slide.slide_id for slide in labelled])
+    cases = int(of_case.max()) + 1
+    draws = draw_cases(cases, _draws(len(labelled)))[:, of_case].numpy()
+    shown = [1] if len(class_names) == 2 else range(len(class_names))
+    roc, precision_recall = curve_plots(probabilities, targets, draws, class_names, shown)
+    return {
+        "slides": len(labelled),
+        "cases": cases,
+        "metrics": _metrics(probabilities, targets, draws),
+        "plots": [
+            roc,
+            precision_recall,
+            confusion_plot(probabilities, targets, class_names),
+            reliability_plot(probabilities, targets),
+        ],
+        "thresholds": [(class_names[k], threshold_rows(probabilities[:, k], targets == k)) for k in shown],
+    }
+
+
+def _draws(slides: int) -> int:
+    """Return how many draws a page of so many slides waits for: 1000 where it is quick, fewer beyond 1000 slides."""
+    return max(200, min(1000, 1_000_000 // max(1, slides)))
+
+
+def _metrics(probabilities: NDArray[np.float64], targets: NDArray[np.int64], draws: Any) -> list[tuple[str, str]]:
+    """Return the names of metrics and their values with intervals, for people."""
+    import torch
+
+    from workflows.evaluation.bootstrap import intervals
+    from workflows.evaluation.metrics import METRICS, metrics_of_probabilities
+
+    p, y = torch.from_numpy(probabilities), torch.from_numpy(targets)
+    values = metrics_of_probabilities(p, y)
+    logits = p.clamp(min=1e-12).log()
+    bounds = intervals(logits, y, torch.zeros(len(y), dtype=torch.float64), torch.from_numpy(draws))
+    rows = []
+    for name in METRICS:
+        value, bound = values[name], bounds[name]
+        text = "not defined" if value is None else f"{value:.3f}"
+        rows.append((name.replace("_", " "), text + (f" ({bound[0]:.3f} – {bound[1]:.3f})" if bound else "")))
+    return rows

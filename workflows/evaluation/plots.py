@@ -1,0 +1,128 @@
+"""Plots of a cohort as SVG, to stand inside a page."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pathology.predict.colors import class_color
+from workflows.evaluation.curves import (
+    GRID,
+    RELIABILITY_BINS,
+    Array,
+    Curve,
+    confusion,
+    precision_recall_curve,
+    reliability,
+    roc_curve,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SIDE_INCHES = 4.3
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A picture: its title, the SVG element, and what it shows in words."""
+
+    title: str
+    svg: str
+    caption: str
+
+
+def curve_plots(
+    probabilities: Array, targets: NDArray[np.int64], draws: Array, class_names: Sequence[str], shown: Sequence[int]
+) -> tuple[Plot, Plot]:
+    """Return ROC and precision-recall of the classes ``shown``, each against the rest, with bands over the draws."""
+    found = []
+    kinds = (
+        ("ROC", roc_curve, "false positive rate", "true positive rate", "area under the curve"),
+        ("Precision and recall", precision_recall_curve, "recall", "precision", "average precision"),
+    )
+    for title, make, x_name, y_name, area_name in kinds:
+        figure, axes = _figure(x_name, y_name)
+        for index in shown:
+            curve = make(probabilities[:, index], targets == index, draws)
+            if curve is not None:
+                _draw_curve(axes, curve, class_names[index], class_color(index))
+        if title == "ROC":
+            axes.plot([0, 1], [0, 1], color="#b9bec7", linewidth=0.8, linestyle="--")
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(loc="lower right" if title == "ROC" else "lower left", frameon=False, fontsize=9)
+        caption = f"In brackets: {area_name}. Bands: 95 % over cases drawn again."
+        found.append(Plot(title, _svg(figure), caption))
+    return found[0], found[1]
+
+
+def _draw_curve(axes: Axes, curve: Curve, name: str, rgb: tuple[int, int, int]) -> None:
+    color = tuple(part / 255 for part in rgb)
+    axes.plot(curve.x, curve.y, color=color, linewidth=1.8, label=f"{name} ({curve.area:.3f})")
+    if curve.low is not None and curve.high is not None:
+        axes.fill_between(GRID, curve.low, curve.high, color=color, alpha=0.16, linewidth=0)
+
+
+def confusion_plot(probabilities: Array, targets: NDArray[np.int64], class_names: Sequence[str]) -> Plot:
+    """Return the confusion matrix: counts, shaded by the share of their true class."""
+    counts = confusion(targets, probabilities.argmax(axis=1), len(class_names))
+    share = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    figure, axes = _figure("predicted", "true", limits=False)
+    axes.imshow(share, cmap="Blues", vmin=0, vmax=1)
+    axes.set_xticks(range(len(class_names)), class_names, rotation=30 if len(class_names) > 3 else 0)
+    axes.set_yticks(range(len(class_names)), class_names)
+    for (row, column), count in np.ndenumerate(counts):
+        color = "white" if share[row, column] > 0.55 else "#1c2430"
+        text = f"{count}\n{share[row, column]:.0%}"
+        axes.text(column, row, text, ha="center", va="center", color=color, fontsize=10)
+    return Plot("Confusion", _svg(figure), "Slides, and their share of the true class.")
+
+
+def reliability_plot(probabilities: Array, targets: NDArray[np.int64]) -> Plot:
+    """Return how often predictions of a certain probability are right, with the number of slides."""
+    confidence, right, counts = reliability(probabilities, targets)
+    figure, axes = _figure("highest probability", "share right")
+    edges = np.arange(RELIABILITY_BINS) / RELIABILITY_BINS
+    width = 1 / RELIABILITY_BINS
+    axes.bar(edges, counts / max(1, counts.sum()), width, align="edge", color="#dfe3ea", linewidth=0, label="slides")
+    axes.plot([0, 1], [0, 1], color="#b9bec7", linewidth=0.8, linestyle="--")
+    there = counts > 0
+    axes.plot(
+        confidence[there], right[there], color="#ab1f4d", linewidth=1.6, marker="o", markersize=4.5, label="right"
+    )
+    axes.legend(loc="upper left", frameon=False, fontsize=9)
+    caption = "On the diagonal, a probability means what it says. Bars: share of the slides."
+    return Plot("Reliability", _svg(figure), caption)
+
+
+def _figure(x_name: str, y_name: str, limits: bool = True) -> tuple[Any, Any]:
+    """Return a figure without a window behind it, and its axes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(SIDE_INCHES, SIDE_INCHES), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_xlabel(x_name)
+    axes.set_ylabel(y_name)
+    if limits:
+        axes.set_xlim(-0.01, 1.01)
+        axes.set_ylim(-0.01, 1.02)
+        axes.set_aspect("equal")
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _svg(figure: Any) -> str:
+    """Return the figure as an ``svg`` element that asks nobody for fonts."""
+    import matplotlib
+
+    text = io.StringIO()
+    # Text stays text: smaller, and in the page's font where ours is missing.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "hyfi"}):
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
+    whole = text.getvalue()
+    return whole[whole.index("<svg") :]
