@@ -23,8 +23,10 @@ from pathology.tissue.smoothing import edged, smoothed
 
 Mask = npt.NDArray[np.bool_]
 
-WALL_DENSITY = 0.014
-"""Optical density, unsmoothed, by which a wall stands out of what is beside it."""
+WALL_DENSITY = (0.006, 0.014)
+"""Floor and ceiling of the optical density, unsmoothed, by which a wall stands out of what is beside it."""
+_WALL_TO_TISSUE = 0.19
+"""That density by the median density of the slide's tissue: walls of an immunostain are as pale as its stroma."""
 WALL_SHARE = 0.12
 """Share of walls, averaged over some cells, from which an area is fat."""
 _COLOUR_SHARE = 0.2
@@ -37,7 +39,12 @@ _DENSEST = 0.08
 _LEAST_WEIGHT = 0.15
 
 
-def find_fat(image: Planes, glass: Float, known: Mask, mpp_um: float) -> Mask:
+def wall_density(tissue_density: float) -> float:
+    """Return the density by which a wall stands out on a slide whose tissue has this median density."""
+    return float(np.clip(_WALL_TO_TISSUE * tissue_density, *WALL_DENSITY))
+
+
+def find_fat(image: Planes, glass: Float, known: Mask, mpp_um: float, least: float) -> Mask:
     """Return where fat is, ``(h, w)`` bool; it may overlap ``known``.
 
     Decided on blocks of 32 µm, so that it costs little beside the rest.
@@ -47,11 +54,12 @@ def find_fat(image: Planes, glass: Float, known: Mask, mpp_um: float) -> Mask:
         glass: Its glass.
         known: Tissue and pen that were found already; their pixels and rims say nothing about fat.
         mpp_um: Microns per pixel, 16 or less: coarser pixels do not show walls, and there is no fat.
+        least: From `wall_density`.
     """
     block = max(1, round(_BLOCK_UM / mpp_um))
     if mpp_um > _BLOCK_UM / 2:
         return np.zeros_like(known)
-    *seen, weight, mostly_known = _block_means(image, glass, known, block, mpp_um)
+    *seen, weight, mostly_known = _block_means(image, glass, known, block, mpp_um, least)
     whole, sigma = slice(0, len(weight)), _AVERAGED_UM / (block * mpp_um)
     total = smoothed(weight, whole, sigma)[0] + _LEAST_WEIGHT
     walls, density, colour = (smoothed(values, whole, sigma)[0] / total for values in seen)
@@ -61,7 +69,9 @@ def find_fat(image: Planes, glass: Float, known: Mask, mpp_um: float) -> Mask:
     return _enlarged(_with_cells(webs, mostly_known >= 0.5, block * mpp_um), block, known.shape)
 
 
-def _block_means(image: Planes, glass: Float, known: Mask, block: int, mpp_um: float) -> tuple[Float, ...]:
+def _block_means(
+    image: Planes, glass: Float, known: Mask, block: int, mpp_um: float, least: float
+) -> tuple[Float, ...]:
     """Return means over blocks: share of walls, their density, their colour, and shares of free and of known pixels."""
     height, width = known.shape
     near = dilated(known, 4)
@@ -69,12 +79,12 @@ def _block_means(image: Planes, glass: Float, known: Mask, block: int, mpp_um: f
 
     def fill(rows: slice) -> None:
         blocks = slice(rows.start // block, -(-rows.stop // block))
-        wall = _stands_out(image, glass, rows, mpp_um) & ~near[rows]
+        wall = _stands_out(image, glass, rows, mpp_um, least) & ~near[rows]
         y, x = np.divmod(np.flatnonzero(wall), width)
         density = density_at(image, glass, rows.start + y, x)
         place = y // block * means[0].shape[1] + x // block
-        colour = density[1] - np.minimum(density[0], density[2])
-        for target, values in ((means[1], density.mean(0)), (means[2], np.maximum(colour, 0))):
+        colour = density.max(0) - density.min(0)
+        for target, values in ((means[1], density.mean(0)), (means[2], colour)):
             total = np.bincount(place, np.minimum(values, _DENSEST), target[blocks].size)
             target[blocks] = total.reshape(-1, target.shape[1]) / block**2
         for target, mask in ((means[0], wall), (means[3], ~near[rows]), (means[4], known[rows])):
@@ -84,8 +94,8 @@ def _block_means(image: Planes, glass: Float, known: Mask, block: int, mpp_um: f
     return means
 
 
-def _stands_out(image: Planes, glass: Float, rows: slice, mpp_um: float) -> Mask:
-    """Return of some rows where the density stands out of its surroundings.
+def _stands_out(image: Planes, glass: Float, rows: slice, mpp_um: float, least: float) -> Mask:
+    """Return of some rows where the density stands out of its surroundings by ``least``.
 
     Only what is narrow does: a veil of stain or a scanner's grey field does not. Mean density is the logarithm of the
     channels' product, so lights are compared instead, which are whole numbers, and their products, too.
@@ -99,7 +109,7 @@ def _stands_out(image: Planes, glass: Float, rows: slice, mpp_um: float) -> Mask
         own += 1
         light *= own
     around = _extreme(_extreme(light, half, np.maximum), half, np.minimum)
-    light *= np.float32(10 ** (3 * WALL_DENSITY))
+    light *= np.float32(10 ** (3 * least))
     result: Mask = (around > light)[rows.start - first : rows.stop - first]
     return result
 

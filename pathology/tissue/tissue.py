@@ -18,9 +18,9 @@ from skimage.filters import threshold_otsu
 
 from pathology.readers.threads import run_in_pool
 from pathology.tissue.density import Float, density_of, glass_colour, strips_of
-from pathology.tissue.fat import find_fat
+from pathology.tissue.fat import find_fat, wall_density
 from pathology.tissue.morphology import closed
-from pathology.tissue.pen import PALEST_INK, ink, pen_marks
+from pathology.tissue.pen import PALEST_INK, ink, pen_marks, smooth
 from pathology.tissue.pieces import fill_small_holes, without_small
 
 Mask = npt.NDArray[np.bool_]
@@ -33,7 +33,8 @@ _DENSEST = 0.5
 """Denser pixels count as this for the thresholds, which lie far below."""
 _STEP = np.float32(_DENSEST / 65_535)
 """What density and colour are kept in, 16 bits each."""
-_CORE, _THIN, _FAINT, _COLOURED = 1, 2, 4, 8
+_CORE, _CERTAIN, _FAINT, _COLOURED, _EVEN = 1, 2, 4, 8, 16
+PEN = ("flag", "mask", "off")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,8 @@ class TissueParameters:
         smallest_um2: Smaller pieces are specks.
         hole_um2: Smaller holes are filled.
         fat: Whether areas of fat count as tissue.
+        pen: ``flag`` finds pen marks and leaves the tissue mask as it is; ``mask`` takes them out of it; ``off`` does
+            not look for them.
     """
 
     mpp_um: float = 8.0
@@ -59,6 +62,7 @@ class TissueParameters:
     smallest_um2: float = 30_000.0
     hole_um2: float = 120_000.0
     fat: bool = True
+    pen: str = "flag"
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object of the fields."""
@@ -67,7 +71,7 @@ class TissueParameters:
 
 @dataclass(frozen=True, slots=True)
 class TissueMasks:
-    """Tissue and pen of one slide, both ``(h, w)`` bool."""
+    """Tissue and pen marks of one slide, both ``(h, w)`` bool; they overlap unless pen marks were masked."""
 
     tissue: Mask
     pen: Mask
@@ -81,32 +85,34 @@ def find_tissue(image: Planes, mpp_um: float, parameters: TissueParameters | Non
     Args:
         image: ``(3, h, w)`` uint8, the whole slide at a low resolution.
         mpp_um: Its microns per pixel.
-        parameters: See there; default values suit H&E.
+        parameters: See there; default values suit H&E and immunostains.
     """
     p = parameters or TissueParameters()
     glass = glass_colour(image)
-    stained, pen = _stained_and_pen(image, glass, mpp_um, p)
+    seen = _Seen.of(image, glass, mpp_um, p)
+    marks = seen.pen(mpp_um)
+    pen = marks if p.pen == "mask" else np.zeros_like(marks)
+    stained = _stained(seen, pen, p)
     gap_px, smallest_px = max(1, round(p.close_um / mpp_um)), _pixels(p.smallest_um2, mpp_um)
     tissue = closed(stained, gap_px) & ~pen
     if p.fat:
-        fat = find_fat(image, glass, without_small(tissue, smallest_px) | pen, mpp_um)
+        known = without_small(tissue, smallest_px)
+        fat = find_fat(image, glass, known | pen, mpp_um, wall_density(seen.median_density(known)))
         tissue = closed(tissue | fat, gap_px) & ~pen if fat.any() else tissue
     tissue = without_small(tissue, smallest_px)
     # What reaches the picture's border is no hole: a small slide without tissue would be one.
     fill_small_holes(tissue, _pixels(p.hole_um2, mpp_um))
-    return TissueMasks(tissue & ~pen, pen)
+    return TissueMasks(tissue & ~pen, marks)
 
 
-def _stained_and_pen(image: Planes, glass: Float, mpp_um: float, p: TissueParameters) -> tuple[Mask, Mask]:
-    seen = _Seen.of(image, glass, p.smooth_um / mpp_um)
-    pen = seen.pen(mpp_um)
+def _stained(seen: _Seen, pen: Mask, p: TissueParameters) -> Mask:
     dense, coloured = (_threshold(v, pen, b) for v, b in ((seen.density, p.density), (seen.colour, p.colour)))
     stained: Mask = np.empty_like(pen)
     for rows in strips_of(*pen.shape):
         # What absorbs alike in all channels has no stain: shadows, dust, the coverslip's edge.
         stained[rows] = (seen.marks[rows] & np.uint8(_COLOURED)).astype(bool) & ~pen[rows]
         stained[rows] &= (seen.density[rows] > dense) & (seen.colour[rows] > coloured)
-    return stained, pen
+    return stained
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +122,7 @@ class _Seen:
     Attributes:
         density: ``(h, w)`` uint16, mean optical density in `_STEP`, smoothed.
         colour: ``(h, w)`` uint16, the channels' difference in it.
-        marks: ``(h, w)`` uint8, one bit for what may be ink in each of three ways, one for what is not grey.
+        marks: ``(h, w)`` uint8, one bit for each thing that ink is, one for what is not grey.
     """
 
     density: Levels
@@ -124,19 +130,21 @@ class _Seen:
     marks: npt.NDArray[np.uint8]
 
     @classmethod
-    def of(cls, image: Planes, glass: Float, sigma_px: float) -> _Seen:
+    def of(cls, image: Planes, glass: Float, mpp_um: float, p: TissueParameters) -> _Seen:
         """Look at a slide; in strips, so that one of 25 × 75 mm needs no gigabytes of floats."""
         shape = image.shape[1:]
         seen = cls(np.empty(shape, np.uint16), np.empty(shape, np.uint16), np.zeros(shape, np.uint8))
 
         def look(rows: slice) -> None:
-            density = density_of(image, glass, rows, sigma_px)
+            density = density_of(image, glass, rows, p.smooth_um / mpp_um)
             mean: Float = (density[0] + density[1] + density[2]) * np.float32(1 / 3)
             colour: Float = density.max(0) - density.min(0)
             marks = (colour > 0.2 * mean).view(np.uint8) * np.uint8(_COLOURED)
-            dark = np.flatnonzero(mean > PALEST_INK)
-            core, thin, faint = ink(density.reshape(3, -1).take(dark, axis=1), mean.take(dark), colour.take(dark))
-            bits = np.uint8(_CORE) * core | np.uint8(_THIN) * thin | np.uint8(_FAINT) * faint
+            dark = np.flatnonzero(mean > PALEST_INK) if p.pen != "off" else np.empty(0, np.intp)
+            core, certain, faint = ink(density.reshape(3, -1).take(dark, axis=1), mean.take(dark), colour.take(dark))
+            bits = np.uint8(_CORE) * core | np.uint8(_CERTAIN) * certain | np.uint8(_FAINT) * faint
+            if core.any():
+                bits |= np.uint8(_EVEN) * (core & smooth(image, glass, rows, mpp_um).reshape(-1).take(dark))
             marks.reshape(-1)[dark] |= bits
             seen.marks[rows] = marks
             seen.density[rows], seen.colour[rows] = _levels(mean), _levels(colour)
@@ -149,11 +157,17 @@ class _Seen:
         result: Mask = (self.marks & np.uint8(mark)).astype(bool)
         return result
 
+    def median_density(self, mask: Mask) -> float:
+        """Return the median density within a mask; 0 where it is empty."""
+        counts = np.bincount(self.density[mask] >> 4, minlength=4096)
+        half = int(np.searchsorted(counts.cumsum(), counts.sum() / 2))
+        return float((half << 4) * _STEP) if mask.any() else 0.0
+
     def pen(self, mpp_um: float) -> Mask:
         """Return the marks of a pen."""
-        if not int(np.bitwise_or.reduce(self.marks, axis=None)) & (_CORE | _THIN):
+        if not int(np.bitwise_or.reduce(self.marks, axis=None)) & (_CORE | _CERTAIN):
             return np.zeros(self.marks.shape, bool)
-        return pen_marks(self.marked(_CORE), self.marked(_THIN), self.marked(_FAINT), mpp_um)
+        return pen_marks(*(self.marked(mark) for mark in (_CORE, _EVEN, _CERTAIN, _FAINT)), mpp_um)
 
 
 def _levels(values: Float) -> Levels:

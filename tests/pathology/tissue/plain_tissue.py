@@ -17,14 +17,16 @@ def find_tissue(image: np.ndarray, mpp_um: float, p: TissueParameters | None = N
     glass = glass_colour(image)
     smooth = density(image, glass, p.smooth_um / mpp_um)
     mean, colour = smooth.mean(0), smooth.max(0) - smooth.min(0)
-    pen = pen_marks(smooth, mpp_um)
-    usable = ~pen
+    pen = pen_marks(smooth, density(image, glass, 0).mean(0), mpp_um)
+    usable = ~pen if p.pen == "mask" else np.ones_like(pen)
     stained = (mean > threshold(mean[usable], p.density)) & (colour > threshold(colour[usable], p.colour))
     stained &= (colour > 0.2 * mean) & usable
     gap, smallest = max(1, round(p.close_um / mpp_um)), pixels(p.smallest_um2, mpp_um)
     tissue = closed(stained, gap) & usable
     if p.fat and mpp_um <= 16:
-        fat = find_fat(image, glass, remove_small_objects(tissue, max_size=smallest) | pen, mpp_um)
+        known = remove_small_objects(tissue, max_size=smallest)
+        strength = float(np.median(mean[known])) if known.any() else 0.0
+        fat = find_fat(image, glass, known | ~usable, mpp_um, float(np.clip(0.19 * strength, 0.006, 0.014)))
         tissue = closed(tissue | fat, gap) & usable if fat.any() else tissue
     tissue = remove_small_objects(tissue, max_size=smallest)
     holes = remove_small_holes(tissue, max_size=pixels(p.hole_um2, mpp_um)) & ~tissue
@@ -65,29 +67,37 @@ def threshold(values: np.ndarray, bounds: tuple[float, float]) -> float:
     return float(np.clip(threshold_otsu(np.minimum(values[:: 1 + values.size // 1_000_000], 0.5)), *bounds))
 
 
-def pen_marks(smooth: np.ndarray, mpp_um: float) -> np.ndarray:
+def pen_marks(smooth: np.ndarray, sharp: np.ndarray, mpp_um: float) -> np.ndarray:
     (red, green, blue), mean, colour = smooth, smooth.mean(0), smooth.max(0) - smooth.min(0)
     bluish = (red > 1.1 * green) & (red > 0.12)
-    reddish = (blue > 0.75 * green) & (red < 0.25 * green) & (green > 0.4)
+    red_hue = (blue > 0.75 * green) & (red < 0.25 * green)
     black = (mean > 0.2) & (colour < 0.25 * mean)
-    faint = ((red > green) | (colour < 0.2 * mean)) & (mean > 0.02)
-    thin = (((red > 1.15 * green) & (red > 2.5 * blue)) | (red > 1.6 * green)) & (red > 0.15)
+    faint = ((red > green) | (colour < 0.2 * mean) | red_hue) & (mean > 0.02)
+    certain = (red > 0.3) & ((red > 2.5 * green) | ((red > 1.6 * green) & (red > 3.5 * blue)))
+    side = 2 * max(1, int(12 / mpp_um)) + 1
+    average = ndimage.uniform_filter(sharp, side, mode="nearest")
+    even = ndimage.uniform_filter(sharp**2, side, mode="nearest") - average**2 < (0.08 * average) ** 2
     stroke, smallest = max(1, round(8 / mpp_um)), pixels(6000, mpp_um)
-    core = dilated(~dilated(~(bluish | reddish | black), stroke), stroke)
+    inked = (bluish | (red_hue & (green > 0.4)) | black) & (mean > 0.02)
+    wide = 2 * round(36 / mpp_um) + 1
+    of_even, of_all = (
+        ndimage.uniform_filter(m.astype(np.float32), wide, mode="constant") for m in (inked & even, inked)
+    )
+    core = dilated(~dilated(~inked, stroke), stroke) & (of_even > np.maximum(0.12 * of_all, 1e-6))
     strokes = remove_small_objects(core, max_size=smallest)
-    strokes |= remove_small_objects(thin, max_size=smallest, connectivity=2)
+    strokes |= remove_small_objects(certain, max_size=smallest, connectivity=2)
     joined = label(faint | strokes)
     near = dilated(strokes, max(1, round(40 / mpp_um)))
     return strokes | (np.isin(joined, np.unique(joined[strokes])) & near)
 
 
-def find_fat(image: np.ndarray, glass: np.ndarray, known: np.ndarray, mpp_um: float) -> np.ndarray:
+def find_fat(image: np.ndarray, glass: np.ndarray, known: np.ndarray, mpp_um: float, least: float) -> np.ndarray:
     block = max(1, round(32 / mpp_um))
     sharp = density(image, glass, 0)
-    mean, colour = sharp.mean(0), np.maximum(sharp[1] - np.minimum(sharp[0], sharp[2]), 0)
+    mean, colour = sharp.mean(0), sharp.max(0) - sharp.min(0)
     width = 2 * round(40 / mpp_um / 2) + 1
     near = dilated(known, 4)
-    wall = (mean - ndimage.grey_opening(mean, (width, width)) > 0.014) & ~near
+    wall = (mean - ndimage.grey_opening(mean, (width, width)) > least) & ~near
     shown = [wall, np.where(wall, np.minimum(mean, 0.08), 0), np.where(wall, np.minimum(colour, 0.08), 0), ~near]
     *seen, weight = (smoothed(means(v, block), 40 / (block * mpp_um)) for v in shown)
     walls, dense, stained = (v / (weight + 0.15) for v in seen)

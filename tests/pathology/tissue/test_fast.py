@@ -17,7 +17,7 @@ from hyfi_core.plan.box import Box
 from pathology.ingest.level_reader import LevelReader, choose_level
 from pathology.readers.sources import open_source
 from pathology.tissue import density, morphology, pieces, smoothing
-from pathology.tissue.tissue import find_tissue
+from pathology.tissue.tissue import TissueParameters, find_tissue
 from tests.pathology.tissue import plain_tissue
 
 
@@ -52,7 +52,8 @@ def test_the_masks_of_drawn_slides_are_those_of_the_plain_search(number: int, mo
     rng = np.random.default_rng(number)
     image = scene(rng, *rng.integers(70, 360, 2), pen=number % 2 == 1, fat=number % 3 != 2)
     mpp_um = (8.0, 7.3, 4.1, 12.0, 20.0, 8.0, 8.0, 5.0)[number]
-    found, expected = find_tissue(image, mpp_um), plain_tissue.find_tissue(image, mpp_um)
+    p = TissueParameters(pen="mask" if number < 5 else "flag")
+    found, expected = find_tissue(image, mpp_um, p), plain_tissue.find_tissue(image, mpp_um, p)
     assert expected.tissue.any() and expected.pen.any() == (number % 2 == 1)
     # A pixel may lie on the threshold itself.
     assert dice(found.tissue, expected.tissue) > 0.9995 and dice(found.pen, expected.pen) > 0.9995

@@ -37,7 +37,7 @@ def planes(spec: SlideSpec) -> np.ndarray:
 @cache
 def surveyed(spec: SlideSpec) -> Quality:
     sizes = level_sizes(SIZE_PX, SIZE_PX, 4)
-    survey = Survey(sizes, 1.0, TissueParameters())
+    survey = Survey(sizes, 1.0, TissueParameters(pen="mask"))
     block = planes(spec)
     for level in range(4):
         half = block.shape[1] // 2

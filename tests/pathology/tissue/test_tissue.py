@@ -8,7 +8,7 @@ import pytest
 
 from pathology.ingest.thumbnail import thumbnail_of_source
 from pathology.readers.sources import open_source
-from pathology.tissue.tissue import find_tissue
+from pathology.tissue.tissue import TissueParameters, find_tissue
 
 MPP = 8.0
 GLASS = np.array([242, 240, 241], np.float32)
@@ -40,7 +40,7 @@ def test_tissue_is_found_on_white_grey_and_yellow_glass(glass: tuple[int, int, i
 def test_pen_is_no_tissue(ink: tuple[int, int, int]) -> None:
     image, truth = scene()
     image[:, 10:22, 20:300] = np.array(ink, np.uint8)[:, None, None]
-    masks = find_tissue(image, MPP)
+    masks = find_tissue(image, MPP, TissueParameters(pen="mask"))
     assert dice(masks.tissue, truth) > 0.95
     assert masks.pen[10:22, 20:300].mean() > 0.8
     assert not find_tissue(scene()[0], MPP).pen.any()
