@@ -15,6 +15,7 @@ FLAG_MEANINGS = {
     "no_tissue": "no tissue was found on this slide",
     "cropped": "not all tissue fits into the image that the network was given; the rest was not seen",
     "mpp_assumed": "the file does not say how large a pixel is; the size given by the user was taken",
+    "mpp_replaced": "the file's own microns per pixel were replaced by what the user gave",
     "mpp_changed": "predicted at another resolution than the network was trained with",
     "upsampled": "the scan is slightly coarser than the network's resolution and was enlarged",
     "blur": "parts of the tissue are out of focus",

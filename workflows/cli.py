@@ -64,9 +64,16 @@ Cells = Annotated[
     typer.Option("--cells", metavar="R,C", help="Cut an image into R x C cells, one after the other: less memory."),
 ]
 SlideMpp = Annotated[
-    float | None, typer.Option("--slide-mpp", min=0.01, help="Microns per pixel of slides whose files do not say it.")
+    float | None,
+    typer.Option(
+        "--slide-mpp", min=0.01, help="Microns per pixel of slides whose files do not say it, or state nonsense."
+    ),
 ]
 
+ForceMpp = Annotated[bool, typer.Option("--force-mpp", help="Given mpp wins over a file's sensible one, too.")]
+Pen = Annotated[
+    str, typer.Option("--pen", help="Pen marks: flag only tells, mask takes them out of the tissue, off ignores them.")
+]
 Image = Annotated[
     str, typer.Option("--image", help="whole: all tissue of a slide; trained: what an image of the trained size holds.")
 ]
@@ -139,6 +146,8 @@ def ingest(
     workers: Annotated[int, typer.Option("--workers", min=0, help="Processes; 0: one for each core.")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Do finished slides again.")] = False,
     slide_mpp: SlideMpp = None,
+    force_mpp: ForceMpp = False,
+    pen: Pen = "flag",
     codec: Annotated[str, typer.Option("--codec", help="zstd:1 … zstd:22, or jpeg:1 … jpeg:100 (lossy).")] = "zstd:1",
     lossless: Lossless = False,
     glass: Glass = "keep",
@@ -165,6 +174,8 @@ def ingest(
             workers=workers,
             overwrite=overwrite,
             slide_mpp=slide_mpp,
+            force_mpp=force_mpp,
+            pen=pen,
             codec=codec,
             glass=glass,
             sharded=not unsharded,
@@ -213,13 +224,14 @@ def export(
 def inspect(
     path: Annotated[Path, typer.Argument(metavar="STORE_OR_SLIDE", help="A store, a slide of a store, or a file.")],
     png: Annotated[Path | None, typer.Option("--png", help="Write a thumbnail with the tissue outline.")] = None,
+    slide_mpp: SlideMpp = None,
     resume: Resume = False,
     as_json: Json = False,
 ) -> None:
     """Show levels, microns per pixel, tissue share and provenance."""
     from workflows.commands import inspect
 
-    _exit(lambda: inspect.run(path, png, as_json))
+    _exit(lambda: inspect.run(path, png, as_json, slide_mpp))
 
 
 @app.command()

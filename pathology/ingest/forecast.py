@@ -59,7 +59,8 @@ def forecast(
     for job in jobs:
         try:
             with closing(open_source(job.source)) as source:
-                stated = resolve_mpp(source.mpp, job.row.get("source_mpp", ""), options.slide_mpp)
+                given = job.row.get("source_mpp", "")
+                stated = resolve_mpp(source.mpp, given, options.slide_mpp, options.force_mpp)
                 if options.lossless:
                     LosslessSlide(source)
                     read_px, written_px, written_bytes = 0, 0, float(SourceStamp.of(job.source).size_bytes)

@@ -9,7 +9,7 @@ from typing import Any
 from data.store.codec import PixelCodec
 from hyfi_core.errors import RequestError
 from pathology.readers.mpp import SENSIBLE_UM
-from pathology.tissue.tissue import TissueParameters
+from pathology.tissue.tissue import PEN, TissueParameters
 
 GLASS = ("keep", "blank")
 ICC = ("keep", "apply")
@@ -21,7 +21,8 @@ class IngestOptions:
 
     Attributes:
         mpp: Microns per pixel of the store's finest level.
-        slide_mpp: Microns per pixel of the finest level of slides that do not state them.
+        slide_mpp: Microns per pixel of the finest level of slides that do not state them, or state nonsense.
+        force_mpp: ``slide_mpp`` and the manifest win over a sensible value of the file, too.
         codec: ``zstd:N``, N from 1 (fast) to 22 (small), or ``jpeg:Q``, Q from 1 to 100 (lossy).
         max_bad: Share of a slide's tiles that may be undecodable (white, and counted).
         glass: ``keep`` writes the whole slide; ``blank`` leaves out what lies far from tissue.
@@ -38,6 +39,7 @@ class IngestOptions:
 
     mpp: float = 1.0
     slide_mpp: float | None = None
+    force_mpp: bool = False
     codec: str = "zstd:1"
     max_bad: float = 0.0
     glass: str = "keep"
@@ -57,6 +59,8 @@ class IngestOptions:
             raise RequestError(f"--max-bad {self.max_bad:g}: a share from 0 to 1 is expected")
         if self.glass not in GLASS:
             raise RequestError(f"--glass {self.glass}: {' or '.join(GLASS)} are expected")
+        if self.tissue.pen not in PEN:
+            raise RequestError(f"--pen {self.tissue.pen}: {', '.join(PEN)} are expected")
         if self.icc not in ICC:
             raise RequestError(f"--icc {self.icc}: {' or '.join(ICC)} are expected")
         _ = self.pixel_codec

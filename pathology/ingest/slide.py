@@ -128,7 +128,7 @@ class _SlideIngest:
         check_file(self.source)  # before it is copied or digested: to read a pipe is to wait for ever
         stamp = SourceStamp.of(self.source)
         with self._at_hand() as file, RunningDigest(file) as digest, closing(open_source(file)) as slide:
-            mpp = resolve_mpp(slide.mpp, self.manifest_mpp, self.options.slide_mpp)
+            mpp = resolve_mpp(slide.mpp, self.manifest_mpp, self.options.slide_mpp, self.options.force_mpp)
             given = None if mpp.origin == "file" else mpp.um[0]
             identity = {"parameters": self.options.parameters() | {"given_mpp": given}, **stamp.to_json(self.secret)}
             found = self._published_before(identity)
@@ -168,7 +168,12 @@ class _SlideIngest:
                 "sha256": digest(),
                 "versions": versions(),
             }
-            known = {"mpp_assumed": mpp.origin == "flag", "upsampled": content.frame.choice.upsampled}
+            replaced = slide.mpp is not None and mpp.origin != "file"
+            known = {
+                "mpp_assumed": mpp.origin == "flag",
+                "mpp_replaced": replaced,
+                "upsampled": content.frame.choice.upsampled,
+            }
             flags = quality.flags | known | {"bad_tiles": content.bad_tiles > 0}
             attributes["flags"] = [name for name, is_so in flags.items() if is_so]
             self.progress(1.0)

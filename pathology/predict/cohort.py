@@ -257,7 +257,10 @@ def _ingest_options(members: Sequence[Member], spec: InputSpec, options: Predict
     """Return how a slide file becomes a store: as the training slides did."""
     found = members[0].config.get("tissue") or {}
     known = {item.name for item in fields(TissueParameters)}
-    tissue: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items() if k in known}
+    # A model that does not say how pen marks are treated is of a time when they were masked.
+    tissue: dict[str, Any] = {"pen": "mask"} | {
+        k: tuple(v) if isinstance(v, list) else v for k, v in found.items() if k in known
+    }
     return IngestOptions(mpp=spec.mpp, slide_mpp=options.slide_mpp, tissue=TissueParameters(**tissue))
 
 

@@ -78,25 +78,27 @@ def first_sensible(*stated: tuple[float, float] | None) -> tuple[float, float] |
     return next((pair for pair in known if is_sensible(pair)), known[0] if known else None)
 
 
-def resolve_mpp(file_mpp: tuple[float, float] | None, manifest_mpp: str, flag_mpp: float | None) -> SourceMpp:
+def resolve_mpp(
+    file_mpp: tuple[float, float] | None, manifest_mpp: str, flag_mpp: float | None, force: bool = False
+) -> SourceMpp:
     """Decide a slide's microns per pixel.
 
     Args:
         file_mpp: (y, x) as the file states them, None where it does not.
         manifest_mpp: The cell ``source_mpp`` of the slide's manifest row; may be empty.
-        flag_mpp: ``--slide-mpp``: fills in what neither file nor manifest states.
+        flag_mpp: ``--slide-mpp``: stands in where neither file nor manifest states a sensible value.
+        force: ``--force-mpp``: manifest and flag win over a sensible value of the file, too.
 
     Raises:
         SlideError: Nothing sensible is known, or file and manifest are more than 5 % apart.
     """
     stated = _manifest_value(manifest_mpp)
-    if is_sensible(file_mpp):
-        assert file_mpp is not None
+    if file_mpp is not None and is_sensible(file_mpp) and not (force and (stated or flag_mpp)):
         mean = sum(file_mpp) / 2
         if stated is not None and abs(stated - mean) > AGREE_TOLERANCE * mean:
             raise SlideError(
                 f"the file says {mean:.4g} µm/px, the column source_mpp {stated:.4g}: more than 5 % apart; "
-                "correct the cell or leave it empty"
+                "correct the cell or leave it empty, or add --force-mpp if the file is wrong"
             )
         return SourceMpp(file_mpp, "file")
     if stated is not None:
@@ -125,7 +127,9 @@ def _what_the_file_says(file_mpp: tuple[float, float] | None) -> str:
     stated = f"{_number(x)} µm/px" if x == y else f"{_number(x)} × {_number(y)} (x, y) µm/px"
     if 0 in file_mpp:
         stated += ", or a resolution of 0"
-    return f"the file states {stated}, which makes no sense (expected: {_range()}, square within 5 %)"
+    sensible = all(SENSIBLE_UM[0] <= v <= SENSIBLE_UM[1] for v in file_mpp)
+    expected = "square within 5 %" if sensible else _range()
+    return f"the file states {stated}, which makes no sense (expected: {expected})"
 
 
 def _number(um: float) -> str:

@@ -29,6 +29,8 @@ def run(
     workers: int,
     overwrite: bool,
     slide_mpp: float | None,
+    force_mpp: bool,
+    pen: str,
     codec: str,
     glass: str,
     sharded: bool,
@@ -51,10 +53,13 @@ def run(
     """
     from pathology.ingest.archive import IngestOptions, Request, ingest, make_plan
     from pathology.ingest.memory import parse_bytes, worker_count
+    from pathology.tissue.tissue import TissueParameters
 
     options = IngestOptions(
         mpp=mpp,
         slide_mpp=slide_mpp,
+        force_mpp=force_mpp,
+        tissue=TissueParameters(pen=pen),
         codec=codec,
         max_bad=max_bad,
         glass=glass,
@@ -64,20 +69,24 @@ def run(
         icc=icc,
         cache=cache,
     )
-    if cache is not None:  # else every slide would be called unreadable for it
-        require_folder(cache, "--cache, on a local disk")
-        require_writable(cache)
+    _check_cache(cache)
     request = Request(paths, out, options, overwrite, _part(part), pseudonyms)
     memory_bytes = None if memory is None else parse_bytes(memory)
     processes, plan = worker_count(workers, memory_bytes), make_plan(request)
     if dry_run:
         return _dry_run(plan, request, processes, as_json)
     _refuse_too_little_room(plan, request)
+    run_ingest = partial(ingest, request, workers=processes, memory_bytes=memory_bytes, plan=plan)
     with console.progress(len(plan.jobs), "ingest") as bar:
         shown = _ByteProgress(bar, Pace(plan.jobs))
-        run_ingest = partial(ingest, request, workers=processes, memory_bytes=memory_bytes, plan=plan)
         report = run_ingest(finished=shown.finished, progress=shown.progress)
     return _report(report, out, as_json)
+
+
+def _check_cache(cache: Path | None) -> None:
+    if cache is not None:  # else every slide would be called unreadable for it
+        require_folder(cache, "--cache, on a local disk")
+        require_writable(cache)
 
 
 class _ByteProgress:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _MOST_PICTURES = 120
 
 
-def run(path: Path, png: Path | None, as_json: bool) -> int:
+def run(path: Path, png: Path | None, as_json: bool, slide_mpp: float | None = None) -> int:
     """Tell levels, microns per pixel, tissue share and provenance; with ``png`` draw a thumbnail.
 
     Returns:
@@ -41,7 +41,7 @@ def run(path: Path, png: Path | None, as_json: bool) -> int:
     elif path.is_dir():
         found = _store(path, png)
     else:
-        found = _file(path, png)
+        found = _file(path, png, slide_mpp)
     for line in found.pop("lines"):
         console.say(line)
     if found.get("reason"):
@@ -109,7 +109,7 @@ def _slide_of_store(path: Path, png: Path | None) -> dict[str, Any]:
     }
 
 
-def _file(path: Path, png: Path | None) -> dict[str, Any]:
+def _file(path: Path, png: Path | None, slide_mpp: float | None) -> dict[str, Any]:
     from pathology.errors import SlideError
     from pathology.ingest.thumbnail import thumbnail_of_source
     from pathology.readers.mpp import is_sensible, resolve_mpp
@@ -118,7 +118,7 @@ def _file(path: Path, png: Path | None) -> dict[str, Any]:
     try:
         source = open_source(path)
         try:
-            mpp = source.mpp if is_sensible(source.mpp) else None
+            mpp = resolve_mpp(source.mpp, "", slide_mpp).um if slide_mpp or is_sensible(source.mpp) else None
             thumbnail, tissue = thumbnail_of_source(source, mpp)
         finally:
             source.close()
@@ -133,7 +133,7 @@ def _file(path: Path, png: Path | None) -> dict[str, Any]:
         f"  tissue    {'not known' if tissue is None else f'{tissue:.1%} of the slide'}",
     ]
     try:
-        resolve_mpp(source.mpp, "", None)
+        resolve_mpp(source.mpp, "", slide_mpp)
     except SlideError as error:
         lines.append(f"  note      {error}")
     return facts | {"lines": lines}

@@ -168,3 +168,19 @@ def test_pixels_that_are_not_square_are_refused_beyond_five_per_cent(tmp_path: P
 def test_the_ends_of_what_makes_sense(edge: float) -> None:
     assert is_sensible((edge, edge))
     assert not is_sensible((edge * (0.99 if edge < 1 else 1.01),) * 2)
+
+
+@pytest.mark.parametrize("nonsense", [0.00499, 28.97])
+def test_flag_and_manifest_win_over_nonsense_and_over_sense_only_by_force(nonsense: float) -> None:
+    wrong, right = (nonsense, nonsense), (0.25, 0.25)
+    assert resolve_mpp(wrong, "", 0.5).um == (0.5, 0.5) and resolve_mpp(wrong, "0.4", 0.5).origin == "manifest"
+    assert resolve_mpp(right, "", 0.5).um == right
+    assert resolve_mpp(right, "", 0.5, force=True).um == (0.5, 0.5)
+    assert (
+        resolve_mpp(right, "0.4", 0.5, force=True).um == (0.4, 0.4) and resolve_mpp(right, "", None, True).um == right
+    )
+    with pytest.raises(SlideError, match="5 % apart.*--force-mpp"):
+        resolve_mpp(right, "0.4", None)
+    with pytest.raises(SlideError) as caught:
+        resolve_mpp(wrong, "", None)
+    assert "square" not in str(caught.value) and "0.05 to 20" in str(caught.value)
