@@ -37,6 +37,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "plan.schedule",
         "plan.fused_halo",
         "plan.gather_bytes",
+        "plan.cells",
         "roles.loaders",
         "roles.validators",
         "roles.design",

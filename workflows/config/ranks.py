@@ -74,6 +74,12 @@ class PlanConfig(Section):
         "cannot be computed by parts; beyond it the model is refused",
     )
 
+    cells: tuple[Positive, Positive] | None = Field(
+        None,
+        description="null, or rows and columns, each a whole number ≥ 1, as in [4, 4]: each trainer computes its part "
+        "of the image in so many cells, one after the other, with the same result",
+    )
+
     @model_validator(mode="after")
     def _is_a_plan(self) -> PlanConfig:
         self.build()
