@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hyfi_core.capture.program import Program
+from hyfi_core.cost.memory import STATE_COPIES, microbatches_in_flight
 from hyfi_core.cost.operators import LINK_BYTES_PER_S, operator_costs, value_bytes
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
@@ -20,8 +21,6 @@ from hyfi_core.plan.placement import Placement
 
 MOST_CANDIDATES = 300
 """Beyond this many module ends, only those of outer modules are looked at."""
-WEIGHT_COPIES = 4
-"""Tensors of a weight's size on its rank: itself, its gradient, and two moments of the optimiser."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,19 +137,10 @@ class _Search:
         """Return what a rank of the stage needs: weights in all their copies, activations of all that is in flight."""
         activations = self._between(self._made, start, end) / self._ranks[stage]
         if self._plan.recomputes(stage):
-            activations += self._crossing[start] / self._ranks[stage] * self._in_flight(stage)
+            activations += self._crossing[start] / self._ranks[stage] * microbatches_in_flight(self._plan, stage)
         else:
-            activations *= self._in_flight(stage)
-        return WEIGHT_COPIES * self._between(self._weights, start, end) + activations
-
-    def _in_flight(self, stage: int) -> int:
-        """Return the most micro-batches between their forward and their backward, as the schedules' papers say."""
-        count, stages = self._plan.microbatches, self._plan.stages
-        if self._plan.schedule == "gpipe":
-            return count
-        if self._plan.schedule in ("1f1b", "chimera"):
-            return min(stages - stage, count)
-        return 1
+            activations *= microbatches_in_flight(self._plan, stage)
+        return (1 + STATE_COPIES) * self._between(self._weights, start, end) + activations
 
     def _between(self, sums: Sequence[float], start: int, end: int) -> float:
         return sums[self._places[end]] - sums[self._places[start]]
