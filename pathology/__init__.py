@@ -80,7 +80,7 @@ def predict_slides(
         checkpoint: The folder that a run wrote, as in ``runs/first/checkpoints/best``.
         slides: Slide files, folders, manifest CSVs or stores.
         out: The folder of results; made where it does not exist.
-        options: Fields of `pathology.predict.cohort.PredictOptions`: ``overwrite=True``, ``cells=(4, 4)`` …
+        options: Fields of `pathology.predict.options.PredictOptions`: ``overwrite=True``, ``cells=(4, 4)`` …
 
     Returns:
         The predictions that are done, and those that failed, each of these with its reason.
@@ -91,10 +91,10 @@ def predict_slides(
     import hyfi_core
     from hyfi_core.errors import RequestError
     from hyfi_core.runtime.checkpoint import load_checkpoint
-    from pathology.predict.cohort import PredictOptions
     from pathology.predict.cohort import predict_slides as predict
     from pathology.predict.inputs import find_inputs
     from pathology.predict.members import Member
+    from pathology.predict.options import PredictOptions
 
     loaded = load_checkpoint(Path(checkpoint))
     try:

@@ -86,6 +86,7 @@ def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, s
     """
     from hyfi_core.comm.agree import agree
     from workflows.training.job import prepare
+    from workflows.training.memory import check_memory
     from workflows.training.pace import with_shares
     from workflows.training.request import check_ranks, check_run, own_run
     from workflows.training.start import Roles, SavedRun, check_images
@@ -99,6 +100,8 @@ def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, s
     roles = Roles.of(world, config)
     saved = agree(world, lambda: SavedRun.load(job, start) if roles.trainers is not None else None)
     job = agree(world, lambda: with_shares(job, roles))
+    for line in agree(world, lambda: check_memory(job, roles)):
+        say(line)
     make = _trainer if roles.trainers is not None else _loader if roles.validators is None else _validator
     body = agree(world, lambda: make(job, roles, saved, coverage, stop))
     if stop.anywhere(world):

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hyfi_core.cost.memory import MemoryForecast
+from hyfi_core.errors import RequestError
+from hyfi_core.plan.parallel_plan import ParallelPlan
+from pathology.ingest import memory as free_memory
+from tests.workflows.archive import make_config, make_store
+from tests.workflows.runs import in_this_process, run_here
+from workflows.training.memory import (
+    PROCESS_BYTES,
+    Host,
+    cheaper_plans,
+    check_room,
+    crowded,
+    describe_memory,
+    hosts_of,
+    rank_bytes,
+)
+
+GB = 10**9
+
+
+def test_ranks_are_gathered_by_host() -> None:
+    ranks = [("a", 0, 2, 8 * GB), ("b", 1, 4, 9 * GB), ("a", None, 2, 8 * GB), ("b", 2, 4, 9 * GB)]
+    assert hosts_of(ranks) == [Host("a", (0,), 2, 2, 8 * GB), Host("b", (1, 2), 2, 4, 9 * GB)]
+
+
+def test_a_rank_of_two_directions_holds_both_of_its_stages() -> None:
+    stages = [MemoryForecast(1, 10, 100), MemoryForecast(2, 20, 200)]
+    one_way = ParallelPlan(grids=((1, 1), (1, 1)), microbatches=2, replicas=2)
+    assert rank_bytes(one_way, stages) == [PROCESS_BYTES + n for n in (111, 222, 111, 222)]
+    assert rank_bytes(one_way, stages, least=True) == [PROCESS_BYTES + n for n in (11, 22, 11, 22)]
+    both_ways = ParallelPlan(grids=((1, 1), (1, 1)), microbatches=2, schedule="chimera")
+    assert rank_bytes(both_ways, stages) == [PROCESS_BYTES + 333] * 2
+
+
+def test_too_little_room_is_refused_with_the_first_change_that_fits() -> None:
+    hosts = [Host("a", (0, 1), 2, 2, 5 * GB)]
+    check_room([2 * GB, 3 * GB], hosts)
+    changes = {"plan.microbatches=2": [3 * GB] * 2, "plan.microbatches=4": [GB] * 2}
+    with pytest.raises(RequestError, match=r"2 trainers on a need at least 8 GB, 5 GB are free; plan.microbatches=4"):
+        check_room([4 * GB, 4 * GB], hosts, changes)
+    with pytest.raises(RequestError, match="use more machines"):
+        check_room([4 * GB, 4 * GB], hosts)
+
+
+def test_what_is_said_names_peaks_and_crowds() -> None:
+    hosts = [Host("a", (0, 1), 5, 2, 8 * GB), Host("b", (2,), 1, 2, 8 * GB)]
+    said = describe_memory([GB, 2 * GB, 2 * GB], hosts)
+    assert said == "memory: about 1 to 2 GB for each trainer, 3 GB of 8 GB free on a"
+    assert [line[:22] for line in crowded(hosts)] == ["5 ranks share 2 cores "]
+
+
+def test_changes_give_whole_micro_batches() -> None:
+    assert list(cheaper_plans(ParallelPlan(grids=((1, 1),)), 6)) == [f"plan.microbatches={n}" for n in (2, 3, 6)]
+    assert "plan.recompute=true" in cheaper_plans(ParallelPlan(grids=((1, 1), (1, 1))), 1)
+
+
+@pytest.fixture
+def _here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with in_this_process(monkeypatch):
+        yield
+
+
+@pytest.mark.usefixtures("_here")
+def test_a_run_without_room_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(tmp_path, make_store(tmp_path), run={"steps": 1})
+    with monkeypatch.context() as little:
+        little.setattr(free_memory, "available_bytes", lambda: 10**8)
+        assert run_here(config) == 2
+    assert "memory: the 1 trainers" in capfd.readouterr().err and not (tmp_path / "run").exists()
+    assert run_here(config) == 0
+    assert "memory: about 0.4" in capfd.readouterr().out

@@ -1,0 +1,185 @@
+"""Whether a run has room: what its trainers will need, host by host, against what is free there, before it begins."""
+
+from __future__ import annotations
+
+import socket
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from hyfi_core.errors import RequestError
+from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.plan.placement import Placement
+from workflows.evaluation.models import DTYPES, build_model
+
+if TYPE_CHECKING:
+    from hyfi_core.capture.program import Program
+    from hyfi_core.cost.memory import MemoryForecast
+    from workflows.training.job import TrainingJob
+    from workflows.training.start import Roles
+
+PROCESS_BYTES = 400_000_000
+"""What a rank holds before its first step: Python, torch and the libraries."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """One machine of a run.
+
+    Attributes:
+        name: of the host.
+        trainers: its ranks that train, of the group of trainers.
+        ranks: all of its ranks.
+        cores: that its ranks may use.
+        free_bytes: memory that is free on it.
+    """
+
+    name: str
+    trainers: tuple[int, ...]
+    ranks: int
+    cores: int
+    free_bytes: int
+
+
+def hosts_of(ranks: Sequence[tuple[str, int | None, int, int]]) -> list[Host]:
+    """Return the machines of a run from (host, number among the trainers or None, cores, free bytes) of each rank."""
+    on: dict[str, list[tuple[str, int | None, int, int]]] = defaultdict(list)
+    for rank in ranks:
+        on[rank[0]].append(rank)
+    return [
+        Host(name, tuple(r[1] for r in its if r[1] is not None), len(its), max(r[2] for r in its), its[0][3])
+        for name, its in on.items()
+    ]
+
+
+def rank_bytes(plan: ParallelPlan, stages: Sequence[MemoryForecast], least: bool = False) -> list[int]:
+    """Return the bytes that each trainer needs; ``least``: whatever the operators do.
+
+    A rank that holds stages of two directions holds the weights and the activations of both.
+    """
+    placement = Placement.of(plan)
+    found = []
+    for rank in range(plan.ranks):
+        hosted = [stages[stage] for stage, _ in placement.hosted(rank % plan.ranks_per_replica)]
+        found.append(PROCESS_BYTES + sum(one.at_least_bytes if least else one.total_bytes for one in hosted))
+    return found
+
+
+def describe_memory(needed: Sequence[int], hosts: Sequence[Host]) -> str:
+    """Return a line for people: each trainer's peak, and the fullest machine's."""
+    totals = {host.name: sum(needed[rank] for rank in host.trainers) for host in hosts}
+    fullest = max(hosts, key=lambda host: totals[host.name] / max(1, host.free_bytes))
+    spread = f"{min(needed) / 1e9:.2g} to " * (max(needed) > 1.1 * min(needed))
+    return (
+        f"memory: about {spread}{max(needed) / 1e9:.2g} GB for each trainer, {totals[fullest.name] / 1e9:.2g} GB of "
+        f"{fullest.free_bytes / 1e9:.2g} GB free on {fullest.name}"
+    )
+
+
+def crowded(hosts: Sequence[Host]) -> list[str]:
+    """Return what a user should know about machines with more ranks than cores."""
+    return [
+        f"{host.ranks} ranks share {host.cores} cores on {host.name}: they will wait for each other; fewer ranks are "
+        "as fast"
+        for host in hosts
+        if host.ranks > host.cores
+    ]
+
+
+def check_room(needed: Sequence[int], hosts: Sequence[Host], others: Mapping[str, Sequence[int]] | None = None) -> None:
+    """Check that every machine has room for its trainers.
+
+    Args:
+        needed: the least bytes of each trainer.
+        hosts: of the run.
+        others: changes of the configuration, as on the command line, to what each trainer would need with them.
+
+    Raises:
+        RequestError: names the machine, both amounts, and the first change that would fit.
+    """
+    for host in hosts:
+        total = sum(needed[rank] for rank in host.trainers)
+        if total <= host.free_bytes:
+            continue
+        change = next((change for change, found in (others or {}).items() if fits(found, hosts)), None)
+        advice = (
+            f"{change} would fit"
+            if change is not None
+            else "use more machines (plan.grids spreads an image), a smaller data.size_px or a coarser data.mpp"
+        )
+        raise RequestError(
+            f"memory: the {len(host.trainers)} trainers on {host.name} need at least {total / 1e9:.2g} GB, "
+            f"{host.free_bytes / 1e9:.2g} GB are free; {advice}"
+        )
+
+
+def cheaper_plans(plan: ParallelPlan, batch: int) -> dict[str, ParallelPlan]:
+    """Return changes that take less memory and give the same result, mildest first.
+
+    Args:
+        plan: of the run.
+        batch: images of a replica's batch.
+    """
+    found = {}
+    counts = [n for n in range(plan.microbatches + 1, batch + 1) if batch % n == 0]
+    for count in counts if plan.schedule in ("1f1b", "sequential") and plan.shares is None else []:
+        found[f"plan.microbatches={count}"] = replace(plan, microbatches=count)
+    if plan.recompute is False and plan.stages > 1:
+        found |= {f"{change} plan.recompute=true": replace(one, recompute=True) for change, one in found.items()}
+        found = {"plan.recompute=true": replace(plan, recompute=True), **found}
+    return found
+
+
+def fits(needed: Sequence[int], hosts: Sequence[Host]) -> bool:
+    """Whether every machine has room for its trainers."""
+    return all(sum(needed[rank] for rank in host.trainers) <= host.free_bytes for host in hosts)
+
+
+def check_memory(job: TrainingJob, roles: Roles) -> list[str]:
+    """Return, on rank 0, what a user should know of memory and cores before the run; empty elsewhere (collective).
+
+    Raises:
+        RequestError: on rank 0: a machine has not even room for weights and saved activations of its trainers.
+    """
+    from data.cores import usable_cores
+    from pathology.ingest.memory import available_bytes
+
+    number = roles.trainers.rank if roles.trainers is not None else None
+    ranks = roles.world.gather_objects((socket.gethostname(), number, usable_cores(), available_bytes()))
+    if ranks is None:
+        return []
+    hosts = hosts_of(ranks)
+    forecast = _Forecaster(job)
+    needed = forecast.bytes_of(job.plan, least=True)
+    cheaper = {} if fits(needed, hosts) else forecast.cheaper()
+    check_room(needed, hosts, {change: forecast.bytes_of(plan, least=True) for change, plan in cheaper.items()})
+    return [describe_memory(forecast.bytes_of(job.plan), hosts), *crowded(hosts)]
+
+
+class _Forecaster:
+    """Captures a run's model for micro-batches of the sizes that plans have, each once."""
+
+    def __init__(self, job: TrainingJob) -> None:
+        self._job = job
+        self._batch = max(job.layout.batch_of(replica) for replica in range(job.plan.replicas))
+        self._model = build_model(job.model_json()["model"]).to(DTYPES[job.config.run.precision]).train()
+        self._programs: dict[int, Program] = {}
+
+    def cheaper(self) -> dict[str, ParallelPlan]:
+        return cheaper_plans(self._job.plan, self._batch)
+
+    def bytes_of(self, plan: ParallelPlan, least: bool = False) -> list[int]:
+        from hyfi_core.cost.cuts import with_cuts
+        from hyfi_core.cost.memory import forecast_memory
+
+        program = self._program(self._batch // plan.microbatches)
+        return rank_bytes(plan, forecast_memory(program, with_cuts(plan, program)), least)
+
+    def _program(self, images: int) -> Program:
+        from hyfi_core.capture.export import capture
+
+        if images not in self._programs:
+            shape = (images, 3, *self._job.config.data.size_px)
+            self._programs[images] = capture(self._model, shape, DTYPES[self._job.config.run.precision])
+        return self._programs[images]
