@@ -71,23 +71,23 @@ def plain_json(value: Any) -> Any:
 
 
 @contextmanager
-def progress(total: float | None, label: str) -> Iterator[Progress]:
+def progress(total: float | None, label: str, done: float = 0.0) -> Iterator[Progress]:
     """Show how far a job of ``total`` steps has come, on standard error.
 
     On a terminal this is a moving bar; in a log about ten plain lines, never closer than two seconds.
-    ``total=None``: unknown.
+    ``total=None``: unknown. ``done``: of the total, what an earlier run did.
     """
     if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
-        with _bar(total, label) as shown:
+        with _bar(total, label, done) as shown:
             yield shown
     else:
-        lines = _LogLines(total, label)
+        lines = _LogLines(total, label, done)
         yield lines
         lines.finish()
 
 
 @contextmanager
-def _bar(total: float | None, label: str) -> Iterator[Progress]:
+def _bar(total: float | None, label: str, done: float) -> Iterator[Progress]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as RichProgress
@@ -101,7 +101,7 @@ def _bar(total: float | None, label: str) -> Iterator[Progress]:
         TextColumn("{task.fields[note]}", markup=False),
     )
     with RichProgress(*columns, console=Console(stderr=True)) as bars:
-        yield _TerminalBar(bars, bars.add_task(label, total=total, note=""))
+        yield _TerminalBar(bars, bars.add_task(label, total=total, completed=done, note=""))
 
 
 class _TerminalBar:
@@ -117,10 +117,9 @@ class _TerminalBar:
 class _LogLines:
     """The same for a log: a line for every tenth of the job, no more often than every two seconds."""
 
-    def __init__(self, total: float | None, label: str) -> None:
+    def __init__(self, total: float | None, label: str, done: float = 0.0) -> None:
         self._total, self._label = total, label
-        self._done = 0.0
-        self._printed = 0.0
+        self._first = self._done = self._printed = done
         self._started_s = self._printed_s = time.monotonic()
 
     def advance(self, steps: float = 1, note: str = "") -> None:
@@ -137,4 +136,7 @@ class _LogLines:
     def _print(self, note: str) -> None:
         self._printed, self._printed_s = self._done, time.monotonic()
         of = f"/{self._total:g}" if self._total is not None else ""
-        warn(f"{self._label}: {self._done:g}{of} after {self._printed_s - self._started_s:.0f} s {note}".rstrip())
+        spent_s = self._printed_s - self._started_s
+        left_s = (self._total - self._done) * spent_s / (self._done - self._first) if self._total is not None else 0
+        left = f", {left_s:.0f} s left" if left_s >= 1 else ""
+        warn(f"{self._label}: {self._done:g}{of} after {spent_s:.0f} s{left} {note}".rstrip())

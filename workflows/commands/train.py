@@ -140,8 +140,8 @@ def _trainer(job: TrainingJob, roles: Roles, saved: SavedRun | None, coverage: A
         loop = TrainingLoop(job, roles, engine, model, recorder, saved, stop)
         if recorder is None:
             return STOPPED if loop.run(lambda: None) else DONE
-        with progress(job.steps - start, "train") as bar:
-            stopped = loop.run(bar.advance)
+        with progress(job.steps, "train", done=start) as bar:
+            stopped = loop.run(lambda: bar.advance(1, recorder.line()))
         recorder.close()
         _report(job, recorder, stopped, as_json)
         return STOPPED if stopped else DONE

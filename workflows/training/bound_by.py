@@ -68,14 +68,34 @@ def shares(spent: Sequence[Mapping[str, float]]) -> dict[str, float]:
     }
 
 
+def percentages(spent: Sequence[Mapping[str, float]]) -> dict[str, int]:
+    """Return the split of an epoch in whole percent that sum to 100: of each kind the mean over trainers.
+
+    What one rank spends on messages beyond the least delayed one is waiting for slower ranks.
+    """
+    whole = [one for one in spent if sum(one.values())]
+    if not whole:
+        return dict.fromkeys(NAMES, 0)
+    parts = [{kind: one[kind] / sum(one.values()) for kind in one} for one in whole]
+    mean = {kind: sum(one[kind] for one in parts) / len(parts) for kind in parts[0]}
+    least = {kind: min(one[kind] for one in parts) for kind in ("halo", "reduce")}
+    exact = {name: least.get(name, mean.get(name, 0.0)) for name in NAMES}
+    exact["imbalance"] = sum(mean[kind] - least[kind] for kind in least)
+    found = {name: int(100 * part) for name, part in exact.items()}
+    # Largest remainders: each is off by less than one, and all together are 100.
+    by_remainder = sorted(exact, key=lambda name: 100 * exact[name] - found[name], reverse=True)
+    for name in by_remainder[: 100 - sum(found.values())]:
+        found[name] += 1
+    return found
+
+
 def bound_by(spent: Sequence[Mapping[str, float]], setup: RunSetup) -> str:
     """Return what bounds training, how much, what would help, and the whole split."""
     found = shares(spent)
     most = max((kind for kind in found if kind != "compute"), key=lambda kind: found[kind])
     kind = most if found[most] >= LEAST_SHARE else "compute"
-    split = ", ".join(
-        f"{NAMES[name]} {share:.0%}" for name, share in found.items() if share >= 0.005 or name == "compute"
-    )
+    parts = percentages(spent)
+    split = ", ".join(f"{NAMES[name]} {part}%" for name, part in parts.items() if part or name == "compute")
     return f"{_verdict(kind, found[kind], setup)} [{split}]".replace("%", " %")
 
 

@@ -58,6 +58,7 @@ class Recorder:
         self._board = _TensorBoard(config.run.dir / "tensorboard", start) if config.run.tensorboard else None
         self.best: int | None = None
         self.last: int | None = None
+        self._newest = self._judged = ""
         self._decide()
 
     def trained(
@@ -80,6 +81,7 @@ class Recorder:
             **(spent or {}),
         }
         self._log.write("train", step=step, **values)
+        self._newest = f"loss {loss:.4g}, lr {lr:.3g}, {values['images_per_second']:.3g} images/s"
         self._show("train", step, values)
 
     def validated(self, step: int, metrics: Metrics, spare: Iterable[int] = ()) -> None:
@@ -95,10 +97,16 @@ class Recorder:
         self._decide()
         prune(self.folder.checkpoints, self._job.config.run.keep, (*spare, step) if self.last == step else spare)
         chosen = self._job.config.validation.metric
+        value = metrics.get(chosen)
+        self._judged = "" if value is None else f", {chosen} {value:.4f} at step {step}"
         brief = {**metrics, "intervals": {chosen: metrics.get("intervals", {}).get(chosen)}}
         self._draw()
         named = ", ".join(f"{name} {words}" for name, words in format_metrics(brief).items())
         say(f"step {step}: validation {named}{' (best)' if self.best == step else ''}")
+
+    def line(self) -> str:
+        """Return how training stands, for the progress line: loss, learning rate, speed, the newest validation."""
+        return self._newest + self._judged
 
     def take_back(self) -> None:
         """Make the run end with the step ``last``: later checkpoints, records and events go."""

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from hyfi_core.comm.alone import AloneCommunicator
-from workflows.training.bound_by import RunSetup, bound_by, shares
+from workflows.training.bound_by import RunSetup, bound_by, percentages, shares
 from workflows.training.step_time import KINDS, StepTime
 
 NONE = dict.fromkeys(KINDS, 0.0)
@@ -39,6 +39,15 @@ def test_who_waits_for_data_makes_others_wait_for_halos() -> None:
     spent = [rank(compute=5.5, halo=4.5), rank(compute=5.5, wait=4.0, halo=0.5)]
     assert shares(spent)["halo"] == pytest.approx(0.05)
     assert bound_by(spent, SETTING).startswith("loader-bound: 40 %")
+
+
+def test_percentages_sum_to_a_hundred() -> None:
+    spent = [rank(compute=1, halo=1, wait=1), rank(compute=2, reduce=1, validation=4), rank(save=1, stage=6)]
+    for some in (spent, spent[:1], spent[1:], [rank(compute=1)]):
+        assert sum(percentages(some).values()) == 100
+    assert percentages([rank()])["compute"] == 0
+    even = [rank(compute=5, halo=5), rank(compute=10)]
+    assert {name: part for name, part in percentages(even).items() if part} == {"compute": 75, "imbalance": 25}
 
 
 def test_validators_that_are_behind() -> None:

@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+import pytest
+
+from workflows import console
+
+
+def test_counts_go_on_where_an_earlier_run_stopped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now_s = [100.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now_s[0])
+    with console.progress(10, "train", done=6) as shown:
+        for step in range(4):
+            now_s[0] += 3
+            shown.advance(1, f"loss 0.{step}")
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "train: 7/10 after 3 s, 9 s left loss 0.0"
+    assert said[-1] == "train: 10/10 after 12 s loss 0.3"
