@@ -109,7 +109,7 @@ def check_room(needed: Sequence[int], hosts: Sequence[Host], others: Mapping[str
             else "use more machines (plan.grids spreads an image), a smaller data.size_px or a coarser data.mpp"
         )
         raise RequestError(
-            f"memory: the {len(host.trainers)} trainers on {host.name} need at least {total / 1e9:.2g} GB, "
+            f"memory: the trainers on {host.name} ({len(host.trainers)}) need at least {total / 1e9:.2g} GB, "
             f"{host.free_bytes / 1e9:.2g} GB are free; {advice}"
         )
 
