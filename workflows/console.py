@@ -101,7 +101,7 @@ def _bar(total: float | None, label: str, done: float) -> Iterator[Progress]:
         TextColumn("{task.fields[note]}", markup=False),
     )
     with RichProgress(*columns, console=Console(stderr=True)) as bars:
-        yield _TerminalBar(bars, bars.add_task(label, total=total, completed=done, note=""))
+        yield _TerminalBar(bars, bars.add_task(label, total=total, completed=int(done), note=""))
 
 
 class _TerminalBar:
