@@ -150,6 +150,8 @@ def check_memory(job: TrainingJob, roles: Roles) -> list[str]:
     if ranks is None:
         return []
     hosts = hosts_of(ranks)
+    if job.plan.cells is not None:
+        return crowded(hosts)  # cells bound what is held at a time; this forecast is of whole parts
     forecast = _Forecaster(job)
     needed = forecast.bytes_of(job.plan, least=True)
     cheaper = {} if fits(needed, hosts) else forecast.cheaper()
