@@ -121,15 +121,14 @@ def place(
     Raises:
         ValueError: the views hold no piece.
     """
-    pieces = [piece for view in views for piece in view.pieces]
-    if not pieces:
+    if not (pieces := [piece for view in views for piece in view.pieces]):
         raise ValueError("there is no piece of the slide to put back")
     cell_px, exact = _cells_of(views[0].size_px, contributions[0].shape[1:], pieces, align_px)
     shape = (math.ceil(slide_size_px[0] / cell_px), math.ceil(slide_size_px[1] / cell_px))
     classes = len(logits)
     canvas = np.zeros((2 * classes + 1, *shape))  # contributions, scores, how many cells lie there
     seen = np.zeros(shape, dtype=bool)
-    totals, background = np.zeros(len(logits)), np.zeros(len(logits))
+    totals, background = np.zeros(classes), np.zeros(classes)
     for given, score, view in zip(contributions, scores, views, strict=True):
         summed = np.asarray(given, dtype=np.float64)
         maps = np.concatenate([summed, score, np.ones((1, *summed.shape[1:]))])

@@ -18,7 +18,7 @@ THRESHOLDS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 
 
 @dataclass(frozen=True, eq=False)
-class Curve:
+class RateCurve:
     """A curve through all slides, its band over the draws, and the area under it.
 
     Attributes:
@@ -46,7 +46,7 @@ class ThresholdRow:
     negative_value: float | None
 
 
-def roc_curve(score: Array, positive: NDArray[np.bool_], draws: Array) -> Curve | None:
+def roc_curve(score: Array, positive: NDArray[np.bool_], draws: Array) -> RateCurve | None:
     """Return the true over the false positive rate of a class; None where only one kind of slide is there.
 
     Args:
@@ -59,17 +59,17 @@ def roc_curve(score: Array, positive: NDArray[np.bool_], draws: Array) -> Curve 
     score, positive, draws = _from_the_highest(score, positive, draws)
     x, y = _roc(score, positive, np.ones(len(score)))
     low, high = _band(lambda weights: _roc(score, positive, weights), positive, draws)
-    return Curve(x, y, low, high, float(np.trapezoid(y, x)))
+    return RateCurve(x, y, low, high, float(np.trapezoid(y, x)))
 
 
-def precision_recall_curve(score: Array, positive: NDArray[np.bool_], draws: Array) -> Curve | None:
+def precision_recall_curve(score: Array, positive: NDArray[np.bool_], draws: Array) -> RateCurve | None:
     """Return the precision over the recall of a class; see :func:`roc_curve`."""
     if positive.all() or not positive.any():
         return None
     score, positive, draws = _from_the_highest(score, positive, draws)
     x, y = _precision_recall(score, positive, np.ones(len(score)))
     low, high = _band(lambda weights: _precision_recall(score, positive, weights), positive, draws)
-    return Curve(x, y, low, high, float((np.diff(x) * y[1:]).sum()))
+    return RateCurve(x, y, low, high, float((np.diff(x) * y[1:]).sum()))
 
 
 def _from_the_highest(

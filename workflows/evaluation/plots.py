@@ -15,7 +15,7 @@ from workflows.evaluation.curves import (
     GRID,
     RELIABILITY_BINS,
     Array,
-    Curve,
+    RateCurve,
     confusion,
     precision_recall_curve,
     reliability,
@@ -61,7 +61,7 @@ def curve_plots(
     return found[0], found[1]
 
 
-def _draw_curve(axes: Axes, curve: Curve, name: str, rgb: tuple[int, int, int]) -> None:
+def _draw_curve(axes: Axes, curve: RateCurve, name: str, rgb: tuple[int, int, int]) -> None:
     color = tuple(part / 255 for part in rgb)
     axes.plot(curve.x, curve.y, color=color, linewidth=1.8, label=f"{name} ({curve.area:.3f})")
     if curve.low is not None and curve.high is not None:
