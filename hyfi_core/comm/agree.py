@@ -1,17 +1,26 @@
-"""All ranks refuse or none does: checks and comparisons that end alike on every rank of a group."""
+"""All ranks refuse or none does: checks and comparisons that end alike on every rank of a group.
+
+What ranks were given is compared before the first message that depends on it, and by one number at every call.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Callable, Mapping
 from typing import TypeVar
+
+import torch
+from torch import nn
 
 from hyfi_core.comm.activity import named_ranks
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
+from hyfi_core.plan.parallel_plan import ParallelPlan
 
 T = TypeVar("T")
+Shape = tuple[int, int, int, int]
 
 
 def agree(
@@ -75,3 +84,80 @@ def _first_difference(ranks: list[dict[str, str]]) -> str | None:
             values = "; ".join(f"{value} on {named_ranks(numbers)}" for value, numbers in holders.items())
             return f"ranks were given different things: {name} is {values}; give the same on every rank"
     return None
+
+
+def compare_requests(
+    comm: Communicator,
+    model: nn.Module,
+    shape: Shape,
+    plan: ParallelPlan,
+    settings: Mapping[str, object],
+) -> None:
+    """Refuse where ranks ask for different things (collective).
+
+    Args:
+        comm: all ranks of the plan.
+        model: its structure, flags and dtypes count; weights may differ, for rank 0's are taken.
+        shape: of the batch; with ``plan.shares`` replicas differ in its first number.
+        plan: every field counts.
+        settings: what else has to be alike, by name.
+
+    Raises:
+        RequestError: on every rank; names what differs and on which ranks.
+    """
+    facts = {f"plan.{name}": str(value) for name, value in plan.to_json().items()}
+    facts["shape"] = str(shape[1:] if plan.shares else shape)
+    facts |= {name: str(value) for name, value in settings.items()}
+    facts |= {"model": type(model).__name__, "torch": torch.__version__}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        facts[name] = f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device.type}"
+    compare(comm, facts | _flags(model))
+
+
+class CallConsensus:
+    """Compares the calls of an engine between ranks: one message of 16 bytes each.
+
+    Args:
+        model: whose flags have to be alike.
+        everyone: all ranks.
+        replica: the ranks of this replica, which are given the same images.
+    """
+
+    def __init__(self, model: nn.Module, everyone: Communicator, replica: Communicator) -> None:
+        self._model = model
+        self._everyone = everyone
+        self._replica = everyone if replica.size == everyone.size else replica
+
+    def check_training(self, shape: Shape) -> None:
+        """Refuse where ranks train in different ways (collective over all ranks).
+
+        Raises:
+            RequestError: on every rank; names what differs and on which ranks.
+        """
+        if self._replica is not self._everyone:
+            self._check(self._everyone, "training", None)
+        self._check(self._replica, "training", shape)
+
+    def check_evaluation(self, call: str, shape: Shape) -> None:
+        """Refuse where the ranks of a replica evaluate in different ways (collective over them).
+
+        Raises:
+            RequestError: on every rank; names what differs and on which ranks.
+        """
+        self._check(self._replica, call, shape)
+
+    def _check(self, comm: Communicator, call: str, shape: Shape | None) -> None:
+        if comm.size == 1:
+            return
+        modules, parameters = self._model.modules(), self._model.parameters()
+        flags = bytes(m.training for m in modules) + bytes(p.requires_grad for p in parameters)
+        number = zlib.crc32(f"{call} {shape}".encode() + flags)
+        extremes = torch.tensor([number, -number])
+        comm.all_reduce(extremes, "max")
+        if int(extremes[0]) != -int(extremes[1]):
+            compare(comm, {"the call": call, "the images' shape": str(shape)} | _flags(self._model))
+
+
+def _flags(model: nn.Module) -> dict[str, str]:
+    training = {f"{name or 'the model'}.training": str(m.training) for name, m in model.named_modules()}
+    return training | {f"{name}.requires_grad": str(p.requires_grad) for name, p in model.named_parameters()}

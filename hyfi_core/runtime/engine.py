@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hyfi_core.comm.activity import ACTIVITY
+from hyfi_core.comm.agree import CallConsensus
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.cooperative import cell_communicators
 from hyfi_core.comm.turns import Turns
@@ -21,7 +22,6 @@ from hyfi_core.runtime.attribution import Explanation
 from hyfi_core.runtime.batch_reader import Images, InputPart, check_labels
 from hyfi_core.runtime.bindings import Bindings, RandomKey
 from hyfi_core.runtime.compiled import Compiled
-from hyfi_core.runtime.consensus import CallConsensus
 from hyfi_core.runtime.executor import evaluating
 from hyfi_core.runtime.gradients import GradientsOfCells, StepGradients, clip
 from hyfi_core.runtime.groups import Groups

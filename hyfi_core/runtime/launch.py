@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from hyfi_core.errors import RequestError
+from hyfi_core.plan.device import gpu_index
 
 if TYPE_CHECKING:  # the launcher only asks where it stands; it needs no torch
     from hyfi_core.comm.base import Communicator
@@ -62,6 +63,8 @@ def init(supervised: bool = True) -> Communicator:
     or a wait of more than ``HYFI_TIMEOUT_S`` seconds (1800; 0: no limit). The first error is printed once, with its
     rank, and the exit code is not zero.
 
+    Where there are GPUs, the one of this rank's number on its node becomes PyTorch's current device.
+
     Args:
         supervised: whether it is so; a program whose launcher sees to failures turns it off.
 
@@ -76,6 +79,7 @@ def init(supervised: bool = True) -> Communicator:
         return AloneCommunicator()
     from hyfi_core.comm.supervision import time_limit_s
 
+    _select_gpu()
     if launcher == "torchrun":
         from hyfi_core.comm import torchdist
 
@@ -91,6 +95,15 @@ def init(supervised: bool = True) -> Communicator:
     everybody = world()
     _check_tasks(everybody.size)
     return _supervised(everybody) if supervised else everybody
+
+
+def _select_gpu() -> None:
+    """Make a GPU of this rank's own the current one, before anything allocates memory on another."""
+    import torch
+
+    index = gpu_index(os.environ, torch.cuda.device_count())
+    if index is not None:
+        torch.cuda.set_device(index)
 
 
 def _supervised(comm: Communicator, store: Any = None) -> Communicator:

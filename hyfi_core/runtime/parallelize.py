@@ -11,13 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from hyfi_core.capture.verify import verify_capture
-from hyfi_core.comm.agree import agree
+from hyfi_core.comm.agree import Shape, agree, compare_requests
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.strategy import Strategy, plan_for
 from hyfi_core.runtime.batch_reader import check_share, divisor
-from hyfi_core.runtime.consensus import Shape, compare_requests
 from hyfi_core.runtime.engine import Engine, OptimizerFactory
 from hyfi_core.runtime.runner import Loss
 

@@ -121,11 +121,12 @@ def _trainer(job: TrainingJob, roles: Roles, saved: SavedRun | None, coverage: A
     from workflows.training.loop import TrainingLoop
     from workflows.training.recorder import Recorder
     from workflows.training.run_folder import RunFolder
-    from workflows.training.start import make_engine, make_model
+    from workflows.training.start import make_engine, make_model, own_device
 
     assert roles.trainers is not None
     first = roles.world.rank == 0
-    model = make_model(job, tell=first and saved is None)
+    device = own_device(job.config.run.device, roles.trainers)
+    model = make_model(job, tell=first and saved is None).to(device)
     replica = roles.trainers.rank // job.plan.ranks_per_replica
     engine = make_engine(job, model, job.plan, roles.trainers, job.layout.batch_of(replica))
 

@@ -30,6 +30,11 @@ class RunConfig(Section):
         description="float32, bfloat16 or float64: type that the model computes in; with bfloat16 (autocast) weights "
         "stay float32",
     )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto",
+        description="auto, cpu or cuda: where trainers compute; cuda: each on a GPU of its own, refused where there "
+        "are too few; auto: so where every trainer has one, else on the CPU",
+    )
     memory_format: Literal["channels_last", "contiguous"] = Field(
         "channels_last",
         description="channels_last or contiguous: how images and convolutions lie in memory; decides speed",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 from data.loading.normalise import Normalisation
 from data.samples.coverage import check_coverage
 from hyfi_core.comm.base import Communicator
+from hyfi_core.plan.device import DeviceRequest, RankGpus, assign_devices
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.roles import RankRoles, assign_roles, loaders_of, with_spare
 from hyfi_core.runtime.checkpoint import (
@@ -113,6 +115,20 @@ def make_model(job: TrainingJob, tell: bool) -> torch.nn.Module:
             say(f"weights from {path}: {report}")
     run = job.config.run
     return lay_out(model, run.precision, run.memory_format).train()
+
+
+def own_device(request: DeviceRequest, trainers: Communicator) -> torch.device:
+    """Return where this trainer computes, and make it this process's GPU (collective over the trainers).
+
+    Raises:
+        RequestError: on all trainers: GPUs are asked for, and a node has too few.
+    """
+    mine = (socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES", ""), torch.cuda.device_count())
+    gathered = trainers.broadcast_object(trainers.gather_objects(mine))
+    device = torch.device(assign_devices(request, [RankGpus(*seen) for seen in gathered])[trainers.rank])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
 
 
 def make_engine(

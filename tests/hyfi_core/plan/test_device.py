@@ -1,0 +1,62 @@
+"""Ranks find their GPUs from what launchers say, and are refused where there are too few."""
+
+from __future__ import annotations
+
+import pytest
+
+from hyfi_core.errors import RequestError
+from hyfi_core.plan.device import RankGpus, assign_devices, gpu_index, local_rank
+
+FOUR_NODES = [RankGpus(f"node{rank // 8}", "", 8) for rank in range(32)]
+
+
+@pytest.mark.parametrize(
+    "name", ["LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK", "SLURM_LOCALID"]
+)
+def test_every_launcher_says_the_local_rank(name: str) -> None:
+    assert local_rank({name: "5"}) == 5
+    assert gpu_index({name: "5"}, 8) == 5
+    assert gpu_index({name: "5"}, 4) is None
+
+
+def test_torchrun_inside_slurm_counts_its_own_processes() -> None:
+    assert local_rank({"LOCAL_RANK": "3", "SLURM_LOCALID": "0"}) == 3
+    assert local_rank({}) == 0
+    assert local_rank({"SLURM_LOCALID": ""}) == 0
+
+
+def test_a_task_that_was_given_one_gpu_takes_it() -> None:
+    assert gpu_index({"SLURM_LOCALID": "3", "CUDA_VISIBLE_DEVICES": "3"}, 1) == 0
+    assert gpu_index({"SLURM_LOCALID": "3"}, 1) is None
+    assert gpu_index({}, 0) is None
+
+
+@pytest.mark.parametrize("request_", ["auto", "cuda"])
+def test_four_nodes_of_eight_gpus(request_: str) -> None:
+    assert assign_devices(request_, FOUR_NODES) == [f"cuda:{rank % 8}" for rank in range(32)]  # type: ignore[arg-type]
+    assert assign_devices("cpu", FOUR_NODES) == ["cpu"] * 32
+
+
+def test_tasks_with_gpus_of_their_own_all_take_their_first() -> None:
+    bound = [RankGpus("node", str(rank), 1) for rank in range(4)]
+    assert assign_devices("cuda", bound) == ["cuda:0"] * 4
+
+
+def test_ranks_that_are_dealt_to_nodes_in_turn() -> None:
+    dealt = [RankGpus(f"node{rank % 2}", "", 2) for rank in range(4)]
+    assert assign_devices("cuda", dealt) == ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]
+
+
+@pytest.mark.parametrize(
+    ("trainers", "words"),
+    [
+        ([RankGpus("a", "", 1), RankGpus("a", "", 1)], "2 trainers on a see 1 GPU; start at most one trainer"),
+        ([RankGpus("a", "", 0)], "1 trainer on a sees no GPU"),
+        ([RankGpus("a", "", 2), RankGpus("b", "", 0)], "1 trainer on b sees no GPU"),
+        ([RankGpus("a", "0,1", 2)] * 3, "3 trainers on a see 2 GPUs"),
+    ],
+)
+def test_more_trainers_than_gpus(trainers: list[RankGpus], words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        assign_devices("cuda", trainers)
+    assert assign_devices("auto", trainers) == ["cpu"] * len(trainers)
