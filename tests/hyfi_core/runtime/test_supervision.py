@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hyfi_core.comm.supervision import time_limit_s
+from hyfi_core.runtime.supervision import time_limit_s
 from hyfi_core.errors import RequestError
 from tests.conftest import MPIEXEC, ROOT
 
