@@ -52,6 +52,16 @@ def remember_requests() -> None:
     _handle(_remember)
 
 
+def ignore_requests() -> None:
+    """Ignore further requests, also while the interpreter shuts down: for a rank that is about to leave.
+
+    A launcher that sees the first rank leave with the code of a stop may end the others (``srun --kill-on-bad-exit``),
+    whose own code would be lost.
+    """
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _handle(handler: Callable[[int, FrameType | None], None]) -> None:
     for number in SIGNALS:
         signal.signal(number, handler)

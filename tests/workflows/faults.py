@@ -40,7 +40,8 @@ class Tiny(nn.Module):
 def faulty(classes: int, norm: str = "train", pool: str = "avg", width: int = 8) -> nn.Module:
     """Return ``tiny`` on a rank to which ``HYFI_TEST_FAULT=<rank>:<call>:<method>:<kind>`` happens.
 
-    At the ``call``-th call of the engine's ``method`` the rank raises, dies, or hangs; ``slow`` makes each call last.
+    At the ``call``-th call of the engine's ``method`` the rank raises, dies, or hangs;
+    ``slow`` makes each call last ``call`` times 0.2 s.
     """
     fault = os.environ.get("HYFI_TEST_FAULT")
     if fault:
@@ -68,7 +69,7 @@ def _break(method: str, call: int, kind: str) -> None:
         nonlocal calls
         calls += 1
         if kind == "slow":
-            time.sleep(0.2)
+            time.sleep(0.2 * max(1, call))
         elif calls == call and kind == "raise":
             raise RuntimeError("the fault that this test asked for")
         elif calls == call:

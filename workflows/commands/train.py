@@ -92,6 +92,8 @@ def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, s
     from workflows.training.start import Roles, SavedRun, check_images
 
     agree(world, lambda: check_ranks(config, world.size))
+    if stop.anywhere(world):  # while the ranks started; building the engine may take long
+        return _stopped_at_start(world, config)
     start = agree(world, lambda: check_run(config, resume))
     job = agree(world, lambda: prepare(config))
     if world.rank == 0:
@@ -105,7 +107,7 @@ def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, s
     make = _trainer if roles.trainers is not None else _loader if roles.validators is None else _validator
     body = agree(world, lambda: make(job, roles, saved, coverage, stop))
     if stop.anywhere(world):
-        return STOPPED  # nothing has been written: the run starts anew
+        return _stopped_at_start(world, config)
     owner = agree(world, lambda: own_run(config, resume, start) if world.rank == 0 else None)
     try:
         return body(as_json)
@@ -114,6 +116,12 @@ def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, s
     finally:
         if owner is not None:
             owner.release()
+
+
+def _stopped_at_start(world: Communicator, config: Config) -> int:
+    if world.rank == 0:
+        say(f"run {config.run.dir}: stopped on request before a step was made; nothing was written")
+    return STOPPED
 
 
 def _trainer(job: TrainingJob, roles: Roles, saved: SavedRun | None, coverage: Any, stop: StopFlag) -> RankBody:

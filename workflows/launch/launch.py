@@ -216,6 +216,8 @@ def run_as_rank(body: Callable[[], int]) -> int:
     except BaseException:
         _fail(status, rank)
     peer_watch.leave()
+    if inside_launcher():
+        signals.ignore_requests()
     if status is not None:
         status.end(rank, code)
         return 0

@@ -1,0 +1,138 @@
+"""Runs under launchers that are not ours: Open MPI's mpiexec, torchrun, and the script around it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.workflows.archive import make_config, make_store
+from workflows.training.metrics_log import read_metrics
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
+ROOT = Path(__file__).parents[3]
+HYFI = ("-m", "workflows")
+TORCHRUN = Path(sys.executable).parent / "torchrun"
+OPEN_MPI = Path("/usr/lib/x86_64-linux-gnu/libmpi.so.40")
+Begin = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Begin]:
+    """Starts a launcher in ``tmp_path``, whose ``run.yaml`` needs two ranks."""
+    make_config(
+        tmp_path,
+        make_store(tmp_path),
+        run={"steps": 5000},
+        validation={"every_steps": 5000},
+        plan={"grids": [[1, 2]]},
+    )
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*words: str | Path, **more: str) -> subprocess.Popen[str]:
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PATH": path}
+        started.append(
+            subprocess.Popen(
+                [str(word) for word in words],
+                cwd=tmp_path,
+                env=os.environ | environment | {"HYFI_TEST_MARK": str(tmp_path)} | more,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        )
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+    assert ranks_of(tmp_path) == []
+
+
+def ranks_of(folder: Path, variable: str = "") -> list[int]:
+    """Return the processes of a test that have a variable (``LOCAL_RANK=1``) in their environment."""
+    wanted, found = {f"HYFI_TEST_MARK={folder}".encode(), *([variable.encode()] if variable else [])}, []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and wanted <= set((entry / "environ").read_bytes().split(b"\0")):
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def open_mpi() -> tuple[list[str], dict[str, str]]:
+    """Return Open MPI's words for two ranks and what lets mpi4py load its library; skips where it is missing."""
+    mpiexec = shutil.which("mpiexec.openmpi")
+    if mpiexec is None or not OPEN_MPI.exists():
+        pytest.skip("no Open MPI here: apt-get install openmpi-bin")
+    words = [mpiexec, "--oversubscribe", "-n", "2", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
+    return words, {"MPI4PY_MPIABI": "openmpi", "MPI4PY_LIBMPI": str(OPEN_MPI)}
+
+
+def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> None:
+    deadline_s = time.monotonic() + 240
+    while max((r["step"] for r in read_metrics(folder / "run" / "metrics.jsonl")), default=0) < step:
+        assert time.monotonic() < deadline_s and process.poll() is None, process.communicate()[1]
+        time.sleep(0.05)
+
+
+def end(process: subprocess.Popen[str], folder: Path, within_s: float) -> str:
+    """Wait for the launcher and every rank to end; return its standard error."""
+    began_s = time.monotonic()
+    err = process.communicate(timeout=120)[1]
+    while ranks_of(folder) and time.monotonic() - began_s < within_s:
+        time.sleep(0.05)
+    assert ranks_of(folder) == []
+    assert time.monotonic() - began_s < within_s
+    return err
+
+
+def test_a_killed_rank_under_torchrun(begin: Begin, tmp_path: Path) -> None:
+    """Torchrun asked the others to stop, and killed them half a minute later."""
+    job = begin(TORCHRUN, "--standalone", "--nproc-per-node=2", *HYFI, "train", "run.yaml")
+    wait_for_step(job, tmp_path, 2)
+    os.kill(ranks_of(tmp_path, "LOCAL_RANK=1")[0], signal.SIGKILL)
+    assert "rank 1 was ended from outside or crashed" in end(job, tmp_path, 10)
+
+
+def test_a_killed_rank_under_open_mpi(begin: Begin, tmp_path: Path) -> None:
+    words, library = open_mpi()
+    job = begin(*words, sys.executable, *HYFI, "train", "run.yaml", **library)
+    wait_for_step(job, tmp_path, 2)
+    os.kill(ranks_of(tmp_path, "OMPI_COMM_WORLD_RANK=1")[0], signal.SIGKILL)
+    assert "rank 1 was ended from outside or crashed" in end(job, tmp_path, 10)
+
+
+def test_a_request_to_stop_under_open_mpi(begin: Begin, tmp_path: Path) -> None:
+    words, library = open_mpi()
+    job = begin(*words, sys.executable, *HYFI, "train", "run.yaml", **library)
+    wait_for_step(job, tmp_path, 2)
+    job.send_signal(signal.SIGUSR1)
+    end(job, tmp_path, 30)
+    assert job.returncode == 3
+    assert (tmp_path / "run" / "checkpoints" / "latest").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_the_script_around_torchrun_stops_with_a_checkpoint(
+    begin: Begin, tmp_path: Path, number: signal.Signals
+) -> None:
+    """Torchrun itself ended with 1 by SIGTERM, and by SIGUSR1 left its ranks behind."""
+    written = begin(sys.executable, *HYFI, "launch", "torchrun", "run.yaml")
+    assert written.wait(timeout=60) == 0
+    job = begin("bash", "run.sh")
+    wait_for_step(job, tmp_path, 2)
+    job.send_signal(number)
+    end(job, tmp_path, 30)
+    assert job.returncode == 3
+    assert (tmp_path / "run" / "checkpoints" / "latest").exists()
