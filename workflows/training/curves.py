@@ -35,7 +35,7 @@ text {{ font-size: 11px; fill: #57606a }} .axis {{ stroke: #d0d7de }}
 
 
 @dataclass(frozen=True)
-class Curve:
+class RunCurve:
     """One line of a chart: its name and its points (step, value), steps rising."""
 
     name: str
@@ -56,12 +56,12 @@ def curves_page(title: str, records: Sequence[Mapping[str, Any]]) -> str:
     train = [record for record in records if record["kind"] == "train"]
     validation = [record for record in records if record["kind"] == "validation"]
     charts = {
-        "loss": [Curve("training", _points(train, _LOSS)), Curve("validation", _points(validation, _LOSS))],
-        "learning rate": [Curve("training", _points(train, "lr"))],
-        "images per second": [Curve("training", _points(train, _SPEED))],
+        "loss": [RunCurve("training", _points(train, _LOSS)), RunCurve("validation", _points(validation, _LOSS))],
+        "learning rate": [RunCurve("training", _points(train, "lr"))],
+        "images per second": [RunCurve("training", _points(train, _SPEED))],
     }
     for name in _metrics(validation):
-        charts[name.replace("_", " ")] = [Curve("validation", _points(validation, name))]
+        charts[name.replace("_", " ")] = [RunCurve("validation", _points(validation, name))]
     shown = [_chart(name, [c for c in curves if c.points]) for name, curves in charts.items()]
     return _PAGE.format(
         title=html.escape(title), summary=_summary(train, validation), charts="\n".join(filter(None, shown))
@@ -89,7 +89,7 @@ def _summary(train: Sequence[Mapping[str, Any]], validation: Sequence[Mapping[st
     return f"{train[-1]['step']} steps in {hours:.2f} h of training, {len(validation)} validations"
 
 
-def _chart(name: str, curves: Sequence[Curve]) -> str:
+def _chart(name: str, curves: Sequence[RunCurve]) -> str:
     """Return one figure with its axes; empty where there is nothing to draw."""
     points = [point for curve in curves for point in curve.points]
     if not points:
