@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
+from hyfi_core.cells.communicator import CellCommunicator
 from hyfi_core.comm.base import Communicator, Message
-from hyfi_core.comm.cooperative import CellCommunicator
 from hyfi_core.ops.bands import Banded
 from hyfi_core.ops.convolution import Convolution
 from hyfi_core.ops.redistribute import PendingStrips, Redistribute

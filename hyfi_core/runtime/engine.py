@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from hyfi_core.cells.communicator import cell_communicators
+from hyfi_core.cells.turns import Turns
 from hyfi_core.comm.activity import ACTIVITY
 from hyfi_core.comm.agree import CallConsensus
 from hyfi_core.comm.base import Communicator
-from hyfi_core.comm.cooperative import cell_communicators
-from hyfi_core.comm.turns import Turns
 from hyfi_core.cost.cuts import with_cuts
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box, hull

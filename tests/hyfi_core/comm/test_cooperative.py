@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from hyfi_core.cells.communicator import CellCommunicator, cell_communicators
+from hyfi_core.cells.turns import Turns
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.base import Communicator, Message
-from hyfi_core.comm.cooperative import CellCommunicator, cell_communicators
 from hyfi_core.comm.threads import run_ranks
-from hyfi_core.comm.turns import Turns
 
 MEMBERS = ((0, 0), (1, 0), (0, 1), (1, 1))  # ranks go across two processes of two cells each
 

@@ -1,7 +1,7 @@
 """Cells as ranks: the communicator of one of several cells in a process, among those of all processes.
 
 What cells of one process send to each other is copied; what they send to cells of other processes, and the last step
-of every reduction, goes through that process's communicator. Who runs when: see ``comm.turns``.
+of every reduction, goes through that process's communicator. Who runs when: see ``cells.turns``.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from hyfi_core.cells.turns import Turns
 from hyfi_core.comm.base import Communicator, Completed, Message, Pending, ReduceOp
-from hyfi_core.comm.turns import Turns
 from hyfi_core.comm.wire import reduced
 
 
