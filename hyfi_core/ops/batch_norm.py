@@ -30,6 +30,9 @@ from hyfi_core.ops.base import AsyncBackward, Cotangents, Rest, Tensors, Wanted
 from hyfi_core.ops.memory import ours_alone
 from hyfi_core.plan.box import Box
 
+_MOST_ROWS = 64
+"""Most ranks of which each gives its statistics in a row of its own."""
+
 
 @dataclass(frozen=True)
 class BatchNorm(AsyncBackward):
@@ -56,7 +59,9 @@ class BatchNorm(AsyncBackward):
         stats_dtype = torch.promote_types(own.dtype, torch.float32)
         mean, variance = mean.to(stats_dtype), variance.to(stats_dtype)
         if own.numel():
-            result = torch.native_batch_norm(own, weight, bias, mean, variance, False, 0.0, self.eps)[0]
+            # The native kernel takes a map of 16 bits with all else in float32, or all of one type.
+            affine = (None if item is None else item.to(stats_dtype) for item in (weight, bias))
+            result = torch.native_batch_norm(own, *affine, mean, variance, False, 0.0, self.eps)[0]
         else:
             result = torch.empty_like(own)
         return (result, mean, variance), (own, weight, mean, variance)
@@ -66,17 +71,29 @@ class BatchNorm(AsyncBackward):
         return tensor
 
     def _statistics(self, comm: Communicator, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return mean and biased variance over all ranks: one message.
+
+        Each of few ranks gives its mean and its variance in a row of its own, so that nothing cancels however far the
+        mean is from zero. A row for each of many would make the message long: they add up Σ x and Σ x².
+        """
         channels = own.shape[1]
-        sums = own.new_zeros((2, channels), dtype=torch.float64)
         pixels = own.numel() // channels
+        apart = comm.size <= _MOST_ROWS
+        rows = own.new_zeros((comm.size if apart else 1, 3, channels), dtype=torch.float64)
         if pixels:
-            mean, variance = torch.batch_norm_update_stats(own, None, None, 0.0)
-            mean, variance = mean.double(), variance.double()
-            sums[0] = pixels * mean
-            sums[1] = pixels * (variance + mean * mean)
-        comm.all_reduce(sums)
-        mean = sums[0] / self.count
-        return mean, (sums[1] / self.count - mean * mean).clamp_(min=0.0)
+            mean, variance = (item.double() for item in torch.batch_norm_update_stats(own, None, None, 0.0))
+            row = rows[comm.rank if apart else 0]
+            row[0], row[1], row[2] = pixels, mean, variance
+            if not apart:
+                row[1], row[2] = pixels * mean, pixels * (variance + mean * mean)
+        comm.all_reduce(rows)
+        counts, means, variances = rows.unbind(1)
+        if not apart:
+            mean = means[0] / self.count
+            return mean, (variances[0] / self.count - mean * mean).clamp_(min=0.0)
+        first = means[0]  # means are averaged as differences from one of them
+        mean = first + ((means - first) * counts).sum(0) / self.count
+        return mean, ((variances + (means - mean).square()) * counts).sum(0) / self.count
 
     def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
         """Return the cotangents of map, weight (this rank's share), bias (this rank's share).
@@ -107,10 +124,20 @@ class BatchNorm(AsyncBackward):
                 return None, *shares
             gain, slope, shift = self._terms(weight, mean, variance, sums / self.count, own.dim())
             dx = dy.mul_(gain) if over else torch.mul(dy, gain, out=torch.empty_like(dy))
-            self._counted(dx).addcmul_(self._counted(own), slope).add_(shift)
+            self._counted(dx).addcmul_(self._centred(own, mean), slope).add_(shift)
             return dx, *shares
 
         return pending, finish
+
+    def _centred(self, own: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+        """Return the pixels that count, in float64 less their mean: slope · x + shift cancels far from zero.
+
+        That takes a fresh map. In other types rounding is coarser than what cancels, and the mean is in the shift.
+        """
+        counted = self._counted(own)
+        if mean.dtype != torch.float64:
+            return counted
+        return counted - mean.view(1, -1, *[1] * (own.dim() - 2))
 
     def _sums(self, dy: torch.Tensor, own: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
         """Return this rank's Σ dy and Σ dy · x̂, float64: the native kernel's cotangents of bias and weight."""
@@ -129,7 +156,9 @@ class BatchNorm(AsyncBackward):
         inverse = (variance.double() + self.eps).rsqrt()
         gain = inverse if weight is None else inverse * weight.double()
         slope = -gain * means[1] * inverse
-        shift = -gain * means[0] - slope * mean.double()
+        shift = -gain * means[0]
+        if mean.dtype != torch.float64:
+            shift = shift - slope * mean.double()
         return tuple(term.to(mean.dtype).view(1, -1, *[1] * (dims - 2)) for term in (gain, slope, shift))
 
 

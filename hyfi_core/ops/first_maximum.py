@@ -40,7 +40,7 @@ class FirstMaximum:
         comm.all_reduce(top, "max")
         if flat.numel():
             place = (self.box.y0 + local // self.box.width) * self.width + self.box.x0 + local % self.box.width
-            where = torch.where(mine == top, place, where)
+            where = torch.where((mine == top) | (mine.isnan() & top.isnan()), place, where)
         mine_at = where.clone()
         comm.all_reduce(where, "min")
         hits = (mine_at == where) & (where != _NOWHERE)

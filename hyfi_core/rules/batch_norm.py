@@ -104,7 +104,7 @@ def native_batch_norm(has_weight: bool, has_bias: bool, momentum: float, eps: fl
         weight = rest[0] if has_weight else None
         bias = rest[has_weight] if has_bias else None
         count = rest[has_weight + has_bias :]
-        mean, variance = mean.clone(), variance.clone()
+        mean, variance = mean.detach().clone(), variance.detach().clone()  # of an earlier call of the norm, perhaps
         share = 1.0 / float(count[0]) if count else momentum
         result = F.batch_norm(x, mean, variance, weight, bias, True, share, eps)
         return result, None, None, mean, variance

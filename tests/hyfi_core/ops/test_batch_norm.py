@@ -1,0 +1,105 @@
+"""Batch norm over ranks: far from zero, in 16 bits, and where a rank owns nothing."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hyfi_core
+from hyfi_core.comm.base import Communicator
+from hyfi_core.comm.threads import run_ranks
+from hyfi_core.ops.batch_norm import BatchNorm
+from tests.harness import assert_equal_to_one_process, run_copies
+
+ROWS = (0, 3, 3, 7)  # the second rank owns nothing
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e3, 1e5, -1e7])
+def test_statistics_do_not_cancel_far_from_zero(offset: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 4, 7, 5, dtype=torch.float64, generator=generator) + offset
+
+    def body(comm: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+        own = x[:, :, ROWS[comm.rank] : ROWS[comm.rank + 1]].contiguous()
+        (_, mean, variance), _ = BatchNorm(70, 1e-5).forward(comm, (own, None, None))  # type: ignore[arg-type]
+        return mean, variance
+
+    mean = x.mean((0, 2, 3))
+    variance = (x - mean.view(1, -1, 1, 1)).square().mean((0, 2, 3))
+    for found in run_ranks(3, body):
+        torch.testing.assert_close(found[0], mean, rtol=1e-15, atol=1e-15)
+        torch.testing.assert_close(found[1], variance, rtol=1e-8 * 1e-2 if abs(offset) < 1e6 else 1e-8, atol=0)
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_a_model_of_16_bits_trains_on_several_ranks(kind: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4, 2),
+    ).to(kind)
+    images, labels = torch.randn(2, 3, 12, 10).to(kind), torch.tensor([0, 1])
+
+    def body(comm: Any, module: nn.Module) -> Any:
+        engine = hyfi_core.parallelize(module, (2, 3, 12, 10), hyfi_core.ParallelPlan(grids=((1, 2),)), comm)
+        return engine.accumulate(images, labels), engine.gather_gradients()
+
+    loss, gradients = run_copies(model, 2, body)[0]
+    exact = copy.deepcopy(model).double()
+    wanted = F.cross_entropy(exact(images.double()), labels)
+    wanted.backward()
+    assert abs(loss - float(wanted)) < 0.02
+    for name, parameter in exact.named_parameters():
+        assert parameter.grad is not None
+        assert gradients[name].dtype == kind
+        assert float((gradients[name].double() - parameter.grad).norm()) < 0.05 * max(
+            float(parameter.grad.norm()), 0.1
+        ), name
+
+
+class Shifted(nn.Module):
+    """A batch norm of values far from zero; its convolution's gradients come through what is left of them."""
+
+    def __init__(self, offset: float) -> None:
+        super().__init__()
+        self.offset = offset
+        self.conv, self.norm, self.fc = nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.Linear(4, 2)
+
+    def extra_repr(self) -> str:
+        return str(self.offset)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(F.relu(self.norm(self.conv(x) + self.offset)).mean((2, 3)))
+
+
+@pytest.mark.parametrize("offset", [1e3, 1e5])
+def test_gradients_far_from_zero_equal_one_process(offset: float) -> None:
+    torch.manual_seed(0)
+    tolerance = max(1e-10, 1e-14 * offset)  # the map itself is rounded to 1e-16 of its values
+    assert_equal_to_one_process(Shifted(offset), (2, 3, 12, 10), (2, 2), tolerance=tolerance)
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.norm, self.fc = nn.BatchNorm2d(4), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.norm(self.first(x)))
+        return self.fc(F.relu(self.norm(self.second(x))).mean((2, 3)))
+
+
+@pytest.mark.parametrize("grid", [(1, 1), (1, 2)])
+def test_a_norm_that_is_called_twice(grid: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    assert_equal_to_one_process(Twice(), (2, 3, 12, 10), grid)
