@@ -35,16 +35,19 @@ class FirstMaximum:
         mine = own.new_full((batch, channels), -torch.inf)
         local = torch.zeros_like(where)
         if flat.numel():
-            mine, local = flat.max(2)  # of equals, PyTorch promises the first
+            mine, local = flat.max(2)  # of equals, PyTorch promises the first; of several NaN the pool takes the last
+            last_nan = (flat.isnan() * torch.arange(flat.shape[2], device=own.device)).amax(2)
+            local = torch.where(mine.isnan(), last_nan, local)
         top = mine.clone()
         comm.all_reduce(top, "max")
         if flat.numel():
             place = (self.box.y0 + local // self.box.width) * self.width + self.box.x0 + local % self.box.width
+            place = torch.where(mine.isnan(), -place, place)  # so that the least is the last
             where = torch.where((mine == top) | (mine.isnan() & top.isnan()), place, where)
         mine_at = where.clone()
         comm.all_reduce(where, "min")
         hits = (mine_at == where) & (where != _NOWHERE)
-        return (top[:, :, None, None], where[:, :, None, None]), (own.shape, top, local, hits)
+        return (top[:, :, None, None], where.abs()[:, :, None, None]), (own.shape, top, local, hits)
 
     def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
         """Return (cotangent of the map,): zero but for the pixel that was the first maximum."""

@@ -13,7 +13,7 @@ from hyfi_core.plan.layout import Layout
 
 
 @pytest.mark.parametrize("broken", [(), ((0, 1, 4, 2),), ((0, 1, 4, 2), (0, 1, 0, 3))])
-def test_nan_wins_where_it_stands_first(broken: tuple[tuple[int, ...], ...]) -> None:
+def test_nan_wins_and_of_several_the_last(broken: tuple[tuple[int, ...], ...]) -> None:
     x = torch.randn(2, 3, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     for place in broken:
         x[place] = torch.nan
