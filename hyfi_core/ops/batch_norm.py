@@ -60,8 +60,8 @@ class BatchNorm(AsyncBackward):
         mean, variance = mean.to(stats_dtype), variance.to(stats_dtype)
         if own.numel():
             # The native kernel takes a map of 16 bits with all else in float32, or all of one type.
-            affine = (None if item is None else item.to(stats_dtype) for item in (weight, bias))
-            result = torch.native_batch_norm(own, *affine, mean, variance, False, 0.0, self.eps)[0]
+            scale, offset = (None if item is None else item.to(stats_dtype) for item in (weight, bias))
+            result = torch.native_batch_norm(own, scale, offset, mean, variance, False, 0.0, self.eps)[0]
         else:
             result = torch.empty_like(own)
         return (result, mean, variance), (own, weight, mean, variance)
