@@ -18,6 +18,7 @@ from tests.conftest import ROOT
 from tests.workflows.archive import make_store
 from workflows.cli import app
 from workflows.config.load import load_config
+from workflows.launch.scripts import Site
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FIRST_PROJECT = ROOT / "docs" / "first-project.md"
@@ -71,7 +72,12 @@ def test_commands_are_accepted(page: Path) -> None:
 def test_configurations_are_accepted(page: Path, tmp_path: Path) -> None:
     base = {"data": {"store": "store", "size_px": 512}, "run": {"dir": "runs/first", "epochs": 1}}
     for text in blocks(page, "yaml"):
-        tree = merged(base, yaml.safe_load(text))
+        shown = yaml.safe_load(text)
+        if "program" in shown:  # a site.yaml of `hyfi launch`
+            (tmp_path / "site.yaml").write_text(text)
+            Site.load(tmp_path / "site.yaml")
+            continue
+        tree = merged(base, shown)
         grids = tree.get("plan", {}).get("grids", [[1, 1]])
         assert grids
         whole = tree.get("plan", {}).get("replicas", 1) * tree.get("plan", {}).get("microbatches", 1)
