@@ -257,7 +257,7 @@ def test_another_size_is_captured_once_and_just_works(schedule: str) -> None:
         engine = hyfi_core.parallelize(module, (4, 3, 37, 45), plan, comm, optimizer=sgd)
         sizes = ((37, 45), (50, 31), (37, 45), (50, 31))
         losses = [engine.train_step(*make_batches((4, 3, *size), 1, 1)[0][0]) for size in sizes]
-        return losses, len(engine._cache), engine.gather_state_dict()
+        return losses, len(engine._runners[0]._cache), engine.gather_state_dict()
 
     results = run_copies(model.double(), plan.ranks, body)
     assert results[0][1] == 2
