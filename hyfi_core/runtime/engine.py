@@ -168,6 +168,8 @@ class Engine:
         shape = reader.batch_shape(images)
         micro = reader.micro_shape(shape, strict=True)
         check_labels(labels, shape[0])
+        ACTIVITY.step += 1
+        ACTIVITY.action = "comparing this call"
         self._consensus.check_training(shape)
         compiled = self._compiled(micro)
         local = self._runners[0].read(images, compiled, shape[0])
@@ -175,7 +177,6 @@ class Engine:
         gradients = self._gradients_of(compiled)
         taken = gradients if self._turns is None else GradientsOfCells(gradients, self._turns.size)
         gradients.begin()
-        ACTIVITY.step += 1
         done = self._each(lambda runner: runner.train(images, local, labels, taken, self._arrived))
         self._runners[0].publish()
         gradients.finish()

@@ -112,6 +112,7 @@ def test_a_request_to_stop_is_a_checkpoint_and_code_3(slurm: Slurm, tmp_path: Pa
         assert (tmp_path / "run" / "checkpoints" / "latest").resolve().name == f"step-{steps(tmp_path / 'run'):08d}"
 
 
+@pytest.mark.soak
 def test_a_run_meets_its_time_limit_and_continues_by_itself(slurm: Slurm, tmp_path: Path, store: Path) -> None:
     config = make_config(tmp_path, store, run={"steps": 60}, validation={"every_steps": 20})
     straight = [*HYFI, "train", str(config), TWO, f"run.dir={tmp_path / 'straight'}"]
