@@ -207,12 +207,13 @@ class Pipeline:
         self._begin_s = time.perf_counter()
         for name, cotangent in self._from_loss(key, flight, microbatch, step).items():
             cotangents[name] = cotangents[name] + cotangent if name in cotangents else cotangent
-        comm = self._groups[key]
         if flight.again is not None:
             values, log = flight.again
+            groups = (
+                ReplayingCommunicator(log, comm.rank, comm.size) for comm in (self._groups[key], self._copies[key])
+            )
             with self._autocasting():
-                replayed = Executor(stage.tape, ReplayingCommunicator(log, comm.rank, comm.size))
-                flight.records = replayed.forward(values, record=True)
+                flight.records = Executor(stage.tape, *groups).forward(values, record=True)
             flight.again = None
         complete = None
         gradients = self._trained

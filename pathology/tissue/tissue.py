@@ -167,7 +167,8 @@ class _Seen:
         """Return the marks of a pen."""
         if not int(np.bitwise_or.reduce(self.marks, axis=None)) & (_CORE | _CERTAIN):
             return np.zeros(self.marks.shape, bool)
-        return pen_marks(*(self.marked(mark) for mark in (_CORE, _EVEN, _CERTAIN, _FAINT)), mpp_um)
+        core, even, certain, faint = (self.marked(mark) for mark in (_CORE, _EVEN, _CERTAIN, _FAINT))
+        return pen_marks(core, even, certain, faint, mpp_um)
 
 
 def _levels(values: Float) -> Levels:
