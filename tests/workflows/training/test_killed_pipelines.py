@@ -13,9 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.workflows.training.test_failures import (
-    Job,
-)
+from tests.workflows.training.test_failures import Job, start, store  # noqa: F401 (fixtures)
 
 pytestmark = pytest.mark.mpi
 PLAN = [

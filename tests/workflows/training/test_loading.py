@@ -16,9 +16,7 @@ import pytest
 from hyfi_core.errors import RequestError
 from tests.workflows.archive import SIZE_PX, make_config, make_store
 from tests.workflows.runs import assert_same_run, in_this_process, losses, run_on
-from tests.workflows.training.test_failures import (
-    Job,
-)
+from tests.workflows.training.test_failures import Job, start  # noqa: F401 (a fixture)
 from workflows.commands import train
 from workflows.config.load import load_config
 from workflows.training.job import prepare
