@@ -20,9 +20,9 @@ from tests.conftest import ROOT
 _SCRIPT = """
 from pathlib import Path
 import sys
-from pathology.discover import SlideJob
-from pathology.ingest_options import IngestOptions
-from pathology.slide_pool import SlidePool
+from pathology.ingest.discover import SlideJob
+from pathology.ingest.options import IngestOptions
+from pathology.ingest.pool import SlidePool
 if __name__ == "__main__":
     store = Path(sys.argv[1])
     store.mkdir()
