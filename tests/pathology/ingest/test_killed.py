@@ -66,7 +66,7 @@ class Ingest:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-            self.look()
+            self.attribute()
 
     def attribute(self) -> None:
         """Compare what was finished before with what is there, and note what is finished now."""
@@ -87,7 +87,7 @@ class Ingest:
 
     def to_the_end(self) -> None:
         subprocess.run(self.command, env=self.environment, check=True, capture_output=True, timeout=300)
-        self.look()
+        self.attribute()
 
 
 def _listed(folder: Path) -> list[str]:

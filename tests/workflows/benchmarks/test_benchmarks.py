@@ -21,6 +21,7 @@ SMALL = {
     "dimensions": ["--steps", "1"],
     "fused": ["--size", "64", "--rounds", "1"],
     "ingest_memory": ["--size", "1024", "--mpp", "0.5"],
+    "networks": None,  # needs packages of third parties
     "offload": ["--size", "256", "--steps", "25", "--rounds", "1"],
     "overlap": ["--size", "128", "--steps", "1"],
     "overview": None,  # draws from a finished demo: the demo's own test does

@@ -59,7 +59,7 @@ def test_one_rank_and_two_give_the_same(hyfi: Hyfi, checkpoint: Path, slides: Pa
     ours, theirs = (tifffile.imread(tmp_path / out / "one" / "heatmap.tiff") for out in "ab")
     np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.nanmax(np.abs(ours)))
     left = {path.name for path in (tmp_path / "b").iterdir()}
-    assert left == {"one", "predictions.csv", "predictions.json"}
+    assert left == {"one", "predictions.csv", "predictions.json", "index.html"}
 
 
 def test_corrupt_checkpoint_is_refused_and_nothing_written(hyfi: Hyfi, slides: Path, tmp_path: Path) -> None:
