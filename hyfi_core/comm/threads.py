@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -34,6 +35,13 @@ __all__ = ["DeadlockError", "PeerFailedError", "ThreadCommunicator", "run_ranks"
 T = TypeVar("T")
 
 
+def _begin(group: ThreadGroup, rank: int, sends: list[PostedMessage], receives: list[PostedMessage]) -> None:
+    for post in receives:
+        group.receive(rank, post)
+    for post in sends:
+        group.send(rank, post)
+
+
 class _PostedExchange:
     """Sends and receives under way."""
 
@@ -43,27 +51,21 @@ class _PostedExchange:
         self._group, self._rank = group, rank
         self._sends = [PostedMessage(message, version_of(message.tensor)) for message in sends]
         self._receives = [PostedMessage(message) for message in receives]
-        self._operation = Operation(self._begin, self._done)
+        posts = (*self._sends, *self._receives)
+        # Nothing here may lead back to this object: messages are free when it is dropped, not when a collector runs.
+        begin = partial(_begin, group, rank, self._sends, self._receives)
+        self._operation = Operation(begin, lambda: all(post.done for post in posts))
         group.run(rank, self._operation)
-
-    def _begin(self) -> None:
-        for post in self._receives:
-            self._group.receive(self._rank, post)
-        for post in self._sends:
-            self._group.send(self._rank, post)
 
     def test(self) -> bool:
         with self._group.world.changed:
             self._group.world.check()
-            return self._done()
+            return self._operation.done()
 
     def wait(self) -> None:
         world = self._group.world
         with world.changed:
-            world.wait_for(self._group.members[self._rank], self._done, self._open)
-
-    def _done(self) -> bool:
-        return all(post.done for post in self._sends) and all(post.done for post in self._receives)
+            world.wait_for(self._group.members[self._rank], self._operation.done, self._open)
 
     def _open(self) -> str:
         to = [f"rank {p.message.peer} to receive (tag {p.message.tag})" for p in self._sends if not p.done]

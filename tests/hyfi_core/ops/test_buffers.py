@@ -68,7 +68,7 @@ def test_no_message_takes_new_memory_after_the_first_step(plan: ParallelPlan, mo
             comm.barrier()
         return after
 
-    # A thread's send may still be held by its peer when the next is packed: how often is a matter of timing.
-    most = 2.0
+    # Between stages a send may still be under way when the next is packed: how often is a matter of timing.
+    most = 1.0 if plan.stages == 1 else 1.5
     for first, *later in run_ranks(plan.ranks, body):
         assert first > 0 and max(later) <= most * first

@@ -358,7 +358,7 @@ def test_a_checkpoint_is_worth_afterwards_what_it_was_worth(
     assert validate.run(validate.EvaluationRequest(checkpoint, store, split="test", as_json=True), None) == 0
     assert json.loads(capfd.readouterr().out.splitlines()[-1])["slides"] == 2
     with pytest.raises(RequestError, match="--split"):
-        validate.validate_rank(checkpoint, store, None, None, "holdout", as_json=False)
+        validate.validate_rank(validate.EvaluationRequest(checkpoint, store, split="holdout"))
 
 
 def test_validate_judges_by_the_column_of_splits_that_was_trained_by(
