@@ -17,6 +17,7 @@ from torch import nn
 import hyfi_core
 from hyfi_core.capture.export import capture
 from hyfi_core.capture.program import Program
+from hyfi_core.cost.fused_depth import fused_runs
 from hyfi_core.lowering.lower import Target, lower
 from hyfi_core.models import amoebanet, resnet
 from hyfi_core.models.amoebanet import Cell
@@ -137,7 +138,8 @@ def exchanges(program: Program, grid: tuple[int, int], fused_halo: Any) -> int:
     """Return how many exchanges the forward pass has in which some rank sends something."""
     talking: set[int] = set()
     for rank in range(grid[0] * grid[1]):
-        ranked = lower(program, Target(grid, rank), fused_halo=fused_halo)
+        target = Target(grid, rank)
+        ranked = lower(program, target, runs=fused_runs(program, target, fused_halo=fused_halo))
         calls = [step for step in ranked.instructions if isinstance(step, CollectiveCall) and step.traffic == "halo"]
         talking.update(at for at, step in enumerate(calls) if sends(step))
     return len(talking)

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from hyfi_core.capture.program import Operator, Program, refs_in
 from hyfi_core.cells.fused_place import CELL_RULES
+from hyfi_core.cost.machine import DEFAULT_MACHINE
 from hyfi_core.cost.operators import value_bytes
-from hyfi_core.lowering.fused_cost import PRICES
 from hyfi_core.lowering.fused_halo import Sketch, Spread, reaching, spread
 from hyfi_core.lowering.fused_sketch import draw
 from hyfi_core.lowering.lower import Target, lower
@@ -162,7 +162,7 @@ def _work(sketch: Sketch, plan: Spread) -> float:
     done = once = 0.0
     for flow in sketch.flows:
         layout = sketch.layouts[flow.makes[0]]
-        pixel_s = max(flow.flops / PRICES.flops_per_s, flow.touched_bytes / PRICES.touched_bytes_per_s)
+        pixel_s = DEFAULT_MACHINE.operator_s(flow.flops, flow.touched_bytes)
         done += pixel_s * sum(box.area for box in plan.computed.get(flow.name, layout.parts))
         once += pixel_s * layout.map.area
     return done / once if once else 1.0

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hyfi_core.capture.program import Program
+from hyfi_core.cost.machine import DEFAULT_MACHINE
 from hyfi_core.cost.memory import STATE_COPIES, microbatches_in_flight
-from hyfi_core.cost.operators import LINK_BYTES_PER_S, operator_costs, value_bytes
+from hyfi_core.cost.operators import operator_costs, value_bytes
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
@@ -131,7 +132,7 @@ class _Search:
         if self._plan.memory_bytes is not None and self._stage_bytes(stage, start, end) > self._plan.memory_bytes:
             return float("inf")
         compute = self._between(self._seconds, start, end) / self._ranks[stage]
-        return compute + self._crossing[end] / self._ranks[stage] / LINK_BYTES_PER_S
+        return compute + self._crossing[end] / self._ranks[stage] / DEFAULT_MACHINE.link_bytes_per_s
 
     def _stage_bytes(self, stage: int, start: int, end: int) -> float:
         """Return what a rank of the stage needs: weights in all their copies, activations of all that is in flight."""

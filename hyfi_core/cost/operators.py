@@ -6,11 +6,7 @@ from dataclasses import dataclass
 from math import prod
 
 from hyfi_core.capture.program import Operator, Program
-
-FLOPS_PER_S = 50e9
-"""Multiply-adds count two. Only its ratio to the next two matters for a cut; these are of a few CPU cores."""
-BYTES_PER_S = 10e9
-LINK_BYTES_PER_S = 5e9
+from hyfi_core.cost.machine import DEFAULT_MACHINE, MachineModel
 
 _PRODUCTS = ("aten.conv", "aten.convolution", "aten.linear", "aten.mm", "aten.addmm", "aten.matmul", "aten.bmm")
 
@@ -28,9 +24,9 @@ class OperatorCost:
     output_bytes: int
 
 
-def operator_costs(program: Program) -> tuple[OperatorCost, ...]:
-    """Return the cost of every operator, in order: products by their flops, all else by the bytes they touch."""
-    return tuple(_cost(program, op) for op in program.operators)
+def operator_costs(program: Program, machine: MachineModel = DEFAULT_MACHINE) -> tuple[OperatorCost, ...]:
+    """Return the cost of every operator, in order: products by flops or bytes, all else by the bytes they touch."""
+    return tuple(_cost(program, op, machine) for op in program.operators)
 
 
 def value_bytes(program: Program, name: str) -> int:
@@ -39,14 +35,12 @@ def value_bytes(program: Program, name: str) -> int:
     return prod(info.shape) * info.dtype.itemsize
 
 
-def _cost(program: Program, op: Operator) -> OperatorCost:
+def _cost(program: Program, op: Operator, machine: MachineModel) -> OperatorCost:
     made = [name for name in op.outputs if name is not None]
     made_bytes = sum(value_bytes(program, name) for name in made)
     touched = made_bytes + sum(value_bytes(program, name) for name in op.inputs if name in program.values)
-    seconds = touched / BYTES_PER_S
-    if op.text.startswith(_PRODUCTS) and made:
-        seconds += _flops(program, op, made[0]) / FLOPS_PER_S
-    return OperatorCost(seconds, made_bytes)
+    flops = _flops(program, op, made[0]) if op.text.startswith(_PRODUCTS) and made else 0.0
+    return OperatorCost(machine.operator_s(flops, touched), made_bytes)
 
 
 def _flops(program: Program, op: Operator, output: str) -> float:

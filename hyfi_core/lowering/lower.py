@@ -13,8 +13,6 @@ from typing import Any
 
 from hyfi_core.capture.program import Operator, Program, Ref, refs_in
 from hyfi_core.errors import RequestError
-from hyfi_core.lowering.fused_cost import choose
-from hyfi_core.lowering.fused_sketch import draw
 from hyfi_core.lowering.in_place import in_place
 from hyfi_core.plan.fused_runs import FusedRuns
 from hyfi_core.plan.parallel_plan import GATHER_BYTES
@@ -24,6 +22,8 @@ from hyfi_core.rules.calls import renamed
 from hyfi_core.rules.instructions import RankProgram, Split
 from hyfi_core.rules.replicated import draws_numbers, gathered, replicated
 from hyfi_core.rules.table import RULES
+
+NOT_FUSED = FusedRuns()
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def lower(
     target: Target,
     outputs: tuple[Any, ...] | None = None,
     exits: tuple[str, ...] = (),
-    fused_halo: int | str | FusedRuns = 1,
+    runs: FusedRuns = NOT_FUSED,
 ) -> RankProgram:
     """Return the instructions that compute the outputs, the ``exits`` and every mutation.
 
@@ -63,26 +63,25 @@ def lower(
         target: where the instructions are to run.
         outputs: leaves of the answer; None for all that the model returns.
         exits: values that other stages need.
-        fused_halo: most windows for one exchange along any path, or "auto"; 1: an exchange before each; or the runs.
+        runs: windows that share an exchange; by default each has its own.
 
     Raises:
         RequestError: an operator has no rule for how its maps are split, or a buffer would hold a whole map.
     """
     outputs = program.outputs if outputs is None else outputs
-    roots = {*refs_in(outputs), *exits, *program.mutations.values()}
-    alive = program.needed(roots)
-    operators = [op for op in program.operators if any(o in alive for o in op.outputs if o is not None)]
-    runs = fused_halo if isinstance(fused_halo, FusedRuns) else FusedRuns()
-    if not isinstance(fused_halo, FusedRuns) and fused_halo != 1 and target.grid != (1, 1):
-        trial = lower(program, target, outputs, exits)
-        runs = choose(draw(program, operators, trial.splits, trial.fusible, exits), fused_halo)
     builder = Builder(program, target.grid, target.rank, target.entries, runs, target.replicas, target.gather_bytes)
-    for op in operators:
+    for op in lowered_operators(program, outputs, exits):
         _lower_operator(builder, op, target.rules.get(op.text))
     gathered = tuple(Ref(builder.whole(item.name)) if isinstance(item, Ref) else item for item in outputs)
     if any(name in builder.splits for name in program.mutations.values()):
         raise RequestError("the model stores a whole map in a buffer, which no rank holds")
     return in_place(builder.finish(gathered, exits))
+
+
+def lowered_operators(program: Program, outputs: tuple[Any, ...], exits: tuple[str, ...]) -> list[Operator]:
+    """Return the operators, in order, that the outputs, the ``exits`` or a mutation need."""
+    alive = program.needed({*refs_in(outputs), *exits, *program.mutations.values()})
+    return [op for op in program.operators if any(name in alive for name in op.outputs if name is not None)]
 
 
 def _lower_operator(builder: Builder, op: Operator, rule: Rule | None) -> None:

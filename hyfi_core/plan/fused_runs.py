@@ -1,6 +1,6 @@
 """Fused runs: where ranks compute margins that others own, so that several windows need one exchange.
 
-How they are chosen is in ``lowering.fused_halo``; this is what was chosen.
+How they are chosen is in ``lowering.fused_halo`` and ``cost.fused_depth``; this is what was chosen.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from hyfi_core.cells.fused_place import CELL_RULES
 from hyfi_core.cells.shared_halo import with_shared_halo
 from hyfi_core.comm.agree import compare
 from hyfi_core.comm.base import Communicator
+from hyfi_core.cost.fused_depth import fused_runs
 from hyfi_core.lowering.lower import Target, lower
 from hyfi_core.lowering.pool_before_relu import pool_before_relu
 from hyfi_core.lowering.segments import Tape, build_tape
@@ -234,7 +235,8 @@ class _Lowered:
                 ranked = replace(ranked, instructions=tuple(map(with_shared_halo, ranked.instructions)))
         else:
             target = Target(grid, position, entries=entries, replicas=self._replicas, gather_bytes=wide)
-            ranked = lower(program, target, stage.outputs, exits, self._plan.fused_halo)
+            runs = fused_runs(program, target, stage.outputs, exits, self._plan.fused_halo)
+            ranked = lower(program, target, stage.outputs, exits, runs)
         sources = {*self._trained, *self._entries[index]} & self._active
         return HostedStage(ranked, build_tape(ranked, sources), position, stage.reads_image)
 

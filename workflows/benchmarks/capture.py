@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from hyfi_core.capture.export import capture
+from hyfi_core.cost.fused_depth import fused_runs
 from hyfi_core.lowering.lower import Target, lower
 from hyfi_core.lowering.segments import build_tape
 from hyfi_core.models import amoebanet, resnet
@@ -45,7 +46,8 @@ def measure(name: str, size: int, grid: tuple[int, int], fused_halo: int | str) 
     started, worked = time.perf_counter(), time.process_time()
     program = capture(model, (1, 3, size, size), torch.float32)
     captured = time.perf_counter()
-    ranked = lower(program, Target(grid, 0), fused_halo=fused_halo)
+    target = Target(grid, 0)
+    ranked = lower(program, target, runs=fused_runs(program, target, fused_halo=fused_halo))
     tape = build_tape(ranked, program.parameters)
     done = time.perf_counter()
     return {

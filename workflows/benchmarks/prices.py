@@ -1,8 +1,8 @@
-"""What the rule behind ``fused_halo="auto"`` reckons with, measured: two processes of one thread on this machine.
+"""The machine model of ``hyfi_core.cost.machine``, measured: two processes of one thread on this machine.
 
     python -m workflows.benchmarks.prices [--rounds 200]
 
-Prints a JSON line for each price of ``hyfi_core.lowering.fused_cost.Prices``: what is assumed, what is found, and the
+Prints a JSON line for each price of ``MachineModel``: what is assumed, what is found, and the
 ratio of found to assumed. A message is a halo of one row through ``ops.redistribute``, with all that surrounds it;
 bytes are those of one of 1 MiB; flops are those of a 3 x 3 convolution of 64 channels, bytes touched those of a sum of
 two maps of 64 MiB, larger than caches, into a new one.
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 import hyfi_core
 from hyfi_core.comm.base import Communicator
-from hyfi_core.lowering.fused_cost import PRICES
+from hyfi_core.cost.machine import DEFAULT_MACHINE
 from hyfi_core.ops.redistribute import Redistribute
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.transfer import plan_transfer
@@ -61,13 +61,13 @@ def _measure(comm: Communicator, rounds: int) -> None:
         summed = _median_s(lambda: large_map + large_map, max(5, rounds // 10))
     found = {
         "message_s": small,
-        "bytes_per_s": _LARGE_PX * _CHANNELS * 4 / (large - small),
+        "link_bytes_per_s": _LARGE_PX * _CHANNELS * 4 / (large - small),
         "flops_per_s": 2 * 9 * _CHANNELS**2 * 128**2 / convolved,
-        "touched_bytes_per_s": 3 * large_map.numel() * large_map.element_size() / summed,
+        "memory_bytes_per_s": 3 * large_map.numel() * large_map.element_size() / summed,
     }
     if comm.rank == 0:
         for name, value in found.items():
-            assumed = getattr(PRICES, name)
+            assumed = getattr(DEFAULT_MACHINE, name)
             line = {"price": name, "assumed": assumed, "found": float(f"{value:.3g}")}
             print(json.dumps({**line, "ratio": round(value / assumed, 2)}), flush=True)
 

@@ -10,8 +10,8 @@ import torch
 
 from hyfi_core.capture.export import capture
 from hyfi_core.capture.program import Program
+from hyfi_core.cost.fused_depth import cost
 from hyfi_core.lowering import fused_halo as fused
-from hyfi_core.lowering.fused_cost import cost
 from hyfi_core.lowering.fused_halo import spread, unfused
 from hyfi_core.lowering.fused_sketch import draw
 from hyfi_core.lowering.lower import Target, lower

@@ -1,0 +1,96 @@
+"""How deep halos are fused: ``fused_halo="auto"`` weighs an exchange against computing margins twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hyfi_core.capture.program import Program
+from hyfi_core.cost.machine import DEFAULT_MACHINE, MachineModel
+from hyfi_core.lowering.fused_halo import Sketch, Spread, spread, unfused
+from hyfi_core.lowering.fused_sketch import draw
+from hyfi_core.lowering.lower import Target, lower, lowered_operators
+from hyfi_core.plan.fused_runs import Boxes, FusedRuns
+from hyfi_core.plan.transfer import plan_transfer
+
+DEPTHS = (2, 3, 4, 6)
+"""Lengths of runs that "auto" looks at, besides 1."""
+
+
+def fused_runs(
+    program: Program,
+    target: Target,
+    outputs: tuple[Any, ...] | None = None,
+    exits: tuple[str, ...] = (),
+    fused_halo: int | str = "auto",
+    machine: MachineModel = DEFAULT_MACHINE,
+) -> FusedRuns:
+    """Return the runs for ``plan.fused_halo``.
+
+    A number n: runs of at most n windows along any path; 1 leaves every operator its own exchange. "auto": of the
+    lengths 1, 2, 3, 4 and 6 the one whose step costs least, the shorter one of equals, by this rule::
+
+        cost = 2 · Σ exchanges  max over ranks (time of the messages received)
+             + 3 · Σ operators  max over ranks (margin pixels · time of a pixel)
+
+    Twice for the exchange, since backward sends as much as forward; three times for the work, since backward does it
+    for inputs and for weights. What is read wider of the image costs no message. The work is over-estimated a little
+    (its maxima fall on different ranks), so runs are fused where it clearly pays.
+
+    Args:
+        program: the captured model.
+        target: where its instructions are to run.
+        outputs: as for ``lower``.
+        exits: likewise.
+        fused_halo: of the plan.
+        machine: what things cost.
+
+    Raises:
+        RequestError: as of ``lower``.
+    """
+    if fused_halo == 1 or target.grid == (1, 1):
+        return FusedRuns()
+    trial = lower(program, target, outputs, exits)
+    operators = lowered_operators(program, program.outputs if outputs is None else outputs, exits)
+    sketch = draw(program, operators, trial.splits, trial.fusible, exits)
+    if fused_halo != "auto":
+        return spread(sketch, int(fused_halo)).runs(sketch)
+    best, least = None, cost(sketch, unfused(sketch), shares=False, machine=machine)
+    for depth in DEPTHS:
+        candidate = spread(sketch, depth)
+        price = cost(sketch, candidate, machine=machine)
+        if price < least:
+            best, least = candidate, price
+    return FusedRuns() if best is None else best.runs(sketch)
+
+
+def cost(sketch: Sketch, plan: Spread, shares: bool = True, machine: MachineModel = DEFAULT_MACHINE) -> float:
+    """Return the seconds of a step that depend on the runs, by the rule of ``fused_runs``.
+
+    Args:
+        sketch: the program.
+        plan: where it exchanges, and what it computes.
+        shares: whether operators that need the same value share one exchange.
+        machine: what things cost.
+    """
+    total = 0.0
+    wanted = plan.runs(sketch).shared if shares else {}
+    for value, needs in plan.wanted.items():
+        for need in (wanted[value],) if value in wanted else needs:
+            total += 2 * _exchange_s(sketch, value, need, machine)
+    for flow in sketch.flows:
+        boxes = plan.computed.get(flow.name)
+        if boxes is not None:
+            parts = sketch.layouts[flow.makes[0]].parts
+            margin = max(box.area - part.area for box, part in zip(boxes, parts, strict=True))
+            total += 3 * margin * machine.operator_s(flow.flops, flow.touched_bytes)
+    return total
+
+
+def _exchange_s(sketch: Sketch, value: str, need: Boxes, machine: MachineModel) -> float:
+    layout = sketch.layouts[value]
+    worst = 0.0
+    for rank in range(len(layout.parts)):
+        transfer = plan_transfer(layout.parts, need, layout.map, rank)
+        received_bytes = transfer.received_px * sketch.pixel_bytes[value]
+        worst = max(worst, machine.messages_s(len(transfer.receives), received_bytes))
+    return worst
