@@ -91,6 +91,14 @@ def pen_marks(core: Mask, even: Mask, certain: Mask, faint: Mask, mpp_um: float)
     if not strokes.any():
         return strokes
     # The rim of a mark is ink too, thinner: take what joins it and is not stained like tissue.
-    rim = joined_to(strokes, faint | strokes) & dilated(strokes, max(1, round(_RIM_UM / mpp_um)))
+    near = dilated(strokes, max(1, round(_RIM_UM / mpp_um)))
+    rim = joined_to(strokes, (faint & ~_goes_on(faint & ~strokes, near, mpp_um)) | strokes) & near
     result: Mask = strokes | rim
     return result
+
+
+def _goes_on(faint: Mask, near: Mask, mpp_um: float) -> Mask:
+    """Return the parts of ``faint`` that go on, wide, where no rim reaches: blue tissue that a mark lies on."""
+    wide = opened(faint, max(1, round(_STROKE_UM / mpp_um)))
+    found: Mask = joined_to(without_small(wide & ~near, max(1, round(_SMALLEST_UM2 / mpp_um**2))), wide)
+    return found
