@@ -70,6 +70,10 @@ SlideMpp = Annotated[
     ),
 ]
 
+IngestMpp = Annotated[
+    str,
+    typer.Option("--mpp", help="Microns per pixel of the store's finest level, or native: each slide's own."),
+]
 ForceMpp = Annotated[bool, typer.Option("--force-mpp", help="Given mpp wins over a file's sensible one, too.")]
 Pen = Annotated[
     str, typer.Option("--pen", help="Pen marks: flag only tells, mask takes them out of the tissue, off ignores them.")
@@ -142,7 +146,7 @@ def synth(
 def ingest(
     paths: Annotated[list[Path], typer.Argument(metavar="PATH", help="Slides, folders, or a manifest CSV.")],
     out: Annotated[Path, typer.Option("--out", help="The store; made where it does not exist.")],
-    mpp: Annotated[float, typer.Option("--mpp", min=0.01, help="Microns per pixel of the store's finest level.")] = 1.0,
+    mpp: IngestMpp = "1.0",
     workers: Annotated[int, typer.Option("--workers", min=0, help="Processes; 0: one for each core.")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Do finished slides again.")] = False,
     slide_mpp: SlideMpp = None,

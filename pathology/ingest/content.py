@@ -22,7 +22,7 @@ from data.store.tissue_grid import Mask
 from data.store.writer import SlideWriter
 from hyfi_core.plan.box import Box
 from pathology.ingest.frame import Frame, find_frame, whole_frame
-from pathology.ingest.level_reader import LevelReader, choose_level
+from pathology.ingest.level_reader import LevelReader, choose_level, own_mpp
 from pathology.ingest.lossless import LosslessSlide
 from pathology.ingest.options import IngestOptions
 from pathology.ingest.pyramid import PyramidBuilder, fitted, level_sizes
@@ -81,7 +81,9 @@ def content_of(slide: SlideSource, mpp: SourceMpp, options: IngestOptions) -> Sl
     Raises:
         SlideError: It does not have what is asked for.
     """
-    return LosslessContent(slide, mpp, options) if options.lossless else ResampledContent(slide, mpp, options)
+    if options.lossless:
+        return LosslessContent(slide, mpp, options)
+    return ResampledContent(slide, mpp, options.at(own_mpp(slide, mpp.um, None if options.native else options.mpp)))
 
 
 class ResampledContent:

@@ -12,7 +12,7 @@ from pathlib import Path
 from pathology.errors import SlideError
 from pathology.ingest.discover import SlideJob
 from pathology.ingest.identity import SourceStamp
-from pathology.ingest.level_reader import choose_level
+from pathology.ingest.level_reader import choose_level, own_mpp
 from pathology.ingest.lossless import LosslessSlide
 from pathology.ingest.options import IngestOptions
 from pathology.ingest.pseudonyms import scrubbed
@@ -65,7 +65,7 @@ def forecast(
                     LosslessSlide(source)
                     read_px, written_px, written_bytes = 0, 0, float(SourceStamp.of(job.source).size_bytes)
                 else:
-                    choice = choose_level(source, stated.um, options.mpp)
+                    choice = choose_level(source, stated.um, own_mpp(source, stated.um, None if options.native else options.mpp))
                     level = source.levels[choice.level]
                     read_px, written_px = level.height_px * level.width_px, choice.height_px * choice.width_px
                     written_bytes = written_px * _BYTES_PER_PX[options.pixel_codec.name]

@@ -18,6 +18,8 @@ FINE_ENOUGH = 1.02
 """A level this much coarser than asked still counts as fine enough."""
 UPSAMPLED_TO = 1.05
 """The finest level may be this much coarser than asked; it is upsampled and flagged."""
+AS_IT_IS = 0.01
+"""A level this near to what is asked, by either side, is taken as it is: 0.499 is not resampled to 0.5."""
 _BAND_PX = 2**22
 """Source pixels that are asked for at a time: enough tiles to keep the threads busy, 12 MiB."""
 _WIDEST_PX = 16_384
@@ -63,6 +65,25 @@ def choose_level(source: SlideSource, source_mpp: tuple[float, float], mpp_um: f
     height = target_size(source.levels[0].height_px, mpp_um / source_mpp[0])
     width = target_size(source.levels[0].width_px, mpp_um / source_mpp[1])
     return LevelChoice(index, mpp, ratio, height, width, upsampled=not fits)
+
+
+def own_mpp(source: SlideSource, source_mpp: tuple[float, float], mpp_um: float | None) -> float:
+    """Return the microns per pixel that a store of this slide gets where ``mpp_um`` is asked for.
+
+    Args:
+        source: The slide.
+        source_mpp: Microns per pixel (y, x) of its finest level.
+        mpp_um: What is asked for; None: those of the finest level.
+
+    Returns:
+        Those of the nearest level where that is as good as what was asked for (`AS_IT_IS`), else what was asked for.
+    """
+    finest = sum(source_mpp) / 2
+    if mpp_um is None:
+        return finest
+    found = [finest * sum(level.downsample) / 2 for level in source.levels]
+    nearest = min(found, key=lambda um: abs(um / mpp_um - 1))
+    return nearest if abs(nearest / mpp_um - 1) <= AS_IT_IS else mpp_um
 
 
 class LevelReader:

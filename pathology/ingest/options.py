@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ class IngestOptions:
     """How slides become a store; checked when it is built.
 
     Attributes:
-        mpp: Microns per pixel of the store's finest level.
+        mpp: Microns per pixel of the store's finest level; a level within 1 % of it is taken as it is.
+        native: Whether each slide keeps the microns per pixel of its finest level; ``mpp`` says nothing then.
         slide_mpp: Microns per pixel of the finest level of slides that do not state them, or state nonsense.
         force_mpp: ``slide_mpp`` and the manifest win over a sensible value of the file, too.
         codec: ``zstd:N``, N from 1 (fast) to 22 (small), or ``jpeg:Q``, Q from 1 to 100 (lossy).
@@ -38,6 +39,7 @@ class IngestOptions:
     """
 
     mpp: float = 1.0
+    native: bool = False
     slide_mpp: float | None = None
     force_mpp: bool = False
     codec: str = "zstd:1"
@@ -87,6 +89,10 @@ class IngestOptions:
         """
         return PixelCodec.parse(self.codec)
 
+    def at(self, mpp_um: float) -> IngestOptions:
+        """Return the options for one slide whose store gets these microns per pixel."""
+        return replace(self, mpp=mpp_um, native=False)
+
     def parameters(self) -> dict[str, Any]:
         """Return what decides a slide's pixels and mask: the same parameters and source give the same store.
 
@@ -98,6 +104,6 @@ class IngestOptions:
             "crop_tissue": True if self.crop_tissue else None,
             "icc": None if self.icc == "keep" else self.icc,
         }
-        pixels = {"mpp": self.mpp, "codec": str(self.pixel_codec)}
+        pixels = {"mpp": "native" if self.native else self.mpp, "codec": str(self.pixel_codec)}
         always = {**({"lossless": True} if self.lossless else pixels), "tissue": self.tissue.to_json()}
         return always | {name: value for name, value in asked.items() if value is not None}

@@ -25,7 +25,7 @@ _SHOWN = 20
 def run(
     paths: list[Path],
     out: Path,
-    mpp: float,
+    mpp: str,
     workers: int,
     overwrite: bool,
     slide_mpp: float | None,
@@ -56,7 +56,8 @@ def run(
     from pathology.tissue.tissue import TissueParameters
 
     options = IngestOptions(
-        mpp=mpp,
+        mpp=1.0 if mpp == "native" else _number("--mpp", mpp),
+        native=mpp == "native",
         slide_mpp=slide_mpp,
         force_mpp=force_mpp,
         tissue=TissueParameters(pen=pen),
@@ -81,6 +82,15 @@ def run(
         shown = _ByteProgress(bar, Pace(plan.jobs))
         report = run_ingest(finished=shown.finished, progress=shown.progress)
     return _report(report, out, as_json)
+
+
+def _number(option: str, text: str) -> float:
+    from pathology.readers.mpp import parse_mpp
+
+    try:
+        return parse_mpp(text)
+    except ValueError as error:
+        raise RequestError(f"{option} {text}: a number of microns per pixel or native is expected") from error
 
 
 def _check_cache(cache: Path | None) -> None:

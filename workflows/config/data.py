@@ -62,11 +62,10 @@ class DataConfig(Section):
         description="a column of the splits: says train, val or test (split_2 where `hyfi split --folds` made folds)",
     )
     size_px: Size = Field(description="a whole number of pixels, or [height, width]: size of one training image")
-    mpp: float = Field(
+    mpp: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["native"] = Field(
         1.0,
-        gt=0,
-        allow_inf_nan=False,
-        description="a number > 0: microns per pixel of the training images; a level of the store must have it",
+        description="a number > 0, or native: microns per pixel of the training images; a level of the store must have "
+        "it; native: those of the store's finest levels",
     )
     view: Literal["pack", "crop"] = Field(
         "pack",

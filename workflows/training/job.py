@@ -12,7 +12,7 @@ from data.loading.batches import BatchLayout
 from data.loading.normalise import Normalisation
 from data.loading.order import SampleStream, balanced_weights, column_weights
 from data.samples.augment import Augment
-from data.samples.dataset import SlideDataset, SlideRef, select_slides
+from data.samples.dataset import MPP_TOLERANCE, SlideDataset, SlideRef, select_slides
 from data.samples.labels import Labels, class_weights, load_labels
 from data.samples.matching import LabelMatch, match_labels
 from data.samples.splits import load_splits
@@ -142,7 +142,7 @@ class TrainingJob:
             "target": data.target,
             "split_column": data.split_column,
             "task": data.task,
-            "mpp": data.mpp,
+            "mpp": self.train.mpp,
             "size_px": list(data.size_px),
             "view": data.view,
             "align_px": data.align_px,
@@ -198,12 +198,32 @@ def dataset_of(config: Config, slides: tuple[SlideRef, ...], augment: Augment | 
         data.store,
         slides,
         size_px=data.size_px,
-        mpp=data.mpp,
+        mpp=mpp_of(config),
         view=data.view,
         align_px=data.align_px,
         seed=config.run.seed,
         augment=augment,
     )
+
+
+def mpp_of(config: Config) -> float:
+    """Return the microns per pixel of the run's images.
+
+    Raises:
+        RequestError: ``data.mpp`` is native, and the slides of the store do not have one that would do for all.
+    """
+    asked = config.data.mpp
+    if asked != "native":
+        return asked
+    found = {row["slide_id"]: float(row["store_mpp"]) for row in load_manifest(config.data.store) if row["store_mpp"]}
+    finest, coarsest = min(found, key=found.__getitem__), max(found, key=found.__getitem__)
+    middle = (found[finest] * found[coarsest]) ** 0.5
+    if found[coarsest] > (1 + MPP_TOLERANCE) * middle:
+        raise RequestError(
+            f"data.mpp: given native; the slides of {config.data.store} differ, from {found[finest]:g} ({finest}) to "
+            f"{found[coarsest]:g} ({coarsest}); ingest them with one --mpp, {found[coarsest]:g} or more"
+        )
+    return float(f"{middle:.6g}")
 
 
 def read_labels(config: Config, path: Path) -> Labels:

@@ -47,6 +47,18 @@ def test_at_the_sources_own_mpp_the_pixels_are_the_sources(tmp_path: Path, make_
     assert mpp == (8.0, 8.0) and 0.2 < tissue.mean() < 0.35 and tissue[22, 28] and not tissue[3, 3]
 
 
+def test_a_level_within_a_hundredth_of_what_is_asked_is_not_resampled(tmp_path: Path, make_slide: MakeSlide) -> None:
+    source = make_slide(mpp=0.499, compression="jpeg", levels=2)
+    pixels = OpenSlideSource(source).read(Box(0, 700, 0, 900), 0).transpose(2, 0, 1)
+    for name, options in (("near", AT_HALF), ("native", IngestOptions(native=True)), ("far", IngestOptions(mpp=0.51))):
+        record = ingest_slide(source, tmp_path / name, options)
+        slide = SlideStore.open(slide_path(tmp_path / name, "a"))
+        own = name != "far"
+        assert record.store_mpp == pytest.approx(0.499 if own else 0.51, rel=1e-6)
+        assert (record.height_px == 700) == own
+        assert not own or np.array_equal(slide.read(Box(0, 700, 0, 900)), pixels)
+
+
 def test_provenance_is_kept(tmp_path: Path, make_slide: MakeSlide) -> None:
     source = make_slide(mpp=0.25, levels=3)
     ingest_slide(source, tmp_path / "store", IngestOptions(mpp=1.0))

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from data.store.manifest import load_manifest
 from tests.workflows.archive import SPLITS, make_config, make_store
 from tests.workflows.runs import in_this_process, run_here
+from workflows.config.load import load_config
+from workflows.training.job import mpp_of
 
 
 @pytest.fixture(scope="module")
@@ -69,3 +72,14 @@ def test_a_wrong_model_is_answered_before_the_tissue_is_looked_at(
     data = {"size_px": 64, "min_coverage": 0.99}
     model = {"name": "resnet6", "options": {"wings": 2}}
     assert "model.options.wings" in refusal(capfd, make_config(tmp_path, store, data=data, model=model))
+
+
+def test_native_mpp_is_that_of_the_store_and_refused_where_slides_differ(
+    tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(tmp_path, store, data={"mpp": "native"}, run={"steps": 1})
+    assert mpp_of(load_config(config, [])) == 1.0
+    rows = load_manifest(store)
+    monkeypatch.setattr("workflows.training.job.load_manifest", lambda _: [{**rows[0], "store_mpp": "0.5"}, *rows[1:]])
+    said = refusal(capfd, config)
+    assert "data.mpp: given native" in said and "from 0.5 (slide-00) to 1 (" in said
