@@ -65,7 +65,8 @@ def forecast(
                     LosslessSlide(source)
                     read_px, written_px, written_bytes = 0, 0, float(SourceStamp.of(job.source).size_bytes)
                 else:
-                    choice = choose_level(source, stated.um, own_mpp(source, stated.um, None if options.native else options.mpp))
+                    wanted_um = own_mpp(source, stated.um, None if options.native else options.mpp)
+                    choice = choose_level(source, stated.um, wanted_um)
                     level = source.levels[choice.level]
                     read_px, written_px = level.height_px * level.width_px, choice.height_px * choice.width_px
                     written_bytes = written_px * _BYTES_PER_PX[options.pixel_codec.name]
