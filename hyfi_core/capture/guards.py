@@ -9,12 +9,14 @@ self.features = x              a fake tensor on the user's module       → take
 self.calls += 1                the trace would keep the first value     → refused
 return Answer(logits=…)        unknown                                  → made known
 backward hooks of modules      forgotten                                → refused
+a loss that reads what a hook kept: a fake tensor of the trace          → refused (``NoTracedValues``)
 ```
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -22,11 +24,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree
 
-from hyfi_core.capture.answers import make_known
 from hyfi_core.capture.changed import changed
 from hyfi_core.capture.checkpoints import plain_checkpoints
 from hyfi_core.capture.module_state import Attributes, attributes, is_tensor
+from hyfi_core.capture.places import calling_line
 from hyfi_core.capture.watched_calls import WatchedCalls
 from hyfi_core.errors import RequestError
 
@@ -175,3 +179,40 @@ def _assign(module: nn.Module, name: str, value: Any) -> None:
 def _is_traced(value: torch.Tensor) -> bool:
     """Whether a tensor is a value of the trace, and not what the trace itself puts in the place of buffers."""
     return isinstance(value, FakeTensor) or torch._is_functional_tensor(value)
+
+
+def make_known(answer: Any) -> None:
+    """Let PyTorch take objects of this answer's class apart, if it does not know how."""
+    kind = type(answer)
+    plain = _pytree.SUPPORTED_NODES.get(kind) is None and not isinstance(answer, (torch.Tensor, tuple, list, dict))
+    if answer is None or not plain or not (dataclasses.is_dataclass(answer) or hasattr(answer, "__dict__")):
+        return
+    _pytree.register_pytree_node(kind, _attributes, lambda values, names: _put_together(kind, values, names))
+
+
+def _attributes(answer: Any) -> tuple[list[Any], tuple[str, ...]]:
+    fields = dataclasses.fields(answer) if dataclasses.is_dataclass(answer) else ()
+    names = tuple(field.name for field in fields) or tuple(vars(answer))
+    return [getattr(answer, name) for name in names], names
+
+
+def _put_together(kind: type, values: Any, names: Any) -> Any:
+    answer: Any = object.__new__(kind)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(answer, name, value)  # frozen dataclasses, too
+    return answer
+
+
+class NoTracedValues(TorchFunctionMode):
+    """Refuses to compute with them: a forward hook may have kept what it saw while the model was captured."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the function, unless it is given such a value."""
+        for leaf in _pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, FakeTensor) or (isinstance(leaf, torch.Tensor) and torch._is_functional_tensor(leaf)):
+                raise RequestError(
+                    f"the loss reads a value of shape {tuple(leaf.shape)} that the model's forward, or a hook of it, "
+                    f"has put aside ({calling_line()}); it is not kept from step to step. Have the model return it, "
+                    "and take it from the answer"
+                )
+        return function(*args, **(kwargs or {}))

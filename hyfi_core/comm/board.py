@@ -22,7 +22,7 @@ _CONNECT = timedelta(seconds=20)
 
 
 @dataclass(frozen=True)
-class RankState:
+class RankStatus:
     """What a rank has said of itself last.
 
     Attributes:
@@ -54,9 +54,9 @@ class Board:
         """Say what this rank does."""
         self._store.set(f"state/{self._rank}", json.dumps([state, where, next(self._count)]))
 
-    def states(self) -> list[RankState]:
+    def states(self) -> list[RankStatus]:
         """Return what each rank has said last."""
-        return [RankState(*json.loads(self._store.get(f"state/{rank}"))) for rank in range(self._size)]
+        return [RankStatus(*json.loads(self._store.get(f"state/{rank}"))) for rank in range(self._size)]
 
     def claim_failure(self) -> bool:
         """Whether this rank is the first of all to fail."""

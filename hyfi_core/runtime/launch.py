@@ -77,7 +77,7 @@ def init(supervised: bool = True) -> Communicator:
         from hyfi_core.comm.alone import AloneCommunicator
 
         return AloneCommunicator()
-    from hyfi_core.runtime.supervision import time_limit_s
+    from hyfi_core.comm.supervision import time_limit_s
 
     _select_gpu()
     if launcher == "torchrun":
@@ -108,7 +108,7 @@ def _select_gpu() -> None:
 
 def _supervised(comm: Communicator, store: Any = None) -> Communicator:
     if comm.size > 1:
-        from hyfi_core.runtime.supervision import supervise
+        from hyfi_core.comm.supervision import supervise
 
         supervise(comm, store)
     return comm

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hyfi_core.capture.export import capture
-from hyfi_core.capture.leftovers import NoTracedValues
+from hyfi_core.capture.guards import NoTracedValues
 from hyfi_core.capture.module_state import module_state
 from hyfi_core.capture.program import Program
 from hyfi_core.comm.base import Communicator

@@ -17,12 +17,12 @@ from pathology.errors import SlideError
 from pathology.ingest.contact import write_contact
 from pathology.ingest.discover import SlideJob, find_jobs, user_columns
 from pathology.ingest.identity import SourceStamp, differences, source_digest
-from pathology.ingest.memory import worker_count
 from pathology.ingest.options import IngestOptions
 from pathology.ingest.pool import SlidePool
 from pathology.ingest.pseudonyms import KeyFile
 from pathology.ingest.slide import ingest_slide
 from pathology.ingest.work import Outcome, sweep_claims
+from pathology.memory import worker_count
 from pathology.readers.file_check import CLOSED_FOLDER, closed_folder
 from pathology.readers.mpp import AGREE_TOLERANCE, parse_mpp
 

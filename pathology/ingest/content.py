@@ -11,25 +11,29 @@ about 8 µm       all of the slide: tissue, pen
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+from PIL import Image, ImageCms
 
 from data.store.layout import StoredLevel, pyramid_levels
 from data.store.tissue_grid import Mask
 from data.store.writer import SlideWriter
 from hyfi_core.plan.box import Box
+from pathology.errors import SlideError
 from pathology.ingest.frame import Frame, find_frame, whole_frame
 from pathology.ingest.level_reader import LevelReader, choose_level, own_mpp
 from pathology.ingest.lossless import LosslessSlide
 from pathology.ingest.options import IngestOptions
 from pathology.ingest.pyramid import PyramidBuilder, fitted, level_sizes
-from pathology.readers.icc import ToSrgb
 from pathology.readers.mpp import SourceMpp
+from pathology.readers.per_thread import PerThread
 from pathology.readers.resample import Planes
 from pathology.readers.slide_source import SlideSource
+from pathology.readers.source_level import RGB
 from pathology.readers.threads import run_in_pool
 from pathology.tissue.blur import MEASURED_MPP_UM
 from pathology.tissue.quality import Quality, Survey, mask_level
@@ -37,6 +41,8 @@ from pathology.tissue.tissue import TissueParameters, find_tissue
 
 _SAMPLES = 48
 _SAMPLE_PX = 256
+_WIDEST_PX = 2**20
+"""Pixels converted to sRGB at a time: what Pillow copies stays small."""
 
 
 class SlideContent(Protocol):
@@ -211,3 +217,50 @@ def _samples(tissue: Mask, scale: int, whole: Box) -> list[Box]:
     chosen = np.unique(np.linspace(0, max(0, len(rows) - 1), _SAMPLES).astype(int))[: len(rows)]
     corners = [(int(rows[k]) * _SAMPLE_PX, int(columns[k]) * _SAMPLE_PX) for k in chosen]
     return [Box(y, y + _SAMPLE_PX, x, x + _SAMPLE_PX).intersect(whole) for y, x in corners]
+
+
+class ToSrgb:
+    """Converts with an ICC profile: relative colorimetric with black point compensation, as viewers do.
+
+    Args:
+        profile: The bytes of the slide's profile.
+
+    Raises:
+        SlideError: They are no profile of RGB pixels.
+    """
+
+    def __init__(self, profile: bytes) -> None:
+        self._profile = profile
+        # A transform of Little CMS remembers its last colour: it is not for two threads.
+        self._transforms = PerThread(self._build, lambda transform: None)
+        self._transforms.get()
+
+    def _build(self) -> Any:
+        try:
+            return ImageCms.buildTransform(
+                ImageCms.ImageCmsProfile(io.BytesIO(self._profile)),
+                ImageCms.createProfile("sRGB"),
+                "RGB",
+                "RGB",
+                renderingIntent=ImageCms.Intent.RELATIVE_COLORIMETRIC,
+                flags=ImageCms.Flags.BLACKPOINTCOMPENSATION,
+            )
+        except (ImageCms.PyCMSError, OSError, ValueError) as error:
+            raise SlideError(f"its ICC profile cannot be applied: {error}") from error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ToSrgb, (self._profile,)
+
+    def __call__(self, pixels: RGB) -> RGB:
+        """Return ``(h, w, 3)`` uint8 in sRGB, new, of ``(h, w, 3)`` uint8 of any strides."""
+        height, width = pixels.shape[:2]
+        out: RGB = np.empty((height, width, 3), np.uint8)
+        step = max(1, _WIDEST_PX // max(1, width))
+        for y in range(0, height, step):
+            image = Image.fromarray(np.ascontiguousarray(pixels[y : y + step]))
+            out[y : y + step] = np.asarray(ImageCms.applyTransform(image, self._transforms.get()))
+        return out
+
+    def planes(self, pixels: RGB) -> RGB:
+        """Return ``(3, h, w)`` uint8 in sRGB, new, of ``(3, h, w)`` uint8."""
+        return np.ascontiguousarray(self(pixels.transpose(1, 2, 0)).transpose(2, 0, 1))

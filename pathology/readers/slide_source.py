@@ -19,7 +19,7 @@ class SlideSource(Protocol):
             of the bounds, undoes what Orientation did. What is put beside the file (heatmaps, outlines) counts so.
         vendor: Name of the scanner's maker or of the format.
         objective_power: As the file states it.
-        icc: The ICC profile's bytes; pixels are as stored, `pathology.readers.icc` converts them.
+        icc: The ICC profile's bytes; pixels are as stored, `pathology.ingest.content` converts them.
     """
 
     levels: tuple[SourceLevel, ...]

@@ -1,4 +1,4 @@
-"""Draws any box of a placed slide.
+"""Draws any box of a placed slide: stain densities first, then colours by Beer-Lambert with the case's dyes.
 
 The slide is drawn in blocks of 1024 pixels, each with a margin wide enough for every drawing that hangs into it, so a
 block's pixels do not depend on which box was asked for, and memory does not depend on the slide's size.
@@ -10,10 +10,14 @@ import numpy as np
 
 from hyfi_core.plan.box import Box
 from pathology.synthetic import artefacts
-from pathology.synthetic.anatomy import BEND_UM, CRIMP_UM, FAT, GLAND, Anatomy
+from pathology.synthetic.anatomy import BEND_UM, CRIMP_UM, FAT, GLAND, Anatomy, SlideSpec
 from pathology.synthetic.fields import Array, enlarge
 from pathology.synthetic.placing import WOBBLE
 from pathology.synthetic.sprites import (
+    E_SCALE,
+    EOSIN,
+    H_SCALE,
+    HAEMATOXYLIN,
     NEST_E,
     NEST_H,
     NUCLEOPLASM_E,
@@ -24,7 +28,6 @@ from pathology.synthetic.sprites import (
     library,
     pigment_light,
 )
-from pathology.synthetic.stain import stain_table
 
 BLOCK_PX = 1024
 _NODE_PX = 16  # smooth fields are evaluated this far apart and interpolated
@@ -216,3 +219,22 @@ class _Planes:
 
 _WALLS = {GLAND: (95.0, 42.0), 1: (150.0, 16.0), FAT: (120.0, 8.0)}
 """Eosin and haematoxylin of the walls of glands, vessels and fat droplets."""
+
+
+def stain_table(spec: SlideSpec) -> Array:
+    """Return the colour of every pair of plane values, (65536,) uint32 of R, G, B, 0 at index ``256 * H + E``.
+
+    Dyes and their strength vary with the case, a little again with the slide; so does the light.
+    """
+    case = np.random.default_rng([spec.seed, 1_000_003, spec.case])
+    slide = spec.rng(2)
+    h = np.array(HAEMATOXYLIN) + case.normal(0, 0.03, 3) + slide.normal(0, 0.006, 3)
+    e = np.array(EOSIN) + case.normal(0, 0.03, 3) + slide.normal(0, 0.006, 3)
+    h_gain, e_gain = np.clip(np.exp(case.normal(0, 0.10, 2) + slide.normal(0, 0.03, 2)), 0.75, 1.3)
+    glass = np.array([243.0, 242.0, 244.0]) + case.normal(0, 1.2, 3)
+    levels = np.arange(256)
+    density = (levels * H_SCALE * h_gain)[:, None, None] * h + (levels * E_SCALE * e_gain)[None, :, None] * e
+    table = np.zeros((256, 256, 4), np.uint8)
+    table[..., :3] = np.clip(glass * np.exp(-density) + 0.5, 0, 255)
+    packed: Array = table.view(np.uint32).reshape(-1)
+    return packed

@@ -64,7 +64,7 @@ def measure(name: str, size_px: int, way: str, threads: int | None) -> dict[str,
 
     import hyfi_core
     from hyfi_core.comm.alone import AloneCommunicator
-    from pathology.ingest.memory import return_what_is_freed
+    from pathology.memory import return_what_is_freed
     from workflows.evaluation.cells import parse_cells
     from workflows.evaluation.models import build_model
 

@@ -54,7 +54,7 @@ def measure(slide: Path, mpp_um: float, threads: int) -> dict[str, float]:
     """Ingest ``slide`` in this process and return megabytes and seconds."""
     from pathology.ingest.archive import IngestOptions, ingest_slide
     from pathology.ingest.contact import write_picture
-    from pathology.ingest.memory import return_what_is_freed
+    from pathology.memory import return_what_is_freed
     from pathology.readers.threads import set_decode_threads
 
     set_decode_threads(threads)

@@ -52,7 +52,7 @@ def run(
         KeyboardInterrupt: Stopped by SIGINT, or by what `workflows.cli` answers like it; the same command goes on.
     """
     from pathology.ingest.archive import IngestOptions, Request, ingest, make_plan
-    from pathology.ingest.memory import parse_bytes, worker_count
+    from pathology.memory import parse_bytes, worker_count
     from pathology.tissue.tissue import TissueParameters
 
     options = IngestOptions(

@@ -10,8 +10,8 @@ from data.samples.coverage import write_coverage
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.runtime.checkpoint import prune, saved_steps
 from workflows.console import say
+from workflows.training.best import last_step
 from workflows.training.curves import write_curves
-from workflows.training.early_stop import last_step
 from workflows.training.job import TrainingJob
 from workflows.training.metrics_log import MetricsLog
 from workflows.training.run_folder import RunFolder
@@ -44,7 +44,7 @@ class Recorder:
     Attributes:
         folder: the run's.
         best: the step that ``best`` points at.
-        last: the step with which the run ends before its time (see :mod:`workflows.training.early_stop`), else None.
+        last: the step with which the run ends before its time (see :mod:`workflows.training.best`), else None.
     """
 
     def __init__(self, job: TrainingJob, plan: ParallelPlan, start: int, coverage: Iterable[Mapping[str, Any]]) -> None:

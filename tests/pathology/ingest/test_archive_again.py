@@ -24,8 +24,8 @@ from pathology.ingest import forecast
 from pathology.ingest import pool as slide_pool
 from pathology.ingest.archive import IngestOptions, IngestReport, Request, ingest, ingest_slide, make_plan, part_of
 from pathology.ingest.claims import Claim, ClaimLostError
-from pathology.ingest.memory import WORKER_BYTES, parse_bytes, worker_count
 from pathology.ingest.work import CLAIMS, do_job
+from pathology.memory import WORKER_BYTES, parse_bytes, worker_count
 from tests.conftest import ROOT
 from tests.pathology.tiffs import MakeSlide, stained, write_slide
 
@@ -319,7 +319,7 @@ def test_memory_decides_how_many_work(monkeypatch: pytest.MonkeyPatch) -> None:
             parse_bytes(text)
     with pytest.raises(RequestError, match="one worker needs"):
         worker_count(1, WORKER_BYTES // 2)
-    monkeypatch.setattr("pathology.ingest.memory.available_bytes", lambda: 5 * WORKER_BYTES)
+    monkeypatch.setattr("pathology.memory.available_bytes", lambda: 5 * WORKER_BYTES)
     assert worker_count(64, None) == 4
 
 

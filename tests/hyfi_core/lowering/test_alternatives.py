@@ -12,8 +12,7 @@ from torch import nn
 from hyfi_core.capture.export import capture
 from hyfi_core.capture.program import Program
 from hyfi_core.errors import RequestError
-from hyfi_core.lowering.lower import Target, lower
-from hyfi_core.rules.alternatives import ALTERNATIVES
+from hyfi_core.lowering.lower import ALTERNATIVES, Target, lower
 from hyfi_core.rules.table import RULES
 
 Function = Callable[[torch.Tensor], torch.Tensor]

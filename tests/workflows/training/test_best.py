@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from workflows.training.best import best_step, merit
-from workflows.training.early_stop import last_step
+from workflows.training.best import best_step, last_step, merit
 
 
 def records(*values: float | None) -> dict[int, dict[str, float | None]]:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from hyfi_core.comm.supervision import time_limit_s
 from hyfi_core.errors import RequestError
-from hyfi_core.runtime.supervision import time_limit_s
 from tests.conftest import MPIEXEC, ROOT
 
 START = """

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from hyfi_core.comm.activity import ACTIVITY, Wait, named_ranks
 from hyfi_core.comm.base import Communicator
-from hyfi_core.comm.board import Board, RankState, open_board
+from hyfi_core.comm.board import Board, RankStatus, open_board
 from hyfi_core.errors import RequestError
 
 FAULT = 70
@@ -84,7 +84,7 @@ class Supervisor:
         self._comm, self._board, self._limit_s = comm, board, limit_s
         self._process = os.getpid()
         self._leaving = threading.Event()
-        self._unchanged: tuple[list[RankState], float] = ([], 0.0)
+        self._unchanged: tuple[list[RankStatus], float] = ([], 0.0)
 
     def install(self) -> None:
         """Take the interpreter's hooks and start to watch."""
@@ -120,7 +120,7 @@ class Supervisor:
         return os.getpid() != self._process
 
     def _who_ended(self) -> list[str]:
-        states: list[RankState] = []
+        states: list[RankStatus] = []
         with contextlib.suppress(RuntimeError):
             states = self._board.states() if self._board is not None else []
         ended = [(rank, said.where) for rank, said in enumerate(states) if said.state == "ended"]
@@ -199,7 +199,7 @@ class Supervisor:
             ended()
 
 
-def _stuck(states: list[RankState]) -> str:
+def _stuck(states: list[RankStatus]) -> str:
     ended = [rank for rank, said in enumerate(states) if said.state == "ended"]
     waiting = [rank for rank, said in enumerate(states) if said.state == "waits"]
     if ended:
@@ -210,7 +210,7 @@ def _stuck(states: list[RankState]) -> str:
     return f"hyfi: {head}, so all ranks end; every rank must make the same calls:\n{_listed(states)}"
 
 
-def _too_long(rank: int, limit_s: float, states: list[RankState]) -> str:
+def _too_long(rank: int, limit_s: float, states: list[RankStatus]) -> str:
     return (
         f"hyfi: rank {rank} has waited for others for more than {limit_s:g} s ({LIMIT_VARIABLE}), so all ranks end:\n"
         + _listed(states)
@@ -221,7 +221,7 @@ def _one_or_more(ranks: list[int], one: str, more: str) -> str:
     return one if len(ranks) == 1 else more
 
 
-def _listed(states: list[RankState]) -> str:
+def _listed(states: list[RankStatus]) -> str:
     return "\n".join(
         f"  rank {rank} {said.state}" + (f": {said.where}" if said.where else "") for rank, said in enumerate(states)
     )

@@ -12,7 +12,7 @@ from PIL import ImageCms
 
 from hyfi_core.plan.box import Box
 from pathology.errors import SlideError
-from pathology.readers.icc import ToSrgb
+from pathology.ingest.content import ToSrgb
 from pathology.readers.sources import open_source
 from tests.pathology.readers.scanners import smooth
 
