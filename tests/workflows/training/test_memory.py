@@ -8,7 +8,7 @@ import pytest
 from hyfi_core.cost.memory import MemoryForecast
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
-from pathology.ingest import memory as free_memory
+from pathology import memory as free_memory
 from tests.workflows.archive import make_config, make_store
 from tests.workflows.runs import in_this_process, run_here
 from workflows.training.memory import (
