@@ -15,6 +15,13 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.ops.base import Cotangents, Tensors, Wanted
 
 
+def least(dtype: torch.dtype) -> float:
+    """Return the value of a type that is a maximum of nothing: below or equal to all others."""
+    if dtype.is_floating_point:
+        return -torch.inf
+    return False if dtype == torch.bool else torch.iinfo(dtype).min
+
+
 @dataclass(frozen=True)
 class SumOverRanks:
     """Partial sums of ranks become one replicated sum."""
@@ -42,10 +49,13 @@ class MaxOverSpace:
     Attributes:
         dims: the tensor dims of space.
         keepdim: whether they stay, with size 1.
+        nan_ties: whether pixels that are NaN tie where the maximum is, as in a maximum norm; in ``torch.amax`` none
+            does, and the gradient of every pixel is NaN.
     """
 
     dims: tuple[int, ...]
     keepdim: bool
+    nan_ties: bool = False
 
     def forward(self, comm: Communicator, inputs: Tensors) -> tuple[Tensors, Any]:
         """Return (maximum,); the map and the maximum are saved."""
@@ -54,7 +64,7 @@ class MaxOverSpace:
             top = own.amax(self.dims, keepdim=True)
         else:
             shape = [1 if dim in self.dims else side for dim, side in enumerate(own.shape)]
-            top = own.new_full(shape, -torch.inf)
+            top = own.new_full(shape, least(own.dtype))
         top = top.contiguous()
         comm.all_reduce(top, "max")
         return (top if self.keepdim else self._squeeze(top),), (own, top)
@@ -64,6 +74,8 @@ class MaxOverSpace:
         own, top = saved
         (cotangent,) = cotangents
         hits = own == top
+        if self.nan_ties:
+            hits |= own.isnan() & top.isnan()
         packed = top.new_zeros((2, *top.shape), dtype=torch.promote_types(top.dtype, torch.float32))
         packed[1] = hits.sum(self.dims, keepdim=True)
         if cotangent is not None:

@@ -142,7 +142,7 @@ def vector_norm(builder: Builder, op: Operator) -> None:
     if order == math.inf and set(dims) == set(builder.splits[name].dims):
         size = builder.fresh(name)
         builder.compute(lambda tensor: tensor.abs(), (part,), (size,), builder.splits[name])
-        builder.communicate(MaxOverSpace(dims, keepdim), (size,), op.outputs, "reduce")
+        builder.communicate(MaxOverSpace(dims, keepdim, nan_ties=True), (size,), op.outputs, "reduce")
         return
     if not 1.0 <= order < math.inf:
         builder.refuse(op, f"is a norm of order {order} over dims {dims}", "orders from 1, or inf over space alone")

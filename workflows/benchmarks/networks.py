@@ -1,11 +1,15 @@
-"""Networks of other packages, untouched: captured, and trained one step on 2 x 2 ranks against one process.
+"""Networks of other packages, untouched: captured at full size, and trained a step on 2 x 2 ranks against one process.
 
-    python -m workflows.benchmarks.networks [--only PATTERN] [--seconds 3600]
+    python -m workflows.benchmarks.networks [--only PATTERN] [--seconds 3600] [--rows FILE] [--again refused]
 
-Prints a line for each network: ``exact`` with the largest error of a gradient over its norm, ``refused`` with what
-was refused, ``impossible`` where the network itself does not run on such a small image, or ``wrong``; and their numbers
-in the end. Ranks are threads, images 2 x 3 x 96 x 96 in float64, weights random. Packages that are not installed are
-left out: ``pip install timm torchvision pytorchcv`` brings them, of versions that go with the installed torch.
+Each network is captured for images of 2048 x 2048 px, and lowered for 2 x 2 ranks there. Then 2 x 2 ranks, which are
+threads, train one step on small images in float64, with random weights. A line for each network says ``exact`` with the
+largest error of a gradient over its norm, ``refused`` with what was refused, ``impossible`` where the network itself
+does not run on such images, ``stopped`` where it took too long, or ``wrong``; their numbers come last.
+
+With ``--rows`` each network's line is added to a file of JSON lines as it is known, and networks that are there are not
+run again, unless their outcome is given with ``--again``. Packages that are not installed are left out:
+``pip install timm torchvision pytorchcv transformers monai`` brings them, of versions that go with the installed torch.
 """
 
 from __future__ import annotations
@@ -16,23 +20,33 @@ import copy
 import fnmatch
 import functools
 import importlib
+import json
+import logging
+import multiprocessing
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hyfi_core
 from hyfi_core.capture.export import capture
+from hyfi_core.capture.program import Program
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.errors import RequestError
+from hyfi_core.lowering.lower import Target, lower
 
-SHAPE = (2, 3, 96, 96)
+FULL = (1, 3, 2048, 2048)
+SMALL = [(2, 3, 96, 96), (2, 3, 224, 224), (2, 3, 256, 256)]
+"""The first on which the network runs by itself is taken."""
 CLASSES = 3
 TOLERANCE = 1e-8
+GRID = (2, 2)
 
 TIMM = """
 resnet10t resnet14t resnet18 resnet18d resnet26 resnet26t legacy_seresnet18 skresnet18 eca_resnext26ts
@@ -68,21 +82,31 @@ mixnet_s isqrtcovresnet18 xception channelnet ibn_resnet50 octresnet10_ad2 resne
 espnetv2_wd2 dicenet_wd5 zfnet alexnet nin_cifar10
 """
 
-Make = Callable[[], nn.Module]
+TRANSFORMERS = """
+ResNet RegNet MobileNetV1 MobileNetV2 ConvNext ConvNextV2 EfficientNet Bit PoolFormer Cvt SwiftFormer Levit MobileViT
+MobileViTV2 FocalNet HGNetV2 PvtV2 Segformer TextNet PPLCNet ViT Swin Swinv2 Dinov2 Beit
+"""
+MONAI = """
+DenseNet121 SEResNet50 SEResNext50 SENet154 resnet10 resnet18 resnet34 resnet50 efficientnet-b0 efficientnet-b1
+"""
+
+Make = Callable[[int], nn.Module]
+"""The side of the images in pixels -> the network."""
+Row = dict[str, str]
 
 
 def networks() -> Iterator[tuple[str, Make]]:
     """Yield (package/name, maker) of what is installed, by turns of the packages."""
     sources: list[list[tuple[str, Make]]] = []
-    for package, names, make in (
-        ("timm", TIMM, _timm),
-        ("torchvision", TORCHVISION, _torchvision),
-        ("pytorchcv", PYTORCHCV, _cv),
+    for package, place, names, make in (
+        ("timm", "timm", TIMM, _timm),
+        ("torchvision", "torchvision.models", TORCHVISION, _torchvision),
+        ("pytorchcv", "pytorchcv.model_provider", PYTORCHCV, _cv),
+        ("transformers", "transformers", TRANSFORMERS, _transformers),
+        ("monai", "monai.networks.nets", MONAI, _monai),
     ):
         try:
-            module = importlib.import_module(
-                {"torchvision": "torchvision.models", "pytorchcv": "pytorchcv.model_provider"}.get(package, package)
-            )
+            module = importlib.import_module(place)
         except ImportError:
             continue
         sources.append([(f"{package}/{name}", functools.partial(make, module, name)) for name in names.split()])
@@ -92,8 +116,9 @@ def networks() -> Iterator[tuple[str, Make]]:
                 yield source.pop(0)
 
 
-def _timm(module: Any, name: str) -> nn.Module:
-    for options in ({"drop_rate": 0.0, "drop_path_rate": 0.0}, {"drop_rate": 0.0}, {}):
+def _timm(module: Any, name: str, side_px: int) -> nn.Module:
+    drops = {"drop_rate": 0.0, "drop_path_rate": 0.0}
+    for options in ({**drops, "img_size": side_px}, drops, {"drop_rate": 0.0}, {}):
         try:
             model: nn.Module = module.create_model(name, pretrained=False, num_classes=CLASSES, **options)
             return model
@@ -102,14 +127,53 @@ def _timm(module: Any, name: str) -> nn.Module:
     raise RuntimeError(f"timm has no {name}")
 
 
-def _torchvision(module: Any, name: str) -> nn.Module:
-    options = {"aux_logits": False, "init_weights": False} if name in ("googlenet", "inception_v3") else {}
+def _torchvision(module: Any, name: str, side_px: int) -> nn.Module:
+    options: dict[str, Any] = {}
+    if name in ("googlenet", "inception_v3"):
+        options = {"aux_logits": False, "init_weights": False}
+    elif name.startswith("vit"):
+        options = {"image_size": side_px}
     model: nn.Module = getattr(module, name)(weights=None, num_classes=CLASSES, **options)
     return model
 
 
-def _cv(module: Any, name: str) -> nn.Module:
+def _cv(module: Any, name: str, side_px: int) -> nn.Module:
+    """The network as it is for its 224 px, but for its last mean: of 7 x 7 pixels there, of all pixels here."""
     model: nn.Module = module.get_model(name, pretrained=False, num_classes=CLASSES)
+    last = getattr(getattr(model, "features", None), "final_pool", None)
+    if isinstance(last, nn.AvgPool2d):
+        model.features.final_pool = nn.AdaptiveAvgPool2d(1)  # type: ignore[union-attr]
+    return model
+
+
+class Logits(nn.Module):
+    """The logits of a classifier of transformers."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, images: torch.Tensor) -> Any:
+        """Return logits ``(B, K)``."""
+        return self.network(images).logits
+
+
+def _transformers(module: Any, name: str, side_px: int) -> nn.Module:
+    config = getattr(module, f"{name}Config")(num_labels=CLASSES, image_size=side_px)
+    return Logits(getattr(module, f"{name}ForImageClassification")(config))
+
+
+def _monai(module: Any, name: str, side_px: int) -> nn.Module:
+    shape = {"spatial_dims": 2, "in_channels": 3}
+    model: nn.Module
+    if name.startswith("efficientnet"):
+        model = module.EfficientNetBN(name, pretrained=False, num_classes=CLASSES, **shape)
+    elif name.startswith("resnet"):
+        model = getattr(module, name)(spatial_dims=2, n_input_channels=3, num_classes=CLASSES)
+    elif name.startswith("DenseNet"):
+        model = getattr(module, name)(out_channels=CLASSES, **shape)
+    else:
+        model = getattr(module, name)(num_classes=CLASSES, **shape)
     return model
 
 
@@ -126,37 +190,65 @@ def without_drops(model: nn.Module) -> nn.Module:
     return model
 
 
-def outcome(make: Make) -> str:
-    """Return what became of one network, in a line."""
-    torch.manual_seed(0)
-    images, labels = torch.randn(SHAPE, dtype=torch.float64), torch.tensor([0, 1])
+def full_size(make: Make) -> str:
+    """Return what became of the capture and the lowering of one network at full size."""
     try:
-        model = without_drops(make()).double().train()
-        reference = copy.deepcopy(model)
-        F.cross_entropy(reference(images), labels).backward()
+        model = without_drops(make(FULL[-1])).train()
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model(torch.empty(FULL))
     except Exception as error:
-        return f"impossible: {str(error).splitlines()[0][:120]}"
+        return f"impossible: {_first_line(error)}"
     try:
-        found = trained(model, images, labels)
+        program = capture(model, FULL, torch.float32)
     except RequestError as error:
-        return f"refused: {str(error)[:200]}"
+        return f"refused at capture: {str(error)[:300]}"
+    try:
+        lower(program, Target(GRID, 0))
+    except RequestError as error:
+        return f"refused on 2 x 2: {str(error)[:300]}"
+    return "captured"
+
+
+def small_size(make: Make) -> str:
+    """Return what became of one step of one network on small images."""
+    labels, why = torch.tensor([0, 1]), ""
+    for shape in SMALL:
+        torch.manual_seed(0)
+        try:
+            model = without_drops(make(shape[-1])).double().train()
+            images, reference = torch.randn(shape, dtype=torch.float64), copy.deepcopy(model)
+            F.cross_entropy(reference(images), labels).backward()
+            break
+        except Exception as error:
+            why = _first_line(error)
+    else:
+        return f"impossible: {why}"
+    try:
+        program = capture(model, shape, torch.float64)
+        found = trained(model, program, images, labels)
+    except RequestError as error:
+        return f"refused: {str(error)[:300]}"
     largest = worst(found, {name: p.grad for name, p in reference.named_parameters() if p.grad is not None})
-    return f"{'exact' if largest <= TOLERANCE else 'wrong'} {largest:.1e}"
+    return f"{'exact' if largest <= TOLERANCE else 'wrong'} {largest:.1e} at {shape[2]} px"
 
 
-def trained(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:150]}"
+
+
+def trained(model: nn.Module, program: Program, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the gradients of a step on 2 x 2 ranks, which share one capture."""
-    copies = [copy.deepcopy(model) for _ in range(4)]
-    plan = hyfi_core.ParallelPlan(grids=((2, 2),))
-    program = capture(model, SHAPE, torch.float64)
+    copies = [copy.deepcopy(model) for _ in range(GRID[0] * GRID[1])]
+    plan, (batch, channels, height, width) = hyfi_core.ParallelPlan(grids=(GRID,)), images.shape
+    shape = batch, channels, height, width
 
     def body(comm: Any) -> Any:
-        engine = hyfi_core.parallelize(copies[comm.rank], SHAPE, plan, comm, verify=False)
+        engine = hyfi_core.parallelize(copies[comm.rank], shape, plan, comm, verify=False)
         engine.accumulate(images, labels)
         return engine.gather_gradients()
 
-    with mock.patch("hyfi_core.runtime.compiled.capture", lambda *given: program):
-        gradients: dict[str, torch.Tensor] = run_ranks(4, body)[0]
+    with mock.patch("hyfi_core.runtime.runner.capture", lambda *given: program):
+        gradients: dict[str, torch.Tensor] = run_ranks(len(copies), body)[0]
     return gradients
 
 
@@ -168,21 +260,68 @@ def worst(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> fl
     return max(float((found[n] - g).norm() / max(g.norm(), 1e-3 * everything)) for n, g in wanted.items())
 
 
+def in_child(what: Callable[[Make], str], make: Make, limit_s: float) -> str:
+    """Return what a process of its own finds, so that a network that hangs or takes all memory is one line only."""
+    here, there = multiprocessing.get_context("fork").Pipe(duplex=False)
+
+    def run() -> None:
+        try:
+            there.send(what(make))
+        except Exception as error:
+            there.send(f"failed: {_first_line(error)}")
+
+    child = multiprocessing.get_context("fork").Process(target=run, daemon=True)
+    child.start()
+    there.close()
+    try:
+        return str(here.recv()) if here.poll(limit_s) else f"stopped after {limit_s:.0f} s"
+    except EOFError:
+        return "stopped: its process ended"
+    finally:
+        child.kill()
+        child.join()
+
+
 def main() -> None:
     """Print what became of each network."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="*", help="a pattern of package/name")
     parser.add_argument("--seconds", type=float, default=3600.0, help="no network is begun after this long")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds for one half of one network")
+    parser.add_argument("--rows", type=Path, help="JSON lines: what is known, and what is found")
+    parser.add_argument("--again", default="", help="run what has this outcome in the rows once more, such as refused")
     given = parser.parse_args()
-    counts: collections.Counter[str] = collections.Counter()
+    torch.set_num_threads(1)
+    logging.getLogger("torch").setLevel(logging.CRITICAL)  # what a network cannot do is one line here
+    rows = _read(given.rows)
     began = time.monotonic()
     for name, make in networks():
         if not fnmatch.fnmatch(name, given.only) or time.monotonic() - began > given.seconds:
             continue
-        told = outcome(make)
-        counts[told.split()[0].rstrip(":")] += 1
-        print(f"{name:40} {told}", flush=True)
-    print(", ".join(f"{count} {what}" for what, count in sorted(counts.items())), flush=True)
+        old = rows.get(name)
+        if old is None or (given.again and given.again in (_outcome(old["full"]), _outcome(old["small"]))):
+            found = {
+                what: in_child(run, make, given.limit) for what, run in (("full", full_size), ("small", small_size))
+            }
+            rows[name] = {"name": name, **found}
+            if given.rows is not None:
+                with given.rows.open("a") as file:
+                    file.write(json.dumps(rows[name]) + "\n")
+        print(f"{name:40} {rows[name]['full'][:160]:12} {rows[name]['small']}", flush=True)
+    for what in ("full", "small"):
+        counts = collections.Counter(_outcome(row[what]) for row in rows.values())
+        print(f"{what}: " + ", ".join(f"{count} {found}" for found, count in sorted(counts.items())), flush=True)
+
+
+def _outcome(told: str) -> str:
+    return told.split()[0].rstrip(":")
+
+
+def _read(path: Path | None) -> dict[str, Row]:
+    """Return the rows of a file by name; of two of one network the later."""
+    if path is None or not path.exists():
+        return {}
+    return {row["name"]: row for row in map(json.loads, path.read_text().splitlines())}
 
 
 if __name__ == "__main__":
