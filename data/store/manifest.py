@@ -179,7 +179,7 @@ def load_manifest(store: Path) -> list[dict[str, str]]:
         return [record.row() for record in records.values()]
     path = store / "manifest.csv"
     if not path.is_file():
-        raise StoreError(f"{store}: not a store (it has no manifest.csv); `hyfi ingest … --out {store}` makes one")
+        raise StoreError(f"{store}: not a store (it has no manifest.csv); name a folder that `hyfi ingest --out` wrote")
     return list(parse_table(path, "store").rows)
 
 

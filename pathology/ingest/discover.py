@@ -7,14 +7,15 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from data.store.manifest import SlideRecord, read_user_manifest
 from hyfi_core.errors import RequestError
-from pathology.readers.dicom_files import DicomHead, dicom_head
+from pathology.readers.dicom_files import DicomHead, dicom_head, file_of_slide, series_in
 from pathology.readers.sources import SLIDE_SUFFIXES
 
 _LONGEST_NAME_BYTES = 160
@@ -101,7 +102,7 @@ def _expand(path: Path) -> Iterator[tuple[Path, dict[str, str]]]:
         yield from ((source, {}) for source in found)
     elif path.suffix.lower() in {".csv", ".tsv"}:
         for row in read_user_manifest(path):
-            yield _tidy(Path(row["source_path"])), row
+            yield file_of_slide(_tidy(Path(row["source_path"]))), row
     else:
         yield _tidy(path), {}
 
@@ -173,7 +174,8 @@ def _named(rows: Mapping[Path, dict[str, str]], records: Mapping[str, SlideRecor
     twice = [name for name, count in Counter(given.values()).items() if count > 1]
     if twice:
         raise RequestError(f"slide_id {twice[0]!r} is given to two slides; each needs its own")
-    plain = {source: _plain_name(source) for source in rows if source not in given}
+    others = cache(series_in)  # a folder may hold thousands
+    plain = {source: _plain_name(source, others) for source in rows if source not in given}
     shared = Counter([*plain.values(), *given.values()])
     jobs = []
     for source, row in rows.items():
@@ -205,8 +207,12 @@ def _checked(name: str) -> str:
     return name
 
 
-def _plain_name(source: Path) -> str:
-    stem = re.sub(r"\.ome$", "", source.stem, flags=re.IGNORECASE)
+def _plain_name(source: Path, series_in: Callable[[Path], Mapping[DicomHead, Path]]) -> str:
+    """Return what a slide is called by its file; a DICOM series by its folder, or where others lie there by its UID."""
+    stem, head = re.sub(r"\.ome$", "", source.stem, flags=re.IGNORECASE), _dicom_head(source)
+    if head is not None and head.whole_slide and head.series:
+        with suppress(OSError):
+            stem = source.parent.name if len(series_in(source.parent)) == 1 else head.series
     name = re.sub(r"[\\\x00-\x1f]", "_", stem).lstrip(".") or "slide"
     if len(name.encode("utf-8", "replace")) > _LONGEST_NAME_BYTES:
         name = f"{name[:30]}-{_short_digest(name)}"

@@ -28,6 +28,7 @@ from pathology.readers.file_check import check_file
 from pathology.readers.mpp import SourceMpp, resolve_mpp
 from pathology.readers.slide_source import SlideSource
 from pathology.readers.sources import open_source
+from pathology.readers.tiff_facts import is_truncated
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
 
@@ -173,6 +174,7 @@ class _SlideIngest:
                 "mpp_assumed": mpp.origin == "flag",
                 "mpp_replaced": replaced,
                 "upsampled": content.frame.choice.upsampled,
+                "truncated": is_truncated(self.source),
             }
             flags = quality.flags | known | {"bad_tiles": content.bad_tiles > 0}
             attributes["flags"] = [name for name, is_so in flags.items() if is_so]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import stat
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -64,6 +65,32 @@ def series_files(path: Path) -> list[Path]:
     with os.scandir(path.parent) as entries:
         others = sorted(entry.name for entry in entries if entry.is_file() and entry.name != path.name)
     return [path, *(other for name in others if _is_of(own, other := path.parent / name))]
+
+
+def series_in(folder: Path) -> dict[DicomHead, Path]:
+    """Return the whole-slide series whose files lie in a folder, each with the first of its files by name.
+
+    Raises:
+        OSError: The folder cannot be read.
+    """
+    with os.scandir(folder) as entries:
+        names = sorted(entry.name for entry in entries if entry.is_file())
+    found: dict[DicomHead, Path] = {}
+    for name in names:
+        with suppress(OSError):
+            head = dicom_head(folder / name)
+            if head is not None and head.whole_slide and head.series:
+                found.setdefault(head, folder / name)
+    return found
+
+
+def file_of_slide(path: Path) -> Path:
+    """Return a file that opens the slide: of a folder with one DICOM series its first, else ``path`` itself."""
+    try:
+        series = series_in(path) if path.is_dir() else {}
+    except OSError:
+        return path  # what is wrong with it, its reader will say
+    return next(iter(series.values())) if len(series) == 1 else path
 
 
 def _is_of(series: DicomHead, other: Path) -> bool:

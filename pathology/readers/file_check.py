@@ -8,8 +8,10 @@ import stat
 from pathlib import Path
 
 from pathology.errors import SlideError
+from pathology.readers.dicom_files import series_in
 
 _LARGEST_SLIDEDAT_BYTES = 2**20
+_MOST_NAMED = 10
 
 
 CLOSED_FOLDER = "the folder cannot be searched for slides"
@@ -54,7 +56,13 @@ def closed_folder(path: Path) -> OSError | None:
 
 def _of_folder(path: Path) -> str:
     closed = closed_folder(path)
-    return f"{CLOSED_FOLDER}: {closed.strerror}" if closed else "it is a folder, not a slide file"
+    if closed:
+        return f"{CLOSED_FOLDER}: {closed.strerror}"
+    several = [file.name for file in series_in(path).values()]
+    if several:
+        names = ", ".join(several[:_MOST_NAMED])
+        return f"it is a folder of {len(several)} DICOM slides; name one file of each: {names}"
+    return "it is a folder, not a slide file"
 
 
 def _check_folder(path: Path) -> None:

@@ -22,11 +22,12 @@ from hyfi_core.plan.box import Box
 from pathology.errors import SlideError, TileError
 from pathology.readers.czi_file import is_czi
 from pathology.readers.czi_source import CziSource
+from pathology.readers.dicom_files import file_of_slide
 from pathology.readers.file_check import check_file
 from pathology.readers.openslide_source import OpenSlideSource, UnsupportedFormatError
 from pathology.readers.slide_source import SlideSource
 from pathology.readers.source_level import RGB
-from pathology.readers.tiff_facts import is_ome_tiff, largest_page, orientation_of_file
+from pathology.readers.tiff_facts import is_ome_tiff, is_truncated, largest_page, orientation_of_file
 from pathology.readers.tiff_source import TiffSource, tiled_sizes
 from pathology.readers.upright import UprightSource
 
@@ -43,11 +44,12 @@ _TILED_TIFF_VENDORS = frozenset(("aperio", _PLAIN_TIFF, "hamamatsu"))
 
 
 def open_source(path: Path) -> SlideSource:
-    """Open a slide file.
+    """Open a slide file, or the folder of one DICOM slide.
 
     Raises:
         SlideError: No reader knows the file, or it is damaged; the message says why.
     """
+    path = file_of_slide(path)
     check_file(path)
     if is_czi(path):
         return CziSource(path)
@@ -57,6 +59,10 @@ def open_source(path: Path) -> SlideSource:
         slow = OpenSlideSource(path)
     except UnsupportedFormatError:
         return _upright(_tiff(path), path)
+    except SlideError:
+        if not is_truncated(path):
+            raise
+        return _upright(_tiff(path), path)  # what stands before the cut may be all that is wanted
     if slow.vendor not in _TILED_TIFF_VENDORS:
         return slow
     if slow.vendor == _PLAIN_TIFF:

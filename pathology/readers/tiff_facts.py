@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 import re
 import struct
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from xml.etree import ElementTree
 
 import tifffile
@@ -14,6 +17,11 @@ import tifffile
 from pathology.readers.mpp import UM_PER_OME_UNIT, first_sensible, mpp_of_resolution, parse_mpp
 
 _UNITS = {1: "", 2: "inch", 3: "centimeter", 4: "millimeter", 5: "micrometer"}
+_TYPE_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4, 16: 8, 17: 8, 18: 8}
+_DATA_TAGS = {273: 279, 324: 325}
+"""The tags that list where strips and tiles stand, and those that list their bytes."""
+_MOST_DIRECTORIES = 10_000
+tifffile.logger().setLevel(logging.CRITICAL + 1)  # what is wrong with a file, its reader says in plain words
 _NO_TIFF = (tifffile.TiffFileError, OSError, IndexError, ValueError, KeyError, TypeError)
 
 
@@ -48,6 +56,65 @@ def largest_page(path: Path) -> tuple[int, int]:
     except _NO_TIFF:
         return 0, 0
     return max(sizes, key=math.prod, default=(0, 0))
+
+
+def is_truncated(path: Path) -> bool:
+    """Whether a TIFF names directories, values of tags or tiles beyond its own end; False for other files.
+
+    Of classic TIFFs beyond 4 GiB, which some scanners write with offsets of their own making, nothing is said.
+    """
+    try:
+        with path.open("rb") as file:
+            size, head = os.fstat(file.fileno()).st_size, file.read(8)
+            order = {b"II": "<", b"MM": ">"}.get(head[:2])
+            if order is None or len(head) < 8:
+                return False
+            version = struct.unpack(f"{order}H", head[2:4])[0]
+            if version not in (42, 43) or (version == 42 and size >= 2**32):
+                return False
+            return any(end > size for end in _ends(file, order, big=version == 43))
+    except (OSError, ValueError):
+        return False  # what is wrong with it, its reader will say
+    except struct.error:
+        return True  # it ends within a directory
+
+
+def _ends(file: BinaryIO, order: str, big: bool) -> Iterator[int]:
+    """Yield where things end that the directories of a TIFF name (TIFF 6.0, section 2; BigTIFF)."""
+    wide, count_format, entry_bytes = ("Q", "Q", 20) if big else ("I", "H", 12)
+    word = 8 if big else 4
+    file.seek(word)
+    seen: set[int] = set()
+    (at,) = struct.unpack(f"{order}{wide}", file.read(word))
+    while at and at not in seen and len(seen) < _MOST_DIRECTORIES:
+        seen.add(at)
+        file.seek(at)
+        (count,) = struct.unpack(f"{order}{count_format}", file.read(struct.calcsize(count_format)))
+        entries, following = file.read(count * entry_bytes), file.read(word)
+        values = {}
+        for tag, kind, number, inline in struct.iter_unpack(f"{order}HH{wide}{word}s", entries):
+            length = _TYPE_BYTES.get(kind, 1) * number
+            if length > word:
+                (offset,) = struct.unpack(f"{order}{wide}", inline)
+                yield offset + length
+            if tag in _DATA_TAGS or tag in _DATA_TAGS.values():
+                values[tag] = _numbers(file, order, kind, number, inline)
+        for places, lengths in _DATA_TAGS.items():
+            pairs = zip(values.get(places, ()), values.get(lengths, ()), strict=False)
+            yield max((offset + length for offset, length in pairs if length), default=0)
+        (at,) = struct.unpack(f"{order}{wide}", following)
+
+
+def _numbers(file: BinaryIO, order: str, kind: int, number: int, inline: bytes) -> tuple[int, ...]:
+    """Return the whole numbers of a tag; none of another kind."""
+    letter = {3: "H", 4: "I", 16: "Q"}.get(kind)
+    if letter is None:
+        return ()
+    length = _TYPE_BYTES[kind] * number
+    if length > len(inline):
+        file.seek(struct.unpack(f"{order}{'Q' if len(inline) == 8 else 'I'}", inline)[0])
+        inline = file.read(length)
+    return struct.unpack(f"{order}{number}{letter}", inline[:length])
 
 
 def keyframe(page: Any) -> Any:

@@ -7,9 +7,11 @@ box → its tiles → one read for neighbours in the file (pread, ≤ 8 MiB) →
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -25,12 +27,13 @@ from pathology.readers.slide_file import SlideFile, coalesced
 from pathology.readers.slide_source import SlideSource
 from pathology.readers.source_level import RGB, Affine, BadTile, SourceLevel, moved_by, snapped_levels
 from pathology.readers.threads import decode_threads, in_pool, submit
-from pathology.readers.tiff_facts import keyframe, mpp_of_tiff
+from pathology.readers.tiff_facts import is_truncated, keyframe, mpp_of_tiff
 from pathology.readers.tiff_level import TiffLevel, left_out_from_below, parse_level
 
 _JOB_PX = 2**19
 _MOST_AHEAD_BYTES = 24 * 2**20
 _WHITE = 255
+_SAME_SHAPE = 0.02
 
 FillMissing = Callable[[Box, int, RGB], None]
 """Shows what a reader that knows the scanner's ways puts where a tile was left out: (box, level, out)."""
@@ -65,7 +68,7 @@ class TiffSource:
         try:
             with tifffile.TiffFile(path) as tiff:
                 pages = _pages_of_series(tiff) if known is None else _pages_known(tiff, known, stored)
-                levels = [parse_level(page) for page in pages]
+                levels = _whole_levels([parse_level(page) for page in pages], path.stat().st_size)
                 self._levels = left_out_from_below(levels) if known and known.vendor == "aperio" else levels
                 first = pages[0]
                 self.mpp = first_sensible(known.mpp if known else None, mpp_of_tiff(tiff, first))
@@ -73,7 +76,8 @@ class TiffSource:
                 # The tag itself: OpenSlide's binding gives the profile as Little CMS would write it.
                 self.icc: bytes | None = first.iccprofile or (known.icc if known else None)
         except (tifffile.TiffFileError, OSError, IndexError, ValueError, KeyError) as error:
-            raise SlideError(f"neither OpenSlide nor tifffile can open it: {error}") from error
+            why = "the file is cut off within its directories" if is_truncated(path) else str(error)
+            raise SlideError(f"neither OpenSlide nor tifffile can open it: {why}") from error
         self.objective_power = known.objective_power if known else None
         self.bounds = Box.of_size(self._levels[0].height_px, self._levels[0].width_px)
         self.to_file_px: Affine = moved_by((0, 0))
@@ -211,15 +215,38 @@ def _described(level: SourceLevel, tiles: TiffLevel) -> SourceLevel:
     return replace(level, tile_px=(tiles.tile_height_px, tiles.tile_width_px), missing_tiles=missing)
 
 
+def _whole_levels(levels: Sequence[TiffLevel], size_bytes: int) -> list[TiffLevel]:
+    """Return the finest level, and those of the others whose tiles all stand before the end of the file."""
+    ends = [int(np.max((level.offsets + level.lengths)[level.lengths > 0], initial=0)) for level in levels]
+    return [level for k, level in enumerate(levels) if k == 0 or ends[k] <= size_bytes]
+
+
 def _pages_of_series(tiff: tifffile.TiffFile) -> list[Any]:
     """Return the levels of the series with the most pixels: labels, macros and thumbnails are smaller."""
-    if not tiff.series:
-        raise SlideError("the TIFF holds no picture")
+    try:
+        if not tiff.series:
+            raise SlideError("the TIFF holds no picture")
+    except tifffile.TiffFileError:
+        pages = _pages_before_the_damage(tiff)
+        if not pages:
+            raise
+        return pages
     largest = max(tiff.series, key=lambda s: int(np.prod(s.shape, dtype=np.int64)))
     for level in largest.levels:
         if len(level.pages) != 1:
             raise SlideError(f"the TIFF is a stack of {len(level.pages)} planes; a slide has one")
     return [keyframe(level.pages[0]) for level in largest.levels]
+
+
+def _pages_before_the_damage(tiff: tifffile.TiffFile) -> list[Any]:
+    """Return the largest tiled page and its smaller copies, of those before the first directory that is damaged."""
+    found: list[Any] = []
+    with suppress(tifffile.TiffFileError):
+        for k in range(len(tiff.pages)):
+            found.append(keyframe(tiff.pages[k]))
+    tiled = sorted((page for page in found if page.is_tiled), key=lambda page: -math.prod(_size(page)))
+    height, width = _size(tiled[0]) if tiled else (1, 1)
+    return [page for page in tiled if abs(_size(page)[0] * width / (_size(page)[1] * height) - 1) < _SAME_SHAPE]
 
 
 def _pages_known(tiff: tifffile.TiffFile, known: SlideSource, stored: Sequence[int] | None) -> list[Any]:

@@ -38,7 +38,7 @@ def run(path: Path, png: Path | None, as_json: bool, slide_mpp: float | None = N
         require_writable(png)
     if path.is_dir() and (path / "zarr.json").exists():
         found = _slide_of_store(path, png)
-    elif path.is_dir():
+    elif path.is_dir() and not _is_dicom_slide(path):
         found = _store(path, png)
     else:
         found = _file(path, png, slide_mpp)
@@ -52,6 +52,13 @@ def run(path: Path, png: Path | None, as_json: bool, slide_mpp: float | None = N
     if as_json:
         console.emit_json(found)
     return 0 if found["status"] == "done" else 1
+
+
+def _is_dicom_slide(folder: Path) -> bool:
+    """Whether a folder that is no store holds a DICOM slide, or several, which opening it will name."""
+    from pathology.readers.dicom_files import series_in
+
+    return not (folder / "manifest.csv").exists() and bool(series_in(folder))
 
 
 def _require_there(path: Path) -> None:
@@ -114,6 +121,7 @@ def _file(path: Path, png: Path | None, slide_mpp: float | None) -> dict[str, An
     from pathology.ingest.thumbnail import thumbnail_of_source
     from pathology.readers.mpp import is_sensible, resolve_mpp
     from pathology.readers.sources import open_source
+    from pathology.readers.tiff_facts import is_truncated
 
     try:
         source = open_source(path)
@@ -136,7 +144,12 @@ def _file(path: Path, png: Path | None, slide_mpp: float | None) -> dict[str, An
         resolve_mpp(source.mpp, "", slide_mpp)
     except SlideError as error:
         lines.append(f"  note      {error}")
-    return facts | {"lines": lines}
+    flags = ["truncated"] if is_truncated(path) else []
+    if flags:
+        lines.append(
+            "  flags     truncated: the file is cut off in its last directories; the levels named here are whole"
+        )
+    return facts | {"flags": flags, "lines": lines}
 
 
 def _facts_of_file(source: SlideSource, mpp: tuple[float, float] | None, tissue: float | None) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from pathology.readers.openslide_source import OpenSlideSource
 from pathology.readers.sources import open_source
 from tests.pathology.readers.dicom_slides import CT, element, write_file, write_series
 from tests.pathology.readers.scanners import smooth
+from workflows.commands import inspect
 
 AT_HALF = IngestOptions(mpp=0.5)
 NAME, DAY, SERIES = "Doe^Jane", "19610517", "1.2.840.99999.4711"
@@ -53,16 +55,34 @@ def test_each_file_of_a_series_shows_the_whole_slide(archive: Path) -> None:
 
 
 def test_a_folder_gives_each_slide_once_and_no_other_pictures(archive: Path) -> None:
-    assert [job.slide_id for job in find_jobs([archive], {})] == ["a-0", "b-0"]
+    ids = [f"{SERIES}.0", f"{SERIES}.1"]
+    assert [job.slide_id for job in find_jobs([archive], {})] == ids
     files = sorted(archive.glob("*.dcm"))
-    assert [job.slide_id for job in find_jobs(files, {})] == ["a-0", "b-0", "ct"]
+    assert [job.slide_id for job in find_jobs(files, {})] == [*ids, "ct"]
     (archive / "rows.csv").write_text("path,slide_id\nb-1.dcm,mine\n")
-    assert [job.slide_id for job in find_jobs([archive / "rows.csv", archive], {})] == ["mine", "a-0"]
-    assert [job.slide_id for job in find_jobs([archive, archive / "rows.csv"], {})] == ["a-0", "mine"]
+    assert [job.slide_id for job in find_jobs([archive / "rows.csv", archive], {})] == ["mine", ids[0]]
+    assert [job.slide_id for job in find_jobs([archive, archive / "rows.csv"], {})] == [ids[0], "mine"]
     for file in files[:-1]:
         file.unlink()
     with pytest.raises(RequestError, match=r"no slide in this folder.*\.dcm"):
         find_jobs([archive], {})
+
+
+def test_a_series_alone_in_its_folder_is_named_by_it_and_the_folder_is_the_slide(
+    tmp_path: Path, archive: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "S21-77"
+    write_series(folder, "DCM", smooth(700, 900), SERIES)
+    assert [job.slide_id for job in find_jobs([folder], {})] == ["S21-77"]
+    (tmp_path / "rows.csv").write_text("path,label\nS21-77,benign\narchive,malignant\n")
+    one, several = find_jobs([tmp_path / "rows.csv"], {})
+    assert (one.slide_id, one.source, one.row["label"]) == ("S21-77", folder / "DCM-0.dcm", "benign")
+    with closing(open_source(folder)) as source:
+        assert source.vendor == "dicom" and source.levels[0].height_px == 700
+    with pytest.raises(SlideError, match=r"a folder of 2 DICOM slides; name one file of each: a-0\.dcm, b-0\.dcm"):
+        open_source(several.source)
+    assert inspect.run(folder, None, False) == 0 and "700 × 900 px" in capsys.readouterr().out
+    assert inspect.run(archive, None, False) == 1 and "2 DICOM slides" in capsys.readouterr().err
 
 
 def test_a_slide_is_staged_with_its_own_files_and_changes_with_them(archive: Path, tmp_path: Path) -> None:
@@ -118,9 +138,10 @@ def test_each_damage_is_named_and_the_good_ones_are_done(tmp_path: Path, hyfi: C
     told = hyfi("ingest", "archive", "--out", "store", "--mpp", "0.5", "--workers", "1", "--json")
     assert told.returncode == 1 and "Traceback" not in told.stderr, told.stderr  # type: ignore[attr-defined]
     records = load_records(tmp_path / "store")
-    assert {name for name, r in records.items() if r.status == DONE} == {"good-0"}
-    for name in names[1:]:
-        assert records[f"{name}-0"].reason in told.stderr, records  # type: ignore[attr-defined]
+    assert {name for name, r in records.items() if r.status == DONE} == {"1.2.3.0"}
+    for k, name in enumerate(names[1:], 1):
+        slide_id = f"{name}-0" if name in ("head", "empty") else f"1.2.3.{k}"
+        assert records[slide_id].reason in told.stderr, records  # type: ignore[attr-defined]
 
 
 def test_without_its_finest_level_a_slide_is_refused(archive: Path, tmp_path: Path) -> None:

@@ -10,13 +10,17 @@ import numpy as np
 import pytest
 import tifffile
 
+from data.store.manifest import DONE
 from hyfi_core.plan.box import Box
 from pathology.errors import SlideError, TileError
+from pathology.ingest.archive import IngestOptions, ingest_slide
 from pathology.ingest.lossless import LosslessSlide
 from pathology.readers.openslide_source import OpenSlideSource
 from pathology.readers.sources import open_source
+from pathology.readers.tiff_facts import is_truncated
 from pathology.readers.tiff_source import TiffSource
 from tests.pathology.readers.scanners import smooth
+from tests.pathology.tiffs import MakeSlide
 
 SIZE = (300, 420)
 WHOLE = Box.of_size(*SIZE)
@@ -175,3 +179,29 @@ def test_of_two_pictures_of_one_size_the_first_is_read_and_checked(tmp_path: Pat
     assert np.array_equal(open_source(path).read(WHOLE, 0), smooth(*SIZE))
     with pytest.raises(TileError):
         open_source(damaged(path)).read(WHOLE, 0)
+
+
+@pytest.mark.parametrize("where", ["tile", "tag", "directory", "next"])
+def test_a_file_cut_behind_its_finest_level_is_read_and_flagged(
+    where: str, make_slide: MakeSlide, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = make_slide(levels=3, mpp=0.5)
+    assert not is_truncated(path)
+    with tifffile.TiffFile(path) as tiff:
+        last = tiff.pages[2].aspage()  # type: ignore[union-attr]
+        tile, tag = max(last.dataoffsets), last.tags["BitsPerSample"].valueoffset
+        directory, linked = last.offset, tiff.pages[1].aspage().offset  # type: ignore[union-attr]
+    content = path.read_bytes()
+    end = {"tile": tile + 10, "tag": tag + 1, "directory": directory + 5, "next": directory}[where]
+    assert linked < end < len(content)
+    path.write_bytes(content[:end])
+    assert is_truncated(path)
+    record = ingest_slide(path, tmp_path / "store", IngestOptions(mpp=0.5))
+    assert (record.status, record.reason) == (DONE, "") and "truncated" in record.flags
+    assert not [word for word in ("tifffile", "TiffTag", "TiffPage", "libtiff") if word in caplog.text]
+
+
+@pytest.mark.slides
+def test_whole_slides_are_not_called_truncated(real_slides: Path) -> None:
+    assert not [path.name for path in real_slides.glob("*.svs") if is_truncated(path)]
+    assert is_truncated(real_slides / "odd" / "truncated.svs")
