@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -87,45 +87,30 @@ def slurm_array(
     raise typer.Exit(exit_code_of(body))
 
 
-@launch.command()
-def mpiexec(
-    config: Config,
-    overrides: Overrides = None,
-    nodes: Nodes = 1,
-    ranks: Ranks = None,
-    site: SiteFile = None,
-    script: Script = None,
-    as_json: Json = False,
-) -> None:
-    """A training run as a shell script around mpiexec."""
+def _add_script_command(by: Literal["mpiexec", "torchrun"], about: str) -> None:
+    """Add a command that writes a shell script around the launcher ``by``."""
 
-    def body() -> int:
-        from workflows.commands.launch import run
-        from workflows.launch.scripts import Resources
+    def command(
+        config: Config,
+        overrides: Overrides = None,
+        nodes: Nodes = 1,
+        ranks: Ranks = None,
+        site: SiteFile = None,
+        script: Script = None,
+        as_json: Json = False,
+    ) -> None:
+        def body() -> int:
+            from workflows.commands.launch import run
+            from workflows.launch.scripts import Resources
 
-        asked = Resources(nodes)
-        return run("mpiexec", config, list(overrides or ()), asked, ranks, site, script, False, as_json)
+            return run(by, config, list(overrides or ()), Resources(nodes), ranks, site, script, False, as_json)
 
-    raise typer.Exit(exit_code_of(body))
+        raise typer.Exit(exit_code_of(body))
+
+    launch.command(by, help=about)(command)
 
 
-@launch.command()
-def torchrun(
-    config: Config,
-    overrides: Overrides = None,
-    nodes: Nodes = 1,
-    ranks: Ranks = None,
-    site: SiteFile = None,
-    script: Script = None,
-    as_json: Json = False,
-) -> None:
-    """A training run as a shell script around torchrun (NCCL between GPUs, gloo without them)."""
-
-    def body() -> int:
-        from workflows.commands.launch import run
-        from workflows.launch.scripts import Resources
-
-        asked = Resources(nodes)
-        return run("torchrun", config, list(overrides or ()), asked, ranks, site, script, False, as_json)
-
-    raise typer.Exit(exit_code_of(body))
+_add_script_command("mpiexec", "A training run as a shell script around mpiexec.")
+_add_script_command(
+    "torchrun", "A training run as a shell script around torchrun (NCCL between GPUs, gloo without them)."
+)

@@ -18,6 +18,7 @@ from data.samples.labels import Labels, with_cases
 from data.samples.splits import check_cases
 from data.samples.view import BACKGROUND, Kind, View, make_view, make_views
 from data.store.slide_store import SlideStore, StoreLevel, slide_path
+from data.store.tissue_grid import TissueGrid
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box
 
@@ -130,7 +131,8 @@ class SlideDataset:
             level = self.slide(index).levels[self.level(index)]
             mask, mask_mpp = self.slide(index).tissue()
             size = (level.height_px, level.width_px)
-            return make_views(mask, mask_mpp, size, level.mpp, self.size_px, self.kind, self.align_px)
+            tissue = TissueGrid.under(mask, mask_mpp, size, level.mpp)
+            return make_views(tissue, self.size_px, self.kind, self.align_px)
         fits = self.coverage(index).fits_size_px
         assert fits is not None, "what is cropped fits a larger image"
         return (self._viewer(index)(fits, 1.0),)
@@ -234,7 +236,7 @@ class SlideDataset:
         def make(size_px: tuple[int, int], coarser: float) -> View:
             slide_px = (ceil(level.height_px / coarser), ceil(level.width_px / coarser))
             mpp = (level.mpp[0] * coarser, level.mpp[1] * coarser)
-            return make_view(mask, mask_mpp, slide_px, mpp, size_px, self.kind, self.align_px)
+            return make_view(TissueGrid.under(mask, mask_mpp, slide_px, mpp), size_px, self.kind, self.align_px)
 
         return make
 

@@ -12,11 +12,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from data.components import Runs
 from hyfi_core.plan.box import Box
 
 
@@ -51,12 +51,8 @@ def components(occupied: NDArray[np.bool_]) -> list[Box]:
 
     Hulls that overlap become one, until none do. Sorted by (y, x).
     """
-    from skimage import measure
-
-    skimage: Any = measure  # it ships no types
-    found = skimage.regionprops(skimage.label(occupied, connectivity=2))
-    hulls = [Box(y0, y1, x0, x1) for y0, x0, y1, x1 in (tuple(map(int, region.bbox)) for region in found)]
-    return sorted(_disjoint(hulls))
+    runs = Runs.of(occupied)
+    return sorted(_disjoint(runs.hulls(runs.components(corners=True))))
 
 
 def _disjoint(boxes: Sequence[Box]) -> list[Box]:

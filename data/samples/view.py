@@ -91,25 +91,14 @@ class View:
         return found
 
 
-def make_view(
-    tissue_mask: NDArray[np.bool_],
-    mask_mpp: tuple[float, float],
-    slide_size_px: tuple[int, int],
-    store_mpp: tuple[float, float],
-    size_px: tuple[int, int],
-    kind: Kind = "pack",
-    align_px: int = 64,
-) -> View:
+def make_view(tissue: TissueGrid, size_px: tuple[int, int], kind: Kind = "pack", align_px: int = 64) -> View:
     """Choose what the training image shows of a slide. Deterministic.
 
     ``pack``: the tissue as it lies, where its hull fits; else its pieces moved together, cut into ever smaller squares
     (down to 256 px) until all fit; else those with most tissue. ``crop``: the window with most tissue.
 
     Args:
-        tissue_mask: (h, w) bool; laid under the slide by pixel centres (:class:`data.store.tissue_grid.TissueGrid`).
-        mask_mpp: (y, x) micrometres per pixel of the mask.
-        slide_size_px: (height, width) of the slide at ``store_mpp``.
-        store_mpp: (y, x) micrometres per pixel of slide and training image.
+        tissue: the mask, laid under the slide in pixels of the training image.
         size_px: (height, width) of the training image.
         kind: ``pack`` or ``crop``.
         align_px: grid on which pieces begin; a multiple of the network's stride.
@@ -121,22 +110,15 @@ def make_view(
         raise RequestError(f"data.view: given {kind!r}; allowed: pack, crop")
     if align_px < 1 or min(size_px) < align_px:
         raise RequestError(f"data.size_px: given {size_px[0]} × {size_px[1]}; at least align_px = {align_px} each way")
-    grid = TissueGrid.under(np.asarray(tissue_mask, dtype=bool), mask_mpp, slide_size_px, store_mpp)
-    tissue_px = grid.total_px()
+    tissue_px = tissue.total_px()
     if tissue_px == 0:
         return View(size_px, (), 0.0, 0, ("no_tissue",))
-    pieces, kept_px = (_crop if kind == "crop" else _pack)(grid, size_px, align_px)
+    pieces, kept_px = (_crop if kind == "crop" else _pack)(tissue, size_px, align_px)
     return View(size_px, pieces, kept_px / tissue_px, tissue_px, () if kept_px == tissue_px else ("cropped",))
 
 
 def make_views(
-    tissue_mask: NDArray[np.bool_],
-    mask_mpp: tuple[float, float],
-    slide_size_px: tuple[int, int],
-    store_mpp: tuple[float, float],
-    size_px: tuple[int, int],
-    kind: Kind = "pack",
-    align_px: int = 64,
+    tissue: TissueGrid, size_px: tuple[int, int], kind: Kind = "pack", align_px: int = 64
 ) -> tuple[View, ...]:
     """Choose as many images of one size as it takes to show all tissue of a slide; pieces of no two overlap.
 
@@ -144,10 +126,7 @@ def make_views(
     as the image allows and fills one image after the other, ``crop`` lays windows side by side over the tissue.
 
     Args:
-        tissue_mask: as all arguments, see :func:`make_view`.
-        mask_mpp: (y, x) micrometres per pixel of the mask.
-        slide_size_px: (height, width) of the slide.
-        store_mpp: (y, x) micrometres per pixel of slide and images.
+        tissue: as all arguments, see :func:`make_view`.
         size_px: (height, width) of each image.
         kind: ``pack`` or ``crop``.
         align_px: grid on which pieces begin.
@@ -158,14 +137,13 @@ def make_views(
     Raises:
         RequestError: as :func:`make_view`.
     """
-    first = make_view(tissue_mask, mask_mpp, slide_size_px, store_mpp, size_px, kind, align_px)
+    first = make_view(tissue, size_px, kind, align_px)
     if "cropped" not in first.flags:
         return (first,)
-    grid = TissueGrid.under(np.asarray(tissue_mask, dtype=bool), mask_mpp, slide_size_px, store_mpp)
-    ends = [np.append(np.arange(0, length, align_px, dtype=np.int64), length) for length in grid.size_px]
-    tissue = grid.counts(*ends)
+    ends = [np.append(np.arange(0, length, align_px, dtype=np.int64), length) for length in tissue.size_px]
+    counts = tissue.counts(*ends)
     left = {
-        _pixels(block, *ends): int(tissue[block.slices()].sum()) for block in _cuts(tissue > 0, size_px, align_px, kind)
+        _pixels(block, *ends): int(counts[block.slices()].sum()) for block in _cuts(counts > 0, size_px, align_px, kind)
     }
     views = []
     while left:

@@ -64,7 +64,7 @@ class TissueGrid:
     ) -> TissueGrid:
         """Lay ``mask`` under an image of ``size_px`` (height, width) with ``mpp`` (y, x) micrometres per pixel."""
         ends = [first_pixels(size_px[i], mpp[i], mask.shape[i], mask_mpp[i]) for i in (0, 1)]
-        return cls(mask, ends[0], ends[1])
+        return cls(np.asarray(mask, dtype=bool), ends[0], ends[1])
 
     @property
     def size_px(self) -> tuple[int, int]:

@@ -123,3 +123,28 @@ class Communicator(Protocol):
     def abort(self, code: int) -> NoReturn:
         """End every rank of the job within seconds."""
         ...
+
+
+class ForwardingCommunicator:
+    """Forwards every call to another communicator: the base of those that change some of them.
+
+    Args:
+        comm: the other one.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    @property
+    def rank(self) -> int:
+        """This rank, counted in the group."""
+        return self._comm.rank
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+        return self._comm.size
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the other communicator's."""
+        return getattr(self._comm, name)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from time import perf_counter
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 import torch
 
-from hyfi_core.comm.base import Communicator, Message, Pending, ReduceOp
+from hyfi_core.comm.base import Communicator, ForwardingCommunicator, Message, Pending, ReduceOp
 
 KINDS = ("halo", "stage", "reduce", "input")
 
@@ -45,8 +45,8 @@ class KindCommunicator(Communicator, Protocol):
         ...
 
 
-class CountedCommunicator:
-    """Passes everything on to another communicator and counts messages, bytes and seconds under its kind.
+class CountedCommunicator(ForwardingCommunicator):
+    """Forwards all calls to another communicator and counts messages, bytes and seconds under its kind.
 
     Args:
         comm: the other one.
@@ -59,7 +59,7 @@ class CountedCommunicator:
     """
 
     def __init__(self, comm: Communicator, kind: str = "halo", counts: TrafficCounts | None = None) -> None:
-        self._comm = comm
+        super().__init__(comm)
         self.kind = kind
         self.counts = TrafficCounts() if counts is None else counts
         self._views: dict[str, CountedCommunicator] = {kind: self}
@@ -71,16 +71,6 @@ class CountedCommunicator:
             view._views = self._views
             self._views[kind] = view
         return self._views[kind]
-
-    @property
-    def rank(self) -> int:
-        """This rank, counted in the group."""
-        return self._comm.rank
-
-    @property
-    def size(self) -> int:
-        """Ranks in the group."""
-        return self._comm.size
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Start sends and receives; sends count."""
@@ -105,10 +95,6 @@ class CountedCommunicator:
     def _count_reduction(self, tensor: torch.Tensor) -> None:
         if self._comm.size > 1:
             self.counts.count(self.kind, 1, tensor.numel() * tensor.element_size())
-
-    def __getattr__(self, name: str) -> Any:
-        """Everything else is passed on uncounted."""
-        return getattr(self._comm, name)
 
 
 class _TimedPending:

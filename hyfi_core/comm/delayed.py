@@ -6,11 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter, sleep
-from typing import Any
 
 import torch
 
-from hyfi_core.comm.base import Communicator, Message, Pending, ReduceOp
+from hyfi_core.comm.base import Communicator, ForwardingCommunicator, Message, Pending, ReduceOp
 
 
 @dataclass
@@ -39,8 +38,8 @@ class Latency:
         self.injected_s += self.seconds if stamps else 0.0
 
 
-class DelayedCommunicator:
-    """Passes everything on; a message of an exchange is there only some time after it was sent.
+class DelayedCommunicator(ForwardingCommunicator):
+    """Forwards all calls; a message of an exchange is there only some time after it was sent.
 
     A stamp of the sender's clock travels with each message, so all ranks must run on one machine.
 
@@ -51,7 +50,7 @@ class DelayedCommunicator:
     """
 
     def __init__(self, comm: Communicator, latency: Latency, reductions: bool = False) -> None:
-        self._comm = comm
+        super().__init__(comm)
         self._latency = latency
         self._reductions = reductions
 
@@ -83,10 +82,6 @@ class DelayedCommunicator:
         """Return the group of all ranks that gave the same color; its messages are as late."""
         group = self._comm.split(color, key)
         return None if group is None else DelayedCommunicator(group, self._latency, self._reductions)
-
-    def __getattr__(self, name: str) -> Any:
-        """Everything else is passed on."""
-        return getattr(self._comm, name)
 
 
 class _DelayedPending:

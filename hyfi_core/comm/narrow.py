@@ -9,11 +9,9 @@ that do not know the type would send it as float32, twice as much, or round it a
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from hyfi_core.comm.base import Communicator, Message, Pending, ReduceOp
+from hyfi_core.comm.base import Communicator, ForwardingCommunicator, Message, Pending, ReduceOp
 from hyfi_core.comm.staged import StagedQueue, Stages
 from hyfi_core.comm.wire import reduced
 
@@ -29,8 +27,8 @@ def narrow(comm: Communicator) -> Communicator:
     return NarrowCommunicator(comm, scatter, gather)
 
 
-class NarrowCommunicator:
-    """Passes everything on to another communicator but sums of 16-bit floats.
+class NarrowCommunicator(ForwardingCommunicator):
+    """Forwards all calls to another communicator but sums of 16-bit floats.
 
     Args:
         comm: the group.
@@ -39,18 +37,9 @@ class NarrowCommunicator:
     """
 
     def __init__(self, comm: Communicator, scatter: Communicator, gather: Communicator) -> None:
-        self._comm, self._scatter, self._gather = comm, scatter, gather
+        super().__init__(comm)
+        self._scatter, self._gather = scatter, gather
         self._queue = StagedQueue()
-
-    @property
-    def rank(self) -> int:
-        """This rank, counted in the group."""
-        return self._comm.rank
-
-    @property
-    def size(self) -> int:
-        """Ranks in the group."""
-        return self._comm.size
 
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
         """Start reducing in place; see the protocol."""
@@ -80,7 +69,3 @@ class NarrowCommunicator:
         own.copy_(total)
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat.view(tensor.shape))
-
-    def __getattr__(self, name: str) -> Any:
-        """Everything else is passed on."""
-        return getattr(self._comm, name)

@@ -12,9 +12,8 @@ ranks (``schedule.lower``), but none for all that a rank sends and receives.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from hyfi_core.comm.base import Communicator, Message, Pending
+from hyfi_core.comm.base import Communicator, ForwardingCommunicator, Message, Pending
 
 
 def with_pair_channels(comm: Communicator) -> Communicator:
@@ -45,8 +44,8 @@ def _rounds(size: int) -> list[dict[int, int]]:
     return rounds
 
 
-class PairChannels:
-    """Passes everything on to another communicator but exchanges.
+class PairChannels(ForwardingCommunicator):
+    """Forwards all calls to another communicator but exchanges.
 
     Args:
         comm: the group.
@@ -54,17 +53,8 @@ class PairChannels:
     """
 
     def __init__(self, comm: Communicator, channels: dict[tuple[int, int], Communicator]) -> None:
-        self._comm, self._channels = comm, channels
-
-    @property
-    def rank(self) -> int:
-        """This rank, counted in the group."""
-        return self._comm.rank
-
-    @property
-    def size(self) -> int:
-        """Ranks in the group."""
-        return self._comm.size
+        super().__init__(comm)
+        self._channels = channels
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Start sends and receives, each on the channel of its pair."""
@@ -79,10 +69,6 @@ class PairChannels:
                 for pair, batch in batches.items()
             ]
         )
-
-    def __getattr__(self, name: str) -> Any:
-        """Everything else is passed on."""
-        return getattr(self._comm, name)
 
 
 def _renamed(message: Message, rank: int) -> Message:

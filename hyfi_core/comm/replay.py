@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from hyfi_core.comm.base import Completed, Message, Pending, ReduceOp
+from hyfi_core.comm.base import Completed, ForwardingCommunicator, Message, Pending, ReduceOp
 from hyfi_core.comm.counted import KindCommunicator
 
 Log = list[list[torch.Tensor]]
 
 
-class RecordingCommunicator:
-    """Passes everything on to another communicator and keeps copies of what is received.
+class RecordingCommunicator(ForwardingCommunicator):
+    """Forwards all calls to another communicator and keeps copies of what is received.
 
     Args:
         comm: the other one.
@@ -30,19 +30,11 @@ class RecordingCommunicator:
         log: what was received, call by call; for ``ReplayingCommunicator``.
     """
 
+    _comm: KindCommunicator
+
     def __init__(self, comm: KindCommunicator, log: Log | None = None) -> None:
-        self._comm = comm
+        super().__init__(comm)
         self.log: Log = [] if log is None else log
-
-    @property
-    def rank(self) -> int:
-        """This rank, counted in the group."""
-        return self._comm.rank
-
-    @property
-    def size(self) -> int:
-        """Ranks in the group."""
-        return self._comm.size
 
     def of(self, kind: str) -> RecordingCommunicator:
         """Return the same ranks and the same log, with messages counted as ``kind``."""
@@ -70,10 +62,6 @@ class RecordingCommunicator:
         entry: list[torch.Tensor] = []
         self.log.append(entry)  # its place is that of the call, whenever it ends
         return _RecordedPending(pending, tensors, entry)
-
-    def __getattr__(self, name: str) -> Any:
-        """Everything else is passed on."""
-        return getattr(self._comm, name)
 
 
 class _RecordedPending:

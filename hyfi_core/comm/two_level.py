@@ -12,11 +12,10 @@ Several tensors may be under way at once; every level has a communicator of its 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from hyfi_core.comm.base import Communicator, Message, Pending, ReduceOp
+from hyfi_core.comm.base import Communicator, ForwardingCommunicator, Message, Pending, ReduceOp
 from hyfi_core.comm.narrow import narrow
 from hyfi_core.comm.staged import StagedQueue, Stages
 
@@ -40,8 +39,8 @@ def two_level(comm: Communicator, nodes: Sequence[str], narrowed: bool = False) 
     return TwoLevelCommunicator(comm, inside, across, back)
 
 
-class TwoLevelCommunicator:
-    """Passes everything on to another communicator but reductions.
+class TwoLevelCommunicator(ForwardingCommunicator):
+    """Forwards all calls to another communicator but reductions.
 
     Args:
         comm: the whole group.
@@ -53,18 +52,9 @@ class TwoLevelCommunicator:
     def __init__(
         self, comm: Communicator, inside: Communicator, across: Communicator | None, back: Communicator
     ) -> None:
-        self._comm, self._inside, self._across, self._back = comm, inside, across, back
+        super().__init__(comm)
+        self._inside, self._across, self._back = inside, across, back
         self._queue = StagedQueue()
-
-    @property
-    def rank(self) -> int:
-        """This rank, counted in the group."""
-        return self._comm.rank
-
-    @property
-    def size(self) -> int:
-        """Ranks in the group."""
-        return self._comm.size
 
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
         """Start reducing in place; see the protocol."""
@@ -82,7 +72,3 @@ class TwoLevelCommunicator:
         yield self._across.start_all_reduce(tensor, op)
         others = range(1, self._back.size)
         yield self._back.exchange([Message(peer, tensor) for peer in others], [])
-
-    def __getattr__(self, name: str) -> Any:
-        """Everything else is passed on."""
-        return getattr(self._comm, name)

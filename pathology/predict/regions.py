@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from data.components import label
 from pathology.predict.colors import class_color
 from pathology.predict.heatmap import Heatmap
 
@@ -81,15 +82,13 @@ def find_regions(
     Returns:
         At most ``most`` regions; none where the class scores nothing.
     """
-    from skimage.measure import label
-
     score = np.nan_to_num(heatmap.scores[class_index].astype(np.float64))
     if tissue is not None:
         score = np.where(tissue, score, 0.0)
     if score.max() <= 0:
         return []
     chosen = score >= (0.5 if score.max() >= 0.5 else score.max() / 2)
-    groups = np.asarray(label(chosen, connectivity=1))  # type: ignore[no-untyped-call]
+    groups = label(chosen)
     sums = np.bincount(groups.ravel(), weights=score.ravel())[1:]
     strongest = np.argsort(-sums, kind="stable")[:most]
     total = float(heatmap.speaks_for(class_index).sum())
@@ -222,11 +221,11 @@ def tissue_features(
         slide_id: the same slide and piece have the same id every time.
         level0: how pixels of the slide at the model's resolution become QuPath's.
     """
-    from skimage.measure import block_reduce, label
+    from skimage.measure import block_reduce
 
     step = max(1, round(TISSUE_UM / max(mpp)))
     coarse = np.asarray(block_reduce(tissue, (step, step), np.max))  # type: ignore[no-untyped-call]
-    groups = np.asarray(label(coarse, connectivity=1))  # type: ignore[no-untyped-call]
+    groups = label(coarse)
     scale = [step * um / cell_um for um, cell_um in zip(mpp, heatmap.cell_um, strict=True)]
     features = []
     for number in range(1, int(groups.max()) + 1):

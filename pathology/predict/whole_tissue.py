@@ -23,6 +23,7 @@ from data.samples.dataset import SlideDataset
 from data.samples.view import View
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
+from hyfi_core.plan.strategy import squarest
 from hyfi_core.runtime.engine import Engine
 from pathology.memory import return_what_is_freed
 
@@ -31,12 +32,6 @@ CELL_PX = 2048
 
 Pooling = Literal["mean", "max"]
 Size = tuple[int, int]
-
-
-def grid_of(ranks: int) -> tuple[int, int]:
-    """Return rows and columns of a grid of ranks, as square as whole numbers allow, not more rows than columns."""
-    rows = max(divisor for divisor in range(1, ranks + 1) if ranks % divisor == 0 and divisor * divisor <= ranks)
-    return rows, ranks // rows
 
 
 class SizedEngines:
@@ -74,7 +69,7 @@ class SizedEngines:
                 f"cells {cells[0]},{cells[1]} with {comm.size} ranks: cells are for one process alone; leave out either"
             )
         self._module, self._size, self._comm, self._cells = module.eval(), size_px, comm, cells
-        self._autocast, self._grid = autocast, grid or grid_of(comm.size)
+        self._autocast, self._grid = autocast, grid or squarest(comm.size)
         self._trained = trained or self._make(size_px)
         self._latest: tuple[Size, Engine] = (size_px, self._trained)
         self._any_size: bool | None = None

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 from scipy import ndimage
 
+from data.components import joined_to, without_small
 from pathology.tissue.density import Float, Planes, density_of
 from pathology.tissue.morphology import dilated, opened
-from pathology.tissue.pieces import joined_to, without_small
 
 Mask = npt.NDArray[np.bool_]
 

@@ -16,12 +16,12 @@ import numpy as np
 import numpy.typing as npt
 from skimage.filters import threshold_otsu
 
+from data.components import fill_small_holes, without_small
 from pathology.readers.threads import run_in_pool
 from pathology.tissue.density import Float, density_of, glass_colour, strips_of
 from pathology.tissue.fat import find_fat, wall_density
 from pathology.tissue.morphology import closed
 from pathology.tissue.pen import PALEST_INK, ink, pen_marks, smooth
-from pathology.tissue.pieces import fill_small_holes, without_small
 
 Mask = npt.NDArray[np.bool_]
 Planes = npt.NDArray[np.uint8]

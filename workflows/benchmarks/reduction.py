@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 
 import hyfi_core
-from hyfi_core.comm.base import Communicator, Pending, ReduceOp
+from hyfi_core.comm.base import Communicator, ForwardingCommunicator, Pending, ReduceOp
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.runtime import gradients
@@ -48,11 +48,12 @@ class _Link:
         self._pending.wait()
 
 
-class LateCommunicator:
+class LateCommunicator(ForwardingCommunicator):
     """A communicator whose reductions take turns on a slow link."""
 
     def __init__(self, comm: Communicator, seconds_per_byte: float) -> None:
-        self._comm, self._seconds_per_byte, self._free_s = comm, seconds_per_byte, 0.0
+        super().__init__(comm)
+        self._seconds_per_byte, self._free_s = seconds_per_byte, 0.0
 
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
         """Start reducing; it ends when the link has carried it."""
@@ -63,10 +64,6 @@ class LateCommunicator:
         """Return a group behind the same sort of link."""
         group = self._comm.split(color, key)
         return None if group is None else LateCommunicator(group, self._seconds_per_byte)
-
-    def __getattr__(self, name: str) -> Any:
-        """Everything else is passed on."""
-        return getattr(self._comm, name)
 
 
 def _step_s(link_s: float, overlapped: bool) -> float:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from data.samples.view import Kind, make_view, make_views
+from data.store.tissue_grid import TissueGrid
 
 
 @pytest.mark.parametrize("kind", ["pack", "crop"])
@@ -16,7 +17,7 @@ def test_all_tissue_is_shown_once(kind: Kind, size_px: tuple[int, int]) -> None:
     mask[10:90, 20:70] = True
     mask[100:140, 110:165] = rng.random((40, 55)) > 0.5
     slide_px = (1195, 1352)
-    views = make_views(mask, (8.0, 8.0), slide_px, (1.0, 1.0), size_px, kind, 32)
+    views = make_views(TissueGrid.under(mask, (8.0, 8.0), slide_px, (1.0, 1.0)), size_px, kind, 32)
     shown = np.zeros(slide_px, int)
     for view in views:
         assert view.size_px == size_px and view.flags == ()
@@ -34,5 +35,5 @@ def test_all_tissue_is_shown_once(kind: Kind, size_px: tuple[int, int]) -> None:
 def test_one_image_is_enough_where_all_fits() -> None:
     mask = np.zeros((40, 40), bool)
     mask[5:20, 5:20] = True
-    arguments = (mask, (8.0, 8.0), (320, 320), (1.0, 1.0), (256, 256))
+    arguments = (TissueGrid.under(mask, (8.0, 8.0), (320, 320), (1.0, 1.0)), (256, 256))
     assert make_views(*arguments, "pack", 32) == (make_view(*arguments, "pack", 32),)

@@ -59,7 +59,7 @@ def paint(view: View, size_px, box_of) -> np.ndarray:
 @given(cases())
 def test_views_hold_what_they_say(case):
     mask, mask_mpp, size, target, kind = case
-    view = make_view(mask, mask_mpp, size, (1.0, 1.0), target, kind, ALIGN)
+    view = make_view(TissueGrid.under(mask, mask_mpp, size, (1.0, 1.0)), target, kind, ALIGN)
     tissue = upsample(mask, mask_mpp, size, (1.0, 1.0))
     in_slide = paint(view, size, lambda piece: piece.source)
     in_image = paint(view, target, lambda piece: piece.target)
@@ -74,7 +74,7 @@ def test_views_hold_what_they_say(case):
         assert not any(start % ALIGN for start in starts)
         assert piece.source.y1 % ALIGN == 0 or piece.source.y1 == size[0] or piece.target.y1 == target[0]
         assert piece.source.x1 % ALIGN == 0 or piece.source.x1 == size[1] or piece.target.x1 == target[1]
-    assert view == make_view(mask, mask_mpp, size, (1.0, 1.0), target, kind, ALIGN)
+    assert view == make_view(TissueGrid.under(mask, mask_mpp, size, (1.0, 1.0)), target, kind, ALIGN)
 
 
 @settings(max_examples=150, deadline=None)
@@ -82,7 +82,7 @@ def test_views_hold_what_they_say(case):
 def test_crop_is_the_window_with_most_tissue(case):
     mask, mask_mpp, size, target, _ = case
     tissue = upsample(mask, mask_mpp, size, (1.0, 1.0))
-    view = make_view(mask, mask_mpp, size, (1.0, 1.0), target, "crop", ALIGN)
+    view = make_view(TissueGrid.under(mask, mask_mpp, size, (1.0, 1.0)), target, "crop", ALIGN)
     best = max(
         tissue[y : y + target[0], x : x + target[1]].sum()
         for y in range(0, size[0], ALIGN)
@@ -118,7 +118,7 @@ def test_mask_finer_than_the_image_is_read_at_pixel_centres():
 @given(cases(), st.tuples(*[st.integers(-10, 90)] * 4))
 def test_boxes_map_to_the_slide(case, ends):
     mask, mask_mpp, size, target, kind = case
-    view = make_view(mask, mask_mpp, size, (1.0, 1.0), target, kind, ALIGN)
+    view = make_view(TissueGrid.under(mask, mask_mpp, size, (1.0, 1.0)), target, kind, ALIGN)
     box = Box(ends[0], ends[0] + abs(ends[1]), ends[2], ends[2] + abs(ends[3]))
     names = np.arange(1, size[0] * size[1] + 1).reshape(size)
     image = np.zeros(target, int)
@@ -138,7 +138,7 @@ def test_boxes_map_to_the_slide(case, ends):
 def test_tissue_that_fits_stays_as_it_lies():
     mask = np.zeros((20, 30), bool)
     mask[2, 3] = mask[8, 15] = True
-    view = make_view(mask, (8.0, 8.0), (160, 240), (1.0, 1.0), (256, 256), "pack", 16)
+    view = make_view(TissueGrid.under(mask, (8.0, 8.0), (160, 240), (1.0, 1.0)), (256, 256), "pack", 16)
     assert view.pieces == (Piece(Box(16, 80, 16, 128), Box(96, 160, 64, 176)),)
     assert view.coverage == 1.0 and view.flags == ()
 
@@ -147,7 +147,7 @@ def test_pieces_far_apart_are_moved_together():
     mask = np.zeros((400, 400), bool)
     for y, x in ((10, 10), (10, 350), (350, 10), (350, 350)):
         mask[y : y + 30, x : x + 30] = True
-    view = make_view(mask, (8.0, 8.0), (3200, 3200), (1.0, 1.0), (640, 640), "pack", 64)
+    view = make_view(TissueGrid.under(mask, (8.0, 8.0), (3200, 3200), (1.0, 1.0)), (640, 640), "pack", 64)
     assert len(view.pieces) == 4
     assert view.coverage == 1.0
 
@@ -155,14 +155,14 @@ def test_pieces_far_apart_are_moved_together():
 def test_a_long_piece_is_cut_until_it_fits():
     mask = np.zeros((40, 1000), bool)
     mask[4:36, 10:990] = True
-    view = make_view(mask, (8.0, 8.0), (320, 8000), (1.0, 1.0), (2048, 2048), "pack", 64)
+    view = make_view(TissueGrid.under(mask, (8.0, 8.0), (320, 8000), (1.0, 1.0)), (2048, 2048), "pack", 64)
     assert view.coverage == 1.0 and len(view.pieces) > 1
     assert min(piece.source.height for piece in view.pieces) >= 256
 
 
 def test_too_much_tissue_keeps_what_fits_and_says_so():
     mask = np.ones((256, 256), bool)
-    view = make_view(mask, (8.0, 8.0), (2048, 2048), (1.0, 1.0), (1024, 1024), "pack", 64)
+    view = make_view(TissueGrid.under(mask, (8.0, 8.0), (2048, 2048), (1.0, 1.0)), (1024, 1024), "pack", 64)
     assert view.flags == ("cropped",)
     assert view.coverage == 0.25
 
@@ -172,13 +172,13 @@ def test_the_pieces_with_most_tissue_are_kept():
     mask[:32, :32] = True
     mask[:32, 64:96] = np.eye(32, dtype=bool)
     mask[:32, 128:160] = True
-    view = make_view(mask, (8.0, 8.0), (512, 1536), (1.0, 1.0), (256, 512), "pack", 64)
+    view = make_view(TissueGrid.under(mask, (8.0, 8.0), (512, 1536), (1.0, 1.0)), (256, 512), "pack", 64)
     assert [piece.source.x0 for piece in view.pieces] == [0, 1024]
     assert view.coverage == 2048 / 2080
 
 
 def test_no_tissue():
-    view = make_view(np.zeros((5, 5), bool), (8.0, 8.0), (40, 40), (1.0, 1.0), (64, 64), "crop")
+    view = make_view(TissueGrid.under(np.zeros((5, 5), bool), (8.0, 8.0), (40, 40), (1.0, 1.0)), (64, 64), "crop")
     assert (view.pieces, view.coverage, view.flags) == ((), 0.0, ("no_tissue",))
     assert view.to_slide(view.box) == ()
 
@@ -186,7 +186,7 @@ def test_no_tissue():
 @pytest.mark.parametrize(("kind", "size", "words"), [("zoom", (64, 64), "pack, crop"), ("pack", (64, 63), "64 × 63")])
 def test_wrong_requests_say_what_would_work(kind, size, words):
     with pytest.raises(RequestError, match=words):
-        make_view(np.ones((5, 5), bool), (8.0, 8.0), (40, 40), (1.0, 1.0), size, kind)
+        make_view(TissueGrid.under(np.ones((5, 5), bool), (8.0, 8.0), (40, 40), (1.0, 1.0)), size, kind)
 
 
 @settings(max_examples=200, deadline=None)

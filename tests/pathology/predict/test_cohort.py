@@ -23,7 +23,6 @@ from pathology.predict.cohort import PredictionReport, predict_slides
 from pathology.predict.inputs import find_inputs
 from pathology.predict.members import Member
 from pathology.predict.options import PredictOptions
-from pathology.predict.whole_tissue import grid_of
 from tests.pathology.slides import FOCUS, Darkness, draw_slide, member_of, write_slide
 
 FILES = {
@@ -290,11 +289,6 @@ def test_a_manifest_names_slides_and_cases(slide: Path, tmp_path: Path) -> None:
     manifest.write_text(f"slide_id,path,case_id\nS7,{slide},C7\n")
     (one,) = find_inputs([manifest])
     assert (one.slide_id, one.case_id, one.path) == ("S7", "C7", slide)
-
-
-@pytest.mark.parametrize(("ranks", "grid"), [(1, (1, 1)), (2, (1, 2)), (4, (2, 2)), (6, (2, 3)), (7, (1, 7))])
-def test_grids_are_as_square_as_they_can_be(ranks: int, grid: tuple[int, int]) -> None:
-    assert grid_of(ranks) == grid
 
 
 @pytest.mark.slides

@@ -13,10 +13,11 @@ from skimage.measure import label
 from skimage.morphology import remove_small_holes, remove_small_objects
 from skimage.segmentation import clear_border
 
+from data import components
 from hyfi_core.plan.box import Box
 from pathology.ingest.level_reader import LevelReader, choose_level
 from pathology.readers.sources import open_source
-from pathology.tissue import density, morphology, pieces, smoothing
+from pathology.tissue import density, morphology, smoothing
 from pathology.tissue.tissue import TissueParameters, find_tissue
 from tests.pathology.tissue import plain_tissue
 
@@ -47,8 +48,8 @@ def dice(a: np.ndarray, b: np.ndarray) -> float:
 def test_the_masks_of_drawn_slides_are_those_of_the_plain_search(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(density, "_STRIP_PX", 4000)
     monkeypatch.setattr(morphology, "_BAND_BYTES", 4000)
-    monkeypatch.setattr(pieces, "_BAND_PX", 4000)
-    monkeypatch.setattr(pieces, "_PAINTED_PX", 900)
+    monkeypatch.setattr(components, "_BAND_PX", 4000)
+    monkeypatch.setattr(components, "_PAINTED_PX", 900)
     rng = np.random.default_rng(number)
     image = scene(rng, *rng.integers(70, 360, 2), pen=number % 2 == 1, fat=number % 3 != 2)
     mpp_um = (8.0, 7.3, 4.1, 12.0, 20.0, 8.0, 8.0, 5.0)[number]
@@ -72,21 +73,21 @@ def test_the_mask_of_a_real_slide_is_that_of_the_plain_search(name: str, real_sl
 
 
 def test_pieces_are_those_of_labels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "_BAND_PX", 300)
-    monkeypatch.setattr(pieces, "_PAINTED_PX", 50)
+    monkeypatch.setattr(components, "_BAND_PX", 300)
+    monkeypatch.setattr(components, "_PAINTED_PX", 50)
     rng = np.random.default_rng(0)
     for height, width in ((1, 1), (1, 40), (40, 1), (37, 53), (64, 64)):
         for share in (0, 0.1, 0.4, 0.6, 0.9, 1):
             mask = rng.random((height, width)) < share
             for corners, largest in ((False, 3), (True, 12)):
                 expected = remove_small_objects(mask, max_size=largest, connectivity=2 if corners else 1)
-                assert np.array_equal(pieces.without_small(mask, largest, corners), expected)
+                assert np.array_equal(components.without_small(mask, largest, corners), expected)
             filled = mask.copy()
-            pieces.fill_small_holes(filled, 6)
+            components.fill_small_holes(filled, 6)
             assert np.array_equal(filled, mask | clear_border(remove_small_holes(mask, max_size=6) & ~mask))
             seeds = mask & (rng.random(mask.shape) < 0.05)
             labels = label(mask)
-            assert np.array_equal(pieces.joined_to(seeds, mask), np.isin(labels, np.unique(labels[seeds])) & mask)
+            assert np.array_equal(components.joined_to(seeds, mask), np.isin(labels, np.unique(labels[seeds])) & mask)
 
 
 def test_masks_grow_and_shrink_in_bands_as_they_do_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,8 @@ from safetensors.torch import save_file
 from data.csv_table import read_table
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.checkpoint import load_checkpoint
-from tests.workflows.archive import make_config, make_store
-from tests.workflows.runs import assert_same_run, in_this_process, losses, run_here, run_on, weights_of
+from tests.workflows.archive import make_config
+from tests.workflows.runs import assert_same_run, losses, run_here, run_on, weights_of
 from workflows.commands import split, validate
 from workflows.config.load import load_config
 from workflows.evaluation.loss import make_loss
@@ -30,19 +29,10 @@ from workflows.training.best import merit
 from workflows.training.metrics_log import read_metrics
 from workflows.training.optimisation import lr_factor
 
+pytestmark = pytest.mark.usefixtures("in_process")
+
 CONSTANT = {"name": "constant", "warmup_steps": 2}
 FOUR = ["plan.grids=[[1,2]]", "roles.loaders=1", "roles.validators=1"]
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_store(tmp_path_factory.mktemp("archive"))
-
-
-@pytest.fixture(autouse=True)
-def _here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with in_this_process(monkeypatch):
-        yield
 
 
 def test_a_run_writes_what_is_promised(tmp_path: Path, store: Path) -> None:

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from hyfi_core.runtime.checkpoint import Checkpoint, load_checkpoint
-from tests.harness import captured_once
 from tests.workflows.archive import make_config, make_store
-from tests.workflows.runs import in_this_process, losses, run_here, run_on
+from tests.workflows.runs import losses, run_here, run_on
 
-
-@pytest.fixture(autouse=True)
-def _here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("hyfi_core.runtime.runner.capture", captured_once)
-    with in_this_process(monkeypatch):
-        yield
+pytestmark = pytest.mark.usefixtures("in_process", "captures_once")
 
 
 def saved(run: Path) -> Checkpoint:

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from data.store.manifest import load_manifest
-from tests.workflows.archive import SPLITS, make_config, make_store
-from tests.workflows.runs import in_this_process, run_here
+from tests.workflows.archive import SPLITS, make_config
+from tests.workflows.runs import run_here
 from workflows.config.load import load_config
 from workflows.training.job import mpp_of
 
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_store(tmp_path_factory.mktemp("archive"))
-
-
-@pytest.fixture(autouse=True)
-def _here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with in_this_process(monkeypatch):
-        yield
+pytestmark = pytest.mark.usefixtures("in_process")
 
 
 def labels_csv(folder: Path, name: Callable[[int], str], more: tuple[str, ...] = ()) -> Path:

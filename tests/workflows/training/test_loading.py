@@ -7,7 +7,6 @@ import random
 import re
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,13 @@ import pytest
 
 from hyfi_core.errors import RequestError
 from tests.workflows.archive import SIZE_PX, make_config, make_store
-from tests.workflows.runs import assert_same_run, in_this_process, losses, run_on
+from tests.workflows.runs import assert_same_run, losses, run_on
 from tests.workflows.training.test_failures import Job, start  # noqa: F401 (a fixture)
 from workflows.commands import train
 from workflows.config.load import load_config
 from workflows.training.job import prepare
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("in_process")]
 CONSTANT = "lr_schedule.name=constant"  # the rate must not depend on how long the run would have been
 LOADED = ["roles.design=offload_data", "data.workers=2", CONSTANT]
 
@@ -29,12 +28,6 @@ LOADED = ["roles.design=offload_data", "data.workers=2", CONSTANT]
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
     return make_store(tmp_path)
-
-
-@pytest.fixture(autouse=True)
-def _here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with in_this_process(monkeypatch):
-        yield
 
 
 def undisturbed(folder: Path, store: Path, steps: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +14,16 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.checkpoint import load_checkpoint
-from tests.harness import captured_once
-from tests.workflows.archive import make_config, make_store
-from tests.workflows.runs import in_this_process, losses, run_here, run_on
+from tests.workflows.archive import make_config
+from tests.workflows.runs import losses, run_here, run_on
 from workflows.config.load import load_config, refuse_changes
 from workflows.evaluation.evaluate import predict_slides
 from workflows.training.pace import TIMED, measured
 
+pytestmark = pytest.mark.usefixtures("in_process", "captures_once")
+
 SPARE = ["roles.design=offload_naive", "plan.sync_batch_norm=true"]
 STEPS, SHORT = 4, "run.steps=2"
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_store(tmp_path_factory.mktemp("archive"))
-
-
-@pytest.fixture(autouse=True)
-def _here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Models are captured once for all runs: an export takes a second."""
-    monkeypatch.setattr("hyfi_core.runtime.runner.capture", captured_once)
-    with in_this_process(monkeypatch):
-        yield
 
 
 def config_of(folder: Path, store: Path, batch: int, microbatches: int = 1, model: str = "tiny") -> Path:

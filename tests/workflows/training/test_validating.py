@@ -9,7 +9,6 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +17,16 @@ import torch
 from safetensors.torch import load_file
 
 from hyfi_core.runtime.checkpoint import load_checkpoint
-from tests.workflows.archive import make_config, make_store
-from tests.workflows.runs import assert_same_run, in_this_process, losses, run_here, run_on
+from tests.workflows.archive import make_config
+from tests.workflows.runs import assert_same_run, losses, run_here, run_on
 from workflows.commands import predict, validate
 from workflows.evaluation import validation_child
 from workflows.evaluation.validation_client import QUEUE
 from workflows.training.metrics_log import read_metrics
 
+pytestmark = pytest.mark.usefixtures("in_process")
+
 TINY = {"name": "tests.workflows.faults:tiny"}
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_store(tmp_path_factory.mktemp("archive"))
-
-
-@pytest.fixture(autouse=True)
-def _here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with in_this_process(monkeypatch):
-        yield
 
 
 def validations(run: Path) -> dict[int, Any]:

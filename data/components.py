@@ -1,9 +1,9 @@
-"""Connected pieces of masks, found by their rows' runs: a hundredth of the pixels to look at.
+"""Connected components of masks, found by their rows' runs: a hundredth of the pixels to look at.
 
 ```
 row 0   . 0 0 0 . . 1 1 .        a run is a stretch of set pixels in one row
-row 1   . . 2 2 2 . . . .        0 and 2 lie over each other: one piece
-row 2   . . . . . 3 3 . .        2 and 3 touch by their corners: one piece where corners count
+row 1   . . 2 2 2 . . . .        0 and 2 lie over each other: one component
+row 2   . . . . . 3 3 . .        2 and 3 touch by their corners: one component where corners count
 ```
 
 Places are counted in rows one pixel longer than the mask's, so that no run goes on in the next row.
@@ -13,11 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
+
+from hyfi_core.plan.box import Box
 
 Mask = npt.NDArray[np.bool_]
 Places = npt.NDArray[np.int64]
@@ -26,16 +29,29 @@ _BAND_PX = 2**18
 _PAINTED_PX = 2**18
 
 
-def without_small(mask: Mask, largest_px: int, corners: bool = False) -> Mask:
-    """Return the mask without its pieces of at most ``largest_px`` pixels.
+def label(mask: Mask, corners: bool = False) -> npt.NDArray[np.int32]:
+    """Return ``(h, w)``: 0 outside the mask, else the number of the component, from 1, in the order of first pixels.
 
     Args:
         mask: ``(h, w)``.
-        largest_px: Size up to which pieces go.
         corners: Whether pixels that touch by a corner belong together.
     """
     runs = Runs.of(mask)
-    small = runs.sizes(runs.pieces(corners)) <= largest_px
+    labels = np.zeros(mask.shape, np.int32)
+    runs.paint(labels, runs.components(corners) + 1)
+    return labels
+
+
+def without_small(mask: Mask, largest_px: int, corners: bool = False) -> Mask:
+    """Return the mask without its components of at most ``largest_px`` pixels.
+
+    Args:
+        mask: ``(h, w)``.
+        largest_px: Size up to which components go.
+        corners: Whether pixels that touch by a corner belong together.
+    """
+    runs = Runs.of(mask)
+    small = runs.sizes(runs.components(corners)) <= largest_px
     result = mask.copy()
     runs.only(small).paint(result, False)
     return result
@@ -49,21 +65,21 @@ def fill_small_holes(mask: Mask, largest_px: int) -> None:
         largest_px: Size up to which holes are filled; their pixels belong together by edges.
     """
     runs = Runs.of(~mask)
-    holes = runs.only(runs.sizes(runs.pieces(corners=False)) <= largest_px)
-    pieces = holes.pieces(corners=True)
-    open_to_border = np.zeros(len(pieces), bool)
-    open_to_border[pieces[holes.at_border]] = True
-    holes.only(~open_to_border[pieces]).paint(mask, True)
+    holes = runs.only(runs.sizes(runs.components(corners=False)) <= largest_px)
+    components = holes.components(corners=True)
+    open_to_border = np.zeros(len(components), bool)
+    open_to_border[components[holes.at_border]] = True
+    holes.only(~open_to_border[components]).paint(mask, True)
 
 
 def joined_to(seeds: Mask, mask: Mask) -> Mask:
-    """Return those pieces of ``mask``, corners counted, that hold a pixel of ``seeds``, which lie inside it."""
+    """Return those components of ``mask``, corners counted, that hold a pixel of ``seeds``, which lie inside it."""
     runs = Runs.of(mask)
-    pieces = runs.pieces(corners=True)
-    held = np.zeros(len(pieces), bool)
-    held[pieces[runs.holding(Runs.of(seeds))]] = True
+    components = runs.components(corners=True)
+    held = np.zeros(len(components), bool)
+    held[components[runs.holding(Runs.of(seeds))]] = True
     result: Mask = np.zeros_like(mask)
-    runs.only(held[pieces]).paint(result, True)
+    runs.only(held[components]).paint(result, True)
     return result
 
 
@@ -109,8 +125,8 @@ class Runs:
         """Return the runs that are chosen by ``which`` ``(n,)``."""
         return Runs(self.shape, self.starts[which], self.ends[which])
 
-    def pieces(self, corners: bool) -> npt.NDArray[np.int32]:
-        """Return ``(n,)`` the number of the piece that each run belongs to."""
+    def components(self, corners: bool) -> npt.NDArray[np.int32]:
+        """Return ``(n,)`` the component of each run, numbered in the order of first pixels."""
         row = self.shape[1] + 1
         # The runs of the next row over which a run lies follow each other.
         first = np.searchsorted(self.ends, self.starts + row, "left" if corners else "right")
@@ -119,26 +135,38 @@ class Runs:
         behind = np.concatenate(([0], np.cumsum(count)))
         neighbours = np.arange(behind[-1]) + np.repeat(first - behind[:-1], count)
         touching = csr_array((np.ones(len(neighbours)), neighbours, behind), shape=(len(count), len(count)))
-        pieces: npt.NDArray[np.int32] = connected_components(touching, directed=False)[1]
-        return pieces
+        components: npt.NDArray[np.int32] = connected_components(touching, directed=False)[1]
+        return components
 
-    def sizes(self, pieces: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:
-        """Return ``(n,)`` the pixels of each run's piece."""
-        totals: npt.NDArray[np.float64] = np.bincount(pieces, weights=self.ends - self.starts).astype(np.float64)
-        return totals[pieces]
+    def sizes(self, components: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:
+        """Return ``(n,)`` the pixels of each run's component."""
+        totals: npt.NDArray[np.float64] = np.bincount(components, weights=self.ends - self.starts).astype(np.float64)
+        return totals[components]
+
+    def hulls(self, components: npt.NDArray[np.int32]) -> list[Box]:
+        """Return the smallest box around each component, in the order of their numbers."""
+        count = int(components.max(initial=-1)) + 1
+        ends = np.zeros((count, 4), np.int64)
+        ends[:, 0], ends[:, 2] = self.shape
+        row, column = np.divmod(self.starts, self.shape[1] + 1)
+        np.minimum.at(ends[:, 0], components, row)
+        np.maximum.at(ends[:, 1], components, row + 1)
+        np.minimum.at(ends[:, 2], components, column)
+        np.maximum.at(ends[:, 3], components, column + self.ends - self.starts)
+        return [Box(*map(int, box)) for box in ends]
 
     def holding(self, inner: Runs) -> Places:
         """Return the numbers of the runs in which those of ``inner`` lie."""
         return np.searchsorted(self.starts, inner.starts, "right") - 1
 
-    def paint(self, mask: Mask, value: bool) -> None:
-        """Give the runs' pixels of ``mask``, contiguous and of the runs' shape, a value."""
-        flat = mask.reshape(-1)
+    def paint(self, image: npt.NDArray[Any], value: Any) -> None:
+        """Set the runs' pixels of ``image``, contiguous and of the runs' shape, to one value or to ``(n,)`` values."""
+        flat, values = image.reshape(-1), np.broadcast_to(value, self.starts.shape)
         for run in self._portions():
             starts, lengths = self.starts[run], self.ends[run] - self.starts[run]
             behind = np.cumsum(lengths)
             shift = starts - starts // (self.shape[1] + 1) - (behind - lengths)
-            flat[np.arange(behind[-1]) + np.repeat(shift, lengths)] = value
+            flat[np.arange(behind[-1]) + np.repeat(shift, lengths)] = np.repeat(values[run], lengths)
 
     def _portions(self) -> Iterator[slice]:
         """Yield runs of some thousand pixels at a time."""
