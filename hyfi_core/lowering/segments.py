@@ -44,6 +44,18 @@ class OperatorStep:
 Step = Segment | OperatorStep
 
 
+def taken_by(step: Step) -> tuple[str, ...]:
+    """Return the values that a step takes, each once."""
+    names = step.inputs if isinstance(step, Segment) else step.call.inputs
+    return tuple(name for name in dict.fromkeys(names) if name is not None)
+
+
+def made_by(step: Step) -> tuple[str, ...]:
+    """Return the values that a step makes."""
+    names = step.outputs if isinstance(step, Segment) else step.call.outputs
+    return tuple(name for name in names if name is not None)
+
+
 @dataclass(frozen=True)
 class Tape:
     """All steps of a rank in forward order.

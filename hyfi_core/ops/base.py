@@ -60,6 +60,19 @@ class Collective(Protocol):
         ...
 
 
+class Recomputable(ABC):
+    """An operator whose first output is cheap to compute once more, rather than to keep."""
+
+    @abstractmethod
+    def again(self, inputs: Tensors, saved: Any) -> torch.Tensor:
+        """Return the first output once more, to the last bit, without messages.
+
+        Args:
+            inputs: as ``forward`` was given them.
+            saved: what it saved; None where that was its output.
+        """
+
+
 class SplitBackward(ABC):
     """A collective whose backward comes in two parts: first the map's cotangent, later its weights'.
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from hyfi_core.comm.base import Communicator, Pending
-from hyfi_core.ops.base import AsyncBackward, Cotangents, Rest, Tensors, Wanted
+from hyfi_core.ops.base import AsyncBackward, Cotangents, Recomputable, Rest, Tensors, Wanted
 from hyfi_core.ops.memory import ours_alone
 from hyfi_core.plan.box import Box
 
@@ -35,7 +35,7 @@ _MOST_ROWS = 64
 
 
 @dataclass(frozen=True)
-class BatchNorm(AsyncBackward):
+class BatchNorm(AsyncBackward, Recomputable):
     """Batch normalisation in training mode, over all pixels of the map, each counted once.
 
     One all-reduce of sums forward and one backward, both in float64. Each rank gives the mean and the spread around
@@ -58,13 +58,27 @@ class BatchNorm(AsyncBackward):
         mean, variance = self._statistics(comm, self._counted(own))
         stats_dtype = torch.promote_types(own.dtype, torch.float32)
         mean, variance = mean.to(stats_dtype), variance.to(stats_dtype)
-        if own.numel():
-            # The native kernel takes a map of 16 bits with all else in float32, or all of one type.
-            scale, offset = (None if item is None else item.to(stats_dtype) for item in (weight, bias))
-            result = torch.native_batch_norm(own, scale, offset, mean, variance, False, 0.0, self.eps)[0]
-        else:
-            result = torch.empty_like(own)
-        return (result, mean, variance), (own, weight, mean, variance)
+        return (self._normalised(own, weight, bias, mean, variance), mean, variance), (own, weight, mean, variance)
+
+    def again(self, inputs: Tensors, saved: Any) -> torch.Tensor:
+        """Return the normalised map once more; its statistics are known."""
+        own, weight, mean, variance = saved
+        return self._normalised(own, weight, inputs[2], mean, variance)
+
+    def _normalised(
+        self,
+        own: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        mean: torch.Tensor,
+        variance: torch.Tensor,
+    ) -> torch.Tensor:
+        if not own.numel():
+            return torch.empty_like(own)
+        # The native kernel takes a map of 16 bits with all else in float32, or all of one type.
+        scale, offset = (None if item is None else item.to(mean.dtype) for item in (weight, bias))
+        result: torch.Tensor = torch.native_batch_norm(own, scale, offset, mean, variance, False, 0.0, self.eps)[0]
+        return result
 
     def _counted(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the pixels that count in the statistics: here, all."""

@@ -9,10 +9,13 @@ for as many micro-batches as a schedule keeps open, is never handed out twice.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from math import prod
 
 import torch
+
+_BLOCKS: set[int] = set()  # storages of all blocks of all buffers
 
 
 class Buffers:
@@ -33,11 +36,19 @@ class Buffers:
         if block is None:
             block = torch.empty(prod(shape), dtype=dtype, device=device)
             blocks.append(block)
+            key = block.untyped_storage()._cdata
+            _BLOCKS.add(key)
+            weakref.finalize(block, _BLOCKS.discard, key)
         return block.view(*shape)
 
     def dense(self, view: torch.Tensor) -> torch.Tensor:
         """Return the values of a view in one run of memory: the view itself where it is one."""
         return view if view.is_contiguous() else self.take(view.shape, view.dtype, view.device).copy_(view)
+
+
+def is_buffer(storage: torch.UntypedStorage) -> bool:
+    """Whether memory is a message's, which is kept and used again."""
+    return storage._cdata in _BLOCKS
 
 
 def _is_free(block: torch.Tensor) -> bool:

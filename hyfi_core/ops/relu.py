@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from hyfi_core.ops.base import Cotangents, Tensors, Wanted
+from hyfi_core.ops.base import Cotangents, Recomputable, Tensors, Wanted
 from hyfi_core.ops.memory import ours_alone
 
 
 @dataclass(frozen=True)
-class Relu:
+class Relu(Recomputable):
     """``relu``, pixel by pixel.
 
     Attributes:
@@ -27,8 +27,12 @@ class Relu:
 
     def forward(self, inputs: Tensors) -> tuple[Tensors, Any]:
         """Return (rectified map,), which is what is saved."""
-        result = inputs[0].relu_() if self.over else inputs[0].relu()
+        result = self.again(inputs, None)
         return (result,), result
+
+    def again(self, inputs: Tensors, saved: Any) -> torch.Tensor:
+        """Return the rectified map."""
+        return inputs[0].relu_() if self.over else inputs[0].relu()
 
     def backward(self, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
         """Return (cotangent of the map,), over the one given where nobody else holds that."""

@@ -35,11 +35,14 @@ class ParallelPlan:
             holds the optimiser's state and sends the new weights back.
         reduce_dtype: type of gradients on the wire; None = their own.
         sync_batch_norm: whether batch norm takes its statistics over all replicas, not over each alone.
-        memory_bytes: what a rank may need at most, as modelled, where cuts are "auto"; None for no limit.
+        memory_bytes: what a rank may need at most: as modelled, where cuts are "auto"; in fact, with ``spill``. None
+            for no limit.
         gather_bytes: bytes of the largest map, of a whole micro-batch, that every rank may gather for an operator that
             cannot be computed by parts; a larger one is refused. 0: none is gathered.
         cells: rows x columns of cells in which each rank computes its part, one after the other, training too; None:
             its part at once.
+        spill: where maps go that no cell needs now: a folder, or "memory", the host's; None: nowhere, all stay. Then
+            ``memory_bytes`` bounds what a rank holds; None: half of what is free when training begins.
         shares: samples of one step that each replica takes, None for equally many; see below.
 
     With ``shares`` every sample weighs the same, whoever takes it, and micro-batch m of the whole batch is micro-batch
@@ -72,6 +75,7 @@ class ParallelPlan:
     gather_bytes: int = GATHER_BYTES
     shares: tuple[int, ...] | None = None
     cells: tuple[int, int] | None = None
+    spill: str | None = None
 
     def __post_init__(self) -> None:
         """Check every field against the others."""
@@ -93,6 +97,7 @@ class ParallelPlan:
             raise RequestError(f"plan.reduce_dtype is {self.reduce_dtype!r}; use null or bfloat16")
         if self.cells is not None:
             object.__setattr__(self, "cells", _parse_cells(self.cells))
+        _check_spill(self.spill, self.cells)
         object.__setattr__(self, "recompute", _parse_recompute(self.recompute, self.stages))
         if self.shares is not None:
             object.__setattr__(self, "shares", _parse_shares(self.shares, self.replicas, self.microbatches))
@@ -156,7 +161,7 @@ class ParallelPlan:
         rows, columns = self.cells
         grids = tuple((rows * y, columns * x) for y, x in self.grids)
         fused_halo = 1 if self.fused_halo == "auto" else self.fused_halo  # between cells an exchange is a small copy
-        return replace(self, grids=grids, cells=None, fused_halo=fused_halo)
+        return replace(self, grids=grids, cells=None, spill=None, fused_halo=fused_halo)
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as plain lists, numbers and strings; ``from_json`` gives it back."""
@@ -218,6 +223,15 @@ def _parse_cells(cells: Any) -> tuple[int, int]:
     return rows, columns
 
 
+def _check_spill(spill: Any, cells: Any) -> None:
+    if spill is None:
+        return
+    if not isinstance(spill, str) or not spill:
+        raise RequestError(f'plan.spill is {spill!r}; use null, "memory", or a folder')
+    if cells is None:
+        raise RequestError(f"plan.spill is {spill!r} without cells to take turns; set plan.cells, e.g. (4, 4)")
+
+
 def _parse_cuts(cuts: Any, stages: int) -> tuple[str, ...]:
     if isinstance(cuts, str) or not all(isinstance(cut, str) for cut in cuts):
         raise RequestError(f'plan.cuts is {cuts!r}; use "auto" or names of modules, one for each cut')
@@ -261,6 +275,10 @@ def _draw(plan: ParallelPlan) -> str:
         lines.append(f"of every {sum(plan.shares)} samples the replicas take {', '.join(map(str, plan.shares))}")
     if plan.cells:
         lines.append(f"each rank computes its part in {plan.cells[0]} x {plan.cells[1]} cells, one after the other")
+    if plan.spill:
+        where = "the host's memory" if plan.spill == "memory" else plan.spill
+        most = f", so that it holds {plan.memory_bytes:,} bytes at most" if plan.memory_bytes else ""
+        lines.append(f"maps that no cell needs go to {where} until they are needed{most}; cheap ones are recomputed")
     width = len(str(plan.ranks - 1))
     for replica in range(plan.replicas):
         first = replica * plan.ranks_per_replica

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from hyfi_core.cells.paged_steps import AllStays, StepMemory
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.progress import polled
 from hyfi_core.lowering.segments import OperatorStep, Segment, Tape
@@ -77,6 +78,7 @@ class BackwardPass:
         parameters: value name -> parameter; gradients are added to their ``grad``.
         complete: called with the value names of parameters that get no more gradient, as soon as that is so: inside a
             segment, too, which may be the whole model.
+        memory: what is told of each step.
     """
 
     def __init__(
@@ -85,8 +87,11 @@ class BackwardPass:
         comm_of: Callable[[CollectiveCall], Communicator],
         parameters: Mapping[str, torch.Tensor],
         complete: Complete | None,
+        memory: StepMemory | None = None,
     ) -> None:
         self._tape, self._comm_of, self._parameters, self._complete = tape, comm_of, parameters, complete
+        self._memory = AllStays() if memory is None else memory
+        self._defers = memory is None or isinstance(memory, AllStays)  # else what is deferred could leave memory
         self._cotangents: Values = {}
         self._deferred: list[_DeferredGradients] = []
 
@@ -108,9 +113,13 @@ class BackwardPass:
             record = remaining.pop()
             names = last.get(len(remaining), [])
             if isinstance(record, OperatorRecord):
+                self._memory.begin_back(record.step, record.saved, self._cotangents)
                 self._run_operator(record, names, remaining)
+                self._memory.end_back(record.step, self._cotangents)
             else:
+                self._memory.begin_back(record.segment, None, self._cotangents)
                 self._run_segment(record, names, keep)
+                self._memory.end_back(record.segment, self._cotangents)
         self._flush()
         return self._cotangents
 
@@ -161,7 +170,7 @@ class BackwardPass:
 
     def _may_defer(self, call: CollectiveCall, before: Sequence[Record]) -> bool:
         """Whether this rank will soon wait, and nothing but parameters needs the rest of the cotangents."""
-        if not all(name is None or name in self._parameters for name in call.inputs[1:]):
+        if not self._defers or not all(name is None or name in self._parameters for name in call.inputs[1:]):
             return False
         calls = (record.step.call for record in reversed(before) if isinstance(record, OperatorRecord))
         upcoming = next((found for found in calls if isinstance(found, CollectiveCall)), None)

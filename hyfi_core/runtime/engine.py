@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from hyfi_core.cells.budget import kept_bytes, page_limit, resident_bytes, working_bytes
 from hyfi_core.cells.communicator import cell_communicators
+from hyfi_core.cells.pager import Pager, PagerCounts
+from hyfi_core.cells.spill_store import SpillFile, SpillMemory
 from hyfi_core.cells.turns import Turns
 from hyfi_core.comm.activity import ACTIVITY
 from hyfi_core.comm.agree import CallConsensus
 from hyfi_core.comm.base import Communicator
 from hyfi_core.cost.cuts import with_cuts
+from hyfi_core.cost.memory import microbatches_in_flight
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box, hull
 from hyfi_core.plan.parallel_plan import ParallelPlan
@@ -72,6 +77,7 @@ class Engine:
         self.random.seed = int(comm.broadcast_object(self.random.seed))
         self.random.first, self.random.share = self._groups.index * plan.microbatches, self._share()
         self.events: list[tuple[Action, float, float]] = []
+        self._pager: Pager | None = None
         self._turns, self._runners = self._make_runners(comm)
         # Captures the model: what cannot run is refused here.
         compiled = self._compiled()
@@ -177,6 +183,7 @@ class Engine:
         gradients = self._gradients_of(compiled)
         taken = gradients if self._turns is None else GradientsOfCells(gradients, self._turns.size)
         gradients.begin()
+        self._begin_paging(micro)
         done = self._each(lambda runner: runner.train(images, local, labels, taken, self._arrived))
         self._runners[0].publish()
         gradients.finish()
@@ -246,6 +253,10 @@ class Engine:
         """Return how long this rank waited for messages in the last step, by kind: ``halo``, ``stage``, ``reduce``."""
         return self._groups.seconds()
 
+    def spilled(self) -> PagerCounts | None:
+        """Return what the last step wrote, read and computed again; None where ``plan.spill`` is not set."""
+        return None if self._pager is None else self._pager.counts
+
     def settle(self) -> None:
         """Return when weights that are on their way to this rank have arrived; then they may be read or changed."""
         if self._mirror is not None:
@@ -268,10 +279,35 @@ class Engine:
                 f"plan.cells is {plan.cells} on {comm.size} ranks that send without tags (GPUs over NCCL), by which "
                 "cells tell theirs apart; use one rank, or plan.cells=null"
             )
-        turns = Turns(plan.cells[0] * plan.cells[1])
+        turns = Turns(plan.cells[0] * plan.cells[1], self._switched)
         members = [(rank, cell) for rank in range(plan.ranks) for cell in range(turns.size)]
         comms = cell_communicators(comm, turns, members)
-        return turns, turns.run(lambda cell: StageRunner(subject, plan, comms[cell], cell=True))
+        if plan.spill is not None:
+            store = SpillMemory() if plan.spill == "memory" else SpillFile(Path(plan.spill))
+            self._pager = Pager(store, 0, lambda: turns.cell)
+        return turns, turns.run(lambda cell: StageRunner(subject, plan, comms[cell], cell=True, pager=self._pager))
+
+    def _begin_paging(self, micro: tuple[int, int, int, int]) -> None:
+        """Say how much the pager may hold, before the first step; refuse what cannot work."""
+        pager, plan = self._pager, self.plan
+        if pager is None:
+            return
+        pager.reset()
+        if pager.limit_bytes:
+            return
+        stages = [stage for found in self._each(lambda r: list(r.compiled(micro).hosted.values())) for stage in found]
+        largest = max(working_bytes(stage.ranked, stage.tape, stage.position) for stage in stages)
+        gradients = sum(p.nbytes for p in self._model.parameters() if p.requires_grad)
+        held = resident_bytes() + gradients
+        pager.limit_bytes = page_limit(plan.memory_bytes, held, largest, self._device)
+        kept = sum(kept_bytes(stage.ranked, stage.tape, stage.position) for stage in stages)
+        flights = max(microbatches_in_flight(plan, stage) for stage in range(plan.stages))
+        pager.store.require(max(0, kept * flights - pager.limit_bytes))
+
+    def _switched(self, cell: int) -> None:
+        """A cell has its turn again."""
+        if self._pager is not None:
+            self._pager.resume(cell)
 
     def _each(self, call: Callable[[StageRunner], T]) -> list[T]:
         """Return what each runner of this process returns: one, or cells in turn."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hyfi_core.capture.program import ValueInfo
+from hyfi_core.cells.paged_steps import AllStays, StepMemory
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.counted import KindCommunicator
 from hyfi_core.lowering.segments import OperatorStep, Segment, Step, Tape
@@ -42,12 +43,20 @@ class Executor:
         tape: steps and the values that carry gradients.
         comm: the ranks of the stage.
         copies: those of the stage in all replicas, for what is synchronised over them; None for ``comm`` again.
+        memory: what is told of each step; from ``AllStays`` nothing leaves.
     """
 
-    def __init__(self, tape: Tape, comm: KindCommunicator, copies: KindCommunicator | None = None) -> None:
+    def __init__(
+        self,
+        tape: Tape,
+        comm: KindCommunicator,
+        copies: KindCommunicator | None = None,
+        memory: StepMemory | None = None,
+    ) -> None:
         self.tape = tape
         self._comm = comm
         self._copies = comm if copies is None else copies
+        self._memory = AllStays() if memory is None else memory
         self._anchor = torch.zeros((), requires_grad=True)
 
     def forward(self, values: Values, record: bool) -> list[Record]:
@@ -62,9 +71,12 @@ class Executor:
         """
         records: list[Record] = []
         for step in self.tape.steps:
+            self._memory.begin(step, values)
             made = self.do(step, values, record)
-            if record and made is not None:
-                records.append(made)
+            kept = made if record else None
+            if kept is not None:
+                records.append(kept)
+            self._memory.end(step, values, kept.saved if isinstance(kept, OperatorRecord) else None)
         return records
 
     def do(self, step: Step, values: Values, record: bool = False) -> Record | None:
@@ -97,11 +109,12 @@ class Executor:
                 if name in self.tape.active and not tensor.requires_grad:  # parameters enter as they are
                     made.entries[name] = []
                     local[name] = _Entry.apply(self._anchor, tensor, made.entries[name])  # type: ignore[no-untyped-call]
-            for call, drops in zip(segment.calls, segment.drops, strict=True):
-                _call(call, local, values)
-                for name in drops:
-                    local.pop(name, None)
-                    values.pop(name, None)
+            with self._memory.saving() if active else contextlib.nullcontext():
+                for call, drops in zip(segment.calls, segment.drops, strict=True):
+                    _call(call, local, values)
+                    for name in drops:
+                        local.pop(name, None)
+                        values.pop(name, None)
         for name in segment.outputs:
             tensor = local[name]
             values[name] = tensor.detach()
@@ -130,7 +143,8 @@ class Executor:
         Returns:
             Cotangents of values that no record made: those that entered from outside.
         """
-        return BackwardPass(self.tape, self._comm_of, parameters, complete).run(records, cotangents, keep)
+        backward = BackwardPass(self.tape, self._comm_of, parameters, complete, self._memory)
+        return backward.run(records, cotangents, keep)
 
     def _comm_of(self, call: CollectiveCall) -> Communicator:
         """Return the ranks that a call talks to; what it sends is counted as its kind."""
@@ -156,9 +170,17 @@ def _nothing(info: ValueInfo, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.empty(info.shape, dtype=dtype, device=device)
 
 
-def autocasting(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
-    """Return the context in which operators compute in ``dtype`` where autocast would; None: in their own types."""
-    return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype)
+def autocasting(
+    device: torch.device, dtype: torch.dtype | None, cached: bool = True
+) -> contextlib.AbstractContextManager[Any]:
+    """Return the context in which operators compute in ``dtype`` where autocast would; None: in their own types.
+
+    Args:
+        device: where they compute.
+        dtype: see above.
+        cached: whether weights in that type are kept from one operator to the next: in memory that nobody else knows.
+    """
+    return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype, cache_enabled=cached)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from hyfi_core.cells.paged_steps import AllStays, StepMemory
 from hyfi_core.comm.activity import ACTIVITY
 from hyfi_core.comm.counted import CountedCommunicator
 from hyfi_core.comm.replay import Log, RecordingCommunicator, ReplayingCommunicator
@@ -84,6 +85,7 @@ class _MicroBatch:
     cotangents: Values = field(default_factory=dict)
     sends: int = 0
     again: tuple[Values, Log] | None = None
+    memory: StepMemory = field(default_factory=AllStays)
 
 
 class Pipeline:
@@ -98,6 +100,7 @@ class Pipeline:
         gradients: what reduces gradients; None where nothing is trained: a schedule has forwards alone.
         autocasting: makes the context in which operators choose their types.
         recomputes: whether a stage computes its activations again.
+        memory: makes what is told of each step of a stage, given what must stay in memory; None: all stays.
     """
 
     def __init__(
@@ -110,6 +113,7 @@ class Pipeline:
         gradients: Gradients | None,
         autocasting: Callable[[], AbstractContextManager[Any]],
         recomputes: Callable[[int], bool],
+        memory: Callable[[HostedStage, Values], StepMemory] | None = None,
     ) -> None:
         self._compiled = compiled
         self._groups = groups
@@ -119,6 +123,7 @@ class Pipeline:
         self._gradients = gradients
         self._autocasting = autocasting
         self._recomputes = recomputes
+        self._memory = (lambda stage, values: AllStays()) if memory is None else memory
         self._flights: dict[tuple[Key, int], _MicroBatch] = {}
         self.answers: dict[int, list[Any]] = {}
         self.loss = torch.zeros((), dtype=torch.float64)
@@ -167,7 +172,9 @@ class Pipeline:
     def _send(self, edge: tuple[int, int], key: Key, microbatch: int, back: bool) -> None:
         """Send along an edge; what no other edge needs is forgotten."""
         flight = self._flights[key, microbatch]
-        self._exchange.send(edge, key[1], microbatch, flight.cotangents if back else flight.exits, back)
+        leaving = flight.cotangents if back else flight.exits
+        flight.memory.need(leaving)
+        self._exchange.send(edge, key[1], microbatch, leaving, back)
         flight.sends += 1
         edges = sum(other[1 if back else 0] == key[0] for other in self._compiled.boundaries)
         if flight.sends == edges and back:
@@ -180,19 +187,21 @@ class Pipeline:
         values = step.begin(key, microbatch)
         if self._statistics is not None:
             values.update(self._statistics.given(stage))
+        flight.memory = self._memory(stage, values)
         values.update(self._exchange.values(*key, microbatch))
         self._begin_s = time.perf_counter()  # a forward begins when it has what it needs
         with self._autocasting():
             if self._gradients is None:
-                self._executor(stage, key).forward(values, record=False)
+                self._executor(stage, key, flight).forward(values, record=False)
             elif self._recomputes(key[0]):
                 recorder = RecordingCommunicator(self._groups[key])
                 copies = RecordingCommunicator(self._copies[key], recorder.log)
                 flight.again = (dict(values), recorder.log)
-                Executor(stage.tape, recorder, copies).forward(values, record=False)
+                Executor(stage.tape, recorder, copies, flight.memory).forward(values, record=False)
             else:
-                flight.records = self._executor(stage, key).forward(values, record=True)
+                flight.records = self._executor(stage, key, flight).forward(values, record=True)
         if self._statistics is not None:
+            flight.memory.need([values[name] for name in stage.ranked.program.mutations.values()])
             self._statistics.changed(key, microbatch, stage, values)
         flight.exits = {name: values[name] for name in stage.ranked.exits}
         flight.leaves = self._compiled.leaves(stage, values)
@@ -205,6 +214,7 @@ class Pipeline:
         flight.sends = 0
         cotangents = self._exchange.cotangents(*key, microbatch)
         self._begin_s = time.perf_counter()
+        flight.memory.need([cotangents, flight.leaves])
         for name, cotangent in self._from_loss(key, flight, microbatch, step).items():
             cotangents[name] = cotangents[name] + cotangent if name in cotangents else cotangent
         if flight.again is not None:
@@ -213,13 +223,13 @@ class Pipeline:
                 ReplayingCommunicator(log, comm.rank, comm.size) for comm in (self._groups[key], self._copies[key])
             )
             with self._autocasting():
-                flight.records = Executor(stage.tape, *groups).forward(values, record=True)
+                flight.records = Executor(stage.tape, *groups, memory=flight.memory).forward(values, record=True)
             flight.again = None
         complete = None
         gradients = self._trained
         if self._last[key] == microbatch and gradients.reduces:
             complete = lambda names: gradients.complete(key, names)  # noqa: E731
-        flight.cotangents = self._executor(stage, key).backward(
+        flight.cotangents = self._executor(stage, key, flight).backward(
             flight.records, cotangents, step.parameters[key], complete=complete
         )
         if not any(edge[1] == key[0] for edge in self._compiled.boundaries):
@@ -230,8 +240,8 @@ class Pipeline:
         assert self._gradients is not None, "the schedule of a prediction has no backwards"
         return self._gradients
 
-    def _executor(self, stage: HostedStage, key: Key) -> Executor:
-        return Executor(stage.tape, self._groups[key], self._copies[key])
+    def _executor(self, stage: HostedStage, key: Key, flight: _MicroBatch) -> Executor:
+        return Executor(stage.tape, self._groups[key], self._copies[key], flight.memory)
 
     def _from_loss(self, key: Key, flight: _MicroBatch, microbatch: int, step: Step) -> Values:
         """Return the cotangents of the answer, and add the loss; nothing where the answer is not made."""

@@ -13,6 +13,8 @@ from hyfi_core.capture.export import capture
 from hyfi_core.capture.guards import NoTracedValues
 from hyfi_core.capture.module_state import module_state
 from hyfi_core.capture.program import Program
+from hyfi_core.cells.paged_steps import PagedSteps, StepMemory, UseOrder
+from hyfi_core.cells.pager import Pager
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.fused_runs import FusedRuns
@@ -22,7 +24,7 @@ from hyfi_core.runtime.attribution import Explanation, attribute
 from hyfi_core.runtime.backward import Values
 from hyfi_core.runtime.batch_reader import Images, InputPart, Reader, Shape
 from hyfi_core.runtime.bindings import Bindings
-from hyfi_core.runtime.compiled import Compiled, compile_model
+from hyfi_core.runtime.compiled import Compiled, HostedStage, compile_model
 from hyfi_core.runtime.executor import autocasting
 from hyfi_core.runtime.groups import Groups
 from hyfi_core.runtime.pipeline import Gradients, Key, Pipeline, Step
@@ -88,6 +90,7 @@ class StageRunner:
         groups: the plan's groups, where they are made already.
         cell: whether this is one of several cells in a process: it then has buffers of its own, and reads its box of
             the image when it comes to it.
+        pager: of all cells of the process, where maps may leave memory; None: they stay.
     """
 
     def __init__(
@@ -97,8 +100,10 @@ class StageRunner:
         comm: Communicator,
         groups: Groups | None = None,
         cell: bool = False,
+        pager: Pager | None = None,
     ) -> None:
-        self._subject, self._cell = subject, cell
+        self._subject, self._cell, self._pager = subject, cell, pager
+        self._orders: dict[HostedStage, UseOrder] = {}
         self._cells = 1 if plan.cells is None else plan.cells[0] * plan.cells[1]
         placement = Placement.of(plan)
         self._placement = placement.by_cells(plan.cells) if plan.cells is not None else placement
@@ -229,7 +234,17 @@ class StageRunner:
             gradients,
             self._autocasting,
             self._plan.recomputes,
+            None if self._pager is None or gradients is None else self._memory,
         )
+
+    def _memory(self, stage: HostedStage, stays: Values) -> StepMemory:
+        """Return what is told of each step of a micro-batch; all that is there before it stays, but for the image."""
+        assert self._pager is not None
+        if stage not in self._orders:
+            self._orders[stage] = UseOrder(stage.tape)
+        image = stage.ranked.program.image
+        self._pager.fix(tensor for name, tensor in stays.items() if name != image)
+        return PagedSteps(self._pager, self._orders[stage], self._autocasting)
 
     def _forwards(self, compiled: Compiled, microbatches: int) -> Any:
         edges = tuple(compiled.boundaries)
@@ -286,7 +301,8 @@ class StageRunner:
             return local[key][start : start + size]
         part = parts[key]
         chosen = InputPart(part.box, part.first + start, part.first + start + size)
-        return self.reader.read(images, {key: chosen})[key]
+        found = self.reader.read(images, {key: chosen})[key]
+        return found if self._pager is None else found.clone()  # what a caller owns cannot leave memory
 
     def _statistics(self, compiled: Compiled) -> FollowingStatistics | FoldedStatistics:
         model, rank = self._subject.model, self.groups.replica.rank
@@ -322,7 +338,7 @@ class StageRunner:
         return tensors
 
     def _autocasting(self) -> Any:
-        return autocasting(self._subject.device, self._subject.autocast)
+        return autocasting(self._subject.device, self._subject.autocast, cached=self._pager is None)
 
 
 def _described(leaves: list[Any]) -> list[Any]:

@@ -39,6 +39,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "plan.fused_halo",
         "plan.gather_bytes",
         "plan.cells",
+        "plan.spill",
         "roles.loaders",
         "roles.validators",
         "roles.design",

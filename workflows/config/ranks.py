@@ -65,7 +65,8 @@ class PlanConfig(Section):
     )
     memory_bytes: Positive | None = Field(
         None,
-        description="null, or a whole number ≥ 1: bytes that a rank may need at most, as modelled, where cuts are auto",
+        description="null, or a whole number ≥ 1: bytes that a rank may need at most: as modelled, where cuts are auto; "
+        "as held in fact, where maps may leave memory (plan.spill)",
     )
 
     gather_bytes: Count = Field(
@@ -78,6 +79,12 @@ class PlanConfig(Section):
         None,
         description="null, or rows and columns, each a whole number ≥ 1, as in [4, 4]: each trainer computes its part "
         "of the image in so many cells, one after the other, with the same result",
+    )
+
+    spill: str | None = Field(
+        None,
+        description="null, memory, or a folder: where maps go that no cell needs now (plan.cells), so that a trainer "
+        "holds no more than memory_bytes, or half of what is free; the file there has no name, and ends with the run",
     )
 
     @model_validator(mode="after")

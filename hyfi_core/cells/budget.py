@@ -1,0 +1,99 @@
+"""How much of the memory that a plan gives a rank is left for the maps that its pager holds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from math import prod
+from pathlib import Path
+
+import torch
+
+from hyfi_core.cells.recipe import is_cheap
+from hyfi_core.errors import RequestError
+from hyfi_core.lowering.segments import OperatorStep, Tape, made_by, taken_by
+from hyfi_core.ops.base import Recomputable
+from hyfi_core.ops.max_pool import MaxPool
+from hyfi_core.rules.instructions import RankProgram
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_SHARE = 0.5
+
+
+def resident_bytes() -> int:
+    """Return what this process holds now; 0 where the system does not tell (proc(5))."""
+    with suppress(OSError, ValueError, IndexError):
+        return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
+    return 0
+
+
+def page_limit(memory_bytes: int | None, held_bytes: int, working_bytes: int, device: torch.device) -> int:
+    """Return the most bytes of maps that a pager may hold.
+
+    Args:
+        memory_bytes: what the rank may need; None: half of what is free now.
+        held_bytes: what it holds whatever happens: interpreter, libraries, weights, gradients, moments.
+        working_bytes: what the largest step of a cell needs at once, beside pages.
+        device: where the maps are.
+
+    Raises:
+        RequestError: there is no room for one step; the message says what would do.
+    """
+    if memory_bytes is None:
+        return int(_SHARE * _free_bytes(device))
+    least = held_bytes + 2 * working_bytes
+    if memory_bytes < least:
+        raise RequestError(
+            f"plan.memory_bytes is {memory_bytes:,}, and with these cells a rank needs {least:,} at least: "
+            f"{held_bytes:,} it holds, {2 * working_bytes:,} the largest step of a cell works with; give as much, or "
+            "more cells (plan.cells)"
+        )
+    return memory_bytes - held_bytes - working_bytes
+
+
+def working_bytes(ranked: RankProgram, tape: Tape, position: int) -> int:
+    """Return what the largest step of a cell takes and makes, weights left out."""
+    fixed = {*ranked.program.parameters, *ranked.program.buffers, *ranked.program.constants}
+    return max((_bytes(ranked, {*taken_by(s), *made_by(s)} - fixed, position) for s in tape.steps), default=0)
+
+
+def kept_bytes(ranked: RankProgram, tape: Tape, position: int) -> int:
+    """Return what a cell keeps of a micro-batch for backward, in memory or elsewhere; at most.
+
+    Left out is what is computed again. Counted on top are the cotangents of the largest step.
+    """
+    kept = {ranked.program.image} & set(ranked.splits)
+    places = 0
+    for step in tape.steps:
+        if isinstance(step, OperatorStep):
+            if isinstance(step.call.operator, Recomputable):
+                continue
+            if isinstance(step.call.operator, MaxPool):
+                places += 8 * sum(_elements(ranked, name, position) for name in made_by(step))
+        elif all(is_cheap(call) for call in step.calls):
+            continue
+        kept.update(made_by(step))
+    return _bytes(ranked, kept, position) + places + 2 * working_bytes(ranked, tape, position)
+
+
+def _bytes(ranked: RankProgram, names: Iterable[str], position: int) -> int:
+    return sum(
+        _elements(ranked, name, position) * ranked.values[name].dtype.itemsize
+        for name in names
+        if name in ranked.values
+    )
+
+
+def _elements(ranked: RankProgram, name: str, position: int) -> int:
+    shape, split = ranked.values[name].shape, ranked.splits.get(name)
+    return prod(shape if split is None else split.local_shape(shape, position))
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    with suppress(OSError, ValueError, IndexError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    return os.sysconf("SC_PHYS_PAGES") * _PAGE_BYTES

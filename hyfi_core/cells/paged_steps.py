@@ -1,0 +1,219 @@
+"""Paged steps: what a pager is told around each step of a tape, forward and backward, of one micro-batch in one cell.
+
+    time       0  1  2  3 │ 4  5  6  7        a tape of four steps, then the same backward
+    value v       ●──▶○           ●           made at 1, used at 2, and saved there for backward: at 5
+
+So when a page is used next is read off the tape. Between two waits cells follow each other, so pages are ordered by how
+many waits come before their next use, then by cell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from hyfi_core.cells.pager import PLACES, Page, Pager
+from hyfi_core.cells.recipe import DEEPEST, Made, Recipe, call_of, tensors_in
+from hyfi_core.lowering.segments import OperatorStep, Step, Tape, made_by, taken_by
+from hyfi_core.rules.instructions import CollectiveCall
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class StepMemory(Protocol):
+    """What is told of each step, before and after."""
+
+    def need(self, held: Any) -> None:
+        """Something is used outside of the tape's steps, before this cell gives up its turn."""
+        ...
+
+    def begin(self, step: Step, values: Tensors) -> None:
+        """A step is about to run forward."""
+        ...
+
+    def saving(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which autograd saves what a segment needs backward."""
+        ...
+
+    def end(self, step: Step, values: Tensors, saved: Any) -> None:
+        """A step has run forward."""
+        ...
+
+    def begin_back(self, step: Step, saved: Any, cotangents: Tensors) -> None:
+        """A step is about to run backward."""
+        ...
+
+    def end_back(self, step: Step, cotangents: Tensors) -> None:
+        """A step has run backward."""
+        ...
+
+
+class AllStays:
+    """Memory from which nothing leaves."""
+
+    def need(self, held: Any) -> None:
+        """See ``StepMemory``."""
+
+    def begin(self, step: Step, values: Tensors) -> None:
+        """See ``StepMemory``."""
+
+    def saving(self) -> contextlib.AbstractContextManager[None]:
+        """See ``StepMemory``."""
+        return contextlib.nullcontext()
+
+    def end(self, step: Step, values: Tensors, saved: Any) -> None:
+        """See ``StepMemory``."""
+
+    def begin_back(self, step: Step, saved: Any, cotangents: Tensors) -> None:
+        """See ``StepMemory``."""
+
+    def end_back(self, step: Step, cotangents: Tensors) -> None:
+        """See ``StepMemory``."""
+
+
+class UseOrder:
+    """When the values of a tape are used.
+
+    Args:
+        tape: of one cell; all cells' are alike.
+    """
+
+    def __init__(self, tape: Tape) -> None:
+        self.steps = {id(step): at for at, step in enumerate(tape.steps)}
+        self._takes: dict[str, list[int]] = {}
+        self._maker: dict[str, int] = {}
+        for at, step in enumerate(tape.steps):
+            for name in taken_by(step):
+                self._takes.setdefault(name, []).append(at)
+            self._maker.update((name, at) for name in made_by(step))
+        self._times: list[int] = []
+        waits = 0
+        for place, step in enumerate((*tape.steps, *reversed(tape.steps))):
+            collective = isinstance(step, OperatorStep) and isinstance(step.call, CollectiveCall)
+            waits += collective
+            self._times.append(waits << PLACES | place)
+            waits += collective
+
+    def at(self, step: Step, back: bool = False) -> int:
+        """Return when a step runs."""
+        place = self.steps[id(step)]
+        return self._times[len(self._times) - 1 - place if back else place]
+
+    def of_value(self, name: str, after: int = -1) -> list[int]:
+        """Return when a value is used in forward, after a step."""
+        return [self._times[at] for at in self._takes.get(name, ()) if at > after]
+
+    def of_cotangent(self, name: str) -> list[int]:
+        """Return when a value's cotangent is used."""
+        return [self._times[len(self._times) - 1 - self._maker[name]]] if name in self._maker else []
+
+
+class PagedSteps:
+    """One micro-batch of a stage in one cell.
+
+    Args:
+        pager: of all cells of the process.
+        order: of the stage's tape.
+        context: makes the context in which operators choose their types.
+    """
+
+    def __init__(self, pager: Pager, order: UseOrder, context: Callable[[], Any] = contextlib.nullcontext) -> None:
+        self._pager, self._order, self._context = pager, order, context
+        self._taken: dict[str, torch.Tensor] = {}
+        self._saving = -1
+
+    def need(self, held: Any) -> None:
+        """Bring to memory; see ``StepMemory``."""
+        self._pager.begin(held)
+
+    def begin(self, step: Step, values: Tensors) -> None:
+        """Bring what a step takes; see ``StepMemory``."""
+        self._taken = {name: values[name] for name in taken_by(step)}
+        for name, tensor in self._taken.items():
+            self._pager.track(tensor, self._order.of_value(name))
+        self._pager.begin(self._taken, self._room(step, back=False))
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Take charge of what autograd saves; see ``StepMemory``."""
+        kept_by: list[int] = [0]
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            kept = tensor.detach()
+            self._pager.track(kept, kept_by)
+            return kept
+
+        def unpack(kept: torch.Tensor) -> torch.Tensor:
+            self._pager.begin(kept)
+            return kept
+
+        kept_by[0] = self._saving
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+
+    def end(self, step: Step, values: Tensors, saved: Any) -> None:
+        """Take charge of what a step made; see ``StepMemory``."""
+        place, made_bytes = self._order.steps[id(step)], 0
+        for name in made_by(step):
+            if name in values:
+                uses = self._order.of_value(name, place)
+                page = self._pager.track(values[name], uses)
+                made_bytes += 0 if page is None else page.size
+        for tensor in tensors_in(saved):
+            self._pager.track(tensor, [self._order.at(step, back=True)])
+        self._pager.rooms[self._room_key(step, back=False)] = made_bytes
+        self._note_recipe(step, values, saved)
+        self._taken = {}
+        self._pager.end(self._order.at(step))
+
+    def begin_back(self, step: Step, saved: Any, cotangents: Tensors) -> None:
+        """Bring what a step takes; see ``StepMemory``."""
+        touched = [cotangents[name] for name in (*made_by(step), *taken_by(step)) if name in cotangents]
+        self._pager.begin([saved, touched], self._room(step, back=True))
+
+    def end_back(self, step: Step, cotangents: Tensors) -> None:
+        """Take charge of the cotangents; see ``StepMemory``."""
+        made_bytes = 0
+        for name in taken_by(step):
+            if name in cotangents:
+                page = self._pager.track(cotangents[name], self._order.of_cotangent(name))
+                if page is not None:  # it may lie in the memory of what was saved
+                    self._pager.note_new(page)
+                    made_bytes += page.size
+        self._pager.rooms[self._room_key(step, back=True)] = made_bytes
+        self._pager.end(self._order.at(step, back=True))
+
+    def _room(self, step: Step, back: bool) -> int:
+        """Return the bytes that a step makes: as many as in the cell before this one."""
+        self._saving = self._order.at(step, back=True)
+        return self._pager.rooms.get(self._room_key(step, back), 0)
+
+    def _room_key(self, step: Step, back: bool) -> tuple[int, int, bool]:
+        return len(self._order.steps), self._order.steps[id(step)], back
+
+    def _note_recipe(self, step: Step, values: Tensors, saved: Any) -> None:
+        """Give the map that a step made a recipe, if the step is cheap."""
+        names = [name for name in made_by(step) if name in values]
+        for name in names:
+            page = self._pager.page_of(values[name])
+            if page is not None:
+                made = Made(step, self._taken, values[name], saved)
+                self._pager.note_recipe(page, self._recipe(page, made) if name == names[0] else None)
+
+    def _recipe(self, page: Page, made: Made) -> Recipe | None:
+        found = call_of(made)
+        if found is None or (found[2] and page.recipe is None):
+            return None
+        call, sources, over = found
+        calls, earlier = ((*page.recipe.calls, call), page.recipe.sources) if over and page.recipe else ((call,), ())
+        sources = tuple(dict.fromkeys((*earlier, *(s for s in sources if self._pager.page_of(s) is not None))))
+        depths = (p.recipe.depth for p in map(self._pager.page_of, sources) if p is not None and p.recipe is not None)
+        depth = 1 + max(depths, default=0)
+        if depth > DEEPEST or not sources:
+            return None
+        tensor = made.result
+        form = (tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+        return Recipe(calls, sources, form, tensor.dtype, depth, self._context)

@@ -1,0 +1,438 @@
+"""The pager: maps that no cell needs now leave memory, and are back before the step that needs them.
+
+    memory     ░░░░░░░░░░ at most ``limit_bytes`` of maps
+    forward    c0 c1 c2 c3 │ n0 n1 n2 n3 │ …            what is used last of all leaves first
+    file       c0 c1 ◀── written while the next step computes
+    backward   … │ n0 n1 │ c0 ──▶ read ahead, in the order of use
+
+A page is the memory of a map, whoever holds it: records of the tape, values alive, an operator in the midst of its
+work. What leaves is the memory alone, so every number is the same. A page with a *recipe* is not written but dropped,
+and computed again from other pages. When each page is used next is known from the tape: see ``cells.paged_steps``.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from hyfi_core.cells.recipe import Recipe, tensors_in
+from hyfi_core.cells.spill_store import Places, SpillStore
+from hyfi_core.ops.buffers import is_buffer
+
+SMALLEST_BYTES = 1 << 16
+"""Smaller maps stay in memory: a file is slow in small pieces."""
+NEVER = 1 << 40
+"""When a page is used next of which the tape knows no use."""
+PLACES = 20
+"""Bits of a use that tell apart what comes between the same two waits."""
+_THREADS = 2
+_AHEAD = 0.25  # of the limit: what is read before it is asked for
+_EARLY = 0.5  # of the limit: from here on pages are written, so that they can leave at once when they have to
+_LOW = 0.95  # of the limit: how far it is emptied when it is full
+
+When = tuple[int, int]
+"""(how many waits of the tape come before a use, whose it is): the order in which pages are used."""
+
+
+@dataclass(eq=False, slots=True)
+class Page:
+    """The memory of one map.
+
+    Attributes:
+        memory: whose end is not put off by this.
+        size: bytes.
+        cell: whose.
+        uses: when it is used, latest first; what is over is taken off the end. A use is a count of waits and, in its
+            last ``PLACES`` bits, the place of the step.
+        here: whether it is in memory, or being read.
+        place: in the store, where its bytes are or go; −1: none.
+        written: whether the bytes there are, or will be once ``work`` is done, those in memory.
+        tensor: one that tells by its version whether a step has changed the memory.
+        version: of that tensor when the bytes were written.
+        ready: whether it counts among those that may be dropped at once.
+        reading: whether ``work`` reads.
+        work: reading or writing under way.
+        recipe: computes it again.
+    """
+
+    memory: StorageWeakRef
+    size: int
+    cell: int
+    tensor: weakref.ref[torch.Tensor]
+    uses: list[int] = field(default_factory=list)
+    here: bool = True
+    place: int = -1
+    written: bool = False
+    version: int = -1
+    ready: bool = False
+    reading: bool = False
+    work: Future[None] | None = None
+    recipe: Recipe | None = None
+
+    @property
+    def next(self) -> When:
+        """When it is used next."""
+        return (self.uses[-1] if self.uses else NEVER) >> PLACES, self.cell
+
+    @property
+    def can_leave(self) -> bool:
+        """Whether it may be dropped without being written first."""
+        return self.recipe is not None or self.written
+
+    def check(self) -> None:
+        """After a step that may have changed it: are the bytes in the store still those in memory?"""
+        tensor = self.tensor()
+        self.written = self.written and tensor is not None and tensor._version == self.version
+
+    def add_use(self, when: int) -> None:
+        """Take note of one more use."""
+        if when not in self.uses:
+            self.uses.append(when)
+            self.uses.sort(reverse=True)
+
+    def storage(self) -> torch.UntypedStorage | None:
+        """Return the memory, None where nobody holds it any more."""
+        found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.memory.cdata)
+        return found
+
+
+@dataclass
+class PagerCounts:
+    """What has happened since the last reset.
+
+    Attributes:
+        peak_bytes: most of pages in memory at a time.
+        written_bytes: to the store.
+        read_bytes: from the store.
+        recomputed_bytes: computed again.
+        store_bytes: most of the store in use at a time.
+        wait_s: time in which a cell waited for the store.
+    """
+
+    peak_bytes: int = 0
+    written_bytes: int = 0
+    read_bytes: int = 0
+    recomputed_bytes: int = 0
+    store_bytes: int = 0
+    wait_s: float = 0.0
+
+
+class Pager:
+    """The pages of all cells of one process, of which the one whose turn it is calls.
+
+    Args:
+        store: where pages go.
+        limit_bytes: of pages in memory; a step that needs more at once has it.
+        cell: returns whose turn it is.
+    """
+
+    def __init__(self, store: SpillStore, limit_bytes: int, cell: Callable[[], int]) -> None:
+        self.limit_bytes = limit_bytes
+        self.store = store
+        self.counts = PagerCounts()
+        self.rooms: dict[Any, int] = {}  # step -> bytes that it made in the cell before
+        self._cell = cell
+        self._places = Places()
+        self._fixed: set[int] = set()
+        self._pages: dict[int, Page] = {}
+        self._pinned: dict[int, list[Page]] = {}
+        self._farthest: list[tuple[int, int, int, Page]] = []  # pages in memory, by falling ``next``
+        self._dirty: list[tuple[int, int, int, Page]] = []  # the same of those that are not written
+        self._nearest: list[tuple[int, int, int, Page]] = []  # pages that are away, by rising ``next``
+        self._entries = 0
+        self._here_bytes = 0
+        self._ready_bytes = 0
+        self._ahead: dict[int, Page] = {}
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="spill")
+
+    # -- around each step of a cell
+
+    def fix(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Let tensors stay in memory until ``reset``: weights and buffers."""
+        self._fixed.update(tensor.untyped_storage()._cdata for tensor in tensors)
+
+    def begin(self, held: Any, room_bytes: int = 0) -> None:
+        """Bring to memory, and keep there while this cell has its turn, what a step takes; make room for its results."""
+        pages = self._of(held)
+        self._pinned.setdefault(self._cell(), []).extend(pages)
+        self.relieve(room_bytes + self._missing(pages))
+        self._bring(pages)
+        self._read_ahead(room_bytes)
+
+    def end(self, now: int) -> None:
+        """Let go of what the step took.
+
+        Args:
+            now: uses up to this one are over.
+        """
+        for page in self._pinned.pop(self._cell(), []):
+            while page.uses and page.uses[-1] <= now:
+                page.uses.pop()
+            page.check()
+            self._enter(page)
+        self._write_early()
+
+    def resume(self, cell: int) -> None:
+        """A cell has its turn again: what its step works on comes back."""
+        pages = self._pinned.get(cell, [])
+        self.relieve(self._missing(pages))
+        self._bring(pages)
+
+    def track(self, tensor: torch.Tensor, uses: Iterable[int] = ()) -> Page | None:
+        """Take charge of a tensor's memory, and note when it is used; None where it always stays."""
+        storage = tensor.untyped_storage()
+        size, key = storage.nbytes(), storage._cdata
+        page = self._pages.get(key)
+        if page is not None and page.memory.expired():
+            self._forget(key)
+            page = None
+        if page is None:
+            if size < SMALLEST_BYTES or key in self._fixed or is_buffer(storage) or not storage.resizable():
+                return None
+            page = Page(StorageWeakRef(storage), size, self._cell(), weakref.ref(tensor))
+            self._pages[key] = page
+            self._here_bytes += size
+        elif page.tensor() is None:
+            page.tensor, page.version = weakref.ref(tensor), -1
+        for when in uses:
+            page.add_use(when)
+        self._enter(page)
+        return page
+
+    def note_recipe(self, page: Page, recipe: Recipe | None) -> None:
+        """Say how a page is computed again, or that it is not."""
+        page.recipe = recipe
+        self._enter(page)
+
+    def note_new(self, page: Page) -> None:
+        """Say that a page holds something else than before."""
+        page.recipe, page.written = None, False
+        self._enter(page)
+
+    def page_of(self, tensor: torch.Tensor) -> Page | None:
+        """Return the page of a tensor's memory, None where it has none."""
+        page = self._pages.get(tensor.untyped_storage()._cdata)
+        return None if page is None or page.memory.expired() else page
+
+    def relieve(self, room_bytes: int) -> None:
+        """Let pages leave until there is room for so many bytes, those that are used last first."""
+        self.counts.peak_bytes = max(self.counts.peak_bytes, self._here_bytes)
+        if self._here_bytes + room_bytes <= self.limit_bytes:
+            return
+        self._sweep()
+        goal = max(0, int(_LOW * self.limit_bytes) - room_bytes)
+        pinned = {id(page) for page in self._pinned.get(self._cell(), [])}
+        later: list[Page] = []
+        while self._here_bytes > goal and self._farthest:
+            page = self._pop(self._farthest)
+            if page is None:
+                continue
+            if id(page) in pinned or page.reading:
+                later.append(page)
+                continue
+            if not page.can_leave:
+                self._write(page)
+            if page.work is not None and self._here_bytes <= self.limit_bytes and not page.work.done():
+                later.append(page)  # it will have left by the next time
+                continue
+            self._finish(page)
+            self._drop(page)
+        for page in later:
+            self._enter(page)
+
+    def reset(self) -> None:
+        """Begin anew, when no step is under way."""
+        for key in list(self._pages):
+            self._forget(key)
+        self._pinned.clear()
+        self._fixed.clear()
+        self._farthest, self._dirty, self._nearest = [], [], []
+        self._ahead.clear()
+        self._here_bytes = self._ready_bytes = 0
+        self.counts = PagerCounts()
+
+    # -- pages
+
+    def _of(self, held: Any) -> list[Page]:
+        found = (self._pages.get(tensor.untyped_storage()._cdata) for tensor in tensors_in(held))
+        return [page for page in found if page is not None and not page.memory.expired()]
+
+    def _sweep(self) -> None:
+        """Forget the pages that nobody holds any more; a recipe of one may have held others."""
+        while True:
+            ended = [key for key, page in self._pages.items() if page.memory.expired()]
+            if not ended:
+                return
+            for key in ended:
+                self._forget(key)
+
+    def _forget(self, key: int) -> None:
+        page = self._pages.pop(key)
+        if page.work is not None:
+            page.work.result()
+        if page.here:
+            self._here_bytes -= page.size
+        page.here, page.recipe = False, None
+        self._count(page)
+        self._release(page)
+        self._ahead.pop(id(page), None)
+
+    def _missing(self, pages: Iterable[Page]) -> int:
+        """Return the bytes that bringing pages takes."""
+        away = {id(page): page for page in pages if not page.here}
+        for page in list(away.values()):
+            if page.recipe is not None:
+                away.update((id(found), found) for found in self._of(page.recipe.sources) if not found.here)
+        return sum(page.size for page in away.values())
+
+    def _count(self, page: Page) -> None:
+        ready = page.here and page.can_leave
+        self._ready_bytes += (ready - page.ready) * page.size
+        page.ready = ready
+
+    def _bring(self, pages: Iterable[Page]) -> None:
+        wanted = list(pages)
+        for page in wanted:
+            self._ahead.pop(id(page), None)
+            if not page.here and page.recipe is None:
+                self._read(page)
+        for page in wanted:
+            if not page.here:
+                self._compute(page)
+            elif page.reading:
+                self._finish(page)
+
+    def _compute(self, page: Page) -> None:
+        """Compute a page again, from others that are brought to memory for it."""
+        storage, recipe = page.storage(), page.recipe
+        if storage is None or recipe is None:
+            return
+        self._bring(self._of(recipe.sources))
+        storage.resize_(page.size)
+        page.here = True
+        self._here_bytes += page.size
+        self.counts.recomputed_bytes += page.size
+        recipe.fill(storage)
+        self._enter(page)
+
+    def _drop(self, page: Page) -> None:
+        storage = page.storage()
+        if storage is None or not page.here or not page.can_leave:
+            return
+        storage.resize_(0)
+        page.here = False
+        self._here_bytes -= page.size
+        self._ahead.pop(id(page), None)
+        self._enter(page)
+
+    def _enter(self, page: Page) -> None:
+        """Put a page where it is looked for by when it is used next."""
+        self._count(page)
+        self._entries += 1
+        when, cell = page.next
+        if not page.here:
+            heapq.heappush(self._nearest, (when, cell, self._entries, page))
+            return
+        heapq.heappush(self._farthest, (-when, -cell, self._entries, page))
+        if not page.can_leave:
+            heapq.heappush(self._dirty, (-when, -cell, self._entries, page))
+
+    def _pop(self, heap: list[tuple[int, int, int, Page]], sign: int = -1) -> Page | None:
+        """Take the first page off a heap; None where what is known there of it has changed."""
+        when, cell, _, page = heapq.heappop(heap)
+        known = (sign * when, sign * cell) == page.next and page.here == (heap is not self._nearest)
+        return page if known and not page.memory.expired() else None
+
+    # -- reading and writing
+
+    def _read_ahead(self, room_bytes: int) -> None:
+        """Start reading what will be asked for next, in place of what is asked for later."""
+        budget = _AHEAD * self.limit_bytes - sum(page.size for page in self._ahead.values())
+        while self._nearest and budget > 0:
+            when, cell, _, page = self._nearest[0]
+            if (when, cell) != page.next or page.here or page.memory.expired():
+                heapq.heappop(self._nearest)
+                continue
+            wanted = [page] if page.recipe is None else self._of(page.recipe.sources)
+            wanted = [found for found in wanted if not found.here and found.recipe is None]
+            size = sum(found.size for found in wanted)
+            if when >= NEVER >> PLACES or not self._clear(room_bytes + size, (when, cell)):
+                return
+            heapq.heappop(self._nearest)
+            for found in wanted:
+                self._read(found)
+                self._ahead[id(found)] = found
+                budget -= found.size
+
+    def _clear(self, room_bytes: int, before: When) -> bool:
+        """Drop pages that are used later than ``before`` until there is room; whether there is."""
+        pinned = {id(page) for page in self._pinned.get(self._cell(), [])}
+        while self._here_bytes + room_bytes > self.limit_bytes:
+            if not self._farthest or (-self._farthest[0][0], -self._farthest[0][1]) <= before:
+                return False
+            page = self._pop(self._farthest)
+            if page is None:
+                continue
+            writing = page.work is not None and not page.work.done()
+            if id(page) in pinned or page.reading or writing or not page.can_leave:
+                self._enter(page)
+                return False
+            self._finish(page)
+            self._drop(page)
+        return True
+
+    def _write_early(self) -> None:
+        """Start writing the pages that are used last, so that they can leave at once when there is no room."""
+        wanted = self._here_bytes - _EARLY * self.limit_bytes - self._ready_bytes
+        while wanted > 0 and self._dirty:
+            page = self._pop(self._dirty)
+            if page is not None and not page.can_leave and page.work is None:
+                self._write(page)
+                wanted -= page.size
+
+    def _write(self, page: Page) -> None:
+        """Start writing, after a write of what was there before."""
+        self._finish(page)
+        storage, tensor = page.storage(), page.tensor()
+        if storage is None:
+            return
+        if page.place < 0:
+            page.place = self._places.take(page.size)
+        page.version, page.written = -1 if tensor is None else tensor._version, True
+        self._count(page)
+        page.work = self._threads.submit(self.store.write, storage, page.place)
+        self.counts.written_bytes += page.size
+        self.counts.store_bytes = max(self.counts.store_bytes, self._places.used_bytes)
+
+    def _read(self, page: Page) -> None:
+        storage = page.storage()
+        if storage is None:
+            return
+        storage.resize_(page.size)
+        page.here = page.reading = True
+        self._here_bytes += page.size
+        self.counts.read_bytes += page.size
+        page.work = self._threads.submit(self.store.read, storage, page.place)
+        self._enter(page)
+
+    def _finish(self, page: Page) -> None:
+        """Wait for a page's writing or reading."""
+        if page.work is None:
+            return
+        begin_s = time.perf_counter()
+        work, page.work, page.reading = page.work, None, False
+        work.result()
+        self.counts.wait_s += time.perf_counter() - begin_s
+
+    def _release(self, page: Page) -> None:
+        if page.place >= 0:
+            self._places.give_back(page.place, page.size)
+            page.place, page.written = -1, False

@@ -1,0 +1,158 @@
+"""Recipes: cheap steps that make a map again from maps that are kept, instead of keeping it, too.
+
+    kept      x ──norm──▶ · ──add──▶ · ──relu──▶ y      y is x's image under three cheap steps, over the same memory;
+                           ▲                             x is kept for norm's backward anyway, as is the other summand
+    kept      z ───────────┘
+
+What was known when it was first made is known still: of a batch norm its statistics, so nothing is sent again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+
+from hyfi_core.lowering.segments import OperatorStep, Segment
+from hyfi_core.ops.base import Recomputable
+from hyfi_core.rules.instructions import LocalCall
+
+Call = Callable[[torch.Tensor | None], torch.Tensor]
+"""Makes a map; of a call that writes over one, out of what the recipe has made so far."""
+DEEPEST = 3
+"""How many recipes may have to be followed, one for the sake of another, to make a map."""
+_CHEAP = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("relu.default", "add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar", "mul.Tensor", "mul.Scalar"),
+        *("div.Tensor", "div.Scalar", "neg.default", "silu.default", "gelu.default", "sigmoid.default", "tanh.default"),
+        *("hardtanh.default", "hardswish.default", "hardsigmoid.default", "leaky_relu.default", "elu.default"),
+        *("clamp.default", "cat.default", "batch_norm.default", "_native_batch_norm_legit_no_training.default"),
+        "_native_batch_norm_legit_functional.default",
+    )
+)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Recipe:
+    """How a map is made again.
+
+    Attributes:
+        calls: one after the other.
+        sources: the maps that they take; kept, though perhaps not in memory, for as long as the recipe is.
+        form: (size, stride, offset) in its memory.
+        dtype: of the map.
+        depth: recipes that have to be followed at most, this one counted.
+        context: makes the context in which the map was made.
+    """
+
+    calls: tuple[Call, ...]
+    sources: tuple[torch.Tensor, ...]
+    form: tuple[tuple[int, ...], tuple[int, ...], int]
+    dtype: torch.dtype
+    depth: int
+    context: Callable[[], Any]
+
+    def fill(self, storage: torch.UntypedStorage) -> None:
+        """Make the map in its memory."""
+        size, stride, offset = self.form
+        target = torch.empty(0, dtype=self.dtype, device=storage.device)
+        target.set_(storage, offset, size, stride)
+        with torch.no_grad(), self.context():
+            made: torch.Tensor | None = None
+            for call in self.calls:
+                made = call(made)
+            assert made is not None
+            target.copy_(made)
+
+
+@dataclass(frozen=True)
+class Made:
+    """A step that has been run.
+
+    Attributes:
+        step: of the tape.
+        inputs: value name -> what it took.
+        result: the one map that it made.
+        saved: what its operator saved; None of a segment, or where nothing was.
+    """
+
+    step: Segment | OperatorStep
+    inputs: Mapping[str, torch.Tensor]
+    result: torch.Tensor
+    saved: Any
+
+
+def call_of(made: Made) -> tuple[Call, tuple[torch.Tensor, ...], bool] | None:
+    """Return (what makes the result again, of which maps, whether it writes over one of them); None: nothing cheap."""
+    over = [name for name, tensor in made.inputs.items() if _same_memory(tensor, made.result)]
+    sources = tuple(t for t in tensors_in([made.inputs, made.saved]) if not _same_memory(t, made.result))
+    if len(over) > 1:
+        return None
+    if isinstance(made.step, OperatorStep):
+        call = _operator_call(made, over)
+    else:
+        call = _segment_call(made.step, made.inputs, over, made.result)
+    return None if call is None else (call, sources, bool(over))
+
+
+def _operator_call(made: Made, over: Sequence[str]) -> Call | None:
+    assert isinstance(made.step, OperatorStep)
+    operator, names, saved = made.step.call.operator, made.step.call.inputs, made.saved
+    if not isinstance(operator, Recomputable) or saved is None:
+        return None
+    kept = {name: tensor for name, tensor in made.inputs.items() if name not in over}
+    if isinstance(saved, torch.Tensor):
+        saved = None  # it is the map itself, which is not to hold its own memory
+
+    def call(so_far: torch.Tensor | None) -> torch.Tensor:
+        given: Any = tuple(None if name is None else so_far if name in over else kept[name] for name in names)
+        return operator.again(given, saved)
+
+    return call
+
+
+def _segment_call(
+    segment: Segment, inputs: Mapping[str, torch.Tensor], over: Sequence[str], result: torch.Tensor
+) -> Call | None:
+    if len(segment.outputs) != 1 or not all(is_cheap(call) for call in segment.calls):
+        return None
+    kept = {name: tensor.detach() for name, tensor in inputs.items() if name not in over}
+
+    def call(so_far: torch.Tensor | None) -> torch.Tensor:
+        values = dict(kept)
+        if over and so_far is not None:
+            values[over[0]] = so_far
+        for step in segment.calls:
+            results = step.function(*(values[name] for name in step.inputs))
+            results = (results,) if isinstance(results, torch.Tensor) else results
+            values.update((n, r) for n, r in zip(step.outputs, results, strict=False) if n is not None)
+        return values[segment.outputs[0]]
+
+    return call
+
+
+def is_cheap(call: LocalCall) -> bool:
+    """Whether a call costs less than to keep what it makes."""
+    return call.empty is None and call.source is not None and call.source.text in _CHEAP
+
+
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+
+
+def tensors_in(held: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in tuples, lists, mappings and dataclasses."""
+    if isinstance(held, torch.Tensor):
+        yield held
+    elif isinstance(held, Mapping):
+        for item in held.values():
+            yield from tensors_in(item)
+    elif isinstance(held, (tuple, list)):
+        for item in held:
+            yield from tensors_in(item)
+    elif is_dataclass(held) and not isinstance(held, type):
+        for item in fields(held):
+            yield from tensors_in(getattr(held, item.name))

@@ -1,0 +1,169 @@
+"""Where maps go that no cell needs now: blocks of a file without a name, or blocks of host memory.
+
+file    │ map │ map │ free │ map …     aligned blocks; the file has no name from the moment it is made, so
+                                       nothing is left of it however the process ends
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from hyfi_core.errors import RequestError
+
+BLOCK_BYTES = 4096
+
+
+class SpillStore(Protocol):
+    """Keeps bytes of storages; every method may be called by several threads, each with places of its own."""
+
+    def write(self, storage: torch.UntypedStorage, place: int) -> None:
+        """Keep a storage's bytes at a place."""
+        ...
+
+    def read(self, storage: torch.UntypedStorage, place: int) -> None:
+        """Fill a storage with the bytes of a place."""
+        ...
+
+    def require(self, needed_bytes: int) -> None:
+        """Make sure that so many bytes can be kept.
+
+        Raises:
+            RequestError: they cannot; the message says how many are needed.
+        """
+        ...
+
+
+class SpillFile:
+    """A file of blocks.
+
+    Args:
+        folder: where the file is made.
+
+    Raises:
+        RequestError: none can be made there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 (open as long as this)
+        except OSError as error:
+            raise RequestError(f"plan.spill is {folder}, where no file can be made: {error.strerror}") from error
+
+    def require(self, needed_bytes: int) -> None:
+        """Reserve room on the disk, so that a step that has begun does not run out of it; see ``SpillStore``."""
+        have = os.fstat(self._file.fileno()).st_blocks * 512
+        if needed_bytes <= have:
+            return
+        free = shutil.disk_usage(self._folder).free
+        try:
+            if needed_bytes - have > free:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.posix_fallocate(self._file.fileno(), 0, needed_bytes)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            raise RequestError(
+                f"a step spills up to {needed_bytes:,} bytes to {self._folder} (plan.spill), where {free + have:,} are "
+                "free; give a folder with more room, a larger plan.memory_bytes, or smaller images"
+            ) from error
+
+    def write(self, storage: torch.UntypedStorage, place: int) -> None:
+        """Write a storage's bytes; see ``SpillStore``.
+
+        Raises:
+            RequestError: the disk is full.
+        """
+        view, done = _bytes_of(storage), 0
+        try:
+            while done < len(view):
+                done += os.pwrite(self._file.fileno(), view[done:], place + done)
+        except OSError as error:
+            raise RequestError(
+                f"{self._folder} (plan.spill) takes no more: {error.strerror}; free some room there and resume from "
+                "the last checkpoint, or give another folder"
+            ) from error
+
+    def read(self, storage: torch.UntypedStorage, place: int) -> None:
+        """Read a storage's bytes; see ``SpillStore``."""
+        view, done = _bytes_of(storage), 0
+        while done < len(view):
+            count = os.preadv(self._file.fileno(), [view[done:]], place + done)
+            if count <= 0:
+                raise OSError("the file of plan.spill has lost what was written to it")
+            done += count
+
+
+class SpillMemory:
+    """Blocks of host memory; for maps of a GPU, pinned."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, torch.Tensor] = {}
+
+    def require(self, needed_bytes: int) -> None:
+        """Nothing is reserved: the system gives memory as it is written to; see ``SpillStore``."""
+
+    def write(self, storage: torch.UntypedStorage, place: int) -> None:
+        """Copy a storage's bytes; see ``SpillStore``."""
+        block = self._blocks.get(place)
+        if block is None or block.numel() != storage.nbytes():
+            block = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+            self._blocks[place] = block
+        block.copy_(_tensor_of(storage))
+
+    def read(self, storage: torch.UntypedStorage, place: int) -> None:
+        """Copy them back; see ``SpillStore``."""
+        _tensor_of(storage).copy_(self._blocks[place])
+
+
+class Places:
+    """Which blocks are free."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[int]] = {}
+        self._end = 0
+        self.used_bytes = 0
+
+    @property
+    def end_bytes(self) -> int:
+        """Length of the file."""
+        return self._end
+
+    def take(self, size: int) -> int:
+        """Return a place for so many bytes."""
+        rounded = blocks_bytes(size)
+        self.used_bytes += rounded
+        if self._free.get(rounded):
+            return self._free[rounded].pop()
+        place, self._end = self._end, self._end + rounded
+        return place
+
+    def give_back(self, place: int, size: int) -> None:
+        """Let a place be taken again."""
+        rounded = blocks_bytes(size)
+        self.used_bytes -= rounded
+        self._free.setdefault(rounded, []).append(place)
+
+
+def blocks_bytes(size: int) -> int:
+    """Return the bytes that so many take in whole blocks."""
+    return -(-size // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def _tensor_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload, no-any-return]
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> memoryview:
+    """Return the bytes of a storage of the host; not by numpy, which would forbid to resize it."""
+    size = storage.nbytes()
+    return memoryview((ctypes.c_char * size).from_address(storage.data_ptr())).cast("B")

@@ -1,0 +1,161 @@
+"""Maps that leave memory while no cell needs them, or are computed again, change no bit of a training step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hyfi_core
+from hyfi_core import ParallelPlan
+from hyfi_core.cells import pager
+from hyfi_core.comm.alone import AloneCommunicator
+from hyfi_core.errors import RequestError
+from hyfi_core.models.resnet import resnet18
+from hyfi_core.runtime import engine as engines
+from tests.harness import captured_once  # noqa: F401 (what follows captures each model once)
+from tests.steps import assert_plan_equals_one_process, sgd
+from tests.test_cells import Mixed, frozen
+
+
+class Dense(nn.Module):
+    """Each layer takes all maps before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3, 2, 1)
+        self.norms = nn.ModuleList([nn.BatchNorm2d(4 * (n + 1)) for n in range(4)])
+        self.layers = nn.ModuleList([nn.Conv2d(4 * (n + 1), 4, 3, padding=1, bias=False) for n in range(4)])
+        self.head = nn.Linear(20, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        maps = [self.stem(x)]
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            maps.append(layer(torch.relu(norm(torch.cat(maps, 1)))))
+        return self.head(torch.cat(maps, 1).mean((2, 3)))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "resnet": lambda: resnet18(2, width=4),
+    "frozen": lambda: frozen(Dense()),
+    "mixed": Mixed,
+    "dense": Dense,
+}
+
+
+@pytest.fixture
+def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every map be a page, and a pager hold 60 KB of them."""
+    monkeypatch.setattr(pager, "SMALLEST_BYTES", 1)
+    monkeypatch.setattr(engines, "page_limit", lambda *given: 60_000)
+
+
+def step(name: str, plan: ParallelPlan, **others: Any) -> tuple[float, list[torch.Tensor], Any]:
+    torch.manual_seed(7)
+    model = MODELS[name]().double()
+    torch.manual_seed(8)
+    shape = (2, 3, 67, 53)
+    engine = hyfi_core.parallelize(model, shape, plan, AloneCommunicator(), **others)
+    loss = engine.accumulate(torch.randn(shape, dtype=torch.float64), torch.tensor([0, 1]))
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return loss, [*gradients, *model.buffers()], engine.spilled()
+
+
+CASES = [
+    ("resnet", (2, 2), "memory", {}),
+    ("dense", (1, 2), "folder", {"microbatches": 2, "fused_halo": 2}),
+    ("dense", (2, 1), "folder", {"microbatches": 2, "schedule": "gems_mast", "recompute": True}),
+    ("frozen", (3, 2), "folder", {}),
+    ("mixed", (2, 2), "memory", {}),
+    ("dense", (4, 4), "folder", {}),
+]
+
+
+@pytest.mark.usefixtures("small_pages")
+@pytest.mark.parametrize(("name", "cells", "where", "others"), CASES)
+def test_a_step_that_spills_gives_the_same_bits(
+    name: str, cells: tuple[int, int], where: str, others: dict[str, Any], tmp_path: Path
+) -> None:
+    spill = str(tmp_path) if where == "folder" else where
+    loss, tensors, none = step(name, ParallelPlan(((1, 1),), cells=cells, **others))
+    spilled_loss, spilled, counts = step(name, ParallelPlan(((1, 1),), cells=cells, spill=spill, **others))
+    assert none is None and loss == spilled_loss
+    assert all(torch.equal(a, b) for a, b in zip(tensors, spilled, strict=True))
+    assert min(counts.written_bytes, counts.read_bytes, counts.store_bytes) > 10_000
+    assert counts.recomputed_bytes > 0 or name == "mixed"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_bfloat16_steps_spill_the_same_bits(tmp_path: Path) -> None:
+    plans = [ParallelPlan(((1, 1),), cells=(2, 2), spill=spill) for spill in (None, str(tmp_path))]
+    (loss, tensors, _), (spilled_loss, spilled, counts) = (step("dense", p, autocast=torch.bfloat16) for p in plans)
+    assert loss == spilled_loss and counts.read_bytes > 0
+    assert all(torch.equal(a, b) for a, b in zip(tensors, spilled, strict=True))
+
+
+@pytest.mark.usefixtures("small_pages")
+@pytest.mark.parametrize(
+    ("grids", "cuts", "others"),
+    [(((1, 2),), (), {}), (((1, 1), (1, 1)), ("layers.1",), {"microbatches": 2, "schedule": "1f1b"})],
+)
+def test_ranks_of_any_plan_spill(grids: Any, cuts: Any, others: dict[str, Any], tmp_path: Path) -> None:
+    plan = ParallelPlan(grids, cuts, cells=(2, 1), spill=str(tmp_path), **others)
+    torch.manual_seed(3)
+    assert_plan_equals_one_process(Dense(), (2, 3, 67, 53), plan, factory=sgd, steps=2, strict=False)
+
+
+def test_the_callers_images_and_all_weights_stay_where_they_are(
+    small_pages: None,
+    tmp_path: Path,
+) -> None:
+    torch.manual_seed(7)
+    model = Dense()
+    plan = ParallelPlan(((1, 1),), cells=(1, 1), spill=str(tmp_path))
+    engine = hyfi_core.parallelize(model, (2, 3, 67, 53), plan, AloneCommunicator(), optimizer=sgd)
+    images = torch.randn(2, 3, 67, 53)
+    before = images.clone()
+    for _ in range(3):
+        engine.train_step(images, torch.tensor([0, 1]))
+    assert torch.equal(images, before) and engine.spilled().written_bytes > 0
+    assert all(tensor.untyped_storage().nbytes() >= tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+def test_what_cannot_work_is_refused_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RequestError, match=r"plan\.spill .* set plan\.cells"):
+        ParallelPlan(((1, 1),), spill="memory")
+    with pytest.raises(RequestError, match=r"plan\.spill is 3"):
+        ParallelPlan(((1, 1),), cells=(2, 2), spill=3)  # type: ignore[arg-type]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RequestError, match=r"plan\.spill is .*file, where no file can be made"):
+        step("dense", ParallelPlan(((1, 1),), cells=(2, 2), spill=str(tmp_path / "file")))
+    plan = ParallelPlan(((1, 1),), cells=(2, 2), spill=str(tmp_path), memory_bytes=10_000)
+    with pytest.raises(RequestError, match=r"plan\.memory_bytes is 10,000, .* a rank needs [\d,]{9,} at least"):
+        step("dense", plan)
+    monkeypatch.setattr(engines, "page_limit", lambda *given: 60_000)
+    monkeypatch.setattr(os, "posix_fallocate", _full)
+    monkeypatch.setattr("hyfi_core.cells.spill_store.shutil.disk_usage", lambda path: _Usage(1000))
+    plan = ParallelPlan(((1, 1),), cells=(2, 2), spill=str(tmp_path))
+    with pytest.raises(RequestError, match=r"a step spills up to [\d,]{7,} bytes to .*\(plan\.spill\), where 1,000"):
+        step("dense", plan)
+
+
+class _Usage:
+    def __init__(self, free: int) -> None:
+        self.free = free
+
+
+def _full(*given: int) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_a_disk_that_is_full_in_mid_step_ends_it_with_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "pwrite", _full)
+    with pytest.raises(RequestError, match=r"\(plan\.spill\) takes no more: No space left on device; free some room"):
+        step("dense", ParallelPlan(((1, 1),), cells=(2, 2), spill=str(tmp_path)))
