@@ -160,7 +160,7 @@ class Pager:
         self._fixed.update(tensor.untyped_storage()._cdata for tensor in tensors)
 
     def begin(self, held: Any, room_bytes: int = 0) -> None:
-        """Bring to memory, and keep there while this cell has its turn, what a step takes; make room for its results."""
+        """Bring what a step takes, keep it while this cell has its turn, and make room for the step's results."""
         pages = self._of(held)
         self._pinned.setdefault(self._cell(), []).extend(pages)
         self.relieve(room_bytes + self._missing(pages))

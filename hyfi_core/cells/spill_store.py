@@ -1,7 +1,8 @@
 """Where maps go that no cell needs now: blocks of a file without a name, or blocks of host memory.
 
-file    │ map │ map │ free │ map …     aligned blocks; the file has no name from the moment it is made, so
-                                       nothing is left of it however the process ends
+    file    │ map │ map │ free │ map …     aligned blocks
+
+The file has no name from the moment it is made, so nothing is left of it however the process ends.
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ def blocks_bytes(size: int) -> int:
 
 
 def _tensor_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload, no-any-return]
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> memoryview:

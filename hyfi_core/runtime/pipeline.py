@@ -219,11 +219,9 @@ class Pipeline:
             cotangents[name] = cotangents[name] + cotangent if name in cotangents else cotangent
         if flight.again is not None:
             values, log = flight.again
-            groups = (
-                ReplayingCommunicator(log, comm.rank, comm.size) for comm in (self._groups[key], self._copies[key])
-            )
+            comm, copies = (ReplayingCommunicator(log, c.rank, c.size) for c in (self._groups[key], self._copies[key]))
             with self._autocasting():
-                flight.records = Executor(stage.tape, *groups, memory=flight.memory).forward(values, record=True)
+                flight.records = Executor(stage.tape, comm, copies, flight.memory).forward(values, record=True)
             flight.again = None
         complete = None
         gradients = self._trained

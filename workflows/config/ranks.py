@@ -65,8 +65,8 @@ class PlanConfig(Section):
     )
     memory_bytes: Positive | None = Field(
         None,
-        description="null, or a whole number ≥ 1: bytes that a rank may need at most: as modelled, where cuts are auto; "
-        "as held in fact, where maps may leave memory (plan.spill)",
+        description="null, or a whole number ≥ 1: bytes that a rank may need at most: as modelled, where cuts are "
+        "auto; as held in fact, where maps may leave memory (plan.spill)",
     )
 
     gather_bytes: Count = Field(
