@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
-from hyfi_core.cells.pager import PLACES, Page, Pager
+from hyfi_core.cells.page import PLACES, Page
+from hyfi_core.cells.pager import Pager
 from hyfi_core.cells.recipe import DEEPEST, Made, Recipe, call_of, tensors_in
 from hyfi_core.lowering.segments import OperatorStep, Step, Tape, made_by, taken_by
 from hyfi_core.rules.instructions import CollectiveCall

@@ -126,7 +126,7 @@ class SpillMemory:
         _tensor_of(storage).copy_(self._blocks[place])
 
 
-class Places:
+class FreeBlocks:
     """Which blocks are free."""
 
     def __init__(self) -> None:

@@ -11,7 +11,8 @@ from torch import nn
 
 from hyfi_core.cells.budget import kept_bytes, page_limit, resident_bytes, working_bytes
 from hyfi_core.cells.communicator import cell_communicators
-from hyfi_core.cells.pager import Pager, PagerCounts
+from hyfi_core.cells.page import PagerCounts
+from hyfi_core.cells.pager import Pager
 from hyfi_core.cells.spill_store import SpillFile, SpillMemory
 from hyfi_core.cells.turns import Turns
 from hyfi_core.comm.activity import ACTIVITY
