@@ -25,8 +25,11 @@ def exit_code_of(body: Callable[[], int]) -> int:
         # The reader of our output has gone (as in `hyfi … | head`); write nothing more into the closed pipe.
         sys.stdout = None
         return FAULT
-    except Exception:
-        _warn(traceback.format_exc().rstrip())
+    except Exception as error:
+        from workflows.out_of_memory import told
+
+        memory = told(error)
+        _warn(f"hyfi: {memory}" if memory else traceback.format_exc().rstrip())
         return FAULT
 
 

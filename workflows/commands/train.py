@@ -85,8 +85,9 @@ def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, s
         RequestError: on all ranks, where one of them refuses; nothing is written then.
     """
     from hyfi_core.comm.agree import agree
+    from workflows.out_of_memory import remember_advice
     from workflows.training.job import prepare
-    from workflows.training.memory import check_memory
+    from workflows.training.memory import advice_of, check_memory
     from workflows.training.pace import with_shares
     from workflows.training.request import check_ranks, check_run, own_run
     from workflows.training.start import Roles, SavedRun, check_images
@@ -102,8 +103,10 @@ def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, s
     roles = Roles.of(world, config)
     saved = agree(world, lambda: SavedRun.load(job, start) if roles.trainers is not None else None)
     job = agree(world, lambda: with_shares(job, roles))
-    for line in agree(world, lambda: check_memory(job, roles)):
+    forecast = agree(world, lambda: check_memory(job, roles))
+    for line in forecast:
         say(line)
+    remember_advice(world.broadcast_object(advice_of(job, forecast)))
     make = _trainer if roles.trainers is not None else _loader if roles.validators is None else _validator
     body = agree(world, lambda: make(job, roles, saved, coverage, stop))
     if stop.anywhere(world):

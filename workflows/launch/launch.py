@@ -35,6 +35,7 @@ from workflows.exit_codes import FAULT, STOPPED, WRONG_REQUEST
 from workflows.launch import mpiexec, peer_watch
 from workflows.launch.processes import Ends, kill_session
 from workflows.launch.status import VARIABLE, RunStatus
+from workflows.out_of_memory import GENERAL_ADVICE, kernel_kills, told
 
 __all__ = ["inside_launcher", "launch", "launch_program", "own_rank", "run_as_rank"]
 
@@ -115,6 +116,7 @@ class _Watch:
         self._process, self._status, self._ranks = process, status, ranks
         self._stops = 0
         self._ends = Ends()
+        self._kills_before = kernel_kills()
 
     def until_all_have_ended(self) -> int:
         """Wait, then return the exit code of the whole."""
@@ -190,7 +192,12 @@ class _Watch:
             first = next((pid for pid in self._ends.pids if pid in ranks), died.pid)
             who = f"rank {ranks[first]}" if first in ranks else f"the process {first}"
             warn(f"hyfi: {who} was ended by {died.how}; all ranks were stopped")
+        if kernel_kills() > self._kills_before:
+            warn(f"hyfi: this machine ran out of memory and its kernel ended a process; {self._advice()}")
         return FAULT
+
+    def _advice(self) -> str:
+        return self._status.advice or GENERAL_ADVICE
 
 
 def run_as_rank(body: Callable[[], int]) -> int:
@@ -241,14 +248,16 @@ PEER_LOST_S = 2.0
 
 def _fail(status: RunStatus | None, rank: int) -> None:
     """Tell the error in hand if it is the first, and end every rank of the job."""
-    error = traceback.format_exc().rstrip()
+    raised = sys.exc_info()[1]
+    memory = told(raised) if raised is not None else None
+    error = memory or traceback.format_exc().rstrip()
     if type(sys.exc_info()[1]).__module__.startswith("mpi4py") or "closed by peer" in error:
         time.sleep(PEER_LOST_S)  # most likely a peer died, and that is the first error: it is told meanwhile
     peer_watch.fail()
     if status is not None:  # the launcher tells it: what a rank prints now may be lost with the process manager's pipes
         status.claim_failure(rank, error)
     else:
-        warn(FAILED.format(rank=rank, error=error) if inside_launcher() else error)
+        warn(FAILED.format(rank=rank, error=error) if inside_launcher() else f"hyfi: {memory}" if memory else error)
     sys.stdout.flush()
     sys.stderr.flush()
     # A rank that merely leaves ends the others under mpiexec, not under every srun; MPI's abort does everywhere.

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 from workflows.console import warn
 from workflows.exit_codes import FAULT
 from workflows.launch.status import RunStatus
+from workflows.out_of_memory import advice
 
 if TYPE_CHECKING:
     from hyfi_core.comm.base import Communicator
@@ -85,7 +86,7 @@ class PeerWatch:
         if not said and self._rank in (0, 1):  # rank 0 speaks, or rank 1 where it was rank 0 that died
             warn(
                 f"hyfi: rank {lost} was ended from outside or crashed (killed, out of memory, its node lost); "
-                "all ranks were stopped"
+                f"all ranks were stopped. If memory ran out: {advice()}"
             )
         self._send(_END)
         os._exit(FAULT)

@@ -6,6 +6,7 @@ soon as one leaves with anything but 0. A few small files do.
     pid-<rank>     written when a rank begins
     exit-<rank>    its exit code, written when it ends by itself
     stop           made when all ranks are to save and stop: whichever begins later finds it
+    advice         what to say if memory runs out
     failure.json   rank and error of the first that failed; only one rank can create it
 """
 
@@ -44,6 +45,16 @@ class RunStatus:
     def request_stop(self) -> None:
         """Ask all ranks to stop, those too that have not begun yet."""
         (self.folder / STOP).touch()
+
+    def note_advice(self, text: str) -> None:
+        """Note what to say if memory runs out; by whichever rank."""
+        self._write("advice", text)
+
+    @property
+    def advice(self) -> str:
+        """What was noted for that; empty where nothing was."""
+        file = self.folder / "advice"
+        return file.read_text(encoding="utf-8") if file.exists() else ""
 
     @property
     def stop_requested(self) -> bool:
@@ -90,6 +101,6 @@ class RunStatus:
 
     def _write(self, name: str, text: str) -> None:
         # Whole or not at all: the launcher may look at any moment.
-        beside = self.folder / f".{name}.tmp"
-        beside.write_text(text)
+        beside = self.folder / f".{name}.{os.getpid()}.tmp"
+        beside.write_text(text, encoding="utf-8")
         beside.replace(self.folder / name)

@@ -12,6 +12,7 @@ from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
 from workflows.evaluation.models import DTYPES, build_model
+from workflows.out_of_memory import GENERAL_ADVICE
 
 if TYPE_CHECKING:
     from hyfi_core.capture.program import Program
@@ -157,6 +158,15 @@ def check_memory(job: TrainingJob, roles: Roles) -> list[str]:
     cheaper = {} if fits(needed, hosts) else forecast.cheaper()
     check_room(needed, hosts, {change: forecast.bytes_of(plan, least=True) for change, plan in cheaper.items()})
     return [describe_memory(forecast.bytes_of(job.plan), hosts), *crowded(hosts)]
+
+
+def advice_of(job: TrainingJob, forecast: Sequence[str]) -> str:
+    """Return what to say if memory runs out after all: the forecast, and the changes that take less."""
+    batch = max(job.layout.batch_of(replica) for replica in range(job.plan.replicas))
+    cheaper = list(cheaper_plans(job.plan, batch)) if job.plan.cells is None else []
+    changes = f"{' or '.join(cheaper[:3])} takes less and gives the same result. Else " if cheaper else ""
+    said = "".join(f"forecast: {line}. " for line in forecast if line.startswith("memory:"))
+    return said + changes + GENERAL_ADVICE
 
 
 class _Forecaster:

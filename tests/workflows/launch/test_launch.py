@@ -25,12 +25,13 @@ pytestmark = pytest.mark.mpi
 RANKS = """
 import os, signal, sys, time
 from pathlib import Path
-if sys.argv[2] == "fail":
+if sys.argv[2] in ("fail", "memory"):
     from hyfi_core.comm.mpi import MPI  # as in a real command: ends through MPI's abort
 else:
     from mpi4py import MPI
 from hyfi_core.errors import RequestError
 from workflows.launch.launch import own_rank, run_as_rank
+from workflows.out_of_memory import remember_advice
 
 here, what = Path(sys.argv[1]), sys.argv[2]
 world, rank = MPI.COMM_WORLD, MPI.COMM_WORLD.rank
@@ -45,6 +46,9 @@ def body():
         raise RequestError("the plan needs 4 ranks, given 2")
     if what == "fail" and rank == 1:
         raise ValueError("one bad part")
+    if what == "memory" and rank == 1:
+        remember_advice("plan.microbatches=2 takes less")
+        bytearray(2**62)
     if what == "all-fail":
         raise ValueError(f"bad part {rank}")
     if what == "killed" and rank == 1:
@@ -54,7 +58,7 @@ def body():
         while not stopped:
             time.sleep(0.02)
         return 3
-    if what in ("fail", "killed"):
+    if what in ("fail", "killed", "memory"):
         world.Barrier()
     if what == "threads":
         sys.stdout.write(os.environ["OMP_NUM_THREADS"] + "\\n")
@@ -66,10 +70,13 @@ sys.exit(run_as_rank(body))
 """
 
 LAUNCHER = """
-import sys
+import os, sys
 from workflows.exit_codes import exit_code_of
 from workflows import signals
+from workflows.launch import launch
 from workflows.launch.launch import launch_program
+if "KERNEL_KILLS" in os.environ:  # before the ranks start, and after they have ended
+    launch.kernel_kills = iter([4, 4 + int(os.environ["KERNEL_KILLS"])]).__next__
 signals.interrupt_on_request()
 program = [sys.executable, *sys.argv[2:]]
 sys.exit(exit_code_of(lambda: launch_program(program, int(sys.argv[1]))))
@@ -167,6 +174,18 @@ def test_only_the_first_failure_is_told(job: Job) -> None:
     code, _, err = job.run("all-fail", ranks=4)
     assert code == 70
     assert err.count("Traceback") == err.count("ValueError: bad part") == 1
+
+
+def test_running_out_of_memory_ends_with_advice_and_no_traceback(job: Job) -> None:
+    code, _, err = job.run("memory")
+    assert code == 70 and "rank 1 failed" in err and "Traceback" not in err
+    assert err.count("out of memory; plan.microbatches=2 takes less") == 1
+
+
+def test_a_rank_that_the_kernel_ended_for_memory_is_told_as_such(job: Job) -> None:
+    code, _, err = job.run("killed", KERNEL_KILLS="1")
+    assert code == 70 and "rank 1 was ended by signal 9" in err
+    assert "ran out of memory and its kernel ended a process; less is needed where each image is spread" in err
 
 
 def test_a_killed_rank_ends_all_and_is_named(job: Job) -> None:

@@ -1,0 +1,54 @@
+"""What runs out of memory says what would need less; what fails otherwise keeps its traceback."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from workflows import out_of_memory
+from workflows.exit_codes import FAULT, exit_code_of
+
+
+def by_torch() -> int:
+    return len(torch.empty(2**61, dtype=torch.uint8))
+
+
+def by_numpy() -> int:
+    try:
+        return len(np.empty(2**61, np.uint8))
+    except MemoryError as error:
+        raise RuntimeError("the batch could not be made") from error
+
+
+def by_the_system() -> int:
+    raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+
+def by_a_gpu() -> int:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB")
+
+
+@pytest.mark.parametrize("body", [by_torch, by_numpy, by_the_system, by_a_gpu])
+def test_memory_that_runs_out_is_told_with_advice(
+    body: Callable[[], int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(out_of_memory, "_advice", "")
+    assert exit_code_of(body) == FAULT
+    said = capsys.readouterr().err
+    assert said.startswith("hyfi: out of memory") and "plan.grids" in said and "Traceback" not in said
+    assert ("2.00 GiB more" in said) == (body is by_a_gpu)
+    out_of_memory.remember_advice("forecast: 3 GB. plan.recompute=true takes less")
+    exit_code_of(body)
+    assert "plan.recompute=true takes less" in capsys.readouterr().err
+
+
+def test_other_errors_keep_their_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    def fails() -> int:
+        raise RuntimeError("shapes do not match")
+
+    assert exit_code_of(fails) == FAULT
+    assert "Traceback" in capsys.readouterr().err

@@ -1,0 +1,73 @@
+"""Running out of memory ends with what would need less, not with a traceback.
+
+::
+
+    before the run   the forecast   ──►  remember_advice(…), on every rank and beside the launcher's status files
+    MemoryError, torch's allocator  ──►  told(error): how much was wanted, and the advice
+    killed by the kernel            ──►  the launcher sees its count of such kills rise, and adds the advice
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from pathlib import Path
+
+from workflows.launch.status import RunStatus
+
+GENERAL_ADVICE = (
+    "less is needed where each image is spread over more ranks (plan.grids, or --ranks), computed cell by cell "
+    "(--cells R,C of predict and validate) or smaller (data.size_px, data.mpp), and with fewer roles.loaders and "
+    "data.workers"
+)
+_ALLOCATOR = re.compile(r"can't allocate memory|not enough memory|out of memory|Cannot allocate memory|bad_alloc")
+_WANTED = re.compile(r"[Aa]llocate ([\d.]+ \w+)")
+_advice = ""
+
+
+def remember_advice(text: str) -> None:
+    """Keep what to say if memory runs out in this process, or in a rank of this launch."""
+    global _advice
+    _advice = text
+    status = RunStatus.of_environment()
+    if status is not None:
+        status.note_advice(text)
+
+
+def advice() -> str:
+    """Return what would need less memory."""
+    return _advice or GENERAL_ADVICE
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error, or one that it follows from, says that memory ran out: Python's, NumPy's or torch's."""
+    seen: BaseException | None = error
+    while seen is not None:
+        no_memory = isinstance(seen, OSError) and seen.errno == errno.ENOMEM
+        by_torch = isinstance(seen, RuntimeError) and _ALLOCATOR.search(str(seen)) is not None
+        if isinstance(seen, MemoryError) or no_memory or by_torch:
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def told(error: BaseException) -> str | None:
+    """Return what to say of an error by which memory ran out; None for other errors."""
+    if not is_out_of_memory(error):
+        return None
+    found = _WANTED.search(str(error))
+    return f"out of memory{f' ({_amount(found[1])} more were asked for)' if found else ''}; {advice()}"
+
+
+def _amount(text: str) -> str:
+    number, _, unit = text.partition(" ")
+    return f"{int(number) / 1e9:.2g} GB" if unit == "bytes" and number.isdecimal() else text
+
+
+def kernel_kills() -> int:
+    """Return how many processes this machine's kernel has ended for want of memory; 0 where it does not say."""
+    try:
+        found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(found[1]) if found else 0
