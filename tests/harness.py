@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -17,6 +17,7 @@ import hyfi_core
 from hyfi_core.capture.export import capture
 from hyfi_core.capture.program import Program
 from hyfi_core.comm.threads import run_ranks
+from hyfi_core.lowering.lower import Target, lower
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 
@@ -171,3 +172,41 @@ def compare(found: Result, wanted: Result, tolerance: float = 1e-10) -> None:
             assert (found.state[name] - value).abs().max() <= tolerance * max(1.0, float(value.abs().max())), name
         else:
             assert torch.equal(found.state[name], value), name
+
+
+class Answers(nn.Module):
+    """A convolution to 6 channels at half the size, and several functions of its map, each an answer of its own."""
+
+    def __init__(self, functions: Mapping[str, Callable[[torch.Tensor], torch.Tensor]]) -> None:
+        super().__init__()
+        self.functions = functions
+        self.stem = nn.Conv2d(3, 6, 3, 2, 1)
+
+    def extra_repr(self) -> str:
+        return str(list(self.functions.items()))  # programs are captured once for each
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        y = self.stem(x)
+        y = torch.where(y < -0.5, -0.5, y)  # ties
+        return [function(y) for function in self.functions.values()]
+
+
+def assert_answers_equal_one_process(
+    functions: Mapping[str, Callable[[torch.Tensor], torch.Tensor]],
+    shape: tuple[int, int, int, int],
+    grid: tuple[int, int],
+) -> None:
+    """Compare the values of all functions, and what their gradients add up to; nothing may be gathered for them."""
+    torch.manual_seed(0)
+    model = Answers(functions)
+    program = captured_once(model.double(), shape, torch.float64)
+    for rank in {0, grid[0] * grid[1] - 1}:
+        lower(program, Target(grid, rank, gather_bytes=0))
+
+    def joined(answers: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([answer.double().flatten() for answer in answers])
+
+    def loss(joined: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return (joined * torch.arange(len(joined), device=joined.device).cos()).mean()
+
+    assert_equal_to_one_process(model, shape, grid, loss=loss, output=joined)

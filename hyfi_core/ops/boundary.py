@@ -41,7 +41,7 @@ class BoundaryValue:
         have: the box of each rank of the first stage; None for a replicated value.
         need: the box of each rank of the second stage; None for a replicated value.
         whole: the map.
-        flat: whether height and width lie in one tensor dim where the value is held, the first of ``dims``.
+        folded: (first, last) dims that are one tensor dim where the value is held, from the last such dim to the first.
     """
 
     name: str
@@ -52,7 +52,7 @@ class BoundaryValue:
     have: tuple[Box, ...] | None = None
     need: tuple[Box, ...] | None = None
     whole: Box = _NOTHING
-    flat: bool = False
+    folded: tuple[tuple[int, int], ...] = ()
 
     def local_shape(self, box: Box | None) -> tuple[int, ...]:
         """Return the shape of what a rank holds of the value."""
@@ -63,11 +63,13 @@ class BoundaryValue:
 
     def opened(self, tensor: torch.Tensor, box: Box | None) -> torch.Tensor:
         """Return what a rank holds with height and width as dims of their own; a view where memory allows."""
-        return tensor.unflatten(self.dims[0], box.shape) if self.flat and box is not None else tensor
+        return tensor.reshape(self.local_shape(box)) if self.folded and box is not None else tensor
 
     def closed(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return it as the rank holds it; the inverse of ``opened``."""
-        return tensor.flatten(*self.dims) if self.flat else tensor
+        for first, last in self.folded:
+            tensor = tensor.flatten(first, last)
+        return tensor
 
     def cut(self, tensor: torch.Tensor, box: Box | None, origin: Box | None) -> torch.Tensor:
         """Return the pixels of ``box`` in a tensor whose first pixel is that of ``origin``; a view."""

@@ -39,6 +39,10 @@ def cut(held: Box, need: Box, whole: Box, dims: tuple[int, int], fill: float) ->
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
         result = tensor.narrow(dims[0], local.y0, local.height).narrow(dims[1], local.x0, local.width)
+        if need.empty and tuple(result.shape[dim] for dim in dims) != need.shape:
+            sides = list(result.shape)
+            sides[dims[0]], sides[dims[1]] = need.shape
+            return result.reshape(sides)  # nothing, of the shape that others of its layout have
         if not (above or below or left or right):
             return result
         around = {dims[0]: (above, below), dims[1]: (left, right)}

@@ -37,17 +37,15 @@ def positions(
     box: tuple[int, int, int, int],
     device: torch.device,
     first: int,
-    width: int = 0,
 ) -> torch.Tensor:
     """Return the position of every element of a part in the whole value, int64.
 
     Args:
         shape: of the whole value.
-        dims: of space; None for a value that is not split; the same one twice where height and width lie in one dim.
+        dims: of space, (y, x); None for a value that is not split.
         box: (y0, y1, x0, x1) of the part.
         device: where to.
         first: position of the whole value's first element.
-        width: of the whole map, where height and width lie in one dim.
     """
     result = torch.full((), first, dtype=torch.int64, device=device)
     stride = 1
@@ -56,9 +54,6 @@ def positions(
         if dims is not None and dim in dims:
             start, stop = box[:2] if dim == dims[0] else box[2:]
         along = torch.arange(start, stop, dtype=torch.int64, device=device)
-        if dims == (dim, dim):
-            columns = torch.arange(box[2], box[3], dtype=torch.int64, device=device)
-            along = (along[:, None] * width + columns).flatten()
         along = along * stride
         result = result + along.view(-1, *[1] * (len(shape) - 1 - dim))
         stride *= shape[dim]

@@ -118,9 +118,9 @@ class Builder:
     def computed(self, op: Operator, split: Split) -> Split:
         """Return a layout of an operator's results with what each rank computes of them: in a fused run, more.
 
-        Flat values take no part in fused runs.
+        Flat values, and those with several maps in a dim, take no part in fused runs.
         """
-        if split.flat:
+        if not split.plain:
             return split.owned
         self._fusible |= {op.name}
         return replace(split, boxes=self.runs.computed.get(op.name))
@@ -217,7 +217,7 @@ class Builder:
         here = self.splits[name]
         if here == split and name != self.program.image:
             return name
-        if here.dims != split.dims:
+        if (here.dims, here.leads) != (split.dims, split.leads):
             raise AssertionError(f"{name} has space in dims {here.dims}, asked for {split.dims}")
         return self.moved(name, split.held, split)
 
@@ -235,8 +235,8 @@ class Builder:
             return self._read(name, need[self.rank], split, fill)
         if tuple(need) == here.held:
             return name
-        if here.flat:
-            return self._moved_flat(name, need, split, fill)
+        if not here.plain:
+            return self._moved_folded(name, need, split, fill)
         source = self._covering(name, need)
         if source is not None:
             return self._cut(source, tuple(need), split, fill)
@@ -246,21 +246,23 @@ class Builder:
         self.communicate(Redistribute(transfer, here.dims, fill), (name,), (result,), "halo", split)
         return result
 
-    def _moved_flat(self, name: str, need: Sequence[Box], split: Split | None, fill: float) -> str:
-        """Move a flat value: as a map, and flat again."""
-        dim = self.splits[name].dims[0]
+    def _moved_folded(self, name: str, need: Sequence[Box], split: Split | None, fill: float) -> str:
+        """Move a value whose dims of space hold more than height or width: as a map, and folded again."""
+        here = self.splits[name]
+        shape = replace(here, boxes=tuple(need)).local_shape(self.shape(name), self.rank)
         moved, result = self.moved(self.opened(name), need, fill=fill), self.fresh(name)
-        self.compute(lambda tensor: tensor.flatten(dim, dim + 1), (moved,), (result,), split)
+        self.compute(lambda tensor: tensor.reshape(shape), (moved,), (result,), split)
         return result
 
     def opened(self, name: str) -> str:
-        """Return the name of a flat value as a map: its dim of pixels becomes height and width."""
+        """Return the name of a value with height and width as dims of their own."""
         here = self.splits[name]
-        dim = here.dims[0]
+        if here.plain:
+            return name
         shape, dims = here.opened(self.shape(name))
         split, result = Split(here.layout, dims), self.fresh(name, shape)
-        sides = split.held[self.rank].shape
-        self.compute(lambda tensor: tensor.unflatten(dim, sides), (name,), (result,), split)
+        local = here.opened_here(self.shape(name), self.rank)
+        self.compute(lambda tensor: tensor.reshape(local), (name,), (result,), split)
         return result
 
     def _read(self, name: str, need: Box, split: Split | None, fill: float) -> str:

@@ -6,7 +6,6 @@ Space may stand anywhere: (B, C, H, W), or (B, H, W, C) as in ConvNeXt.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -15,7 +14,9 @@ from hyfi_core.ops.reduce import SumOverRanks
 from hyfi_core.rules.builder import Builder, Rule
 from hyfi_core.rules.calls import bound, renamed
 from hyfi_core.rules.instructions import Split
+from hyfi_core.rules.moves.strips import along_space, first_extreme
 from hyfi_core.rules.norm import group_sums, normalise
+from hyfi_core.rules.pointwise import operands
 
 
 def _here(builder: Builder, op: Operator) -> Split:
@@ -82,28 +83,74 @@ def prelu(builder: Builder, op: Operator) -> None:
     _per_pixel(builder, op, here)
 
 
-def along(at: int, keepdim_at: int | None) -> Rule:
-    """Return the rule of an operator that works along one dim that is not space.
+def along(at: int, keepdim_at: int | None, default: int = -1) -> Rule:
+    """Return the rule of an operator that works along one dim.
 
     Args:
         at: which argument names the dim.
         keepdim_at: which says whether a reduced dim stays with size 1; None where the operator does not reduce.
+        default: the dim where none is given.
     """
 
     def rule(builder: Builder, op: Operator) -> None:
         here, rank = _here(builder, op), len(builder.shape(op.args[0].name))
-        dim = op.args[at] if len(op.args) > at else op.kwargs.get("dim", -1)
-        if dim is None or dim % rank in here.dims:
-            builder.refuse(
-                op, f"works along dim {dim}, which is space", "a dim that is not space, such as channels (1)"
-            )
-        _per_pixel(builder, op, here if keepdim_at is None else _reduced(here, op, dim % rank, keepdim_at))
+        dim = op.args[at] if len(op.args) > at else op.kwargs.get("dim", default)
+        if not isinstance(dim, int):
+            builder.refuse(op, f"works along dims {dim} of a map", "one dim at a time")
+        reduced = None if keepdim_at is None else _keeps(op, keepdim_at)
+        if dim % rank in here.dims:
+            along_space(builder, op, (dim % rank,), reduced)
+        else:
+            _per_pixel(builder, op, here if reduced is None else _reduced(here, dim % rank, reduced))
 
     return rule
 
 
-def _reduced(here: Split, op: Operator, dim: int, keepdim_at: int) -> Split:
-    keep: Any = op.args[keepdim_at] if len(op.args) > keepdim_at else op.kwargs.get("keepdim", False)
+def _keeps(op: Operator, at: int) -> bool:
+    return bool(op.args[at] if len(op.args) > at else op.kwargs.get("keepdim", False))
+
+
+def extreme(builder: Builder, op: Operator) -> None:
+    """``max`` and ``min`` along one dim, with indices."""
+    name = op.args[0].name
+    if op.args[1] % len(builder.shape(name)) in builder.splits[name].dims:
+        first_extreme(builder, op)
+    else:
+        along(1, 2)(builder, op)
+
+
+def _reduced(here: Split, dim: int, keep: bool) -> Split:
     if keep:
         return here
     return replace(here, dims=(here.dims[0] - (dim < here.dims[0]), here.dims[1] - (dim < here.dims[1])))
+
+
+def per_pixel(builder: Builder, op: Operator) -> None:
+    """An operator that leaves every pixel where it is, and may add dims behind."""
+    _per_pixel(builder, op, _here(builder, op))
+
+
+def response_norm(builder: Builder, op: Operator) -> None:
+    """``avg_pool3d`` over channels alone, as local response norm has it: (B, 1, C, H, W)."""
+    here = _here(builder, op)
+    settings = [list(given) for given in op.args[1:4]]
+    alone = all(given[1:] == [1, 1] for given in settings[:2] if given) and not any(
+        settings[2][1:] if len(settings) > 2 else ()
+    )
+    if here.dims != (3, 4) or not alone:
+        builder.refuse(
+            op, f"pools {settings[0]} with space in dims {here.dims}", "nn.LocalResponseNorm on (B, C, H, W)"
+        )
+    _per_pixel(builder, op, here)
+
+
+def cosine_similarity(builder: Builder, op: Operator) -> None:
+    """Cosine of two maps, or of a map and a vector, along a dim that is not space."""
+    first, second = (builder.shape(item.name) for item in op.args[:2])
+    sizes = torch.broadcast_shapes(first, second)
+    dim = (op.args[2] if len(op.args) > 2 else op.kwargs.get("dim", 1)) % len(sizes)
+    names, here = operands(builder, op, sizes)
+    if dim in here.dims:
+        builder.refuse(op, f"is along dim {dim}, which is space", "a dim that is not space, such as channels (1)")
+    function, inputs = bound(renamed(op, names))
+    builder.compute(function, inputs, op.outputs, _reduced(here, dim, keep=False))

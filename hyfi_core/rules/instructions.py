@@ -29,17 +29,20 @@ class Split:
     """A value of which every rank holds its part.
 
     A *flat* value has height and width in one tensor dim, row after row, as ``x.flatten(2)`` leaves it: there each rank
-    holds the pixels of its part, row after row of the part.
+    holds the pixels of its part, row after row of the part. A dim of space may also hold several maps, one after the
+    other, as ``x.view(B * H * W, C)`` does: of each of them a rank holds its part.
 
     Attributes:
         layout: who holds what.
         dims: which tensor dims are (y, x); the same one twice where the value is flat.
         boxes: what each rank holds, where a fused run has it compute more than its part; None: its part.
+        leads: how many maps follow each other in these dims; (n, 1) for n maps in a flat dim.
     """
 
     layout: Layout
     dims: tuple[int, int] = (2, 3)
     boxes: tuple[Box, ...] | None = None
+    leads: tuple[int, int] = (1, 1)
 
     @property
     def held(self) -> tuple[Box, ...]:
@@ -51,25 +54,69 @@ class Split:
         """Whether height and width lie in one tensor dim."""
         return self.dims[0] == self.dims[1]
 
+    @property
+    def plain(self) -> bool:
+        """Whether height and width are tensor dims of their own and nothing else."""
+        return not self.flat and self.leads == (1, 1)
+
+    @property
+    def space(self) -> tuple[Box, tuple[int, int], bool]:
+        """What the dims of space hold, wherever they are: equal for values whose pixels stand beside each other."""
+        return self.layout.map, self.leads, self.flat
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Global sizes of the tensor dims ``dims``."""
+        height, width = self.layout.map.shape
+        size = self.leads[0] * height * width
+        return (size, size) if self.flat else (self.leads[0] * height, self.leads[1] * width)
+
     def opened(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, int]]:
         """Return (shape, dims of space) of a value of this shape with height and width as dims of their own."""
-        if not self.flat:
-            return shape, self.dims
-        dim = self.dims[0]
-        return (*shape[:dim], *self.layout.map.shape, *shape[dim + 1 :]), (dim, dim + 1)
+        return self._opened(shape, self.layout.map.shape)
+
+    def opened_here(self, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
+        """Return the shape of ``rank``'s tensor, of a value of this global shape, opened likewise."""
+        return self._opened(shape, self.held[rank].shape)[0]
+
+    def _opened(self, shape: tuple[int, ...], sides: tuple[int, int]) -> tuple[tuple[int, ...], tuple[int, int]]:
+        result: list[int] = []
+        dims = [0, 0]
+        for at, side in enumerate(shape):
+            axes = [axis for axis in (0, 1) if self.dims[axis] == at]
+            if not axes:
+                result.append(side)
+                continue
+            if self.leads[axes[0]] != 1:
+                result.append(self.leads[axes[0]])
+            for axis in axes:
+                dims[axis] = len(result)
+                result.append(sides[axis])
+        return tuple(result), (dims[0], dims[1])
+
+    def folded(self) -> tuple[tuple[int, int], ...]:
+        """Return (first, last) dims of the opened value that are one dim here, from the last such dim to the first."""
+        found, more = [], 0
+        for dim in sorted(set(self.dims)):
+            axes = [axis for axis in (0, 1) if self.dims[axis] == dim]
+            inner = len(axes) - 1 + (self.leads[axes[0]] != 1)
+            if inner:
+                found.append((dim + more, dim + more + inner))
+            more += inner
+        return tuple(reversed(found))
 
     @property
     def owned(self) -> Split:
         """The same without margins."""
-        return Split(self.layout, self.dims)
+        return Split(self.layout, self.dims, leads=self.leads)
 
     def local_shape(self, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
         """Return the shape of ``rank``'s tensor of a value of this global shape."""
         sides, box = list(shape), self.held[rank]
         if self.flat:
-            sides[self.dims[0]] = box.area
+            sides[self.dims[0]] = self.leads[0] * box.area
         else:
-            sides[self.dims[0]], sides[self.dims[1]] = box.shape
+            sides[self.dims[0]], sides[self.dims[1]] = self.leads[0] * box.height, self.leads[1] * box.width
         return tuple(sides)
 
 

@@ -51,15 +51,35 @@ def matmul(builder: Builder, op: Operator) -> None:
 
 def einsum(builder: Builder, op: Operator) -> None:
     """``einsum`` with a letter for every dim."""
-    equation = str(op.args[0]).replace(" ", "")
+    names = [item.name for item in op.args[1]]
+    equation = _spelled(str(op.args[0]).replace(" ", ""), [len(builder.shape(name)) for name in names])
     given, arrow, result = equation.partition("->")
     terms = given.split(",")
     if not arrow:
         result = "".join(sorted(letter for letter in set(given) - {","} if given.count(letter) == 1))
     if "." in equation or any(len(set(term)) < len(term) for term in terms):
         builder.refuse(op, f"has the equation {equation!r}", "a letter for every dim, none twice in one value")
-    names = [item.name for item in op.args[1]]
     _product(builder, op, Letters(tuple(zip(names, terms, strict=True)), result))
+
+
+def _spelled(equation: str, ranks: list[int]) -> str:
+    """Return an equation whose dots are letters, the last ones of the alphabet's capitals in front of the result."""
+    if "..." not in equation:
+        return equation
+    given, arrow, result = equation.partition("->")
+    terms = given.split(",")
+    counts = [rank - len(term) + 3 for term, rank in zip(terms, ranks, strict=True) if "..." in term]
+    dots = "ABCDEFGH"[: max(counts)]
+    if set(dots) & set(equation) or max(counts) > 8:
+        return equation
+    spelled = []
+    for term, rank in zip(terms, ranks, strict=True):
+        count = rank - len(term) + 3
+        spelled.append(term.replace("...", dots[len(dots) - count :]))
+    if not arrow:
+        letters = {letter for letter in given if letter.isalpha()}
+        result = "..." + "".join(sorted(letter for letter in letters if given.count(letter) == 1))
+    return ",".join(spelled) + "->" + result.replace("...", dots)
 
 
 def _product(builder: Builder, op: Operator, letters: Letters) -> None:

@@ -25,18 +25,21 @@ class _Numbers:
     def __init__(self, builder: Builder, op: Operator, shape: tuple[int, ...], split: Split | None) -> None:
         self._operator = builder.program.ordinal(op)
         self._shape = shape
+        self._dims: tuple[int, int] | None = None
+        if split is not None:
+            self._shape, self._dims = split.opened(shape)
+        self._local = None if split is None else split.local_shape(shape, builder.rank)
         self._images = builder.shape(builder.program.image)[0]
-        self._dims = split.dims if split is not None else None
         box = split.held[builder.rank] if split is not None else None
-        self._width = split.layout.width if split is not None else 0
         self._box = (box.y0, box.y1, box.x0, box.x1) if box is not None else (0, 0, 0, 0)
 
     def __call__(self, draw: _Draw, key: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """Return this rank's numbers; ``key`` holds seed, step and the micro-batch's first sample."""
         seed, step, sample = (int(word) for word in key)
         first = sample * prod(self._shape) // self._images  # samples follow each other: alike however a batch is cut
-        where = draws.positions(self._shape, self._dims, self._box, device, first, self._width)
-        return draw(draws.mixed(seed, step, self._operator), where, dtype)
+        where = draws.positions(self._shape, self._dims, self._box, device, first)
+        numbers = draw(draws.mixed(seed, step, self._operator), where, dtype)
+        return numbers if self._local is None else numbers.reshape(self._local)
 
 
 def dropout(builder: Builder, op: Operator) -> None:

@@ -17,6 +17,7 @@ from hyfi_core.ops.reduce import MaxOverSpace, SumOverRanks
 from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.calls import bound, renamed
 from hyfi_core.rules.instructions import Split
+from hyfi_core.rules.moves.strips import along_space
 
 
 def accumulator(tensor: torch.Tensor) -> torch.dtype:
@@ -119,17 +120,43 @@ def total(builder: Builder, op: Operator) -> None:
 
 
 def maximum(builder: Builder, op: Operator) -> None:
-    """Maximum over space; ties share the gradient wherever they are."""
+    """``amax``, ``amin``, and ``max`` and ``min`` of everything; ties share the gradient wherever they are."""
+    name, dims, keepdim = _over_space(builder, op)
+    space = set(builder.splits[name].dims)
+    taken = set(dims) & space
+    if not taken:
+        _reduction(builder, op, mean=False)  # over channels: the operator itself, pixel by pixel
+    elif taken != space:
+        along_space(builder, op, dims, keepdim)
+    else:
+        part = builder.part(name, builder.splits[name])
+        if "min" not in op.text:
+            builder.communicate(MaxOverSpace(dims, keepdim), (part,), op.outputs, "reduce")
+            return
+        turned, top = builder.fresh(name), builder.fresh(op.first_output)
+        builder.compute(lambda tensor: -tensor, (part,), (turned,), builder.splits[name])
+        builder.communicate(MaxOverSpace(dims, keepdim), (turned,), (top,), "reduce")
+        builder.compute(lambda tensor: -tensor, (top,), op.outputs)
+
+
+def truth(builder: Builder, op: Operator) -> None:
+    """``any`` and ``all``."""
     name, dims, keepdim = _over_space(builder, op)
     if not set(dims) & set(builder.splits[name].dims):
-        _reduction(builder, op, mean=False)  # over channels: the operator itself, pixel by pixel
+        _reduction(builder, op, mean=False)
         return
-    if set(dims) != set(builder.splits[name].dims):
-        builder.refuse(
-            op, f"takes the maximum over dims {dims}", f"exactly the dims of space {builder.splits[name].dims}"
-        )
-    part = builder.part(name, builder.splits[name])
-    builder.communicate(MaxOverSpace(dims, keepdim), (part,), op.outputs, "reduce")
+    if not set(builder.splits[name].dims) <= set(dims):
+        along_space(builder, op, dims, keepdim)
+        return
+    every = op.text.startswith("aten.all")
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        return ((tensor == 0) if every else (tensor != 0)).sum(dims, keepdim=keepdim)
+
+    partial, total = (builder.fresh(op.first_output, dtype=torch.int64) for _ in range(2))
+    builder.compute(count, (builder.part(name, builder.splits[name]),), (partial,))
+    builder.communicate(SumOverRanks(), (partial,), (total,), "reduce")
+    builder.compute(lambda hits: (hits == 0) if every else (hits > 0), (total,), op.outputs)
 
 
 def vector_norm(builder: Builder, op: Operator) -> None:
@@ -160,9 +187,11 @@ def vector_norm(builder: Builder, op: Operator) -> None:
 
 
 def variance(builder: Builder, op: Operator) -> None:
-    """``var`` and ``std`` with any correction."""
+    """``var`` and ``std`` with any correction, and these with the mean (``var_mean``)."""
     rooted = op.text.startswith("aten.std")
-    correction = op.kwargs.get("correction", 1)
+    with_mean = "_mean." in op.text
+    given = op.kwargs.get("correction")
+    correction = 1 if given is None else given
     if op.text.endswith(".dim"):
         correction = int(op.args[2]) if len(op.args) > 2 else 1
     name, dims, keepdim = _dims(builder, op, op.args[1] if len(op.args) > 1 else None, 3)
@@ -183,11 +212,11 @@ def variance(builder: Builder, op: Operator) -> None:
 
     kind = builder.values[name].dtype
 
-    def finish(sums: torch.Tensor) -> torch.Tensor:
+    def finish(sums: torch.Tensor) -> Any:
         mean = sums[0] / count
         spread = (sums[1] / count - mean * mean).clamp(min=0.0) * (count / max(count - correction, 0))
         result: torch.Tensor = (spread.sqrt() if rooted else spread).to(kind)
-        return result
+        return (result, mean.to(kind)) if with_mean else result
 
     if count <= correction:
         builder.refuse(op, f"has {count} values and a correction of {correction}", "a smaller correction")
@@ -213,7 +242,8 @@ def _channels_only(builder: Builder, op: Operator, dims: tuple[int, ...], keepdi
     here = builder.splits[name]
     taken = set(here.dims) & set(dims)
     if 0 < len(taken) < len(set(here.dims)):
-        builder.refuse(op, f"reduces dims {dims} of a map whose space is {here.dims}", "both dims of space, or neither")
+        along_space(builder, op, dims, keepdim)
+        return True
     if taken:
         return False
     split = here

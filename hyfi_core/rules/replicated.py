@@ -68,7 +68,7 @@ def gathered(builder: Builder, op: Operator, what: str = "cannot be computed by 
 def _alike(builder: Builder, name: str, output: str, split: Split) -> bool:
     """Whether an output has its pixels where an input that was gathered has them."""
     taken, made = builder.shape(name), builder.shape(output)
-    return not split.flat and len(taken) == len(made) and all(taken[dim] == made[dim] for dim in split.dims)
+    return split.plain and len(taken) == len(made) and all(taken[dim] == made[dim] for dim in split.dims)
 
 
 def cut_of_whole(split: Split, rank: int, shape: tuple[int, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -79,18 +79,36 @@ def cut_of_whole(split: Split, rank: int, shape: tuple[int, ...]) -> Callable[[t
         rank: whose part.
         shape: of the replicated value.
     """
-    box, whole, (y, x) = split.held[rank], split.layout.map, split.dims
+    box, here = split.held[rank], split
+    if not split.plain:
+        return _cut_of_folded(split, rank, shape)
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
-        if split.flat:
-            if shape[y] == 1 and whole.area != 1:
-                return tensor
-            opened = tensor.unflatten(y, whole.shape)
-            cut: torch.Tensor = opened.narrow(y, box.y0, box.height).narrow(y + 1, box.x0, box.width)
-            return cut.flatten(y, y + 1)
-        for dim, start, length in ((y, box.y0, box.height), (x, box.x0, box.width)):
+        for dim, start, length in ((here.dims[0], box.y0, box.height), (here.dims[1], box.x0, box.width)):
             if dim >= 0 and shape[dim] > 1:
                 tensor = tensor.narrow(dim, start, length)
+        return tensor
+
+    return call
+
+
+def _cut_of_folded(split: Split, rank: int, shape: tuple[int, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the same for dims that hold more than height or width; a dim that is missing or has size 1 is not cut."""
+    box, whole, (y, x) = split.held[rank], split.layout.map, split.dims
+    cuts = [(y, box.y0, box.height), (x, box.x0, box.width)]
+
+    def call(tensor: torch.Tensor) -> torch.Tensor:
+        # From the last dim on, so that opening one moves none that is still to come.
+        if split.flat:
+            if y < 0 or (shape[y] == 1 and split.sides[0] != 1):
+                return tensor
+            opened = tensor.unflatten(y, (split.leads[0], *whole.shape))
+            cut: torch.Tensor = opened.narrow(y + 1, box.y0, box.height).narrow(y + 2, box.x0, box.width)
+            return cut.flatten(y, y + 2)
+        for axis, (dim, start, length) in sorted(enumerate(cuts), key=lambda item: -item[1][0]):
+            if dim >= 0 and shape[dim] > 1:
+                opened = tensor.unflatten(dim, (split.leads[axis], whole.shape[axis]))
+                tensor = opened.narrow(dim + 1, start, length).flatten(dim, dim + 1)
         return tensor
 
     return call

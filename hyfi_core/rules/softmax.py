@@ -18,6 +18,7 @@ from hyfi_core.ops.reduce import LargestOverRanks, SumOverRanks
 from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.calls import bound, renamed
 from hyfi_core.rules.instructions import Split
+from hyfi_core.rules.moves.strips import along_space
 
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
@@ -59,7 +60,8 @@ def logsumexp(builder: Builder, op: Operator) -> None:
         builder.compute(function, inputs, op.outputs, Split(here.layout, (kept[0], kept[1])))
         return
     if taken != set(here.dims):
-        builder.refuse(op, f"is over dims {dims} of a map whose space is {here.dims}", "both dims of space, or neither")
+        along_space(builder, op, dims, keepdim)
+        return
     largest, total = _exponentials(builder, part, dims)
     narrow = builder.values[op.first_output].dtype
 

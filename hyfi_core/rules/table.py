@@ -9,24 +9,22 @@ run, where ranks compute more than they own; before any other the run ends, and 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hyfi_core.capture.program import Operator, Ref, refs_in
 from hyfi_core.rules import batch_norm as rules_batch_norm
 from hyfi_core.rules import channel as rules_channel
+from hyfi_core.rules import entries as rules_entries
 from hyfi_core.rules import norm as rules_norm
-from hyfi_core.rules import place as rules_place
 from hyfi_core.rules import product as rules_product
 from hyfi_core.rules import reduction as rules_reduction
-from hyfi_core.rules import resize as rules_resize
 from hyfi_core.rules import shape as rules_shape
 from hyfi_core.rules import softmax as rules_softmax
 from hyfi_core.rules import window as rules_window
 from hyfi_core.rules.builder import Builder, Rule
-from hyfi_core.rules.calls import bound, renamed
-from hyfi_core.rules.instructions import Split
+from hyfi_core.rules.moves import place as rules_place
+from hyfi_core.rules.moves import resize as rules_resize
+from hyfi_core.rules.moves import strips as rules_strips
+from hyfi_core.rules.pointwise import copy, pointwise
 from hyfi_core.rules.random import RANDOM
-from hyfi_core.rules.replicated import cut_of_whole
 
 _POINTWISE = """
 relu relu6 leaky_relu elu selu celu gelu silu mish hardswish hardsigmoid hardtanh sigmoid tanh softplus exp
@@ -37,69 +35,32 @@ lt.Tensor ge.Scalar le.Scalar clone alias detach contiguous _to_copy to.dtype le
 logical_not zeros_like ones_like empty_like full_like sign sgn log_sigmoid threshold hardshrink softshrink
 where.ScalarSelf where.ScalarOther where.Scalar ne.Scalar logical_and logical_or isnan trunc ceil round frac
 pow.Tensor_Tensor pow.Scalar log2 log10 exp2 tan atan asin acos sinh cosh addcdiv erfc fmod.Scalar remainder.Scalar
-le.Tensor ge.Tensor ne.Tensor masked_fill.Scalar fill.Scalar type_as bitwise_not
+le.Tensor ge.Tensor ne.Tensor masked_fill.Scalar fill.Scalar type_as bitwise_not __and__.Tensor __and__.Scalar
+__or__.Tensor __or__.Scalar __xor__.Tensor __xor__.Scalar bitwise_and.Tensor bitwise_and.Scalar bitwise_or.Tensor
+bitwise_or.Scalar bitwise_xor.Tensor bitwise_xor.Scalar logical_xor isfinite isinf nan_to_num clamp.Tensor
+clamp_min.Tensor clamp_max.Tensor masked_fill.Tensor fill.Tensor fmod.Tensor remainder.Tensor floor_divide
+floor_divide.Scalar div.Tensor_mode div.Scalar_mode atan2 hypot xlogy.Tensor logaddexp fmax fmin sinc positive
 """
-
-
-def pointwise(builder: Builder, op: Operator) -> None:
-    """Each output pixel comes from the input pixels at the same place; replicated operands broadcast over space."""
-    names = {}
-    full = len(builder.shape(op.first_output))
-    maps = {name: _from_right(builder, name, full) for name in dict.fromkeys(op.inputs) if name in builder.splits}
-    anchor = builder.computed(op, next(iter(maps.values())))
-    for name in dict.fromkeys(op.inputs):
-        if name in maps:
-            split = maps[name]
-            if split.dims != anchor.dims or split.layout.map != anchor.layout.map:
-                builder.refuse(
-                    op,
-                    f"mixes a map of {split.layout.map.shape} in dims {split.dims} with one of "
-                    f"{anchor.layout.map.shape} in dims {anchor.dims}",
-                    "equal sizes in equal dims",
-                )
-            names[name] = builder.part(name, replace(anchor, dims=builder.splits[name].dims))
-        elif _reaches_space(builder.shape(name), builder.shape(op.first_output), anchor):
-            names[name] = _cut_out(builder, name, anchor, len(builder.shape(op.first_output)))
-    function, inputs = bound(renamed(op, names))
-    builder.compute(function, inputs, op.outputs, anchor, op)
-
-
-def _from_right(builder: Builder, name: str, rank: int) -> Split:
-    """Return how a map is split, its dims counted as broadcasting to ``rank`` dims counts them."""
-    split = builder.splits[name]
-    more = rank - len(builder.shape(name))
-    return Split(split.layout, (split.dims[0] + more, split.dims[1] + more))
-
-
-def _reaches_space(shape: tuple[int, ...], full: tuple[int, ...], split: Split) -> bool:
-    """Whether a replicated operand has more than one pixel, so that each rank needs its cut-out of it."""
-    missing = len(full) - len(shape)
-    return any(dim >= missing and shape[dim - missing] > 1 for dim in split.dims)
-
-
-def _cut_out(builder: Builder, name: str, split: Split, rank_dims: int) -> str:
-    """Return this rank's cut-out of a replicated map (a positional table, say)."""
-    missing = rank_dims - len(builder.shape(name))
-    dims = (split.dims[0] - missing, split.dims[1] - missing)
-    result = builder.fresh(name)
-    builder.compute(cut_of_whole(replace(split, dims=dims), builder.rank, builder.shape(name)), (name,), (result,))
-    return result
 
 
 def channelwise(builder: Builder, op: Operator) -> None:
     """Works along a dim that is not space (cat, split, slice, softmax over channels): like a pointwise operator."""
-    dims = next(split.dims for name in op.inputs if (split := builder.splits.get(name)) is not None)
-    rank = len(builder.shape(next(name for name in op.inputs if name in builder.splits)))
-    at = _DIM_ARGUMENT[op.text.removeprefix("aten.").removesuffix(".default")]
-    dim = op.args[at] if len(op.args) > at else op.kwargs.get("dim", 0)
-    if dim % rank in dims:
-        if "softmax" in op.text:
-            rules_softmax.softmax(builder, op)
-            return
+    name = next(name for name in op.inputs if name in builder.splits)
+    dims, rank = builder.splits[name].dims, len(builder.shape(name))
+    kind = op.text.removeprefix("aten.").removesuffix(".default")
+    at = _DIM_ARGUMENT[kind]
+    dim = (op.args[at] if len(op.args) > at else op.kwargs.get("dim", 0)) % rank
+    if dim not in dims:
+        pointwise(builder, op)
+    elif kind not in _WHOLE_ROWS:
         builder.refuse(op, f"works along dim {dim}, which is space", "a dim that is not space, such as channels (1)")
-    pointwise(builder, op)
+    elif "softmax" in kind and dims[0] == dims[1]:
+        rules_softmax.softmax(builder, op)
+    else:
+        rules_strips.along_space(builder, op, (dim,), None)
 
 
+_WHOLE_ROWS = ("cumsum", "softmax.int", "_softmax", "log_softmax.int", "_log_softmax")
 # Operators along one dim, and which argument names it.
 _DIM_ARGUMENT = {
     "cat": 1,
@@ -187,6 +148,7 @@ RULES.update(
             "upsample_bilinear2d.vec": rules_resize.upsample_bilinear,
             "pixel_shuffle": rules_place.pixel_shuffle,
             "pixel_unshuffle": rules_place.pixel_unshuffle,
+            "channel_shuffle": rules_channel.per_pixel,
             "batch_norm": rules_batch_norm.batch_norm,
             "_native_batch_norm_legit_functional": rules_batch_norm.batch_norm_training,
             "_native_batch_norm_legit.no_stats": rules_batch_norm.batch_norm_without_statistics,
@@ -222,24 +184,73 @@ RULES.update(
             "logsumexp": rules_softmax.logsumexp,
             "prelu": rules_channel.prelu,
             "glu": rules_channel.along(1, None),
-            "max.dim": rules_channel.along(1, 2),
-            "min.dim": rules_channel.along(1, 2),
+            "max.dim": rules_channel.extreme,
+            "min.dim": rules_channel.extreme,
             "argmax": rules_channel.along(1, 2),
+            "argmin": rules_channel.along(1, 2),
+            "median.dim": rules_channel.along(1, 2),
+            "prod.dim_int": rules_channel.along(1, 2),
+            "any.dim": rules_channel.along(1, 2),
+            "all.dim": rules_channel.along(1, 2),
+            "sort": rules_channel.along(1, None),
+            "sort.stable": rules_channel.along(2, None),
+            "argsort": rules_channel.along(1, None),
+            "topk": rules_channel.along(2, None),
+            "cumprod": rules_channel.along(1, None),
+            "index_select": rules_channel.along(1, None, 0),
+            "repeat_interleave.self_int": rules_channel.along(2, None),
+            "one_hot": rules_channel.per_pixel,
+            "avg_pool3d": rules_channel.response_norm,
+            "index.Tensor": rules_entries.index,
+            "repeat": rules_entries.repeat,
+            "tile": rules_entries.repeat,
+            "diagonal": rules_entries.diagonal,
             "mean": rules_reduction.mean,
             "mean.dim": rules_reduction.mean,
             "sum": rules_reduction.total,
             "sum.dim_IntList": rules_reduction.total,
             "amax": rules_reduction.maximum,
+            "amin": rules_reduction.maximum,
+            "max": rules_reduction.maximum,
+            "min": rules_reduction.maximum,
+            "any": rules_reduction.truth,
+            "any.dims": rules_reduction.truth,
+            "all": rules_reduction.truth,
+            "all.dims": rules_reduction.truth,
             "linalg_vector_norm": rules_reduction.vector_norm,
             "var.dim": rules_reduction.variance,
             "var.correction": rules_reduction.variance,
             "std.dim": rules_reduction.variance,
             "std.correction": rules_reduction.variance,
+            "var_mean.dim": rules_reduction.variance,
+            "var_mean.correction": rules_reduction.variance,
+            "std_mean.dim": rules_reduction.variance,
+            "std_mean.correction": rules_reduction.variance,
             **{f"new_{kind}": rules_shape.new_like for kind in ("zeros", "ones", "empty", "full")},
         }.items()
     }
 )
 RULES.update(RANDOM)
+RULES.update(
+    {
+        _text(name): rules_entries.by_map
+        for name in (
+            *("gather", "scatter.src", "scatter.value", "scatter.reduce", "scatter.value_reduce", "scatter_add"),
+            "scatter_reduce.two",
+        )
+    }
+)
+RULES.update(
+    {
+        _text(name): rule
+        for name, rule in {
+            "copy": copy,
+            "index_put": rules_entries.index_put,
+            "slice_scatter": rules_entries.slice_scatter,
+            "cosine_similarity": rules_channel.cosine_similarity,
+        }.items()
+    }
+)
 RULES.update({_text(name): rules_product.matmul for name in ("matmul", "bmm", "mm")})
 RULES.update({_text("einsum"): rules_product.einsum, _text("scaled_dot_product_attention"): rules_softmax.attention})
 

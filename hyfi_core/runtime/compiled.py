@@ -206,7 +206,7 @@ class _Lowered:
             else:
                 parts, whole = (have.layout.parts, need.layout.parts), have.layout.map
                 shape, dims = have.opened(info.shape)
-                carried.append(BoundaryValue(name, shape, dtype, gradient, dims, *parts, whole, have.flat))
+                carried.append(BoundaryValue(name, shape, dtype, gradient, dims, *parts, whole, have.folded()))
         sizes = [rows * columns for rows, columns in (self._placement.grids[source], self._placement.grids[target])]
         return BoundaryTransfer(tuple(carried), sizes[0], sizes[1], channels_last)
 
@@ -218,7 +218,7 @@ class _Lowered:
                 split = self._splits[source].get(name)
                 if split is not None:
                     layout = Layout.even(split.layout.height, split.layout.width, self._placement.grids[index])
-                    split = Split(layout, split.dims)
+                    split = Split(layout, split.dims, leads=split.leads)
                 found[name] = split
         return found
 

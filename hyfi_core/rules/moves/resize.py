@@ -15,8 +15,8 @@ import torch.nn.functional as F
 
 from hyfi_core.capture.program import Operator
 from hyfi_core.ops.first_maximum import FirstMaximum
-from hyfi_core.rules.axis import Axis, reach, taken
 from hyfi_core.rules.builder import Builder
+from hyfi_core.rules.moves.axis import Axis, reach, taken
 from hyfi_core.rules.window_arguments import arguments, pair
 
 

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from hyfi_core.capture.program import Operator
-from hyfi_core.rules.axis import Axis, reach, taken
 from hyfi_core.rules.builder import Builder
+from hyfi_core.rules.moves.axis import Axis, reach, taken
 
 _MODES = "constant, reflect and replicate padding"
 

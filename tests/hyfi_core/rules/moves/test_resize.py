@@ -12,8 +12,8 @@ from torch import nn
 
 import hyfi_core
 from hyfi_core.errors import RequestError
-from hyfi_core.rules.axis import Axis
-from hyfi_core.rules.resize import _blend, _cells, _scattered
+from hyfi_core.rules.moves.axis import Axis
+from hyfi_core.rules.moves.resize import _blend, _cells, _scattered
 from tests.harness import assert_equal_to_one_process, run_copies
 
 SIZES = [(1, 1), (1, 5), (5, 1), (7, 7), (7, 16), (16, 7), (33, 20), (20, 33), (640, 1280), (1000, 1001)]

@@ -1,0 +1,185 @@
+"""Rules for operators that pick, repeat or overwrite entries along dims that are not space: index, gather, scatter.
+
+Along space a slice may be overwritten; everything else that picks pixels by number is gathered or refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from hyfi_core.capture.program import Operator
+from hyfi_core.plan.box import Box
+from hyfi_core.rules.builder import Builder
+from hyfi_core.rules.calls import bound, renamed
+from hyfi_core.rules.instructions import Split
+from hyfi_core.rules.pointwise import operands
+from hyfi_core.rules.replicated import cut_of_whole
+
+_CHANNELS = "entries of a dim that is not space, such as channels (1)"
+
+
+def index(builder: Builder, op: Operator) -> None:
+    """``y[:, [2, 0]]``: numbers of entries along dims that are not space."""
+    name = op.args[0].name
+    here = builder.seen(op, name)
+    split = _indexed(builder, op, here)
+    function, inputs = bound(renamed(op, {name: builder.part(name, here)}))
+    builder.compute(function, inputs, op.outputs, split)
+
+
+def _indexed(builder: Builder, op: Operator, here: Split) -> Split:
+    """Return how ``y[indices]`` is split, where ``y`` is split as ``here``."""
+    given = [at for at, item in enumerate(op.args[1]) if item is not None]
+    infos = [builder.values[op.args[1][at].name] for at in given]
+    if set(given) & set(here.dims) or any(info.dtype in (torch.bool, torch.uint8) for info in infos):
+        builder.refuse(op, f"picks by numbers in dims {given} of a map whose space is {here.dims}", _CHANNELS)
+    if any(op.args[1][at].name in builder.splits for at in given):
+        builder.refuse(op, "picks by a map of numbers", "torch.gather, or numbers that are no map")
+    more = len(torch.broadcast_shapes(*(info.shape for info in infos)))
+    together = given == list(range(given[0], given[0] + len(given)))
+
+    def number(dim: int) -> int:
+        before = sum(at < dim for at in given)
+        return dim - before + (more if not together or given[0] < dim else 0)
+
+    return replace(here, dims=(number(here.dims[0]), number(here.dims[1])))
+
+
+def index_put(builder: Builder, op: Operator) -> None:
+    """``y[:, [2, 0]] = z``, with or without adding; ``z`` a map of as many pixels, or no map."""
+    name = op.args[0].name
+    if name not in builder.splits:
+        builder.refuse(op, "puts a map into what is no map", "a map to put it into, torch.zeros_like(y)")
+    here = builder.splits[name].owned
+    inner = _indexed(builder, op, here)
+    values = op.args[2].name
+    rank = len(builder.shape(name)) - sum(item is not None for item in op.args[1])
+    rank += len(torch.broadcast_shapes(*(builder.shape(item.name) for item in op.args[1] if item is not None)))
+    names = {name: builder.part(name, here), values: _fitted(builder, op, values, inner, rank)}
+    function, inputs = bound(renamed(op, names))
+    builder.compute(function, inputs, op.outputs, here)
+
+
+def _fitted(builder: Builder, op: Operator, name: str, split: Split, rank: int) -> str:
+    """Return this rank's part of a value that broadcasts to ``rank`` dims, split as ``split``."""
+    shape = builder.shape(name)
+    fewer = rank - len(shape)
+    dims = (split.dims[0] - fewer, split.dims[1] - fewer)
+    own = builder.splits.get(name)
+    if own is not None:
+        if own.dims != dims or own.space != split.space:
+            builder.refuse(op, f"puts a map with space in dims {own.dims} where {dims} is meant", "equal maps")
+        return builder.part(name, replace(split, dims=dims))
+    if not any(dim >= 0 and shape[dim] > 1 for dim in dims):
+        return name
+    result = builder.fresh(name)
+    builder.compute(cut_of_whole(replace(split, dims=dims), builder.rank, shape), (name,), (result,))
+    return result
+
+
+def by_map(builder: Builder, op: Operator) -> None:
+    """``gather``, ``scatter`` and their like along a dim that is not space: the numbers are a map of their own."""
+    name = op.args[0].name
+    shape = builder.shape(name)
+    dim = op.args[1] % len(shape)
+    names, here = operands(builder, op, shape)
+    sides = {tuple(builder.shape(item)[at] for at in here.dims) for item in op.inputs if len(builder.shape(item))}
+    if dim in here.dims or len(sides) != 1:
+        builder.refuse(op, f"works along dim {dim} of maps of {sorted(sides)} pixels", f"equal maps, and {_CHANNELS}")
+    function, inputs = bound(renamed(op, names))
+    builder.compute(function, inputs, op.outputs, here)
+
+
+def slice_scatter(builder: Builder, op: Operator) -> None:
+    """``y[:, 2:5] = z``, along space too."""
+    name, source = op.args[0].name, op.args[1].name
+    given = dict(zip(("dim", "start", "stop", "step"), op.args[2:6], strict=False))
+    dim, start, stop, step = given.get("dim", 0), given.get("start"), given.get("stop"), given.get("step", 1)
+    dim %= len(builder.shape(name))
+    if name in builder.splits and dim in builder.splits[name].dims:
+        _slice_of_space(builder, op, dim, range(builder.shape(name)[dim])[start:stop:step], source)
+        return
+    names, here = operands(builder, op, builder.shape(name))
+    if dim in here.dims:
+        builder.refuse(op, "puts a slice of a map into what is no map", "a map to put it into, torch.zeros_like(y)")
+    function, inputs = bound(renamed(op, names))
+    builder.compute(function, inputs, op.outputs, here)
+
+
+def _slice_of_space(builder: Builder, op: Operator, dim: int, kept: range, source: str) -> None:
+    """Emit the overwriting of rows or of columns."""
+    name = op.args[0].name
+    here = builder.splits[name].owned
+    if not here.plain:
+        builder.refuse(op, "overwrites pixels of a map whose height and width are one dim", "height or width alone")
+    along_y = here.dims[0] == dim
+    need, pieces = [], []
+    for part in here.layout.parts:
+        first, last = (part.y0, part.y1) if along_y else (part.x0, part.x1)
+        inside = _at_least(kept, first), _at_least(kept, last)
+        pieces.append((inside[0], inside[1], first))
+        rest = (part.x0, part.x1) if along_y else (part.y0, part.y1)
+        box = Box(*inside, *rest) if along_y else Box(*rest, *inside)
+        need.append(Box(0, 0, 0, 0) if box.empty else box)
+    given = builder.splits.get(source)
+    if given is not None and given.dims != here.dims:
+        builder.refuse(op, f"puts a map with space in dims {given.dims} into one with {here.dims}", "equal dims")
+    box = need[builder.rank]
+    if given is None:
+        own = builder.fresh(source)
+        shape = builder.shape(source)
+        builder.compute(_cut_at(box, here.dims, shape), (source,), (own,))
+    else:
+        own = builder.moved(source, need)
+    begin, end, first = pieces[builder.rank]
+
+    def call(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        if box.empty:
+            return tensor.clone()
+        low = kept[begin] - first
+        high = kept[end - 1] - first + 1
+        result: torch.Tensor = torch.ops.aten.slice_scatter.default(tensor, values, dim, low, high, kept.step)
+        return result
+
+    builder.compute(call, (builder.part(name, here), own), op.outputs, here)
+
+
+def _at_least(kept: range, value: int) -> int:
+    """Return how many of ``kept`` are below ``value``."""
+    return min(len(kept), max(0, -(-(value - kept.start) // kept.step)))
+
+
+def _cut_at(box: Box, dims: tuple[int, int], shape: tuple[int, ...]) -> Any:
+    def call(tensor: torch.Tensor) -> torch.Tensor:
+        for dim, start, length in ((dims[0], box.y0, box.height), (dims[1], box.x0, box.width)):
+            tensor = tensor.narrow(dim, start, length) if shape[dim] > 1 else tensor.narrow(dim, 0, min(1, length))
+        return tensor
+
+    return call
+
+
+def repeat(builder: Builder, op: Operator) -> None:
+    """``repeat`` and ``tile`` along dims that are not space, new ones in front among them."""
+    name, result = op.args[0].name, builder.shape(op.first_output)
+    here, shape = builder.seen(op, name), builder.shape(name)
+    more = len(result) - len(shape)
+    dims = (here.dims[0] + more, here.dims[1] + more)
+    if any(result[now] != shape[before] for now, before in zip(dims, here.dims, strict=True)):
+        builder.refuse(op, f"repeats pixels of a map whose space is {here.dims}", "F.interpolate, or circular padding")
+    function, inputs = bound(renamed(op, {name: builder.part(name, here)}))
+    builder.compute(function, inputs, op.outputs, replace(here, dims=dims))
+
+
+def diagonal(builder: Builder, op: Operator) -> None:
+    """A diagonal of two dims that are not space; it becomes the last dim."""
+    name = op.args[0].name
+    here, rank = builder.seen(op, name), len(builder.shape(name))
+    gone = [(op.args[at] if len(op.args) > at else default) % rank for at, default in ((2, 0), (3, 1))]
+    if set(gone) & set(here.dims):
+        builder.refuse(op, f"takes the diagonal of dims {gone}, of which some are space {here.dims}", _CHANNELS)
+    dims = tuple(dim - sum(at < dim for at in gone) for dim in here.dims)
+    function, inputs = bound(renamed(op, {name: builder.part(name, here)}))
+    builder.compute(function, inputs, op.outputs, replace(here, dims=(dims[0], dims[1])))

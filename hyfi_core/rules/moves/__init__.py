@@ -1,0 +1,1 @@
+"""Rules of operators that put pixels in other places."""

@@ -1,0 +1,124 @@
+"""Rules for operators along one dim of space: each rank is brought whole rows, or whole columns, and works on these.
+
+    2 x 2 ranks           4 strips of whole rows
+    ┌───┬───┐             ┌───────┐
+    │ 0 │ 1 │             │   0   │
+    ├───┼───┤      ─▶     ├───────┤      what comes out as large as the map stays so;
+    │ 2 │ 3 │             │   1 … │      a row or column that is left of it, every rank gets whole
+    └───┴───┘             └───────┘
+
+Any operator is exact so: softmax, sort and running sums along a row, its variance, its largest value with ties.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import torch
+
+from hyfi_core.capture.program import Operator
+from hyfi_core.plan.layout import Layout
+from hyfi_core.rules.builder import Builder
+from hyfi_core.rules.calls import bound, renamed
+from hyfi_core.rules.instructions import Split
+
+
+def strips(builder: Builder, split: Split, dim: int) -> Split:
+    """Return the layout in which ``dim`` of space is whole on every rank, and all ranks share the other."""
+    ranks, whole = len(split.layout.parts), split.layout.map
+    if split.dims[0] == dim:
+        layout = Layout((0, whole.height), Layout.even(1, whole.width, (1, ranks)).columns)
+    else:
+        layout = Layout(Layout.even(whole.height, 1, (ranks, 1)).rows, (0, whole.width))
+    return Split(layout, split.dims, leads=split.leads)
+
+
+def along_space(builder: Builder, op: Operator, dims: tuple[int, ...], keepdim: bool | None) -> None:
+    """Emit an operator that works along one dim of space of its first argument, and perhaps others that are not space.
+
+    Args:
+        builder: of the rank's program.
+        op: the operator.
+        dims: along which it works.
+        keepdim: whether the dims that it reduces stay with size 1; None where it does not reduce.
+
+    Raises:
+        RequestError: height and width are one dim.
+    """
+    name = op.args[0].name
+    here = builder.splits[name]
+    if not here.plain:
+        builder.refuse(op, f"works along dims {dims}, which hold more than rows or columns", "height or width alone")
+    (dim,) = set(dims) & set(here.dims)
+    laid = strips(builder, here, dim)
+    function, inputs = bound(renamed(op, {name: builder.part(name, laid)}))
+    if keepdim is None:
+        builder.compute(function, inputs, op.outputs, _resized(laid, dim, builder.shape(op.first_output)[dim]))
+        return
+    left = _resized(laid, dim, 1)
+    if not keepdim:  # what is left of space, a row or a column, is one dim
+        other = laid.dims[0] + laid.dims[1] - dim
+        other -= sum(gone < other for gone in dims)
+        left = replace(left, dims=(other, other))
+    mine = tuple(None if output is None else builder.fresh(output) for output in op.outputs)
+    builder.compute(function, inputs, mine, left)
+    for part, output in zip(mine, op.outputs, strict=True):
+        if part is not None:
+            everywhere(builder, part, output)
+
+
+def everywhere(builder: Builder, name: str, output: str | None) -> None:
+    """Emit ``output``: a row or a column, of which each rank has its part, whole on every rank."""
+    builder.compute(lambda tensor: torch.ops.aten.alias.default(tensor), (builder.whole(name),), (output,))
+
+
+def _resized(split: Split, dim: int, size: int) -> Split:
+    """Return strips whose whole dim has another size."""
+    rows, columns = split.layout.rows, split.layout.columns
+    layout = Layout((0, size), columns) if split.dims[0] == dim else Layout(rows, (0, size))
+    return Split(layout, split.dims)
+
+
+def first_extreme(builder: Builder, op: Operator) -> None:
+    """``max`` and ``min`` along one dim of space, with indices: of each part, and then of these.
+
+    Of equal ones the first counts, so the first of the firsts is that of the whole row.
+    """
+    name = op.args[0].name
+    here, shape = builder.splits[name].owned, builder.shape(name)
+    dim = op.args[1] % len(shape)
+    keepdim = bool(op.args[2]) if len(op.args) > 2 else bool(op.kwargs.get("keepdim", False))
+    if not here.plain or (builder.grid[0] if dim == here.dims[0] else builder.grid[1]) == 1:
+        along_space(builder, op, (dim,), keepdim)
+        return
+    layout, box = here.layout, here.layout.parts[builder.rank]
+    start = box.y0 if dim == here.dims[0] else box.x0
+
+    def own(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values, indices = op.target(tensor, dim, True)
+        return values, indices + start
+
+    rows, columns = layout.rows, layout.columns
+    heads = Layout(_counted(rows), columns) if dim == here.dims[0] else Layout(rows, _counted(columns))
+    sides = list(shape)
+    sides[here.dims[0]], sides[here.dims[1]] = heads.map.shape
+    best = builder.fresh(name, tuple(sides))
+    where = builder.fresh(name, tuple(sides), torch.int64)
+    builder.compute(own, (builder.part(name, here),), (best, where), Split(heads, here.dims))
+
+    def first(values: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        top, at = op.target(values, dim, True)
+        places = indices.gather(dim, at)
+        result = (top, places) if keepdim else (top.squeeze(dim), places.squeeze(dim))
+        return tuple(item.clone() for item in result)
+
+    builder.compute(first, (builder.whole(best), builder.whole(where)), op.outputs)
+
+
+def _counted(cuts: tuple[int, ...]) -> tuple[int, ...]:
+    """Return cuts for one value of each part that owns something."""
+    result = [0]
+    for start, stop in itertools.pairwise(cuts):
+        result.append(result[-1] + (stop > start))
+    return tuple(result)

@@ -1,0 +1,134 @@
+"""The rule of pointwise operators, and how operands that broadcast against each other are brought together.
+
+(B, C, H, W) * (B, C, H, W)      equal maps: every rank has what it needs
+(B, C, H, W) * (B, C, H, 1)      a strip beside the map: each rank is brought its rows of it
+(B, C, H, 1) + (B, C, 1, W)      two strips: a map as even as the grid allows
+(B, C, H, W) + (C, H, W)         a value that all ranks hold: each takes its cut-out
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from hyfi_core.capture.program import Operator
+from hyfi_core.plan.box import Box
+from hyfi_core.plan.layout import Layout
+from hyfi_core.rules.builder import Builder
+from hyfi_core.rules.calls import bound, renamed
+from hyfi_core.rules.instructions import Split
+from hyfi_core.rules.replicated import cut_of_whole
+
+
+def pointwise(builder: Builder, op: Operator) -> None:
+    """Each output pixel comes from the input pixels at the same place; operands broadcast, over space too."""
+    names, anchor = operands(builder, op, builder.shape(op.first_output))
+    function, inputs = bound(renamed(op, names))
+    builder.compute(function, inputs, op.outputs, anchor, op)
+
+
+def copy(builder: Builder, op: Operator) -> None:
+    """``y[:] = z``, made functional: the second value, as large as the first and of its type."""
+    names, anchor = operands(builder, op, builder.shape(op.first_output))
+    first, second = (names.get(item.name, item.name) for item in op.args[:2])
+
+    def call(tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        return source.to(tensor.dtype).expand(tensor.shape).clone()
+
+    builder.compute(call, (first, second), op.outputs, anchor)
+
+
+def operands(builder: Builder, op: Operator, sizes: Sequence[int]) -> tuple[dict[str, str], Split]:
+    """Bring an operator's values together, pixel beside pixel.
+
+    Args:
+        builder: of the rank's program.
+        op: the operator; at least one of its values is split.
+        sizes: what its values broadcast to; of dims that are not space only their number matters.
+
+    Returns:
+        For each value that has another name now that name; and how they are split, dims counted in ``sizes``.
+
+    Raises:
+        RequestError: the maps have space in other dims than each other, or sizes that do not broadcast.
+    """
+    maps = {name: _from_right(builder, name, len(sizes)) for name in dict.fromkeys(op.inputs) if name in builder.splits}
+    anchor = _common(builder, op, list(maps.values()), sizes)
+    names = {}
+    for name in dict.fromkeys(op.inputs):
+        if name in maps:
+            names[name] = _beside(builder, name, maps[name], anchor)
+        elif _reaches_space(builder.shape(name), sizes, anchor):
+            names[name] = _cut_out(builder, name, anchor, len(sizes))
+    return names, anchor
+
+
+def _from_right(builder: Builder, name: str, rank: int) -> Split:
+    """Return how a map is split, its dims counted as broadcasting to ``rank`` dims counts them."""
+    split = builder.splits[name]
+    more = rank - len(builder.shape(name))
+    return replace(split, dims=(split.dims[0] + more, split.dims[1] + more), boxes=None)
+
+
+def _common(builder: Builder, op: Operator, maps: list[Split], sizes: Sequence[int]) -> Split:
+    """Return how the result is split: as the first map that is as large as it; as even as can be where none is."""
+    first = maps[0]
+    if all(one.dims == first.dims and one.space == first.space for one in maps) and _fits(first, sizes):
+        return builder.computed(op, first)
+    y, x = first.dims
+    full = next((one for one in maps if _fits(one, sizes)), None)
+    odd = next((one for one in maps if set(one.dims) != {y, x} or one.flat or one.leads != (1, 1)), None)
+    if odd is not None or not all(_broadcasts(one, sizes) for one in maps):
+        other = odd or next(one for one in maps if not _broadcasts(one, sizes))
+        builder.refuse(
+            op,
+            f"mixes a map of {first.layout.map.shape} in dims {first.dims} with one of {other.layout.map.shape} in "
+            f"dims {other.dims}",
+            "equal sizes, or sides of 1, in equal dims",
+        )
+    if full is not None:
+        return full.owned
+    rows = next((one.layout.rows for one in maps if one.dims == (y, x) and one.layout.height == sizes[y]), None)
+    columns = next((one.layout.columns for one in maps if one.dims == (y, x) and one.layout.width == sizes[x]), None)
+    if rows and columns and (len(rows) - 1) * (len(columns) - 1) == len(first.layout.parts):
+        return Split(Layout(rows, columns), (y, x))
+    return Split(Layout.even(sizes[y], sizes[x], builder.grid), (y, x))
+
+
+def _fits(split: Split, sizes: Sequence[int]) -> bool:
+    """Whether a map is as large as the result."""
+    return split.sides == tuple(sizes[dim] for dim in split.dims)
+
+
+def _broadcasts(split: Split, sizes: Sequence[int]) -> bool:
+    return all(side in (1, sizes[dim]) for side, dim in zip(split.layout.map.shape, split.dims, strict=True))
+
+
+def _beside(builder: Builder, name: str, split: Split, anchor: Split) -> str:
+    """Return the name of what goes with this rank's pixels of the result; ``split`` and ``anchor`` count dims alike."""
+    if split.dims == anchor.dims and split.space == anchor.space:
+        return builder.part(name, replace(anchor, dims=builder.splits[name].dims))
+    whole, turned = split.layout.map, split.dims != anchor.dims
+    need = []
+    for box in anchor.held:
+        y, x = ((box.x0, box.x1), (box.y0, box.y1)) if turned else ((box.y0, box.y1), (box.x0, box.x1))
+        y, x = (0, 1) if whole.height == 1 else y, (0, 1) if whole.width == 1 else x
+        need.append(Box(0, 0, 0, 0) if box.empty else Box(*y, *x))
+    return builder.moved(name, need)
+
+
+def _reaches_space(shape: Sequence[int], full: Sequence[int], split: Split) -> bool:
+    """Whether a replicated operand has more than one pixel, so that each rank needs its cut-out of it."""
+    missing = len(full) - len(shape)
+    return any(dim >= missing and shape[dim - missing] > 1 for dim in split.dims)
+
+
+def _cut_out(builder: Builder, name: str, split: Split, rank_dims: int) -> str:
+    """Return this rank's cut-out of a replicated map (a positional table, say)."""
+    missing = rank_dims - len(builder.shape(name))
+    dims = (split.dims[0] - missing, split.dims[1] - missing)
+    result = builder.fresh(name)
+    builder.compute(cut_of_whole(replace(split, dims=dims), builder.rank, builder.shape(name)), (name,), (result,))
+    return result
