@@ -38,6 +38,13 @@ class Mixed(nn.Module):
         return self.head(torch.cat([z.mean((2, 3)), z.amax((2, 3))], 1))
 
 
+class Bytes(nn.Module):
+    """Scales bytes, as a model may do itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.float() / 255 - 0.5
+
+
 def frozen(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
@@ -116,14 +123,15 @@ def test_images_are_read_cell_by_cell() -> None:
 
     def read(box: hyfi_core.Box) -> torch.Tensor:
         asked.append(box)
-        return whole[:, :, box.y0 : box.y1, box.x0 : box.x1].float()
+        return whole[:, :, box.y0 : box.y1, box.x0 : box.x1]
 
-    engine = hyfi_core.parallelize(make("resnet"), SHAPE, ParallelPlan(((1, 1),), cells=(2, 2)), AloneCommunicator())
+    model, plan = nn.Sequential(Bytes(), make("resnet")), ParallelPlan(((1, 1),), cells=(2, 2))
+    engine = hyfi_core.parallelize(model, SHAPE, plan, AloneCommunicator(), image_dtype=torch.uint8)
     one = engine.accumulate(read, torch.tensor([0, 1]))
     assert [part.box for part in engine.input_parts] == asked and len(asked) == 4
     assert max(box.area for box in asked) < 0.4 * 67 * 53
     assert engine.input_box == hyfi_core.Box(0, 67, 0, 53)
-    assert abs(one - engine.accumulate(whole.float(), torch.tensor([0, 1]))) < 1e-6
+    assert abs(one - engine.accumulate(whole, torch.tensor([0, 1]))) < 1e-6
 
 
 def test_plans_with_cells_are_kept_and_told() -> None:

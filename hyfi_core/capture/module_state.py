@@ -60,6 +60,26 @@ def attributes(model: nn.Module) -> Attributes:
     }
 
 
+def changed_since(before: Hashable, now: Hashable) -> list[tuple[str, str]]:
+    """Return (path of a module, attribute) of what is another or new in the second of two ``module_state``."""
+    assert isinstance(before, tuple) and isinstance(now, tuple)
+    old = dict(before[-1])
+    names = [place for place, value in now[-1] if old.get(place) != value]
+    return names + [(name, "") for (name, module), was in zip(now[2], before[2], strict=False) if (name, module) != was]
+
+
+def told(model: nn.Module, path: str, name: str) -> str:
+    """Return what an attribute is, or of which type a module is where no attribute is named, in few words."""
+    try:
+        holder = model.get_submodule(path)
+    except AttributeError:
+        return "not there"
+    value = vars(holder).get(name, "not there") if name else holder
+    if value is None or isinstance(value, (*_PLAIN, float)):
+        return repr(value)[:60]
+    return f"a {type(value).__name__}"
+
+
 def is_tensor(attribute: Hashable) -> bool:
     """Whether a value of ``attributes`` stands for a tensor."""
     return isinstance(attribute, tuple) and attribute[:1] == (torch.Tensor,)

@@ -73,7 +73,8 @@ def verify_capture(model: nn.Module, shape: Shape, dtype: torch.dtype, output: O
         program = capture(model, small, dtype)
     except RequestError as error:
         return f"it cannot be captured for images of {small[2]} x {small[3]} px ({error})"
-    difference = equal(wanted, _of_program(model, program, small, dtype, pick), _TOLERANCE.get(dtype, _COARSE))
+    computed = next((p.dtype for p in model.parameters() if p.is_floating_point()), dtype)
+    difference = equal(wanted, _of_program(model, program, small, dtype, pick), _TOLERANCE.get(computed, _COARSE))
     if difference is None or not _is_real(model, small, dtype, pick, wanted, program):
         return None
     with undisturbed(model):
@@ -131,15 +132,16 @@ def _of_program(model: nn.Module, program: Program, shape: Shape, dtype: torch.d
 
 def _is_real(model: nn.Module, shape: Shape, dtype: torch.dtype, pick: Output, wanted: Found, program: Program) -> bool:
     """Whether a difference is more than rounding: it is seen in float64, too, or is large where that cannot be run."""
-    if dtype == torch.float64:
+    exact_dtype = torch.float64 if dtype.is_floating_point else dtype  # of images
+    if all(p.dtype == torch.float64 for p in model.parameters()):
         return True
     try:
         exact = copy.deepcopy(model).double()
         with undisturbed(exact):
             wanted = _steps(
-                exact, shape, torch.float64, lambda image: pick(exact(image)), lambda: dict(exact.named_buffers())
+                exact, shape, exact_dtype, lambda image: pick(exact(image)), lambda: dict(exact.named_buffers())
             )
-        found = _of_program(exact, capture(exact, shape, torch.float64), shape, torch.float64, pick)
+        found = _of_program(exact, capture(exact, shape, exact_dtype), shape, exact_dtype, pick)
     except Exception:  # it insists on its own type
         return equal(wanted, _of_program(model, program, shape, dtype, pick), _COARSE) is not None
     return equal(wanted, found, _TOLERANCE[torch.float64]) is not None
@@ -180,7 +182,8 @@ def _cumulative(model: nn.Module) -> set[str]:
 
 def _image(shape: Shape, dtype: torch.dtype, model: nn.Module, step: int) -> torch.Tensor:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    return _noise(shape, dtype, device, step)
+    noise = _noise(shape, torch.float64, device, step)
+    return noise.to(dtype) if dtype.is_floating_point else noise.abs().mul(60).clamp(max=255).to(dtype)
 
 
 def _noise(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, seed: int) -> torch.Tensor:

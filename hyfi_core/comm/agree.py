@@ -114,48 +114,71 @@ def compare_requests(
     compare(comm, facts | _flags(model))
 
 
+Changes = Mapping[tuple[str, str], str]
+"""(path of a module, attribute) -> what it is; of what is another than in the last call."""
+
+
 class CallConsensus:
     """Compares the calls of an engine between ranks: one message of 16 bytes each.
+
+    What is compared is the call, the images' shape, the modules' flags, and which program will run: a rank that will
+    capture the model anew, because something changed that its forward reads, sends what the others do not wait for.
 
     Args:
         model: whose flags have to be alike.
         everyone: all ranks.
         replica: the ranks of this replica, which are given the same images.
+        changes: returns what changed since the last call, for a refusal.
     """
 
-    def __init__(self, model: nn.Module, everyone: Communicator, replica: Communicator) -> None:
+    def __init__(
+        self, model: nn.Module, everyone: Communicator, replica: Communicator, changes: Callable[[], Changes]
+    ) -> None:
         self._model = model
         self._everyone = everyone
         self._replica = everyone if replica.size == everyone.size else replica
+        self._changes = changes
 
-    def check_training(self, shape: Shape) -> None:
+    def check_training(self, shape: Shape, program: str) -> None:
         """Refuse where ranks train in different ways (collective over all ranks).
+
+        Args:
+            shape: of the replica's batch.
+            program: which captured program will run; "" or "new" where there is none yet, and whether its shape is new.
 
         Raises:
             RequestError: on every rank; names what differs and on which ranks.
         """
-        if self._replica is not self._everyone:
-            self._check(self._everyone, "training", None)
-        self._check(self._replica, "training", shape)
+        if self._replica is not self._everyone:  # replicas may have images of other shapes
+            self._check(self._everyone, "training", None, str(program == "new"))
+        self._check(self._replica, "training", shape, program)
 
-    def check_evaluation(self, call: str, shape: Shape) -> None:
+    def check_evaluation(self, call: str, shape: Shape, program: str) -> None:
         """Refuse where the ranks of a replica evaluate in different ways (collective over them).
 
         Raises:
             RequestError: on every rank; names what differs and on which ranks.
         """
-        self._check(self._replica, call, shape)
+        self._check(self._replica, call, shape, program)
 
-    def _check(self, comm: Communicator, call: str, shape: Shape | None) -> None:
+    def _check(self, comm: Communicator, call: str, shape: Shape | None, program: str) -> None:
         if comm.size == 1:
             return
         modules, parameters = self._model.modules(), self._model.parameters()
         flags = bytes(m.training for m in modules) + bytes(p.requires_grad for p in parameters)
-        number = zlib.crc32(f"{call} {shape}".encode() + flags)
+        number = zlib.crc32(f"{call} {shape} {program}".encode() + flags)
         extremes = torch.tensor([number, -number])
         comm.all_reduce(extremes, "max")
         if int(extremes[0]) != -int(extremes[1]):
             compare(comm, {"the call": call, "the images' shape": str(shape)} | _flags(self._model))
+            compare(comm, self._told_changes())
+            compare(comm, {"the program that will run": program or "new"})
+
+    def _told_changes(self) -> dict[str, str]:
+        return {
+            f"{'.'.join(part for part in place if part)} (changed since the last call)": text
+            for place, text in self._changes().items()
+        }
 
 
 def _flags(model: nn.Module) -> dict[str, str]:

@@ -30,7 +30,7 @@ from hyfi_core.ops.base import AsyncBackward, Cotangents, Recomputable, Rest, Te
 from hyfi_core.ops.memory import ours_alone
 from hyfi_core.plan.box import Box
 
-_MOST_ROWS = 64
+MOST_ROWS = 64
 """Most ranks of which each gives its statistics in a row of its own."""
 
 
@@ -92,7 +92,7 @@ class BatchNorm(AsyncBackward, Recomputable):
         """
         channels = own.shape[1]
         pixels = own.numel() // channels
-        apart = comm.size <= _MOST_ROWS
+        apart = comm.size <= MOST_ROWS
         rows = own.new_zeros((comm.size if apart else 1, 3, channels), dtype=torch.float64)
         if pixels:
             mean, variance = (item.double() for item in torch.batch_norm_update_stats(own, None, None, 0.0))

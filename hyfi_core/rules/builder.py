@@ -50,6 +50,7 @@ class Mark:
     steps: int
     made: int
     gathered: int
+    drawn: int
     fusible: frozenset[str]
 
 
@@ -101,6 +102,7 @@ class Builder:
         self._steps: list[Instruction | _ImageRead] = []
         self._made: list[str] = []
         self._gathered: list[str] = []
+        self._drawn: list[Operator] = []
         self._fusible: frozenset[str] = frozenset()
         self._shared: dict[str, str] = {}
         self._cuts: dict[tuple[str, tuple[Box, ...], float], str] = {}
@@ -336,11 +338,15 @@ class Builder:
         self._gathered.append(f"{op.text}{where}: {info.shape}, {size} bytes on every rank")
         return self.whole(name)
 
+    def draws(self, op: Operator) -> None:
+        """Take note of an operator that draws from torch's own generator: other numbers when it is computed again."""
+        self._drawn.append(op)
+
     # -- the program
 
     def mark(self) -> Mark:
         """Return a place to which ``rewind`` takes the builder back."""
-        return Mark(len(self._steps), len(self._made), len(self._gathered), self._fusible)
+        return Mark(len(self._steps), len(self._made), len(self._gathered), len(self._drawn), self._fusible)
 
     def rewind(self, mark: Mark) -> None:
         """Forget all that was written since ``mark``."""
@@ -348,6 +354,7 @@ class Builder:
         for step in self._steps[mark.steps :]:
             gone.update((step.name,) if isinstance(step, _ImageRead) else (o for o in step.outputs if o is not None))
         del self._steps[mark.steps :], self._made[mark.made :], self._gathered[mark.gathered :]
+        del self._drawn[mark.drawn :]
         self._fusible = mark.fusible
         for name in gone:
             self._splits.pop(name, None)
@@ -358,7 +365,7 @@ class Builder:
         """Return what was built, with ``outputs`` as the leaves of the answer and ``exits`` for other stages."""
         instructions, read_box = self._read_image()
         made = (self._splits, outputs, self.program, self._values, exits)
-        return RankProgram(instructions, read_box, *made, self._fusible, tuple(self._gathered))
+        return RankProgram(instructions, read_box, *made, self._fusible, tuple(self._gathered), tuple(self._drawn))
 
     def _read_image(self) -> tuple[tuple[Instruction, ...], Box]:
         """Fix what is read of the image, and turn boxes of the image into local copies."""

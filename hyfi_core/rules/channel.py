@@ -10,13 +10,13 @@ from dataclasses import replace
 import torch
 
 from hyfi_core.capture.program import Operator
-from hyfi_core.ops.reduce import SumOverRanks
 from hyfi_core.rules.builder import Builder, Rule
 from hyfi_core.rules.calls import bound, renamed
 from hyfi_core.rules.instructions import Split
 from hyfi_core.rules.moves.strips import along_space, first_extreme
-from hyfi_core.rules.norm import group_sums, normalise
+from hyfi_core.rules.norm import normalise
 from hyfi_core.rules.pointwise import operands
+from hyfi_core.rules.reduction import moments_over_ranks
 
 
 def _here(builder: Builder, op: Operator) -> Split:
@@ -47,23 +47,20 @@ def _layer_norm_of_maps(builder: Builder, op: Operator, name: str) -> None:
     """Layer norm over (C, H, W): statistics of each image over the whole map, and an affine with a value per pixel."""
     weight, bias = (item.name if item is not None else None for item in (*op.args[2:4], None, None)[:2])
     eps = op.args[4] if len(op.args) > 4 else 1e-5
-    batch, channels, height, width = builder.shape(name)
     split = builder.splits[name]
     part = builder.part(name, split)
-    partial, summed = (builder.fresh(name, (2, batch, 1), torch.float64) for _ in range(2))
-    builder.compute(group_sums(batch, 1), (part,), (partial,))
-    builder.communicate(SumOverRanks(), (partial,), (summed,), "reduce")
+    moments = moments_over_ranks(builder, part, (2,), False, 1)
     box = split.layout.parts[builder.rank]
-    plain = normalise(channels * height * width, eps, False, False)
+    plain = normalise(eps, False, False)
 
-    def call(x: torch.Tensor, sums: torch.Tensor, *affine: torch.Tensor) -> torch.Tensor:
+    def call(x: torch.Tensor, moments: torch.Tensor, *affine: torch.Tensor) -> torch.Tensor:
         own = [table[:, box.y0 : box.y1, box.x0 : box.x1] for table in affine]
-        result = plain(x, sums)
+        result = plain(x, moments)
         if weight is not None:
             result = result * own[0]
         return result + own[-1] if bias is not None else result  # type: ignore[no-any-return]
 
-    inputs = tuple(item for item in (part, summed, weight, bias) if item is not None)
+    inputs = tuple(item for item in (part, moments, weight, bias) if item is not None)
     builder.compute(call, inputs, op.outputs, split)
 
 

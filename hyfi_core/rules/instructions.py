@@ -191,6 +191,7 @@ class RankProgram:
         exits: values that other stages need; a split one leaves as its parts.
         fusible: operators whose rules can compute more than what a rank owns: they may stand inside a fused run.
         gathered: what ranks gather whole for operators that cannot be computed by parts, as text for people.
+        drawn: operators that draw from torch's own generator; computed again they would draw other numbers.
     """
 
     instructions: tuple[Instruction, ...]
@@ -202,6 +203,7 @@ class RankProgram:
     exits: tuple[str, ...] = ()
     fusible: frozenset[str] = frozenset()
     gathered: tuple[str, ...] = ()
+    drawn: tuple[Operator, ...] = ()
 
     @property
     def results(self) -> tuple[str, ...]:

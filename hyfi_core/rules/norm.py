@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from hyfi_core.capture.program import Operator
-from hyfi_core.ops.reduce import SumOverRanks
 from hyfi_core.rules.builder import Builder
-from hyfi_core.rules.reduction import accumulator
+from hyfi_core.rules.reduction import accumulator, moments_over_ranks
 
 
 def group_norm(builder: Builder, op: Operator) -> None:
@@ -27,42 +26,21 @@ def instance_norm(builder: Builder, op: Operator) -> None:
 
 
 def _grouped(builder: Builder, op: Operator, name: str, groups: int, weight: Any, bias: Any, eps: float) -> None:
-    batch, channels, height, width = builder.shape(name)
-    count = channels // groups * height * width
     split = builder.seen(op, name)
     part = builder.part(name, split)
-    partial, summed = (builder.fresh(name, (2, batch, groups), torch.float64) for _ in range(2))
-    # In a fused run, too, every pixel counts once; autograd then adds up what all computed copies owe to the sums.
-    builder.compute(group_sums(batch, groups), (builder.part(part, split.owned),), (partial,))
-    builder.communicate(SumOverRanks(), (partial,), (summed,), "reduce")
+    # In a fused run, too, every pixel counts once; autograd then adds up what all computed copies owe to the moments.
+    moments = moments_over_ranks(builder, part, (2,), False, groups)
     affine = tuple(item.name for item in (weight, bias) if item is not None)
-    builder.compute(
-        normalise(count, eps, weight is not None, bias is not None), (part, summed, *affine), op.outputs, split
-    )
+    call = normalise(eps, weight is not None, bias is not None)
+    builder.compute(call, (part, moments, *affine), op.outputs, split)
 
 
-def group_sums(batch: int, groups: int) -> Any:
-    """Return this part's Σx and Σx² for every image and group, through its own mean so that nothing cancels."""
+def normalise(eps: float, has_weight: bool, has_bias: bool) -> Any:
+    """Return what normalises a part by mean and variance of every image and group."""
 
-    def call(x: torch.Tensor) -> torch.Tensor:
-        if not x.numel():
-            return x.new_zeros((2, batch, groups), dtype=torch.float64)
-        grouped = x.reshape(batch, groups, -1)
-        grouped = grouped.to(accumulator(x))
-        variance, mean = torch.var_mean(grouped, dim=2, correction=0)
-        variance, mean = variance.double(), mean.double()
-        return torch.stack([mean, variance + mean * mean]) * grouped.shape[2]
-
-    return call
-
-
-def normalise(count: int, eps: float, has_weight: bool, has_bias: bool) -> Any:
-    """Return what normalises a part by Σx and Σx² of every image and group."""
-
-    def call(x: torch.Tensor, sums: torch.Tensor, *affine: torch.Tensor) -> torch.Tensor:
+    def call(x: torch.Tensor, moments: torch.Tensor, *affine: torch.Tensor) -> torch.Tensor:
         batch, channels = x.shape[:2]
-        mean = sums[0] / count
-        inverse = (sums[1] / count - mean * mean).clamp(min=0.0).add(eps).rsqrt()
+        mean, inverse = moments[0], moments[1].add(eps).rsqrt()
         spread = channels // mean.shape[1]
         mean, scale = mean.repeat_interleave(spread, 1), inverse.repeat_interleave(spread, 1)
         if has_weight:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from hyfi_core.capture.program import Operator
+from hyfi_core.ops.batch_norm import MOST_ROWS
 from hyfi_core.ops.reduce import MaxOverSpace, SumOverRanks
 from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.calls import bound, renamed
@@ -197,30 +198,69 @@ def variance(builder: Builder, op: Operator) -> None:
     name, dims, keepdim = _dims(builder, op, op.args[1] if len(op.args) > 1 else None, 3)
     if _channels_only(builder, op, dims, keepdim):
         return
-    shape = builder.shape(name)
-    count = math.prod(shape[dim] for dim in dims)
-    part = builder.part(name, builder.splits[name])
-
-    def moments(tensor: torch.Tensor) -> torch.Tensor:
-        own = math.prod(tensor.shape[dim] for dim in dims)
-        if not own:
-            kept = tensor.sum(dims, keepdim=keepdim)
-            return torch.stack([kept, kept]).double()
-        spread, mean = torch.var_mean(tensor.to(accumulator(tensor)), dims, correction=0, keepdim=keepdim)
-        spread, mean = spread.double(), mean.double()
-        return torch.stack([mean, spread + mean * mean]) * own
-
-    kind = builder.values[name].dtype
-
-    def finish(sums: torch.Tensor) -> Any:
-        mean = sums[0] / count
-        spread = (sums[1] / count - mean * mean).clamp(min=0.0) * (count / max(count - correction, 0))
-        result: torch.Tensor = (spread.sqrt() if rooted else spread).to(kind)
-        return (result, mean.to(kind)) if with_mean else result
-
+    count = math.prod(builder.shape(name)[dim] for dim in dims)
     if count <= correction:
         builder.refuse(op, f"has {count} values and a correction of {correction}", "a smaller correction")
-    _through_sum(builder, part, op.outputs, moments, finish)
+    kind = builder.values[name].dtype
+
+    def finish(moments: torch.Tensor) -> Any:
+        spread = moments[1] * (count / (count - correction))
+        result: torch.Tensor = (spread.sqrt() if rooted else spread).to(kind)
+        return (result, moments[0].to(kind)) if with_mean else result
+
+    builder.compute(finish, (moments_over_ranks(builder, name, dims, keepdim),), op.outputs)
+
+
+def moments_over_ranks(builder: Builder, name: str, dims: tuple[int, ...], keepdim: bool, groups: int = 0) -> str:
+    """Emit mean and biased variance over a whole map; return the name of both, stacked, in float64.
+
+    One message. Each of few ranks gives its own mean and variance in a row of its own, so that nothing cancels however
+    far the mean is from zero. A row for each of many would make the message long: they add up Σ x and Σ x².
+
+    Args:
+        builder: of the rank's program.
+        name: a map; of a wider box that a fused run holds only what the rank owns counts.
+        dims: over which; all of space is among them.
+        keepdim: whether they stay, with size 1.
+        groups: if not 0, dim 1 is first cut into so many groups and all behind it made one: ``dims`` is then (2,).
+    """
+    split = builder.splits[name].owned
+    part, ranks, rank = builder.part(name, split), len(split.layout.parts), builder.rank
+    shapes = [split.local_shape(builder.shape(name), other) for other in range(ranks)]
+    if groups:
+        shapes = [(shape[0], groups, math.prod(shape[1:]) // groups) for shape in shapes]
+    counts = [math.prod(shape[dim] for dim in dims) for shape in shapes]
+    count, apart = sum(counts), ranks <= MOST_ROWS
+
+    def moments(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.to(accumulator(tensor))
+        if not counts[rank]:
+            nothing = tensor.reshape(shapes[rank]).sum(dims, keepdim=keepdim).double()
+            row = torch.stack([nothing, nothing])
+        else:
+            spread, mean = torch.var_mean(tensor.reshape(shapes[rank]), dims, correction=0, keepdim=keepdim)
+            spread, mean = spread.double(), mean.double()
+            row = torch.stack([mean, spread]) if apart else torch.stack([mean, spread + mean * mean]) * counts[rank]
+        if not apart:
+            return row
+        before, behind = row.new_zeros((rank, *row.shape)), row.new_zeros((ranks - 1 - rank, *row.shape))
+        return torch.cat([before, row[None], behind])
+
+    def together(rows: torch.Tensor) -> torch.Tensor:
+        if not apart:
+            mean = rows[0] / count
+            return torch.stack([mean, (rows[1] / count - mean * mean).clamp(min=0.0)])
+        weights = rows.new_tensor(counts).div_(count).view(-1, *[1] * (rows.dim() - 2))
+        means, spreads = rows.unbind(1)
+        first = means[0]  # means are averaged as differences from one of them
+        mean = first + ((means - first) * weights).sum(0)
+        return torch.stack([mean, ((spreads + (means - mean).square()) * weights).sum(0)])
+
+    rows, summed, both = (builder.fresh(part, (), torch.float64) for _ in range(3))
+    builder.compute(moments, (part,), (rows,))
+    builder.communicate(SumOverRanks(), (rows,), (summed,), "reduce")
+    builder.compute(together, (summed,), (both,))
+    return both
 
 
 def _dims(builder: Builder, op: Operator, given: Any, keepdim_at: int) -> tuple[str, tuple[int, ...], bool]:

@@ -20,6 +20,8 @@ def replicated(builder: Builder, op: Operator) -> None:
         builder.refuse(
             op, "draws random numbers, which ranks would draw differently", "dropout, bernoulli, rand, randn, or none"
         )
+    if draws_numbers(op):
+        builder.draws(op)
     if builder.replicas > 1 and op.text.startswith("aten._native_batch_norm_legit"):
         builder.refuse(
             op, "normalises features without space, which plan.sync_batch_norm does not", "sync_batch_norm=False"

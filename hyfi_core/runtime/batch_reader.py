@@ -82,17 +82,17 @@ def check_labels(labels: torch.Tensor, batch: int) -> None:
         )
 
 
-def read_part(images: Images, part: InputPart, channels: int) -> torch.Tensor:
+def read_part(images: Images, part: InputPart, channels: int, dtype: torch.dtype) -> torch.Tensor:
     """Return ``(samples, C, h, w)`` of a batch, whatever form it is given in.
 
     Raises:
-        RequestError: what was returned is no tensor of the shape asked for.
+        RequestError: what was returned is no tensor of the shape asked for, or of a type that the model does not take.
     """
     box = part.box
     if isinstance(images, torch.Tensor):
         last = images.is_contiguous(memory_format=torch.channels_last) and not images.is_contiguous()
         order = torch.channels_last if last else torch.contiguous_format
-        _check_images(images, "the batch")
+        _check_images(images, "the batch", dtype)
         cut = images[part.first : part.stop, :, box.y0 : box.y1, box.x0 : box.x1]
         return cut.contiguous(memory_format=order)
     if isinstance(images, ImageParts):
@@ -104,17 +104,21 @@ def read_part(images: Images, part: InputPart, channels: int) -> torch.Tensor:
     wanted = (part.stop - part.first, channels, *box.shape)
     if tuple(local.shape) != wanted:
         raise RequestError(f"{name} returned {tuple(local.shape)}; {wanted} were asked for")
-    _check_images(local, f"what {name} returned")
+    _check_images(local, f"what {name} returned", dtype)
     return local
 
 
-def _check_images(images: torch.Tensor, what: str) -> None:
-    """Raise where images are not numbers that the engine computes with."""
-    if not images.is_floating_point():
+def _check_images(images: torch.Tensor, what: str, dtype: torch.dtype) -> None:
+    """Raise where images are of a type that the model was not captured with; floating-point types become each other."""
+    if images.dtype == dtype or (images.is_floating_point() and dtype.is_floating_point):
+        return
+    if dtype.is_floating_point:
         raise RequestError(
             f"{what} is {images.dtype}; the engine computes with floating-point images: convert it as the model is "
-            "meant to see it, for instance images.float() / 255"
+            f"meant to see it, for instance images.float() / 255, or, where the model takes {images.dtype} itself, "
+            f"parallelize(..., image_dtype={images.dtype})"
         )
+    raise RequestError(f"{what} is {images.dtype}, and the engine was made for images of image_dtype={dtype}")
 
 
 def _type_name(given: object) -> str:
@@ -131,7 +135,7 @@ class Reader:
         shape: of the whole batch that the engine was made for.
         groups: where what is read is counted.
         device: where it goes.
-        dtype: what it becomes.
+        dtype: that the model takes: floating-point images become it, others have to be of it.
     """
 
     def __init__(
@@ -165,7 +169,7 @@ class Reader:
         found: dict[InputPart, torch.Tensor] = {}
         for part in parts.values():
             if part not in found:
-                local = read_part(images, part, self._shape[1])
+                local = read_part(images, part, self._shape[1], self._dtype)
                 self._groups.all.counts.count("input", 0, local.numel() * local.element_size())
                 found[part] = local.to(device=self._device, dtype=self._dtype)
         return {key: found[part] for key, part in parts.items()}

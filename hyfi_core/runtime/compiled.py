@@ -19,6 +19,7 @@ from hyfi_core.cells.shared_halo import with_shared_halo
 from hyfi_core.comm.agree import compare
 from hyfi_core.comm.base import Communicator
 from hyfi_core.cost.fused_depth import fused_runs
+from hyfi_core.errors import RequestError
 from hyfi_core.lowering.lower import Target, lower
 from hyfi_core.lowering.pool_before_relu import pool_before_relu
 from hyfi_core.lowering.segments import Tape, build_tape
@@ -61,6 +62,7 @@ class Compiled:
         buffers: the same for buffers.
         trained: the user's names of those that get a gradient.
         pick: turns the leaves of the answer into what ``output`` returns.
+        digest: of the whole model's program, the same on every rank.
     """
 
     program: Program
@@ -70,6 +72,7 @@ class Compiled:
     buffers: tuple[tuple[str, ...], ...]
     trained: frozenset[str]
     pick: Callable[[list[Any]], Any]
+    digest: str
 
     @property
     def names(self) -> tuple[tuple[str, ...], ...]:
@@ -115,7 +118,8 @@ def compile_model(
     Raises:
         RequestError: the model cannot be captured, has an operator without a rule, or differs between ranks.
     """
-    _agree(program, comm)
+    digest = program.digest()[:12]
+    _agree(program, digest, comm)
     wanted, pick = _wanted(program, output)
     named = dict(model.named_parameters(remove_duplicate=False))
     trained = [value for value, name in program.parameters.items() if named[name].requires_grad]
@@ -143,6 +147,7 @@ def compile_model(
         tuple(tuple(stage.program.buffers.values()) for stage in stages),
         frozenset(program.parameters[name] for name in trained if name in active),
         pick,
+        digest,
     )
 
 
@@ -237,6 +242,8 @@ class _Lowered:
             target = Target(grid, position, entries=entries, replicas=self._replicas, gather_bytes=wide)
             runs = fused_runs(program, target, stage.outputs, exits, self._plan.fused_halo)
             ranked = lower(program, target, stage.outputs, exits, runs)
+        if self._plan.recomputes(index):
+            _refuse_drawn(ranked)
         sources = {*self._trained, *self._entries[index]} & self._active
         return HostedStage(ranked, build_tape(ranked, sources), position, stage.reads_image)
 
@@ -245,11 +252,22 @@ def _is_channels_last(tensor: torch.Tensor) -> bool:
     return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
 
 
-def _agree(program: Program, comm: Communicator) -> None:
+def _refuse_drawn(ranked: RankProgram) -> None:
+    """Refuse to compute again what draws from torch's own generator: backward would see other numbers."""
+    if ranked.drawn:
+        op = ranked.drawn[0]
+        raise RequestError(
+            f"{op.text} in module {op.module!r} draws from torch's generator, and would draw other numbers where "
+            "plan.recompute computes it again; use dropout, bernoulli, rand or randn, whose numbers are keyed, or "
+            "plan.recompute=False"
+        )
+
+
+def _agree(program: Program, digest: str, comm: Communicator) -> None:
     """Refuse to go on when ranks have captured different programs: their messages would not match."""
     if comm.size > 1:
         operators = {f"operator {i}": f"{op.text} of {op.module}" for i, op in enumerate(program.operators)}
-        compare(comm, operators | {"the captured model": program.digest()[:12]})
+        compare(comm, operators | {"the captured model": digest})
 
 
 def _wanted(program: Program, output: Output | None) -> tuple[tuple[Any, ...], Callable[[list[Any]], Any]]:

@@ -29,7 +29,7 @@ from hyfi_core.runtime.batch_reader import Images, InputPart, check_labels
 from hyfi_core.runtime.bindings import Bindings, RandomKey
 from hyfi_core.runtime.compiled import Compiled
 from hyfi_core.runtime.executor import evaluating
-from hyfi_core.runtime.gradients import GradientsOfCells, StepGradients, clip
+from hyfi_core.runtime.gradients import GradientsOfCells, ParameterHooks, StepGradients, clip
 from hyfi_core.runtime.groups import Groups
 from hyfi_core.runtime.mirror import Mirror
 from hyfi_core.runtime.ownership import ParameterOwnership, made_optimizer, optimizer_state, restricted
@@ -60,10 +60,11 @@ class Engine:
         optimizer: OptimizerFactory | None,
         output: Callable[[Any], Any] | None,
         autocast: torch.dtype | None,
+        image_dtype: torch.dtype | None = None,
     ) -> None:
         self._model = model
         self._device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        dtype = image_dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         self._micro = (shape[0] // plan.microbatches, *shape[1:])
         widest = (max(plan.shares or shape[:1]) // plan.microbatches, *shape[1:])  # all replicas are cut alike
         self.random = RandomKey(torch.initial_seed() & (2**63 - 1))
@@ -74,7 +75,7 @@ class Engine:
         self.plan = plan
         self._groups = Groups(comm, plan, Placement.of(plan))
         self._gradients: list[tuple[Compiled, StepGradients]] = []
-        self._consensus = CallConsensus(model, comm, self._groups.replica)
+        self._consensus = CallConsensus(model, comm, self._groups.replica, self._changes)
         self.random.seed = int(comm.broadcast_object(self.random.seed))
         self.random.first, self.random.share = self._groups.index * plan.microbatches, self._share()
         self.events: list[tuple[Action, float, float]] = []
@@ -129,7 +130,7 @@ class Engine:
         """
         with evaluating(self._model, self._device):
             self._reset_traffic()
-            self._consensus.check_evaluation("predict", self._runners[0].reader.batch_shape(images))
+            self._check_evaluation("predict", images)
             return self._each(lambda runner: runner.predict(images))[0]
 
     def attribute(self, images: Images) -> tuple[torch.Tensor, torch.Tensor]:
@@ -154,7 +155,7 @@ class Engine:
                 f"contributions need a plan of one stage, this one has {self.plan.stages}; use grids=((rows, columns),)"
             )
         with evaluating(self._model, self._device):
-            self._consensus.check_evaluation("attribute", self._runners[0].reader.batch_shape(images))
+            self._check_evaluation("attribute", images)
             return self._each(lambda runner: runner.explain(images))[0]
 
     def accumulate(self, images: Images, labels: torch.Tensor) -> float:
@@ -177,17 +178,21 @@ class Engine:
         check_labels(labels, shape[0])
         ACTIVITY.step += 1
         ACTIVITY.action = "comparing this call"
-        self._consensus.check_training(shape)
+        self._consensus.check_training(shape, self._runners[0].known(micro))
         compiled = self._compiled(micro)
         local = self._runners[0].read(images, compiled, shape[0])
         self._choose_mirror(compiled)
         gradients = self._gradients_of(compiled)
         taken = gradients if self._turns is None else GradientsOfCells(gradients, self._turns.size)
-        gradients.begin()
-        self._begin_paging(micro)
-        done = self._each(lambda runner: runner.train(images, local, labels, taken, self._arrived))
-        self._runners[0].publish()
-        gradients.finish()
+        hooks = ParameterHooks(dict(self._model.named_parameters()), self.plan.microbatches * self.plan.replicas)
+        try:
+            gradients.begin()
+            self._begin_paging(micro)
+            done = self._each(lambda runner: runner.train(images, local, labels, taken, self._arrived))
+            self._runners[0].publish()
+            gradients.finish(hooks)
+        finally:
+            hooks.give_back()
         ACTIVITY.action = None
         self.events = done[0].events
         self.random.step += 1
@@ -263,6 +268,14 @@ class Engine:
         if self._mirror is not None:
             self._mirror.settle()
 
+    def describe(self) -> str:
+        """Return the plan as text for people, and what every rank gathers for operators that have no parts."""
+        gathered = dict.fromkeys(
+            line for stage in self._compiled().hosted.values() for line in stage.ranked.gathered
+        )  # in the mode that the model is in
+        lines = [f"gathered whole: {line}" for line in gathered]
+        return "\n".join([self.plan.describe().rstrip("\n"), *lines])
+
     def schedule(self) -> Schedule:
         """Return the lowered schedule of a training step: all actions of the ranks of a replica, or of their cells."""
         compiled = self._compiled()
@@ -319,6 +332,14 @@ class Engine:
     def _compiled(self, micro: tuple[int, int, int, int] | None = None) -> Compiled:
         shape = self._micro if micro is None else micro
         return self._each(lambda runner: runner.compiled(shape))[0]
+
+    def _check_evaluation(self, call: str, images: Images) -> None:
+        reader = self._runners[0].reader
+        shape = reader.batch_shape(images)
+        self._consensus.check_evaluation(call, shape, self._runners[0].known(reader.micro_shape(shape)))
+
+    def _changes(self) -> dict[tuple[str, str], str]:
+        return self._runners[0].changes()
 
     def _choose_mirror(self, compiled: Compiled) -> None:
         """Take the mirror of the parameters that are trained now; weights in transit arrive first."""

@@ -21,6 +21,7 @@ from torch import nn
 
 from hyfi_core.comm.base import Pending
 from hyfi_core.comm.counted import CountedCommunicator
+from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.runtime.compiled import Compiled
 from hyfi_core.runtime.groups import Groups
@@ -111,15 +112,17 @@ class StepGradients:
         assert self._mirror is not None
         self._mirror.expect_gradients(stage)
 
-    def finish(self) -> None:
-        """Return when every gradient is the sum over all shares, added to what was set aside."""
+    def finish(self, hooks: ParameterHooks) -> None:
+        """Return when every gradient is the sum over all shares, changed by hooks, added to what was set aside."""
         self._land(wait=True)
         for group in self._groups:
             group.finish()
+        hooks.change()
         for parameter, old in zip(self._parameters, self._kept, strict=True):
             if old is not None:
                 parameter.grad = old if parameter.grad is None else old.add_(parameter.grad)
         self._kept = []
+        hooks.end()
 
     def _land(self, wait: bool) -> None:
         if self._mirror is not None:
@@ -133,6 +136,61 @@ class StepGradients:
         self._waiting[id(parameter)] -= 1
         if not self._waiting[id(parameter)] and id(parameter) in self._group_of:
             self._group_of[id(parameter)].complete([parameter])
+
+
+class ParameterHooks:
+    """The user's hooks on parameters, kept from running while gradients are shares, and run on the whole ones.
+
+    A hook need not be linear: the clamp of a sum is not the sum of clamps. One process calls hooks once for each
+    backward, so that only a step of one micro-batch has a gradient to call them with.
+
+    Args:
+        named: parameters by name.
+        backwards: how many backwards one process would run in this step: micro-batches and replicas.
+
+    Raises:
+        RequestError: there are hooks, and several backwards.
+    """
+
+    def __init__(self, named: Mapping[str, nn.Parameter], backwards: int) -> None:
+        self._held: list[tuple[nn.Parameter, Any, list[Any], Any, list[Any]]] = []
+        for name, parameter in named.items():
+            before, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+            if not before and not after:
+                continue
+            if backwards > 1:
+                raise RequestError(
+                    f"{name!r} has a hook on its gradient, which one process would call for each of {backwards} "
+                    "micro-batches; use one micro-batch and one replica, or change gradients between engine.accumulate "
+                    "and engine.update"
+                )
+            self._held.append((parameter, before, [*(before or {}).items()], after, [*(after or {}).items()]))
+        for _, before, _, after, _ in self._held:
+            for hooks in (before, after):
+                if hooks is not None:
+                    hooks.clear()
+
+    def give_back(self) -> None:
+        """Register them again, in their order."""
+        for _, before, held_before, after, held_after in self._held:
+            for hooks, held in ((before, held_before), (after, held_after)):
+                if hooks is not None:
+                    hooks.update(held)
+
+    def change(self) -> None:
+        """Run those that change a gradient: it is whole, and nothing was added to it yet."""
+        for parameter, _, held, _, _ in self._held:
+            for _, hook in held:
+                changed = hook(parameter.grad) if parameter.grad is not None else None
+                if changed is not None:
+                    parameter.grad.copy_(changed)
+
+    def end(self) -> None:
+        """Run those that wait for the accumulated gradient."""
+        for parameter, _, _, _, held in self._held:
+            for _, hook in held:
+                if parameter.grad is not None:
+                    hook(parameter)
 
 
 class GradientsOfCells:

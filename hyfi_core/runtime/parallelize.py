@@ -32,6 +32,7 @@ def parallelize(
     optimizer: OptimizerFactory | None = None,
     output: Callable[[Any], Any] | None = None,
     autocast: torch.dtype | None = None,
+    image_dtype: torch.dtype | None = None,
     verify: bool = True,
 ) -> Engine:
     """Spread a model over the ranks of a plan.
@@ -46,6 +47,8 @@ def parallelize(
         optimizer: makes an optimiser of a list of parameters; needed for ``update``.
         output: picks the logits out of what the model returns.
         autocast: computes in this type where autocast would (``torch.bfloat16``).
+        image_dtype: of the images that the model takes, where it is another than that of its parameters, such as
+            ``torch.uint8`` for a model that scales bytes itself. Images then have to come in it.
         verify: at start, rank 0 runs the module and its capture side by side on small images; a difference in values or
             gradients is refused.
 
@@ -54,12 +57,17 @@ def parallelize(
             on every rank, before any of them has changed anything.
     """
     plan = agree(comm, lambda: _checked(model, shape, plan, comm, strategy, optimizer))
-    settings = {"autocast": autocast, "verify": verify, "optimizer": "given" if optimizer is not None else "none"}
+    settings = {
+        "autocast": autocast,
+        "image_dtype": image_dtype,
+        "verify": verify,
+        "optimizer": "given" if optimizer is not None else "none",
+    }
     compare_requests(comm, model, shape, plan, settings)
-    engine = Engine(model, shape, plan, comm, loss, optimizer, output, autocast)
+    engine = Engine(model, shape, plan, comm, loss, optimizer, output, autocast, image_dtype)
     if verify:  # last: what cannot be captured at all has been said by then
         micro = (shape[0] // engine.plan.microbatches, *shape[1:])
-        agree(comm, lambda: _verify(model, micro, output) if comm.rank == 0 else None)
+        agree(comm, lambda: _verify(model, micro, output, image_dtype) if comm.rank == 0 else None)
     return engine
 
 
@@ -111,8 +119,13 @@ def _check_model(model: nn.Module) -> None:
             )
 
 
-def _verify(model: nn.Module, shape: tuple[int, int, int, int], output: Callable[[Any], Any] | None) -> None:
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+def _verify(
+    model: nn.Module,
+    shape: tuple[int, int, int, int],
+    output: Callable[[Any], Any] | None,
+    image_dtype: torch.dtype | None,
+) -> None:
+    dtype = image_dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     unseen = verify_capture(model, shape, dtype, output)
     if unseen is not None:
         warnings.warn(f"{type(model).__name__} could not be compared with its capture: {unseen}", stacklevel=2)

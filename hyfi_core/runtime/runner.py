@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from hyfi_core.capture.export import capture
 from hyfi_core.capture.guards import NoTracedValues
-from hyfi_core.capture.module_state import module_state
+from hyfi_core.capture.module_state import changed_since, module_state, told
 from hyfi_core.capture.program import Program
 from hyfi_core.cells.paged_steps import PagedSteps, StepMemory, UseOrder
 from hyfi_core.cells.pager import Pager
@@ -52,7 +52,7 @@ class Subject:
         output: picks the logits out of what the model returns.
         autocast: computes in this type where autocast would.
         device: where the model is.
-        dtype: of its parameters.
+        dtype: of its images: that of its parameters unless another is asked for.
         bindings: the model's tensors by the values of a stage's program.
         programs: what has been captured, by shape and flags.
         runs: fused runs that were chosen for memory, of cells in evaluation mode.
@@ -113,6 +113,7 @@ class StageRunner:
             self.groups.wait_at_once()
         self.reader = Reader(plan, subject.shape, self.groups, subject.device, subject.dtype)
         self._cache: dict[Any, Compiled] = {}
+        self._used: Hashable = None
         self._schedules: dict[Any, Schedule] = {}
         self._trained: FollowingStatistics | FoldedStatistics | None = None
 
@@ -121,6 +122,7 @@ class StageRunner:
         subject = self._subject
         subject.bindings.refuse_replaced()
         key = (shape, module_state(subject.model))
+        self._used = key[1]
         if key not in self._cache:
             while len(self._cache) >= CAPTURES_KEPT:
                 self._cache.pop(next(iter(self._cache)))
@@ -136,6 +138,18 @@ class StageRunner:
                 self._cells,
             )
         return self._cache[key]
+
+    def known(self, shape: Shape) -> str:
+        """Return what will run for micro-batches of a shape: a digest; "" for a new shape, "new" for a new state."""
+        key = (shape, module_state(self._subject.model))
+        if key in self._cache:
+            return self._cache[key].digest
+        return "new" if any(other[0] == shape for other in self._cache) else ""
+
+    def changes(self) -> dict[tuple[str, str], str]:
+        """Return what a forward reads that is another than in the last call: (module, attribute) -> what it is now."""
+        model = self._subject.model
+        return {place: told(model, *place) for place in changed_since(self._used, module_state(model))}
 
     def schedule(self, compiled: Compiled) -> Schedule:
         """Return the lowered schedule of a training step: every action of every rank of a replica."""

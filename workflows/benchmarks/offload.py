@@ -204,12 +204,12 @@ def _sleep_instead(setting: dict[str, Any]) -> None:
         with Path(setting["clock"]).open("a", encoding="utf-8") as clock:
             clock.write(f"{time.perf_counter()}\n")
         for part in engine.input_parts:
-            read_part(images, part, 3)
+            read_part(images, part, 3, torch.float32)
         time.sleep(setting["compute_s"])
         return 0.0
 
     def predict(engine: Any, images: Any) -> torch.Tensor:
-        read_part(images, InputPart(engine.input_box, 0, 1), 3)
+        read_part(images, InputPart(engine.input_box, 0, 1), 3, torch.float32)
         time.sleep(setting["predict_s"])
         return torch.zeros(1, 2)
 

@@ -139,6 +139,34 @@ def test_a_random_operator_without_a_rule_is_refused() -> None:
         run_copies(Jitter(), 2, body)
 
 
+class Noisy(nn.Module):
+    """Adds noise by an operator whose numbers come from torch's generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.fc(x.mean((2, 3)))
+        return y * torch.normal(torch.ones_like(y), 0.5)
+
+
+def test_numbers_of_torch_s_generator_are_not_drawn_again() -> None:
+    model = Noisy().double()
+    images, labels = torch.randn(2, 3, 8, 8, dtype=torch.float64), torch.tensor([0, 1])
+    torch.manual_seed(5)
+    wanted = F.cross_entropy(model(images), labels)
+    (slope,) = torch.autograd.grad(wanted, [model.fc.weight])
+    comm = hyfi_core.init()
+    engine = hyfi_core.parallelize(model, images.shape, hyfi_core.ParallelPlan(((1, 1),)), comm, verify=False)
+    torch.manual_seed(5)
+    assert engine.accumulate(images, labels) == pytest.approx(float(wanted), abs=1e-12)
+    torch.testing.assert_close(model.fc.weight.grad, slope)
+    with pytest.raises(RequestError, match=r"aten.normal.* draws from torch's generator, .*plan.recompute"):
+        plan = hyfi_core.ParallelPlan(((1, 1),), recompute=True)
+        hyfi_core.parallelize(Noisy().double(), images.shape, plan, comm, verify=False)
+
+
 def test_parts_make_up_the_whole() -> None:
     shape, device = (2, 3, 7, 10), torch.device("cpu")
     whole = draws.positions(shape, None, (0, 0, 0, 0), device, 1000)

@@ -9,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import hyfi_core
+from hyfi_core import ParallelPlan
 from hyfi_core.capture.export import capture
 from hyfi_core.errors import RequestError
 from hyfi_core.lowering.lower import Target, lower
-from tests.harness import assert_equal_to_one_process
+from tests.harness import assert_equal_to_one_process, run_copies
 
 MOVES: dict[str, Any] = {
     "circular": lambda x: F.pad(x, (1, 1, 1, 1), mode="circular"),
@@ -66,6 +68,18 @@ def test_it_is_said_and_beyond_the_limit_refused() -> None:
     assert rolled in ranked.splits, "what follows is computed by parts again"
     with pytest.raises(RequestError, match=r"roll.*no rule.*gather_bytes"):
         lower(program, Target((2, 2), 0, gather_bytes=959))
+
+
+def test_an_engine_says_what_it_gathers() -> None:
+    plan = ParallelPlan(((1, 2),))
+
+    def body(comm: Any, module: nn.Module) -> str:
+        return hyfi_core.parallelize(module, (2, 3, 9, 12), plan, comm).describe()
+
+    (told, other) = run_copies(moved("roll"), 2, body)
+    assert told == other
+    assert told.startswith(plan.describe().rstrip())
+    assert "gathered whole: aten.roll.default: (2, 4, 5, 6), 960 bytes on every rank" in told
 
 
 def test_a_refused_rule_leaves_nothing_behind() -> None:

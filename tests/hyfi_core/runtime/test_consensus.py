@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -98,6 +99,80 @@ def test_flags_and_shapes_are_compared_at_every_call(call: str, replicas: int) -
         assert odd in said
     (said,) = refusals(2 * replicas, lambda c: engine_of(c, torch.zeros(2, 3, 16, 20), lambda model: None))
     assert "the images' shape is (2, 3, 16, 24) on rank 0; (2, 3, 16, 20) on rank 1" in said
+
+
+class Gained(torch.nn.Module):
+    """A network with a number that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network, self.gain = network(), 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.network(x) * self.gain
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_an_attribute_that_changes_on_one_rank_is_named(replicas: int) -> None:
+    plan = hyfi_core.ParallelPlan(grids=((1, 2 // replicas),), replicas=replicas)
+
+    def body(comm: Communicator) -> None:
+        model = Gained()
+        engine = hyfi_core.parallelize(model, SHAPE, plan, comm)
+        engine.accumulate(torch.zeros(SHAPE), torch.tensor([0, 1]))
+        model.gain = 1.0 + comm.rank
+        engine.accumulate(torch.zeros(SHAPE), torch.tensor([0, 1]))
+
+    (said,) = refusals(2, body)
+    assert "gain (changed since the last call) is not given on rank 0; 2.0 on rank 1" in said
+
+
+def test_an_attribute_that_goes_back_on_one_rank_is_named() -> None:
+    def body(comm: Communicator) -> None:
+        model = Gained()
+        engine = hyfi_core.parallelize(model, SHAPE, hyfi_core.ParallelPlan(grids=((1, 2),)), comm)
+        for gain in (2.0, 1.0 + comm.rank):  # both are captured by then
+            model.gain = gain
+            engine.accumulate(torch.zeros(SHAPE), torch.tensor([0, 1]))
+
+    (said,) = refusals(2, body)
+    assert "gain (changed since the last call) is 1.0 on rank 0; not given on rank 1" in said
+
+
+class Scaled(torch.nn.Module):
+    """Takes bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = network().double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.network(x.double() / 255)
+
+
+@pytest.mark.parametrize("grid", [(1, 1), (2, 1)])
+def test_a_model_that_scales_bytes_itself_equals_one_process(grid: tuple[int, int]) -> None:
+    images, labels = torch.randint(0, 255, SHAPE, dtype=torch.uint8), torch.tensor([0, 1])
+    reference = Scaled()
+    wanted = torch.nn.functional.cross_entropy(reference(images), labels)
+    copies = [copy.deepcopy(reference) for _ in range(2)]
+    wanted.backward()
+    plan = hyfi_core.ParallelPlan(grids=(grid,))
+
+    def body(comm: Communicator) -> None:
+        engine = hyfi_core.parallelize(copies[comm.rank], SHAPE, plan, comm, image_dtype=torch.uint8)
+        assert abs(engine.accumulate(images, labels) - wanted.item()) < 1e-12
+        assert (
+            abs(engine.accumulate(lambda box: images[:, :, box.y0 : box.y1, box.x0 : box.x1], labels) - float(wanted))
+            < 1.0
+        )
+        gradients = engine.gather_gradients() or {}
+        for name, p in reference.named_parameters() if comm.rank == 0 else ():
+            torch.testing.assert_close(gradients[name], 2 * p.grad, rtol=1e-9, atol=1e-10)
+        with pytest.raises(RequestError, match="float32, and the engine was made for images of image_dtype"):
+            engine.predict(images.float())
+
+    run_ranks(plan.ranks, body, timeout_s=120)
 
 
 def test_another_call_is_another_thing() -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import hyfi_core
 from hyfi_core import ParallelPlan
+from hyfi_core.errors import RequestError
 from hyfi_core.runtime import gradients
 from tests.harness import run_copies
 
@@ -87,3 +90,54 @@ def test_gradients_lie_in_their_buckets() -> None:
         return len(first), first == {p.grad.untyped_storage().data_ptr() for p in module.parameters()}
 
     assert run_copies(Deep(), 2, body)[0] == (1, True)  # one bucket, the same memory at every step
+
+
+class Twice(nn.Module):
+    """A network with a hidden layer, a norm, and weights that are used at two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 3, 3, 1, 1), nn.BatchNorm2d(3), nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.conv(self.norm(self.conv(x)).relu()).mean((2, 3)))
+
+
+@pytest.mark.parametrize("grid", [(1, 1), (2, 2)])
+def test_hooks_on_parameters_see_whole_gradients(grid: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    model, shape = Twice().double(), (2, 3, 12, 10)
+    images, labels, ends = torch.randn(shape, dtype=torch.float64), torch.tensor([0, 1]), []
+
+    def hooked(module: nn.Module) -> nn.Module:
+        for p in module.parameters():
+            p.register_hook(lambda g: g.clamp(-0.01, 0.01))
+            p.register_hook(lambda g: g + 1)
+            p.register_post_accumulate_grad_hook(lambda q: ends.append(q.grad.mul_(q.grad)))
+        return module
+
+    reference = hooked(copy.deepcopy(model))
+    for _ in range(2):
+        F.cross_entropy(reference(images), labels).backward()
+
+    def body(comm: Any, module: nn.Module) -> Any:
+        hooked(module)
+        engine = hyfi_core.parallelize(module, shape, hyfi_core.ParallelPlan((grid,)), comm)
+        for _ in range(2):
+            engine.accumulate(images, labels)
+        assert all(len(p._backward_hooks) == 2 for p in module.parameters())
+        return {name: p.grad for name, p in module.named_parameters()}
+
+    for found in run_copies(model, grid[0] * grid[1], body):
+        for name, p in reference.named_parameters():
+            torch.testing.assert_close(found[name], p.grad, rtol=1e-10, atol=1e-12)
+    assert ends
+
+
+def test_hooks_on_parameters_are_refused_where_one_process_would_call_them_several_times() -> None:
+    model, plan = Twice(), hyfi_core.ParallelPlan(((1, 1),), microbatches=2)
+    engine = hyfi_core.parallelize(model, (2, 3, 12, 10), plan, hyfi_core.init(), verify=False)
+    model.head.bias.register_hook(lambda g: g.clamp(-1, 1))
+    with pytest.raises(RequestError, match=r"'head.bias' has a hook on its gradient, .* each of 2 micro-batches"):
+        engine.accumulate(torch.zeros(2, 3, 12, 10), torch.tensor([0, 1]))
+    assert len(model.head.bias._backward_hooks) == 1
