@@ -155,7 +155,7 @@ class ParameterHooks:
     def __init__(self, named: Mapping[str, nn.Parameter], backwards: int) -> None:
         self._held: list[tuple[nn.Parameter, Any, list[Any], Any, list[Any]]] = []
         for name, parameter in named.items():
-            before, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+            before, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
             if not before and not after:
                 continue
             if backwards > 1:
@@ -180,10 +180,11 @@ class ParameterHooks:
     def change(self) -> None:
         """Run those that change a gradient: it is whole, and nothing was added to it yet."""
         for parameter, _, held, _, _ in self._held:
-            for _, hook in held:
-                changed = hook(parameter.grad) if parameter.grad is not None else None
-                if changed is not None:
-                    parameter.grad.copy_(changed)
+            gradient = parameter.grad
+            for _, hook in held if gradient is not None else ():
+                changed = hook(gradient)
+                if changed is not None and gradient is not None:
+                    gradient.copy_(changed)
 
     def end(self) -> None:
         """Run those that wait for the accumulated gradient."""
