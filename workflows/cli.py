@@ -11,6 +11,7 @@ if __name__ == "__main__":  # requests to stop have their answer before anything
     signals.listen_from_start()
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -110,7 +111,7 @@ def doctor(as_json: Json = False) -> None:
     """Say what works here, what is missing, and the command that mends it."""
     from workflows.commands import doctor
 
-    _exit(lambda: doctor.run(as_json))
+    _exit(partial(doctor.run, as_json))
 
 
 @app.command()
@@ -122,7 +123,7 @@ def demo(
     """Do the whole job on a small synthetic archive: slides, store, training, prediction, report."""
     from workflows.commands import demo
 
-    _exit(lambda: demo.run(out, as_json), writes=out)
+    _exit(partial(demo.run, out, as_json), writes=out)
 
 
 @app.command()
@@ -139,7 +140,7 @@ def synth(
     """Make synthetic H&E-like slides with labels and cases."""
     from workflows.commands import synth
 
-    _exit(lambda: synth.run(out, slides, size_px, seed, pen, blur, as_json), writes=out)
+    _exit(partial(synth.run, out, slides, size_px, seed, pen, blur, as_json), writes=out)
 
 
 @app.command()
@@ -171,7 +172,8 @@ def ingest(
     from workflows.commands import ingest
 
     _exit(
-        lambda: ingest.run(
+        partial(
+            ingest.run,
             paths=paths,
             out=out,
             mpp=mpp,
@@ -207,7 +209,7 @@ def verify(
     """Re-check every digest, size and checksum of a store."""
     from workflows.commands import verify
 
-    _exit(lambda: verify.run(store, as_json))
+    _exit(partial(verify.run, store, as_json))
 
 
 @app.command()
@@ -221,7 +223,7 @@ def export(
     """Copy slides of a store for viewers that know only an older format."""
     from workflows.commands import export
 
-    _exit(lambda: export.run(store, ngff, out, as_json), writes=out)
+    _exit(partial(export.run, store, ngff, out, as_json), writes=out)
 
 
 @app.command()
@@ -235,7 +237,7 @@ def inspect(
     """Show levels, microns per pixel, tissue share and provenance."""
     from workflows.commands import inspect
 
-    _exit(lambda: inspect.run(path, png, as_json, slide_mpp))
+    _exit(partial(inspect.run, path, png, as_json, slide_mpp))
 
 
 @app.command()
@@ -252,7 +254,7 @@ def split(
     """Divide slides into train, val and test, or into folds; no case in two of them."""
     from workflows.commands import split
 
-    _exit(lambda: split.run(labels, out, folds, group, stratify, seed, as_json), writes=out)
+    _exit(partial(split.run, labels, out, folds, group, stratify, seed, as_json), writes=out)
 
 
 @app.command()
@@ -268,7 +270,7 @@ def train(
     """Train a classifier; starts mpiexec itself where it is not already under mpiexec, srun or torchrun."""
     from workflows.commands import train
 
-    _exit(lambda: train.run(config, list(overrides or ()), ranks, resume, as_json), as_ranks=True)
+    _exit(partial(train.run, config, list(overrides or ()), ranks, resume, as_json), as_ranks=True)
 
 
 @app.command()
@@ -294,7 +296,7 @@ def validate(
     request = validate.EvaluationRequest(
         checkpoint, store, labels, splits, split_name, split_column, cells, image, out, as_json
     )
-    _exit(lambda: validate.run(request, ranks), writes=out, as_ranks=True)
+    _exit(partial(validate.run, request, ranks), writes=out, as_ranks=True)
 
 
 @app.command()
@@ -323,7 +325,8 @@ def predict(
     from workflows.commands import predict
 
     _exit(
-        lambda: predict.run(
+        partial(
+            predict.run,
             checkpoints=[checkpoint, *(more or ())],
             inputs=inputs,
             out=out,
@@ -349,7 +352,7 @@ def status(
     """Say where a running or ended run stands."""
     from workflows.commands import status as command
 
-    _exit(lambda: command.run(run, as_json))
+    _exit(partial(command.run, run, as_json))
 
 
 app.add_typer(launch)
@@ -364,16 +367,15 @@ def _exit(command: Callable[[], int], writes: Path | None = None, as_ranks: bool
         as_ranks: whether a launcher may start this command as several ranks, which stop together only.
     """
 
-    def body() -> int:
+    def prepare() -> None:
         if as_ranks and inside_launcher():
             signals.remember_requests()
         else:
             signals.interrupt_on_request()
         if writes is not None:
             require_writable(writes)
-        return command()
 
-    raise typer.Exit(exit_code_of(body))
+    raise typer.Exit(exit_code_of(command, prepare))
 
 
 def main() -> None:

@@ -11,9 +11,16 @@ from hyfi_core.errors import RequestError
 DONE, SOME_FAILED, WRONG_REQUEST, STOPPED, FAULT = 0, 1, 2, 3, 70
 
 
-def exit_code_of(body: Callable[[], int]) -> int:
-    """Run ``body``; return its exit code, or that of the exception that ended it, reported on standard error."""
+def exit_code_of(body: Callable[[], int], prepare: Callable[[], None] | None = None) -> int:
+    """Run ``body``; return its exit code, or that of the exception that ended it, reported on standard error.
+
+    Args:
+        body: does the work.
+        prepare: called before it; what it raises is reported alike.
+    """
     try:
+        if prepare is not None:
+            prepare()
         return body()
     except RequestError as error:
         _warn(f"hyfi: {error}")

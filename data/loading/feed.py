@@ -97,21 +97,24 @@ class InlineFeed:
     ) -> None:
         self.wait_s = 0.0
         self.reports: dict[int, Report] = {}
+        self._numbers: Sequence[int] = ()
         self._samples, self._spec, self._device = samples, spec, torch.device(device)
         largest = max((part_bytes(part.box) for part in spec.parts), default=0)
         self._cache = SampleCache(0, cache_bytes, largest)
         self._kept = np.empty(cache_bytes, np.uint8)
 
     def batch(self, turn: int) -> BatchPixels:
-        """Return a reader of the turn's samples; it reads when it is called."""
-        return _InlinePixels(self, self._spec.layout.numbers(turn, self._spec.replica))
+        """Return this feed, which reads the turn's samples when it is asked for them."""
+        self._numbers = self._spec.layout.numbers(turn, self._spec.replica)
+        return self
 
     def close(self, stopped: bool) -> None:
         """Nobody to let go of."""
 
-    def read(self, numbers: Sequence[int], box: Box) -> torch.Tensor:
-        """Return ``(len(numbers), 3, h, w)``, newly allocated."""
+    def read(self, box: Box, first: int, stop: int) -> torch.Tensor:
+        """Return ``(stop − first, 3, h, w)`` of this turn's samples, newly allocated."""
         start_s = time.perf_counter()
+        numbers = self._numbers[first:stop]
         images = np.empty((len(numbers), BANDS, *box.shape), np.uint8)
         for image, number in zip(images, numbers, strict=True):
             self._decode(number, box, image.reshape(-1))
@@ -128,14 +131,3 @@ class InlineFeed:
             return
         decode(self._samples, Lease(number, epoch, index, (box,), 0, source, place.at, place.kept), target, self._kept)
         self._cache.give_back(index, source)
-
-
-@dataclass(frozen=True)
-class _InlinePixels:
-    """One turn of an :class:`InlineFeed`."""
-
-    feed: InlineFeed
-    numbers: Sequence[int]
-
-    def read(self, box: Box, first: int, stop: int) -> torch.Tensor:
-        return self.feed.read(self.numbers[first:stop], box)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,7 +63,7 @@ def run(
     if options.cells is not None and ranks is not None and ranks > 1:
         raise RequestError(f"--cells {cells} with --ranks {ranks}: cells are for one process alone; leave out either")
     if inside_launcher():
-        return run_as_rank(lambda: _predict(checkpoints, inputs, out, ranks, options, as_json))
+        return run_as_rank(partial(_predict, checkpoints, inputs, out, ranks, options, as_json))
     if ranks is not None and ranks > 1:
         _check(checkpoints, inputs, out, options)
         return launch(_arguments(checkpoints, inputs, out, ranks, options, as_json), ranks)

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +57,7 @@ def run(config: Path, overrides: list[str], ranks: int | None, resume: bool, as_
         if settings.ranks > 1:
             words = ["train", str(config), *overrides, *["--resume"] * resume, *["--json"] * as_json]
             return launch(words, settings.ranks)
-    return run_as_rank(lambda: train_rank(settings, resume, as_json))
+    return run_as_rank(partial(train_rank, settings, resume, as_json))
 
 
 def train_rank(config: Config, resume: bool, as_json: bool) -> int:
@@ -169,8 +170,6 @@ def _loader(job: TrainingJob, roles: Roles, saved: SavedRun | None, coverage: An
 
 
 def _validator(job: TrainingJob, roles: Roles, saved: SavedRun | None, coverage: Any, stop: StopFlag) -> RankBody:
-    from functools import partial
-
     from workflows.evaluation.validation_child import start_child, validation_plan
     from workflows.evaluation.validator import ValidationService
 

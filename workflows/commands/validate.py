@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +81,7 @@ def run(request: EvaluationRequest, ranks: int | None) -> int:
     parse_cells(request.cells)
     if ranks is not None and ranks > 1 and inside_launcher() is None:
         return launch(request.words(), ranks)
-    return run_as_rank(lambda: validate_rank(request))
+    return run_as_rank(partial(validate_rank, request))
 
 
 def validate_rank(request: EvaluationRequest) -> int:
