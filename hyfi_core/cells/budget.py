@@ -70,7 +70,7 @@ def kept_bytes(ranked: RankProgram, tape: Tape, position: int) -> int:
             if isinstance(step.call.operator, Recomputable):
                 continue
             if isinstance(step.call.operator, MaxPool):
-                places += 8 * sum(_elements(ranked, name, position) for name in made_by(step))
+                places += 4 * sum(_elements(ranked, name, position) for name in made_by(step))
         elif all(is_cheap(call) for call in step.calls):
             continue
         kept.update(made_by(step))

@@ -36,7 +36,13 @@ class _Places:
 
 @dataclass(frozen=True)
 class MaxPool(Banded):
-    """``max_pool2d`` on a part; its halo fills with -inf."""
+    """``max_pool2d`` on a part; its halo fills with -inf.
+
+    Attributes:
+        holds_map: whether the map's memory is kept for its cotangent; else its shape alone is, and places in 32 bits.
+    """
+
+    holds_map: bool = True
 
     def forward(self, comm: Communicator, inputs: Tensors) -> tuple[Tensors, Any]:
         """Return (maxima,); saved are their places."""
@@ -46,7 +52,7 @@ class MaxPool(Banded):
             if self.output.empty:
                 return (own.new_empty((*own.shape[:2], *self.output.shape)),), (back, canvas, None, ())
             result, indices = self._pool(canvas, self.canvas_padding)
-            return (result,), (back, canvas, indices, ())
+            return (result,), (back, self._held(canvas), self._narrow(indices), ())
         pending_strips = self.halo.start(comm, own)
         with polled(pending_strips.pending):
             result, indices = self._pool(self.seen(own), self.own.padding)
@@ -55,7 +61,7 @@ class MaxPool(Banded):
             found, where = self._pool(canvas, AT_ONCE)
             at(result, band, self.output).copy_(found)
             places.append(_Places(canvas, where))
-        return (result,), (own, indices, tuple(places))
+        return (result,), (self._held(own), self._narrow(indices), tuple(places))
 
     def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
         """Return (the cotangent of the map,): each output's goes to the place of its maximum."""
@@ -79,6 +85,17 @@ class MaxPool(Banded):
         else:
             d_canvas = self._back(dy, canvas, indices, self.canvas_padding)
         return self.halo.backward(comm, back, (d_canvas,))
+
+    def _held(self, seen: torch.Tensor) -> torch.Tensor:
+        """Return what is kept of a map of which backward looks at nothing but the shape."""
+        if self.holds_map:
+            return seen
+        shape_alone = torch.empty_like(seen)
+        shape_alone.untyped_storage().resize_(0)
+        return shape_alone
+
+    def _narrow(self, indices: torch.Tensor) -> torch.Tensor:
+        return indices if self.holds_map else indices.to(torch.int32)
 
     def _back_of_own(
         self, dy: torch.Tensor, whole: torch.Tensor, indices: torch.Tensor, over: torch.Tensor | None
@@ -112,7 +129,7 @@ class MaxPool(Banded):
         """Return the cotangent of ``tensor``, of which the native call looks at nothing but the shape."""
         result = torch.empty_like(tensor) if over is None else over
         call = torch.ops.aten.max_pool2d_with_indices_backward.grad_input
-        call(dy, tensor, *self.steps[:2], padding, self.steps[2], False, indices, grad_input=result)
+        call(dy, tensor, *self.steps[:2], padding, self.steps[2], False, indices.long(), grad_input=result)
         return result
 
 

@@ -15,7 +15,7 @@ from hyfi_core.capture.program import Program, Ref, refs_in
 from hyfi_core.capture.stages import Stage, active_values, cut_program, edges
 from hyfi_core.cells.fused_memory import runs_for_cells
 from hyfi_core.cells.fused_place import CELL_RULES
-from hyfi_core.cells.shared_halo import with_shared_halo
+from hyfi_core.cells.halo import for_prediction, for_training
 from hyfi_core.comm.agree import compare
 from hyfi_core.comm.base import Communicator
 from hyfi_core.cost.fused_depth import fused_runs
@@ -174,6 +174,7 @@ class _Lowered:
         cells: int,
     ) -> None:
         self._runs = runs
+        self._cells = cells
         self._shares_memory = plan.ranks_per_replica == cells
         self._stages = stages
         self._placement = placement
@@ -237,11 +238,13 @@ class _Lowered:
             target = Target(grid, position, CELL_RULES, gather_bytes=wide)
             ranked = lower(program, target, stage.outputs, exits, self._runs)
             if self._shares_memory:
-                ranked = replace(ranked, instructions=tuple(map(with_shared_halo, ranked.instructions)))
+                ranked = replace(ranked, instructions=tuple(map(for_prediction, ranked.instructions)))
         else:
             target = Target(grid, position, entries=entries, replicas=self._replicas, gather_bytes=wide)
             runs = fused_runs(program, target, stage.outputs, exits, self._plan.fused_halo)
             ranked = lower(program, target, stage.outputs, exits, runs)
+            if self._cells > 1:
+                ranked = replace(ranked, instructions=tuple(map(for_training, ranked.instructions)))
         if self._plan.recomputes(index):
             _refuse_drawn(ranked)
         sources = {*self._trained, *self._entries[index]} & self._active

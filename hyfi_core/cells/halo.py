@@ -1,0 +1,72 @@
+"""Halos between the cells of one process.
+
+In evaluation each cell reads its neighbours' parts, and nothing is copied. In training what comes from them is kept for
+backward; its memory is a map's like any other, which may leave, and no buffer's that is kept from step to step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+
+from hyfi_core.cells.communicator import CellCommunicator
+from hyfi_core.comm.base import Communicator, Message
+from hyfi_core.ops.bands import Banded
+from hyfi_core.ops.buffers import Buffers
+from hyfi_core.ops.convolution import Convolution
+from hyfi_core.ops.max_pool import MaxPool
+from hyfi_core.ops.redistribute import PendingStrips, Redistribute
+from hyfi_core.rules.instructions import CollectiveCall, Instruction
+
+
+class SharedHalo(Redistribute):
+    """A redistribution between cells that read what others hold; for forwards that nothing is kept of."""
+
+    def start(self, comm: Communicator, own: torch.Tensor) -> PendingStrips:
+        """Show the others what they need of ``own``, and return views of what this cell needs of theirs."""
+        swap = getattr(comm, CellCommunicator.swap.__name__)  # counting communicators pass it on
+        transfer = self.transfer
+        shown = [Message(strip.peer, self._view(own, strip.box, transfer.have)) for strip in transfer.sends]
+        return PendingStrips(None, tuple(swap(shown, [strip.peer for strip in transfer.receives])))
+
+
+class FreshHalo(Redistribute):
+    """A redistribution whose messages have memory of their own, given back when nobody holds them."""
+
+    @cached_property
+    def _buffers(self) -> Buffers:
+        return _Fresh()
+
+
+class _Fresh(Buffers):
+    """No buffers: memory that is new each time."""
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+
+def for_prediction(instruction: Instruction) -> Instruction:
+    """Return the instruction with cells that read where ranks would receive."""
+    return _with_halo(instruction, lambda halo: SharedHalo(halo.transfer, halo.dims, halo.fill))
+
+
+def for_training(instruction: Instruction) -> Instruction:
+    """Return the instruction with messages, and maps behind a maximum, that nothing holds longer than it has to."""
+    changed = _with_halo(instruction, lambda halo: FreshHalo(halo.transfer, halo.dims, halo.fill))
+    if isinstance(changed, CollectiveCall) and isinstance(changed.operator, MaxPool):
+        return replace(changed, operator=replace(changed.operator, holds_map=False))
+    return changed
+
+
+def _with_halo(instruction: Instruction, made: Callable[[Redistribute], Redistribute]) -> Instruction:
+    if not isinstance(instruction, CollectiveCall):
+        return instruction
+    operator = instruction.operator
+    if isinstance(operator, Redistribute):
+        return replace(instruction, operator=made(operator))
+    if isinstance(operator, (Convolution, Banded)):
+        return replace(instruction, operator=replace(operator, halo=made(operator.halo)))
+    return instruction
