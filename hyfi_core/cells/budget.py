@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
-from contextlib import suppress
 from math import prod
-from pathlib import Path
 
 import torch
 
@@ -15,17 +12,12 @@ from hyfi_core.errors import RequestError
 from hyfi_core.lowering.segments import OperatorStep, Tape, made_by, taken_by
 from hyfi_core.ops.base import Recomputable
 from hyfi_core.ops.max_pool import MaxPool
+from hyfi_core.process_memory import available_bytes
 from hyfi_core.rules.instructions import RankProgram
 
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _SHARE = 0.5
-
-
-def resident_bytes() -> int:
-    """Return what this process holds now; 0 where the system does not tell (proc(5))."""
-    with suppress(OSError, ValueError, IndexError):
-        return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
-    return 0
+_PAGES = 2  # times what the largest step takes and makes: its pages, and those that are on their way
+_BESIDE = 3  # times the same: what its operators need for themselves (kernels reorder maps), messages, allocators
 
 
 def page_limit(memory_bytes: int | None, held_bytes: int, working_bytes: int, device: torch.device) -> int:
@@ -34,7 +26,7 @@ def page_limit(memory_bytes: int | None, held_bytes: int, working_bytes: int, de
     Args:
         memory_bytes: what the rank may need; None: half of what is free now.
         held_bytes: what it holds whatever happens: interpreter, libraries, weights, gradients, moments.
-        working_bytes: what the largest step of a cell needs at once, beside pages.
+        working_bytes: what the largest step of a cell needs at once, beside its pages.
         device: where the maps are.
 
     Raises:
@@ -42,14 +34,19 @@ def page_limit(memory_bytes: int | None, held_bytes: int, working_bytes: int, de
     """
     if memory_bytes is None:
         return int(_SHARE * _free_bytes(device))
-    least = held_bytes + 2 * working_bytes
+    least = least_bytes(held_bytes, working_bytes)
     if memory_bytes < least:
         raise RequestError(
             f"plan.memory_bytes is {memory_bytes:,}, and with these cells a rank needs {least:,} at least: "
-            f"{held_bytes:,} it holds, {2 * working_bytes:,} the largest step of a cell works with; give as much, or "
+            f"{held_bytes:,} it holds, {least - held_bytes:,} the largest step of a cell works with; give as much, or "
             "more cells (plan.cells)"
         )
-    return memory_bytes - held_bytes - working_bytes
+    return memory_bytes - held_bytes - _BESIDE * working_bytes
+
+
+def least_bytes(held_bytes: int, working_bytes: int) -> int:
+    """Return the least that a rank can train with; see ``page_limit``."""
+    return held_bytes + (_PAGES + _BESIDE) * working_bytes
 
 
 def working_bytes(ranked: RankProgram, tape: Tape, position: int) -> int:
@@ -93,7 +90,4 @@ def _elements(ranked: RankProgram, name: str, position: int) -> int:
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    with suppress(OSError, ValueError, IndexError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    return os.sysconf("SC_PHYS_PAGES") * _PAGE_BYTES
+    return available_bytes()

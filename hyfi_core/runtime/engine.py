@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from hyfi_core.cells.budget import kept_bytes, page_limit, resident_bytes, working_bytes
+from hyfi_core.cells.budget import kept_bytes, page_limit, working_bytes
 from hyfi_core.cells.communicator import cell_communicators
 from hyfi_core.cells.page import PagerCounts
 from hyfi_core.cells.pager import Pager
@@ -19,11 +19,12 @@ from hyfi_core.comm.activity import ACTIVITY
 from hyfi_core.comm.agree import CallConsensus
 from hyfi_core.comm.base import Communicator
 from hyfi_core.cost.cuts import with_cuts
-from hyfi_core.cost.memory import microbatches_in_flight
+from hyfi_core.cost.memory import STATE_COPIES, microbatches_in_flight
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box, hull
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
+from hyfi_core.process_memory import resident_bytes, return_what_is_freed
 from hyfi_core.runtime.attribution import Explanation
 from hyfi_core.runtime.batch_reader import Images, InputPart, check_labels
 from hyfi_core.runtime.bindings import Bindings, RandomKey
@@ -297,6 +298,7 @@ class Engine:
         members = [(rank, cell) for rank in range(plan.ranks) for cell in range(turns.size)]
         comms = cell_communicators(comm, turns, members)
         if plan.spill is not None:
+            return_what_is_freed()
             store = SpillMemory() if plan.spill == "memory" else SpillFile(Path(plan.spill))
             self._pager = Pager(store, 0, lambda: turns.cell)
         return turns, turns.run(lambda cell: StageRunner(subject, plan, comms[cell], cell=True, pager=self._pager))
@@ -311,8 +313,9 @@ class Engine:
             return
         stages = [stage for found in self._each(lambda r: list(r.compiled(micro).hosted.values())) for stage in found]
         largest = max(working_bytes(stage.ranked, stage.tape, stage.position) for stage in stages)
-        gradients = sum(p.nbytes for p in self._model.parameters() if p.requires_grad)
-        held = resident_bytes() + gradients
+        weights = sum(p.nbytes for p in self._model.parameters() if p.requires_grad)
+        new = STATE_COPIES if self._optimizer is not None and not self._optimizer.state else 1
+        held = resident_bytes() + new * weights  # gradients, and moments that the first update makes
         pager.limit_bytes = page_limit(plan.memory_bytes, held, largest, self._device)
         kept = sum(kept_bytes(stage.ranked, stage.tape, stage.position) for stage in stages)
         flights = max(microbatches_in_flight(plan, stage) for stage in range(plan.stages))

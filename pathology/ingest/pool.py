@@ -20,12 +20,12 @@ from data.cores import usable_cores
 from data.files import remove_leftovers
 from data.store.manifest import FAILED, SlideRecord
 from data.store.slide_store import slide_path
+from hyfi_core.process_memory import return_what_is_freed
 from pathology.ingest.claims import is_held, remove_ended
 from pathology.ingest.discover import SlideJob, user_columns
 from pathology.ingest.options import IngestOptions
 from pathology.ingest.slide import save_outcome
 from pathology.ingest.work import CLAIMS, Outcome, do_job
-from pathology.memory import return_what_is_freed
 from pathology.readers.threads import set_decode_threads
 
 _LOOK_EVERY_S = 0.5

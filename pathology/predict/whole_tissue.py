@@ -24,8 +24,8 @@ from data.samples.view import View
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.strategy import squarest
+from hyfi_core.process_memory import return_what_is_freed
 from hyfi_core.runtime.engine import Engine
-from pathology.memory import return_what_is_freed
 
 CELL_PX = 2048
 """Sides of the cells in which one process computes images larger than those trained on, if these are smaller."""

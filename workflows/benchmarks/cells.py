@@ -17,7 +17,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from workflows.benchmarks.resident import forget_peak, peak_bytes, resident_bytes
+from hyfi_core.process_memory import resident_bytes
+from workflows.benchmarks.resident import forget_peak, peak_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +65,7 @@ def measure(name: str, size_px: int, way: str, threads: int | None) -> dict[str,
 
     import hyfi_core
     from hyfi_core.comm.alone import AloneCommunicator
-    from pathology.memory import return_what_is_freed
+    from hyfi_core.process_memory import return_what_is_freed
     from workflows.evaluation.cells import parse_cells
     from workflows.evaluation.models import build_model
 

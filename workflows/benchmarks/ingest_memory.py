@@ -19,7 +19,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from workflows.benchmarks.resident import peak_bytes, resident_bytes
+from hyfi_core.process_memory import resident_bytes
+from workflows.benchmarks.resident import peak_bytes
 
 TILE_PX = 256
 _PATTERN_PX = 4096
@@ -52,9 +53,9 @@ def main() -> None:
 
 def measure(slide: Path, mpp_um: float, threads: int) -> dict[str, float]:
     """Ingest ``slide`` in this process and return megabytes and seconds."""
+    from hyfi_core.process_memory import return_what_is_freed
     from pathology.ingest.archive import IngestOptions, ingest_slide
     from pathology.ingest.contact import write_picture
-    from pathology.memory import return_what_is_freed
     from pathology.readers.threads import set_decode_threads
 
     set_decode_threads(threads)

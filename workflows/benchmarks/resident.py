@@ -5,11 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 
-def resident_bytes() -> int:
-    """Return what is resident now."""
-    return _status_bytes("VmRSS")
-
-
 def peak_bytes() -> int:
     """Return the most that was resident since the process began, or since ``forget_peak``."""
     return _status_bytes("VmHWM")

@@ -18,8 +18,8 @@ from data.samples.dataset import SlideDataset, SlideRef
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.base import Communicator
 from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.process_memory import return_what_is_freed
 from hyfi_core.runtime.parallelize import parallelize
-from pathology.memory import return_what_is_freed
 from pathology.predict.whole_tissue import Pooling, SizedEngines
 from workflows.evaluation.evaluate import (
     DatasetImages,

@@ -144,7 +144,7 @@ def check_memory(job: TrainingJob, roles: Roles) -> list[str]:
         RequestError: on rank 0: a machine has not even room for weights and saved activations of its trainers.
     """
     from data.cores import usable_cores
-    from pathology.memory import available_bytes
+    from hyfi_core.process_memory import available_bytes
 
     number = roles.trainers.rank if roles.trainers is not None else None
     ranks = roles.world.gather_objects((socket.gethostname(), number, usable_cores(), available_bytes()))
