@@ -6,7 +6,7 @@ row 1   . . 2 2 2 . . . .        0 and 2 lie over each other: one component
 row 2   . . . . . 3 3 . .        2 and 3 touch by their corners: one component where corners count
 ```
 
-Places are counted in rows one pixel longer than the mask's, so that no run goes on in the next row.
+Places are counted in rows one pixel longer than the mask's, so that no run continues in the next row.
 """
 
 from __future__ import annotations

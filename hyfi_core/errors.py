@@ -1,4 +1,4 @@
-"""Errors that a user can mend; each states the thing, what was given and what would work."""
+"""Errors that a user can mend; each states the subject, what was given and what would work."""
 
 from __future__ import annotations
 

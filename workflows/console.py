@@ -115,7 +115,7 @@ class _TerminalBar:
 
 
 class _LogLines:
-    """The same for a log: a line for every tenth of the job, no more often than every two seconds."""
+    """The same for a log: a line for every tenth of the job, not more often than every two seconds."""
 
     def __init__(self, total: float | None, label: str, done: float = 0.0) -> None:
         self._total, self._label = total, label

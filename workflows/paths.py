@@ -1,4 +1,4 @@
-"""Checks of the places that a command was told to write to."""
+"""Checks of the places that a command writes to."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def require_folder(target: Path, purpose: str) -> None:
 
     Args:
         target: what was given.
-        purpose: what the folder is for, as said to the user.
+        purpose: what the folder is for, as shown to the user.
 
     Raises:
         RequestError: it is a file, or a path that cannot be.

@@ -1,4 +1,4 @@
-"""Waiting without burning a core: whoever waits for long looks ever less often."""
+"""Waiting without occupying a core: a long wait polls less and less often."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Leases:
         self._waiting.append(lease)
 
     def issue(self, worker: int) -> Lease | None:
-        """Lend the first in the row to an idle worker; None where nobody waits."""
+        """Lend the first in the row to an idle worker; None where none waits."""
         if not self._waiting:
             return None
         self._held[worker] = self._waiting.popleft()

@@ -59,7 +59,7 @@ class Feed(Protocol):
         ...
 
     def close(self, stopped: bool) -> None:
-        """Let go of whoever delivers. ``stopped``: the run ends before its time."""
+        """Release the loaders. ``stopped``: the run ends before its time."""
         ...
 
 
@@ -109,7 +109,7 @@ class InlineFeed:
         return self
 
     def close(self, stopped: bool) -> None:
-        """Nobody to let go of."""
+        """Nothing to release."""
 
     def read(self, box: Box, first: int, stop: int) -> torch.Tensor:
         """Return ``(stop − first, 3, h, w)`` of this turn's samples, newly allocated."""

@@ -62,7 +62,7 @@ class _Client:
 
 
 class LoaderService:
-    """Serves trainers until all of them have said goodbye.
+    """Serves trainers until all of them have ended.
 
     Args:
         comm: the world.
@@ -119,7 +119,7 @@ class LoaderService:
         return self._stopped
 
     def _greet(self) -> None:
-        """Wait until everybody has said what they want: it decides what is read."""
+        """Wait until every trainer has sent its request: they decide what is read."""
         backoff = Backoff()
         while len(self._trainers) < len(self._ranks):
             self._watch()

@@ -12,7 +12,7 @@ def keyed_bits(count: int, *key: int | str) -> NDArray[np.uint64]:
     """Return ``count`` random 64-bit words that depend on ``key`` alone.
 
     BLAKE2b of the key is the 128-bit key of the counter-based generator Philox 4x64-10 (Salmon et al., SC'11). Only
-    raw words are used: NumPy promises those for ever, the numbers that its distributions make of them it does not.
+    raw words are used: NumPy guarantees those across versions, but not the numbers that its distributions make of them.
 
     Args:
         count: how many words.

@@ -1,4 +1,4 @@
-"""Which slides are learnt from (train), which choose (val), which judge (test); a case is never in two."""
+"""Which slides are learnt from (train), which choose (val), which evaluate (test); a case is never in two."""
 
 from __future__ import annotations
 

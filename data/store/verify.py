@@ -36,7 +36,7 @@ Progress = Callable[[int, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that is not as it was written: where, and what."""
+    """One difference from what was written: where, and what."""
 
     slide_id: str
     path: Path
@@ -190,7 +190,7 @@ def _files(
                 continue
             layout = ArrayLayout.from_json(meta)
         except (StoreError, KeyError, TypeError, ValueError, IndexError):
-            # Its digest has told; what its files should be is not known.
+            # Its digest has been reported; what its files should be is not known.
             seen.update(file for file in entries if file.startswith(f"{folder.as_posix()}/c/"))
             continue
         for place in layout.files():
@@ -308,7 +308,7 @@ def _against_record(record: SlideRecord, path: Path) -> list[Fault]:
     try:
         attributes, _ = group_attributes(path)
     except StoreError:
-        return []  # told already
+        return []  # reported already
     if record.identity.get("sha256") not in (None, attributes.get("sha256")):
         return [Fault(record.slide_id, path, "the slide was made from another file than its record says")]
     return []

@@ -1,14 +1,14 @@
 """Write one slide into a store: prepared beside, every file listed with size and digest, synced, renamed.
 
 ```
-write(level, y, x, block)   the caller goes on at once: chunks are encoded by threads, files written by others
+write(level, y, x, block)   the caller continues at once: chunks are encoded by threads, files written by others
         └ chunks → encoders ─┐ in slot order
                              └ file: written, digested │ synced, renamed, noted in the journal
                                                        └ from here on another block may be under way
 ```
 
-A slide whose writer is told its identity is prepared in a folder named after it. Killed, it goes on there: files that
-the journal knows and that are still whole are not written again. Unfinished slides of another identity go.
+A slide whose writer knows its identity is prepared in a folder named after it. After a kill it continues there: files
+that the journal knows and that are still whole are not written again. Unfinished slides of another identity go.
 """
 
 from __future__ import annotations
@@ -297,7 +297,7 @@ class _Once:
 
 
 def _results(chunks: list[tuple[int, Future[bytes] | None]]) -> Iterator[tuple[int, Buffers | None]]:
-    """Yield (slot, bytes) in order as they come, and let go of each."""
+    """Yield (slot, bytes) in order as they come, and release each."""
     chunks.reverse()
     while chunks:
         slot, future = chunks.pop()

@@ -61,7 +61,7 @@ def capture(model: nn.Module, shape: tuple[int, int, int, int], dtype: torch.dty
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch from logging and printing a graph that fails: what failed is said once, in the error."""
+    """Keep torch from logging and printing a graph that fails: what failed is reported once, in the error."""
     logger, module = logging.getLogger("torch"), importlib.import_module("torch.export._trace")
     level = logger.level
     logger.setLevel(logging.CRITICAL)

@@ -94,7 +94,7 @@ def refuse_fake_constants(constants: dict[str, torch.Tensor]) -> None:
 
 @contextlib.contextmanager
 def _watched_forward(model: nn.Module, calls: WatchedCalls) -> Iterator[None]:
-    """Watch what is called between the first and the last thing that the model's own call does."""
+    """Watch what is called between the beginning and the end of the model's own call."""
     before: Attributes = {}
 
     def begin(module: nn.Module, given: Any) -> None:

@@ -1,4 +1,4 @@
-"""Random operators that draw the same numbers whoever calls them, so that two runs can be compared."""
+"""Random operators that draw the same numbers at every call, so that two runs can be compared."""
 
 from __future__ import annotations
 

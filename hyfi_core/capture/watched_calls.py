@@ -9,7 +9,7 @@ x.data                                   a constant of the moment               
 x.data.clamp_(), in place in no_grad     values change, gradients do not know it    → refused
 x.data = y, x.detach_()                  the tensor itself becomes another          → refused
 autograd.Function, hooks on tensors      their backward is not that of the forward  → refused
-random.random(), np.random.rand()        one number for ever                        → refused
+random.random(), np.random.rand()        one number forever                        → refused
 ```
 """
 
@@ -110,7 +110,7 @@ class WatchedCalls(TorchFunctionMode):
             if before != after:
                 raise RequestError(
                     f"the model draws from {name} as it runs, at or before {calling_line()}; a capture would keep one "
-                    "number for ever. Draw with torch (torch.rand(())), whose numbers are drawn at every step"
+                    "number forever. Draw with torch (torch.rand(())), whose numbers are drawn at every step"
                 )
         if torch.initial_seed() != self._seed:
             raise RequestError(

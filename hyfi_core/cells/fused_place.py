@@ -1,4 +1,4 @@
-"""Rules for cells: those of ranks, and slices and padding that may stand inside a fused run."""
+"""Rules for cells: those of ranks, and slices and padding that may be part of a fused run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paged steps: what a pager is told around each step of a tape, forward and backward, of one micro-batch in one cell.
+"""Paged steps: what a pager learns of each step of a tape, forward and backward, of one micro-batch in one cell.
 
     time       0  1  2  3 │ 4  5  6  7        a tape of four steps, then the same backward
     value v       ●──▶○           ●           made at 1, used at 2, and saved there for backward: at 5
@@ -25,7 +25,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class StepMemory(Protocol):
-    """What is told of each step, before and after."""
+    """What is called before and after each step."""
 
     def need(self, held: Any) -> None:
         """Something is used outside of the tape's steps, before this cell gives up its turn."""

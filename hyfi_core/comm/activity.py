@@ -1,4 +1,4 @@
-"""What this process is doing: noted where it happens, read by the thread that looks for ranks that wait for ever.
+"""What this process is doing: noted where it happens, read by the thread that looks for ranks that wait forever.
 
 Notes are plain assignments, so that they cost nothing on the way; text is made only when somebody asks.
 """
@@ -19,7 +19,7 @@ class Wait:
     Attributes:
         what: says what for, in words: ``an exchange with ranks 1, 3``.
         since_s: when it began, by ``time.monotonic``.
-        ended: called when it is over, None where nobody has asked for that.
+        ended: called when it is over; None: nothing is.
     """
 
     what: Callable[[], str]
@@ -59,7 +59,7 @@ class Activity:
 
 
 ACTIVITY = Activity()
-"""That of this process. Thread-ranks share it, and nobody asks there."""
+"""That of this process. Thread-ranks share it and do not read it."""
 
 
 def named_ranks(ranks: list[int]) -> str:

@@ -31,7 +31,7 @@ class Pending(Protocol):
 
     @property
     def needs_polls(self) -> bool:
-        """Whether it goes on only inside calls; then another thread may make them (see ``comm.progress``)."""
+        """Whether it makes progress only inside calls; then another thread may make them (see ``comm.progress``)."""
         ...
 
     def test(self) -> bool:

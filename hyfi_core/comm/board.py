@@ -23,12 +23,12 @@ _CONNECT = timedelta(seconds=20)
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What a rank has said of itself last.
+    """The last report of a rank about itself.
 
     Attributes:
         state: computes, waits or ended.
         where: the place in its program.
-        count: how often it has said anything.
+        count: how many reports it has made.
     """
 
     state: State
@@ -55,7 +55,7 @@ class Board:
         self._store.set(f"state/{self._rank}", json.dumps([state, where, next(self._count)]))
 
     def states(self) -> list[RankStatus]:
-        """Return what each rank has said last."""
+        """Return the last report of each rank."""
         return [RankStatus(*json.loads(self._store.get(f"state/{rank}"))) for rank in range(self._size)]
 
     def claim_failure(self) -> bool:

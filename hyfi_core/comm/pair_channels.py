@@ -77,7 +77,7 @@ def _renamed(message: Message, rank: int) -> Message:
 
 
 class JoinedPending:
-    """Several communications under way, which are one to whoever waits."""
+    """Several communications under way, waited for as one."""
 
     def __init__(self, parts: Sequence[Pending]) -> None:
         self._parts = parts

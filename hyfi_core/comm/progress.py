@@ -2,7 +2,7 @@
 
 MPI moves large messages only inside calls. Cutting the computation in slices with a call between them costs more than
 it brings (a convolution of 64 channels in eight slices takes a quarter longer, a deep one twice as long), so a helper
-thread makes the calls: torch lets go of the interpreter while it computes.
+thread makes the calls: torch releases the interpreter lock while it computes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _done(pending: Pending) -> bool:
     try:
         return pending.test()
     except Exception:
-        return True  # whoever waits for it is told
+        return True  # the thread that waits for it sees the error
 
 
 _PROGRESS = _ProgressThread()
@@ -65,7 +65,7 @@ def polled(pending: Pending | None) -> Iterator[None]:
     """Let a communication go on while the body computes. The body must not communicate.
 
     Args:
-        pending: None, or one that nobody else touches meanwhile.
+        pending: None, or one that only this call touches.
     """
     if pending is None or not pending.needs_polls or pending.test():
         yield

@@ -1,10 +1,10 @@
-"""All ranks of a job end when one of them fails or leaves early, and when they wait for each other for ever.
+"""All ranks of a job end when one of them fails or leaves early, and when they wait for each other forever.
 
     rank 0   raises ──▶ claims the failure, says it, aborts the job
     rank 1   waits  ──▶ sees the claim, or is aborted; says nothing
 
     rank 0   has ended ──────────────────┐  both are on the board (``comm.board``)
-    rank 1   waits in step 3, F0.s0.d0 ──┴─▶ nobody computes any more: says who waits where, aborts the job
+    rank 1   waits in step 3, F0.s0.d0 ──┴─▶ no rank computes any more: reports who waits where, aborts the job
 
 A rank writes on the board when a wait lasts long and when it ends; otherwise only one question twice a second is asked.
 """
@@ -32,12 +32,12 @@ PEER_LOST_S = 2.0
 """How long a rank whose message failed waits before it says so: most likely a peer has failed and says it first."""
 _LOOK_S = 0.5
 _LONG_S = 1.0  # a wait of this length is written on the board
-_STUCK_S = 3.0  # if nobody computes for this long, nobody ever will
+_STUCK_S = 3.0  # if no rank computes for this long, none ever will
 _RANKS_A_LOOK = 256  # more ranks look less often, so that the board's host is not busy with them
 
 
 def time_limit_s() -> float:
-    """Return for how long a rank may wait for others, from ``HYFI_TIMEOUT_S``; 0 means for ever.
+    """Return for how long a rank may wait for others, from ``HYFI_TIMEOUT_S``; 0 means forever.
 
     Raises:
         RequestError: the variable is no such number.
@@ -76,7 +76,7 @@ class Supervisor:
 
     Args:
         comm: all ranks.
-        board: None where there is none: then a failure still ends all ranks, and a wait for ever is not noticed.
+        board: None where there is none: then a failure still ends all ranks, and a wait forever is not noticed.
         limit_s: for one wait; 0 for none.
     """
 
@@ -127,7 +127,7 @@ class Supervisor:
         return [f"rank {rank} has ended while rank {self._comm.rank} still waits: {where}" for rank, where in ended]
 
     def _end_all(self, words: str) -> NoReturn:
-        with contextlib.suppress(RuntimeError):  # the board's host has gone: whoever is left says what it knows
+        with contextlib.suppress(RuntimeError):  # the board's host has ended: the others report what they know
             if self._board is not None and not self._board.claim_failure():
                 self._end_quietly(self._board)
         sys.stdout.flush()
@@ -165,10 +165,10 @@ class Supervisor:
             try:
                 self._look(board, time.monotonic())
             except RuntimeError:
-                return  # the board's host has gone, and with it the job's first rank: its launcher sees to the rest
+                return  # the board's host has ended, and with it the job's first rank: its launcher sees to the rest
 
     def _look(self, board: Board, now_s: float) -> None:
-        """Look once whether a rank has failed, and whether this one waits for ever."""
+        """Look once whether a rank has failed, and whether this one waits forever."""
         if board.failed:
             self._end_quietly(board)
         wait = ACTIVITY.wait

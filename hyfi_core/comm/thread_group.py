@@ -6,7 +6,7 @@
              one after another, as on the one stream of an NCCL communicator: an exchange or a collective call begins
              when all that the rank began before on this group is done
 
-In strict mode a program that leans on tags, on buffering or on operations that overtake each other is told so, with
+In strict mode a program that leans on tags, on buffering or on operations that overtake each other is reported, with
 both sides named, and so is a dead-lock.
 """
 
@@ -41,7 +41,7 @@ class ThreadWorld:
     Attributes:
         size: ranks of the whole world.
         strict: whether sends are rendezvous in one order for each pair.
-        changed: the lock; told whenever a waiting rank might go on.
+        changed: the lock; notified whenever a waiting rank might continue.
         failed: set when a rank has failed.
     """
 
@@ -86,7 +86,7 @@ class ThreadWorld:
 
         Raises:
             PeerFailedError: another rank has failed meanwhile.
-            DeadlockError: strict, and nobody can ever make it ready.
+            DeadlockError: strict, and no rank can ever make it ready.
         """
         while not ready():
             self.check()

@@ -222,7 +222,7 @@ def run_ranks(
 
     Raises:
         BaseException: the first error of any rank, as that rank raised it.
-        DeadlockError: strict, and no rank can go on; told at once, with what each waits for.
+        DeadlockError: strict, and no rank can continue; raised at once, with what each waits for.
         TimeoutError: the ranks did not end in time: a dead-lock.
     """
     world = ThreadWorld(size, strict)

@@ -2,10 +2,10 @@
 
 NCCL pairs the messages of two ranks in the order in which they are started, whatever their tags, and a send ends with
 its receive: that is what the thread-ranks' strict mode holds programs to. The NCCL path itself is unverified: it cannot
-be run with two ranks on one GPU, and no machine with two has been at hand.
+be run with two ranks on one GPU, and no machine with two was available.
 
-Gloo tells that a message is done only to whoever waits for it, so ``test`` lets a helper thread wait. Small values
-travel through the rendezvous store, which can be asked without blocking.
+Gloo reports the end of a message only to the thread that waits for it, so ``test`` lets a helper thread wait. Small
+values travel through the rendezvous store, which can be asked without blocking.
 """
 
 from __future__ import annotations

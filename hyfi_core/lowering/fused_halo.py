@@ -31,7 +31,7 @@ from hyfi_core.plan.window import Window
 
 @dataclass(frozen=True)
 class Flow:
-    """An operator that may stand inside a run.
+    """An operator that may be part of a run.
 
     Attributes:
         name: of the operator.
@@ -59,7 +59,7 @@ class Sketch:
     """What planning knows of a program on a grid.
 
     Attributes:
-        flows: operators that may stand inside a run, in order.
+        flows: operators that may be part of a run, in order.
         layouts: value -> who owns what.
         pixel_bytes: value -> bytes of one pixel, all channels and images together.
         readers: value -> how many operators take it.

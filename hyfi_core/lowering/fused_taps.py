@@ -1,4 +1,4 @@
-"""Slices of space and padding by a constant as windows of one tap, so that they may stand inside a fused run.
+"""Slices of space and padding by a constant as windows of one tap, so that they may be part of a fused run.
 
 x[:, :, 1:]       output i looks at input i + 1       one tap, padding -1
 x[:, :, ::2]      output i looks at input 2 i         one tap, stride 2

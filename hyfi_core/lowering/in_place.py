@@ -1,4 +1,4 @@
-"""In place: sums and activations written over an operand that nobody needs any more.
+"""In place: sums and activations written over an operand that is no longer needed.
 
 The captured program is functional, so ``relu_`` and ``+=`` of the user's model have become operators with results of
 their own. On a CPU the fresh pages of such a result cost more than the arithmetic.
@@ -40,7 +40,7 @@ _FRESH = frozenset(
 
 
 def in_place(ranked: RankProgram) -> RankProgram:
-    """Return the program with in-place calls where an operand is fresh and used by nobody else.
+    """Return the program with in-place calls where an operand is fresh and used only here.
 
     What leaves the program (outputs, values for other stages, buffers) counts as used; what enters is never fresh.
     """

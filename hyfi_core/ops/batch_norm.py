@@ -113,8 +113,8 @@ class BatchNorm(AsyncBackward, Recomputable):
         """Return the cotangents of map, weight (this rank's share), bias (this rank's share).
 
         With x̂ the normalised map: dx = w/σ · (dy - mean(dy) - x̂ · mean(dy · x̂)), which is gain · dy + slope · x + shift
-        with numbers for each channel. It is written over dy where nobody else holds that: a fresh map costs more than
-        all the arithmetic.
+        with numbers for each channel. It is written over dy where nothing else refers to it: a fresh map costs more
+        than all the arithmetic.
         """
         pending, finish = self.start_backward(comm, saved, cotangents, wanted)
         pending.wait()

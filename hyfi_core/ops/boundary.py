@@ -197,7 +197,7 @@ class BoundaryTransfer:
 
     @cached_property
     def _pieces(self) -> tuple[tuple[list[Pieces], list[Pieces]], ...]:
-        """(forward, back) of (pieces of each source by target, of each target by source); the same whoever asks."""
+        """(forward, back) of (pieces of each source by target, of each target by source); the same for every caller."""
         found = []
         for back in (False, True):
             out: list[Pieces] = [{} for _ in range(self.sources)]
@@ -231,7 +231,7 @@ def pack(
 ) -> torch.Tensor:
     """Return the pieces of what this rank holds as one run of bytes.
 
-    A value that is missing from ``tensors`` (a cotangent that nobody computed) is sent as zeros.
+    A value that is missing from ``tensors`` (a cotangent that was not computed) is sent as zeros.
     """
     device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
     parts = []

@@ -3,8 +3,8 @@
     step 1    take ▒▒▒▒  send, drop        take ▒▒▒▒ ▒▒▒▒  receive, saved until backward
     step 2    the same ▒▒▒▒                the same ▒▒▒▒ ▒▒▒▒
 
-Nobody gives a buffer back. One that nobody holds any more, nor a view of it, is free: so what is in flight, or saved
-for as many micro-batches as a schedule keeps open, is never handed out twice.
+Buffers are not given back. One to which no reference is left, nor to a view of it, is free: so what is in flight, or
+saved for as many micro-batches as a schedule keeps open, is never handed out twice.
 """
 
 from __future__ import annotations

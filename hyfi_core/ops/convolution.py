@@ -5,7 +5,7 @@
     backward   cotangents of the strips ──▶ start ──▶ cotangents of own part and weight ──▶ finish, add what came
 
 A convolution is a sum, so it may be taken share by share, and no padded copy is made or saved: what a rank owns is
-shared with whoever made it, and the received strips are small. Where parts are small, strips are not: then everything
+shared with its producer, and the received strips are small. Where parts are small, strips are not: then everything
 is put on one canvas first, as plain redistribution has it.
 """
 

@@ -1,4 +1,4 @@
-"""Rectified linear units that write over what nobody needs: the map forward, the cotangent backward.
+"""Rectified linear units that write over what is no longer needed: the map forward, the cotangent backward.
 
 Autograd would take fresh memory for the cotangent. On a CPU its pages cost many times the arithmetic, and the map of a
 network's first layers is the largest there is.
@@ -20,7 +20,7 @@ class Relu(Recomputable):
     """``relu``, pixel by pixel.
 
     Attributes:
-        over: whether the input is memory that nobody else needs.
+        over: whether the input is memory that nothing else needs.
     """
 
     over: bool
@@ -35,7 +35,7 @@ class Relu(Recomputable):
         return inputs[0].relu_() if self.over else inputs[0].relu()
 
     def backward(self, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
-        """Return (cotangent of the map,), over the one given where nobody else holds that."""
+        """Return (cotangent of the map,), over the one given where nothing else refers to it."""
         over = ours_alone(cotangents, 0)
         dy = torch.zeros_like(saved) if cotangents[0] is None else cotangents[0].to(saved.dtype)
         if not over:

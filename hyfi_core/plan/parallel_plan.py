@@ -45,7 +45,7 @@ class ParallelPlan:
             ``memory_bytes`` bounds what a rank holds; None: half of what is free when training begins.
         shares: samples of one step that each replica takes, None for equally many; see below.
 
-    With ``shares`` every sample weighs the same, whoever takes it, and micro-batch m of the whole batch is micro-batch
+    With ``shares`` every sample weighs the same, whichever replica takes it, and micro-batch m of the whole batch is micro-batch
     m of every replica, in the order of replicas::
 
         sample           0 1 2 │ 3 4 5         shares = (4, 2), microbatches = 2

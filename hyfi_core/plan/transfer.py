@@ -3,7 +3,7 @@
     have   │ rank 0  │ rank 1  │ rank 2  │        what each rank owns
     need         └─────────────────┘              what rank 1 wants: a strip of either neighbour
 
-The need of a rank may hang over the border of the map: that is padding, nobody sends it.
+The need of a rank may hang over the border of the map: that is padding, which no rank sends.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Transfer:
 
     @property
     def idle(self) -> bool:
-        """Whether this rank keeps exactly what it has and talks to nobody."""
+        """Whether this rank keeps exactly what it has and sends nothing."""
         same = self.have == self.need or (self.have.empty and self.have.shape == self.need.shape)
         return same and not self.sends and not self.receives
 

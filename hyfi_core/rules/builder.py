@@ -268,7 +268,7 @@ class Builder:
         return result
 
     def _read(self, name: str, need: Box, split: Split | None, fill: float) -> str:
-        """Return the name of a box of the image: it is read, nobody sends it."""
+        """Return the name of a box of the image: it is read, no rank sends it."""
         result = self.fresh(name)
         self._lay_out((result,), split)
         self._steps.append(_ImageRead(result, need, fill))

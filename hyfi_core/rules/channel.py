@@ -1,6 +1,6 @@
 """Rules for operators that work on each pixel's channels: norms over channels, linear layers, slopes, reductions.
 
-Space may stand anywhere: (B, C, H, W), or (B, H, W, C) as in ConvNeXt.
+Spatial dims may be anywhere: (B, C, H, W), or (B, H, W, C) as in ConvNeXt.
 """
 
 from __future__ import annotations

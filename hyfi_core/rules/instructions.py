@@ -189,7 +189,7 @@ class RankProgram:
         program: what it was lowered from.
         values: shapes of the program's values and of those that lowering made.
         exits: values that other stages need; a split one leaves as its parts.
-        fusible: operators whose rules can compute more than what a rank owns: they may stand inside a fused run.
+        fusible: operators whose rules can compute more than what a rank owns: they may be part of a fused run.
         gathered: what ranks gather whole for operators that cannot be computed by parts, as text for people.
         drawn: operators that draw from torch's own generator; computed again they would draw other numbers.
     """

@@ -2,7 +2,7 @@
 
 A rule says how the output is laid out, which box of the input each rank needs for its part of it, and what to call
 locally.
-Rules for windows and for statistics stand in files of their own; all are collected in ``RULES``.
+Rules for windows and for statistics are in files of their own; all are collected in ``RULES``.
 A rule that lays its output out by ``builder.seen`` (the same pixels) or ``builder.computed`` may stand inside a fused
 run, where ranks compute more than they own; before any other the run ends, and it is given what ranks own.
 """

@@ -78,7 +78,7 @@ class BackwardPass:
         parameters: value name -> parameter; gradients are added to their ``grad``.
         complete: called with the value names of parameters that get no more gradient, as soon as that is so: inside a
             segment, too, which may be the whole model.
-        memory: what is told of each step.
+        memory: what is called around each step.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ def _differentiated(record: SegmentRecord, cotangents: Values, keep: bool) -> Fo
 def _completing_early(
     names: Sequence[str], parameters: Mapping[str, torch.Tensor], complete: Complete
 ) -> Iterator[list[str]]:
-    """Call ``complete`` for each parameter as autograd finishes its gradient; yield those that it has not yet told.
+    """Call ``complete`` for each parameter as autograd finishes its gradient; yield those that it has not yet reported.
 
     Only on the CPU, where autograd runs in the thread that called it: communicators belong to that thread.
     """
@@ -255,7 +255,7 @@ def _completing_early(
 
 
 def _sum(both: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Return the sum of two cotangents, over one of them where nobody else holds that."""
+    """Return the sum of two cotangents, over one of them where nothing else refers to it."""
     if both[0].dtype == both[1].dtype and both[0].shape == both[1].shape:
         for over, other in ((0, 1), (1, 0)):
             if ours_alone(both, over):

@@ -62,7 +62,7 @@ def save_together(
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
-    comm.barrier()  # nobody goes on to use or remove it before it is there
+    comm.barrier()  # no rank uses or removes it before it is there
 
 
 def _merged(shares: Sequence[Sequence[Mapping[str, Any]] | None]) -> list[dict[str, Any]] | None:

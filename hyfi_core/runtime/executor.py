@@ -43,7 +43,7 @@ class Executor:
         tape: steps and the values that carry gradients.
         comm: the ranks of the stage.
         copies: those of the stage in all replicas, for what is synchronised over them; None for ``comm`` again.
-        memory: what is told of each step; from ``AllStays`` nothing leaves.
+        memory: what is called around each step; from ``AllStays`` nothing leaves.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ def autocasting(
     Args:
         device: where they compute.
         dtype: see above.
-        cached: whether weights in that type are kept from one operator to the next: in memory that nobody else knows.
+        cached: whether weights in that type are kept from one operator to the next: in memory of its own.
     """
     return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype, cache_enabled=cached)
 

@@ -1,4 +1,4 @@
-"""Where this process stands in the job: alone, or a rank that a launcher started."""
+"""The place of this process in the job: alone, or a rank that a launcher started."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def parallelize(
     }
     compare_requests(comm, model, shape, plan, settings)
     engine = Engine(model, shape, plan, comm, loss, optimizer, output, autocast, image_dtype)
-    if verify:  # last: what cannot be captured at all has been said by then
+    if verify:  # last: what cannot be captured at all has been refused by then
         micro = (shape[0] // engine.plan.microbatches, *shape[1:])
         agree(comm, lambda: _verify(model, micro, output, image_dtype) if comm.rank == 0 else None)
     return engine

@@ -100,7 +100,7 @@ class Pipeline:
         gradients: what reduces gradients; None where nothing is trained: a schedule has forwards alone.
         autocasting: makes the context in which operators choose their types.
         recomputes: whether a stage computes its activations again.
-        memory: makes what is told of each step of a stage, given what must stay in memory; None: all stays.
+        memory: makes what is called around each step of a stage, given what must stay in memory; None: all stays.
     """
 
     def __init__(

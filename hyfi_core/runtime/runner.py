@@ -157,7 +157,7 @@ class StageRunner:
         if edges not in self._schedules:
             mirror = self._plan.mirror
             lowered = lower(generate(self._plan, self._placement), self._placement, edges, mirror=mirror)
-            validate(lowered, self._placement, edges, mirror=mirror)  # dry, before any rank can wait for ever
+            validate(lowered, self._placement, edges, mirror=mirror)  # dry, before any rank can wait forever
             self._schedules[edges] = lowered
         return self._schedules[edges]
 
@@ -252,7 +252,7 @@ class StageRunner:
         )
 
     def _memory(self, stage: HostedStage, stays: Values) -> StepMemory:
-        """Return what is told of each step of a micro-batch; all that is there before it stays, but for the image."""
+        """Return what is called around each step of a micro-batch; all that is there before it stays, but for the image."""
         assert self._pager is not None
         if stage not in self._orders:
             self._orders[stage] = UseOrder(stage.tape)

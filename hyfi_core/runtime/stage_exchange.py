@@ -98,7 +98,7 @@ class StageExchange:
         return found
 
     def finish(self) -> None:
-        """Return when everything that was sent has left; nobody takes back what nobody has asked for."""
+        """Return when everything that was sent has left; what was not asked for stays."""
         for pending, _ in self._leaving:
             pending.wait()
         self._leaving.clear()

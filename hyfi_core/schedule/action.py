@@ -48,7 +48,7 @@ _REDUCE = re.compile(r"REDUCE\.s(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing that a rank does.
+    """One action of a rank.
 
     Attributes:
         verb: what.

@@ -133,7 +133,7 @@ class Machine:
         return tuple(TraceEvent(n, str(action), start, end, action.verb) for n, action, start, end in self.spans)
 
     def run(self) -> None:
-        """Run until every rank is at its end or waits for ever; ``deadlock.find`` tells which.
+        """Run until every rank is at its end or waits forever; ``deadlock.find`` tells which.
 
         Raises:
             FaultFound: the two sides of a pair of ranks have different messages in the same place.

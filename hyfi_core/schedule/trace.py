@@ -12,14 +12,14 @@ _LANES = ("compute", "communication")
 
 @dataclass(frozen=True, slots=True)
 class TraceEvent:
-    """One thing that one rank did.
+    """One event of one rank.
 
     Attributes:
         rank: who.
         name: what, e.g. the text of an action.
         start_s: seconds since a moment that all ranks share.
         end_s: likewise; not before ``start_s``.
-        kind: what sort of thing: a ``Verb``, or any other word of a measured trace.
+        kind: what it is: a ``Verb``, or any other word of a measured trace.
     """
 
     rank: int

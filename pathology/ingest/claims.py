@@ -2,7 +2,7 @@
 
 ```
 FOLDER/<name>.0       made by exclusive create: its maker holds <name>, and touches the file while at work
-FOLDER/<name>.1       made when .0 was stale; whoever makes it, and sees .0 unchanged, holds <name> now
+FOLDER/<name>.1       made when .0 was stale; the process that makes it, and sees .0 unchanged, holds <name> now
 ```
 
 A claim is stale when its process has ended (seen on the same machine), or when its file has not been touched for two
@@ -72,7 +72,7 @@ class Claim:
 
     @classmethod
     def wait(cls, folder: Path, name: str, every_s: float = 0.05) -> Claim:
-        """Return the claim on ``name`` as soon as nobody else holds it."""
+        """Return the claim on ``name`` as soon as it is free."""
         while (claim := cls.take(folder, name)) is None:
             time.sleep(every_s)
         return claim
@@ -121,7 +121,7 @@ def is_held(folder: Path, name: str) -> bool:
 
 
 def remove_ended(folder: Path, name: str) -> None:
-    """Remove the claim on ``name`` if nobody who is alive holds it."""
+    """Remove the claim on ``name`` if no living process holds it."""
     claim = Claim.take(folder, name)
     if claim is not None:
         claim.release()
@@ -147,7 +147,7 @@ class _Found:
         try:
             silent_s = _now_on_disk(self.path.parent) - self.path.stat().st_mtime
         except FileNotFoundError:
-            return False  # given back this moment: whoever asks again finds it free
+            return False  # given back this moment: the next attempt finds it free
         if self.token is None:
             return False
         if not self.token:

@@ -90,7 +90,7 @@ class TileJoiner:
         kept, at, frames = [], len(_SOI), 0
         while at + 4 <= len(tile) and tile[at] == 0xFF:
             marker = tile[at + 1]
-            if marker == 0xFF:  # any number of these may stand before a marker
+            if marker == 0xFF:  # any number of these may precede a marker
                 at += 1
                 continue
             end = at + 2 + int.from_bytes(tile[at + 2 : at + 4], "big")

@@ -76,7 +76,7 @@ class SlidePool:
                     self._take(number, self._alone(number))
 
     def _wait_for_others(self) -> None:
-        """Move the slides that nobody works on any more back to those that wait; sleep while there are none."""
+        """Return abandoned slides to the queue; sleep while there are none."""
         for _ in range(len(self._elsewhere)):
             number = self._elsewhere.popleft()
             held = is_held(self.store / CLAIMS, self._jobs[number].slide_id)

@@ -6,7 +6,7 @@ KEY.csv   slide_id, case_id      the random names, which the store knows
           source_path, real_slide_id, real_case_id, and the user's other columns: here alone
 ```
 
-Names are keyed digests (HMAC-SHA-256) of what they stand for: random to all who do not have the secret, and the same
+Names are keyed digests (HMAC-SHA-256) of the real ones: random to all who do not have the secret, and the same
 again for all who have.
 """
 
@@ -50,7 +50,7 @@ class KeyRow:
     others: dict[str, str] = field(default_factory=dict)
 
     def to_csv(self) -> dict[str, str]:
-        """Return the row as it stands in the file."""
+        """Return the row as it is in the file."""
         return {**self.others, **{name: getattr(self, name) for name in _COLUMNS}}
 
 

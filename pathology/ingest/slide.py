@@ -82,7 +82,7 @@ def ingest_slide(
     except ClaimLostError:
         raise
     except Exception as error:
-        # A reader met a file that its authors did not think of. The slide fails, the archive goes on.
+        # A reader met a file that its authors did not foresee. The slide fails, the archive continues.
         # What it says may quote the file: not where the store is to know nothing of it.
         record = work.failed(type(error).__name__ if secret else f"{type(error).__name__}: {error}")
     record = replace(record, extra=user_columns(row))
@@ -126,7 +126,7 @@ class _SlideIngest:
 
     def run(self) -> SlideRecord:
         """Ingest the slide; raises what `ingest_slide` turns into a record."""
-        check_file(self.source)  # before it is copied or digested: to read a pipe is to wait for ever
+        check_file(self.source)  # before it is copied or digested: reading a pipe would wait forever
         stamp = SourceStamp.of(self.source)
         with self._at_hand() as file, RunningDigest(file) as digest, closing(open_source(file)) as slide:
             mpp = resolve_mpp(slide.mpp, self.manifest_mpp, self.options.slide_mpp, self.options.force_mpp)

@@ -1,4 +1,4 @@
-"""One job of an ingest, as whoever gets hold of it does it: claimed, compared with what others did, ingested."""
+"""One job of an ingest: claimed, compared with what other runs did, ingested."""
 
 from __future__ import annotations
 

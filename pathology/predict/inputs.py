@@ -42,7 +42,7 @@ def find_inputs(paths: Sequence[Path]) -> list[SlideInput]:
     Raises:
         RequestError: a path is missing, a folder holds no slide, a manifest is wrong, or two slides have one name.
     """
-    # Unlike those of paths, these say no to what the system cannot look at; it is told with the other files.
+    # Unlike those of paths, these say no to what the system cannot look at; it is reported with the other files.
     folders = [path for path in paths if os.path.isdir(path)]  # noqa: PTH112
     stored = [one for path in folders for one in _stored(path)]
     jobs = find_jobs([path for path in paths if not (path in folders and _is_stored(path))], {})

@@ -12,7 +12,7 @@ What was tried in place of this parser, on slides of raw, zstd and JPEG XR block
 
 | library | what is lost |
 |---|---|
-| pylibCZIrw 6.1 | does not tell where a block stands in the file: one damaged block fails all of a region |
+| pylibCZIrw 6.1 | does not report where a block is in the file: one damaged block fails all of a region |
 | czifile 2019.7.2 | accepts 223 of the 300 damaged directories; 119 are accepted here, the others refused |
 
 Both give the same places, sizes, levels and microns per pixel for undamaged slides.
@@ -51,7 +51,7 @@ class CziBlock:
         order: Where blocks overlap, the highest is seen.
         compression: See the constants of this module.
         position: Where its segment begins in the file.
-        head_bytes: What stands in that before its metadata and pixels.
+        head_bytes: Its bytes before metadata and pixels.
     """
 
     scene: int

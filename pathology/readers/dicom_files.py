@@ -97,7 +97,7 @@ def _is_of(series: DicomHead, other: Path) -> bool:
     try:
         return dicom_head(other) == series
     except OSError:
-        return False  # a file that nobody can read is of nobody's slide
+        return False  # a file that cannot be read belongs to no slide
 
 
 @lru_cache(maxsize=2**17)

@@ -26,7 +26,7 @@ def check_file(path: Path) -> None:
             it is missing, or a TIFF cut before its directory.
     """
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for ever
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait forever
             raise SlideError(_of_folder(path) if path.is_dir() else "it is no regular file")
         with path.open("rb") as file:
             head = file.read(16)

@@ -52,7 +52,7 @@ class PerThread(Generic[T]):
                 self._close(gone)
 
     def forget(self) -> None:
-        """Leave the objects alone for ever: they belong to the process that this one was forked from."""
+        """Never touch the objects again: they belong to the process that this one was forked from."""
         _left_behind.append(self._objects)
         self._objects = {}
 

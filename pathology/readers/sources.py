@@ -104,7 +104,7 @@ def _faster(path: Path, slow: OpenSlideSource) -> TiffSource | None:
 
 
 def _stored_levels(path: Path, slow: OpenSlideSource) -> list[int]:
-    """Return those levels of an NDPI that stand in the file.
+    """Return those levels of an NDPI that are in the file.
 
     OpenSlide adds halves of them, decoded at a smaller size; an area filter over the stored pixels says more.
     """

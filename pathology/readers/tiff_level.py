@@ -1,4 +1,4 @@
-"""One level of a TIFF: where its tiles stand in the file and on the picture, and what decodes them."""
+"""One level of a TIFF: where its tiles are in the file and on the picture, and how they are decoded."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class TiffSource:
         path: The file.
         known: What OpenSlide says of it: levels are then those pages that have their sizes, and all else is as there.
         fill_missing: Paints the places of tiles that were left out; otherwise they are white.
-        stored: Indices of those levels of ``known`` that stand in the file, where it has others, too.
+        stored: Indices of those levels of ``known`` that are in the file, where it has others, too.
         reopen: Opens the file again in another process; default: this class, without the other arguments.
 
     Raises:
@@ -87,12 +87,12 @@ class TiffSource:
 
     @property
     def tiff_levels(self) -> tuple[TiffLevel, ...]:
-        """Where the tiles of each level stand in the file, for those who take them as they are."""
+        """Where the tiles of each level are in the file, for callers that copy them as they are."""
         return tuple(self._levels)
 
     @property
     def file(self) -> SlideFile:
-        """The file that they stand in."""
+        """The file that holds them."""
         return self._file
 
     def __reduce__(self) -> tuple[Any, ...]:

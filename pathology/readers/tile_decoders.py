@@ -96,7 +96,7 @@ def _name_of(names: type[IntEnum], value: int) -> str:
 def _alpha_of(page: Any) -> int:
     """Return the meaning of a fourth sample: associated, unassociated, or none (TIFF 6.0, ExtraSamples).
 
-    A fourth sample without a stated meaning is ignored, wherever on the slide it stands: nobody knows what it says.
+    A fourth sample without a stated meaning is ignored, wherever it is on the slide: its meaning is unknown.
     """
     extra = page.extrasamples
     return int(extra[0]) if page.samplesperpixel == 4 and extra else 0

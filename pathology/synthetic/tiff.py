@@ -79,7 +79,7 @@ def _full_level(anatomy: Anatomy, levels: list[_Level]) -> Iterator[bytes]:
     renderer, size = Renderer(anatomy), levels[0].size_px
     for y in range(0, size, BLOCK_PX):
         levels[0].feed(renderer.read(Box(y, min(y + BLOCK_PX, size), 0, size)))
-        if y + BLOCK_PX >= size:  # before the last yield: nobody asks again after the last tile
+        if y + BLOCK_PX >= size:  # before the last yield: no tile is asked for after the last
             levels[0].finish()
         yield from levels[0].drain()
 

@@ -108,7 +108,7 @@ def measure(name: str, size_px: int, way: str, threads: int | None) -> dict[str,
 
 
 def read(pattern: torch.Tensor, box: Box) -> torch.Tensor:
-    """Return a box of the image that repeats ``pattern`` for ever; memory of its own."""
+    """Return a box of the image that repeats ``pattern`` forever; memory of its own."""
     import torch
 
     rows, columns = (torch.arange(start, stop) % _PATTERN_PX for start, stop in ((box.y0, box.y1), (box.x0, box.x1)))

@@ -31,7 +31,7 @@ SECONDS_TO_STOP = 30.0
 
 @dataclass(frozen=True)
 class Archive:
-    """The slides of the demo; what is trained on them stands in the recipe."""
+    """The slides of the demo; what is trained on them is in the recipe."""
 
     slides: int = 110
     size_px: int = 2048
@@ -50,7 +50,7 @@ class StageError(Exception):
 
 
 def run(out: Path, as_json: bool, archive: Archive | None = None, overrides: Sequence[str] = ()) -> int:
-    """Do every stage in ``out``; an interrupted demo goes on where it stopped, a finished one is made anew.
+    """Do every stage in ``out``; an interrupted demo continues where it stopped, a finished one is made anew.
 
     Args:
         out: the demo's own folder.

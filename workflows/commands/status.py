@@ -14,7 +14,7 @@ from workflows.launch.owner import describe_owner, owner_of
 
 
 def run(folder: Path, as_json: bool) -> int:
-    """Report a run from what stands in its folder; nothing is changed there.
+    """Report a run from the files in its folder; nothing is changed there.
 
     Raises:
         RequestError: there is no run.

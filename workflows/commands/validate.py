@@ -1,4 +1,4 @@
-"""``hyfi validate``: what a checkpoint is worth on a split, by the same sums as during training."""
+"""``hyfi validate``: metrics of a checkpoint on a split, computed as during training."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ class OptimizerConfig(Section):
 
     name: Literal["sgd", "adamw"] = Field("adamw", description="sgd or adamw: how a gradient becomes an update")
     lr: float = Field(1e-3, gt=0, allow_inf_nan=False, description="a number > 0: learning rate after the warm-up")
-    momentum: Share = Field(0.9, description="a number from 0 to 1: how much of the last update goes on (sgd)")
+    momentum: Share = Field(0.9, description="a number from 0 to 1: how much of the last update is carried over (sgd)")
     betas: tuple[Share, Share] = Field(
         (0.9, 0.999),
         description="two numbers from 0 to 1: decays of the means of gradients and of their squares (adamw)",

@@ -37,7 +37,7 @@ class ConfigKey:
 
     Attributes:
         key: as on the command line, ``section.key``.
-        allowed: what may stand there.
+        allowed: the values that are accepted.
         default: what stands there otherwise, as YAML; None where the key is needed.
         meaning: what it does.
     """
@@ -84,7 +84,7 @@ def settings(model: type[BaseModel], prefix: str) -> Iterator[ConfigKey]:
 
 
 def as_yaml(value: Any) -> str:
-    """Return ``value`` on one line, as it would stand in the file."""
+    """Return ``value`` on one line, as it would be in the file."""
     plain = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
     text = yaml.safe_dump(plain, default_flow_style=True, sort_keys=False, allow_unicode=True, width=math.inf)
     return text.removesuffix("...\n").rstrip("\n")

@@ -1,4 +1,4 @@
-"""From what is said of slides to what is said of cases: a patient may have several slides."""
+"""From predictions of slides to predictions of cases: a patient may have several slides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a cohort's probabilities are worth, as curves and tables: with bands from cases drawn again and again."""
+"""How good a cohort's probabilities are, as curves and tables: with bands from cases drawn again and again."""
 
 from __future__ import annotations
 

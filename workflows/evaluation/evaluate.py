@@ -31,7 +31,7 @@ Logits = dict[int, list[float]]
 """Outputs by index of the slide."""
 
 Metrics = dict[str, Any]
-"""What weights are worth, in JSON's types: loss and metrics by slide, ``intervals``, ``slides``, and ``case``: the same
+"""Metrics of weights, in JSON's types: loss and metrics by slide, ``intervals``, ``slides``, and ``case``: the same
 numbers by case, with ``cases`` in place of ``slides`` (None: not asked for). Undefined numbers are None."""
 
 
@@ -176,7 +176,7 @@ def predict_slides(
         shares: in what proportion replicas of unequal speed take slides; then it is asked before each round of them.
 
     Raises:
-        Interrupted: ``interrupted`` said so.
+        Interrupted: ``interrupted`` returned True.
     """
     replica, replicas = share
     logits: Logits = {}

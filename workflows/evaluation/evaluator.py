@@ -123,7 +123,7 @@ class Evaluator:
         interrupted: Callable[[], bool] = lambda: False,
         seen: Callable[[Logits], None] = lambda logits: None,
     ) -> Metrics | None:
-        """Return what weights are worth, on rank 0; None elsewhere.
+        """Return the metrics of weights, on rank 0; None elsewhere.
 
         Args:
             weights: of the network.
@@ -131,7 +131,7 @@ class Evaluator:
             seen: called on rank 0 with the slides' logits.
 
         Raises:
-            Interrupted: ``interrupted`` said so, on all ranks alike.
+            Interrupted: ``interrupted`` returned True, on all ranks alike.
         """
         self.engine.load_state_dict(dict(weights))
         replica, place = divmod(self.group.rank, self.plan.ranks_per_replica)

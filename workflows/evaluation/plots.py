@@ -117,7 +117,7 @@ def _figure(x_name: str, y_name: str, limits: bool = True) -> tuple[Any, Any]:
 
 
 def _svg(figure: Any) -> str:
-    """Return the figure as an ``svg`` element that asks nobody for fonts."""
+    """Return the figure as an ``svg`` element without external fonts."""
     import matplotlib
 
     text = io.StringIO()

@@ -46,7 +46,7 @@ class SharedBuffers:
         return SharedBuffer(descriptor, size_bytes)
 
     def give(self, buffer: SharedBuffer) -> None:
-        """Take back one that nobody reads any more."""
+        """Take back one that is no longer read."""
         self._free.append(buffer.descriptor)
 
     def close(self) -> None:

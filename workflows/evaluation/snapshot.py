@@ -1,4 +1,4 @@
-"""Weights as one row of bytes: what a trainer hands over while it goes on, and how it is read again.
+"""Weights as one row of bytes: what a trainer hands over without waiting, and how it is read again.
 
 ::
 
@@ -44,7 +44,7 @@ def unflatten(flat: torch.Tensor, like: State) -> dict[str, torch.Tensor]:
 class Snapshot:
     """A private copy of weights on the host, being made or whole.
 
-    From a GPU it is copied on a stream of its own into pinned memory: training goes on meanwhile, and ``ready`` tells
+    From a GPU it is copied on a stream of its own into pinned memory: training continues meanwhile, and ``ready`` tells
     when the copy is whole. On a host it is whole at once. Memory: one copy of the weights, given back by ``Pool.give``.
 
     Args:
@@ -106,7 +106,7 @@ class Pool:
         return Snapshot(step, state, flat)
 
     def give(self, snapshot: Snapshot) -> None:
-        """Take the memory of a snapshot back that nobody reads or writes any more."""
+        """Take the memory of a snapshot back that is in use no more."""
         self._free.append(snapshot.flat)
 
 

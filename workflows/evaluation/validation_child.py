@@ -1,4 +1,4 @@
-"""The process that validates: builds the network, waits for weights, says what they are worth. It knows no MPI.
+"""The process that validates: builds the network, waits for weights, sends back their metrics. It knows no MPI.
 
 Several of them are connected by gloo; child 0 hears from its parent and sends the weights on to the others.
 """
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from workflows.evaluation.evaluator import Evaluator
 
 PROGRAM = ("-m", "workflows.evaluation.validation_child")
-LONG = timedelta(days=365)  # whoever waits here is watched over by a parent: a clock would only end what is well
+LONG = timedelta(
+    days=365
+)  # a process that waits here is supervised by its parent: a time limit could only end a healthy one
 
 
 def start_child(

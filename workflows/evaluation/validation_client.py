@@ -34,7 +34,7 @@ class ValidationClient:
         policy: ``all`` or ``latest``.
 
     Attributes:
-        gave_up: whether the validators have said that they cannot go on.
+        gave_up: whether the validators have reported that they cannot continue.
     """
 
     def __init__(self, world: Communicator, leader: int, policy: Policy = "all") -> None:
@@ -62,7 +62,7 @@ class ValidationClient:
         """Hand the weights of ``step`` over; see :class:`Snapshot` for when ``state`` may be changed.
 
         Returns:
-            False where ``impatient`` said so while waiting for a place: these weights were not handed over.
+            False where ``impatient`` returned True while waiting for a place: these weights were not handed over.
         """
         if self._policy == "latest":
             for replaced in self._kept:
@@ -82,7 +82,7 @@ class ValidationClient:
         return results
 
     def drain(self, impatient: Callable[[], bool]) -> bool:
-        """Wait until all results are in, or the validators give up; False where ``impatient`` said so before."""
+        """Wait until all results are in, or the validators give up; False where ``impatient`` returned True before."""
         return self._wait(lambda: self.gave_up or not self.waiting, impatient)
 
     def forget(self) -> None:
@@ -91,11 +91,11 @@ class ValidationClient:
         self._away.clear()
 
     def close(self, stopped: bool, needless: bool = False) -> None:
-        """End the service. Returns when the validators have said goodbye.
+        """End the service. Returns when the validators have ended.
 
         Args:
             stopped: the run ends before its time; what is open is given up.
-            needless: nobody wants what is open any more.
+            needless: open results are not wanted any more.
         """
         self._kept.clear()
         word = {"kind": "end", "stopped": stopped, "needless": needless}

@@ -1,4 +1,4 @@
-"""Validation while training goes on: the side of the validator ranks, which only watch over those who compute.
+"""Validation while training continues: the side of the validator ranks, which only watch over those who compute.
 
 ::
 
@@ -119,7 +119,7 @@ class ValidationService:
                 backoff.pause()
 
     def _receive(self) -> bool:
-        """Take what trainer 0 and the other validators have said; whether there was anything."""
+        """Take the messages of trainer 0 and the other validators; whether there were any."""
         self._watch()
         self._sending = [pending for pending in self._sending if not pending.test()]
         heard = False
@@ -174,7 +174,7 @@ class ValidationService:
             self._fail(word)
 
     def _on_death_notice(self, notice: Word) -> None:
-        """Take in that the child of another validator died; the cause is told even where its effect came first."""
+        """Take in that the child of another validator died; the cause is reported even where its effect came first."""
         if notice["round"] == self._round and not self._gave_up:
             self._on_death(notice["rank"], notice["how"])
         elif notice["how"] != LOST_PEER:

@@ -100,7 +100,7 @@ def _refuse_several_nodes(command: str, ranks: int) -> None:
 
 
 def _environment(ranks: int) -> dict[str, str]:
-    """Return the ranks' environment: cores are shared out, unless the user has said how.
+    """Return the ranks' environment: cores are shared out, unless the user has set it.
 
     What Slurm says of the job is left out: by it the process manager would start ranks through ``srun``, as steps of
     their own, and a rank would take itself for a task.
@@ -179,7 +179,7 @@ class _Watch:
         return self._say_what_died(output)
 
     def _say_what_died(self, output: mpiexec.Output) -> int:
-        """Name the rank that left without a word; where nothing is known, give what the process manager said."""
+        """Name the rank that ended without a message; where it is not known, return what the process manager printed."""
         ended = self._status.codes()
         ranks = {pid: rank for rank, pid in self._status.pids().items() if rank not in ended}
         died, lost = output.died, self._lost()
@@ -203,8 +203,8 @@ class _Watch:
 def run_as_rank(body: Callable[[], int]) -> int:
     """Run this rank's share of a command and return the exit code for its process.
 
-    A failure is told once, with its rank, and ends every rank: this function then does not return. A
-    ``RequestError`` must be raised by all ranks alike (checked before the first message): it is told once and every
+    A failure is reported once, with its rank, and ends every rank: this function then does not return. A
+    ``RequestError`` must be raised by all ranks alike (checked before the first message): it is reported once and every
     rank returns by itself.
     """
     status, rank = RunStatus.of_environment(), own_rank()
@@ -252,7 +252,7 @@ def _fail(status: RunStatus | None, rank: int) -> None:
     memory = told(raised) if raised is not None else None
     error = memory or traceback.format_exc().rstrip()
     if type(sys.exc_info()[1]).__module__.startswith("mpi4py") or "closed by peer" in error:
-        time.sleep(PEER_LOST_S)  # most likely a peer died, and that is the first error: it is told meanwhile
+        time.sleep(PEER_LOST_S)  # most likely a peer died, and that is the first error: it is reported meanwhile
     peer_watch.fail()
     if status is not None:  # the launcher tells it: what a rank prints now may be lost with the process manager's pipes
         status.claim_failure(rank, error)

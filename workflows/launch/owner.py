@@ -1,4 +1,4 @@
-"""A folder has one writer at a time: who it is, and a refusal for everybody else.
+"""A folder has one writer at a time: who it is, and a refusal for all others.
 
 The lock is the kernel's (``flock``), so it ends with its process, however that ends; on a network file system it holds
 between nodes where the system supports such locks.
@@ -25,7 +25,7 @@ class FolderOwner:
 
     Args:
         folder: to write to; it is made where it is missing.
-        other: what a second writer should do instead, as said to the user.
+        other: what a second writer should do instead, as shown to the user.
 
     Raises:
         RequestError: another process is writing there.

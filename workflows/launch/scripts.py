@@ -1,6 +1,6 @@
-"""Scripts that start a run or an ingest on a cluster: what stands in them, written from templates.
+"""Scripts that start a run or an ingest on a cluster: written from templates.
 
-What differs from site to site (account, modules, container, MPI) stands in one ``site.yaml``; the templates lie in
+What differs from site to site (account, modules, container, MPI) is in one ``site.yaml``; the templates lie in
 ``workflows/launch/templates``, and a folder of edited ones may be named there.
 """
 

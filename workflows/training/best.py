@@ -44,12 +44,12 @@ def _higher(value: float | None, lower_is_better: bool) -> float:
 
 
 def last_step(records: Records, metric: str, patience: int | None) -> int | None:
-    """Return the step with which the run ends, None while it goes on.
+    """Return the step with which the run ends, None while it continues.
 
     Args:
         records: all validations so far, by step.
         metric: that decides; the loss decides between equals, as for the best checkpoint.
-        patience: validations in a row that are not better than the best before them; None: for ever.
+        patience: validations in a row that are not better than the best before them; None: forever.
     """
     best: tuple[float, float] | None = None
     in_vain = 0

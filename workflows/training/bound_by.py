@@ -30,7 +30,7 @@ NAMES = {
 
 @dataclass(frozen=True)
 class RunSetup:
-    """What the knobs stand at.
+    """The settings of the knobs.
 
     Attributes:
         ranks, loaders, validators: of the run.

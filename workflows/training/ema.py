@@ -2,7 +2,7 @@
 
 After step t:  average ← d · average + (1 − d) · weights,  d = min(decay, (1 + t) / (10 + t))
 
-The growing d lets the average forget the first weights; it is a function of the step, so a run that goes on needs no
+The growing d lets the average forget the first weights; it is a function of the step, so a resumed run needs no
 memory of it. Running statistics of batch norm are averaged like weights, counters are those of the weights.
 (Polyak, Juditsky 1992; the warm-up is that of TensorFlow's ExponentialMovingAverage.)
 """

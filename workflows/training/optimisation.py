@@ -30,7 +30,7 @@ def describe_updates(config: OptimizerConfig, batch: int) -> str:
 
 
 def lr_factor(config: LrScheduleConfig, steps: int) -> Callable[[int], float]:
-    r"""Return step → factor on the learning rate, of closed form: a run that goes on needs no memory of it.
+    r"""Return step → factor on the learning rate, of closed form: a resumed run needs no memory of it.
 
     ::
 

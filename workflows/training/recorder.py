@@ -1,4 +1,4 @@
-"""What rank 0 writes while a run goes on: metrics, TensorBoard events, checkpoints, the link to the best."""
+"""What rank 0 writes during a run: metrics, TensorBoard events, checkpoints, the link to the best."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Recorder:
     Args:
         job: the run.
         plan: as it is run: with the cuts that were chosen.
-        start: the step that the run goes on after; later lines of the log are dropped.
+        start: the step after which the run continues; later lines of the log are dropped.
         coverage: rows of ``coverage.csv``.
 
     Attributes:
@@ -85,7 +85,7 @@ class Recorder:
         self._show("train", step, values)
 
     def validated(self, step: int, metrics: Metrics, spare: Iterable[int] = ()) -> None:
-        """Record what the weights of ``step`` are worth, point ``best`` anew, and remove what is not needed now.
+        """Record the metrics of the weights of ``step``, point ``best`` anew, and remove what is not needed now.
 
         Steps come in ascending order. Those after ``last`` are not looked at: without delay there were none.
         """

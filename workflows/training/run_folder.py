@@ -1,4 +1,4 @@
-"""The folder of a run: what stands in it, which checkpoint is the best."""
+"""The folder of a run: its files, which checkpoint is the best."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class StepTime:
     def end_epoch(self, trainers: Communicator) -> list[Spent] | None:
         """Return every trainer's seconds since the epoch began, on rank 0; None elsewhere (collective).
 
-        What came after the last step belongs to this epoch, though it will stand in the next step's record.
+        What came after the last step belongs to this epoch, though it will be in the next step's record.
         """
         mine = {kind: self._epoch[kind] + self._now[kind] for kind in KINDS}
         self._epoch, self._reported = dict.fromkeys(KINDS, 0.0), dict(self._now)

@@ -37,7 +37,7 @@ class Validating:
         stop: the signal's flag.
 
     Attributes:
-        last: the step with which the run ends before its time, None while it goes on; the same on every trainer.
+        last: the step with which the run ends before its time, None while it continues; the same on every trainer.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Validating:
 
     @property
     def open_steps(self) -> tuple[int, ...]:
-        """Steps whose checkpoints must stay, for it is not known yet what they are worth (on rank 0)."""
+        """Steps whose checkpoints must stay, for their metrics are not known yet (on rank 0)."""
         sent = self._client.open_steps if self._client is not None else ()
         return (*sent, *self._owed)
 
