@@ -45,8 +45,8 @@ class ParallelPlan:
             ``memory_bytes`` bounds what a rank holds; None: half of what is free when training begins.
         shares: samples of one step that each replica takes, None for equally many; see below.
 
-    With ``shares`` every sample weighs the same, whichever replica takes it, and micro-batch m of the whole batch is micro-batch
-    m of every replica, in the order of replicas::
+    With ``shares`` every sample weighs the same, whichever replica takes it, and micro-batch m of the whole batch is
+    micro-batch m of every replica, in the order of replicas::
 
         sample           0 1 2 │ 3 4 5         shares = (4, 2), microbatches = 2
         replica          0 0 1 │ 0 0 1         replica 0 is given samples 0 1 3 4, replica 1 samples 2 5

@@ -252,7 +252,7 @@ class StageRunner:
         )
 
     def _memory(self, stage: HostedStage, stays: Values) -> StepMemory:
-        """Return what is called around each step of a micro-batch; all that is there before it stays, but for the image."""
+        """Return what is called around each step of a micro-batch; what exists before it stays, but for the image."""
         assert self._pager is not None
         if stage not in self._orders:
             self._orders[stage] = UseOrder(stage.tape)

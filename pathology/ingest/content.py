@@ -165,7 +165,7 @@ class LosslessContent:
         return self._quality or survey_lossless(self._slide, self._mpp.um, self._options.tissue)
 
     def write(self, writer: SlideWriter, progress: Callable[[float], None]) -> Quality:
-        """See `SlideContent`. Memory: the tiles of three shards, and what the survey needs, which runs at the same time."""
+        """See `SlideContent`. Memory: the tiles of three shards, and of the survey, which runs at the same time."""
         progress(0.0)
         with ThreadPoolExecutor(1, "survey") as beside:
             survey = beside.submit(self._survey)
