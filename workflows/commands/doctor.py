@@ -50,11 +50,7 @@ def run(as_json: bool) -> int:
         say(_line(finding))
     broken = [finding for finding in findings if finding.essential and not finding.ok]
     say()
-    say(
-        "everything works"
-        if not broken
-        else f"{len(broken)} of {len(findings)} do not work; mend them as described above"
-    )
+    say("everything works" if not broken else f"{len(broken)} of {len(findings)} do not work; mend them as said above")
     if as_json:
         emit_json({"ok": not broken, "checks": [asdict(finding) for finding in findings]})
     return 1 if broken else 0

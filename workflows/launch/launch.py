@@ -179,7 +179,7 @@ class _Watch:
         return self._say_what_died(output)
 
     def _say_what_died(self, output: mpiexec.Output) -> int:
-        """Name the rank that ended without a message; where it is not known, return what the process manager printed."""
+        """Name the rank that ended without a message; where it is not known, give what the process manager said."""
         ended = self._status.codes()
         ranks = {pid: rank for rank, pid in self._status.pids().items() if rank not in ended}
         died, lost = output.died, self._lost()
