@@ -287,6 +287,9 @@ def validate(
     cells: Cells = None,
     image: Image = "whole",
     out: Annotated[Path | None, typer.Option("--out", help="Folder for a page and a table of all slides.")] = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Fit the temperature of the probabilities and keep it in CHECKPOINT.")
+    ] = False,
     resume: Resume = False,
     as_json: Json = False,
 ) -> None:
@@ -294,7 +297,7 @@ def validate(
     from workflows.commands import validate
 
     request = validate.EvaluationRequest(
-        checkpoint, store, labels, splits, split_name, split_column, cells, image, out, as_json
+        checkpoint, store, labels, splits, split_name, split_column, cells, image, out, as_json, calibrate
     )
     _exit(partial(validate.run, request, ranks), writes=out, as_ranks=True)
 

@@ -219,6 +219,23 @@ def read_model_json(path: Path) -> dict[str, Any]:
     return _open(path)[1]
 
 
+def amend_model_json(path: Path, more: Mapping[str, Any]) -> None:
+    """Put ``more`` into ``model.json`` of a checkpoint, over what it says, whole or not at all; weights stay.
+
+    Raises:
+        RequestError: as ``load_checkpoint``.
+        OSError: it cannot be written.
+    """
+    folder, model = _open(path)
+    beside = folder / f".{MODEL_FILE}.{uuid.uuid4().hex}"
+    try:
+        _write_json(beside, {**model, **more})
+        sync_file(beside)
+        beside.replace(folder / MODEL_FILE)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
 def load_training_state(path: Path) -> TrainingState:
     """Read optimiser and loader state of a checkpoint folder, or of a link to one.
 

@@ -249,6 +249,7 @@ class _Run:
             withheld=known.reason if known.status == INCOMPLETE and not self._options.allow_partial else "",
             heatmap=heatmap,
             probabilities=np.stack([attribution.probabilities for attribution in said]),
+            uncalibrated=np.stack([attribution.uncalibrated for attribution in said]),
             flags=known.flags if heatmap.exact else (*known.flags, "heatmap_by_centre"),
         )
 

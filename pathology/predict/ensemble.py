@@ -44,18 +44,30 @@ class Attribution:
         contributions: of each image, (classes, h, w) float32; over all images they sum to the logits less the bias.
         scores: of each image, (classes, h, w) float32: what the head says of each position alone, before space is
             reduced; 0 to 1, over the classes they sum to 1.
+        temperature: by which logits are divided before the softmax.
     """
 
     logits: NDArray[np.float64]
     contributions: tuple[NDArray[np.float32], ...]
     scores: tuple[NDArray[np.float32], ...]
+    temperature: float = 1.0
 
     @property
     def probabilities(self) -> NDArray[np.float64]:
-        """(classes,): softmax of the logits."""
-        weights = np.exp(self.logits - self.logits.max())
-        shares: NDArray[np.float64] = weights / weights.sum()
-        return shares
+        """(classes,): softmax of the logits over the temperature."""
+        return softmax(self.logits / self.temperature)
+
+    @property
+    def uncalibrated(self) -> NDArray[np.float64]:
+        """(classes,): softmax of the logits as they are."""
+        return softmax(self.logits)
+
+
+def softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the shares of the exponentials of ``logits`` (classes,)."""
+    weights = np.exp(logits - logits.max())
+    shares: NDArray[np.float64] = weights / weights.sum()
+    return shares
 
 
 class Ensemble:
@@ -109,7 +121,8 @@ class Ensemble:
             (one.contributions[0] * weight[:, None, None]).astype(np.float32)
             for one, weight in zip(found, weights, strict=True)
         )
-        return Attribution((weights * logits).sum(axis=0), contributions, tuple(one.scores[0] for one in found))
+        scores = tuple(one.scores[0] for one in found)
+        return Attribution((weights * logits).sum(axis=0), contributions, scores, member.temperature)
 
     def _of_image(
         self, member: Member, engines: SizedEngines, dataset: SlideDataset, index: int, view: View
@@ -133,12 +146,14 @@ class Ensemble:
         return Attribution(
             found.logits[0].double().cpu().numpy(),
             (found.contributions[0].float().cpu().numpy(),),
-            (position_scores(found).cpu().numpy(),),
+            (position_scores(found, member.temperature).cpu().numpy(),),
         )
 
 
-def position_scores(found: Explanation) -> torch.Tensor:
+def position_scores(found: Explanation, temperature: float = 1.0) -> torch.Tensor:
     """Return (classes, h, w) float32: the softmax over classes of what the head says of each position alone.
+
+    As for whole slides, logits are divided by ``temperature`` before.
 
     A head that takes a whole map only is taken as if it averaged the map: then a position's own logits are its
     contributions times the number of positions, and the bias.
@@ -148,7 +163,7 @@ def position_scores(found: Explanation) -> torch.Tensor:
         maps = found.contributions
         bias = found.logits - maps.sum(dim=(2, 3))
         logits = bias[:, :, None, None] + maps * (maps.shape[2] * maps.shape[3])
-    return logits[0].float().softmax(dim=0)
+    return (logits[0].float() / temperature).softmax(dim=0)
 
 
 def _given(part: torch.Tensor, box: Box) -> Callable[[Box], torch.Tensor]:

@@ -15,6 +15,11 @@ MIN_COVERAGE = 0.9
 """Of checkpoints that do not state theirs."""
 
 
+def temperature_of(config: Mapping[str, Any]) -> float:
+    """Return by what a checkpoint's logits are divided before the softmax; 1 where nothing was fitted."""
+    return float((config.get("calibration") or {}).get("temperature", 1.0))
+
+
 @dataclass(frozen=True, eq=False)
 class Member:
     """One trained model.
@@ -43,6 +48,11 @@ class Member:
     def min_coverage(self) -> float:
         """Share of a slide's tissue that it must be shown for its answer to count, as in training."""
         return float(self.config.get("min_coverage", MIN_COVERAGE))
+
+    @property
+    def temperature(self) -> float:
+        """See `temperature_of`."""
+        return temperature_of(self.config)
 
     @property
     def normalisation(self) -> Normalisation:

@@ -45,6 +45,9 @@ class OutFolder:
             "class_names": list(spec.class_names),
             "image": options.image,
         }
+        temperatures = [member.temperature for member in members]
+        if any(value != 1 for value in temperatures):  # left out, else what older versions made would be done again
+            self._made_by["temperatures"] = temperatures
         self._table: PredictionTable | None = None
 
     def open(self, inputs: Sequence[SlideInput]) -> list[int]:

@@ -66,6 +66,8 @@ def _write_files(
     about = {
         "checkpoints": [member.digest for member in members],
         "probabilities": result.mean.tolist(),
+        "probabilities_uncalibrated": result.uncalibrated.mean(axis=0).tolist(),
+        "temperatures": [member.temperature for member in members],
         "coverage": result.coverage,
         "flags": list(result.flags),
         "images": [list(view.size_px) for view in result.views],

@@ -59,7 +59,7 @@ def fill_report(
             ClassBar(name, float(result.mean[k]), None if spread is None else float(spread[k]), _css(k))
             for k, name in enumerate(spec.class_names)
         ],
-        probability_note=_probability_note(len(members)),
+        probability_note=_probability_note(members),
         facts=_facts(result, spec),
         flags=flags_of(result.flags),
         thumbnail=data_uri(pictures.thumbnail, PICTURE_PX),
@@ -90,10 +90,12 @@ def _css(index: int) -> str:
     return "rgb({}, {}, {})".format(*class_color(index))
 
 
-def _probability_note(members: int) -> str:
-    if members == 1:
-        return "Softmax of the network's logits; a score between 0 and 1, not calibrated."
-    return f"Mean over {members} networks, ± their standard deviation in percentage points; not calibrated."
+def _probability_note(members: Sequence[Member]) -> str:
+    fitted = [f"{member.temperature:.3g}" for member in members if member.config.get("calibration")]
+    about = f"calibrated by temperature {', '.join(fitted)}" if len(fitted) == len(members) else "not calibrated"
+    if len(members) == 1:
+        return f"Softmax of the network's logits; a score between 0 and 1, {about}."
+    return f"Mean over {len(members)} networks, ± their standard deviation in percentage points; {about}."
 
 
 def _facts(result: SlideResult, spec: InputSpec) -> Rows:

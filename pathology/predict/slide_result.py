@@ -27,7 +27,8 @@ class SlideResult:
         withheld: why no class is given, in words; empty where one is.
         label: true class, as the user's or the store's manifest has it; empty where unknown.
         heatmap: contributions, logits and biases; means over an ensemble.
-        probabilities: (members, classes).
+        probabilities: (members, classes), calibrated where a member's checkpoint says how.
+        uncalibrated: (members, classes): without that.
         flags: what a reader must know.
     """
 
@@ -42,6 +43,7 @@ class SlideResult:
     label: str
     heatmap: Heatmap
     probabilities: NDArray[np.float64]
+    uncalibrated: NDArray[np.float64]
     flags: tuple[str, ...]
 
     @property

@@ -37,6 +37,7 @@ class EvaluationRequest:
         image: ``whole``: all tissue of every slide is shown; ``trained``: what an image of the trained size holds.
         out: folder for ``index.html`` and ``predictions.csv`` of the slides; None: neither.
         as_json: print the numbers as one JSON object.
+        calibrate: put the temperature that suits these slides into the checkpoint.
     """
 
     checkpoint: Path
@@ -49,6 +50,7 @@ class EvaluationRequest:
     image: str = "whole"
     out: Path | None = None
     as_json: bool = False
+    calibrate: bool = False
 
     def words(self) -> list[str]:
         """Return this request as a command line, for the ranks."""
@@ -58,6 +60,7 @@ class EvaluationRequest:
         words += ["--split-column", self.split_column] if self.split_column else []
         words += ["--cells", self.cells] if self.cells else []
         words += ["--out", str(self.out)] if self.out else []
+        words += ["--calibrate"] * self.calibrate
         return [*words, "--image", self.image, *["--json"] * self.as_json]
 
 
@@ -78,6 +81,11 @@ def run(request: EvaluationRequest, ranks: int | None) -> int:
 
     if request.image not in ("whole", "trained"):
         raise RequestError(f"--image {request.image}: whole or trained are expected")
+    if request.calibrate and request.split != "val":
+        raise RequestError(
+            f"--calibrate --split {request.split}: the temperature is chosen by the slides that it is fitted on, which "
+            "can then judge it no more; give --split val"
+        )
     parse_cells(request.cells)
     if ranks is not None and ranks > 1 and inside_launcher() is None:
         return launch(request.words(), ranks)
@@ -88,7 +96,7 @@ def validate_rank(request: EvaluationRequest) -> int:
     """Do this rank's part and return the exit code."""
     from hyfi_core.comm.agree import agree
     from hyfi_core.plan.parallel_plan import ParallelPlan
-    from hyfi_core.runtime.checkpoint import load_checkpoint
+    from hyfi_core.runtime.checkpoint import amend_model_json, load_checkpoint
     from workflows.evaluation.evaluate import Interrupted
     from workflows.evaluation.evaluator import Evaluator
     from workflows.launch.peer_watch import join
@@ -111,13 +119,34 @@ def validate_rank(request: EvaluationRequest) -> int:
     least = float(loaded.model["min_coverage"])
     low = [dataset.samples[i].slide_id for i in range(len(dataset)) if dataset.view(i).coverage < least]
     if evaluator.whole is not None:
-        _say_enlarged(evaluator.whole, loaded.model)
+        _say_enlarged(evaluator.whole, loaded.model, len(dataset))
     elif low:
         warn(f"{len(low)} slides show less than {least:g} of their tissue (--image whole shows all): {', '.join(low)}")
+    fitted = metrics.pop("calibration")
+    if request.calibrate and fitted is not None:
+        loaded.model["calibration"] = {**fitted, "split": request.split, "image": request.image}
+        amend_model_json(request.checkpoint, {"calibration": loaded.model["calibration"]})
+    metrics["calibration"] = _calibration(loaded.model, evaluator, seen)
     weights = "weights" if loaded.averaged is None else "moving average of the weights (EMA)"
     page = None if request.out is None else _write_page(request.out, request, loaded.model, evaluator, dataset, seen)
     _report(request, loaded.model, weights, metrics, page)
     return DONE
+
+
+def _calibration(model: Mapping[str, Any], evaluator: Evaluator, seen: Logits) -> dict[str, Any] | None:
+    """Say what the checkpoint's temperature does on the slides evaluated, and return it; None where it has none."""
+    import torch
+
+    from pathology.predict.members import temperature_of
+    from workflows.evaluation.calibration import judge_temperature
+
+    if not model.get("calibration"):
+        return None
+    logits = torch.tensor([seen[index] for index in range(len(seen))], dtype=torch.float64)
+    targets = torch.tensor(evaluator.evaluation_set.targets)
+    found = judge_temperature(logits, targets, temperature_of(model))
+    say(f"calibrated on {model['calibration'].get('split', 'val')}, here {found.describe()}")
+    return found.to_json()
 
 
 def _write_page(
@@ -133,12 +162,13 @@ def _write_page(
     Raises:
         RequestError: ``out`` cannot be written.
     """
-    from pathology.predict.members import MIN_COVERAGE
+    from pathology.predict.members import MIN_COVERAGE, temperature_of
     from workflows.evaluation.cohort_page import evaluated_slides, write_cohort_page, write_table
 
     names = list(model["class_names"])
     least = float(model.get("min_coverage", MIN_COVERAGE))
-    slides = evaluated_slides(dataset, seen, names, least, whole=evaluator.whole is not None)
+    whole, temperature = evaluator.whole is not None, temperature_of(model)
+    slides = evaluated_slides(dataset, seen, names, least, whole=whole, temperature=temperature)
     try:
         out.mkdir(parents=True, exist_ok=True)
         write_table(out, slides, names, request.store)
@@ -147,9 +177,15 @@ def _write_page(
         raise RequestError(f"{out}: cannot be written ({error.strerror or error}); choose another --out") from error
 
 
-def _say_enlarged(whole: WholeSlides, model: Mapping[str, Any]) -> None:
-    """Say which slides did not fit the trained size, and how they were shown nevertheless."""
+def _say_enlarged(whole: WholeSlides, model: Mapping[str, Any], slides: int) -> None:
+    """Say which slides did not fit the trained size, how they were shown nevertheless, and what that does."""
     height, width = model["size_px"]
+    cropped = sum("cropped" in whole.dataset.view(index).flags for index in range(slides))
+    if cropped:
+        warn(
+            f"{cropped} of {slides} slides are shown here with all their tissue; while training, validation saw of "
+            f"them what {height} × {width} px hold: these numbers are not the run's (--image trained gives those)"
+        )
     for how, indices in (("one larger image each", whole.enlarged), ("several images each", whole.several)):
         if indices:
             names = ", ".join(whole.dataset.samples[index].slide_id for index in sorted(indices))

@@ -27,6 +27,7 @@ from data.store.slide_store import SlideStore, slide_path
 from pathology.ingest.thumbnail import thumbnail_of_store
 from pathology.pages import FLAG_MEANINGS, jpeg_uri, render
 from pathology.predict.colors import class_color
+from pathology.predict.ensemble import softmax
 from pathology.predict.results import PREDICTION_FILE, THUMBNAIL_FILE, THUMBNAIL_PX
 from pathology.predict.table import FILE_NAME, Prediction, columns
 
@@ -49,6 +50,7 @@ class CohortSlide:
         reason: why it failed or is incomplete.
         thumbnail: a JPEG; empty for none.
         link: relative address of its report; empty for none.
+        uncalibrated: probabilities before calibration; empty where there was none.
     """
 
     slide_id: str
@@ -62,6 +64,7 @@ class CohortSlide:
     reason: str = ""
     thumbnail: bytes = b""
     link: str = ""
+    uncalibrated: tuple[float, ...] = ()
 
     @property
     def wrong(self) -> bool:
@@ -100,7 +103,13 @@ def _predicted_slide(out: Path, row: Mapping[str, str], class_names: Sequence[st
         reason=row["reason"],
         thumbnail=thumbnail if shown else b"",
         link=f"{quote(row['slide_id'])}/report.html" if shown else "",
+        uncalibrated=_uncalibrated(about) if row["prediction"] else (),
     )
+
+
+def _uncalibrated(about: Mapping[str, Any]) -> tuple[float, ...]:
+    fitted = any(temperature != 1 for temperature in about.get("temperatures", ()))
+    return tuple(about["probabilities_uncalibrated"]) if fitted else ()
 
 
 def evaluated_slides(
@@ -110,6 +119,7 @@ def evaluated_slides(
     least: float,
     *,
     whole: bool,
+    temperature: float = 1.0,
 ) -> list[CohortSlide]:
     """Return the labelled slides of a dataset, predicted by ``logits``, with pictures from their store.
 
@@ -119,11 +129,11 @@ def evaluated_slides(
         class_names: in their order.
         least: share of its tissue that a slide must show; with less it is ``incomplete``.
         whole: whether all tissue was shown, also where the dataset's images have no room for it.
+        temperature: of the checkpoint, by which logits are divided.
     """
     found = []
     for index, sample in enumerate(dataset.samples):
         outputs = np.asarray(logits[index], dtype=np.float64)
-        weights = np.exp(outputs - outputs.max())
         view = dataset.view(index)
         coverage = 1.0 if whole and view.pieces else view.coverage
         flags = tuple(flag for flag in view.flags if not (whole and flag == "cropped"))
@@ -135,11 +145,12 @@ def evaluated_slides(
                 case_id=sample.case_id,
                 status="done" if coverage >= least else "incomplete",
                 prediction=class_names[int(outputs.argmax())],
-                probabilities=tuple((weights / weights.sum()).tolist()),
+                probabilities=tuple(softmax(outputs / temperature).tolist()),
                 label="" if sample.label is None else class_names[sample.label],
                 coverage=coverage,
                 flags=flags,
                 thumbnail=_thumbnail(slide),
+                uncalibrated=tuple(softmax(outputs).tolist()) if temperature != 1 else (),
             )
         )
     return found
@@ -246,7 +257,7 @@ def _evaluation(labelled: Sequence[CohortSlide], class_names: Sequence[str]) -> 
     from workflows.evaluation.bootstrap import draw_cases
     from workflows.evaluation.cases import places_of
     from workflows.evaluation.curves import threshold_rows
-    from workflows.evaluation.plots import confusion_plot, curve_plots, reliability_plot
+    from workflows.evaluation.plots import confusion_plot, curve_plots, reliability_plots
 
     probabilities = np.array([slide.probabilities for slide in labelled], dtype=np.float64)
     targets = np.array([class_names.index(slide.label) for slide in labelled], dtype=np.int64)
@@ -255,15 +266,21 @@ def _evaluation(labelled: Sequence[CohortSlide], class_names: Sequence[str]) -> 
     draws = draw_cases(cases, _draws(len(labelled)))[:, of_case].numpy()
     shown = [1] if len(class_names) == 2 else range(len(class_names))
     roc, precision_recall = curve_plots(probabilities, targets, draws, class_names, shown)
+    before = [slide.uncalibrated or slide.probabilities for slide in labelled]
+    raw = np.array(before, dtype=np.float64) if any(slide.uncalibrated for slide in labelled) else None
+    metrics = _metrics(probabilities, targets, draws)
+    if raw is not None:
+        earlier = dict(_metrics(raw, targets, draws))["calibration error"]
+        metrics.append(("calibration error before calibration", earlier))
     return {
         "slides": len(labelled),
         "cases": cases,
-        "metrics": _metrics(probabilities, targets, draws),
+        "metrics": metrics,
         "plots": [
             roc,
             precision_recall,
             confusion_plot(probabilities, targets, class_names),
-            reliability_plot(probabilities, targets),
+            *reliability_plots(probabilities, targets, raw),
         ],
         "thresholds": [(class_names[k], threshold_rows(probabilities[:, k], targets == k)) for k in shown],
     }

@@ -23,6 +23,7 @@ from data.samples.dataset import SlideRef
 from hyfi_core.comm.base import Communicator
 from hyfi_core.plan.box import Box
 from workflows.evaluation.bootstrap import draw_cases, intervals
+from workflows.evaluation.calibration import fit_temperature
 from workflows.evaluation.cases import Aggregate, by_case, places_of
 from workflows.evaluation.loss import sample_losses
 from workflows.evaluation.metrics import metrics_of_logits
@@ -32,7 +33,8 @@ Logits = dict[int, list[float]]
 
 Metrics = dict[str, Any]
 """Metrics of weights, in JSON's types: loss and metrics by slide, ``intervals``, ``slides``, and ``case``: the same
-numbers by case, with ``cases`` in place of ``slides`` (None: not asked for). Undefined numbers are None."""
+numbers by case, with ``cases`` in place of ``slides`` (None: not asked for). Undefined numbers are None.
+``calibration`` is what a temperature fitted on the slides would do (see `workflows.evaluation.calibration`)."""
 
 
 class InferenceEngine(Protocol):
@@ -129,7 +131,12 @@ class EvaluationSet:
         outputs = torch.tensor([logits[index] for index in range(len(self.targets))], dtype=torch.float64)
         labels, of_case = torch.tensor(self.targets), places_of(self.cases)
         draws = draw_cases(int(of_case.max()) + 1)
-        by_slide = {**self._numbers(outputs, labels, draws[:, of_case]), "slides": len(self.targets)}
+        fitted = fit_temperature(outputs, labels)
+        by_slide = {
+            **self._numbers(outputs, labels, draws[:, of_case]),
+            "slides": len(self.targets),
+            "calibration": None if fitted is None else fitted.to_json(),
+        }
         if self.aggregate == "none":
             return {**by_slide, "case": None}
         cases = by_case(outputs, labels, self.cases, self.aggregate)

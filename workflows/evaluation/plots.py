@@ -83,7 +83,17 @@ def confusion_plot(probabilities: Array, targets: NDArray[np.int64], class_names
     return Plot("Confusion", _svg(figure), "Slides, and their share of the true class.")
 
 
-def reliability_plot(probabilities: Array, targets: NDArray[np.int64]) -> Plot:
+def reliability_plots(probabilities: Array, targets: NDArray[np.int64], before: Array | None) -> list[Plot]:
+    """Return the reliability of probabilities; where they were calibrated, that before calibration first."""
+    if before is None:
+        return [reliability_plot(probabilities, targets)]
+    return [
+        reliability_plot(before, targets, "Reliability before calibration"),
+        reliability_plot(probabilities, targets, "Reliability, calibrated"),
+    ]
+
+
+def reliability_plot(probabilities: Array, targets: NDArray[np.int64], title: str = "Reliability") -> Plot:
     """Return how often predictions of a certain probability are right, with the number of slides."""
     confidence, right, counts = reliability(probabilities, targets)
     figure, axes = _figure("highest probability", "share right")
@@ -97,7 +107,7 @@ def reliability_plot(probabilities: Array, targets: NDArray[np.int64]) -> Plot:
     )
     axes.legend(loc="upper left", frameon=False, fontsize=9)
     caption = "On the diagonal, a probability means what it says. Bars: share of the slides."
-    return Plot("Reliability", _svg(figure), caption)
+    return Plot(title, _svg(figure), caption)
 
 
 def _figure(x_name: str, y_name: str, limits: bool = True) -> tuple[Any, Any]:

@@ -22,7 +22,9 @@ Metrics = Mapping[str, Any]
 def format_metrics(metrics: Metrics) -> dict[str, str]:
     """Return loss and metrics for people: ``0.8123 (0.7001 to 0.9012)``, ``0.8123`` or ``undefined``."""
     found = metrics.get("intervals", {})
-    numbers = {k: v for k, v in metrics.items() if isinstance(v, float) or (v is None and k != "case")}
+    numbers = {
+        k: v for k, v in metrics.items() if isinstance(v, float) or (v is None and k not in ("case", "calibration"))
+    }
     return {name: _format_number(value, found.get(name)) for name, value in numbers.items()}
 
 
@@ -93,6 +95,7 @@ class Recorder:
             return
         self._log.write("validation", step=step, **metrics)
         self._show("validation", step, metrics)
+        self.folder.calibrate(step, {**(metrics.get("calibration") or {}), "split": self._job.config.validation.split})
         self.choose_best()
         self._decide()
         prune(self.folder.checkpoints, self._job.config.run.keep, (*spare, step) if self.last == step else spare)

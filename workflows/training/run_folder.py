@@ -35,6 +35,12 @@ class RunFolder:
         """Point ``latest`` at the checkpoint of a step."""
         checkpoints.point_link(self.checkpoints / "latest", checkpoints.step_folder(self.checkpoints, step).name)
 
+    def calibrate(self, step: int, found: Mapping[str, Any]) -> None:
+        """Note in the checkpoint of a step, where there is one, how its probabilities become calibrated."""
+        folder = checkpoints.step_folder(self.checkpoints, step)
+        if "temperature" in found and folder.is_dir():
+            checkpoints.amend_model_json(folder, {"calibration": dict(found)})
+
     def take_back(self, step: int) -> None:
         """Make the checkpoint of ``step`` the latest and remove those after it."""
         later = [other for other in checkpoints.saved_steps(self.checkpoints) if other > step]
