@@ -76,7 +76,7 @@ def losses(run: Path) -> dict[tuple[str, int], float]:
     return {(r["kind"], r["step"]): r["loss"] for r in read_metrics(run / "metrics.jsonl")}
 
 
-def run_on(ranks: int, config: Path, *overrides: str, resume: bool = False, timeout_s: float = 120) -> list[int]:
+def run_on(ranks: int, config: Path, *overrides: str, resume: bool = False, timeout_s: float = 240.0) -> list[int]:
     """Train on thread-ranks of this process; return their exit codes.
 
     Threads share one random generator: only one of them may draw a model's first weights at a time.
