@@ -24,18 +24,15 @@ from hyfi_core.rules.table import RULES
 
 NOT_FUSED = FusedRuns()
 _RESIZED = "F.interpolate with mode='bilinear' and antialias=False, or mode='nearest'"
-_FLIPPED = "images flipped or rolled before the model is given them"
 
 ALTERNATIVES: Mapping[str, str] = {
     f"aten.{name}": alternative
     for name, alternative in {
         "_upsample_bilinear2d_aa.vec": _RESIZED,
-        "flip.default": _FLIPPED,
         "grid_sampler.default": _RESIZED,
         "im2col.default": "nn.Conv2d with the kernel and the stride that unfold has",
         "linalg_matrix_norm.str_ord": "torch.linalg.vector_norm(y, dim=(2, 3)), which is the Frobenius norm",
         "max_pool2d_with_indices.default": "F.max_pool2d with return_indices=False",
-        "roll.default": _FLIPPED,
         "rrelu.default": "F.leaky_relu",
         "upsample_bicubic2d.vec": _RESIZED,
     }.items()

@@ -15,6 +15,7 @@ from hyfi_core.plan.box import Box
 from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.calls import bound, renamed
 from hyfi_core.rules.instructions import Split
+from hyfi_core.rules.moves.runs import repeat_space
 from hyfi_core.rules.pointwise import operands
 from hyfi_core.rules.replicated import cut_of_whole
 
@@ -162,13 +163,17 @@ def _cut_at(box: Box, dims: tuple[int, int], shape: tuple[int, ...]) -> Any:
 
 
 def repeat(builder: Builder, op: Operator) -> None:
-    """``repeat`` and ``tile`` along dims that are not space, new ones in front among them."""
+    """``repeat`` and ``tile``: along dims that are not space, new ones in front among them; or of whole maps."""
     name, result = op.args[0].name, builder.shape(op.first_output)
     here, shape = builder.seen(op, name), builder.shape(name)
     more = len(result) - len(shape)
     dims = (here.dims[0] + more, here.dims[1] + more)
     if any(result[now] != shape[before] for now, before in zip(dims, here.dims, strict=True)):
-        builder.refuse(op, f"repeats pixels of a map whose space is {here.dims}", "F.interpolate, or circular padding")
+        others = [dim for dim in range(len(shape)) if dim not in here.dims]
+        if not here.plain or more or any(result[dim] != shape[dim] for dim in others):
+            builder.refuse(op, f"repeats pixels of dims {here.dims} and more", "one repeat for space, one for channels")
+        repeat_space(builder, op, (result[dims[0]] // shape[dims[0]], result[dims[1]] // shape[dims[1]]))
+        return
     function, inputs = bound(renamed(op, {name: builder.part(name, here)}))
     builder.compute(function, inputs, op.outputs, replace(here, dims=dims))
 

@@ -107,7 +107,7 @@ def _product(builder: Builder, op: Operator, letters: Letters) -> None:
 def _laid_out(builder: Builder, op: Operator, name: str, term: str, anchor: Split, space: tuple[str, str]) -> str:
     """Return a factor as it goes with the anchor: the same pixels of it, or all of it where it has none of them."""
     here = builder.splits.get(name)
-    if here is not None and (term[here.dims[0]], term[here.dims[1]]) == space and here.layout.map == anchor.layout.map:
+    if here is not None and (term[here.dims[0]], term[here.dims[1]]) == space and here.space == anchor.space:
         return builder.part(name, replace(anchor, dims=here.dims))
     if here is not None:
         name = builder.gather(op, name, "multiplies pixels by pixels")

@@ -52,6 +52,8 @@ def _reduction(builder: Builder, op: Operator, mean: bool) -> None:
         function, inputs = bound(renamed(op, {name: part}))
         builder.compute(function, inputs, op.outputs, split)
     elif not set(space) <= set(dims):
+        if not builder.splits[name].plain:
+            builder.refuse(op, f"is over dims {dims}, which hold more than rows or columns", "height or width alone")
         _sum_over_space(builder, name, output, dims, keepdim, mean, _rest_of_whole(builder, name, dims, keepdim))
     else:
         _sum_over_space(builder, name, output, dims, keepdim, mean)

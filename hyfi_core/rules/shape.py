@@ -2,7 +2,8 @@
 
 view (B, 8, H, W) -> (B, 2, 4, H, W)      channels regroup, space survives: dims (2, 3) become (3, 4)
 view (B, 8, H, W) -> (B, 8, H · W)         space is flat: dims (2, 3) become (2, 2), each rank holds its part's rows
-view (B, 8, H, W) -> (B, 8 · H · W)        space is gone: a small map is gathered, a large one refused
+view (B, 8, H, W) -> (B, 8, H/4, 4, W/4, 4) space is blocks; see ``moves.blocks``
+view (B, H, W, 8) -> (B · H · W, 8)         space is flat behind other dims: dims (0, 0), leads (B, 1)
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from hyfi_core.capture.program import Operator
 from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.calls import bound, renamed
 from hyfi_core.rules.instructions import Split
+from hyfi_core.rules.moves.blocks import view_of_blocks
+from hyfi_core.rules.pointwise import operands
 from hyfi_core.rules.replicated import gathered
 
 
@@ -23,6 +26,8 @@ def view(builder: Builder, op: Operator) -> None:
     name, sizes = op.args[0].name, _result(builder, op)
     shape, here = builder.shape(name), builder.splits[name]
     dims = _viewed(shape, here, sizes)
+    if dims is None and view_of_blocks(builder, op):
+        return
     if dims is None:
         _without_space(builder, op, f"turns shape {shape} into {sizes}, which mixes height and width with other dims")
         return
@@ -41,6 +46,8 @@ def _viewed(shape: tuple[int, ...], here: Split, sizes: tuple[int, ...]) -> tupl
     y, x = (_survivor(shape, dim, sizes) for dim in here.dims)
     if y is not None and x is not None and (here.flat or y != x):
         return y, x
+    if here.leads != (1, 1):
+        return None
     ahead = prod(shape[: here.dims[0]])
     height, width = here.layout.map.shape
     if here.flat:
@@ -119,17 +126,12 @@ def stack(builder: Builder, op: Operator) -> None:
 
 
 def expand(builder: Builder, op: Operator) -> None:
-    """``expand`` along dims other than space."""
-    name, sizes = op.args[0].name, _result(builder, op)
-    here = builder.seen(op, name)
-    more = len(sizes) - len(builder.shape(name))
-    split = _renumbered(here, lambda dim: dim + more)
-    shape, before = here.layout.map.shape, builder.shape(name)
-    if any(sizes[at] != before[dim] for at, dim in zip(split.dims, here.dims, strict=True)):
-        _without_space(builder, op, f"repeats pixels of a {shape} map to make {sizes}")
-        return
+    """``expand``, along space too: a row, a column or a pixel that becomes a map."""
+    sizes = _result(builder, op)
+    names, split = operands(builder, op, sizes)
     local = split.local_shape(sizes, builder.rank)
-    builder.compute(lambda tensor: tensor.expand(local), (builder.part(name, here),), op.outputs, split)
+    name = op.args[0].name
+    builder.compute(lambda tensor: tensor.expand(local), (names.get(name, name),), op.outputs, split)
 
 
 def _result(builder: Builder, op: Operator) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.calls import bound, renamed
 from hyfi_core.rules.instructions import Split
 from hyfi_core.rules.moves.strips import along_space
+from hyfi_core.rules.pointwise import operands
 
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
@@ -105,6 +106,8 @@ def largest_over_ranks(builder: Builder, part: str, dims: tuple[int, ...]) -> st
 def attention(builder: Builder, op: Operator) -> None:
     """Scaled-dot-product attention: queries split, or keys and values, or all: then these are gathered."""
     given: dict[str, Any] = {**dict(zip(_ATTENTION, op.args, strict=False)), **op.kwargs}
+    if _within_windows(builder, op, given):
+        return
     if given.get("attn_mask") is not None or given.get("is_causal") or given.get("dropout_p"):
         builder.refuse(op, "has a mask or drops something", "attention without a mask and without dropout")
     names = [given[key].name for key in ("query", "key", "value")]
@@ -127,6 +130,21 @@ def attention(builder: Builder, op: Operator) -> None:
     if builder.shape(query)[:-2] != builder.shape(key)[:-2]:
         builder.refuse(op, "has heads of queries that differ from those of keys", "the same number of heads")
     _pooled(builder, op, (query, key, value), given.get("scale"))
+
+
+def _within_windows(builder: Builder, op: Operator, given: dict[str, Any]) -> bool:
+    """Emit attention within windows, of which each lies on one rank; whether it was that."""
+    splits = [builder.split_of(given[key]) for key in ("query", "key", "value")]
+    rank = len(builder.shape(given["query"].name))
+    first = splits[0]
+    if first is None or max(first.dims) >= rank - 2 or given.get("dropout_p"):
+        return False
+    if any(split is None or split.dims != first.dims or split.space != first.space for split in splits):
+        return False
+    names, here = operands(builder, op, builder.shape(op.first_output))
+    function, inputs = bound(renamed(op, names))
+    builder.compute(function, inputs, op.outputs[:1], here)
+    return True
 
 
 def _pooled(builder: Builder, op: Operator, names: tuple[str, str, str], scale: float | None) -> None:

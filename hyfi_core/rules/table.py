@@ -22,6 +22,7 @@ from hyfi_core.rules import window as rules_window
 from hyfi_core.rules.builder import Builder, Rule
 from hyfi_core.rules.moves import place as rules_place
 from hyfi_core.rules.moves import resize as rules_resize
+from hyfi_core.rules.moves import runs as rules_runs
 from hyfi_core.rules.moves import strips as rules_strips
 from hyfi_core.rules.pointwise import copy, pointwise
 from hyfi_core.rules.random import RANDOM
@@ -52,6 +53,10 @@ def channelwise(builder: Builder, op: Operator) -> None:
     dim = (op.args[at] if len(op.args) > at else op.kwargs.get("dim", 0)) % rank
     if dim not in dims:
         pointwise(builder, op)
+    elif kind == "cat":
+        rules_place.cat_of_space(builder, op, dim)
+    elif kind in ("split.Tensor", "split_with_sizes", "chunk") and builder.splits[name].plain:
+        rules_place.split_of_space(builder, op, dim)
     elif kind not in _WHOLE_ROWS:
         builder.refuse(op, f"works along dim {dim}, which is space", "a dim that is not space, such as channels (1)")
     elif "softmax" in kind and dims[0] == dims[1]:
@@ -106,7 +111,7 @@ def on_maps(rule: Rule) -> Rule:
 
     def checked(builder: Builder, op: Operator) -> None:
         split = builder.split_of(op.args[0])
-        if split is not None and (split.dims != (2, 3) or len(builder.shape(op.args[0].name)) != 4):
+        if split is not None and (not split.plain or split.dims != (2, 3) or len(builder.shape(op.args[0].name)) != 4):
             shape = builder.shape(op.args[0].name)
             builder.refuse(op, f"takes {shape} with space in dims {split.dims}", "(B, C, H, W), space in dims (2, 3)")
         rule(builder, op)
@@ -118,7 +123,7 @@ def sliced(builder: Builder, op: Operator) -> None:
     """A slice along space moves pixels; along another dim it does not."""
     name = op.args[0].name
     dim = (op.args[1] if len(op.args) > 1 else 0) % len(builder.shape(name))
-    if dim in builder.splits[name].dims and builder.splits[name].flat:
+    if dim in builder.splits[name].dims and not builder.splits[name].plain:
         builder.refuse(op, "takes a slice of pixels in one dim", "a slice of height or of width")
     if dim in builder.splits[name].dims:
         rules_place.slice_of_space(builder, op, dim)
@@ -163,6 +168,8 @@ RULES.update(
         _text(name): one_map(rule)
         for name, rule in {
             "slice.Tensor": sliced,
+            "roll": rules_runs.roll,
+            "flip": rules_runs.flip,
             "pad": rules_place.pad,
             "constant_pad_nd": rules_place.pad,
             "view": rules_shape.view,

@@ -5,38 +5,42 @@ Every output pixel is one input pixel (or a constant), along y and x independent
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from hyfi_core.capture.program import Operator
+from hyfi_core.ops.cut import cut
+from hyfi_core.plan.box import Box
+from hyfi_core.plan.layout import Layout
 from hyfi_core.rules.builder import Builder
+from hyfi_core.rules.instructions import Split
 from hyfi_core.rules.moves.axis import Axis, reach, taken
-
-_MODES = "constant, reflect and replicate padding"
+from hyfi_core.rules.moves.runs import pad_circular
 
 
 def pad(builder: Builder, op: Operator) -> None:
-    """Padding by a constant, by reflection or by the border; negative widths crop."""
+    """Padding by a constant, by reflection, by the border or around; negative widths crop."""
     name, widths = op.args[0].name, list(op.args[1])
     mode = op.args[2] if len(op.args) > 2 else op.kwargs.get("mode", "constant")
     value = op.args[3] if len(op.args) > 3 else op.kwargs.get("value")
     shape, dims = builder.shape(name), builder.splits[name].dims
-    if builder.splits[name].flat:
+    if not builder.splits[name].plain:
         builder.refuse(op, "pads a map whose height and width are one dim", "padding before they are flattened")
     around = {len(shape) - 1 - at: (widths[2 * at], widths[2 * at + 1]) for at in range(len(widths) // 2)}
     space = (around.pop(dims[0], (0, 0)), around.pop(dims[1], (0, 0)))
     if mode == "constant":
         _pad_constant(builder, op, space, around, 0.0 if value is None else float(value))
-    elif mode not in ("reflect", "replicate"):
-        builder.refuse(op, f"pads in mode {mode!r}", _MODES)
     elif any(pair != (0, 0) for pair in around.values()):
         builder.refuse(op, f"pads dims {sorted(around)} in mode {mode!r}", f"padding of the dims of space {dims}")
+    elif mode == "circular":
+        pad_circular(builder, op, space)
     else:
         fold = _reflected if mode == "reflect" else _replicated
         tables = [[fold(i, shape[d]) for i in range(-b, shape[d] + a)] for d, (b, a) in zip(dims, space, strict=True)]
-        _by_table(builder, op, name, tables)
+        _by_table(builder, op.outputs[:1], name, tables)
 
 
 def _pad_constant(
@@ -70,8 +74,8 @@ def _replicated(index: int, size: int) -> int:
     return min(max(index, 0), size - 1)
 
 
-def _by_table(builder: Builder, op: Operator, name: str, tables: list[list[int]]) -> None:
-    """Emit the operator whose output pixel (y, x) is input pixel (tables[0][y], tables[1][x])."""
+def _by_table(builder: Builder, outputs: tuple[str | None, ...], name: str, tables: list[list[int]]) -> None:
+    """Emit what makes output pixel (y, x) of input pixel (tables[0][y], tables[1][x])."""
     plan = reach(builder, name, (Axis.of_table(tables[0]), Axis.of_table(tables[1])))
     part, need, dims = plan.part, plan.need, plan.split.dims
     rows = torch.tensor(tables[0][part.y0 : part.y1]) - need.y0
@@ -80,7 +84,7 @@ def _by_table(builder: Builder, op: Operator, name: str, tables: list[list[int]]
     def call(tensor: torch.Tensor) -> torch.Tensor:
         return taken(taken(tensor, dims[0], rows), dims[1], columns)
 
-    builder.compute(call, (plan.canvas,), op.outputs, plan.split)
+    builder.compute(call, (plan.canvas,), outputs, plan.split)
 
 
 def slice_of_space(builder: Builder, op: Operator, dim: int) -> None:
@@ -92,7 +96,70 @@ def slice_of_space(builder: Builder, op: Operator, dim: int) -> None:
     tables = [list(kept) if d == dim else list(range(shape[d])) for d in dims]
     if not len(kept):
         builder.refuse(op, f"keeps nothing of dim {dim}", "a slice that keeps something")
-    _by_table(builder, op, name, tables)
+    _by_table(builder, op.outputs[:1], name, tables)
+
+
+def split_of_space(builder: Builder, op: Operator, dim: int) -> None:
+    """``split`` and ``chunk`` along y or x: one slice for each piece that something uses."""
+    name = op.args[0].name
+    shape, dims = builder.shape(name), builder.splits[name].dims
+    start = 0
+    for output, length in zip(op.outputs, _lengths(op, shape[dim]), strict=True):
+        tables = [list(range(start, start + length)) if d == dim else list(range(shape[d])) for d in dims]
+        start += length
+        if output is not None:
+            _by_table(builder, (output,), name, tables)
+
+
+def _lengths(op: Operator, size: int) -> list[int]:
+    if op.text == "aten.split_with_sizes.default":
+        return list(op.args[1])
+    step = -(-size // op.args[1]) if op.text == "aten.chunk.default" else op.args[1]
+    return [min(step, size - start) for start in range(0, size, step)]
+
+
+def cat_of_space(builder: Builder, op: Operator, dim: int) -> None:
+    """``cat`` along y or x: each rank is brought what lies in its part of each piece."""
+    names = [item.name for item in op.args[0]]
+    first = next(builder.splits[name] for name in names if name in builder.splits)
+    shape = builder.shape(op.first_output)
+    for name in names:
+        split = builder.splits.get(name)
+        if split is not None and (not split.plain or set(split.dims) != set(first.dims)):
+            builder.refuse(op, f"joins maps with space in dims {first.dims} and {split.dims}", "equal dims")
+    y, x = first.dims
+    layout = Layout.even(shape[y], shape[x], builder.grid)
+    start, pieces, inputs = 0, [], []
+    for name in names:
+        stop = start + builder.shape(name)[dim]
+        band = Box(start, stop, 0, shape[x]) if dim == y else Box(0, shape[y], start, stop)
+        need = [_inside(part, band) for part in layout.parts]
+        pieces.append(not need[builder.rank].empty)
+        inputs.append(_piece(builder, name, first.dims, need))
+        start = stop
+
+    def call(*tensors: torch.Tensor) -> torch.Tensor:
+        return torch.cat([tensor for tensor, some in zip(tensors, pieces, strict=True) if some], dim)
+
+    builder.compute(call, tuple(inputs), op.outputs, Split(layout, first.dims))
+
+
+def _inside(part: Box, band: Box) -> Box:
+    """Return what of a part lies in a band, counted from the band's first pixel."""
+    box = part.intersect(band)
+    return Box(0, 0, 0, 0) if box.empty else box.relative_to(band)
+
+
+def _piece(builder: Builder, name: str, dims: tuple[int, int], need: Sequence[Box]) -> str:
+    """Return the name of what this rank needs of a value; boxes count ``dims`` as (y, x)."""
+    split = builder.splits.get(name)
+    if split is not None:
+        turned = split.dims != dims
+        return builder.moved(name, [Box(b.x0, b.x1, b.y0, b.y1) if turned else b for b in need])
+    box, result = need[builder.rank], builder.fresh(name)
+    local = cut(Box.of_size(*(builder.shape(name)[d] for d in dims)), box, box, dims, 0.0)
+    builder.compute(local, (name,), (result,))
+    return result
 
 
 def upsample_nearest(builder: Builder, op: Operator) -> None:
@@ -104,7 +171,7 @@ def upsample_nearest(builder: Builder, op: Operator) -> None:
     for at, dim in enumerate(builder.splits[name].dims):
         factor = None if factors is None else factors[at]
         tables.append(_nearest(op, builder, builder.shape(name)[dim], builder.shape(output)[dim], factor))
-    _by_table(builder, op, name, tables)
+    _by_table(builder, op.outputs[:1], name, tables)
 
 
 def _nearest(op: Operator, builder: Builder, size: int, outputs: int, factor: float | None) -> list[int]:

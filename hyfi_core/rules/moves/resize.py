@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from hyfi_core.capture.program import Operator
 from hyfi_core.ops.first_maximum import FirstMaximum
+from hyfi_core.plan.box import Box
 from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.moves.axis import Axis, reach, taken
 from hyfi_core.rules.window_arguments import arguments, pair
@@ -148,13 +149,38 @@ def _means(axis: Axis, start: int, stop: int, first: int, last: int) -> torch.Te
     return matrix
 
 
+def _pixels(box: Box) -> list[Box]:
+    """Return the pixels of a box, row after row."""
+    return [Box(y, y + 1, x, x + 1) for y in range(box.y0, box.y1) for x in range(box.x0, box.x1)]
+
+
 def adaptive_max_pool2d(builder: Builder, op: Operator) -> None:
-    """Adaptive maximum to 1 × 1: the first of equal maxima, in the order of the whole map, gets the gradient."""
-    name, size = op.args[0].name, tuple(op.args[1])
+    """Adaptive maximum: the first of equal maxima, in the order of the whole map, gets the gradient."""
+    name = op.args[0].name
     split = builder.splits[name]
-    if size != (1, 1):
-        instead = "nn.AdaptiveAvgPool2d to any size, nn.AdaptiveMaxPool2d(1), or nn.MaxPool2d with kernel and stride"
-        builder.refuse(op, f"pools to {size}", instead)
-    part = builder.part(name, split)
-    box = split.layout.parts[builder.rank]
-    builder.communicate(FirstMaximum(box, split.layout.width), (part,), op.outputs, "reduce")
+    sizes, outputs = builder.shape(name)[2:], builder.shape(op.first_output)[2:]
+    if outputs == (1, 1):
+        first = FirstMaximum(split.layout.parts[builder.rank], split.layout.width)
+        builder.communicate(first, (builder.part(name, split),), op.outputs, "reduce")
+        return
+    axes = tuple(_cells(size, count) for size, count in zip(sizes, outputs, strict=True))
+    plan = reach(builder, name, axes)  # type: ignore[arg-type]
+    part, need = plan.part, plan.need
+    even = all(size % count == 0 for size, count in zip(sizes, outputs, strict=True))
+    cells = (part,) if even else tuple(_pixels(part))
+    reached = [Box(*axes[0].interval(c.y0, c.y1), *axes[1].interval(c.x0, c.x1)).relative_to(need) for c in cells]
+
+    def pooled(tensor: torch.Tensor, cell: Box, box: Box) -> tuple[torch.Tensor, torch.Tensor]:
+        y, x = box.slices()
+        top, where = F.adaptive_max_pool2d(tensor[:, :, y, x], cell.shape, return_indices=True)
+        rows, columns = where // box.width + box.y0 + need.y0, where % box.width + box.x0 + need.x0
+        return top, rows * sizes[1] + columns
+
+    def call(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found = [pooled(tensor, cell, box) for cell, box in zip(cells, reached, strict=True)]
+        if even:
+            return found[0]
+        shape = (*tensor.shape[:2], *part.shape)
+        return tuple(torch.cat(item, -1).reshape(shape) for item in zip(*found, strict=True))
+
+    builder.compute(call, (plan.canvas,), op.outputs, plan.split)

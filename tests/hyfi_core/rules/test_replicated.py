@@ -17,16 +17,11 @@ from hyfi_core.lowering.lower import Target, lower
 from tests.harness import assert_equal_to_one_process, run_copies
 
 MOVES: dict[str, Any] = {
-    "circular": lambda x: F.pad(x, (1, 1, 1, 1), mode="circular"),
-    "roll": lambda x: torch.roll(x, (1, 2), (2, 3)),
-    "flip": lambda x: x.flip(3) + x,
     "bicubic": lambda x: F.interpolate(x, scale_factor=2, mode="bicubic"),
-    "adaptive max": lambda x: F.adaptive_max_pool2d(x, (2, 3)),
-    "running sum": lambda x: x.cumsum(2) / 5,
-    "columns": lambda x: x.max(3)[0].unsqueeze(3) * x,
     "unfold": lambda x: F.unfold(x, 3, padding=1, stride=2).unsqueeze(3),
-    "index": lambda x: x[:, [2, 0, 1]],
-    "logsumexp": lambda x: x.logsumexp((2, 3), True) + x.logsumexp(1, True),
+    "maxima so far": lambda x: x.cummax(3)[0],
+    "pixels": lambda x: x[:, :, [2, 0, 1]],
+    "rows by rows": lambda x: torch.einsum("bchw,bchv->bcwv", x, x),
     "einsum": lambda x: torch.einsum("bchw,bdhw->bcd", x, x)[:, :, :, None],
 }
 
@@ -61,12 +56,12 @@ def test_small_maps_are_gathered_and_parts_again_behind(name: str, grid: tuple[i
 
 
 def test_it_is_said_and_beyond_the_limit_refused() -> None:
-    program = capture(moved("roll"), (2, 3, 9, 12), torch.float32)
+    program = capture(moved("maxima so far"), (2, 3, 9, 12), torch.float32)
     ranked = lower(program, Target((2, 2), 0, gather_bytes=960))
-    assert ranked.gathered == ("aten.roll.default: (2, 4, 5, 6), 960 bytes on every rank",)
-    rolled = next(op.outputs[0] for op in program.operators if op.text == "aten.roll.default")
-    assert rolled in ranked.splits, "what follows is computed by parts again"
-    with pytest.raises(RequestError, match=r"roll.*no rule.*gather_bytes"):
+    assert ranked.gathered == ("aten.cummax.default: (2, 4, 5, 6), 960 bytes on every rank",)
+    found = next(op.outputs[0] for op in program.operators if op.text == "aten.cummax.default")
+    assert found in ranked.splits, "what follows is computed by parts again"
+    with pytest.raises(RequestError, match=r"cummax.*no rule.*gather_bytes"):
         lower(program, Target((2, 2), 0, gather_bytes=959))
 
 
@@ -83,7 +78,7 @@ def test_an_engine_says_what_it_gathers() -> None:
 
 
 def test_a_refused_rule_leaves_nothing_behind() -> None:
-    program = capture(moved("columns"), (2, 3, 9, 12), torch.float32)
+    program = capture(moved("rows by rows"), (2, 3, 9, 12), torch.float32)
     ranked = lower(program, Target((2, 2), 0))
     made = [name for step in ranked.instructions for name in step.outputs if name is not None]
     assert len(made) == len(set(made))

@@ -1,0 +1,162 @@
+"""Views that take height and width apart into blocks, put blocks together again, or fold other dims in front of them.
+
+    H            -> (H/4, 4)            blocks: ranks share the H/4, each block lies on one rank; parts are cut at
+                                        multiples of 4 for it, and where a map is too small for that a rank owns nothing
+    (H/4, 4)     -> H                   and back
+    (B, H/4, W/4) -> B · H/4 · W/4      windows beside each other, of all images: flat, with leads (B, 1)
+    H            -> (4, H/4)            a grid: every H/4th row belongs together; ranks share the H/4
+
+Of what H becomes, the outermost factor is shared by the ranks, or the longest where that is another one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from math import prod
+
+from hyfi_core.capture.program import Operator
+from hyfi_core.plan.layout import Layout
+from hyfi_core.rules.builder import Builder
+from hyfi_core.rules.instructions import Split
+from hyfi_core.rules.moves.strips import strips
+
+
+@dataclass(frozen=True)
+class _Factor:
+    """One factor of the sizes before and after a view.
+
+    Attributes:
+        size: how large.
+        before: the dim that it is in before.
+        after: the dim that it is in afterwards.
+    """
+
+    size: int
+    before: int
+    after: int
+
+
+def view_of_blocks(builder: Builder, op: Operator) -> bool:
+    """Emit a view whose dims of space become blocks, or blocks dims of space; whether it could be done."""
+    name, sizes = op.args[0].name, builder.shape(op.first_output)
+    here = builder.splits[name].owned
+    shape, dims = here.opened(builder.shape(name))
+    factors = _factors(shape, sizes)
+    if factors is None:
+        return False
+    along = [[at for at, factor in enumerate(factors) if factor.before == dim] for dim in dims]
+    if not all(along):  # one row or one column: which dim is it afterwards?
+        return False
+    last = [len(found) == 2 and factors[found[1]].size > factors[found[0]].size for found in along]
+    carriers = tuple(found[-1] if inner else found[0] for found, inner in zip(along, last, strict=True))
+    blocks = [
+        1 if inner else prod(factors[at].size for at in found[1:]) for found, inner in zip(along, last, strict=True)
+    ]
+    held = name
+    if any(last):
+        held = builder.opened(builder.part(name, here))
+        for axis in (axis for axis in (0, 1) if last[axis]):
+            held = _gridded(builder, held, axis, factors[carriers[axis]].size)
+    now = builder.splits[held]
+    laid = Layout.even(*now.layout.map.shape, builder.grid) if any(last) else now.layout
+    rows, columns = _aligned(laid.rows, blocks[0]), _aligned(laid.columns, blocks[1])
+    coarse = Layout(tuple(cut // blocks[0] for cut in rows), tuple(cut // blocks[1] for cut in columns))
+    split = _folded(coarse, factors, (carriers[0], carriers[1]))
+    if split is None:
+        return False
+    part = builder.part(held, Split(Layout(rows, columns), now.dims, leads=now.leads))
+    local = split.local_shape(sizes, builder.rank)
+    if split.flat or 1 in split.leads:
+        builder.compute(lambda tensor: tensor.reshape(local), (part,), op.outputs, split)
+        return True
+    folded = builder.fresh(op.first_output)
+    builder.compute(lambda tensor: tensor.reshape(local), (part,), (folded,), split)
+    _ungridded(builder, folded, op.first_output)
+    return True
+
+
+def _gridded(builder: Builder, name: str, axis: int, inner: int) -> str:
+    """Return a map one of whose dims of space is (n, ``inner``) instead of n · ``inner``; ranks share the latter."""
+    here = builder.splits[name]
+    dim, shape = here.dims[axis], builder.shape(name)
+    whole = builder.part(name, strips(builder, here, dim))
+    cuts = [builder.splits[whole].layout.rows, builder.splits[whole].layout.columns]
+    cuts[axis] = (0, inner)
+    dims = tuple(at + (at >= dim) for at in here.dims)
+    return _reshaped(builder, whole, (*shape[:dim], shape[dim] // inner, inner, *shape[dim + 1 :]), cuts, dims)
+
+
+def _ungridded(builder: Builder, name: str, output: str) -> None:
+    """Emit the map ``output`` of a value whose height and width both have other dims in front: these become space."""
+    split, sizes = builder.splits[name], builder.shape(name)
+    held = builder.opened(name)
+    for axis in (1, 0):
+        here = builder.splits[held]
+        dim, shape = here.dims[axis], builder.shape(held)
+        whole = builder.part(held, strips(builder, here, dim))
+        size = shape[dim - 1] * shape[dim]
+        cuts = [builder.splits[whole].layout.rows, builder.splits[whole].layout.columns]
+        cuts[axis] = (0, size)
+        dims = tuple(at - (at >= dim) for at in here.dims)
+        held = _reshaped(builder, whole, (*shape[: dim - 1], size, *shape[dim + 1 :]), cuts, dims)
+    assert builder.shape(held) == sizes
+    laid = Split(Layout.even(*split.sides, builder.grid), split.dims)
+    builder.compute(lambda tensor: tensor.view_as(tensor), (builder.part(held, laid),), (output,), laid)
+
+
+def _reshaped(
+    builder: Builder, name: str, shape: tuple[int, ...], cuts: list[tuple[int, ...]], dims: tuple[int, ...]
+) -> str:
+    """Return a value of another shape, each rank's part of it reshaped."""
+    split = Split(Layout(cuts[0], cuts[1]), (dims[0], dims[1]))
+    local, result = split.local_shape(shape, builder.rank), builder.fresh(name, shape)
+    builder.compute(lambda tensor: tensor.reshape(local), (name,), (result,), split)
+    return result
+
+
+def _factors(before: tuple[int, ...], after: tuple[int, ...]) -> list[_Factor] | None:
+    """Return the common factors of two shapes of as many elements, in order; None where there are none."""
+    cuts = sorted({*_products(before), *_products(after)})
+    if any(high % low for low, high in itertools.pairwise(cuts)):
+        return None
+    return [_Factor(high // low, _holding(before, low), _holding(after, low)) for low, high in itertools.pairwise(cuts)]
+
+
+def _products(shape: tuple[int, ...]) -> list[int]:
+    return [prod(shape[:at]) for at in range(len(shape) + 1)]
+
+
+def _holding(shape: tuple[int, ...], ahead: int) -> int:
+    """Return the dim whose factors start at, or go on behind, a product of ``ahead``."""
+    return next(at for at in range(len(shape)) if prod(shape[: at + 1]) > ahead)
+
+
+def _aligned(cuts: tuple[int, ...], block: int) -> tuple[int, ...]:
+    """Return the multiples of ``block`` nearest to cuts."""
+    return tuple((cut + block // 2) // block * block for cut in cuts)
+
+
+def _folded(layout: Layout, factors: list[_Factor], carriers: tuple[int, int]) -> Split | None:
+    """Return how the result is split, for factors of height and width that are laid out so; None if it cannot be."""
+    y, x = carriers
+    dims = factors[y].after, factors[x].after
+    members = [[at for at, factor in enumerate(factors) if factor.after == dim] for dim in dims]
+    if dims[0] == dims[1]:
+        if x != y + 1:
+            return None
+        behind = prod(factors[at].size for at in members[0] if at > x)
+        ahead = prod(factors[at].size for at in members[0] if at < y)
+        return Split(Layout(layout.rows, _times(layout.columns, behind)), dims, leads=(ahead, 1))
+    ahead_y, ahead_x = (
+        prod(factors[at].size for at in found if at < own) for found, own in zip(members, carriers, strict=True)
+    )
+    behind_y, behind_x = (
+        prod(factors[at].size for at in found if at > own) for found, own in zip(members, carriers, strict=True)
+    )
+    folded = Layout(_times(layout.rows, behind_y), _times(layout.columns, behind_x))
+    return Split(folded, dims, leads=(ahead_y, ahead_x))
+
+
+def _times(cuts: tuple[int, ...], factor: int) -> tuple[int, ...]:
+    return tuple(cut * factor for cut in cuts)
