@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
@@ -116,3 +117,30 @@ def test_the_first_project_runs_as_it_is_shown(tmp_path: Path) -> None:
         assert (tmp_path / name).is_file(), name
     for package in ("data", "pathology"):
         run_doctest([str(ROOT / package / "__init__.py")], tmp_path)
+
+
+def defined_names() -> set[str]:
+    """Return what the packages define: modules, classes, functions, arguments, attributes and constants."""
+    names: set[str] = set()
+    for package in ("hyfi_core", "data", "pathology", "workflows"):
+        for path in (ROOT / package).rglob("*.py"):
+            names.add(path.stem)
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+                    names.add(node.name)
+                elif isinstance(node, ast.arg):
+                    names.add(node.arg)
+                elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                    names.add(node.id)
+    return names
+
+
+def test_the_glossary_names_what_the_code_has() -> None:
+    lines = (ROOT / "docs" / "glossary.md").read_text("utf-8").splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    rows = [row for row in rows if row[0] != "word"]
+    words = [row[0] for row in rows]
+    assert len(words) == len(set(words)) > 40
+    names = [re.findall(r"`(\w+)`", row[2]) for row in rows]
+    assert [word for word, found in zip(words, names, strict=True) if not found] == []
+    assert {name for found in names for name in found} - defined_names() == set()

@@ -25,9 +25,8 @@ if TYPE_CHECKING:
     from workflows.evaluation.evaluator import Evaluator
 
 PROGRAM = ("-m", "workflows.evaluation.validation_child")
-LONG = timedelta(
-    days=365
-)  # a process that waits here is supervised by its parent: a time limit could only end a healthy one
+LONG = timedelta(days=365)
+"""Its parent supervises a process that waits: a time limit could only end a healthy one."""
 
 
 def start_child(
