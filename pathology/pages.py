@@ -17,6 +17,8 @@ FLAG_MEANINGS = {
     "mpp_assumed": "the file does not say how large a pixel is; the size given by the user was taken",
     "mpp_replaced": "the file's own microns per pixel were replaced by what the user gave",
     "mpp_changed": "predicted at another resolution than the network was trained with",
+    "truncated": "the file is cut off in its last directories; the level that was read is whole",
+    "tissue_given": "where the tissue is was given by the user, not found",
     "upsampled": "the scan is slightly coarser than the network's resolution and was enlarged",
     "blur": "parts of the tissue are out of focus",
     "pen": "there are pen marks on the glass",

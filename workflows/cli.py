@@ -19,6 +19,28 @@ import typer
 
 from hyfi_core.runtime.launch import inside_launcher
 from workflows.cli_launch import launch
+from workflows.cli_options import (
+    Cache,
+    Cells,
+    ForceMpp,
+    Glass,
+    Icc,
+    Image,
+    IngestMpp,
+    Json,
+    Lossless,
+    MaxBad,
+    Memory,
+    Pen,
+    PlanRanks,
+    Pseudonyms,
+    Ranks,
+    Resume,
+    SlideMpp,
+    Tissue,
+    TissueOut,
+    Unsharded,
+)
 from workflows.exit_codes import exit_code_of
 from workflows.paths import require_writable
 
@@ -53,57 +75,6 @@ def hyfi(
     ] = False,
 ) -> None:
     """Train and run classifiers on whole gigapixel slides."""
-
-
-Json = Annotated[bool, typer.Option("--json", help="Print one machine-readable object last on standard output.")]
-PlanRanks = Annotated[
-    int | None, typer.Option("--ranks", min=1, help="Processes to start; default: as many as the plan needs.")
-]
-Ranks = Annotated[int | None, typer.Option("--ranks", min=1, help="Processes to start; default: one.")]
-Cells = Annotated[
-    str | None,
-    typer.Option("--cells", metavar="R,C", help="Cut an image into R x C cells, one after the other: less memory."),
-]
-SlideMpp = Annotated[
-    float | None,
-    typer.Option(
-        "--slide-mpp", min=0.01, help="Microns per pixel of slides whose files do not say it, or state nonsense."
-    ),
-]
-
-IngestMpp = Annotated[
-    str,
-    typer.Option("--mpp", help="Microns per pixel of the store's finest level, or native: each slide's own."),
-]
-ForceMpp = Annotated[bool, typer.Option("--force-mpp", help="Given mpp wins over a file's sensible one, too.")]
-Pen = Annotated[
-    str, typer.Option("--pen", help="Pen marks: flag only tells, mask takes them out of the tissue, off ignores them.")
-]
-Image = Annotated[
-    str, typer.Option("--image", help="whole: all tissue of a slide; trained: what an image of the trained size holds.")
-]
-Cache = Annotated[
-    Path | None, typer.Option("--cache", metavar="DIR", help="Copy each slide to this local disk while it is read.")
-]
-Memory = Annotated[
-    str | None, typer.Option("--memory", help="What all workers may use, as in 8GB; default: most of what is free.")
-]
-Pseudonyms = Annotated[
-    Path | None,
-    typer.Option("--pseudonyms", metavar="KEY.csv", help="Give random names; real ones stay in this file."),
-]
-MaxBad = Annotated[
-    float, typer.Option("--max-bad", min=0.0, max=1.0, help="Share of unreadable tiles that a slide may have.")
-]
-Lossless = Annotated[bool, typer.Option("--lossless", help="Keep the scanner's JPEG tiles and levels as they are.")]
-Glass = Annotated[
-    str, typer.Option("--glass", help="keep writes the whole slide, blank leaves out what has no tissue near.")
-]
-Unsharded = Annotated[bool, typer.Option("--unsharded", help="Every chunk is a file; default: shards of 64.")]
-Icc = Annotated[str, typer.Option("--icc", help="keep leaves colours and profile as they are, apply converts to sRGB.")]
-Resume = Annotated[
-    bool, typer.Option("--resume", help="Go on where a run stopped; what is finished is kept without it, too.")
-]
 
 
 @app.command()
@@ -230,6 +201,7 @@ def export(
 def inspect(
     path: Annotated[Path, typer.Argument(metavar="STORE_OR_SLIDE", help="A store, a slide of a store, or a file.")],
     png: Annotated[Path | None, typer.Option("--png", help="Write a thumbnail with the tissue outline.")] = None,
+    tissue: TissueOut = None,
     slide_mpp: SlideMpp = None,
     resume: Resume = False,
     as_json: Json = False,
@@ -237,7 +209,7 @@ def inspect(
     """Show levels, microns per pixel, tissue share and provenance."""
     from workflows.commands import inspect
 
-    _exit(partial(inspect.run, path, png, as_json, slide_mpp))
+    _exit(partial(inspect.run, path, png, as_json, slide_mpp, tissue))
 
 
 @app.command()
@@ -321,6 +293,7 @@ def predict(
     allow_partial: Annotated[
         bool, typer.Option("--allow-partial", help="Give a class, marked, even where too little tissue was seen.")
     ] = False,
+    tissue: Tissue = None,
     resume: Resume = False,
     as_json: Json = False,
 ) -> None:
@@ -341,6 +314,7 @@ def predict(
             cells=cells,
             image=image,
             allow_partial=allow_partial,
+            tissue=tissue,
         ),
         writes=out,
         as_ranks=True,

@@ -9,7 +9,7 @@ STORE/<slide_id>.zarr/            zarr.json: attributes `ome` (the standard) and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,7 @@ class SlideStore:
     attributes: dict[str, Any]
     _images: tuple[ShardedArray, ...]
     _masks: tuple[tuple[ShardedArray, tuple[float, float]], ...]
+    _given: npt.NDArray[np.bool_] | None = None
 
     @classmethod
     def open(cls, path: Path) -> SlideStore:
@@ -120,11 +121,24 @@ class SlideStore:
             StoreError: A shard or a chunk is missing or damaged.
         """
         masks = self._masks
+        if self._given is not None:
+            return self._given, masks[0][1]
         nearest = 0
         if mpp_um is not None:
             nearest = min(range(len(masks)), key=lambda k: abs(np.log(masks[k][1][0] / mpp_um)))
         array, mpp = masks[nearest]
         return array.read(array.layout.box) != 0, mpp
+
+    def with_tissue(self, mask: npt.NDArray[np.bool_]) -> SlideStore:
+        """Return the slide with another tissue mask, of the shape of its finest, for this process alone.
+
+        Raises:
+            ValueError: It has another shape.
+        """
+        expected = self._masks[0][0].shape[-2:]
+        if mask.shape != tuple(expected):
+            raise ValueError(f"the mask has {mask.shape}, {tuple(expected)} are expected")
+        return replace(self, _given=mask)
 
     @property
     def images(self) -> dict[str, ShardedArray]:

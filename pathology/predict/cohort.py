@@ -91,6 +91,7 @@ def predict_slides(
     flags = ("mpp_changed",) if options.mpp is not None and options.mpp != spec.mpp else ()
     spec = replace(spec, mpp=options.mpp if options.mpp is not None else spec.mpp)
     folder = OutFolder(out, members, spec, options=options)
+    options.check_tissue([one.slide_id for one in inputs])
     chosen = _decided(comm, lambda: folder.open(inputs))
     ensemble = Ensemble(members, spec, comm, options.cells) if any(not inputs[k].reason for k in chosen) else None
     outcomes: list[Prediction] = []
@@ -139,7 +140,8 @@ class _Run:
             return replace(known, reason=one.reason)
         try:
             with self._prepared(one) as (store, flags):
-                known = replace(known, flags=(*flags, *self._flags))
+                given = together(self._comm, lambda: self._options.tissue_given(one.slide_id))
+                known = replace(known, flags=_merged(flags, self._flags, ("tissue_given",) * (given is not None)))
                 dataset = together(self._comm, lambda: self._dataset(store, one))
                 view = together(self._comm, lambda: dataset.view(0))
                 if not view.pieces:
@@ -208,6 +210,7 @@ class _Run:
             mpp=spec.mpp,
             view=spec.view,
             align_px=spec.align_px,
+            opener=self._options.opened,
         )
         dataset.level(0)
         return dataset

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
-from hyfi_core.errors import RequestError
+import numpy as np
 
+from data.store.slide_store import SlideStore
+from hyfi_core.errors import RequestError
+from pathology.tissue.outlines import SlideGrid, mask_of_geojson
+
+OFF = "off"
 Image = Literal["whole", "trained"]
 
 
@@ -20,6 +28,8 @@ class PredictOptions:
         overwrite: do finished slides again; replace what another checkpoint has left.
         cells: rows and columns in which one process computes every image; None: as large images need it.
         image: ``whole`` shows all tissue of a slide, ``trained`` what one image of the trained size holds.
+        tissue: what counts as tissue: ``off``: all; a GeoJSON of one slide, or a folder with ``<slide_id>.geojson``:
+            its polygons; None: what was found.
         allow_partial: give a class also where less of the tissue was seen than the checkpoint asks for.
 
     Raises:
@@ -32,6 +42,67 @@ class PredictOptions:
     cells: tuple[int, int] | None = None
     image: Image = "whole"
     allow_partial: bool = False
+    tissue: str | None = None
+
+    def tissue_file(self, slide_id: str) -> Path | None:
+        """Return the GeoJSON that says where a slide's tissue is; None where none does."""
+        if self.tissue is None or self.tissue == OFF:
+            return None
+        path = Path(self.tissue)
+        if not path.is_dir():
+            return path
+        path /= f"{slide_id}.geojson"
+        return path if path.exists() else None
+
+    def tissue_given(self, slide_id: str) -> str | None:
+        """Return what says where a slide's tissue is: ``off``, or the sha256 of the file; None where it is found.
+
+        Raises:
+            RequestError: the file cannot be read.
+        """
+        if self.tissue == OFF:
+            return OFF
+        path = self.tissue_file(slide_id)
+        try:
+            return None if path is None else hashlib.sha256(path.read_bytes()).hexdigest()
+        except OSError as error:
+            raise RequestError(f"--tissue {path}: cannot be read ({error.strerror or error})") from error
+
+    def opened(self, path: Path) -> SlideStore:
+        """Open a stored slide, with the tissue that is asked for.
+
+        Raises:
+            StoreError: as `SlideStore.open`.
+            RequestError: the file of its tissue is no GeoJSON with polygons.
+        """
+        slide = SlideStore.open(path)
+        file = self.tissue_file(slide.slide_id)
+        if self.tissue is None or (self.tissue != OFF and file is None):
+            return slide
+        mask, mpp = slide.tissue()
+        if file is None:
+            return slide.with_tissue(np.ones_like(mask))
+        grid = SlideGrid.of(slide.attributes, slide.levels[0].mpp, mpp)
+        return slide.with_tissue(mask_of_geojson(file, grid, mask.shape))
+
+    def check_tissue(self, slide_ids: Sequence[str]) -> None:
+        """Check ``tissue`` against the slides before anything is done.
+
+        Raises:
+            RequestError: the file or folder is missing, no slide has a file in it, or one file is for several slides.
+        """
+        if self.tissue is None or self.tissue == OFF:
+            return
+        path = Path(self.tissue)
+        if not path.exists():
+            raise RequestError(f"--tissue {path}: no such file or folder; give a GeoJSON, a folder of them, or off")
+        if path.is_dir() and not any(self.tissue_file(name) for name in slide_ids):
+            raise RequestError(f"--tissue {path}: has no <slide_id>.geojson of these slides, as {slide_ids[0]}.geojson")
+        if not path.is_dir() and len(slide_ids) > 1:
+            raise RequestError(
+                f"--tissue {path}: one file cannot be about {len(slide_ids)} slides; give a folder with a "
+                "<slide_id>.geojson for each"
+            )
 
     def __post_init__(self) -> None:
         if self.image not in get_args(Image):

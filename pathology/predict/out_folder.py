@@ -119,7 +119,13 @@ class OutFolder:
             identity = {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
         except OSError:
             identity = {}
-        return {**self._made_by, "source": identity, "slide_mpp": None if one.stored else self._options.slide_mpp}
+        given = self._options.tissue_given(one.slide_id)
+        return {
+            **self._made_by,
+            "source": identity,
+            "slide_mpp": None if one.stored else self._options.slide_mpp,
+            **({} if given is None else {"tissue": given}),
+        }
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from PIL import Image, ImageDraw
 from pathology.predict.colors import class_color
 from pathology.predict.heatmap import Heatmap
 from pathology.predict.legend import Key, LegendItem, ScaleBar, add_legend, typeset
-from pathology.predict.regions import Region, outline
+from pathology.predict.regions import Region
+from pathology.tissue.outlines import outline
 
 OUTLINE_RGB = (52, 64, 84)
 REGION_RGB = (17, 24, 39)

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +25,10 @@ from numpy.typing import NDArray
 from data.components import label
 from pathology.predict.colors import class_color
 from pathology.predict.heatmap import Heatmap
-
-Ring = list[tuple[float, float]]
+from pathology.tissue.outlines import TISSUE_RGB, Ring, outline
 
 TISSUE_UM = 32.0
 """Outlines of tissue are this coarse."""
-TISSUE_RGB = (52, 64, 84)
-
 _NAMESPACE = uuid.UUID("5a0f1e0c-6f3f-5d0f-8a57-2f1d5f1f6b11")
 
 
@@ -126,54 +122,6 @@ def _region(
         area_um2=len(cells[0]) * heatmap.cell_um[0] * heatmap.cell_um[1],
         peak=(int(cells[0][strongest]), int(cells[1][strongest])),
     )
-
-
-def outline(cells: tuple[NDArray[np.intp], NDArray[np.intp]]) -> list[Ring]:
-    """Return the rings around cells that hang together by their edges: the outer ring first, then the holes.
-
-    Rings are closed (the first point again at the end) lists of the corners' (x, y) in units of cells. On a screen,
-    where y points down, the outer ring runs clockwise and holes the other way.
-    """
-    rings = list(_rings(set(zip(cells[0].tolist(), cells[1].tolist(), strict=True))))
-    return sorted(rings, key=_area, reverse=True)
-
-
-def _rings(cells: set[tuple[int, int]]) -> Iterator[Ring]:
-    """Follow the edges of the cells, which stay on the right hand, until every edge is used once."""
-    ahead: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for y, x in cells:
-        for neighbour, start, step in (
-            ((y - 1, x), (x, y), (1, 0)),
-            ((y, x + 1), (x + 1, y), (0, 1)),
-            ((y + 1, x), (x + 1, y + 1), (-1, 0)),
-            ((y, x - 1), (x, y + 1), (0, -1)),
-        ):
-            if neighbour not in cells:
-                ahead.setdefault(start, []).append(step)
-    unused = {(start, step) for start, steps in ahead.items() for step in steps}
-    while unused:
-        edge = min(unused)
-        ring: Ring = []
-        while edge in unused:
-            unused.remove(edge)
-            start, step = edge
-            end = (start[0] + step[0], start[1] + step[1])
-            onward = _turn(step, ahead[end])
-            if onward != step:
-                ring.append((float(end[0]), float(end[1])))
-            edge = (end, onward)
-        yield [*ring, ring[0]]
-
-
-def _turn(step: tuple[int, int], choices: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Choose left of ``step`` before straight on before right (y points down)."""
-    left = (step[1], -step[0])
-    return next(choice for choice in (left, step, (-left[0], -left[1])) if choice in choices)
-
-
-def _area(ring: Ring) -> float:
-    """Signed area: positive for a ring that is clockwise on the screen."""
-    return sum(x0 * y1 - x1 * y0 for (x0, y0), (x1, y1) in pairwise(ring)) / 2
 
 
 def to_geojson(

@@ -20,8 +20,12 @@ if TYPE_CHECKING:
 _MOST_PICTURES = 120
 
 
-def run(path: Path, png: Path | None, as_json: bool, slide_mpp: float | None = None) -> int:
+def run(
+    path: Path, png: Path | None, as_json: bool, slide_mpp: float | None = None, geojson: Path | None = None
+) -> int:
     """Tell levels, microns per pixel, tissue share and provenance; with ``png`` draw a thumbnail.
+
+    With ``geojson`` the tissue of a stored slide is written as polygons, of a store those of each slide into a folder.
 
     Returns:
         0, or 1 when the slide cannot be read or slides of the store are damaged.
@@ -36,6 +40,8 @@ def run(path: Path, png: Path | None, as_json: bool, slide_mpp: float | None = N
         if png.is_dir():
             raise RequestError(f"{png}: is a folder; name a file for the picture")
         require_writable(png)
+    if geojson is not None:
+        _export_tissue(path, geojson)
     if path.is_dir() and (path / "zarr.json").exists():
         found = _slide_of_store(path, png)
     elif path.is_dir() and not _is_dicom_slide(path):
@@ -52,6 +58,35 @@ def run(path: Path, png: Path | None, as_json: bool, slide_mpp: float | None = N
     if as_json:
         console.emit_json(found)
     return 0 if found["status"] == "done" else 1
+
+
+def _export_tissue(path: Path, geojson: Path) -> None:
+    """Write where the tissue of stored slides is.
+
+    Raises:
+        RequestError: there is no stored slide, or the file cannot be written.
+    """
+    import json
+
+    from data.files import write_atomically
+    from data.store.manifest import DONE, load_manifest
+    from data.store.slide_store import SlideStore, slide_path
+    from pathology.tissue.outlines import SlideGrid, mask_to_geojson
+
+    if not path.is_dir() or _is_dicom_slide(path):
+        raise RequestError(f"--tissue {geojson}: {path} is a slide's file; ingest it, and inspect it in the store")
+    alone = (path / "zarr.json").exists()
+    names = [] if alone else [row["slide_id"] for row in load_manifest(path) if row["status"] == DONE]
+    try:
+        for slide in map(SlideStore.open, [path] if alone else [slide_path(path, name) for name in names]):
+            mask, mpp = slide.tissue()
+            collection = mask_to_geojson(mask, SlideGrid.of(slide.attributes, slide.levels[0].mpp, mpp), slide.slide_id)
+            target = geojson if alone else geojson / f"{slide.slide_id}.geojson"
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(target, (json.dumps(collection, ensure_ascii=False) + "\n").encode())
+    except OSError as error:
+        raise RequestError(f"{geojson}: cannot be written ({error.strerror or error}); choose another path") from error
+    console.say(f"tissue: {geojson}")
 
 
 def _is_dicom_slide(folder: Path) -> bool:

@@ -35,13 +35,15 @@ def run(
     cells: str | None = None,
     image: str = "whole",
     allow_partial: bool = False,
+    tissue: str | None = None,
 ) -> int:
     """Predict ``inputs`` with one checkpoint, or with several as an ensemble, into ``out``.
 
     With ``ranks`` above 1 every slide is shared by so many processes, which this one starts; started by ``mpiexec`` or
     ``srun``, by those that are there. With ``cells`` ("R,C") one process computes each image cell by cell. ``image``
     is ``whole`` (all tissue) or ``trained`` (what one image of the trained size holds); where that is less than the
-    checkpoint's ``min_coverage``, no class is given unless ``allow_partial``.
+    checkpoint's ``min_coverage``, no class is given unless ``allow_partial``. ``tissue`` replaces what was found to be
+    tissue: see `pathology.predict.options.PredictOptions`.
 
     Returns:
         0 when all slides are done; 1 when some failed or no class could be given (each named with its reason on
@@ -59,6 +61,7 @@ def run(
         cells=parse_cells(cells),
         image=image,  # type: ignore[arg-type]
         allow_partial=allow_partial,
+        tissue=tissue,
     )
     if options.cells is not None and ranks is not None and ranks > 1:
         raise RequestError(f"--cells {cells} with --ranks {ranks}: cells are for one process alone; leave out either")
@@ -85,6 +88,7 @@ def _check(checkpoints: Sequence[Path], inputs: Sequence[Path], out: Path, optio
         spec = InputSpec.of(read_model_json(checkpoint))
         IngestOptions(mpp=options.mpp or spec.mpp, slide_mpp=options.slide_mpp)
     found = find_inputs(inputs)
+    options.check_tissue([one.slide_id for one in found])
     require_writable(out)
     if out.exists() and not out.is_dir():
         raise RequestError(f"{out} is a file; name a folder for the results")
@@ -100,6 +104,7 @@ def _arguments(
         words += ["--checkpoint", str(checkpoint)]
     for flag, value in (("--mpp", options.mpp), ("--slide-mpp", options.slide_mpp)):
         words += [] if value is None else [flag, repr(value)]
+    words += ["--tissue", options.tissue] if options.tissue is not None else []
     words += ["--overwrite"] * options.overwrite + ["--json"] * as_json
     words += ["--image", options.image] + ["--allow-partial"] * options.allow_partial
     return [*words, "--", str(checkpoints[0]), *(str(path) for path in inputs)]

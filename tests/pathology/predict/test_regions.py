@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis.extra import numpy as hnp
 
 from pathology.predict.heatmap import Heatmap
-from pathology.predict.regions import Level0, find_regions, outline, tissue_features, to_geojson, write_regions
+from pathology.predict.regions import Level0, find_regions, tissue_features, to_geojson, write_regions
+from pathology.tissue.outlines import outline
 
 
 def heatmap_of(values: np.ndarray, cell_px: int = 10, slide: tuple[int, int] | None = None) -> Heatmap:

@@ -1,0 +1,94 @@
+"""A mask that is exported and imported is the same mask; what was drawn in QuPath is what counts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.store.slide_store import SlideStore, slide_path
+from hyfi_core.errors import RequestError
+from pathology.ingest.options import IngestOptions
+from pathology.ingest.slide import ingest_slide
+from pathology.predict.options import PredictOptions
+from pathology.tissue.outlines import SlideGrid, mask_of_geojson, mask_to_geojson
+from tests.pathology.tiffs import MakeSlide
+
+GRID = SlideGrid(np.array([[15.9, 0.0, 37.5], [0.0, 16.1, -3.25]]))
+SQUARE = [[0, 0], [40, 0], [40, 40], [0, 40], [0, 0]]
+
+
+def feature(ring: object, name: str = "", kind: str = "Polygon") -> dict[str, object]:
+    classification = {"classification": {"name": name}} if name else {}
+    return {"type": "Feature", "geometry": {"type": kind, "coordinates": ring}, "properties": classification}
+
+
+def saved(folder: Path, content: object) -> Path:
+    path = folder / "a.geojson"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def imported(folder: Path, content: object) -> np.ndarray:
+    return mask_of_geojson(saved(folder, content), SlideGrid(np.eye(2, 3)), (50, 60))
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
+def test_what_is_exported_comes_back_pixel_by_pixel(share: float, tmp_path: Path) -> None:
+    mask = np.random.default_rng(3).random((61, 83)) < share
+    mask[20:40, 30:60] = True
+    mask[25:30, 40:50] = False
+    path = saved(tmp_path, mask_to_geojson(mask, GRID, "slide"))
+    assert np.array_equal(mask_of_geojson(path, GRID, mask.shape), mask)
+
+
+def test_polygons_of_the_class_tissue_count_or_all_where_there_is_none(tmp_path: Path) -> None:
+    inner = [[10, 10], [20, 10], [20, 20], [10, 20], [10, 10]]
+    far = [[50, 45], [60, 45], [60, 50], [50, 50], [50, 45]]
+    both = {"type": "FeatureCollection", "features": [feature([SQUARE, inner], "tissue"), feature([far], "Tumor")]}
+    mask = imported(tmp_path, both)
+    assert mask.sum() == 40 * 40 - 10 * 10 and mask[9, 15] and not mask[10, 10] and not mask[46, 55]
+    unnamed = [feature([[SQUARE], [far]], kind="MultiPolygon")]
+    assert imported(tmp_path, unnamed).sum() == 40 * 40 + 5 * 10
+    assert imported(tmp_path, feature([[[-9, -9], [99, -9], [99, 99], [-9, 99], [-9, -9]]])).all()
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ({"type": "FeatureCollection", "features": []}, "no polygon"),
+        (feature([1.0, 2.0], kind="Point"), "no polygon"),
+        (feature([[["x", 0], [1, 2], [3, 4]]]), "damaged"),
+        ("text", "no polygon"),
+    ],
+)
+def test_what_holds_no_polygon_is_refused(content: object, why: str, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=why):
+        imported(tmp_path, content)
+    (tmp_path / "b.geojson").write_text("not json")
+    with pytest.raises(RequestError, match="is no GeoJSON"):
+        mask_of_geojson(tmp_path / "b.geojson", GRID, (5, 5))
+
+
+def test_prediction_opens_a_slide_with_the_tissue_that_is_given(tmp_path: Path, make_slide: MakeSlide) -> None:
+    ingest_slide(make_slide(mpp=0.5), tmp_path / "store", IngestOptions(mpp=1.0))
+    path = slide_path(tmp_path / "store", "a")
+    slide = SlideStore.open(path)
+    found, mpp = slide.tissue()
+    assert PredictOptions().opened(path).tissue()[0].sum() == found.sum() and 0.2 < found.mean() < 0.4
+    assert PredictOptions(tissue="off").opened(path).tissue()[0].all()
+    drawn = saved(tmp_path, feature([[[0, 0], [160, 0], [160, 320], [0, 320], [0, 0]]]))
+    given = PredictOptions(tissue=str(drawn)).opened(path)
+    assert given.tissue()[1] == mpp and given.tissue()[0][:20, :10].all() and given.tissue()[0].sum() == 200
+    drawn.rename(tmp_path / "other.geojson")
+    assert PredictOptions(tissue=str(tmp_path)).tissue_given("a") is None
+    options = PredictOptions(tissue=str(tmp_path / "other.geojson"))
+    assert len(options.tissue_given("a") or "") == 64
+    with pytest.raises(RequestError, match="cannot be about 2 slides"):
+        options.check_tissue(["a", "b"])
+    with pytest.raises(RequestError, match="no such file"):
+        PredictOptions(tissue="nowhere").check_tissue(["a"])
+    with pytest.raises(RequestError, match=r"as c\.geojson"):
+        PredictOptions(tissue=str(tmp_path)).check_tissue(["c"])
