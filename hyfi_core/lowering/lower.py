@@ -28,13 +28,10 @@ _RESIZED = "F.interpolate with mode='bilinear' and antialias=False, or mode='nea
 ALTERNATIVES: Mapping[str, str] = {
     f"aten.{name}": alternative
     for name, alternative in {
-        "_upsample_bilinear2d_aa.vec": _RESIZED,
         "grid_sampler.default": _RESIZED,
-        "im2col.default": "nn.Conv2d with the kernel and the stride that unfold has",
         "linalg_matrix_norm.str_ord": "torch.linalg.vector_norm(y, dim=(2, 3)), which is the Frobenius norm",
         "max_pool2d_with_indices.default": "F.max_pool2d with return_indices=False",
         "rrelu.default": "F.leaky_relu",
-        "upsample_bicubic2d.vec": _RESIZED,
     }.items()
 }
 """Text form of an operator -> what to write; ``y`` is the map, ``dims`` what the operator was given."""

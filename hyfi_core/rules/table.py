@@ -20,6 +20,8 @@ from hyfi_core.rules import shape as rules_shape
 from hyfi_core.rules import softmax as rules_softmax
 from hyfi_core.rules import window as rules_window
 from hyfi_core.rules.builder import Builder, Rule
+from hyfi_core.rules.moves import interpolate as rules_interpolate
+from hyfi_core.rules.moves import patches as rules_patches
 from hyfi_core.rules.moves import place as rules_place
 from hyfi_core.rules.moves import resize as rules_resize
 from hyfi_core.rules.moves import runs as rules_runs
@@ -151,6 +153,10 @@ RULES.update(
             "upsample_nearest2d.vec": rules_place.upsample_nearest,
             "_upsample_nearest_exact2d.vec": rules_place.upsample_nearest,
             "upsample_bilinear2d.vec": rules_resize.upsample_bilinear,
+            "upsample_bicubic2d.vec": rules_interpolate.upsample_bicubic,
+            "_upsample_bilinear2d_aa.vec": rules_interpolate.upsample_bilinear_antialiased,
+            "_upsample_bicubic2d_aa.vec": rules_interpolate.upsample_bicubic_antialiased,
+            "im2col": rules_patches.unfold,
             "pixel_shuffle": rules_place.pixel_shuffle,
             "pixel_unshuffle": rules_place.pixel_unshuffle,
             "channel_shuffle": rules_channel.per_pixel,
@@ -169,6 +175,8 @@ RULES.update(
         for name, rule in {
             "slice.Tensor": sliced,
             "roll": rules_runs.roll,
+            "col2im": rules_patches.fold,
+            "unfold": rules_patches.unfold_along,
             "flip": rules_runs.flip,
             "pad": rules_place.pad,
             "constant_pad_nd": rules_place.pad,

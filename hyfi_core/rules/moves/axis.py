@@ -121,6 +121,16 @@ def reach(builder: Builder, name: str, axes: tuple[Axis, Axis], fill: float = 0.
     return Reach(Split(layout, here.dims), canvas, need[builder.rank], layout.parts[builder.rank])
 
 
+def scattered(outputs: int, stride: int, padding: int, span: int) -> Axis:
+    """Return the axis on which input ``i`` reaches outputs ``i * stride - padding`` to ``… + span``."""
+
+    def interval(start: int, stop: int) -> tuple[int, int]:
+        first = -(-(start + padding - span) // stride)
+        return first, max(first, (stop - 1 + padding) // stride) + 1
+
+    return Axis(outputs, interval)
+
+
 def taken(tensor: torch.Tensor, dim: int, indices: torch.Tensor) -> torch.Tensor:
     """Return ``tensor`` at ``indices`` along ``dim``: a view where they are one run."""
     count = indices.numel()

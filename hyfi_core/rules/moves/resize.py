@@ -17,7 +17,7 @@ from hyfi_core.capture.program import Operator
 from hyfi_core.ops.first_maximum import FirstMaximum
 from hyfi_core.plan.box import Box
 from hyfi_core.rules.builder import Builder
-from hyfi_core.rules.moves.axis import Axis, reach, taken
+from hyfi_core.rules.moves.axis import Axis, reach, scattered, taken
 from hyfi_core.rules.window_arguments import arguments, pair
 
 
@@ -28,7 +28,7 @@ def conv_transpose2d(builder: Builder, op: Operator) -> None:
     stride, padding, dilation = pair(stride), pair(padding), pair(dilation)
     sizes = builder.shape(op.first_output)[2:]
     spans = [d * (k - 1) for d, k in zip(dilation, builder.shape(weight.name)[2:], strict=True)]
-    axes = tuple(_scattered(size, *rest) for size, *rest in zip(sizes, stride, padding, spans, strict=True))
+    axes = tuple(scattered(size, *rest) for size, *rest in zip(sizes, stride, padding, spans, strict=True))
     plan = reach(builder, x.name, axes)  # type: ignore[arg-type]
     # The first position that the local result covers, and where the owned part begins and ends in it.
     before = [
@@ -46,16 +46,6 @@ def conv_transpose2d(builder: Builder, op: Operator) -> None:
 
     inputs = (plan.canvas, weight.name) if bias is None else (plan.canvas, weight.name, bias.name)
     builder.compute(call, inputs, op.outputs, plan.split)
-
-
-def _scattered(outputs: int, stride: int, padding: int, span: int) -> Axis:
-    """Return the axis on which input ``i`` reaches outputs ``i * stride - padding`` to ``… + span``."""
-
-    def interval(start: int, stop: int) -> tuple[int, int]:
-        first = -(-(start + padding - span) // stride)
-        return first, max(first, (stop - 1 + padding) // stride) + 1
-
-    return Axis(outputs, interval)
 
 
 def upsample_bilinear(builder: Builder, op: Operator) -> None:

@@ -1,0 +1,130 @@
+"""Rules for resizing by weighted sums of a few neighbours: bicubic, and bilinear and bicubic with antialiasing.
+
+Along each axis an output is a sum of some neighbouring inputs with weights that depend on its place alone, as in
+ATen/native/UpSample.h and native/cpu/UpSampleKernel.cpp; the weights are of the map's own precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from hyfi_core.capture.program import Operator
+from hyfi_core.rules.builder import Builder, Rule
+from hyfi_core.rules.moves.axis import Axis, reach, taken
+
+
+@dataclass(frozen=True)
+class _Taps:
+    """What each output along one axis looks at.
+
+    Attributes:
+        places: (outputs, taps) numbers of inputs, rising along both dims.
+        weights: of the same shape.
+    """
+
+    places: torch.Tensor
+    weights: torch.Tensor
+
+    def axis(self) -> Axis:
+        """Return which inputs an interval of outputs looks at."""
+        first, last = self.places.amin(1).tolist(), self.places.amax(1).tolist()
+        return Axis(len(first), lambda start, stop: (first[start], last[stop - 1] + 1))
+
+
+_Find = Callable[[int, int, bool, torch.Tensor], _Taps]
+
+
+def interpolated(find: _Find) -> Rule:
+    """Return the rule of a resizing whose taps ``find(inputs, outputs, align corners, scale)`` returns."""
+
+    def rule(builder: Builder, op: Operator) -> None:
+        name, align = op.args[0].name, bool(op.args[2])
+        factors = op.args[3] if len(op.args) > 3 and op.args[3] is not None else (None, None)
+        dims = builder.splits[name].dims
+        kind = torch.promote_types(builder.values[name].dtype, torch.float32)
+        taps = []
+        for dim, factor in zip(dims, factors, strict=True):
+            size, outputs = builder.shape(name)[dim], builder.shape(op.first_output)[dim]
+            taps.append(find(size, outputs, align, _scale(size, outputs, align, factor).to(kind)))
+        plan = reach(builder, name, (taps[0].axis(), taps[1].axis()))
+        part, need = plan.part, plan.need
+        own = [
+            (along.places[start:stop] - origin, along.weights[start:stop])
+            for along, start, stop, origin in zip(
+                taps, (part.y0, part.x0), (part.y1, part.x1), (need.y0, need.x0), strict=True
+            )
+        ]
+
+        def call(tensor: torch.Tensor) -> torch.Tensor:
+            result = tensor.to(kind)
+            for dim, (places, weights) in zip(dims, own, strict=True):
+                result = _summed(result, dim, places, weights)
+            return result.to(tensor.dtype)
+
+        builder.compute(call, (plan.canvas,), op.outputs, plan.split)
+
+    return rule
+
+
+def _summed(tensor: torch.Tensor, dim: int, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    sides = [1] * tensor.dim()
+    sides[dim] = -1
+    shares = weights.to(tensor)
+    result = taken(tensor, dim, places[:, 0]) * shares[:, 0].view(sides)
+    for tap in range(1, places.shape[1]):
+        result = result + taken(tensor, dim, places[:, tap]) * shares[:, tap].view(sides)
+    return result
+
+
+def _scale(size: int, outputs: int, align: bool, factor: float | None) -> torch.Tensor:
+    """Return inputs for each output."""
+    if align:
+        return torch.tensor((size - 1) / (outputs - 1) if outputs > 1 else 0.0, dtype=torch.float64)
+    return torch.tensor(1.0 / factor if factor else size / outputs, dtype=torch.float64)
+
+
+def bicubic(size: int, outputs: int, align: bool, scale: torch.Tensor) -> _Taps:
+    """Return the taps of bicubic resizing: four, those beyond the border counted as the border."""
+    out = torch.arange(outputs, dtype=scale.dtype)
+    position = out * scale if align else scale * (out + 0.5) - 0.5
+    first = position.floor()
+    share = position - first
+    away = torch.stack([share + 1, share, 1 - share, 2 - share], 1)
+    places = (first.long()[:, None] + torch.arange(-1, 3)).clamp(0, size - 1)
+    return _Taps(places, _cubic(away, -0.75))
+
+
+def antialiased(support: float, weigh: Callable[[torch.Tensor], torch.Tensor]) -> _Find:
+    """Return what finds the taps of antialiased resizing with a filter of this support at scale 1."""
+
+    def find(size: int, outputs: int, align: bool, scale: torch.Tensor) -> _Taps:
+        wide = scale.clamp(min=1.0)
+        reach_px = support * wide
+        center = scale * (torch.arange(outputs, dtype=scale.dtype) + 0.5)
+        low = (center - reach_px + 0.5).long().clamp(min=0)
+        high = (center + reach_px + 0.5).long().clamp(max=size)
+        places = low[:, None] + torch.arange(int((high - low).max()))
+        weights = weigh((places - center[:, None] + 0.5) / wide).masked_fill(places >= high[:, None], 0.0)
+        return _Taps(torch.minimum(places, high[:, None] - 1), weights / weights.sum(1, keepdim=True))
+
+    return find
+
+
+def _cubic(away: torch.Tensor, slope: float) -> torch.Tensor:
+    """Return the cubic convolution kernel (Keys, 1981)."""
+    away = away.abs()
+    near = ((slope + 2) * away - (slope + 3)) * away * away + 1
+    far = ((away - 5) * away + 8) * away * slope - 4 * slope
+    return torch.where(away <= 1, near, torch.where(away < 2, far, 0.0))
+
+
+def _triangle(away: torch.Tensor) -> torch.Tensor:
+    return (1 - away.abs()).clamp(min=0.0)
+
+
+upsample_bicubic = interpolated(bicubic)
+upsample_bilinear_antialiased = interpolated(antialiased(1.0, _triangle))
+upsample_bicubic_antialiased = interpolated(antialiased(2.0, lambda away: _cubic(away, -0.5)))

@@ -1,0 +1,96 @@
+"""Rules for patches: ``F.unfold`` and ``Tensor.unfold`` lay out what windows cover, ``F.fold`` adds it up again."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from hyfi_core.capture.program import Operator
+from hyfi_core.rules.builder import Builder
+from hyfi_core.rules.calls import bound, renamed
+from hyfi_core.rules.instructions import Split
+from hyfi_core.rules.moves.axis import Axis, reach, scattered
+from hyfi_core.rules.window_arguments import pair
+
+
+def _covered(outputs: int, kernel: int, dilation: int, padding: int, stride: int) -> Axis:
+    """Return the axis on which window ``i`` covers inputs from ``i * stride - padding`` on."""
+    return Axis(
+        outputs,
+        lambda start, stop: (start * stride - padding, (stop - 1) * stride - padding + dilation * (kernel - 1) + 1),
+    )
+
+
+def unfold(builder: Builder, op: Operator) -> None:
+    """``F.unfold``: (B, C, H, W) to (B, C · kernel, windows), flat, row after row of windows."""
+    name = op.args[0].name
+    kernel, dilation, padding, stride = (pair(given) for given in op.args[1:5])
+    sizes = builder.shape(name)[2:]
+    counts = _windows(sizes, kernel, dilation, padding, stride)
+    axes = tuple(_covered(*given) for given in zip(counts, kernel, dilation, padding, stride, strict=True))
+    plan = reach(builder, name, (axes[0], axes[1]))
+    split = Split(plan.split.layout, (2, 2))
+    builder.compute(lambda tensor: F.unfold(tensor, kernel, dilation, 0, stride), (plan.canvas,), op.outputs, split)
+
+
+def _windows(
+    sizes: tuple[int, ...],
+    kernel: tuple[int, int],
+    dilation: tuple[int, int],
+    padding: tuple[int, int],
+    stride: tuple[int, int],
+) -> tuple[int, int]:
+    """Return how many windows there are, (y, x)."""
+    rows, columns = (
+        (size + 2 * p - d * (k - 1) - 1) // s + 1
+        for size, k, d, p, s in zip(sizes, kernel, dilation, padding, stride, strict=True)
+    )
+    return rows, columns
+
+
+def fold(builder: Builder, op: Operator) -> None:
+    """``F.fold``: what windows cover is added up where they overlap."""
+    name = op.args[0].name
+    sizes = (int(op.args[1][0]), int(op.args[1][1]))
+    kernel, dilation, padding, stride = (pair(given) for given in op.args[2:6])
+    here = builder.splits[name].owned
+    if (
+        here.dims != (2, 2)
+        or here.leads != (1, 1)
+        or here.layout.map.shape != _windows(sizes, kernel, dilation, padding, stride)
+    ):
+        builder.refuse(op, f"folds a map of {here.layout.map.shape} positions", "what F.unfold with its settings gives")
+    spans = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+    axes = tuple(scattered(*given) for given in zip(sizes, stride, padding, spans, strict=True))
+    plan = reach(builder, builder.opened(builder.part(name, here)), (axes[0], axes[1]))
+    part, need = plan.part, plan.need
+    # The first position that the local result covers, and where the owned part begins and ends in it.
+    before = [part.y0 - (need.y0 * stride[0] - padding[0]), part.x0 - (need.x0 * stride[1] - padding[1])]
+    covered = tuple((n - 1) * s + span + 1 for n, s, span in zip(need.shape, stride, spans, strict=True))
+    behind = [b + n - c for b, n, c in zip(before, part.shape, covered, strict=True)]
+    edges = (-before[1], behind[1], -before[0], behind[0])
+
+    def call(tensor: torch.Tensor) -> torch.Tensor:
+        return F.pad(F.fold(tensor.flatten(2), covered, kernel, dilation, 0, stride), edges)
+
+    builder.compute(call, (plan.canvas,), op.outputs, plan.split)
+
+
+def unfold_along(builder: Builder, op: Operator) -> None:
+    """``Tensor.unfold``: windows along one dim; what they cover is a new last dim."""
+    name = op.args[0].name
+    dim, kernel, stride = op.args[1] % len(builder.shape(name)), op.args[2], op.args[3]
+    here = builder.splits[name]
+    if dim not in here.dims:
+        split = builder.seen(op, name)
+        function, inputs = bound(renamed(op, {name: builder.part(name, split)}))
+        builder.compute(function, inputs, op.outputs, split)
+        return
+    if not here.plain:
+        builder.refuse(op, f"takes windows along dim {dim}, which holds more than rows or columns", "height or width")
+    output = builder.shape(op.first_output)
+    axes = [
+        _covered(output[at], kernel, 1, 0, stride) if at == dim else Axis.shifted(output[at], 0) for at in here.dims
+    ]
+    plan = reach(builder, name, (axes[0], axes[1]))
+    builder.compute(lambda tensor: tensor.unfold(dim, kernel, stride), (plan.canvas,), op.outputs, plan.split)
