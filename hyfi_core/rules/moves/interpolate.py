@@ -17,7 +17,7 @@ from hyfi_core.rules.moves.axis import Axis, reach, taken
 
 
 @dataclass(frozen=True)
-class _Taps:
+class _Neighbours:
     """What each output along one axis looks at.
 
     Attributes:
@@ -34,7 +34,7 @@ class _Taps:
         return Axis(len(first), lambda start, stop: (first[start], last[stop - 1] + 1))
 
 
-_Find = Callable[[int, int, bool, torch.Tensor], _Taps]
+_Find = Callable[[int, int, bool, torch.Tensor], _Neighbours]
 
 
 def interpolated(find: _Find) -> Rule:
@@ -86,7 +86,7 @@ def _scale(size: int, outputs: int, align: bool, factor: float | None) -> torch.
     return torch.tensor(1.0 / factor if factor else size / outputs, dtype=torch.float64)
 
 
-def bicubic(size: int, outputs: int, align: bool, scale: torch.Tensor) -> _Taps:
+def bicubic(size: int, outputs: int, align: bool, scale: torch.Tensor) -> _Neighbours:
     """Return the taps of bicubic resizing: four, those beyond the border counted as the border."""
     out = torch.arange(outputs, dtype=scale.dtype)
     position = out * scale if align else scale * (out + 0.5) - 0.5
@@ -94,13 +94,13 @@ def bicubic(size: int, outputs: int, align: bool, scale: torch.Tensor) -> _Taps:
     share = position - first
     away = torch.stack([share + 1, share, 1 - share, 2 - share], 1)
     places = (first.long()[:, None] + torch.arange(-1, 3)).clamp(0, size - 1)
-    return _Taps(places, _cubic(away, -0.75))
+    return _Neighbours(places, _cubic(away, -0.75))
 
 
 def antialiased(support: float, weigh: Callable[[torch.Tensor], torch.Tensor]) -> _Find:
     """Return what finds the taps of antialiased resizing with a filter of this support at scale 1."""
 
-    def find(size: int, outputs: int, align: bool, scale: torch.Tensor) -> _Taps:
+    def find(size: int, outputs: int, align: bool, scale: torch.Tensor) -> _Neighbours:
         wide = scale.clamp(min=1.0)
         reach_px = support * wide
         center = scale * (torch.arange(outputs, dtype=scale.dtype) + 0.5)
@@ -108,7 +108,7 @@ def antialiased(support: float, weigh: Callable[[torch.Tensor], torch.Tensor]) -
         high = (center + reach_px + 0.5).long().clamp(max=size)
         places = low[:, None] + torch.arange(int((high - low).max()))
         weights = weigh((places - center[:, None] + 0.5) / wide).masked_fill(places >= high[:, None], 0.0)
-        return _Taps(torch.minimum(places, high[:, None] - 1), weights / weights.sum(1, keepdim=True))
+        return _Neighbours(torch.minimum(places, high[:, None] - 1), weights / weights.sum(1, keepdim=True))
 
     return find
 
