@@ -19,26 +19,9 @@ from hyfi_core.errors import RequestError
 from hyfi_core.models.resnet import resnet18
 from hyfi_core.runtime import engine as engines
 from tests.harness import captured_once  # noqa: F401 (what follows captures each model once)
+from tests.hyfi_core.cells.small_models import Dense
 from tests.steps import assert_plan_equals_one_process, sgd
 from tests.test_cells import Mixed, frozen
-
-
-class Dense(nn.Module):
-    """Each layer takes all maps before it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 4, 3, 2, 1)
-        self.norms = nn.ModuleList([nn.BatchNorm2d(4 * (n + 1)) for n in range(4)])
-        self.layers = nn.ModuleList([nn.Conv2d(4 * (n + 1), 4, 3, padding=1, bias=False) for n in range(4)])
-        self.head = nn.Linear(20, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        maps = [self.stem(x)]
-        for norm, layer in zip(self.norms, self.layers, strict=True):
-            maps.append(layer(torch.relu(norm(torch.cat(maps, 1)))))
-        return self.head(torch.cat(maps, 1).mean((2, 3)))
-
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "resnet": lambda: resnet18(2, width=4),

@@ -33,7 +33,7 @@ def page_limit(memory_bytes: int | None, held_bytes: int, working_bytes: int, de
         RequestError: there is no room for one step; the message says what would do.
     """
     if memory_bytes is None:
-        return int(_SHARE * _free_bytes(device))
+        return int(_SHARE * free_bytes(device))
     least = least_bytes(held_bytes, working_bytes)
     if memory_bytes < least:
         raise RequestError(
@@ -75,11 +75,9 @@ def kept_bytes(ranked: RankProgram, tape: Tape, position: int) -> int:
 
 
 def _bytes(ranked: RankProgram, names: Iterable[str], position: int) -> int:
-    return sum(
-        _elements(ranked, name, position) * ranked.values[name].dtype.itemsize
-        for name in names
-        if name in ranked.values
-    )
+    """Return the bytes of a cell's parts; what lowering made of whole maps (sums over them, say) is small."""
+    known = (name for name in names if name in ranked.splits or name in ranked.program.values)
+    return sum(_elements(ranked, name, position) * ranked.values[name].dtype.itemsize for name in known)
 
 
 def _elements(ranked: RankProgram, name: str, position: int) -> int:
@@ -87,7 +85,8 @@ def _elements(ranked: RankProgram, name: str, position: int) -> int:
     return prod(shape if split is None else split.local_shape(shape, position))
 
 
-def _free_bytes(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> int:
+    """Return the memory that is free where maps are."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return available_bytes()

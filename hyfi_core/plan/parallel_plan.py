@@ -39,8 +39,8 @@ class ParallelPlan:
             for no limit.
         gather_bytes: bytes of the largest map, of a whole micro-batch, that every rank may gather for an operator that
             cannot be computed by parts; a larger one is refused. 0: none is gathered.
-        cells: rows x columns of cells in which each rank computes its part, one after the other, training too; None:
-            its part at once.
+        cells: rows x columns of cells in which each rank computes its part, one after the other, training too; "auto":
+            as many as ``memory_bytes`` asks for, with ``spill``; None: its part at once.
         spill: where maps go that no cell needs now: a folder, or "memory", the host's; None: nowhere, all stay. Then
             ``memory_bytes`` bounds what a rank holds; None: half of what is free when training begins.
         shares: samples of one step that each replica takes, None for equally many; see below.
@@ -74,7 +74,7 @@ class ParallelPlan:
     memory_bytes: int | None = None
     gather_bytes: int = GATHER_BYTES
     shares: tuple[int, ...] | None = None
-    cells: tuple[int, int] | None = None
+    cells: tuple[int, int] | Literal["auto"] | None = None
     spill: str | None = None
 
     def __post_init__(self) -> None:
@@ -95,7 +95,7 @@ class ParallelPlan:
             _check_count("memory_bytes", self.memory_bytes, "null, or a number of bytes from 1")
         if self.reduce_dtype not in (None, "bfloat16"):
             raise RequestError(f"plan.reduce_dtype is {self.reduce_dtype!r}; use null or bfloat16")
-        if self.cells is not None:
+        if self.cells is not None and self.cells != "auto":
             object.__setattr__(self, "cells", _parse_cells(self.cells))
         _check_spill(self.spill, self.cells)
         object.__setattr__(self, "recompute", _parse_recompute(self.recompute, self.stages))
@@ -154,11 +154,18 @@ class ParallelPlan:
         """Trainers: ranks of all replicas."""
         return self.replicas * self.ranks_per_replica
 
+    @property
+    def cell_grid(self) -> tuple[int, int] | None:
+        """Rows x columns of cells, which have been chosen; None where a rank's part is computed at once."""
+        assert self.cells != "auto", "cells are chosen before"
+        return self.cells
+
     def by_cells(self) -> ParallelPlan:
         """Return the same plan with every cell as a rank of its own; placed by ``Placement.by_cells``."""
-        if self.cells is None:
+        cells = self.cell_grid
+        if cells is None:
             return self
-        rows, columns = self.cells
+        rows, columns = cells
         grids = tuple((rows * y, columns * x) for y, x in self.grids)
         fused_halo = 1 if self.fused_halo == "auto" else self.fused_halo  # between cells an exchange is a small copy
         return replace(self, grids=grids, cells=None, spill=None, fused_halo=fused_halo)
@@ -170,7 +177,7 @@ class ParallelPlan:
         fields["cuts"] = self.cuts if self.cuts == "auto" else list(self.cuts)
         fields["recompute"] = self.recompute if isinstance(self.recompute, bool) else list(self.recompute)
         fields["shares"] = self.shares and list(self.shares)
-        fields["cells"] = self.cells and list(self.cells)
+        fields["cells"] = list(self.cells) if isinstance(self.cells, tuple) else self.cells
         return fields
 
     @classmethod
@@ -213,7 +220,7 @@ def _parse_grids(grids: Any) -> tuple[tuple[int, int], ...]:
 
 
 def _parse_cells(cells: Any) -> tuple[int, int]:
-    example = "use null, or rows and columns, e.g. (4, 4)"
+    example = 'use null, "auto", or rows and columns, e.g. (4, 4)'
     try:
         rows, columns = cells
     except (TypeError, ValueError):
@@ -224,6 +231,8 @@ def _parse_cells(cells: Any) -> tuple[int, int]:
 
 
 def _check_spill(spill: Any, cells: Any) -> None:
+    if spill is None and cells == "auto":
+        raise RequestError('plan.cells is "auto" and maps have nowhere to go; set plan.spill, to a folder or "memory"')
     if spill is None:
         return
     if not isinstance(spill, str) or not spill:
@@ -273,7 +282,9 @@ def _draw(plan: ParallelPlan) -> str:
     lines = [f"{head}, {plan.microbatches} micro-batch(es), schedule {plan.schedule}"]
     if plan.shares:
         lines.append(f"of every {sum(plan.shares)} samples the replicas take {', '.join(map(str, plan.shares))}")
-    if plan.cells:
+    if plan.cells == "auto":
+        lines.append("each rank computes its part in as many cells as its memory asks for")
+    elif plan.cells:
         lines.append(f"each rank computes its part in {plan.cells[0]} x {plan.cells[1]} cells, one after the other")
     if plan.spill:
         where = "the host's memory" if plan.spill == "memory" else plan.spill

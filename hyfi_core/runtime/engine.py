@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hyfi_core.cells.budget import kept_bytes, page_limit, working_bytes
+from hyfi_core.cells.choose import with_cells
 from hyfi_core.cells.communicator import cell_communicators
 from hyfi_core.cells.page import PagerCounts
 from hyfi_core.cells.pager import Pager
@@ -73,6 +74,9 @@ class Engine:
         self._subject = Subject(model, shape, loss, output, autocast, self._device, dtype, bindings, {}, {})
         if plan.cuts == "auto" and plan.stages > 1:
             plan = with_cuts(plan, self._subject.program(widest))
+        if plan.cells == "auto":
+            held = comm.broadcast_object(resident_bytes())  # all ranks choose alike
+            plan = with_cells(plan, self._subject.program(widest), held, self._device)
         self.plan = plan
         self._groups = Groups(comm, plan, Placement.of(plan))
         self._gradients: list[tuple[Compiled, StepGradients]] = []
@@ -287,14 +291,15 @@ class Engine:
     def _make_runners(self, comm: Communicator) -> tuple[Turns | None, list[StageRunner]]:
         """Return this rank's runner, or one for each of its cells and whose turn it is."""
         plan, subject = self.plan, self._subject
-        if plan.cells is None:
+        cells = plan.cell_grid
+        if cells is None:
             return None, [StageRunner(subject, plan, comm, self._groups)]
         if comm.size > 1 and comm.in_order:
             raise RequestError(
                 f"plan.cells is {plan.cells} on {comm.size} ranks that send without tags (GPUs over NCCL), by which "
                 "cells tell theirs apart; use one rank, or plan.cells=null"
             )
-        turns = Turns(plan.cells[0] * plan.cells[1], self._switched)
+        turns = Turns(cells[0] * cells[1], self._switched)
         members = [(rank, cell) for rank in range(plan.ranks) for cell in range(turns.size)]
         comms = cell_communicators(comm, turns, members)
         if plan.spill is not None:

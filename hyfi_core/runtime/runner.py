@@ -104,9 +104,10 @@ class StageRunner:
     ) -> None:
         self._subject, self._cell, self._pager = subject, cell, pager
         self._orders: dict[HostedStage, UseOrder] = {}
-        self._cells = 1 if plan.cells is None else plan.cells[0] * plan.cells[1]
+        cells = plan.cell_grid
+        self._cells = 1 if cells is None else cells[0] * cells[1]
         placement = Placement.of(plan)
-        self._placement = placement.by_cells(plan.cells) if plan.cells is not None else placement
+        self._placement = placement if cells is None else placement.by_cells(cells)
         self._plan = plan = plan.by_cells()
         self.groups = Groups(comm, plan, self._placement) if groups is None else groups
         if cell:

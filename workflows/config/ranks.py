@@ -75,10 +75,11 @@ class PlanConfig(Section):
         "cannot be computed by parts; beyond it the model is refused",
     )
 
-    cells: tuple[Positive, Positive] | None = Field(
+    cells: tuple[Positive, Positive] | Literal["auto"] | None = Field(
         None,
-        description="null, or rows and columns, each a whole number ≥ 1, as in [4, 4]: each trainer computes its part "
-        "of the image in so many cells, one after the other, with the same result",
+        description="null, auto, or rows and columns, each a whole number ≥ 1, as in [4, 4]: each trainer computes its "
+        "part of the image in so many cells, one after the other, with the same result; auto: as many as memory_bytes "
+        "asks for, none where all fits",
     )
 
     spill: str | None = Field(

@@ -1,0 +1,49 @@
+"""As few cells as the memory allows, none where all fits, or a refusal that says what would do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hyfi_core
+from hyfi_core import ParallelPlan
+from hyfi_core.capture.export import capture
+from hyfi_core.cells.choose import with_cells
+from hyfi_core.comm.alone import AloneCommunicator
+from hyfi_core.cost.memory import forecast_memory
+from hyfi_core.errors import RequestError
+from hyfi_core.runtime import engine as engines
+from tests.hyfi_core.cells.small_models import Dense
+
+SHAPE = (2, 3, 67, 53)
+
+
+def test_less_memory_means_more_cells() -> None:
+    program = capture(Dense(), SHAPE, torch.float32)
+    chosen = []
+    (forecast,) = forecast_memory(program, ParallelPlan(((1, 1),)))
+    maps = forecast.total_bytes - forecast.state_bytes
+    for part in (1.2, 1.0, 0.25, 0.05):
+        memory_bytes = forecast.state_bytes + int(part * maps)
+        plan = ParallelPlan(((1, 1),), cells="auto", spill="memory", memory_bytes=memory_bytes)
+        assert ParallelPlan.from_json(plan.to_json()) == plan and "as many cells as" in plan.describe()
+        chosen.append(with_cells(plan, program, 0, torch.device("cpu")))
+    assert chosen[0].cells is None and chosen[0].spill is None
+    sides = [plan.cells[0] for plan in chosen[1:]]  # type: ignore[index]
+    assert sides == sorted(set(sides)) and len(sides) == 3 and chosen[1].spill == "memory"
+    with pytest.raises(RequestError, match=r"plan\.memory_bytes is 7,000, and 32 x 32 cells need [\d,]+ at least"):
+        with_cells(
+            ParallelPlan(((1, 1),), cells="auto", spill="memory", memory_bytes=7000), program, 0, torch.device("cpu")
+        )
+    with pytest.raises(RequestError, match=r'plan\.cells is "auto" and maps have nowhere to go; set plan\.spill'):
+        ParallelPlan(((1, 1),), cells="auto")
+
+
+def test_an_engine_tells_the_cells_that_it_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "resident_bytes", lambda: 0)
+    model = Dense()
+    plan = ParallelPlan(((1, 1),), cells="auto", spill="memory", memory_bytes=500_000)
+    engine = hyfi_core.parallelize(model, SHAPE, plan, AloneCommunicator())
+    assert isinstance(engine.plan.cells, tuple)
+    loss = engine.accumulate(torch.randn(SHAPE), torch.tensor([0, 1]))
+    assert loss > 0 and engine.spilled().peak_bytes <= 500_000  # type: ignore[union-attr]
