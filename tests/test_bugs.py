@@ -61,7 +61,7 @@ def test_half_empty_boxes_of_other_shapes_are_not_the_same_need() -> None:
 def test_a_shared_norm_folds_its_statistics_twice() -> None:
     """One batch norm used twice in a forward chains its running statistics, as in one process."""
 
-    class Twice(nn.Module):
+    class UsedTwice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.conv, self.norm = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)
@@ -69,7 +69,7 @@ def test_a_shared_norm_folds_its_statistics_twice() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.norm(self.conv(self.norm(x))).mean((2, 3))
 
-    model = Twice().double()
+    model = UsedTwice().double()
     images = torch.randn(2, 3, 9, 11, dtype=torch.float64)
 
     def body(comm: Communicator, module: nn.Module) -> Any:

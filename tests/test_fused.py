@@ -94,8 +94,8 @@ def test_without_statistics_of_their_own_and_in_evaluation_mode() -> None:
     assert_equal_maps(run_of(4).eval(), (1, 3, 13, 17), (2, 2), 4)
 
 
-class Branches(nn.Module):
-    """Branches of unequal length, joined by sum, concatenation and a gate over the whole map."""
+class JoinedBranches(nn.Module):
+    """JoinedBranches of unequal length, joined by sum, concatenation and a gate over the whole map."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class Branches(nn.Module):
 
 @pytest.mark.parametrize(("fused_halo", "grid"), [(2, (2, 2)), (3, (1, 3)), (5, (2, 2)), ("auto", (3, 2))])
 def test_branches_joined_in_every_way(fused_halo: Any, grid: tuple[int, int]) -> None:
-    assert_equal_maps(Branches(), (2, 3, 25, 22), grid, fused_halo)
+    assert_equal_maps(JoinedBranches(), (2, 3, 25, 22), grid, fused_halo)
 
 
 class NormalCell(nn.Module):
@@ -198,7 +198,7 @@ def test_whole_networks_on_all_grids(make: Any, grid: tuple[int, int], shape: Sh
     assert_equal_to_one_process(OffsetImages(make(), shape), shape, grid, fused_halo=fused_halo)
 
 
-class Drawn(nn.Module):
+class DrawnNetwork(nn.Module):
     """A network drawn by lot: windows, points, norms and joins in any order, values used again later."""
 
     def __init__(self, seed: int) -> None:
@@ -253,7 +253,7 @@ def assert_drawn(seed: int) -> None:
     torch.manual_seed(seed)
     shape = (lot.choice([1, 2]), 3, lot.randint(9, 30), lot.randint(9, 30))
     grid = lot.choice([(1, 2), (2, 1), (2, 2), (1, 3), (2, 3)])
-    assert_equal_maps(Drawn(seed).train(), shape, grid, lot.choice([2, 3, 4, 6]))
+    assert_equal_maps(DrawnNetwork(seed).train(), shape, grid, lot.choice([2, 3, 4, 6]))
 
 
 def test_networks_drawn_by_lot() -> None:

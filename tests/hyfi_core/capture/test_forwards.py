@@ -17,12 +17,12 @@ from tests import harness
 from tests.harness import Result, compare
 
 Draw = random.Random
-Step = Callable[["Drawn", torch.Tensor], torch.Tensor]
+Step = Callable[["DrawnModel", torch.Tensor], torch.Tensor]
 GRIDS = [(1, 1), (1, 2), (2, 1), (2, 2)]
 SHAPE = (2, 3, 17, 14)
 
 
-class Scaled(torch.autograd.Function):
+class ScaledGradient(torch.autograd.Function):
     """A function whose backward is not that of its forward."""
 
     @staticmethod
@@ -34,30 +34,30 @@ class Scaled(torch.autograd.Function):
         return 3 * dy
 
 
-scaled = Scaled.apply
+scaled = ScaledGradient.apply
 
 
 # -- calculations
 
 
-def convolved(net: Drawn, x: torch.Tensor) -> torch.Tensor:
+def convolved(net: DrawnModel, x: torch.Tensor) -> torch.Tensor:
     return net.conv(x)
 
 
-def normed(net: Drawn, x: torch.Tensor) -> torch.Tensor:
+def normed(net: DrawnModel, x: torch.Tensor) -> torch.Tensor:
     return net.norm(x)
 
 
-def gated(net: Drawn, x: torch.Tensor) -> torch.Tensor:
+def gated(net: DrawnModel, x: torch.Tensor) -> torch.Tensor:
     return x * torch.sigmoid(x.mean((2, 3), keepdim=True))
 
 
-def halves(net: Drawn, x: torch.Tensor) -> torch.Tensor:
+def halves(net: DrawnModel, x: torch.Tensor) -> torch.Tensor:
     a, b = x.chunk(2, 1)
     return torch.cat([b, a.tanh()], 1)
 
 
-def in_place(net: Drawn, x: torch.Tensor) -> torch.Tensor:
+def in_place(net: DrawnModel, x: torch.Tensor) -> torch.Tensor:
     y = x * 1.5
     y[:, 1:3].mul_(2)
     y[:, :2].relu_()
@@ -67,19 +67,19 @@ def in_place(net: Drawn, x: torch.Tensor) -> torch.Tensor:
 # -- values whose gradients are switched
 
 
-def without_gradient(net: Drawn, x: torch.Tensor) -> torch.Tensor:
+def without_gradient(net: DrawnModel, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         y = net.conv(x).tanh()
     return x + y
 
 
-def inference(net: Drawn, x: torch.Tensor) -> torch.Tensor:
+def inference(net: DrawnModel, x: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode():
         y = x.abs()
     return x + y
 
 
-def on_and_off(net: Drawn, x: torch.Tensor) -> torch.Tensor:
+def on_and_off(net: DrawnModel, x: torch.Tensor) -> torch.Tensor:
     torch.set_grad_enabled(False)
     y = x.tanh()
     with torch.enable_grad():
@@ -94,90 +94,90 @@ def _decorated(x: torch.Tensor) -> torch.Tensor:
     return x / (1.0 + x.std())
 
 
-def decorated(net: Drawn, x: torch.Tensor) -> torch.Tensor:
+def decorated(net: DrawnModel, x: torch.Tensor) -> torch.Tensor:
     return x - 0.5 * _decorated(x)
 
 
-def straight_through(net: Drawn, x: torch.Tensor) -> torch.Tensor:
+def straight_through(net: DrawnModel, x: torch.Tensor) -> torch.Tensor:
     return x + (x.sign() - x).detach()
 
 
-def data(net: Drawn, x: torch.Tensor) -> torch.Tensor:
+def data(net: DrawnModel, x: torch.Tensor) -> torch.Tensor:
     return x * x.data.sigmoid()
 
 
-def data_in_place(net: Drawn, x: torch.Tensor) -> torch.Tensor:
+def data_in_place(net: DrawnModel, x: torch.Tensor) -> torch.Tensor:
     y = x * 2
     y.data.clamp_(-1, 1)
     return y
 
 
-def detached_in_place(net: Drawn, x: torch.Tensor) -> torch.Tensor:
+def detached_in_place(net: DrawnModel, x: torch.Tensor) -> torch.Tensor:
     y = x.tanh()
     y.detach_()
     return x + y
 
 
-def detached_view(net: Drawn, x: torch.Tensor) -> torch.Tensor:
+def detached_view(net: DrawnModel, x: torch.Tensor) -> torch.Tensor:
     y = x * 2
     y.detach()[:, 0].zero_()
     return y
 
 
-def in_place_without_gradient(net: Drawn, x: torch.Tensor) -> torch.Tensor:
+def in_place_without_gradient(net: DrawnModel, x: torch.Tensor) -> torch.Tensor:
     y = x + 1
     with torch.no_grad():
         y[:, :2] *= 3
     return y
 
 
-def requires_gradient(net: Drawn, x: torch.Tensor) -> torch.Tensor:
+def requires_gradient(net: DrawnModel, x: torch.Tensor) -> torch.Tensor:
     return x * 2 if x.requires_grad else x * 2 + 0.0
 
 
 # -- state
 
 
-def running(net: Drawn, x: torch.Tensor) -> torch.Tensor:
+def running(net: DrawnModel, x: torch.Tensor) -> torch.Tensor:
     if net.training:
         with torch.no_grad():
             net.mean.lerp_(x.mean((0, 2, 3)), 0.1)
     return x - net.mean[None, :, None, None]
 
 
-def assigned(net: Drawn, x: torch.Tensor) -> torch.Tensor:
+def assigned(net: DrawnModel, x: torch.Tensor) -> torch.Tensor:
     if net.training:
         net.mean = 0.9 * net.mean + 0.1 * x.detach().mean((0, 2, 3))
     return x - net.mean[None, :, None, None]
 
 
-def counted(net: Drawn, x: torch.Tensor) -> torch.Tensor:
+def counted(net: DrawnModel, x: torch.Tensor) -> torch.Tensor:
     net.steps.add_(1)
     return x * (1 + 0.1 * net.steps)
 
 
-def counter(net: Drawn, x: torch.Tensor) -> torch.Tensor:
+def counter(net: DrawnModel, x: torch.Tensor) -> torch.Tensor:
     net.calls += 1
     return x * (1 + 0.1 * net.calls)
 
 
-def kept(net: Drawn, x: torch.Tensor) -> torch.Tensor:
+def kept(net: DrawnModel, x: torch.Tensor) -> torch.Tensor:
     net.features = x
     return x.tanh()
 
 
-def remembered(net: Drawn, x: torch.Tensor) -> torch.Tensor:
+def remembered(net: DrawnModel, x: torch.Tensor) -> torch.Tensor:
     before, net.features = net.features, x.detach().mean((0, 2, 3), keepdim=True)
     return x if before is None else x + before
 
 
-def weights_in_place(net: Drawn, x: torch.Tensor) -> torch.Tensor:
+def weights_in_place(net: DrawnModel, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         net.conv.weight.clamp_(-0.2, 0.2)
     return net.conv(x)
 
 
-def weights_set(net: Drawn, x: torch.Tensor) -> torch.Tensor:
+def weights_set(net: DrawnModel, x: torch.Tensor) -> torch.Tensor:
     net.conv.weight.data = net.conv.weight.data * 0.9
     return net.conv(x)
 
@@ -185,44 +185,44 @@ def weights_set(net: Drawn, x: torch.Tensor) -> torch.Tensor:
 # -- hooks, contexts
 
 
-def function(net: Drawn, x: torch.Tensor) -> torch.Tensor:
+def function(net: DrawnModel, x: torch.Tensor) -> torch.Tensor:
     return scaled(x)
 
 
-def tensor_hook(net: Drawn, x: torch.Tensor) -> torch.Tensor:
+def tensor_hook(net: DrawnModel, x: torch.Tensor) -> torch.Tensor:
     y = x * 1
     if y.requires_grad:
         y.register_hook(lambda dy: 2 * dy)
     return y
 
 
-def graph_hook(net: Drawn, x: torch.Tensor) -> torch.Tensor:
+def graph_hook(net: DrawnModel, x: torch.Tensor) -> torch.Tensor:
     y = x * 1
     if y.grad_fn is not None:
         y.grad_fn.register_hook(lambda given, _: tuple(g if g is None else 2 * g for g in given))
     return y
 
 
-def forward_hook(net: Drawn, x: torch.Tensor) -> torch.Tensor:
+def forward_hook(net: DrawnModel, x: torch.Tensor) -> torch.Tensor:
     handle = net.conv.register_forward_hook(lambda module, given, answer: answer.tanh())
     y = net.conv(x)
     handle.remove()
     return y
 
 
-def checkpointed(net: Drawn, x: torch.Tensor) -> torch.Tensor:
+def checkpointed(net: DrawnModel, x: torch.Tensor) -> torch.Tensor:
     return checkpoint(net.conv, x, use_reentrant=False)
 
 
-def checkpointed_norm(net: Drawn, x: torch.Tensor) -> torch.Tensor:
+def checkpointed_norm(net: DrawnModel, x: torch.Tensor) -> torch.Tensor:
     return checkpoint(net.norm, x, use_reentrant=False)
 
 
-def host_random(net: Drawn, x: torch.Tensor) -> torch.Tensor:
+def host_random(net: DrawnModel, x: torch.Tensor) -> torch.Tensor:
     return x * (1 + random.random())
 
 
-def double(net: Drawn, x: torch.Tensor) -> torch.Tensor:
+def double(net: DrawnModel, x: torch.Tensor) -> torch.Tensor:
     return (x.float() * 0.5).to(x.dtype) if not net.training else x.double() * 0.5
 
 
@@ -247,7 +247,7 @@ SAFE = {
 }
 
 
-class Drawn(nn.Module):
+class DrawnModel(nn.Module):
     """A few calculations, with something else between them."""
 
     def __init__(self, steps: list[Step]) -> None:
@@ -275,11 +275,11 @@ def outcome(seed: int) -> str:
     draw = random.Random(seed)
     steps = [draw.choice(CALCULATIONS), draw.choice(EXTRAS), draw.choice(CALCULATIONS), draw.choice(EXTRAS)]
     torch.manual_seed(seed)
-    model, grid = Drawn(steps).double(), draw.choice(GRIDS)
+    model, grid = DrawnModel(steps).double(), draw.choice(GRIDS)
     model.train(draw.random() < 0.8)
     images, labels = torch.randn(SHAPE, dtype=torch.float64), torch.tensor([0, 1])
     try:
-        wanted = two_steps(Drawn(steps).double(), model, images, labels)
+        wanted = two_steps(DrawnModel(steps).double(), model, images, labels)
     except RuntimeError:
         return "impossible"
     harness._PROGRAMS.clear()

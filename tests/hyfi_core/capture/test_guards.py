@@ -19,6 +19,7 @@ from hyfi_core.capture.guards import refuse_fake_constants, trace_guards
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.errors import RequestError
 from tests.harness import assert_equal_to_one_process
+from tests.hyfi_core.capture.test_watched_calls import Doubled
 
 SHAPE = (2, 3, 21, 30)
 
@@ -49,30 +50,18 @@ class HandWritten(nn.Module):
         return x - mean[None, :, None, None]
 
 
-class Doubled(torch.autograd.Function):
-    """Its backward is not that of its forward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return 2 * dy
-
-
-def no_grad(net: Net, y: torch.Tensor) -> torch.Tensor:
+def no_grad(net: GuardedNet, y: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         frozen = torch.relu(net.last(y))
     return frozen + y.sigmoid()
 
 
-def keeps(net: Net, y: torch.Tensor) -> torch.Tensor:
+def keeps(net: GuardedNet, y: torch.Tensor) -> torch.Tensor:
     net.features = y
     return y
 
 
-FORWARDS: dict[str, Callable[[Net, torch.Tensor], torch.Tensor]] = {
+FORWARDS: dict[str, Callable[[GuardedNet, torch.Tensor], torch.Tensor]] = {
     "no gradient": no_grad,
     "data": lambda net, y: y - y.data.clamp(min=0) * y,
     "assigned buffer": lambda net, y: net.own(y),
@@ -82,7 +71,7 @@ FORWARDS: dict[str, Callable[[Net, torch.Tensor], torch.Tensor]] = {
 }
 
 
-class Net(nn.Module):
+class GuardedNet(nn.Module):
     """A small network with something unusual in its middle."""
 
     def __init__(self, middle: str, answer: Callable[[torch.Tensor], Any] = lambda logits: logits) -> None:
@@ -102,12 +91,12 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize("middle", ["no gradient", "data", "assigned buffer", "kept features"])
 def test_it_trains_as_one_process_does(middle: str) -> None:
-    assert_equal_to_one_process(Net(middle).double(), SHAPE, (1, 2))
+    assert_equal_to_one_process(GuardedNet(middle).double(), SHAPE, (1, 2))
 
 
 @pytest.mark.parametrize("answer", [lambda y: Plain(y, "net"), lambda y: Frozen(y, 2.0)])
 def test_answers_may_be_objects_with_logits(answer: Callable[[torch.Tensor], Any]) -> None:
-    net = Net("", answer).double()
+    net = GuardedNet("", answer).double()
     assert_equal_to_one_process(net, SHAPE, (1, 2), output=lambda found: found.logits)
     images = torch.zeros(SHAPE, dtype=torch.float64)
     engine = hyfi_core.parallelize(net, SHAPE, hyfi_core.ParallelPlan(grids=((1, 1),)), AloneCommunicator())
@@ -123,25 +112,25 @@ def test_answers_may_be_objects_with_logits(answer: Callable[[torch.Tensor], Any
 )
 def test_a_backward_of_its_own_is_refused(middle: str, words: str) -> None:
     with pytest.raises(RequestError, match=words):
-        capture(Net(middle), SHAPE, torch.float32)
+        capture(GuardedNet(middle), SHAPE, torch.float32)
 
 
 def test_backward_hooks_are_refused_with_their_module() -> None:
-    net = Net("")
+    net = GuardedNet("")
     net.last.register_full_backward_hook(lambda module, dx, dy: None)
     with pytest.raises(RequestError, match=r"last \(Conv2d\) has backward hooks"):
         capture(net, SHAPE, torch.float32)
 
 
 def test_a_buffer_of_another_shape_is_refused() -> None:
-    net = Net("assigned buffer")
+    net = GuardedNet("assigned buffer")
     net.own.mean = torch.zeros(())
     with pytest.raises(RequestError, match="HandWritten gives its buffer 'mean' another shape"):
         capture(net, SHAPE, torch.float32)
 
 
 def test_the_module_and_pytorch_stay_as_they_were() -> None:
-    net, touched = Net("kept features"), (torch.autograd.Function, torch.Tensor, nn.Module)
+    net, touched = GuardedNet("kept features"), (torch.autograd.Function, torch.Tensor, nn.Module)
     before = [dict(vars(kind)) for kind in touched]
     capture(net, SHAPE, torch.float32)
     assert not hasattr(net, "features") and net.calls == 0 and not net._forward_hooks
@@ -157,7 +146,7 @@ def test_what_a_trace_computed_with_is_no_constant() -> None:
 
 
 def test_an_attribute_that_a_forward_changes_is_refused() -> None:
-    class Counting(nn.Module):
+    class CallCounter(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.calls, self.seen = 0, list[int]()
@@ -166,12 +155,12 @@ def test_an_attribute_that_a_forward_changes_is_refused() -> None:
             self.calls += 1
             return x * self.calls
 
-    class Listing(Counting):
+    class Listing(CallCounter):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.seen.append(len(self.seen))
             return x * len(self.seen)
 
-    for net, name in ((Counting(), "calls"), (Listing(), "seen")):
+    for net, name in ((CallCounter(), "calls"), (Listing(), "seen")):
         with pytest.raises(RequestError, match=f"changes its attribute {name!r} of 0, which"):
             capture(nn.Sequential(net), SHAPE, torch.float32)
     assert net.calls == 0
@@ -194,5 +183,5 @@ def test_other_threads_run_on_while_one_traces() -> None:
         Doubled.apply(y).sum().backward()
         return float((x.grad + y.data).sum())
 
-    with trace_guards(Net("")), ThreadPoolExecutor(1) as pool:
+    with trace_guards(GuardedNet("")), ThreadPoolExecutor(1) as pool:
         assert pool.submit(works).result() == 14

@@ -20,7 +20,7 @@ from tests.harness import run_copies
 SHAPE = (2, 3, 12, 10)
 
 
-class Net(nn.Module):
+class StatefulNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -55,7 +55,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_between_steps_counts(change: str) -> None:
-    net, reference = Net().double(), Net().double()
+    net, reference = StatefulNet().double(), StatefulNet().double()
     net.table, reference.table = net.table.double(), reference.table.double()
     engine = hyfi_core.parallelize(net, SHAPE, hyfi_core.ParallelPlan(((1, 1),)), AloneCommunicator(), verify=False)
     images, labels = torch.randn(SHAPE, dtype=torch.float64), torch.tensor([0, 1])
@@ -74,7 +74,7 @@ def test_what_changes_between_steps_counts(change: str) -> None:
 
 
 def test_dropout_that_begins_later_drops() -> None:
-    net = Net()
+    net = StatefulNet()
     engine = hyfi_core.parallelize(net, SHAPE, hyfi_core.ParallelPlan(((1, 1),)), AloneCommunicator(), verify=False)
     images, labels = torch.randn(SHAPE), torch.tensor([0, 1])
     assert engine.accumulate(images, labels) == engine.accumulate(images, labels)
@@ -97,11 +97,11 @@ def test_other_weights_are_refused_at_the_step(change: Callable[[Any], Any], wor
         with pytest.raises(RequestError, match=words):
             engine.accumulate(torch.zeros(SHAPE), torch.tensor([0, 1]))
 
-    run_copies(Net(), 2, body)
+    run_copies(StatefulNet(), 2, body)
 
 
 def test_states_are_equal_while_nothing_changes() -> None:
-    net = Net()
+    net = StatefulNet()
     net.itself, net.limit = net.config, float("nan")
     net.config.owner = net.config  # holds itself
     before = module_state(net)

@@ -67,7 +67,7 @@ def test_gradients_are_carried_where_a_weight_and_the_answer_are_on_the_way(prog
 
 
 def test_a_norm_that_two_stages_call_is_refused_by_name() -> None:
-    class Shared(nn.Module):
+    class SharedLayers(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.a, self.norm, self.b = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3)
@@ -75,7 +75,7 @@ def test_a_norm_that_two_stages_call_is_refused_by_name() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.norm(self.b(self.norm(self.a(x)))).mean((2, 3))
 
-    shared = capture(Shared(), (2, 3, 9, 9), torch.float32)
+    shared = capture(SharedLayers(), (2, 3, 9, 9), torch.float32)
     with pytest.raises(RequestError, match=r"buffer 'norm\.\w+' is kept up to date in stages \[0, 1\]"):
         cut_program(shared, shared.outputs, ("b",))
 

@@ -19,7 +19,7 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 SHAPE = (2, 6, 80, 80)
 
 
-class Call(nn.Module):
+class Applied(nn.Module):
     def __init__(self, function: Function) -> None:
         super().__init__()
         self.function = function
@@ -46,7 +46,7 @@ OTHERWISE = {"grid_sampler.default"}
 
 
 def captured(function: Function) -> Program:
-    return capture(Call(function), SHAPE, torch.float32)
+    return capture(Applied(function), SHAPE, torch.float32)
 
 
 @pytest.mark.parametrize("name", PAIRS)

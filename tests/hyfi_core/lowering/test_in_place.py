@@ -22,7 +22,7 @@ from hyfi_core.runtime.parallelize import parallelize
 from tests.harness import assert_equal_to_one_process
 
 
-class Block(nn.Module):
+class SharedInput(nn.Module):
     """Norms, sums and activations, some of whose operands others still need."""
 
     def __init__(self) -> None:
@@ -58,13 +58,13 @@ def sums_over(ranked: RankProgram) -> list[bool]:
 @pytest.mark.parametrize("grid", [(1, 1), (1, 2)])
 @pytest.mark.parametrize("training", [True, False])
 def test_only_what_nobody_needs_is_written_over(grid: tuple[int, int], training: bool) -> None:
-    ranked = lowered(Block().train(training), grid)
+    ranked = lowered(SharedInput().train(training), grid)
     assert relus_over(ranked) == [False, True, False]
     assert sums_over(ranked)[-2:] == [True, False]
 
 
 def test_what_leaves_the_program_is_not_written_over() -> None:
-    program = capture(Block(), (1, 3, 24, 24), torch.float32)
+    program = capture(SharedInput(), (1, 3, 24, 24), torch.float32)
     last = next(op for op in program.operators if op.text == "aten.add.Tensor" and op.args[1] != 1)
     normed = last.args[0].name
     ranked = lower(program, Target((1, 2), 0), exits=(normed,))
@@ -74,7 +74,7 @@ def test_what_leaves_the_program_is_not_written_over() -> None:
 @pytest.mark.parametrize("grid", [(1, 1), (2, 2)])
 def test_the_numbers_stay_the_same(grid: tuple[int, int]) -> None:
     torch.manual_seed(0)
-    assert_equal_to_one_process(Block(), (2, 3, 24, 20), grid)
+    assert_equal_to_one_process(SharedInput(), (2, 3, 24, 20), grid)
 
 
 @pytest.mark.parametrize("columns", [1, 2])

@@ -88,7 +88,7 @@ def test_gradients_far_from_zero_equal_one_process(offset: float) -> None:
     assert_equal_to_one_process(Shifted(offset), (2, 3, 12, 10), (2, 2), tolerance=tolerance)
 
 
-class Twice(nn.Module):
+class NormedTwice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
@@ -102,4 +102,4 @@ class Twice(nn.Module):
 @pytest.mark.parametrize("grid", [(1, 1), (1, 2)])
 def test_a_norm_that_is_called_twice(grid: tuple[int, int]) -> None:
     torch.manual_seed(0)
-    assert_equal_to_one_process(Twice(), (2, 3, 12, 10), grid)
+    assert_equal_to_one_process(NormedTwice(), (2, 3, 12, 10), grid)

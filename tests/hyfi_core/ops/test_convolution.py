@@ -163,7 +163,7 @@ class Recording:
         self.events.append("start")
         pending, recording = self.comm.exchange(sends, receives), self
 
-        class Wait:
+        class SlowWait:
             needs_polls = False
 
             def test(self) -> bool:
@@ -173,7 +173,7 @@ class Recording:
                 recording.events.append("wait")
                 pending.wait()
 
-        return Wait()
+        return SlowWait()
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ def test_nan_in_maxima_on_processes(launcher: str, tmp_path: Path) -> None:
     assert done.stdout.count("equal") == 2
 
 
-class Counts(nn.Module):
+class CallCounts(nn.Module):
     """What a forward counts and compares: boolean and integer maps, and types that one process would give."""
 
     def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
@@ -122,12 +122,12 @@ class Counts(nn.Module):
 
 def test_boolean_and_integer_maps_keep_their_types_where_a_rank_owns_nothing() -> None:
     images = torch.randn(2, 3, 3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    plan, wanted = hyfi_core.ParallelPlan(grids=((4, 2),)), Counts()(images)
+    plan, wanted = hyfi_core.ParallelPlan(grids=((4, 2),)), CallCounts()(images)
 
     def body(comm: Communicator, model: nn.Module) -> list[torch.Tensor]:
         found: list[torch.Tensor] = hyfi_core.parallelize(model.double(), (2, 3, 3, 5), plan, comm).predict(images)
         return found
 
-    for found in run_copies(nn.Sequential(nn.Identity(), Counts()), plan.ranks, body):
+    for found in run_copies(nn.Sequential(nn.Identity(), CallCounts()), plan.ranks, body):
         for n, (one, other) in enumerate(zip(found, wanted, strict=True)):
             assert one.dtype == other.dtype and torch.equal(one, other), n

@@ -20,7 +20,7 @@ Draw = random.Random
 Build = Callable[[Draw, int], nn.Module]
 
 
-class Call(nn.Module):
+class DrawnCall(nn.Module):
     """A function with its settings, which its ``repr`` shows."""
 
     def __init__(self, function: Callable[..., torch.Tensor], *args: Any, **settings: Any) -> None:
@@ -82,9 +82,9 @@ def resize(draw: Draw, c: int) -> nn.Module:
     if mode == "bilinear":
         settings["align_corners"] = draw.random() < 0.5
     if draw.random() < 0.5:
-        return Call(F.interpolate, size=pair(draw, 1, 40), **settings)
+        return DrawnCall(F.interpolate, size=pair(draw, 1, 40), **settings)
     factor = tuple(draw.choice([0.4, 0.5, 0.77, 1.0, 1.3, 1.7, 2.0, 3.0]) for _ in "yx")
-    return Call(F.interpolate, scale_factor=factor, **settings)
+    return DrawnCall(F.interpolate, scale_factor=factor, **settings)
 
 
 def pad(draw: Draw, c: int) -> nn.Module:
@@ -92,9 +92,9 @@ def pad(draw: Draw, c: int) -> nn.Module:
     low = -3 if mode == "constant" else 0
     widths = [draw.randint(low, 6) for _ in range(4)]
     if mode != "constant":
-        return Call(F.pad, widths, mode)
+        return DrawnCall(F.pad, widths, mode)
     channels = [0, 2] if draw.random() < 0.2 else []
-    return nn.Sequential(Call(F.pad, widths + channels, mode, draw.choice([0.0, -1.5])), Call(_first, c))
+    return nn.Sequential(DrawnCall(F.pad, widths + channels, mode, draw.choice([0.0, -1.5])), DrawnCall(_first, c))
 
 
 def _first(x: torch.Tensor, channels: int) -> torch.Tensor:
@@ -107,7 +107,7 @@ def adaptive(draw: Draw, c: int) -> nn.Module:
 
 
 def shuffle(draw: Draw, c: int) -> nn.Module:
-    return Call(_shuffled) if draw.random() < 0.5 else nn.Sequential(nn.PixelUnshuffle(2), nn.PixelShuffle(2))
+    return DrawnCall(_shuffled) if draw.random() < 0.5 else nn.Sequential(nn.PixelUnshuffle(2), nn.PixelShuffle(2))
 
 
 def _shuffled(x: torch.Tensor) -> torch.Tensor:
@@ -116,7 +116,7 @@ def _shuffled(x: torch.Tensor) -> torch.Tensor:
 
 def crop(draw: Draw, c: int) -> nn.Module:
     y, x = (slice(draw.randint(0, 3), draw.choice([None, -1, -2]), draw.randint(1, 3)) for _ in "yx")
-    return Call(_cropped, y, x)
+    return DrawnCall(_cropped, y, x)
 
 
 def _cropped(x: torch.Tensor, rows: slice, columns: slice) -> torch.Tensor:
@@ -150,7 +150,7 @@ def norm(draw: Draw, c: int) -> nn.Module:
 
 
 def gate(draw: Draw, c: int) -> nn.Module:
-    return Call(draw.choice([_response, _spread, _unit, _attention]))
+    return DrawnCall(draw.choice([_response, _spread, _unit, _attention]))
 
 
 def _response(x: torch.Tensor) -> torch.Tensor:
@@ -179,7 +179,7 @@ KINDS: list[Build] = [
 ]  # fmt: skip
 
 
-class Drawn(nn.Module):
+class DrawnForward(nn.Module):
     def __init__(self, draw: Draw, channels: int, length: int) -> None:
         super().__init__()
         self.first = nn.Conv2d(3, channels, 1)
@@ -195,7 +195,7 @@ def outcome(seed: int) -> str:
     draw = random.Random(seed)
     torch.manual_seed(seed)
     grid, shape = draw.choice(GRIDS), (draw.randint(1, 3), 3, draw.randint(3, 26), draw.randint(3, 26))
-    model = Drawn(draw, 4, draw.randint(1, 3))
+    model = DrawnForward(draw, 4, draw.randint(1, 3))
     harness._PROGRAMS.clear()
     try:
         with torch.no_grad():

@@ -15,7 +15,7 @@ from hyfi_core.ops import draws
 from tests.harness import run_copies
 
 
-class Dropping(nn.Module):
+class DropoutNet(nn.Module):
     """Every way to drop: elements, channels, paths of two kinds, noise, and features of the head."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ def trained(
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Return losses and weights after some steps."""
     torch.manual_seed(3)
-    model = Dropping().double()
+    model = DropoutNet().double()
     images, labels = torch.randn(SHAPE, dtype=torch.float64), torch.tensor([0, 1, 1, 0])
     plan = hyfi_core.ParallelPlan(grids=(grid,), microbatches=microbatches, replicas=replicas)
     torch.manual_seed(seed)
@@ -90,14 +90,14 @@ def test_steps_differ_though_nothing_else_does() -> None:
         engine.random.step = 0
         return first, second, engine.accumulate(images, labels)
 
-    first, second, again = run_copies(Dropping(), 2, body)[0]
+    first, second, again = run_copies(DropoutNet(), 2, body)[0]
     assert first == again
     assert first != second
 
 
 def test_evaluation_mode_drops_nothing() -> None:
     torch.manual_seed(4)
-    model, images = Dropping(), torch.randn(SHAPE)
+    model, images = DropoutNet(), torch.randn(SHAPE)
 
     def body(comm: Any, module: nn.Module) -> Any:
         return hyfi_core.parallelize(module, SHAPE, hyfi_core.ParallelPlan(grids=((2, 1),)), comm).predict(images)

@@ -20,7 +20,7 @@ from hyfi_core.runtime.backward import BackwardPass
 from tests.harness import run_copies
 
 
-class Tied(nn.Module):
+class TiedNet(nn.Module):
     """One convolution used twice, a third whose weight is made of others; norms behind all of them."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-@pytest.mark.parametrize("model", [lambda: resnet.resnet10(2, width=4), Tied], ids=["resnet10", "tied"])
+@pytest.mark.parametrize("model", [lambda: resnet.resnet10(2, width=4), TiedNet], ids=["resnet10", "tied"])
 def test_gradients_are_the_same_bits_whenever_they_are_computed(plan: hyfi_core.ParallelPlan, model: Any) -> None:
     torch.manual_seed(0)
     module = model().double()

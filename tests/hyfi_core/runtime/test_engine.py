@@ -275,7 +275,7 @@ def test_ranks_with_different_models_are_refused_before_they_talk() -> None:
         run_ranks(2, body)
 
 
-class Kept(nn.Module):
+class KeptMaps(nn.Module):
     """Puts its features aside, as a forward hook does."""
 
     def __init__(self) -> None:
@@ -299,7 +299,7 @@ def test_a_loss_that_reads_what_a_hook_kept_is_refused() -> None:
         return F.cross_entropy(logits, labels) + KEPT[-1].square().mean()
 
     engine = hyfi_core.parallelize(
-        Kept(), (2, 3, 8, 8), hyfi_core.ParallelPlan(((1, 1),)), AloneCommunicator(), loss=loss, verify=False
+        KeptMaps(), (2, 3, 8, 8), hyfi_core.ParallelPlan(((1, 1),)), AloneCommunicator(), loss=loss, verify=False
     )
     with pytest.raises(RequestError, match=r"loss reads a value of shape \(2, 4, 8, 8\) .*KEPT\[-1\]"):
         engine.accumulate(torch.randn(2, 3, 8, 8), torch.tensor([0, 1]))
@@ -343,7 +343,7 @@ def test_a_model_without_values_is_refused() -> None:
 
 @pytest.mark.parametrize("grid", [(1, 1), (1, 2)])
 def test_a_norm_that_is_used_twice_counts_both(grid: tuple[int, int]) -> None:
-    class Twice(nn.Module):
+    class CalledTwice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.conv, self.norm = nn.Conv2d(3, 3, 3, 1, 1), nn.BatchNorm2d(3)
@@ -351,7 +351,7 @@ def test_a_norm_that_is_used_twice_counts_both(grid: tuple[int, int]) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.norm(self.conv(self.norm(self.conv(x)))).square().mean((2, 3))
 
-    assert_equal_to_one_process(Twice().double(), (2, 3, 12, 10), grid, classes=3)
+    assert_equal_to_one_process(CalledTwice().double(), (2, 3, 12, 10), grid, classes=3)
 
 
 @pytest.mark.parametrize("mirror", ["all_reduce", "point_to_point"])

@@ -22,7 +22,7 @@ from tests.hyfi_core.schedule.cases import RECEIVES, SCHEDULES, SENDS, Case, dra
 from tests.hyfi_core.schedule.runner import mix, reference
 
 
-class Rank:
+class StrictRank:
     """Does what a list says, with one number for a tensor; a gang is a barrier of the stage's own communicator."""
 
     def __init__(self, case: Case, comm: Communicator) -> None:
@@ -110,7 +110,7 @@ def wrapped(value: int) -> int:
 
 def check(case: Case, schedule: Schedule, one_stream: bool = False) -> None:
     def body(comm: Communicator) -> dict[int, int]:
-        return Rank(case, comm if one_stream else with_pair_channels(comm)).run(schedule.actions[comm.rank])
+        return StrictRank(case, comm if one_stream else with_pair_channels(comm)).run(schedule.actions[comm.rank])
 
     shares = run_ranks(case.placement.size, body, timeout_s=60, strict=True)
     for stage, wanted in reference(case).items():

@@ -26,7 +26,7 @@ def run(paths: list[Path], store: Path) -> IngestReport:
     return ingest(Request(paths, store, AT_ONE), workers=1)
 
 
-class Page(HTMLParser):
+class ContactPage(HTMLParser):
     """Collects what a page refers to, and its texts."""
 
     def __init__(self, text: str) -> None:
@@ -74,7 +74,7 @@ def test_outline_ink_and_blur_are_drawn(marked: Path) -> None:
 
 
 def test_the_sheet_stands_alone(marked: Path) -> None:
-    page = Page((marked / "contact.html").read_text())
+    page = ContactPage((marked / "contact.html").read_text())
     assert "script" not in page.tags and "link" not in page.tags
     pictures = [ref for ref in page.refers if ref.startswith("data:image/jpeg;base64,")]
     assert len(pictures) == 1 and page.refers == ["contact/m.png", *pictures]
@@ -90,7 +90,7 @@ def test_names_and_reasons_are_escaped_and_failed_slides_come_first(tmp_path: Pa
     assert len(run([good], store).done) == 1
     SlideRecord("<img src=x>", "", FAILED, reason="<script>alert(1)</script> & more").save(store)
     text = write_contact(store).read_text()
-    page = Page(text)
+    page = ContactPage(text)
     assert "script" not in page.tags and page.tags.count("img") == 1 and "http" not in text
     assert name in page.texts and "<script>alert(1)</script> & more" in page.texts
     assert page.texts.index("Failed (1)") < page.texts.index("Nothing found (1)")
@@ -101,7 +101,7 @@ def test_names_and_reasons_are_escaped_and_failed_slides_come_first(tmp_path: Pa
 def test_a_name_that_is_no_text_is_linked_byte_by_byte(tmp_path: Path, make_slide: MakeSlide) -> None:
     odd = make_slide().rename(tmp_path / os.fsdecode(b"old\xffdisk.tiff"))
     assert len(run([odd], tmp_path / "store").done) == 1
-    page = Page((tmp_path / "store" / "contact.html").read_text(errors="surrogateescape"))
+    page = ContactPage((tmp_path / "store" / "contact.html").read_text(errors="surrogateescape"))
     assert "contact/old%FFdisk.png" in page.refers and "Nothing found (1)" in page.texts
 
 
@@ -113,5 +113,5 @@ def test_pictures_that_are_missing_are_made_again_and_damage_is_told(tmp_path: P
     assert write_contact(store).read_text() == before
     (store / "contact" / "1.png").unlink()
     next((slide_path(store, "1") / "0").rglob("c/*/*/*")).unlink()
-    page = Page(write_contact(store).read_text())
+    page = ContactPage(write_contact(store).read_text())
     assert any(text.startswith("damaged: ") for text in page.texts) and "Failed (1)" in page.texts

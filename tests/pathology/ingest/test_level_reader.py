@@ -18,7 +18,7 @@ from tests.pathology.tiffs import MakeSlide
 
 
 @dataclass
-class Drawn:
+class DrawnSource:
     """A source in memory that notes what is asked of it."""
 
     images: list[RGB]
@@ -64,7 +64,7 @@ def at_once(image: RGB, ratio: float, box: Box) -> np.ndarray:
 def test_bands_give_what_the_whole_level_at_once_gives(mpp: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(level_reader, "_BAND_PX", 30_000)
     monkeypatch.setattr(level_reader, "_WIDEST_PX", 300)
-    source = Drawn([noise(700, 900)])
+    source = DrawnSource([noise(700, 900)])
     choice = choose_level(source, (0.25, 0.25), mpp)
     whole = Box.of_size(choice.height_px, choice.width_px)
     for box in (whole, Box(whole.y1 // 3, whole.y1, whole.x1 // 4, whole.x1), Box(3, 20, 5, 6)):
@@ -75,7 +75,7 @@ def test_bands_give_what_the_whole_level_at_once_gives(mpp: float, monkeypatch: 
 @pytest.mark.parametrize("mpp", [0.2475, 0.37, 1.1])
 def test_no_tile_is_asked_for_twice(mpp: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(level_reader, "_BAND_PX", 64 * 900)
-    source = Drawn([noise(700, 900)])
+    source = DrawnSource([noise(700, 900)])
     choice = choose_level(source, (0.25, 0.25), mpp)
     LevelReader(source, choice, 0.0).read(Box.of_size(choice.height_px, choice.width_px))
     assert len(source.asked) > 3
@@ -85,7 +85,7 @@ def test_no_tile_is_asked_for_twice(mpp: float, monkeypatch: pytest.MonkeyPatch)
 
 def test_the_right_level_is_decoded_and_no_more() -> None:
     # A 40x slide at 0.2528 µm whose second level has 1.0111 µm: for 1.0 µm that one is fine enough, within 2 %.
-    source = Drawn([noise(1200, 1600), noise(300, 400, 1), noise(75, 100, 2)])
+    source = DrawnSource([noise(1200, 1600), noise(300, 400, 1), noise(75, 100, 2)])
     choice = choose_level(source, (0.252775, 0.252775), 1.0)
     assert (choice.level, choice.upsampled) == (1, False)
     assert choice.mpp == pytest.approx((1.0111, 1.0111)) and choice.ratio == pytest.approx((0.98902, 0.98902), abs=1e-4)
@@ -96,12 +96,12 @@ def test_the_right_level_is_decoded_and_no_more() -> None:
 
 @pytest.mark.parametrize(("mpp", "level"), [(0.25, 0), (0.99, 0), (0.992, 1), (1.0, 1), (3.9, 1), (4.0, 2), (9.0, 2)])
 def test_the_coarsest_level_within_two_per_cent_is_chosen(mpp: float, level: int) -> None:
-    source = Drawn([noise(1200, 1600), noise(300, 400), noise(75, 100)])
+    source = DrawnSource([noise(1200, 1600), noise(300, 400), noise(75, 100)])
     assert choose_level(source, (0.252775, 0.252775), mpp).level == level
 
 
 def test_a_source_that_is_too_coarse_is_refused_with_what_would_work() -> None:
-    source = Drawn([noise(40, 40)])
+    source = DrawnSource([noise(40, 40)])
     assert choose_level(source, (0.52, 0.52), 0.5).upsampled
     with pytest.raises(SlideError, match=r"0\.53 µm/px.*--mpp 0\.53 would work"):
         choose_level(source, (0.53, 0.53), 0.5)

@@ -86,7 +86,7 @@ def test_workers_that_are_interrupted_while_they_start_say_nothing(
     assert process.returncode == 0 and "Traceback" not in said
 
 
-class Bomb:
+class PickledBomb:
     """Ends the process that unpickles it."""
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -97,7 +97,7 @@ def test_a_finished_slide_survives_the_death_of_a_worker(tmp_path: Path) -> None
     SlideRecord("a", "/x/a.tiff", DONE, store_mpp=0.5).save(tmp_path)
     slide_path(tmp_path, "a").mkdir()
     seen: list[str] = []
-    job = SlideJob(tmp_path / "a.tiff", "a", {"path": Bomb()})  # type: ignore[dict-item]
+    job = SlideJob(tmp_path / "a.tiff", "a", {"path": PickledBomb()})  # type: ignore[dict-item]
     SlidePool(tmp_path, IngestOptions(mpp=0.5), 2, lambda outcome: seen.append(outcome.record.status)).run([job])
     record = load_records(tmp_path)["a"]
     assert seen == [FAILED] and (record.status, record.store_mpp) == (DONE, 0.5) and "died" in record.reason

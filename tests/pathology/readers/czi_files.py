@@ -29,7 +29,7 @@ _ENCODERS: dict[str, tuple[int, Callable[[RGB], bytes]]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class StoredBlock:
     """A block of pixels: scene, rank in the pile, place and size on the slide in finest pixels, where it is stored."""
 
     scene: int
@@ -79,7 +79,7 @@ def write_czi(
                     tile = np.ascontiguousarray(part[y : y + tile_px, x : x + tile_px])
                     tile = 255 - tile if order and number % 2 else tile
                     place = (y0 + y * factor + origin[0], x0 + x * factor + origin[1])
-                    block = Block(
+                    block = StoredBlock(
                         number,
                         order[number] if order else 0,
                         *place,
@@ -110,7 +110,7 @@ def _segment(name: str, content: bytes) -> bytes:
     return struct.pack("<16sqq", name.encode(), len(room), len(content)) + room
 
 
-def _entry(block: Block, kind: int) -> bytes:
+def _entry(block: StoredBlock, kind: int) -> bytes:
     sizes = {"X": (block.x, block.width), "Y": (block.y, block.height)}
     dimensions = [(name, start, size, size // block.factor) for name, (start, size) in sizes.items()]
     dimensions += [("C", 0, 1, 1), ("S", block.scene, 1, 1), ("M", block.order, 1, 1)]
@@ -119,7 +119,7 @@ def _entry(block: Block, kind: int) -> bytes:
     return struct.pack("<2siqiib5xi", b"DV", _BGR24, block.position, 0, kind, pyramid, len(dimensions)) + listed
 
 
-def _pixels(block: Block, kind: int, data: bytes) -> bytes:
+def _pixels(block: StoredBlock, kind: int, data: bytes) -> bytes:
     head = struct.pack("<iiq", 0, 0, len(data)) + _entry(block, kind)
     return _segment("ZISRAWSUBBLOCK", head.ljust(256, b"\0") + data)
 

@@ -26,7 +26,7 @@ NAME = "Jane-Doe-1961"
 
 
 @dataclass(frozen=True)
-class Made:
+class MadeSlide:
     """A slide, what is to be seen of its finest level, its levels' factors and its microns per pixel."""
 
     path: Path
@@ -35,36 +35,36 @@ class Made:
     mpp: float
 
 
-def philips(folder: Path) -> Made:
+def philips(folder: Path) -> MadeSlide:
     # The coarse levels are filled up to whole tiles: 320 px become 384, 160 become 256, and 80, 40 become 128.
     picture = soft(640, 896)
     path = write_philips(folder / "philips.tif", picture, levels=5, left_out=(3, 9), patient=NAME)
     for tile in (3, 9):
         y, x = tile // 7 * 128, tile % 7 * 128
         picture[y : y + 128, x : x + 128] = 255
-    return Made(path, picture, (1, 2, 4, 8, 16), 0.25)
+    return MadeSlide(path, picture, (1, 2, 4, 8, 16), 0.25)
 
 
-def ventana(folder: Path) -> Made:
+def ventana(folder: Path) -> MadeSlide:
     picture = soft(488, 608)
     path = write_ventana(folder / "a.bif", picture, (4, 5), (2, 3), left_px=200, overlap_px=8, patient=NAME)
-    return Made(path, np.pad(picture, ((0, 0), (200, 0), (0, 0)), constant_values=255), (1, 2, 4), 0.25)
+    return MadeSlide(path, np.pad(picture, ((0, 0), (200, 0), (0, 0)), constant_values=255), (1, 2, 4), 0.25)
 
 
-def leica(folder: Path) -> Made:
+def leica(folder: Path) -> MadeSlide:
     picture = soft(600, 700)
-    return Made(write_leica(folder / "a.scn", picture, (320, 640), (1600, 2400)), picture, (1,), 0.5)
+    return MadeSlide(write_leica(folder / "a.scn", picture, (320, 640), (1600, 2400)), picture, (1,), 0.5)
 
 
-MAKERS: dict[str, Callable[[Path], Made]] = {"philips": philips, "ventana": ventana, "leica": leica}
+MAKERS: dict[str, Callable[[Path], MadeSlide]] = {"philips": philips, "ventana": ventana, "leica": leica}
 
 
 @pytest.fixture(scope="module", params=MAKERS)
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> MadeSlide:
     return MAKERS[request.param](tmp_path_factory.mktemp(request.param))
 
 
-def test_each_level_shows_what_was_drawn(made: Made) -> None:
+def test_each_level_shows_what_was_drawn(made: MadeSlide) -> None:
     source, seen = open_source(made.path), made.seen
     assert isinstance(source, OpenSlideSource) and source.mpp == (made.mpp, made.mpp)
     assert tuple(level.downsample for level in source.levels) == tuple((f, f) for f in made.factors)
@@ -77,7 +77,7 @@ def test_each_level_shows_what_was_drawn(made: Made) -> None:
 
 
 @pytest.mark.parametrize("times", [1, 4])
-def test_the_store_is_in_register(made: Made, tmp_path: Path, times: int) -> None:
+def test_the_store_is_in_register(made: MadeSlide, tmp_path: Path, times: int) -> None:
     mpp = made.mpp * times
     for name, path in (("own", made.path), ("twin", twin(made.path, made.mpp))):
         record = ingest_slide(path, tmp_path, IngestOptions(mpp=mpp), slide_id=name)
@@ -92,7 +92,7 @@ def test_the_store_is_in_register(made: Made, tmp_path: Path, times: int) -> Non
     assert still < 0.4 * min(np.abs(np.roll(a, step, axis) - b).mean() for axis in (0, 1) for step in (-1, 1))
 
 
-def test_no_name_is_kept_and_lossless_says_why_not(made: Made, tmp_path: Path) -> None:
+def test_no_name_is_kept_and_lossless_says_why_not(made: MadeSlide, tmp_path: Path) -> None:
     request = Request([made.path], tmp_path / "store", IngestOptions(mpp=0.5), pseudonyms=tmp_path / "key.csv")
     assert len(ingest(request, workers=1).done) == 1
     for file in (tmp_path / "store").rglob("*"):
@@ -101,7 +101,7 @@ def test_no_name_is_kept_and_lossless_says_why_not(made: Made, tmp_path: Path) -
     assert record.status == FAILED and "Ingest it without --lossless" in record.reason
 
 
-def test_a_damaged_tile_is_named(made: Made, tmp_path: Path) -> None:
+def test_a_damaged_tile_is_named(made: MadeSlide, tmp_path: Path) -> None:
     path = tmp_path / made.path.name
     content = bytearray(made.path.read_bytes())
     with tifffile.TiffFile(made.path) as tiff:

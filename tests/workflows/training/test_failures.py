@@ -25,7 +25,7 @@ ONE_OF_EACH = ["roles.loaders=1", "roles.validators=1"]
 
 
 @dataclass
-class Job:
+class TrainingRun:
     """A `hyfi train` under way, all of whose processes carry a mark in their environment."""
 
     process: subprocess.Popen[str]
@@ -72,9 +72,9 @@ def store(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start(tmp_path: Path, store: Path) -> Iterator[object]:
-    jobs: list[Job] = []
+    jobs: list[TrainingRun] = []
 
-    def begin(*overrides: str, fault: str = "", steps: int = 2000) -> Job:
+    def begin(*overrides: str, fault: str = "", steps: int = 2000) -> TrainingRun:
         config = make_config(tmp_path, store, run={"steps": steps}, validation={"every_steps": 50})
         mark = uuid.uuid4().hex
         process = subprocess.Popen(
@@ -85,7 +85,7 @@ def start(tmp_path: Path, store: Path) -> Iterator[object]:
             stderr=subprocess.PIPE,
             text=True,
         )
-        jobs.append(Job(process, mark, tmp_path / "run"))
+        jobs.append(TrainingRun(process, mark, tmp_path / "run"))
         return jobs[-1]
 
     yield begin
@@ -94,7 +94,7 @@ def start(tmp_path: Path, store: Path) -> Iterator[object]:
             os.kill(pid, signal.SIGKILL)
 
 
-def ended_together(job: Job) -> tuple[int, str]:
+def ended_together(job: TrainingRun) -> tuple[int, str]:
     """Return how a job ended that must end within ten seconds of its last recorded step."""
     job.wait_for_step(1)
     metrics = job.run / "metrics.jsonl"

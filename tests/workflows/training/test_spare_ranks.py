@@ -75,18 +75,18 @@ def test_replicas_are_timed_together_and_are_as_fast_as_their_slowest_rank() -> 
 def test_slides_are_judged_by_those_who_have_time() -> None:
     """Each replica asks as often as the others whether to go on: that is one question to all of them."""
 
-    class Engine:
+    class EngineStub:
         def predict(self, images: Any) -> torch.Tensor:
             return torch.tensor([[float(images)]])
 
-    class Numbers:
+    class NumbersStub:
         def of(self, index: int) -> int:
             return index
 
     def judged(replica: int, shares: tuple[int, ...] | None) -> tuple[list[int], int]:
         asked: list[int] = []
-        images: Any = Numbers()
-        found = predict_slides(Engine(), images, 10, (replica, 2), lambda: bool(asked.append(1)), shares)
+        images: Any = NumbersStub()
+        found = predict_slides(EngineStub(), images, 10, (replica, 2), lambda: bool(asked.append(1)), shares)
         assert all(values == [float(index)] for index, values in found.items())
         return list(found), len(asked)
 

@@ -64,7 +64,7 @@ def test_outputs_are_cut_where_fewest_inputs_move(axis: Axis, inputs: int) -> No
         assert costs[chosen] == min(costs), (cut, chosen, costs)
 
 
-class Stage(nn.Module):
+class ResizeStage(nn.Module):
     def __init__(self, *body: nn.Module, pool: nn.Module | None = None) -> None:
         super().__init__()
         self.first = nn.Conv2d(3, 4, 3, padding=1)
@@ -78,7 +78,7 @@ class Stage(nn.Module):
 
 def stage(*body: nn.Module, pool: nn.Module | None = None) -> nn.Module:
     torch.manual_seed(0)
-    model = Stage(*copy.deepcopy(body), pool=pool)
+    model = ResizeStage(*copy.deepcopy(body), pool=pool)
     model(torch.zeros(2, 3, 21, 26))
     return model
 
