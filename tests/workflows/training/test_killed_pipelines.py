@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.workflows.training.test_failures import Job, start, store  # noqa: F401 (fixtures)
+from tests.workflows.training.test_failures import TrainingRun, start, store  # noqa: F401 (fixtures)
 
 pytestmark = pytest.mark.mpi
 PLAN = [
@@ -35,7 +35,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def killed(job: Job, rng: random.Random) -> None:
+def killed(job: TrainingRun, rng: random.Random) -> None:
     """Kill a random rank at a random moment behind the first step; all must be gone within ten seconds."""
     job.wait_for_step(rng.randint(1, STEPS - 4))
     time.sleep(rng.uniform(0.0, 0.3))

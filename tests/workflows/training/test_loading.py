@@ -15,7 +15,7 @@ import pytest
 from hyfi_core.errors import RequestError
 from tests.workflows.archive import SIZE_PX, make_config, make_store
 from tests.workflows.runs import assert_same_run, losses, run_on
-from tests.workflows.training.test_failures import Job, start  # noqa: F401 (a fixture)
+from tests.workflows.training.test_failures import TrainingRun, start  # noqa: F401 (a fixture)
 from workflows.commands import train
 from workflows.config.load import load_config
 from workflows.training.job import prepare
@@ -36,7 +36,7 @@ def undisturbed(folder: Path, store: Path, steps: int) -> None:
     assert train.run(config, [CONSTANT, f"run.dir={folder / 'inline'}"], None, False, as_json=False) == 0
 
 
-def children(job: Job) -> list[int]:
+def children(job: TrainingRun) -> list[int]:
     """Return the decoding processes of a job."""
     return [pid for pid in job.pids() if b"data.loading.decode_worker" in _command(pid)]
 
@@ -48,7 +48,7 @@ def _command(pid: int) -> bytes:
         return b""
 
 
-def kill_children(job: Job, kills: int, pause_s: tuple[float, float]) -> None:
+def kill_children(job: TrainingRun, kills: int, pause_s: tuple[float, float]) -> None:
     """Kill one child of the job after the other, at random moments."""
     rng, deadline_s = random.Random(kills), time.monotonic() + 120
     while kills and job.process.poll() is None and time.monotonic() < deadline_s:
