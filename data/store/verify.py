@@ -1,10 +1,10 @@
-"""Every byte of a store against what was noted when it was written: digests, sizes, checksums, and what belongs there.
+"""Verification of a store: every byte is compared with the digests, sizes and checksums noted when it was written.
 
 ```
 zarr.json of the slide   its own digest, and the lists:
   metadata               JSON of groups and arrays   size, sha256
   shards                 files of pixels             size, sha256, and inside: index, chunks, each under its crc32c
-anything else            foreign
+anything else            foreign, a fault
 ```
 """
 
@@ -78,7 +78,7 @@ def verify_store(store: Path, threads: int, progress: Progress | None = None) ->
     Args:
         store: The store's folder.
         threads: Files read at a time.
-        progress: See there.
+        progress: Called after each file; see `Progress`.
 
     Raises:
         StoreError: There is no store in this folder.
@@ -106,7 +106,7 @@ def verify_slide(
     Args:
         path: ``STORE/<slide_id>.zarr``.
         threads: Files read at a time.
-        progress: See there.
+        progress: Called after each file; see `Progress`.
         found: What to add to; default new.
     """
     found = found if found is not None else VerifyReport()
@@ -201,7 +201,7 @@ def _files(
             else:
                 fault(path / file, "the slide's list does not have this file")
     for name in sorted(entries.keys() - seen):
-        fault(path / name, "the slide's list has this file, none of its arrays does")
+        fault(path / name, "the slide's list names this file, but none of its arrays has it")
 
 
 def _foreign(path: Path, names: set[str]) -> list[Path]:
@@ -212,7 +212,7 @@ def _foreign(path: Path, names: set[str]) -> list[Path]:
 def _reasons(file: _File) -> list[str]:
     """Return what is wrong with one file of pixels."""
     if file.entry.size is None:
-        return ["it is there, and was left out when the slide was written"] if file.path.exists() else []
+        return ["it exists, but was left out when the slide was written"] if file.path.exists() else []
     try:
         handle = os.open(file.path, os.O_RDONLY)
     except OSError as error:
@@ -255,7 +255,7 @@ def _reasons_of_chunk(data: bytes, slot: int, layout: ArrayLayout) -> list[str]:
     if layout.codec.exact or layout.codec.level is not None:
         return []
     try:
-        # A scanner's tile was copied as it was, and nobody has looked into it.
+        # A scanner's tile was copied without being decoded.
         layout.codec.decode(body, layout.chunk_shape)
     except (ValueError, RuntimeError) as error:
         return [
@@ -270,9 +270,7 @@ def _reasons_of_index(index: Index, file: _File) -> list[str]:
     absent = {slot for slot in used if index[slot, 0] == ABSENT}
     lost, back = sorted(absent - set(file.entry.blank)), sorted(set(file.entry.blank) - absent)
     reasons = [f"chunks {_some(lost)} are not in their shard"] if lost else []
-    return (
-        [*reasons, f"chunks {_some(back)} are there, and were left out when the slide was written"] if back else reasons
-    )
+    return [*reasons, f"chunks {_some(back)} exist, but were left out when the slide was written"] if back else reasons
 
 
 def _pieces(chunks: Sequence[tuple[int, int, int]], size: int) -> Iterator[tuple[int, int, int | None]]:

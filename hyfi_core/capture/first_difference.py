@@ -1,4 +1,4 @@
-"""What differs between a module and its captured program, and in which module it begins."""
+"""The first difference between a module and its captured program, and the submodule where it begins."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hyfi_core.capture.program import Operator, Program
 from hyfi_core.capture.repeatable import RepeatableDraws
 
 _SMALL = 1e-3
-"""Next to the largest of its kind, a value so much smaller is not measured by its own size."""
+"""Values smaller than this share of the largest of their kind are compared by that share instead of their own size."""
 
 
 def equal(
     wanted: Mapping[str, torch.Tensor | None], found: Mapping[str, torch.Tensor | None], tolerance: float
 ) -> str | None:
-    """Return None where all values are equal to a tolerance, else the first that is not, in words."""
+    """Return None where all values are equal to a tolerance, else a phrase about the first that is not."""
     sizes: dict[str, float] = {}
     for name, value in wanted.items():
         kind = name.split()[0]
@@ -40,7 +40,7 @@ def equal(
 
 
 def first_module(model: nn.Module, program: Program, image: torch.Tensor) -> str:
-    """Return the first module whose answer no operator of its own part of the program makes, in words, or nothing."""
+    """Return a phrase that names the first submodule whose output its captured operators do not make; else empty."""
     made: dict[str, list[torch.Tensor]] = {}
 
     def keep(op: Operator, values: Mapping[str, Any]) -> None:

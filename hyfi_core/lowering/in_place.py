@@ -3,8 +3,8 @@
 The captured program is functional, so ``relu_`` and ``+=`` of the user's model have become operators with results of
 their own. On a CPU the fresh pages of such a result cost more than the arithmetic.
 
-    conv ──▶ a ──▶ norm ──▶ b ──▶ relu ──▶ c          b is norm's result, which norm does not save, and relu alone
-                            └──── same ────┘          uses it: relu writes c over it
+    conv ──▶ a ──▶ norm ──▶ b ──▶ relu ──▶ c          b is norm's result, which norm does not save and only relu
+                            └──── same ────┘          uses: relu writes c over it
 
 A relu becomes an operator with a backward of its own, so that its cotangent, too, is written over the one it is given.
 """

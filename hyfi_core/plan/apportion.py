@@ -23,7 +23,7 @@ from hyfi_core.errors import RequestError
 def apportion(samples: int, seconds: Sequence[float], unit: int = 1) -> tuple[int, ...]:
     """Return how many samples each replica takes: at least one unit, whole units, together all of them.
 
-    The first of several that would be done alike early gets the next unit; so the same seconds give the same shares,
+    Of several that would be done equally early, the first gets the next unit; so the same seconds give the same shares,
     on every machine.
 
     Args:
@@ -32,7 +32,7 @@ def apportion(samples: int, seconds: Sequence[float], unit: int = 1) -> tuple[in
         unit: the shares are multiples of it: the micro-batches of a replica, each of which gets a sample.
 
     Raises:
-        RequestError: there is not a unit for each replica, or the units do not come out even.
+        RequestError: there is not a unit for each replica, or ``samples`` is no multiple of the unit.
         ValueError: a number of seconds is not above 0, or not finite.
     """
     if not seconds or not all(0 < taken < math.inf for taken in seconds):

@@ -35,11 +35,11 @@ def local_rank(environment: Mapping[str, str]) -> int:
 
 
 def gpu_index(environment: Mapping[str, str], count: int) -> int | None:
-    """Return the GPU of a rank whose launcher has started nothing but ranks that compute; None where it has none.
+    """Return the GPU of a rank by its number on the node, as if every rank computed; None where it has none.
 
     Args:
         environment: of the process.
-        count: GPUs that it sees; of one that is all it sees it takes that one, whatever its number.
+        count: GPUs that it sees. A rank that is given exactly one takes it, whatever its number.
     """
     number = local_rank(environment)
     if count == 1 and "CUDA_VISIBLE_DEVICES" in environment:

@@ -22,7 +22,7 @@ Seconds = float | Callable[[int], float]
 
 @dataclass(frozen=True)
 class Costs:
-    """How long things take, in seconds; a backward is about two forwards.
+    """Durations in seconds; a backward is about two forwards.
 
     Attributes:
         forward_s: one forward of a stage, its ranks together.

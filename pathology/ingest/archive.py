@@ -77,7 +77,7 @@ class Request:
     Attributes:
         paths: Slides, folders, manifest CSVs.
         store: The store's folder; made where it does not exist.
-        options: See there.
+        options: How to ingest; see `IngestOptions`.
         overwrite: Do finished slides again, with other parameters too.
         part: (i, n): the i-th, from 1, of n parts into which slides fall by their names; the others are left out.
         pseudonyms: ``KEY.csv``: slides get random names, see `pathology.ingest.pseudonyms`.
@@ -103,7 +103,7 @@ def ingest(
     """Ingest slides into the store and compile its ``manifest.csv`` and contact sheet.
 
     Args:
-        request: See there.
+        request: What to ingest; see `IngestRequest`.
         workers: Processes; 0: as many as cores and memory allow, 1: this process.
         memory_bytes: What all of them together may use; default: what is free.
         finished: Called with each slide's outcome as it comes.

@@ -52,7 +52,7 @@ def forecast(
 
     Args:
         jobs: The slides.
-        options: See there.
+        options: How to ingest; see `IngestOptions`.
         progress: Called with each slide's name.
     """
     total = Forecast()

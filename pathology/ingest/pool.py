@@ -41,7 +41,7 @@ class SlidePool:
 
     Attributes:
         store: The store's folder.
-        options: See there.
+        options: How to ingest; see `IngestOptions`.
         workers: Processes; 1 works in this process.
         finished: Called in this process with each outcome as it comes.
         progress: Called in this process with the share of each job that is done, now and then; jobs in the given order.

@@ -45,7 +45,7 @@ def level_sizes(height_px: int, width_px: int, at_least: int) -> tuple[LevelSize
 
 
 def fitted(pixels: Planes, size: LevelSize) -> Planes:
-    """Return the pixels with a last row or column more or less: halving rounds up, resampling to the nearest."""
+    """Return the pixels cropped, or padded at the edge, to a size: halving rounds up, resampling to the nearest."""
     _, height, width = pixels.shape
     more = ((0, 0), (0, max(0, size.height_px - height)), (0, max(0, size.width_px - width)))
     kept = pixels[:, : size.height_px, : size.width_px]

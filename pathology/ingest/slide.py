@@ -51,7 +51,7 @@ def ingest_slide(
     Args:
         source: The slide's file.
         store: The store's folder; made where it does not exist.
-        options: See there.
+        options: How to ingest; see `IngestOptions`.
         manifest_row: The slide's row of the user's manifest; its own columns are kept.
         slide_id: The slide's name; default the row's, else the file's name without its suffix.
         secret: Not empty: the store is not to know the file's name, place or time (see `pathology.ingest.pseudonyms`).

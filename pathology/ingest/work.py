@@ -48,7 +48,7 @@ def do_job(
     Args:
         job: What to do.
         store: The store's folder.
-        options: See there.
+        options: How to ingest; see `IngestOptions`.
         threads: Chunks encoded at a time; 0: as many as there are cores.
         progress: Called with the share that is done.
 

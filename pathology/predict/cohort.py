@@ -79,7 +79,7 @@ def predict_slides(
         inputs: from :func:`pathology.predict.inputs.find_inputs`; the same on every rank.
         out: made where it does not exist; on a file system that all ranks see.
         comm: ranks that share every slide.
-        options: see there.
+        options: see `PredictOptions`.
         progress: called on rank 0 after every slide, with its name and what became of it.
         stop_wanted: asked on every rank between slides.
 

@@ -37,8 +37,8 @@ Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 def typeset(text: str, size_px: int) -> tuple[str, Font]:
     """Return ``text`` and a font that has all its letters.
 
-    That is the font that comes with Pillow, which knows little beyond ASCII; for other texts DejaVu Sans, where the
-    system has it; else accents are dropped and what is left of the unknown becomes a question mark.
+    That is the font that comes with Pillow, which has little beyond ASCII; for other texts DejaVu Sans, where the
+    system has it; else accents are dropped, and letters that are still unknown become question marks.
     """
     own = ImageFont.load_default(size_px)
     if all(_has(own, letter) for letter in text):
@@ -94,7 +94,7 @@ def _rows(items: list[LegendItem], width_px: int, unit: int) -> list[list[Legend
 def _sample_px(item: LegendItem, unit: int, width_px: int) -> int:
     if isinstance(item, ScaleBar):
         return round(bar_length_um(item.um_per_px, width_px / 8) / item.um_per_px)
-    return round(unit * (1.9))
+    return round(unit * 1.9)
 
 
 def _text(item: LegendItem, width_px: int) -> str:

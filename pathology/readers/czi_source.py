@@ -31,7 +31,7 @@ class CziSource:
     Blocks are large (up to 2056 × 2464 px). Where they overlap the highest is seen, as in Zeiss' own libCZI; between
     scenes there is white glass.
     A block that is missing, cut off or of another size is an error. JPEG XR itself has no check: bytes that changed
-    inside of a block show as other pixels, and no decoder can tell.
+    inside of a block show as other pixels, and no decoder can detect it.
     Memory: 128 MiB of decoded blocks and one more for each thread.
 
     Args:
@@ -97,7 +97,8 @@ class CziSource:
     def _decoded(self, level: int, index: int) -> RGB | TileError:
         """Return a block's pixels, or what is wrong with it.
 
-        Steps on the dictionary are whole to other threads and to a fork; two threads may decode the same block.
+        Single operations on the dictionary are atomic for other threads and for a fork; two threads may decode the same
+        block.
         """
         block = self._czi.blocks[level][index]
         kept = self._kept.get(block.position)
@@ -130,7 +131,7 @@ class CziSource:
         return data
 
     def close(self) -> None:
-        """Let go of the file and of what is kept in memory."""
+        """Close the file and drop the decoded blocks."""
         self._file.close()
         self._kept.clear()
 

@@ -3,7 +3,7 @@
 ```
 OME-TIFF (OpenSlide does not see levels in SubIFDs)         → pathology.readers.tiff_source
 what OpenSlide knows: TIFFs of no scanner (libtiff shows
-                      damaged tiles as they come)           → pathology.readers.tiff_source, or refused
+                      damaged tiles without error)           → pathology.readers.tiff_source, or refused
                       Aperio and NDPI that both show with
                       the same pixels (tried on open)       → pathology.readers.tiff_source; facts, gaps: OpenSlide
                       all else (MRXS, SCN, VMS, DICOM …)    → pathology.readers.openslide_source
@@ -62,7 +62,7 @@ def open_source(path: Path) -> SlideSource:
     except SlideError:
         if not is_truncated(path):
             raise
-        return _upright(_tiff(path), path)  # what stands before the cut may be all that is wanted
+        return _upright(_tiff(path), path)  # what precedes the cut may be all that is wanted
     if slow.vendor not in _TILED_TIFF_VENDORS:
         return slow
     if slow.vendor == _PLAIN_TIFF:
@@ -106,7 +106,7 @@ def _faster(path: Path, slow: OpenSlideSource) -> TiffSource | None:
 def _stored_levels(path: Path, slow: OpenSlideSource) -> list[int]:
     """Return those levels of an NDPI that are in the file.
 
-    OpenSlide adds halves of them, decoded at a smaller size; an area filter over the stored pixels says more.
+    OpenSlide adds halves of them, decoded at a smaller size; an area filter over the stored pixels keeps more detail.
     """
     sizes = tiled_sizes(path)
     found = [k for k, level in enumerate(slow.levels) if (level.height_px, level.width_px) in sizes]
@@ -114,9 +114,9 @@ def _stored_levels(path: Path, slow: OpenSlideSource) -> list[int]:
 
 
 def _same_pixels(fast: TiffSource, k: int, slow: OpenSlideSource, level: int) -> bool:
-    """Whether a tile of level ``k``, ``level`` for OpenSlide, looks alike; the first of a coarse one, which it hits.
+    """Whether both readers return the same pixels of one tile: the middle of the finest level, the first of others.
 
-    True where it is damaged: the fast reader says so when it is read, and OpenSlide may show it as it comes.
+    True where it is damaged: the fast reader refuses it when it is read, and OpenSlide may show it anyway.
     """
     size = fast.levels[k]
     height, width = size.tile_px

@@ -1,8 +1,8 @@
 """Where the tissue is, at about 8 µm per pixel: pen, dust, coverslip edges and grey scanners notwithstanding.
 
 All is decided in optical density relative to the slide's own glass, so a scanner's grey or yellowish background is
-no tissue. Stained tissue absorbs, in different measure for the three channels, and most in green (haematoxylin and
-eosin both do). Dust, shadows and ink absorb otherwise (see `pathology.tissue.pen`). How far density and colour must
+not tissue. Stained tissue absorbs differently in the three channels, and most in green (haematoxylin and eosin both
+do). Dust, shadows and ink absorb otherwise (see `pathology.tissue.pen`). How far density and colour must
 stand out is Otsu's threshold, held between a floor (an empty slide has no tissue) and a ceiling (dark nuclei do not
 make pale stroma glass). Fat, which is nearly as clear as glass, is found by its walls (see `pathology.tissue.fat`).
 """
@@ -28,7 +28,7 @@ Planes = npt.NDArray[np.uint8]
 Levels = npt.NDArray[np.uint16]
 
 _MOST_VALUES = 1_000_000
-"""A threshold is decided on about so many pixels."""
+"""About so many pixels decide a threshold."""
 _DENSEST = 0.5
 """Denser pixels count as this for the thresholds, which lie far below."""
 _STEP = np.float32(_DENSEST / 65_535)
@@ -85,7 +85,7 @@ def find_tissue(image: Planes, mpp_um: float, parameters: TissueParameters | Non
     Args:
         image: ``(3, h, w)`` uint8, the whole slide at a low resolution.
         mpp_um: Its microns per pixel.
-        parameters: See there; default values suit H&E and immunostains.
+        parameters: See `TissueParameters`; the default values suit H&E and immunostains.
     """
     p = parameters or TissueParameters()
     glass = glass_colour(image)

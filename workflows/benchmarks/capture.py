@@ -2,8 +2,8 @@
 
     python -m workflows.benchmarks.capture [--model resnet50] [--size 16384] [--grid 2 2] [--fused-halo auto]
 
-Prints a JSON line: seconds of each part, seconds that a processor worked on all of it (fewer, where others want it,
-too), and the growth of this process's peak memory over what PyTorch, the model and one export of a single layer take.
+Prints a JSON line: seconds of each part, processor seconds of all of it, and the growth of this process's peak memory
+over what PyTorch, the model and one export of a single layer take.
 No image is ever allocated.
 """
 

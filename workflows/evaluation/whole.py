@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass
 class WholeSlides:
-    """Both sides of an evaluation: slides by their indices, and what gives their logits. Collective over ``comm``.
+    """Slides by their indices, and their logits, as ``evaluate`` takes them. Collective over ``comm``.
 
     Attributes:
         dataset: the slides, of the trained size.
