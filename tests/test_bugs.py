@@ -20,6 +20,7 @@ from hyfi_core.comm.threads import run_ranks
 from hyfi_core.ops.redistribute import Redistribute
 from hyfi_core.plan import Box, plan_transfer
 from hyfi_core.runtime import executor
+from hyfi_core.runtime.mirror import finish_all
 from tests.harness import assert_equal_to_one_process, run_copies
 
 
@@ -115,7 +116,10 @@ def test_thinned_convolutions_equal_one_process(grid: tuple[int, int], size: tup
 
 
 def test_weights_under_way_are_waited_for_when_an_engine_goes() -> None:
-    """The mirror's receives went on into memory that had been freed: a process that ended behind an update crashed."""
+    """The mirror's receives went on into memory that had been freed: a process that ended behind an update crashed.
+
+    What is under way outlives the engine; a process waits for it before it ends, and no finaliser waits.
+    """
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
     plan = hyfi_core.ParallelPlan(((1, 1), (1, 1)), ("0",), 2, "chimera", mirror="point_to_point")
 
@@ -130,6 +134,8 @@ def test_weights_under_way_are_waited_for_when_an_engine_goes() -> None:
         under = list(mirror._weights)
         del engine, mirror
         gc.collect()
+        finish_all()
+        comm.barrier()  # both threads may finish the same
         return [item.pending.test() for item in under], [p.detach().clone() for p in model.parameters()]
 
     (first, one), (second, two) = run_ranks(2, body)

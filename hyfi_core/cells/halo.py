@@ -6,7 +6,7 @@ backward; its memory is a map's like any other, which may leave, and no buffer's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -32,6 +32,9 @@ class SharedHalo(Redistribute):
         shown = [Message(strip.peer, self._view(own, strip.box, transfer.have)) for strip in transfer.sends]
         return PendingStrips(None, tuple(swap(shown, [strip.peer for strip in transfer.receives])))
 
+    def give_back(self, strips: Iterable[torch.Tensor]) -> None:
+        """Leave them: they are the others' own."""
+
 
 class FreshHalo(Redistribute):
     """A redistribution whose messages have memory of their own, given back when nobody holds them."""
@@ -46,6 +49,9 @@ class _Fresh(Buffers):
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+    def give_back(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Leave them: they go with the last that holds them."""
 
 
 def for_prediction(instruction: Instruction) -> Instruction:

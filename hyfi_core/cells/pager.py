@@ -25,7 +25,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hyfi_core.cells.page import NEVER, PLACES, Page, PagerCounts, When
 from hyfi_core.cells.recipe import Recipe, tensors_in
 from hyfi_core.cells.spill_store import FreeBlocks, SpillStore
-from hyfi_core.ops.buffers import is_buffer
 
 SMALLEST_BYTES = 1 << 16
 """Smaller maps stay in memory: a file is slow in small pieces."""
@@ -105,7 +104,7 @@ class Pager:
             self._forget(key)
             page = None
         if page is None:
-            if size < SMALLEST_BYTES or key in self._fixed or is_buffer(storage) or not storage.resizable():
+            if size < SMALLEST_BYTES or key in self._fixed or not storage.resizable():
                 return None
             page = Page(StorageWeakRef(storage), size, self._cell(), weakref.ref(tensor))
             self._pages[key] = page

@@ -6,23 +6,26 @@ their own. On a CPU the fresh pages of such a result cost more than the arithmet
     conv ──▶ a ──▶ norm ──▶ b ──▶ relu ──▶ c          b is norm's result, which norm does not save and only relu
                             └──── same ────┘          uses: relu writes c over it
 
-A relu becomes an operator with a backward of its own, so that its cotangent, too, is written over the one it is given.
+A relu becomes an operator with a backward of its own, so that its cotangent, too, can be written over the one it is
+given (``lowering.reuse`` says where). A maximum's backward needs no values of its map, only the memory.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from hyfi_core.capture.program import refs_in
+from hyfi_core.ops.avg_pool import AvgPool
 from hyfi_core.ops.batch_norm import BatchNorm
 from hyfi_core.ops.convolution import Convolution
+from hyfi_core.ops.max_pool import MaxPool, WholeMaxPool
 from hyfi_core.ops.relu import Relu
-from hyfi_core.rules.instructions import CustomCall, Instruction, LocalCall, RankProgram
+from hyfi_core.rules.instructions import CollectiveCall, CustomCall, Instruction, LocalCall, RankProgram
 
 # Operators whose first result is memory of its own that their backward does not look at.
 _FRESH = frozenset(
@@ -37,6 +40,8 @@ _FRESH = frozenset(
         "_native_batch_norm_legit.no_stats",
     )
 )
+
+_POOLS = (MaxPool, WholeMaxPool)
 
 
 def in_place(ranked: RankProgram) -> RankProgram:
@@ -53,13 +58,48 @@ def in_place(ranked: RankProgram) -> RankProgram:
         done.append(_over(instruction, free) if isinstance(instruction, LocalCall) else instruction)
         if _makes_fresh(instruction) and instruction.outputs[0] is not None:
             fresh.add(instruction.outputs[0])
-    return replace(ranked, instructions=tuple(done))
+    left = {*refs_in(ranked.outputs), *ranked.exits, *ranked.program.mutations.values()}
+    return replace(ranked, instructions=tuple(_pools_over(done, fresh - left)))
 
 
 def _makes_fresh(instruction: Instruction) -> bool:
     if isinstance(instruction, LocalCall):
         return instruction.source is not None and instruction.source.text in _FRESH
     return isinstance(instruction.operator, (Convolution, BatchNorm))
+
+
+def _pools_over(instructions: list[Instruction], fresh: set[str]) -> Iterator[Instruction]:
+    """Yield the instructions; a maximum is told where it may write its map's cotangent over the map.
+
+    When its backward runs, nobody may need the map: those that use it do not save it, or save it for its memory alone
+    and have run backward before.
+    """
+    users: dict[str, list[int]] = {}
+    for index, instruction in enumerate(instructions):
+        for name in dict.fromkeys(instruction.inputs):
+            if name in fresh:
+                users.setdefault(name, []).append(index)
+    for index, instruction in enumerate(instructions):
+        if isinstance(instruction, (CustomCall, CollectiveCall)) and isinstance(instruction.operator, _POOLS):
+            others = (at for at in users.get(str(instruction.inputs[0]), ()) if at != index)
+            mine = str(instruction.inputs[0]) in users
+            if mine and all(_saves_nothing(instructions[at], of_map=at < index) for at in others):
+                operator: Any = replace(instruction.operator, over_map=True)
+                yield replace(instruction, operator=operator)
+                continue
+        yield instruction
+
+
+def _saves_nothing(instruction: Instruction, of_map: bool) -> bool:
+    """Whether an instruction leaves its inputs alone, and saves nothing of them for its backward.
+
+    Args:
+        instruction: any.
+        of_map: whether that goes for a maximum, too, which saves its map for the memory alone.
+    """
+    if isinstance(instruction, LocalCall):
+        return instruction.source is not None and instruction.source.text == "aten.add.Tensor"
+    return isinstance(instruction.operator, (Relu, AvgPool) if of_map else (Relu, AvgPool, *_POOLS))
 
 
 def _over(call: LocalCall, free: set[str]) -> Instruction:

@@ -9,10 +9,11 @@ ranks cannot wait for each other crosswise, whatever autograd would have made of
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from hyfi_core.capture.program import refs_in
+from hyfi_core.lowering.reuse import BackwardMemory, Over, TapeFacts, writing_over
 from hyfi_core.rules.instructions import CollectiveCall, CustomCall, Instruction, LocalCall, RankProgram
 
 
@@ -25,20 +26,29 @@ class Segment:
         drops: after each call, the values that nothing uses any more.
         inputs: values that come from outside.
         outputs: values that others use.
+        sums: inputs whose cotangent is added to one that is there already, which may be written over, or the new one.
     """
 
     calls: tuple[LocalCall, ...]
     drops: tuple[tuple[str, ...], ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    sums: Mapping[str, Over] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class OperatorStep:
-    """One instruction with a backward of its own, and the values that nothing uses after it."""
+    """One instruction with a backward of its own.
+
+    Attributes:
+        call: the instruction.
+        drops: values that nothing uses after it.
+        sums: as a segment's.
+    """
 
     call: CustomCall | CollectiveCall
     drops: tuple[str, ...]
+    sums: Mapping[str, Over] = field(default_factory=dict)
 
 
 Step = Segment | OperatorStep
@@ -90,7 +100,23 @@ def build_tape(ranked: RankProgram, sources: Iterable[str], start: int = 0, stop
             _close(steps, run, last_use)
             steps.append(OperatorStep(instruction, _drops(index, instruction, last_use)))
     _close(steps, run, last_use)
-    return Tape(tuple(steps), frozenset(active))
+    return Tape(_writing_over(ranked, steps, active), frozenset(active))
+
+
+def _writing_over(ranked: RankProgram, steps: list[Step], active: set[str]) -> tuple[Step, ...]:
+    """Return the steps with what their backward may write over; see ``lowering.reuse``."""
+    answer, exits = active.intersection(refs_in(ranked.outputs)), active.intersection(ranked.exits)
+    memory = BackwardMemory(TapeFacts(active, ranked.program.parameters, answer, exits, ranked.values))
+    calls = [call for step in steps for call in (step.calls if isinstance(step, Segment) else (step.call,))]
+    made = {name for call in calls for name in call.outputs}
+    done: list[Step] = []
+    for step in reversed(steps):
+        if isinstance(step, Segment):
+            done.append(replace(step, sums=memory.segment(step.calls, step.inputs, step.outputs)))
+        else:
+            may, sums = memory.operator(step.call)
+            done.append(replace(step, call=writing_over(step.call, may, made), sums=sums))
+    return tuple(reversed(done))
 
 
 def _last_uses(ranked: RankProgram) -> dict[str, int]:

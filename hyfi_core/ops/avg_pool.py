@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,8 @@ class AvgPool(Banded):
         divisor: what sums are divided by instead of the count; None: the count.
     """
 
+    own_cotangents: ClassVar[bool] = True
+
     include_pad: bool = True
     divisor: int | None = None
 
@@ -50,6 +52,7 @@ class AvgPool(Banded):
             result = self._sums(self.seen(own), self.own.padding)
         for band, canvas in self.canvases(own, pending_strips.wait()):
             at(result, band, self.output).copy_(self._sums(canvas, AT_ONCE))
+        self.halo.give_back(pending_strips.strips)
         return (result.div_(self._counts(result)),), (None, own.shape, like(own, _PATTERN))
 
     def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:

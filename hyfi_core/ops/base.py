@@ -2,6 +2,10 @@
 
 A ``CustomOperator`` works on what its rank holds. A ``Collective`` communicates; its backward is the adjoint of its
 forward. Inputs and outputs are local tensors, detached; what ``forward`` saves is handed to ``backward``.
+
+An operator whose backward returns cotangents in memory of their own (no views of what it was given or has saved, but
+where it is told that it may write over these) says so with a class attribute ``own_cotangents = True``: then these may
+be written over in turn (see ``lowering.reuse``).
 """
 
 from __future__ import annotations
@@ -84,6 +88,14 @@ class SplitBackward(ABC):
         self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()
     ) -> tuple[Cotangents, Rest]:
         """Return the map's cotangent (None for all other inputs), and the function that computes the others."""
+
+
+class HoldsBuffers(ABC):
+    """An operator that saves buffers: whoever runs it says when they are free."""
+
+    @abstractmethod
+    def give_back(self, saved: Any) -> None:
+        """Take back the buffers that a forward saved: its backward is done, the rest of it, too, or never comes."""
 
 
 class AsyncBackward(ABC):

@@ -20,14 +20,13 @@ to m and v. The margins' dL/dx then flow back to their owners through the run an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 
 from hyfi_core.comm.base import Communicator, Pending
 from hyfi_core.ops.base import AsyncBackward, Cotangents, Recomputable, Rest, Tensors, Wanted
-from hyfi_core.ops.memory import ours_alone
 from hyfi_core.plan.box import Box
 
 MOST_ROWS = 64
@@ -47,10 +46,14 @@ class BatchNorm(AsyncBackward, Recomputable):
     Attributes:
         count: pixels of the whole map times images.
         eps: added to the variance.
+        over_cotangent: whether the output's cotangent is memory that nobody else needs.
     """
+
+    own_cotangents: ClassVar[bool] = True
 
     count: int
     eps: float
+    over_cotangent: bool = field(default=False, kw_only=True)
 
     def forward(self, comm: Communicator, inputs: Tensors) -> tuple[Tensors, Any]:
         """Return (normalised, mean, variance)."""
@@ -113,8 +116,8 @@ class BatchNorm(AsyncBackward, Recomputable):
         """Return the cotangents of map, weight (this rank's share), bias (this rank's share).
 
         With x̂ the normalised map: dx = w/σ · (dy - mean(dy) - x̂ · mean(dy · x̂)), which is gain · dy + slope · x + shift
-        with numbers for each channel. It is written over dy where nothing else refers to it: a fresh map costs more
-        than all the arithmetic.
+        with numbers for each channel. It is written over dy where nothing else needs that: a fresh map costs more than
+        all the arithmetic.
         """
         pending, finish = self.start_backward(comm, saved, cotangents, wanted)
         pending.wait()
@@ -125,7 +128,6 @@ class BatchNorm(AsyncBackward, Recomputable):
     ) -> tuple[Pending, Rest]:
         """Start ``backward``: the sums are under way; what is returned then makes the cotangents of them."""
         own, weight, mean, variance = saved
-        over = ours_alone(cotangents, 0)
         dy = torch.zeros_like(own) if cotangents[0] is None else _in_plain_order(cotangents[0])
         local = self._sums(dy, own, mean, variance)
         sums = local.clone()
@@ -137,7 +139,7 @@ class BatchNorm(AsyncBackward, Recomputable):
             if wanted and not wanted[0]:
                 return None, *shares
             gain, slope, shift = self._terms(weight, mean, variance, sums / self.count, own.dim())
-            dx = dy.mul_(gain) if over else torch.mul(dy, gain, out=torch.empty_like(dy))
+            dx = dy.mul_(gain) if self.over_cotangent else torch.mul(dy, gain, out=torch.empty_like(dy))
             self._counted(dx).addcmul_(self._centred(own, mean), slope).add_(shift)
             return dx, *shares
 

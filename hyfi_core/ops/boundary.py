@@ -14,7 +14,7 @@ so each share goes back to where the value came from and is added there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -129,8 +129,12 @@ class BoundaryTransfer:
         return self._pieces[back][1][target]
 
     def buffer(self, pieces: tuple[BoundaryPiece, ...], device: torch.device) -> torch.Tensor:
-        """Return memory for a message of these pieces; nobody else's until the caller drops it and all views of it."""
+        """Return memory for a message of these pieces; the caller's until the caller gives it back."""
         return self._buffers.take((_length(pieces),), torch.uint8, device)
+
+    def give_back(self, buffers: Iterable[torch.Tensor]) -> None:
+        """Take back buffers whose messages have been sent, or unpacked."""
+        self._buffers.give_back(buffers)
 
     @cached_property
     def _buffers(self) -> Buffers:
@@ -142,7 +146,7 @@ class BoundaryTransfer:
         return None if boxes is None else boxes[position]
 
     def arrived(self, target: int, buffers: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return what the rank at ``target`` holds after all its messages have come."""
+        """Return what the rank at ``target`` holds after all its messages have come, in memory of its own."""
         found, result = _unpacked(self.incoming(target), buffers), {}
         for value in self.values:
             box, parts = self.origin(value, target, at_source=False), found.get(value.name, [])
@@ -155,7 +159,7 @@ class BoundaryTransfer:
         return result
 
     def returned(self, source: int, buffers: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the cotangents that have come back to the rank at ``source``, added up; nothing for none."""
+        """Return the cotangents that have come back to the rank at ``source``, added up, in memory of their own."""
         found, result = _unpacked(self.outgoing(source, back=True), buffers), {}
         for value in self.values:
             box, parts = self.origin(value, source, at_source=True), found.get(value.name, [])
@@ -170,18 +174,19 @@ class BoundaryTransfer:
         return result
 
     def _only(self, value: BoundaryValue, box: Box | None, parts: Sequence[_Part]) -> torch.Tensor | None:
-        """Return the value itself where one piece is all of it."""
+        """Return a copy of the value where one piece is all of it."""
         if len(parts) == 1 and parts[0][0].shape == value.local_shape(box):
-            return self._formatted(parts[0][1])
+            part = parts[0][1]
+            return part.clone(memory_format=self._format(part.dim()))
         return None
 
-    def _formatted(self, tensor: torch.Tensor) -> torch.Tensor:
-        last = self.channels_last and tensor.dim() == 4
-        return tensor.contiguous(memory_format=torch.channels_last) if last else tensor
+    def _format(self, dims: int) -> torch.memory_format:
+        return torch.channels_last if self.channels_last and dims == 4 else torch.contiguous_format
 
     def _canvas(self, value: BoundaryValue, box: Box | None, buffers: Mapping[int, torch.Tensor]) -> torch.Tensor:
         device = next((buffer.device for buffer in buffers.values()), torch.device("cpu"))
-        return self._formatted(torch.empty(value.local_shape(box), dtype=value.dtype, device=device))
+        shape = value.local_shape(box)
+        return torch.empty(shape, dtype=value.dtype, device=device, memory_format=self._format(len(shape)))
 
     @cached_property
     def _transfers(self) -> dict[tuple[str, int], Transfer]:

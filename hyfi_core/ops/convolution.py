@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.progress import polled
 from hyfi_core.ops import taps
-from hyfi_core.ops.base import Cotangents, Rest, SplitBackward, Tensors, Wanted
+from hyfi_core.ops.base import Cotangents, HoldsBuffers, Rest, SplitBackward, Tensors, Wanted
 from hyfi_core.ops.cut import at
 from hyfi_core.ops.redistribute import PendingStrips, Redistribute, like
 from hyfi_core.plan.box import Box
@@ -83,7 +83,7 @@ class _ReachingStrip:
 
 
 @dataclass(frozen=True)
-class Convolution(SplitBackward):
+class Convolution(SplitBackward, HoldsBuffers):
     """``conv2d`` on a part. Inputs: map, weight, bias or None.
 
     Attributes:
@@ -94,6 +94,8 @@ class Convolution(SplitBackward):
         groups: of the convolution.
         apart: whether own part and strips may be computed apart; False: always on a canvas.
     """
+
+    own_cotangents: ClassVar[bool] = True
 
     halo: Redistribute
     window: Window
@@ -166,6 +168,10 @@ class Convolution(SplitBackward):
         back = self._begun(saved, cotangents, wanted)
         d_own, shares = self._map_back(comm, back, now=False)
         return (d_own, None, None), lambda: (None, *(shares or self._weight_back(back)))
+
+    def give_back(self, saved: _SavedConvolution) -> None:
+        """Take back the strips."""
+        self.halo.give_back(saved.strips)
 
     def _begun(self, saved: _SavedConvolution, cotangents: Cotangents, wanted: Wanted) -> _Back:
         seen, dy = saved.seen, cotangents[0]

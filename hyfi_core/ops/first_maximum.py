@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -22,6 +22,8 @@ class FirstMaximum:
         box: what this rank owns of the map; may be empty.
         width: of the whole map, for positions in row-major order.
     """
+
+    own_cotangents: ClassVar[bool] = True
 
     box: Box
     width: int

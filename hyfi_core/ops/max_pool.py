@@ -8,7 +8,7 @@ shares; where it does not, the map's memory is kept for its cotangent.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -17,7 +17,6 @@ from hyfi_core.comm.progress import polled
 from hyfi_core.ops.bands import AT_ONCE, Banded
 from hyfi_core.ops.base import Cotangents, Tensors, Wanted
 from hyfi_core.ops.cut import at
-from hyfi_core.ops.memory import ours_alone
 from hyfi_core.plan.window import Window
 
 
@@ -40,9 +39,13 @@ class MaxPool(Banded):
 
     Attributes:
         holds_map: whether the map's memory is kept for its cotangent; else its shape alone is, and places in 32 bits.
+        over_map: whether the map is memory that nothing else needs, so that its cotangent may be written there.
     """
 
+    own_cotangents: ClassVar[bool] = True
+
     holds_map: bool = True
+    over_map: bool = False
 
     def forward(self, comm: Communicator, inputs: Tensors) -> tuple[Tensors, Any]:
         """Return (maxima,); saved are their places."""
@@ -61,6 +64,7 @@ class MaxPool(Banded):
             found, where = self._pool(canvas, AT_ONCE)
             at(result, band, self.output).copy_(found)
             places.append(_Places(canvas, where))
+        self.halo.give_back(pending_strips.strips)
         return (result,), (self._held(own), self._narrow(indices), tuple(places))
 
     def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
@@ -68,8 +72,8 @@ class MaxPool(Banded):
         dy = cotangents[0]
         if self.own is None:
             return self._back_from_canvas(comm, saved, dy)
-        over = saved[0] if ours_alone(saved, 0) else None
         whole, indices, places = saved
+        over = whole if self.over_map and self.holds_map else None
         if dy is None:
             dy = whole.new_zeros((*whole.shape[:2], *self.output.shape))
         d_bands = [
@@ -139,9 +143,13 @@ class WholeMaxPool:
 
     Attributes:
         window: of the pool; none hangs over the end of the padding.
+        over_map: whether the map is memory that nobody else needs.
     """
 
+    own_cotangents: ClassVar[bool] = True
+
     window: Window
+    over_map: bool = False
 
     def forward(self, inputs: Tensors) -> tuple[Tensors, Any]:
         """Return (maxima,); saved are their places and the map, for its memory."""
@@ -151,9 +159,8 @@ class WholeMaxPool:
 
     def backward(self, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
         """Return (the cotangent of the map,): each output's goes to the place of its maximum."""
-        over = saved[0] if ours_alone(saved, 0) else None
         whole, indices = saved
-        result = torch.empty_like(whole) if over is None else over
+        result = whole if self.over_map else torch.empty_like(whole)
         dy = torch.zeros_like(indices, dtype=whole.dtype) if cotangents[0] is None else cotangents[0]
         call = torch.ops.aten.max_pool2d_with_indices_backward.grad_input
         call(dy, whole, *self._settings, indices, grad_input=result)

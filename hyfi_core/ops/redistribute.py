@@ -8,7 +8,7 @@ outside the map: the fill value      outside the map: dropped
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -29,15 +29,18 @@ class PendingStrips:
     Attributes:
         pending: None where this rank neither sends nor receives.
         strips: what arrives, in the order of the transfer; not to be read before ``wait``.
+        left: called once all is sent, with nothing.
     """
 
     pending: Pending | None
     strips: tuple[torch.Tensor, ...]
+    left: Callable[[], None] = lambda: None
 
     def wait(self) -> tuple[torch.Tensor, ...]:
-        """Wait, and return what has arrived."""
+        """Wait, and return what has arrived; to be called once."""
         if self.pending is not None:
             self.pending.wait()
+        self.left()
         return self.strips
 
 
@@ -66,6 +69,7 @@ class Redistribute:
         result = self.placed(own)
         for strip, arrived in zip(transfer.receives, pending_strips.wait(), strict=True):
             self._view(result, strip.box, transfer.need).copy_(arrived)
+        self.give_back(pending_strips.strips)
         return (result,), saved
 
     def placed(self, own: torch.Tensor) -> torch.Tensor:
@@ -94,14 +98,14 @@ class Redistribute:
         return (result,)
 
     def start(self, comm: Communicator, own: torch.Tensor) -> PendingStrips:
-        """Start sending what others need of ``own``, and receiving what this rank needs of theirs."""
+        """Start sending what others need of ``own``, and receiving what this rank needs of theirs.
+
+        What arrives is the caller's until it goes to ``give_back``.
+        """
         transfer = self.transfer
-        return _start(
-            comm,
-            [Message(s.peer, self._buffers.dense(self._view(own, s.box, transfer.have))) for s in transfer.sends],
-            # On the wire dims are in plain order: neighbours need not agree on how they lay out memory.
-            [Message(s.peer, self._landing(own, s.box)) for s in transfer.receives],
-        )
+        leaving = [(s.peer, self._view(own, s.box, transfer.have)) for s in transfer.sends]
+        # On the wire dims are in plain order: neighbours need not agree on how they lay out memory.
+        return self._start(comm, leaving, [Message(s.peer, self._landing(own, s.box)) for s in transfer.receives])
 
     def start_back(self, comm: Communicator, like: torch.Tensor, strips: Sequence[torch.Tensor]) -> PendingStrips:
         """Start sending back the cotangents of what was received.
@@ -112,20 +116,36 @@ class Redistribute:
             strips: in the order of ``transfer.receives``.
         """
         transfer = self.transfer
-        return _start(
-            comm,
-            [Message(s.peer, self._buffers.dense(back)) for s, back in zip(transfer.receives, strips, strict=True)],
-            [Message(s.peer, self._landing(like, s.box)) for s in transfer.sends],
-        )
+        leaving = [(s.peer, back) for s, back in zip(transfer.receives, strips, strict=True)]
+        return self._start(comm, leaving, [Message(s.peer, self._landing(like, s.box)) for s in transfer.sends])
+
+    def give_back(self, strips: Iterable[torch.Tensor]) -> None:
+        """Take back the memory of what has arrived, of which nobody reads any more."""
+        self._buffers.give_back(strips)
 
     def add_back(self, cotangent: torch.Tensor, pending_strips: PendingStrips) -> None:
         """Add what ``start_back`` brings to the cotangent of what this rank owns, in place."""
         for strip, arrived in zip(self.transfer.sends, pending_strips.wait(), strict=True):
             self._view(cotangent, strip.box, self.transfer.have).add_(arrived)
+        self.give_back(pending_strips.strips)
+
+    @property
+    def own_cotangents(self) -> bool:
+        """Whether a cotangent comes back in memory of its own; where nothing moves it is the one given."""
+        return not self.transfer.idle
 
     @cached_property
     def _buffers(self) -> Buffers:
         return Buffers()
+
+    def _start(
+        self, comm: Communicator, leaving: Sequence[tuple[int, torch.Tensor]], receives: Sequence[Message]
+    ) -> PendingStrips:
+        sends = [Message(peer, self._buffers.dense(view)) for peer, view in leaving]
+        pending = comm.exchange(sends, receives) if sends or receives else None
+        staged = [sent.tensor for sent, (_, view) in zip(sends, leaving, strict=True) if sent.tensor is not view]
+        strips = tuple(message.tensor for message in receives)
+        return PendingStrips(pending, strips, lambda: self._buffers.give_back(staged))
 
     def _landing(self, like: torch.Tensor, box: Box) -> torch.Tensor:
         return self._buffers.take(self._sized(like.shape, box), like.dtype, like.device)
@@ -171,11 +191,6 @@ class Redistribute:
             return tensor.narrow(self.dims[0], 0, 0).narrow(self.dims[1], 0, 0)
         local = box.relative_to(origin)
         return tensor.narrow(self.dims[0], local.y0, local.height).narrow(self.dims[1], local.x0, local.width)
-
-
-def _start(comm: Communicator, sends: list[Message], receives: list[Message]) -> PendingStrips:
-    pending = comm.exchange(sends, receives) if sends or receives else None
-    return PendingStrips(pending, tuple(message.tensor for message in receives))
 
 
 def _format_of(tensor: torch.Tensor) -> torch.memory_format:

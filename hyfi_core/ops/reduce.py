@@ -7,7 +7,7 @@ its own adjoint, and weight gradients are plain sums.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -25,6 +25,8 @@ def least(dtype: torch.dtype) -> float:
 @dataclass(frozen=True)
 class SumOverRanks:
     """Partial sums of ranks become one replicated sum."""
+
+    own_cotangents: ClassVar[bool] = True
 
     def forward(self, comm: Communicator, inputs: Tensors) -> tuple[Tensors, Any]:
         """Return (sum,)."""
@@ -52,6 +54,8 @@ class MaxOverSpace:
         nan_ties: whether pixels that are NaN tie where the maximum is, as in a maximum norm; in ``torch.amax`` none
             does, and the gradient of every pixel is NaN.
     """
+
+    own_cotangents: ClassVar[bool] = True
 
     dims: tuple[int, ...]
     keepdim: bool

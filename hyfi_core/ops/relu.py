@@ -7,12 +7,11 @@ network's first layers is the largest there is.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from hyfi_core.ops.base import Cotangents, Recomputable, Tensors, Wanted
-from hyfi_core.ops.memory import ours_alone
 
 
 @dataclass(frozen=True)
@@ -21,9 +20,13 @@ class Relu(Recomputable):
 
     Attributes:
         over: whether the input is memory that nothing else needs.
+        over_cotangent: the same of the output's cotangent.
     """
 
+    own_cotangents: ClassVar[bool] = True
+
     over: bool
+    over_cotangent: bool = False
 
     def forward(self, inputs: Tensors) -> tuple[Tensors, Any]:
         """Return (rectified map,), which is what is saved."""
@@ -35,10 +38,9 @@ class Relu(Recomputable):
         return inputs[0].relu_() if self.over else inputs[0].relu()
 
     def backward(self, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
-        """Return (cotangent of the map,), over the one given where nothing else refers to it."""
-        over = ours_alone(cotangents, 0)
+        """Return (cotangent of the map,), over the one given where nothing else needs that."""
         dy = torch.zeros_like(saved) if cotangents[0] is None else cotangents[0].to(saved.dtype)
-        if not over:
+        if not self.over_cotangent:
             return (torch.ops.aten.threshold_backward.default(dy, saved, 0),)
         torch.ops.aten.threshold_backward.grad_input(dy, saved, 0, grad_input=dy)
         return (dy,)

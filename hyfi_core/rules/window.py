@@ -136,7 +136,7 @@ def max_pool2d(builder: Builder, op: Operator) -> None:
         kernel, stride, dilation = (y.kernel, x.kernel), (y.stride, x.stride), (y.dilation, x.dilation)
         return F.max_pool2d(tensor, kernel, stride, plan.native, dilation)
 
-    builder.compute(call, (canvas,), op.outputs, plan.split)
+    builder.compute(call, (canvas,), op.outputs, plan.split, op)
 
 
 def avg_pool2d(builder: Builder, op: Operator) -> None:
@@ -161,4 +161,4 @@ def avg_pool2d(builder: Builder, op: Operator) -> None:
         counted = tensor.new_tensor(rows)[:, None] * tensor.new_tensor(columns)[None, :]
         return sums / (divisor or counted)
 
-    builder.compute(call, (canvas,), op.outputs, plan.split)
+    builder.compute(call, (canvas,), op.outputs, plan.split, op)

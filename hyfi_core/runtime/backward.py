@@ -24,9 +24,9 @@ import torch
 from hyfi_core.cells.paged_steps import AllStays, StepMemory
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.progress import polled
+from hyfi_core.lowering.reuse import Over
 from hyfi_core.lowering.segments import OperatorStep, Segment, Tape
-from hyfi_core.ops.base import AsyncBackward, Cotangents, Rest, SplitBackward
-from hyfi_core.ops.memory import ours_alone
+from hyfi_core.ops.base import AsyncBackward, Cotangents, HoldsBuffers, Rest, SplitBackward
 from hyfi_core.rules.instructions import CollectiveCall, CustomCall
 
 Values = dict[str, torch.Tensor]
@@ -59,12 +59,12 @@ class _DeferredGradients:
     """Weight gradients that are still to be computed.
 
     Attributes:
-        call: whose they are.
+        record: whose they are.
         rest: computes them.
         names: parameters whose gradient is complete with them.
     """
 
-    call: CollectiveCall
+    record: OperatorRecord
     rest: Rest
     names: Sequence[str]
 
@@ -94,6 +94,7 @@ class BackwardPass:
         self._defers = memory is None or isinstance(memory, AllStays)  # else what is deferred could leave memory
         self._cotangents: Values = {}
         self._deferred: list[_DeferredGradients] = []
+        self._keep = False
 
     def run(self, records: list[Record], cotangents: Mapping[str, torch.Tensor], keep: bool) -> Values:
         """Run the records backward.
@@ -106,7 +107,7 @@ class BackwardPass:
         Returns:
             Cotangents of values that no record made.
         """
-        self._cotangents = dict(cotangents)
+        self._cotangents, self._keep = dict(cotangents), keep
         remaining = list(records) if keep else records
         last = _last_contributions(records, self._parameters) if self._complete is not None else {}
         while remaining:
@@ -118,18 +119,19 @@ class BackwardPass:
                 self._memory.end_back(record.step, self._cotangents)
             else:
                 self._memory.begin_back(record.segment, None, self._cotangents)
-                self._run_segment(record, names, keep)
+                self._run_segment(record, names)
                 self._memory.end_back(record.segment, self._cotangents)
         self._flush()
         return self._cotangents
 
-    def _run_segment(self, record: SegmentRecord, names: Sequence[str], keep: bool) -> None:
+    def _run_segment(self, record: SegmentRecord, names: Sequence[str]) -> None:
+        keep = self._keep
         if self._complete is None:
-            self._add(_differentiated(record, self._cotangents, keep))
+            self._add(_differentiated(record, self._cotangents, keep), record.segment.sums)
             return
         with _completing_early(names, self._parameters, self._complete) as left:
             found = _differentiated(record, self._cotangents, keep)
-        self._add(found)
+        self._add(found, record.segment.sums)
         self._complete(left)
 
     def _run_operator(self, record: OperatorRecord, names: Sequence[str], before: Sequence[Record]) -> None:
@@ -142,11 +144,11 @@ class BackwardPass:
                 else:
                     results, rest = self._run_collective(call, record.saved, given, before)
             del given
-            self._add(self._named(call, results))
+            self._add(self._named(call, results), record.step.sums)
             if rest is not None:
-                assert isinstance(call, CollectiveCall)
-                self._deferred.append(_DeferredGradients(call, rest, names))
+                self._deferred.append(_DeferredGradients(record, rest, names))
                 return
+            self._give_back(record)
         if self._complete is not None:
             self._complete(names)
 
@@ -182,10 +184,17 @@ class BackwardPass:
             deferred = self._deferred.pop(0)
             with torch.no_grad():
                 results = deferred.rest()
-            self._add(self._named(deferred.call, results))
+            self._add(self._named(deferred.record.step.call, results), {})
             del results
+            self._give_back(deferred.record)
             if self._complete is not None:
                 self._complete(deferred.names)
+
+    def _give_back(self, record: OperatorRecord) -> None:
+        """Give back the buffers that an operator has saved, unless it will run backward again."""
+        operator = record.step.call.operator
+        if isinstance(operator, HoldsBuffers) and not self._keep:
+            operator.give_back(record.saved)
 
     def _named(self, call: CustomCall | CollectiveCall, results: Cotangents) -> Found:
         return [
@@ -194,16 +203,19 @@ class BackwardPass:
             if name is not None and result is not None and name in self._tape.active
         ]
 
-    def _add(self, found: Found) -> None:
-        """Add what a step found to what it belongs to, and empty the list: the next step may then write over it."""
+    def _add(self, found: Found, sums: Mapping[str, Over]) -> None:
+        """Add what a step found to what it belongs to, and empty the list.
+
+        Args:
+            found: names and cotangents.
+            sums: where two are added, which of them may be written over.
+        """
         while found:
             name, cotangent = found.pop(0)
             if name in self._parameters:
                 _accumulate(self._parameters[name], cotangent)
             elif name in self._cotangents:
-                both = (self._cotangents.pop(name), cotangent)
-                del cotangent
-                self._cotangents[name] = _sum(both)
+                self._cotangents[name] = _sum(self._cotangents[name], cotangent, sums.get(name))
             else:
                 self._cotangents[name] = cotangent
 
@@ -254,13 +266,11 @@ def _completing_early(
             handle.remove()
 
 
-def _sum(both: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Return the sum of two cotangents, over one of them where nothing else refers to it."""
-    if both[0].dtype == both[1].dtype and both[0].shape == both[1].shape:
-        for over, other in ((0, 1), (1, 0)):
-            if ours_alone(both, over):
-                return both[over].add_(both[other])
-    return both[0] + both[1]
+def _sum(held: torch.Tensor, new: torch.Tensor, over: Over | None) -> torch.Tensor:
+    """Return the sum of two cotangents, over one of them where nothing else needs that."""
+    if over is None or held.dtype != new.dtype or held.shape != new.shape:
+        return held + new
+    return held.add_(new) if over == "held" else new.add_(held)
 
 
 def _accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:

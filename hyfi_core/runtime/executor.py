@@ -14,6 +14,7 @@ from hyfi_core.cells.paged_steps import AllStays, StepMemory
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.counted import KindCommunicator
 from hyfi_core.lowering.segments import OperatorStep, Segment, Step, Tape
+from hyfi_core.ops.base import HoldsBuffers
 from hyfi_core.rules.instructions import CollectiveCall, CustomCall, LocalCall
 from hyfi_core.runtime.backward import BackwardPass, Complete, OperatorRecord, Record, SegmentRecord, Values
 
@@ -82,10 +83,10 @@ class Executor:
     def do(self, step: Step, values: Values, record: bool = False) -> Record | None:
         """Run one step of the tape; see ``forward``. Where a communication raises, ``values`` is as it was."""
         if isinstance(step, OperatorStep):
-            return self._operate(step, values)
+            return self._operate(step, values, record)
         return self._run(step, values, record)
 
-    def _operate(self, step: OperatorStep, values: Values) -> Record | None:
+    def _operate(self, step: OperatorStep, values: Values, record: bool) -> Record | None:
         call = step.call
         inputs: Any = tuple(values[name] if name is not None else None for name in call.inputs)
         with torch.no_grad():
@@ -96,8 +97,11 @@ class Executor:
         values.update((n, out) for n, out in zip(call.outputs, outputs, strict=False) if n is not None)
         for name in step.drops:
             values.pop(name, None)
-        active = any(name in self.tape.active for name in call.outputs)
-        return OperatorRecord(step, saved) if active else None
+        if record and any(name in self.tape.active for name in call.outputs):
+            return OperatorRecord(step, saved)
+        if isinstance(call.operator, HoldsBuffers):
+            call.operator.give_back(saved)
+        return None
 
     def _run(self, segment: Segment, values: Values, record: bool) -> Record | None:
         made = SegmentRecord(segment)

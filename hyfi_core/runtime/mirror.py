@@ -13,7 +13,6 @@ Source: Jain et al., GEMS: GPU-Enabled Memory-Aware Model-Parallelism System for
 from __future__ import annotations
 
 import atexit
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,23 +24,41 @@ from hyfi_core.comm.counted import CountedCommunicator
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.placement import Placement
 
-_ALIVE: weakref.WeakSet[Mirror] = weakref.WeakSet()
+_UNFINISHED: dict[int, _InTransit] = {}
+"""Exchanges that nobody has waited for. MPI reads and writes their memory, also when their mirror is gone."""
 
 
 @atexit.register
-def _finish_all() -> None:
-    """Let no process end while weights are in transit: the peers of each have begun the same exchange."""
-    for mirror in list(_ALIVE):
-        mirror.settle()
+def finish_all() -> None:
+    """Wait for all that is in transit. No process may end before: the peers have begun the same exchanges."""
+    for transit in list(_UNFINISHED.values()):
+        transit.finish()
 
 
-@dataclass
+@dataclass(eq=False)
 class _InTransit:
-    """Flat tensors that are being sent or received."""
+    """Flat tensors that are being sent or received.
+
+    Attributes:
+        stage: whose they are.
+        pending: the exchange.
+        flats: one for each type.
+        weights: parameters that become what arrives; none where that is not weights.
+    """
 
     stage: int
     pending: Pending
     flats: list[torch.Tensor]
+    weights: Sequence[nn.Parameter] = ()
+
+    def finish(self) -> None:
+        """Return when all of it has been sent, or has arrived; weights are the new ones then."""
+        self.pending.wait()
+        if _UNFINISHED.pop(id(self), None) is None or not self.weights:
+            return
+        with torch.no_grad():
+            for parameter, piece in _pieces(self.weights, self.flats):
+                parameter.copy_(piece)
 
 
 class Mirror:
@@ -73,11 +90,6 @@ class Mirror:
         self._comm = comm.of("reduce")
         self._parameters = parameters
         self._owner_of, self._mirror_of = _partners(placement, comm.rank)
-        _ALIVE.add(self)
-
-    def __del__(self) -> None:
-        """Wait for what is in transit: MPI writes into its memory until then."""
-        self.settle()
 
     def expected(self) -> list[nn.Parameter]:
         """Return the parameters to whose gradients the other direction adds."""
@@ -102,16 +114,15 @@ class Mirror:
         """
         landed: list[nn.Parameter] = []
         for transit in list(self._gradients):
-            if wait:
-                transit.pending.wait()
             if wait or transit.pending.test():
+                transit.finish()
                 self._gradients.remove(transit)
                 for parameter, piece in _pieces(self._parameters[transit.stage], transit.flats):
                     parameter.grad = piece.clone() if parameter.grad is None else parameter.grad.add_(piece)
                     landed.append(parameter)
         if wait:
             for transit in self._leaving:
-                transit.pending.wait()
+                transit.finish()
                 for parameter in self._parameters[transit.stage]:
                     parameter.grad = None
             self._leaving.clear()
@@ -121,27 +132,26 @@ class Mirror:
         """Start sending the new weights to direction 1, and receiving them there; ``settle`` waits."""
         self.settle()
         for stage, peer in sorted(self._owner_of.items()):
-            self._weights.append(self._exchange(stage, peer, _room(self._parameters[stage]), sends=False))
+            transit = self._exchange(stage, peer, _room(self._parameters[stage]), sends=False)
+            transit.weights = self._parameters[stage]
+            self._weights.append(transit)
         for stage, peer in sorted(self._mirror_of.items()):
             flats = _flats(self._parameters[stage], [p.detach() for p in self._parameters[stage]])
             self._leaving.append(self._exchange(stage, peer, flats, sends=True))
 
-    @torch.no_grad()
     def settle(self) -> None:
         """Return when this rank's weights of direction 1 are the new ones, and its own have left."""
-        for transit in self._weights:
-            transit.pending.wait()
-            for parameter, piece in _pieces(self._parameters[transit.stage], transit.flats):
-                parameter.copy_(piece)
+        for transit in (*self._weights, *self._leaving):
+            transit.finish()
         self._weights.clear()
-        for transit in self._leaving:
-            transit.pending.wait()
         self._leaving.clear()
 
     def _exchange(self, stage: int, peer: int, flats: list[torch.Tensor], sends: bool) -> _InTransit:
         messages = [Message(peer, flat) for flat in flats]
         pending = self._comm.exchange(messages, []) if sends else self._comm.exchange([], messages)
-        return _InTransit(stage, pending, flats)
+        transit = _InTransit(stage, pending, flats)
+        _UNFINISHED[id(transit)] = transit
+        return transit
 
 
 def _partners(placement: Placement, rank: int) -> tuple[Mapping[int, int], Mapping[int, int]]:

@@ -26,6 +26,23 @@ class _Arrival:
     pending: Pending
 
 
+@dataclass
+class _Departure:
+    """A message on its way, and the memory that it was packed into, if that is no value's own."""
+
+    boundary: BoundaryTransfer
+    pending: Pending
+    packed: list[torch.Tensor]
+
+    def left(self) -> bool:
+        """Whether it has left; its memory is free then."""
+        if not self.pending.test():
+            return False
+        self.boundary.give_back(self.packed)
+        self.packed = []
+        return True
+
+
 class StageExchange:
     """Sends and receives of one step.
 
@@ -52,21 +69,22 @@ class StageExchange:
         self.device = device
         self._arrivals: dict[_Key, _Arrival] = {}
         self._local: dict[tuple[_Key, int], torch.Tensor] = {}
-        self._leaving: list[tuple[Pending, list[Message]]] = []
+        self._leaving: list[_Departure] = []
 
     def send(self, edge: Edge, direction: int, microbatch: int, values: Mapping[str, torch.Tensor], back: bool) -> None:
         """Start sending what this rank holds of the values (or, ``back``, of their cotangents)."""
         position, pieces, peers = self._side(edge, direction, back, at_source=not back)
-        sends = []
+        boundary, sends, packed = self._boundaries[edge], [], []
         for other, chosen in pieces.items():
-            buffer = pack(self._boundaries[edge], position, chosen, values, at_source=not back)
+            buffer = pack(boundary, position, chosen, values, at_source=not back)
             if peers[other] == self._comm.rank:
                 self._local[(edge, direction, microbatch, back), position] = buffer
             else:
                 sends.append(Message(peers[other], buffer))
+                packed += [buffer] if len(chosen) > 1 else []  # one piece alone may be the value itself
         if sends:
-            self._leaving.append((self._comm.exchange(sends, []), sends))
-        self._leaving = [item for item in self._leaving if not item[0].test()]
+            self._leaving.append(_Departure(boundary, self._comm.exchange(sends, []), packed))
+        self._leaving = [item for item in self._leaving if not item.left()]
 
     def expect(self, edge: Edge, direction: int, microbatch: int, back: bool) -> None:
         """Post the receives of what the other stage sends to this rank."""
@@ -85,6 +103,7 @@ class StageExchange:
             if edge[1] == stage:
                 position, buffers = self._collect(edge, direction, microbatch, back=False)
                 found.update(boundary.arrived(position, buffers))
+                self._unpacked(edge, direction, buffers, back=False)
         return found
 
     def cotangents(self, stage: int, direction: int, microbatch: int) -> dict[str, torch.Tensor]:
@@ -94,13 +113,15 @@ class StageExchange:
             if edge[0] == stage:
                 position, buffers = self._collect(edge, direction, microbatch, back=True)
                 for name, cotangent in boundary.returned(position, buffers).items():
-                    found[name] = found[name] + cotangent if name in found else cotangent
+                    found[name] = found[name].add_(cotangent) if name in found else cotangent
+                self._unpacked(edge, direction, buffers, back=True)
         return found
 
     def finish(self) -> None:
         """Return when everything that was sent has left; what was not asked for stays."""
-        for pending, _ in self._leaving:
-            pending.wait()
+        for item in self._leaving:
+            item.pending.wait()
+            item.left()
         self._leaving.clear()
 
     def _collect(self, edge: Edge, direction: int, microbatch: int, back: bool) -> tuple[int, dict[int, torch.Tensor]]:
@@ -112,6 +133,16 @@ class StageExchange:
             if peers[other] == self._comm.rank:
                 arrival.buffers[other] = self._local.pop((key, other))
         return position, arrival.buffers
+
+    def _unpacked(self, edge: Edge, direction: int, buffers: dict[int, torch.Tensor], back: bool) -> None:
+        """Give back the memory of messages whose values have been copied out of it."""
+        _, pieces, peers = self._side(edge, direction, back, at_source=back)
+        taken = [
+            buffer
+            for other, buffer in buffers.items()
+            if peers[other] != self._comm.rank or len(pieces[other]) > 1  # see ``send``
+        ]
+        self._boundaries[edge].give_back(taken)
 
     def _side(self, edge: Edge, direction: int, back: bool, at_source: bool) -> tuple[int, Pieces, tuple[int, ...]]:
         """Return (this rank's position in its stage, pieces by position in the other stage, that stage's ranks)."""

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hyfi_core
+from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.ops.batch_norm import BatchNorm
@@ -103,3 +104,18 @@ class NormedTwice(nn.Module):
 def test_a_norm_that_is_called_twice(grid: tuple[int, int]) -> None:
     torch.manual_seed(0)
     assert_equal_to_one_process(NormedTwice(), (2, 3, 12, 10), grid)
+
+
+@pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16])
+def test_batch_norm_gives_the_same_numbers_in_place(kind: torch.dtype) -> None:
+    x, dy = torch.randn(2, 3, 5, 6).to(kind), torch.randn(2, 3, 5, 6).to(kind)
+    weight = torch.rand(3).to(torch.promote_types(kind, torch.float32))
+    _, saved = BatchNorm(2 * 5 * 6, 1e-5).forward(AloneCommunicator(), (x, weight, weight))
+    given = (dy.clone(),)
+    place = given[0].data_ptr()
+    apart = BatchNorm(2 * 5 * 6, 1e-5).backward(AloneCommunicator(), saved, given)
+    assert apart[0] is not None and apart[0].data_ptr() != place and torch.equal(given[0], dy)
+    over = BatchNorm(2 * 5 * 6, 1e-5, over_cotangent=True).backward(AloneCommunicator(), saved, given)
+    assert over[0] is not None and over[0].data_ptr() == place
+    for ours, theirs in zip(over, apart, strict=True):
+        assert torch.equal(ours, theirs)

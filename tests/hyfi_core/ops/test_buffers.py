@@ -24,18 +24,30 @@ def test_what_somebody_holds_is_not_handed_out(moves: list[tuple[int, int]]) -> 
     buffers, held = Buffers(), []
     for number, (size, dropped) in enumerate(moves):
         taken = buffers.take((size, 2), torch.float32, CPU).fill_(number)
-        held.append((number, taken[:, :1] if number % 2 else taken))  # a view holds as well
-        del taken
+        held.append((number, taken))
+        buffers.give_back(tensor for _, tensor in held[:dropped])
         del held[:dropped]
         assert all((tensor == wanted).all() for wanted, tensor in held)
 
 
 def test_a_buffer_comes_back_for_its_size_and_type_alone() -> None:
     buffers = Buffers()
-    place = buffers.take((3, 4), torch.float32, CPU).data_ptr()
+    first = buffers.take((3, 4), torch.float32, CPU)
+    place = first.data_ptr()
+    buffers.give_back([first])
     assert buffers.take((2, 6), torch.float32, CPU).data_ptr() == place
     assert buffers.take((12,), torch.int32, CPU).data_ptr() != place
     assert buffers.bytes == 2 * 12 * 4
+
+
+def test_one_that_is_never_given_back_is_nobody_elses_and_one_cannot_be_given_back_twice() -> None:
+    buffers = Buffers()
+    lost, given = buffers.take((4,), torch.float32, CPU), buffers.take((4,), torch.float32, CPU)
+    buffers.give_back([given])
+    assert buffers.take((4,), torch.float32, CPU).data_ptr() == given.data_ptr() != lost.data_ptr()
+    buffers.give_back([given])
+    with pytest.raises(AssertionError, match="twice"):
+        buffers.give_back([given])
 
 
 def test_dense_copies_only_what_is_not() -> None:

@@ -1,0 +1,235 @@
+"""Reuse: which cotangents may be written over, decided before the run.
+
+The tape's backward is played once with numbers in place of tensors: each stands for memory.
+
+    backward of           gives                            held after it
+    a + b                 the cotangent itself, twice      a: 1, b: 1       neither may be written over
+    norm, which took a    memory of its own                x: 2, b: 1       b alone has memory 1: it may be
+    relu, which took b    over it                          x: 2, c: 3
+
+A value may have several numbers: any of these may be its memory. What cannot be known (an operator of which only its
+forward is known, a gradient that stays with a parameter, the answer's cotangent, which the user's loss may keep) is
+*shared*: never written over.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from hyfi_core.capture.program import ValueInfo
+from hyfi_core.ops.base import AsyncBackward, SplitBackward
+from hyfi_core.ops.batch_norm import BatchNorm
+from hyfi_core.ops.max_pool import MaxPool, WholeMaxPool
+from hyfi_core.ops.redistribute import Redistribute
+from hyfi_core.ops.relu import Relu
+from hyfi_core.rules.instructions import CollectiveCall, CustomCall, LocalCall
+
+Memory = frozenset[int]
+"""Numbers of pieces of memory; none for a cotangent that there is not."""
+
+Over = Literal["held", "new"]
+"""Which of two cotangents that are added is written over: the one that was there, or the one that is added."""
+
+_NOTHING: Memory = frozenset()
+
+_OWN_BACKWARD = frozenset(
+    f"aten.{name}"
+    for name in (
+        "conv2d.default",
+        "conv2d.padding",
+        "batch_norm.default",
+        "_native_batch_norm_legit_functional.default",
+        "_native_batch_norm_legit_no_training.default",
+        "_native_batch_norm_legit.no_stats",
+        "relu.default",
+        "sigmoid.default",
+        "silu.default",
+        "gelu.default",
+        "hardswish.default",
+        "hardsigmoid.default",
+        "mul.Tensor",
+        "max_pool2d.default",
+        "max_pool2d_with_indices.default",
+        "avg_pool2d.default",
+    )
+)
+"""Operators whose gradients autograd computes into memory of their own, with nothing of the one that it is given."""
+
+
+@dataclass(frozen=True)
+class TapeFacts:
+    """What the analysis needs to know of a tape besides its steps.
+
+    Attributes:
+        active: values that carry a gradient.
+        parameters: values whose gradients stay, with the parameter.
+        answer: values whose cotangents come from the user's loss.
+        exits: values whose cotangents come from other stages, in memory that is given away.
+        values: shape and type of every value.
+    """
+
+    active: Collection[str]
+    parameters: Collection[str]
+    answer: Collection[str]
+    exits: Collection[str]
+    values: Mapping[str, ValueInfo]
+
+
+@dataclass(frozen=True)
+class _Cotangent:
+    """A cotangent that is held.
+
+    Attributes:
+        memory: where it may be.
+        certain: whether it is there in any case; autograd leaves some out.
+    """
+
+    memory: Memory
+    certain: bool
+
+
+class BackwardMemory:
+    """Plays a tape backward, step by step from its end, and says what may be written over.
+
+    Args:
+        facts: of the tape.
+    """
+
+    def __init__(self, facts: TapeFacts) -> None:
+        self._facts = facts
+        self._count = 0
+        self._shared: set[int] = set()
+        self._deferred: Memory = _NOTHING
+        self._held: dict[str, _Cotangent] = {}
+        for name in facts.exits:
+            self._held[name] = _Cotangent(self._new(), False)
+        for name in facts.answer:
+            self._held[name] = _Cotangent(self._given_to_others(self._new()), False)
+
+    def operator(self, call: CustomCall | CollectiveCall) -> tuple[bool, dict[str, Over]]:
+        """Play an operator; return whether it may write over its first output's cotangent, and its sums."""
+        active, operator = self._facts.active, call.operator
+        if not any(name in active for name in call.inputs):
+            return False, {}
+        given = [self._pop(name).memory for name in call.outputs]
+        may = self._alone(given[0], (*self._memories(), *given[1:]))
+        everything = _NOTHING.union(*given)
+        if isinstance(operator, SplitBackward):
+            self._deferred |= everything  # its weight gradient may be computed later, of the same cotangent
+        elif isinstance(operator, AsyncBackward):
+            self._deferred = _NOTHING  # what was deferred has been computed meanwhile
+        own, found = getattr(operator, "own_cotangents", False), []
+        for name in call.inputs:
+            if name is not None and name in active:
+                if own:
+                    memory = self._new()
+                elif isinstance(operator, Redistribute):  # it moves nothing: the cotangent is passed on
+                    memory = everything
+                else:
+                    memory = self._given_to_others(everything | self._new())
+                found.append((name, _Cotangent(memory, own)))
+        return may, self._add(found)
+
+    def segment(self, calls: Iterable[LocalCall], inputs: Iterable[str], outputs: Iterable[str]) -> dict[str, Over]:
+        """Play a segment, whose backward is autograd's; return its sums."""
+        found = {name: self._pop(name) for name in outputs if name in self._held}
+        for call in reversed(tuple(calls)):
+            given = [found.pop(name) for name in call.outputs if name in found]
+            if given:
+                memory = _NOTHING.union(*(item.memory for item in given))
+                self._local(call, _Cotangent(memory, any(item.certain for item in given)), found)
+        return self._add([(name, found[name]) for name in inputs if name in found])
+
+    def _local(self, call: LocalCall, given: _Cotangent, found: dict[str, _Cotangent]) -> None:
+        """Give the inputs of a local call their cotangents."""
+        for name in dict.fromkeys(call.inputs):
+            if name not in self._facts.active:
+                continue
+            origin = self._origin(call, name)
+            memory = given.memory if origin == "given" else self._new()
+            if origin == "unknown":
+                memory = self._given_to_others(memory | given.memory)
+            if name in self._facts.parameters:
+                self._given_to_others(memory)  # to its ``grad``, and to hooks on it
+                continue
+            certain = given.certain and origin != "unknown" and call.empty is None
+            if name in found:  # autograd adds into memory that nobody else holds, or into new
+                memory, certain = self._new(), certain or found[name].certain
+            found[name] = _Cotangent(memory, certain)
+
+    def _origin(self, call: LocalCall, name: str) -> Literal["own", "given", "unknown"]:
+        """Return what memory autograd's gradient of an input of a call is in."""
+        op = call.source
+        if op is None:
+            return "unknown"
+        if op.text in _OWN_BACKWARD:
+            return "own"
+        if op.text == "aten.add.Tensor" and call.outputs[0] is not None:
+            values = self._facts.values
+            return "given" if values[name].shape == values[call.outputs[0]].shape else "own"
+        return "unknown"
+
+    def _add(self, found: list[tuple[str, _Cotangent]]) -> dict[str, Over]:
+        """Play ``BackwardPass._add``; return which of two cotangents may be written over, where two are added."""
+        sums: dict[str, Over] = {}
+        times = Counter(name for name, _ in found)
+        while found:
+            name, new = found.pop(0)
+            if name in self._facts.parameters:
+                self._given_to_others(new.memory)
+                continue
+            if name in self._held:
+                held = self._pop(name)
+                others = (*self._memories(), *(rest.memory for _, rest in found))
+                total = self._new()
+                if times[name] == 1 and self._alone(held.memory, (*others, new.memory)):
+                    sums[name], total = "held", held.memory
+                elif times[name] == 1 and self._alone(new.memory, (*others, held.memory)):
+                    sums[name], total = "new", new.memory
+                # Where one of the two turns out not to be there, the other is passed on.
+                total |= _NOTHING if held.certain else new.memory
+                total |= _NOTHING if new.certain else held.memory
+                new = _Cotangent(total, held.certain or new.certain)
+            self._held[name] = new
+        return sums
+
+    def _alone(self, memory: Memory, others: Iterable[Memory]) -> bool:
+        """Whether nothing but one value can be in this memory."""
+        if not memory or not memory.isdisjoint(self._shared) or not memory.isdisjoint(self._deferred):
+            return False
+        return all(memory.isdisjoint(other) for other in others)
+
+    def _pop(self, name: str | None) -> _Cotangent:
+        return self._held.pop(name, _Cotangent(_NOTHING, False)) if name is not None else _Cotangent(_NOTHING, False)
+
+    def _memories(self) -> Iterable[Memory]:
+        return [item.memory for item in self._held.values()]
+
+    def _new(self) -> Memory:
+        self._count += 1
+        return frozenset((self._count,))
+
+    def _given_to_others(self, memory: Memory) -> Memory:
+        self._shared |= memory
+        return memory
+
+
+def writing_over(
+    call: CustomCall | CollectiveCall, may: bool, made: Collection[str | None]
+) -> CustomCall | CollectiveCall:
+    """Return the call with an operator that writes over what it may.
+
+    Args:
+        call: any.
+        may: whether the cotangent of its first output may be written over.
+        made: values of the tape's own; the memory of others is their maker's.
+    """
+    operator = call.operator
+    if isinstance(operator, (Relu, BatchNorm)) and operator.over_cotangent != may:
+        return replace(call, operator=replace(operator, over_cotangent=may))  # type: ignore[arg-type]
+    if isinstance(operator, (MaxPool, WholeMaxPool)) and operator.over_map and call.inputs[0] not in made:
+        return replace(call, operator=replace(operator, over_map=False))  # type: ignore[arg-type]
+    return call
