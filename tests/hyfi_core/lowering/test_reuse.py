@@ -101,7 +101,7 @@ def poisoned() -> Iterator[list[str]]:
     def with_spoilt_map(plain: Any, at: int) -> Any:
         def method(self: Any, *given: Any) -> Any:
             found = plain(replace(self, over_map=False), *given)
-            if self.over_map and isinstance(given[at][0], torch.Tensor):
+            if self.over_map and getattr(self, "holds_map", True) and isinstance(given[at][0], torch.Tensor):
                 spoil("map", given[at][0])
             return found
 
