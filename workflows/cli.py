@@ -22,6 +22,7 @@ from workflows.cli_launch import launch
 from workflows.cli_options import (
     Cache,
     Cells,
+    Device,
     ForceMpp,
     Glass,
     Icc,
@@ -259,6 +260,7 @@ def validate(
     cells: Cells = None,
     image: Image = "whole",
     out: Annotated[Path | None, typer.Option("--out", help="Folder for a page and a table of all slides.")] = None,
+    device: Device = "auto",
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Fit the temperature of the probabilities and keep it in CHECKPOINT.")
     ] = False,
@@ -269,7 +271,18 @@ def validate(
     from workflows.commands import validate
 
     request = validate.EvaluationRequest(
-        checkpoint, store, labels, splits, split_name, split_column, cells, image, out, as_json, calibrate
+        checkpoint,
+        store,
+        labels,
+        splits,
+        split_name,
+        split_column,
+        cells,
+        image,
+        out,
+        as_json,
+        calibrate,
+        device,
     )
     _exit(partial(validate.run, request, ranks), writes=out, as_ranks=True)
 
@@ -294,6 +307,7 @@ def predict(
         bool, typer.Option("--allow-partial", help="Give a class, marked, even where too little tissue was seen.")
     ] = False,
     tissue: Tissue = None,
+    device: Device = "auto",
     resume: Resume = False,
     as_json: Json = False,
 ) -> None:
@@ -315,6 +329,7 @@ def predict(
             image=image,
             allow_partial=allow_partial,
             tissue=tissue,
+            device=device,
         ),
         writes=out,
         as_ranks=True,

@@ -68,3 +68,7 @@ TissueOut = Annotated[
     Path | None,
     typer.Option("--tissue", metavar="GEOJSON", help="Write a stored slide's tissue as polygons that QuPath opens."),
 ]
+Device = Annotated[
+    str,
+    typer.Option("--device", help="cuda: each rank on a GPU of its own; auto: so where each has one; cpu."),
+]

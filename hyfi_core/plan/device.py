@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast, get_args
 
 from hyfi_core.errors import RequestError
 
 DeviceRequest = Literal["auto", "cpu", "cuda"]
+
+
+def device_request(text: str) -> DeviceRequest:
+    """Return what a user asked for with ``--device``.
+
+    Raises:
+        RequestError: it is something else.
+    """
+    if text not in get_args(DeviceRequest):
+        raise RequestError(f"--device {text}: {', '.join(get_args(DeviceRequest))} are allowed")
+    return cast(DeviceRequest, text)
+
 
 # torchrun, Slurm, Open MPI, MPICH and Intel MPI (Hydra): a process's number among those of its node.
 _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK", "SLURM_LOCALID")
@@ -47,7 +59,9 @@ def gpu_index(environment: Mapping[str, str], count: int) -> int | None:
     return number if number < count else None
 
 
-def assign_devices(request: DeviceRequest, trainers: Sequence[RankGpus]) -> list[str]:
+def assign_devices(
+    request: DeviceRequest, trainers: Sequence[RankGpus], option: str = "run.device=", role: str = "trainer"
+) -> list[str]:
     """Return the device of each trainer: ``cpu``, or ``cuda:i`` with a GPU for each.
 
     Trainers that see the same GPUs take them in the order of their ranks. Loaders and validators on the node take none.
@@ -55,6 +69,8 @@ def assign_devices(request: DeviceRequest, trainers: Sequence[RankGpus]) -> list
     Args:
         request: ``cuda``: each needs a GPU; ``auto``: GPUs where each has one, else all compute on the CPU.
         trainers: what each sees, in rank order.
+        option: what the user writes before the request, for messages.
+        role: what the ranks are called there.
 
     Raises:
         RequestError: ``cuda``, and a node has fewer GPUs than trainers.
@@ -75,6 +91,28 @@ def assign_devices(request: DeviceRequest, trainers: Sequence[RankGpus]) -> list
     here = taken[lacking.host, lacking.visible]
     seen = "no GPU" if not lacking.count else f"{lacking.count} GPU{'s' if lacking.count > 1 else ''}"
     raise RequestError(
-        f"run.device is cuda and {here} trainer{'s' if here > 1 else ''} on {lacking.host} "
-        f"see{'' if here > 1 else 's'} {seen}; start at most one trainer for each GPU, or use run.device=cpu"
+        f"{option.rstrip('= ')} is cuda and {here} {role}{'s' if here > 1 else ''} on {lacking.host} "
+        f"see{'' if here > 1 else 's'} {seen}; start at most one {role} for each GPU, or use {option}cpu"
     )
+
+
+def spare_devices(request: DeviceRequest, trainers: Sequence[RankGpus], others: Sequence[RankGpus]) -> list[str]:
+    """Return the device of each rank that computes beside trainers: a GPU that these leave free, else ``cpu``.
+
+    Args:
+        request: ``cpu``: none takes one.
+        trainers: what each trainer sees; each takes a GPU where all do.
+        others: what each of the others sees, in rank order.
+    """
+    if request == "cpu":
+        return ["cpu"] * len(others)
+    lacking = any(sum((t.host, t.visible) == (s.host, s.visible) for s in trainers) > t.count for t in trainers)
+    taken: dict[tuple[str, str], int] = {}
+    for trainer in () if lacking else trainers:
+        taken[trainer.host, trainer.visible] = taken.get((trainer.host, trainer.visible), 0) + 1
+    devices = []
+    for other in others:
+        number = taken.get((other.host, other.visible), 0)
+        taken[other.host, other.visible] = number + 1
+        devices.append(f"cuda:{number}" if number < other.count else "cpu")
+    return devices

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import socket
 from typing import TYPE_CHECKING, Any
 
 from hyfi_core.errors import RequestError
-from hyfi_core.plan.device import gpu_index
+from hyfi_core.plan.device import DeviceRequest, RankGpus, assign_devices, gpu_index
 
 if TYPE_CHECKING:  # the launcher only asks where it stands; it needs no torch
+    import torch
+
     from hyfi_core.comm.base import Communicator
 
 # What Hydra (MPICH, Intel MPI), Open MPI and Slurm set for every rank they start.
@@ -104,6 +107,37 @@ def _select_gpu() -> None:
     index = gpu_index(os.environ, torch.cuda.device_count())
     if index is not None:
         torch.cuda.set_device(index)
+
+
+def gpus_seen(comm: Communicator) -> list[RankGpus]:
+    """Return the GPUs that each rank sees, on every rank (collective)."""
+    import torch
+
+    mine = [socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES", ""), torch.cuda.device_count()]
+    return [RankGpus(*seen) for seen in comm.broadcast_object(comm.gather_objects(mine))]
+
+
+def own_device(request: DeviceRequest, comm: Communicator) -> torch.device:
+    """Return where this rank of a prediction or validation computes, and make it its own (collective).
+
+    Args:
+        request: ``cuda``: each rank on a GPU of its own; ``auto``: so where each has one, else all on the CPU.
+        comm: the ranks that compute.
+
+    Raises:
+        RequestError: on all ranks: GPUs are asked for, and a node has too few.
+    """
+    return made_current(assign_devices(request, gpus_seen(comm), "--device ", "rank")[comm.rank])
+
+
+def made_current(name: str) -> torch.device:
+    """Return a device by its name; a GPU becomes this process's own, before anything allocates on another."""
+    import torch
+
+    device = torch.device(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
 
 
 def _supervised(comm: Communicator, store: Any = None) -> Communicator:

@@ -25,6 +25,7 @@ from data.store.manifest import SlideRecord
 from data.store.slide_store import SlideStore, slide_path
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
+from hyfi_core.runtime.launch import own_device
 from pathology.errors import SlideError
 from pathology.ingest.options import IngestOptions
 from pathology.predict.ensemble import Attribution, Ensemble, together
@@ -92,7 +93,10 @@ def predict_slides(
     spec = replace(spec, mpp=options.mpp if options.mpp is not None else spec.mpp)
     folder = OutFolder(out, members, spec, options=options)
     options.check_tissue([one.slide_id for one in inputs])
+    device = own_device(options.device, comm)
     chosen = _decided(comm, lambda: folder.open(inputs))
+    for member in members:
+        member.model.to(device)
     ensemble = Ensemble(members, spec, comm, options.cells) if any(not inputs[k].reason for k in chosen) else None
     outcomes: list[Prediction] = []
     stopped = False

@@ -12,6 +12,7 @@ import numpy as np
 
 from data.store.slide_store import SlideStore
 from hyfi_core.errors import RequestError
+from hyfi_core.plan.device import DeviceRequest
 from pathology.tissue.outlines import SlideGrid, mask_of_geojson
 
 OFF = "off"
@@ -30,6 +31,7 @@ class PredictOptions:
         image: ``whole`` shows all tissue of a slide, ``trained`` what one image of the trained size holds.
         tissue: what counts as tissue: ``off``: all; a GeoJSON of one slide, or a folder with ``<slide_id>.geojson``:
             its polygons; None: what was found.
+        device: where ranks compute: each on a GPU of its own (``cuda``), so where each has one (``auto``), or ``cpu``.
         allow_partial: give a class also where less of the tissue was seen than the checkpoint asks for.
 
     Raises:
@@ -43,6 +45,7 @@ class PredictOptions:
     image: Image = "whole"
     allow_partial: bool = False
     tissue: str | None = None
+    device: DeviceRequest = "auto"
 
     def tissue_file(self, slide_id: str) -> Path | None:
         """Return the GeoJSON that says where a slide's tissue is; None where none does."""

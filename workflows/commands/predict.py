@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hyfi_core.errors import RequestError
+from hyfi_core.plan.device import device_request
 from workflows import console, signals
 from workflows.evaluation.cells import parse_cells
 from workflows.exit_codes import DONE, SOME_FAILED, STOPPED
@@ -36,6 +37,7 @@ def run(
     image: str = "whole",
     allow_partial: bool = False,
     tissue: str | None = None,
+    device: str = "auto",
 ) -> int:
     """Predict ``inputs`` with one checkpoint, or with several as an ensemble, into ``out``.
 
@@ -62,6 +64,7 @@ def run(
         image=image,  # type: ignore[arg-type]
         allow_partial=allow_partial,
         tissue=tissue,
+        device=device_request(device),
     )
     if options.cells is not None and ranks is not None and ranks > 1:
         raise RequestError(f"--cells {cells} with --ranks {ranks}: cells are for one process alone; leave out either")
@@ -104,6 +107,7 @@ def _arguments(
         words += ["--checkpoint", str(checkpoint)]
     for flag, value in (("--mpp", options.mpp), ("--slide-mpp", options.slide_mpp)):
         words += [] if value is None else [flag, repr(value)]
+    words += ["--device", options.device]
     words += ["--tissue", options.tissue] if options.tissue is not None else []
     words += ["--overwrite"] * options.overwrite + ["--json"] * as_json
     words += ["--image", options.image] + ["--allow-partial"] * options.allow_partial

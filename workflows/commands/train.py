@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hyfi_core.errors import RequestError
-from hyfi_core.runtime.launch import inside_launcher
+from hyfi_core.runtime.launch import inside_launcher, made_current
 from workflows.config.load import Config, load_config
 from workflows.console import emit_json, progress, say, warn
 from workflows.exit_codes import DONE, STOPPED
@@ -91,7 +91,7 @@ def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, s
     from workflows.training.memory import advice_of, check_memory
     from workflows.training.pace import with_shares
     from workflows.training.request import check_ranks, check_run, own_run
-    from workflows.training.start import Roles, SavedRun, check_images
+    from workflows.training.start import Roles, SavedRun, check_images, device_of
 
     agree(world, lambda: check_ranks(config, world.size))
     if stop.anywhere(world):  # while the ranks started; building the engine may take long
@@ -108,8 +108,9 @@ def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, s
     for line in forecast:
         say(line)
     remember_advice(world.broadcast_object(advice_of(job, forecast)))
+    device = device_of(config.run.device, roles)
     make = _trainer if roles.trainers is not None else _loader if roles.validators is None else _validator
-    body = agree(world, lambda: make(job, roles, saved, coverage, stop))
+    body = agree(world, lambda: make(job, roles, saved, coverage, stop, device))
     if stop.anywhere(world):
         return _stopped_at_start(world, config)
     owner = agree(world, lambda: own_run(config, resume, start) if world.rank == 0 else None)
@@ -128,17 +129,18 @@ def _stopped_at_start(world: Communicator, config: Config) -> int:
     return STOPPED
 
 
-def _trainer(job: TrainingJob, roles: Roles, saved: SavedRun | None, coverage: Any, stop: StopFlag) -> RankBody:
+def _trainer(
+    job: TrainingJob, roles: Roles, saved: SavedRun | None, coverage: Any, stop: StopFlag, device: str
+) -> RankBody:
     """Build the engine, which may refuse, and return what trains with it."""
     from workflows.training.loop import TrainingLoop
     from workflows.training.recorder import Recorder
     from workflows.training.run_folder import RunFolder
-    from workflows.training.start import make_engine, make_model, own_device
+    from workflows.training.start import make_engine, make_model
 
     assert roles.trainers is not None
     first = roles.world.rank == 0
-    device = own_device(job.config.run.device, roles.trainers)
-    model = make_model(job, tell=first and saved is None).to(device)
+    model = make_model(job, tell=first and saved is None).to(made_current(device))
     replica = roles.trainers.rank // job.plan.ranks_per_replica
     engine = make_engine(job, model, job.plan, roles.trainers, job.layout.batch_of(replica))
 
@@ -162,21 +164,25 @@ def _trainer(job: TrainingJob, roles: Roles, saved: SavedRun | None, coverage: A
     return body
 
 
-def _loader(job: TrainingJob, roles: Roles, saved: SavedRun | None, coverage: Any, stop: StopFlag) -> RankBody:
+def _loader(
+    job: TrainingJob, roles: Roles, saved: SavedRun | None, coverage: Any, stop: StopFlag, device: str
+) -> RankBody:
     from workflows.training.feeding import make_loader
 
     service = make_loader(job, roles, watch=lambda: stop.pass_on(roles.world))
     return lambda _: STOPPED if service.serve() else DONE
 
 
-def _validator(job: TrainingJob, roles: Roles, saved: SavedRun | None, coverage: Any, stop: StopFlag) -> RankBody:
+def _validator(
+    job: TrainingJob, roles: Roles, saved: SavedRun | None, coverage: Any, stop: StopFlag, device: str
+) -> RankBody:
     from workflows.evaluation.validation_child import start_child, validation_plan
     from workflows.evaluation.validator import ValidationService
 
     group = roles.validators
     assert group is not None
     plan = validation_plan(job.config, job.plan, group.size)
-    start = partial(start_child, job.model_json(), job.config, job.val.samples, plan)
+    start = partial(start_child, job.model_json(), job.config, job.val.samples, plan, device=device)
     service = ValidationService(roles.world, group, start, watch=lambda: stop.pass_on(roles.world))
     service.begin()
     return lambda _: STOPPED if service.serve() else DONE

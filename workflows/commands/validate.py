@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hyfi_core.errors import RequestError
+from hyfi_core.plan.device import device_request
 from hyfi_core.runtime.launch import inside_launcher
 from workflows import signals
 from workflows.console import emit_json, say, warn
@@ -37,6 +38,7 @@ class EvaluationRequest:
         image: ``whole``: all tissue of every slide is shown; ``trained``: what an image of the trained size holds.
         out: folder for ``index.html`` and ``predictions.csv`` of the slides; None: neither.
         as_json: print the numbers as one JSON object.
+        device: where it computes: ``auto``, ``cpu`` or ``cuda``.
         calibrate: put the temperature that suits these slides into the checkpoint.
     """
 
@@ -51,6 +53,7 @@ class EvaluationRequest:
     out: Path | None = None
     as_json: bool = False
     calibrate: bool = False
+    device: str = "auto"
 
     def words(self) -> list[str]:
         """Return this request as a command line, for the ranks."""
@@ -60,7 +63,7 @@ class EvaluationRequest:
         words += ["--split-column", self.split_column] if self.split_column else []
         words += ["--cells", self.cells] if self.cells else []
         words += ["--out", str(self.out)] if self.out else []
-        words += ["--calibrate"] * self.calibrate
+        words += ["--calibrate"] * self.calibrate + ["--device", self.device]
         return [*words, "--image", self.image, *["--json"] * self.as_json]
 
 
@@ -81,6 +84,7 @@ def run(request: EvaluationRequest, ranks: int | None) -> int:
 
     if request.image not in ("whole", "trained"):
         raise RequestError(f"--image {request.image}: whole or trained are expected")
+    device_request(request.device)
     if request.calibrate and request.split != "val":
         raise RequestError(
             f"--calibrate --split {request.split}: the temperature is chosen by the slides that it is fitted on, which "
@@ -97,6 +101,7 @@ def validate_rank(request: EvaluationRequest) -> int:
     from hyfi_core.comm.agree import agree
     from hyfi_core.plan.parallel_plan import ParallelPlan
     from hyfi_core.runtime.checkpoint import amend_model_json, load_checkpoint
+    from hyfi_core.runtime.launch import own_device
     from workflows.evaluation.evaluate import Interrupted
     from workflows.evaluation.evaluator import Evaluator
     from workflows.launch.peer_watch import join
@@ -108,7 +113,10 @@ def validate_rank(request: EvaluationRequest) -> int:
     dataset = agree(world, lambda: _dataset(loaded.model, request))
     apart = ParallelPlan(grids=((1, 1),), replicas=world.size)
     plan = ParallelPlan(grids=((1, world.size),)) if cells is None else apart
-    evaluator = agree(world, lambda: Evaluator.of(loaded.model, dataset, plan, world, cells, whole=whole))
+    device = own_device(device_request(request.device), world)
+    evaluator = agree(
+        world, lambda: Evaluator.of(loaded.model, dataset, plan, world, cells, whole=whole, device=device)
+    )
     seen: Logits = {}
     try:
         metrics = evaluator.evaluate(loaded.judged, lambda: stop.anywhere(world), seen.update)

@@ -33,7 +33,8 @@ class RunConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
         description="auto, cpu or cuda: where trainers compute; cuda: each on a GPU of its own, refused where there "
-        "are too few; auto: so where every trainer has one, else on the CPU",
+        "are too few; auto: so where every trainer has one, else on the CPU; validators take GPUs that trainers leave "
+        "free",
     )
     memory_format: Literal["channels_last", "contiguous"] = Field(
         "channels_last",

@@ -84,6 +84,7 @@ class Evaluator:
         cells: tuple[int, int] | None = None,
         *,
         whole: bool = False,
+        device: torch.device | None = None,
     ) -> Evaluator:
         """Build the network of a ``model.json``, spread as ``plan`` says; its weights are anything.
 
@@ -94,12 +95,14 @@ class Evaluator:
             group: the ranks.
             cells: rows and columns, where every rank is a replica of the plan and evaluates images cell by cell.
             whole: whether slides whose tissue does not fit the trained size are shown whole all the same.
+            device: where this rank computes; None: on the CPU.
 
         Raises:
             RequestError: the plan cannot run it.
         """
         precision = model.get("precision", "float32")
         module = lay_out(build_model(model["model"]), precision, model.get("memory_format", "channels_last"))
+        module.to(device or torch.device("cpu"))
         autocast = torch.bfloat16 if precision == "bfloat16" else None
         shape = (1, 3, *dataset.size_px)
         engine: InferenceEngine

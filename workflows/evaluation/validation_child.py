@@ -36,6 +36,8 @@ def start_child(
     plan: ParallelPlan,
     seat: Mapping[str, Any],
     descriptors: Sequence[int],
+    *,
+    device: str = "cpu",
 ) -> ChildProcess:
     """Start the child of one validator.
 
@@ -48,12 +50,14 @@ def start_child(
         plan: of the validators.
         seat: see :data:`workflows.evaluation.validator.Start`.
         descriptors: files that hold snapshots.
+        device: where it computes; where several evaluate an image together, that is the CPU.
     """
     import torch
 
     description = {
         "model": network,
         "plan": plan.to_json(),
+        "device": device if plan.ranks_per_replica == 1 else "cpu",
         "cells": config.validation.cells,
         "store": str(config.data.store),
         "slides": [[slide.slide_id, slide.case_id, slide.label] for slide in slides],
@@ -154,12 +158,20 @@ def _connect(parent: Parent, seat: Mapping[str, Any]) -> Communicator:
 
 def _build_evaluator(description: Mapping[str, Any], plan: ParallelPlan, group: Communicator) -> Evaluator:
     from data.samples.dataset import SlideRef
+    from hyfi_core.runtime.launch import made_current
     from workflows.evaluation.evaluator import Evaluator, dataset_of
 
     model = description["model"]
     slides = [SlideRef(slide_id, case_id, label) for slide_id, case_id, label in description["slides"]]
     cells = tuple(description["cells"]) if description["cells"] else None
-    return Evaluator.of(model, dataset_of(model, Path(description["store"]), slides), plan, group, cells)
+    return Evaluator.of(
+        model,
+        dataset_of(model, Path(description["store"]), slides),
+        plan,
+        group,
+        cells,
+        device=made_current(description["device"]),
+    )
 
 
 def _weights(parent: Parent, group: Communicator, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import torch
 from data.loading.normalise import Normalisation
 from data.samples.coverage import check_coverage
 from hyfi_core.comm.base import Communicator
-from hyfi_core.plan.device import DeviceRequest, RankGpus, assign_devices
+from hyfi_core.plan.device import DeviceRequest, assign_devices, spare_devices
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.roles import RankRoles, assign_roles, loaders_of, with_spare
 from hyfi_core.runtime.checkpoint import (
@@ -23,6 +22,7 @@ from hyfi_core.runtime.checkpoint import (
     load_training_state,
 )
 from hyfi_core.runtime.engine import Engine
+from hyfi_core.runtime.launch import gpus_seen
 from hyfi_core.runtime.ownership import load_optimizer_state
 from hyfi_core.runtime.parallelize import parallelize
 from workflows.config.load import Config
@@ -117,18 +117,17 @@ def make_model(job: TrainingJob, tell: bool) -> torch.nn.Module:
     return lay_out(model, run.precision, run.memory_format).train()
 
 
-def own_device(request: DeviceRequest, trainers: Communicator) -> torch.device:
-    """Return where this trainer computes, and make it this process's GPU (collective over the trainers).
+def device_of(request: DeviceRequest, roles: Roles) -> str:
+    """Return where this rank computes: trainers first, validators on GPUs that these leave free (collective).
 
     Raises:
-        RequestError: on all trainers: GPUs are asked for, and a node has too few.
+        RequestError: on all ranks: GPUs are asked for, and a node has too few for its trainers.
     """
-    mine = (socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES", ""), torch.cuda.device_count())
-    gathered = trainers.broadcast_object(trainers.gather_objects(mine))
-    device = torch.device(assign_devices(request, [RankGpus(*seen) for seen in gathered])[trainers.rank])
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    return device
+    seen = gpus_seen(roles.world)
+    trainers, validators = ([seen[rank] for rank in ranks] for ranks in (roles.trainer_ranks, roles.validator_ranks))
+    names = dict(zip(roles.trainer_ranks, assign_devices(request, trainers), strict=True))
+    names |= dict(zip(roles.validator_ranks, spare_devices(request, trainers, validators), strict=True))
+    return names.get(roles.world.rank, "cpu")
 
 
 def make_engine(

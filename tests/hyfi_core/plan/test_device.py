@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hyfi_core.errors import RequestError
-from hyfi_core.plan.device import RankGpus, assign_devices, gpu_index, local_rank
+from hyfi_core.plan.device import RankGpus, assign_devices, device_request, gpu_index, local_rank, spare_devices
 
 FOUR_NODES = [RankGpus(f"node{rank // 8}", "", 8) for rank in range(32)]
 
@@ -60,3 +60,24 @@ def test_more_trainers_than_gpus(trainers: list[RankGpus], words: str) -> None:
     with pytest.raises(RequestError, match=words):
         assign_devices("cuda", trainers)
     assert assign_devices("auto", trainers) == ["cpu"] * len(trainers)
+
+
+def test_a_refusal_names_what_the_command_calls_it() -> None:
+    with pytest.raises(RequestError, match=r"--device is cuda and 1 rank on a sees no GPU; .* or use --device cpu"):
+        assign_devices("cuda", [RankGpus("a", "", 0)], "--device ", "rank")
+    with pytest.raises(RequestError, match=r"or use run\.device=cpu"):
+        assign_devices("cuda", [RankGpus("a", "", 0)])
+    assert device_request("auto") == "auto"
+    with pytest.raises(RequestError, match="--device gpu: auto, cpu, cuda are allowed"):
+        device_request("gpu")
+
+
+def test_validators_take_the_gpus_that_trainers_leave() -> None:
+    node = [RankGpus("a", "", 4)] * 2
+    assert spare_devices("auto", node, [RankGpus("a", "", 4)] * 3) == ["cuda:2", "cuda:3", "cpu"]
+    assert spare_devices("cuda", node, [RankGpus("b", "", 1)] * 2) == ["cuda:0", "cpu"]
+    assert spare_devices("cpu", node, [RankGpus("a", "", 4)]) == ["cpu"]
+    full = [RankGpus("a", "", 2)] * 3  # more trainers than GPUs: they compute on the CPU, and all GPUs are free
+    assert spare_devices("auto", full, [RankGpus("a", "", 2)]) == ["cuda:0"]
+    bound = [RankGpus("a", str(rank), 1) for rank in range(3)]
+    assert spare_devices("auto", bound[:2], bound[2:]) == ["cuda:0"]
