@@ -1,6 +1,10 @@
-"""Cell by cell against one piece: memory that one process grows by to predict one image, and its seconds.
+"""Cell by cell against one piece: memory that one process grows by to predict or train one image, and its seconds.
 
     python -m workflows.benchmarks.cells [--size 4096] [--cells 4,4 8,8] [--model resnet18] [--threads N]
+    python -m workflows.benchmarks.cells --train --spill FOLDER --memory 1.5e9 [--precision bfloat16] [--only-cells] …
+
+With ``--train`` one step is measured, live batch norm included, after which memory holds gradients; activations of
+cells leave memory for a file in the folder, so that the process holds ``--memory`` bytes, libraries included.
 
 Every way has a process of its own: plain PyTorch in one piece, then each grid of cells. Growth is the process' largest
 resident memory (VmHWM) less what it had with model, engine and kernels there (a small image has been predicted by
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
 
 _PATTERN_PX = 512
 _WARM_PX = 256
+_SPILLED = ("written", "read", "recomputed", "store")
 
 
 def main() -> None:
@@ -36,16 +41,24 @@ def main() -> None:
     parser.add_argument("--cells", nargs="+", default=["4,4"])
     parser.add_argument("--model", default="resnet18")
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--train", action="store_true", help="a training step, not a prediction")
+    parser.add_argument("--spill", help="folder for activations that no cell needs; without it all are kept")
+    parser.add_argument("--memory", type=float, help="bytes that the process may hold, with --spill")
+    parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--only-cells", action="store_true", help="leave one piece out, which may not fit")
     parser.add_argument("--way", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.way is not None:
-        print(json.dumps(measure(given.model, given.size, given.way, given.threads)))
+        print(json.dumps(train(given) if given.train else measure(given.model, given.size, given.way, given.threads)))
         return
+    passed_on = ["--train", *(["--spill", given.spill] if given.spill else []), "--precision", given.precision]
+    passed_on += ["--memory", str(given.memory)] if given.memory else []
     first: dict[str, Any] | None = None
-    for way in ("one piece", *given.cells):
+    for way in (*([] if given.only_cells else ["one piece"]), *given.cells):
         command = [sys.executable, "-m", "workflows.benchmarks.cells", "--way", way]
         command += ["--size", str(given.size), "--model", given.model]
         command += ["--threads", str(given.threads)] if given.threads else []
+        command += passed_on if given.train else []
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
             print(json.dumps({"way": way, "size_px": given.size, "failed": done.stderr.splitlines()[-1:]}), flush=True)
@@ -105,6 +118,56 @@ def measure(name: str, size_px: int, way: str, threads: int | None) -> dict[str,
         "logits": logits[0].tolist(),
     }
     return found
+
+
+def train(given: argparse.Namespace) -> dict[str, Any]:
+    """Train one image for one step in this process and return megabytes, seconds and the loss."""
+    import torch
+
+    import hyfi_core
+    from hyfi_core.comm.alone import AloneCommunicator
+    from hyfi_core.plan.box import Box
+    from workflows.evaluation.cells import parse_cells
+    from workflows.evaluation.models import build_model
+
+    if given.threads is not None:
+        torch.set_num_threads(given.threads)
+    torch.manual_seed(0)
+    model = build_model({"name": given.model, "classes": 2}).train()
+    cells = None if given.way == "one piece" else parse_cells(given.way)
+    labels, pattern = torch.zeros(1, dtype=torch.long), torch.randn(1, 3, _PATTERN_PX, _PATTERN_PX)
+    autocast = torch.bfloat16 if given.precision == "bfloat16" else None
+    engine = None
+    if cells is not None:
+        memory_bytes = int(given.memory) if given.memory and given.spill else None
+        plan = hyfi_core.ParallelPlan(((1, 1),), cells=cells, spill=given.spill, memory_bytes=memory_bytes)
+        shape = (1, 3, given.size, given.size)
+        engine = hyfi_core.parallelize(model, shape, plan, AloneCommunicator(), autocast=autocast)
+    whole = None if engine is not None else read(pattern, Box.of_size(given.size, given.size))
+
+    def step() -> float:
+        if engine is not None:
+            return engine.accumulate(lambda box: read(pattern, box), labels)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast is not None):
+            loss = torch.nn.functional.cross_entropy(model(whole).float(), labels)
+        torch.autograd.backward(loss)
+        return float(loss.detach())
+
+    forget_peak()
+    before, began_s, cpu_s = resident_bytes(), time.perf_counter(), time.process_time()
+    loss = step()
+    seconds, cpu_seconds = time.perf_counter() - began_s, time.process_time() - cpu_s
+    counts = None if engine is None else engine.spilled()
+    return {
+        "way": given.way,
+        "size_px": given.size,
+        "growth_mb": round((peak_bytes() - before) / 1e6, 1),
+        "peak_mb": round(peak_bytes() / 1e6, 1),
+        "seconds": round(seconds, 2),
+        "cpu_seconds": round(cpu_seconds, 2),
+        "logits": [loss],
+        **({} if counts is None else {f"{key}_mb": round(getattr(counts, f"{key}_bytes") / 1e6) for key in _SPILLED}),
+    }
 
 
 def read(pattern: torch.Tensor, box: Box) -> torch.Tensor:

@@ -1,0 +1,66 @@
+"""The recipe for images larger than memory, on small ones: spilling changes no bit of a run, nor of one resumed."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import workflows
+from hyfi_core.cells import pager
+from hyfi_core.runtime import engine as engines
+from tests.workflows.archive import make_config, make_store
+from tests.workflows.runs import assert_same_run, in_this_process, run_here
+
+RECIPE = Path(workflows.__file__).parent / "recipes" / "gigapixel.yaml"
+
+
+def test_a_run_that_spills_is_the_same_to_the_last_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = [
+        *(f"data.store={make_store(tmp_path)}", "data.size_px=128", "data.align_px=32", "data.min_coverage=0"),
+        *("model.name=resnet6", "model.options={width: 4}", "optimizer.accumulate=2", "run.tensorboard=false"),
+        *("run.epochs=null", "run.steps=4", "validation.every_steps=2", "run.checkpoint_every_steps=2"),
+    ]
+    disk = tmp_path / "disk"
+    ways = {
+        "kept": ["plan.cells=[2, 2]", "plan.spill=null", "plan.memory_bytes=null"],
+        "spilled": ["plan.cells=[2, 2]", f"plan.spill={disk}", "plan.memory_bytes=null"],
+        "recipe": [f"plan.spill={disk}"],  # all fits in 12 GiB: no cells
+    }
+    monkeypatch.setattr(pager, "SMALLEST_BYTES", 1)
+    monkeypatch.setattr(engines, "page_limit", lambda *given: 100_000)
+    with in_this_process(monkeypatch):
+        for way, plan in ways.items():
+            assert run_here(RECIPE, *small, *plan, f"run.dir={tmp_path / way}") == 0
+    assert_same_run(tmp_path / "kept", tmp_path / "spilled", 4)
+    assert list(disk.iterdir()) == []
+
+
+@pytest.mark.soak
+def test_a_run_that_is_killed_leaves_nothing_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    sections = {
+        "model": {"name": "tests.workflows.commands.small_pages:tiny"},
+        "plan": {"cells": [2, 2], "spill": str(disk)},
+        "run": {"steps": 8, "checkpoint_every_steps": 2},
+        "validation": {"every_steps": 100},
+    }
+    config = make_config(tmp_path, make_store(tmp_path), **sections)
+    command = [sys.executable, "-m", "workflows.cli", "train", str(config)]
+    calm, killed = (f"run.dir={tmp_path / name}" for name in ("calm", "killed"))
+    subprocess.run([*command, calm], check=True, capture_output=True, timeout=600)
+    with subprocess.Popen([*command, killed], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        metrics = tmp_path / "killed" / "metrics.jsonl"
+        while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 4):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+    assert list(disk.iterdir()) == []
+    subprocess.run([*command, killed, "--resume"], check=True, capture_output=True, timeout=600)
+    assert_same_run(tmp_path / "calm", tmp_path / "killed", 8)
+    assert list(disk.iterdir()) == []
