@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
-import math
 import operator
 import warnings
 from collections.abc import Iterator
@@ -46,7 +45,7 @@ def capture(model: nn.Module, shape: tuple[int, int, int, int], dtype: torch.dty
             image = torch.empty(shape, dtype=dtype)
         try:
             # With gradients also where none are wanted: what carries one is the same for training and prediction.
-            with torch.enable_grad(), _quiet(), _cumulative_averages(model), trace_guards(model):
+            with torch.enable_grad(), _quiet(), trace_guards(model):
                 traced = torch.export.export(model, (image,), strict=False)
             exported = traced.run_decompositions({})
         except RequestError as error:
@@ -71,26 +70,6 @@ def _quiet() -> Iterator[None]:
     finally:
         del vars(module)["print"]
         logger.setLevel(level)
-
-
-@contextlib.contextmanager
-def _cumulative_averages(model: nn.Module) -> Iterator[None]:
-    """Let batch norms with ``momentum=None`` be captured: their momentum is data, 1 / batches; nan stands for it."""
-    found = [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm)
-        and module.momentum is None
-        and module.training
-        and module.track_running_stats
-    ]
-    for module in found:
-        module.momentum = math.nan
-    try:
-        yield
-    finally:
-        for module in found:
-            module.momentum = None
 
 
 def _parse(exported: ExportedProgram) -> Program:

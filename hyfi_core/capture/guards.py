@@ -22,8 +22,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
@@ -58,6 +60,7 @@ def trace_guards(model: nn.Module) -> Iterator[None]:
             _watched_forward(model, calls),
             plain_checkpoints(inside),
             changed(nn.Module, "__setattr__", _assign),
+            changed(_BatchNorm, "forward", _normalise),
         ):
             yield
     finally:
@@ -151,6 +154,29 @@ def _refuse_backward_hooks(model: nn.Module) -> None:
                 f"module {name or 'the model itself'} ({type(module).__name__}) has backward hooks, which would not be "
                 "called; remove them, or change gradients after engine.gather_gradients()"
             )
+
+
+_PLAIN_NORM: Any = _BatchNorm.forward
+
+
+def _normalise(module: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
+    """Batch norm with its momentum as data where that is 1 / batches (``momentum=None``), which a float cannot follow.
+
+    The native kernel with momentum 1 leaves the batch's own statistics; what becomes of the running ones is arithmetic.
+    """
+    batches: Any = module.num_batches_tracked
+    running: Any = (module.running_mean, module.running_var)
+    if not _traces() or not module.training or module.momentum is not None or batches is None or running[0] is None:
+        plain: torch.Tensor = _PLAIN_NORM(module, x)
+        return plain
+    module._check_input_dim(x)
+    batch = torch.zeros_like(running[0]), torch.zeros_like(running[1])
+    result = F.batch_norm(x, *batch, module.weight, module.bias, True, 1.0, module.eps)
+    batches.add_(1)
+    for kept, new in zip(running, batch, strict=True):
+        share = 1.0 / batches.to(kept.dtype)
+        kept.copy_(kept * (1.0 - share) + new * share)
+    return result
 
 
 _PLAIN_SETATTR: Any = nn.Module.__setattr__

@@ -8,14 +8,13 @@ evaluation                           pixel by pixel, nothing to exchange
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from hyfi_core.capture.program import Operator, Program
+from hyfi_core.capture.program import Operator
 from hyfi_core.ops.batch_norm import BatchNorm, FusedBatchNorm
 from hyfi_core.plan.box import Box
 from hyfi_core.rules.builder import Builder
@@ -26,13 +25,12 @@ from hyfi_core.rules.instructions import Split
 def batch_norm_training(builder: Builder, op: Operator) -> None:
     """Batch norm with statistics of the whole map; one rank alone uses the native kernel."""
     x, weight, bias, running_mean, running_var, _, momentum, eps = op.args
-    batches = cumulative_count(builder.program, op, momentum)
     split = builder.seen(op, x.name)
     part = builder.part(x.name, split)
     normalised, _, _, new_mean, new_var = (*op.outputs, None, None)[:5]
     affine = tuple(item.name if item is not None else None for item in (weight, bias))
     if builder.grid == (1, 1) and builder.replicas == 1:
-        names = (part, running_mean.name, running_var.name, *affine, batches)
+        names = (part, running_mean.name, running_var.name, *affine)
         inputs = tuple(name for name in names if name is not None)
         native = native_batch_norm(weight is not None, bias is not None, momentum, eps)
         builder.compute(native, inputs, op.outputs, (split, *[None] * (len(op.outputs) - 1)), op)
@@ -47,8 +45,7 @@ def batch_norm_training(builder: Builder, op: Operator) -> None:
         (running_var.name, batch_var, new_var, unbias),
     ):
         if new is not None:
-            inputs = (running, batch) if batches is None else (running, batch, batches)
-            builder.compute(_running(momentum, factor), inputs, (new,))
+            builder.compute(_running(momentum, factor), (running, batch), (new,))
 
 
 def batch_norm_without_statistics(builder: Builder, op: Operator) -> None:
@@ -84,29 +81,24 @@ def batch_norm(builder: Builder, op: Operator) -> None:
     builder.compute(function, inputs, op.outputs, split, op)
 
 
-def batch_norm_on_features(program: Program, op: Operator) -> tuple[Callable[..., Any], tuple[str, ...]]:
+def batch_norm_on_features(op: Operator) -> tuple[Callable[..., Any], tuple[str, ...]]:
     """Return batch norm in training mode as a call that autograd can differentiate; the functional operator is not."""
     x, weight, bias, running_mean, running_var, _, momentum, eps = op.args
     names = tuple(item.name for item in (x, running_mean, running_var, weight, bias) if item is not None)
-    batches = cumulative_count(program, op, momentum)
-    names = names if batches is None else (*names, batches)
     return native_batch_norm(weight is not None, bias is not None, momentum, eps), names
 
 
 def native_batch_norm(has_weight: bool, has_bias: bool, momentum: float, eps: float) -> Callable[..., Any]:
     """Return the outputs of the functional batch norm, by the native kernel on copies of the running statistics.
 
-    The function takes map, running mean, running variance and, where there are, weight, bias, and number of batches
-    (for the cumulative average that ``momentum=None`` asks for).
+    The function takes map, running mean, running variance and, where there are, weight and bias.
     """
 
     def call(x: Any, mean: Any, variance: Any, *rest: Any) -> tuple[Any, ...]:
         weight = rest[0] if has_weight else None
         bias = rest[has_weight] if has_bias else None
-        count = rest[has_weight + has_bias :]
         mean, variance = mean.detach().clone(), variance.detach().clone()  # of an earlier call of the norm, perhaps
-        share = 1.0 / float(count[0]) if count else momentum
-        result = F.batch_norm(x, mean, variance, weight, bias, True, share, eps)
+        result = F.batch_norm(x, mean, variance, weight, bias, True, momentum, eps)
         return result, None, None, mean, variance
 
     return call
@@ -122,18 +114,6 @@ def batch_norm_alone(op: Operator) -> tuple[Callable[..., Any], tuple[str, ...]]
         return F.batch_norm(x, None, None, first, affine[-1] if bias is not None else None, True, 0.0, eps)
 
     return call, names
-
-
-def cumulative_count(program: Program, op: Operator, momentum: float) -> str | None:
-    """Return the value that counts a batch norm's batches where ``momentum=None`` (captured as nan) asks for it."""
-    if not math.isnan(momentum):
-        return None
-    counts = [
-        other.outputs[0]
-        for other in program.operators[: program.operators.index(op)]
-        if other.module == op.module and other.text == "aten.add.Tensor"
-    ]
-    return counts[-1]
 
 
 def _pixels(builder: Builder, name: str) -> int:
@@ -163,8 +143,7 @@ def _communicate(
 
 
 def _running(momentum: float, factor: float) -> Any:
-    def call(running: torch.Tensor, batch: torch.Tensor, *batches: torch.Tensor) -> torch.Tensor:
-        share = 1.0 / float(batches[0]) if batches else momentum
-        return running * (1.0 - share) + batch.to(running.dtype) * (share * factor)
+    def call(running: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        return running * (1.0 - momentum) + batch.to(running.dtype) * (momentum * factor)
 
     return call

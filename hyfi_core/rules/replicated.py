@@ -27,7 +27,7 @@ def replicated(builder: Builder, op: Operator) -> None:
             op, "normalises features without space, which plan.sync_batch_norm does not", "sync_batch_norm=False"
         )
     if op.text == "aten._native_batch_norm_legit_functional.default":
-        function, inputs = batch_norm_on_features(builder.program, op)
+        function, inputs = batch_norm_on_features(op)
     elif op.text == "aten._native_batch_norm_legit.no_stats":
         function, inputs = batch_norm_alone(op)
     elif op.text in ("aten.view.default", "aten._unsafe_view.default"):

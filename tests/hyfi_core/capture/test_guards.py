@@ -185,3 +185,18 @@ def test_other_threads_run_on_while_one_traces() -> None:
 
     with trace_guards(GuardedNet("")), ThreadPoolExecutor(1) as pool:
         assert pool.submit(works).result() == 14
+
+
+def test_the_momentum_of_a_cumulative_average_is_data_and_the_module_is_left_as_it_is() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, momentum=None))
+    seen: list[object] = []
+    model[1].register_forward_pre_hook(lambda module, given: seen.append(module.momentum))
+    program = capture(model, (2, 3, 8, 8), torch.float32)
+    assert seen and set(seen) == {None}
+    (norm,) = (op for op in program.operators if "native_batch_norm" in op.text)
+    assert norm.args[6] == 1.0  # the batch's own statistics; what is kept of them is arithmetic behind it
+    later = program.operators[program.operators.index(norm) :]
+    count = program.mutations["1.num_batches_tracked"]
+    assert any(count in op.inputs for op in later)
+    assert nn.BatchNorm2d.forward is nn.modules.batchnorm._BatchNorm.forward
+    assert "forward" not in vars(model[1])
