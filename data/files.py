@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from hyfi_core.files import sync_file
+from hyfi_core.files import swap_directory, sync_file
 
 
 def temporary_beside(path: Path) -> Path:
@@ -53,11 +53,7 @@ def publish_directory(prepared: Path, final: Path) -> None:
     """Rename a finished directory to its name, in place of an older one if there is one."""
     beside = temporary_beside(final)
     old = beside.with_name(beside.name.replace(".tmp-", ".old-"))
-    if final.exists():
-        final.rename(old)
-    prepared.rename(final)
-    sync_file(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    swap_directory(prepared, final, old)
 
 
 def remove_leftovers(final: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 
@@ -13,3 +14,12 @@ def sync_file(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def swap_directory(prepared: Path, final: Path, aside: Path) -> None:
+    """Rename a finished directory to its name; an older one is moved ``aside`` first and removed in the end."""
+    if final.exists():
+        final.rename(aside)
+    prepared.rename(final)
+    sync_file(final.parent)
+    shutil.rmtree(aside, ignore_errors=True)

@@ -54,11 +54,12 @@ def slurm(
     """A training run as a Slurm job that saves before its time limit, requeues itself and continues."""
 
     def body() -> int:
-        from workflows.commands.launch import run
+        from workflows.commands.launch import ScriptOptions, run
         from workflows.launch.scripts import Resources
 
-        asked = Resources(nodes, gpus_per_node, cpus_per_task, time, partition, mpi)
-        return run("slurm", config, list(overrides or ()), asked, ranks, site, script, submit, as_json)
+        resources = Resources(nodes, gpus_per_node, cpus_per_task, time, partition, mpi)
+        asked = ScriptOptions(resources, site, script, submit, as_json)
+        return run("slurm", config, list(overrides or ()), ranks, asked)
 
     raise typer.Exit(exit_code_of(body))
 
@@ -78,11 +79,11 @@ def slurm_array(
     """An ingest as an array of Slurm jobs: ``hyfi launch slurm-array --parts 8 ingest PATH… --out STORE``."""
 
     def body() -> int:
-        from workflows.commands.launch import run_array
+        from workflows.commands.launch import ScriptOptions, run_array
         from workflows.launch.scripts import Resources
 
-        asked = Resources(1, None, cpus_per_task, time, partition)
-        return run_array(list(context.args), parts, asked, site, script, submit, as_json)
+        resources = Resources(1, None, cpus_per_task, time, partition)
+        return run_array(list(context.args), parts, ScriptOptions(resources, site, script, submit, as_json))
 
     raise typer.Exit(exit_code_of(body))
 
@@ -100,10 +101,11 @@ def _add_script_command(by: Literal["mpiexec", "torchrun"], about: str) -> None:
         as_json: Json = False,
     ) -> None:
         def body() -> int:
-            from workflows.commands.launch import run
+            from workflows.commands.launch import ScriptOptions, run
             from workflows.launch.scripts import Resources
 
-            return run(by, config, list(overrides or ()), Resources(nodes), ranks, site, script, False, as_json)
+            asked = ScriptOptions(Resources(nodes), site, script, as_json=as_json)
+            return run(by, config, list(overrides or ()), ranks, asked)
 
         raise typer.Exit(exit_code_of(body))
 

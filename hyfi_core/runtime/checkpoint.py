@@ -33,7 +33,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from hyfi_core.errors import RequestError
-from hyfi_core.files import sync_file
+from hyfi_core.files import swap_directory, sync_file
 
 FORMAT = 1
 WEIGHTS_FILE = "model.safetensors"
@@ -179,12 +179,7 @@ def publish(
     _write_json(beside / MODEL_FILE, {"format": FORMAT, **model, "files": dict(sorted(known.items()))})
     sync_file(beside / MODEL_FILE)
     sync_file(beside)
-    replaced = _beside(folder)
-    if folder.exists():
-        folder.rename(replaced)
-    beside.rename(folder)
-    sync_file(folder.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    swap_directory(beside, folder, _beside(folder))
 
 
 def _beside(folder: Path) -> Path:

@@ -14,7 +14,7 @@ import tifffile
 from hyfi_core.plan.box import Box
 from pathology.errors import SlideError, TileError
 from pathology.readers.openslide_source import OpenSlideSource
-from pathology.readers.source_level import BadTile
+from pathology.readers.source_level import RGB, BadTile
 from pathology.readers.sources import open_source
 from pathology.readers.tiff_source import TiffSource
 from pathology.readers.tile_decoders import make_decoder
@@ -161,6 +161,23 @@ def damage(data: bytes, how: str) -> bytes:
     }[how]
 
 
+def damage_in_file(path: Path, offset: int, length: int, how: str) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset : offset + length] = damage(bytes(data[offset : offset + length]), how)
+    path.write_bytes(data)
+
+
+def assert_all_but_one_tile_is_read(source: TiffSource, good: RGB, damaged: Box) -> None:
+    """The damaged tile is named and white, the rest of the finest level is ``good``."""
+    bad: list[BadTile] = []
+    out = np.zeros_like(good)
+    source.read_into(Box.of_size(*good.shape[:2]), 0, out, bad)
+    assert [tile.box for tile in bad] == [damaged]
+    expected = good.copy()
+    expected[damaged.slices()] = 255
+    assert np.array_equal(out, expected)
+
+
 HEADS = ["garbage header", "all zero", "all random"]
 TAILS = ["zeroed tail", "random tail", "no end"]
 # zstd without its checksum and WebP have nothing in them that says what their last bytes were.
@@ -181,18 +198,11 @@ def test_a_damaged_tile_is_named_with_its_place_and_all_others_are_read(tmp_path
     good = open_source(path).read(WHOLE, 0)
     with tifffile.TiffFile(path) as tiff:
         offset, length = tiff.pages[0].dataoffsets[6], tiff.pages[0].databytecounts[6]
-    data = bytearray(path.read_bytes())
-    data[offset : offset + length] = damage(bytes(data[offset : offset + length]), how)
-    path.write_bytes(data)
+    damage_in_file(path, offset, length, how)
     source = TiffSource(path)
     with pytest.raises(TileError, match="rows 128–256, columns 256–384"):
         source.read(WHOLE, 0)
-    bad: list[BadTile] = []
-    out = np.zeros((*SIZE, 3), np.uint8)
-    source.read_into(WHOLE, 0, out, bad)
-    assert [tile.box for tile in bad] == [Box(128, 256, 256, 384)]
-    good[128:256, 256:384] = 255
-    assert np.array_equal(out, good)
+    assert_all_but_one_tile_is_read(source, good, Box(128, 256, 256, 384))
 
 
 def test_a_truncated_file_shows_what_is_there(tmp_path: Path) -> None:
@@ -272,14 +282,7 @@ def test_a_damaged_block_of_an_ndpi_is_named(tmp_path: Path, how: str) -> None:
     good = open_source(path).read(whole, 0)
     with tifffile.TiffFile(path) as tiff:
         offset, length = tiff.pages[0].dataoffsets[41], tiff.pages[0].databytecounts[41]
-    data = bytearray(path.read_bytes())
-    data[offset : offset + length] = damage(bytes(data[offset : offset + length]), how)
-    path.write_bytes(data)
+    damage_in_file(path, offset, length, how)
     source = open_source(path)
     assert isinstance(source, TiffSource)
-    bad: list[BadTile] = []
-    out = np.empty((256, 1024, 3), np.uint8)
-    source.read_into(whole, 0, out, bad)
-    assert [tile.box for tile in bad] == [Box(80, 88, 256, 512)]
-    good[80:88, 256:512] = 255
-    assert np.array_equal(out, good)
+    assert_all_but_one_tile_is_read(source, good, Box(80, 88, 256, 512))

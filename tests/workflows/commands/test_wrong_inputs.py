@@ -147,10 +147,25 @@ def test_a_run_in_a_folder_of_something_else(answer: Answer, config: Path, tmp_p
     assert tree(tmp_path) == before
 
 
-def test_missing_labels_column(hyfi: Hyfi, config: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        pytest.param(["data.target=grade"], ["grade", "manifest.csv", "data.target"], id="missing labels column"),
+        pytest.param(["model.name=resnet19"], ["resnet19", "resnet18", "package.module:factory"], id="unknown model"),
+        pytest.param(["data.mpp=0.3"], ["0.3", "mpp"], id="resolution that the store has not"),
+        pytest.param(
+            ["data.size_px=64", "data.min_coverage=0.9"],
+            ["slide-0", "size_px", "mpp"],
+            id="image too small for the tissue",
+        ),
+    ],
+)
+def test_a_value_that_does_not_fit_the_store(
+    hyfi: Hyfi, config: Path, tmp_path: Path, overrides: list[str], told: list[str]
+) -> None:
     before = tree(tmp_path)
-    done = hyfi("train", config, "data.target=grade")
-    refused((done.returncode, done.stderr), "grade", "manifest.csv", "data.target")
+    done = hyfi("train", config, *overrides)
+    refused((done.returncode, done.stderr), *told)
     assert tree(tmp_path) == before
 
 
@@ -174,27 +189,6 @@ def test_an_unknown_class(hyfi: Hyfi, config: Path, tmp_path: Path) -> None:
     before = tree(tmp_path)
     done = hyfi("train", config, f"data.labels={labels}", "model.classes=[benign, malignant]")
     refused((done.returncode, done.stderr), "malignnat", "labels.csv", "benign", "malignant")
-    assert tree(tmp_path) == before
-
-
-def test_an_unknown_model(hyfi: Hyfi, config: Path, tmp_path: Path) -> None:
-    before = tree(tmp_path)
-    done = hyfi("train", config, "model.name=resnet19")
-    refused((done.returncode, done.stderr), "resnet19", "resnet18", "package.module:factory")
-    assert tree(tmp_path) == before
-
-
-def test_a_resolution_that_the_store_has_not(hyfi: Hyfi, config: Path, tmp_path: Path) -> None:
-    before = tree(tmp_path)
-    done = hyfi("train", config, "data.mpp=0.3")
-    refused((done.returncode, done.stderr), "0.3", "mpp")
-    assert tree(tmp_path) == before
-
-
-def test_an_image_too_small_for_the_tissue(hyfi: Hyfi, config: Path, tmp_path: Path) -> None:
-    before = tree(tmp_path)
-    done = hyfi("train", config, "data.size_px=64", "data.min_coverage=0.9")
-    refused((done.returncode, done.stderr), "slide-0", "size_px", "mpp")
     assert tree(tmp_path) == before
 
 

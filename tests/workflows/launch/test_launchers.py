@@ -79,6 +79,14 @@ def open_mpi() -> tuple[list[str], dict[str, str]]:
     return words, {"MPI4PY_MPIABI": "openmpi", "MPI4PY_LIBMPI": str(OPEN_MPI)}
 
 
+def train_under_open_mpi(begin: Begin, folder: Path) -> subprocess.Popen[str]:
+    """Start a run on two ranks of Open MPI; return it after its second step."""
+    words, library = open_mpi()
+    job = begin(*words, sys.executable, *HYFI, "train", "run.yaml", **library)
+    wait_for_step(job, folder, 2)
+    return job
+
+
 def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> None:
     deadline_s = time.monotonic() + 240
     while max((r["step"] for r in read_metrics(folder / "run" / "metrics.jsonl")), default=0) < step:
@@ -106,17 +114,13 @@ def test_a_killed_rank_under_torchrun(begin: Begin, tmp_path: Path) -> None:
 
 
 def test_a_killed_rank_under_open_mpi(begin: Begin, tmp_path: Path) -> None:
-    words, library = open_mpi()
-    job = begin(*words, sys.executable, *HYFI, "train", "run.yaml", **library)
-    wait_for_step(job, tmp_path, 2)
+    job = train_under_open_mpi(begin, tmp_path)
     os.kill(ranks_of(tmp_path, "OMPI_COMM_WORLD_RANK=1")[0], signal.SIGKILL)
     assert "rank 1 was ended from outside or crashed" in end(job, tmp_path, 10)
 
 
 def test_a_request_to_stop_under_open_mpi(begin: Begin, tmp_path: Path) -> None:
-    words, library = open_mpi()
-    job = begin(*words, sys.executable, *HYFI, "train", "run.yaml", **library)
-    wait_for_step(job, tmp_path, 2)
+    job = train_under_open_mpi(begin, tmp_path)
     job.send_signal(signal.SIGUSR1)
     end(job, tmp_path, 30)
     assert job.returncode == 3
