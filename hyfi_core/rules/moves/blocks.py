@@ -6,7 +6,8 @@
     (B, H/4, W/4) -> B · H/4 · W/4      windows beside each other, of all images: flat, with leads (B, 1)
     H            -> (4, H/4)            a grid: every H/4th row belongs together; ranks share the H/4
 
-Of what H becomes, the outermost factor is shared by the ranks, or the longest where that is another one.
+Of what H becomes, ranks share the factor that numbers windows, as far as that can be told (``moves.ahead``), and the
+outermost or, of two, the longest otherwise.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from hyfi_core.capture.program import Operator
 from hyfi_core.plan.layout import Layout
 from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.instructions import Split
+from hyfi_core.rules.moves.ahead import windows_first
 from hyfi_core.rules.moves.strips import strips
 
 
@@ -48,7 +50,7 @@ def view_of_blocks(builder: Builder, op: Operator) -> bool:
     along = [[at for at, factor in enumerate(factors) if factor.before == dim] for dim in dims]
     if not all(along):  # one row or one column: which dim is it afterwards?
         return False
-    last = [len(found) == 2 and factors[found[1]].size > factors[found[0]].size for found in along]
+    last = _inner_shared(builder, op, factors, along)
     carriers = tuple(found[-1] if inner else found[0] for found, inner in zip(along, last, strict=True))
     blocks = [
         1 if inner else prod(factors[at].size for at in found[1:]) for found, inner in zip(along, last, strict=True)
@@ -74,6 +76,19 @@ def view_of_blocks(builder: Builder, op: Operator) -> bool:
     builder.compute(lambda tensor: tensor.reshape(local), (part,), (folded,), split)
     _ungridded(builder, folded, op.first_output)
     return True
+
+
+def _inner_shared(builder: Builder, op: Operator, factors: list[_Factor], along: list[list[int]]) -> list[bool]:
+    """Return for height and width whether the inner of two factors is what ranks share."""
+    sizes = [factor.size for factor in factors]
+    if all(len(found) == 2 for found in along):
+        rank = len(builder.shape(op.first_output))
+        groups = [tuple(at for at, factor in enumerate(factors) if factor.after == dim) for dim in range(rank)]
+        pairs = [(along[0][which], along[1][which]) for which in (0, 1)]
+        first = windows_first(builder.program, op, groups, sizes, pairs)
+        if first is not None:
+            return [first == 1] * 2
+    return [len(found) == 2 and sizes[found[1]] > sizes[found[0]] for found in along]
 
 
 def _gridded(builder: Builder, name: str, axis: int, inner: int) -> str:

@@ -94,6 +94,8 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "windows": swin,
     "fused attention": fused,
     "windows of another size": lambda y: together(windows(y, 2).softmax(1), 8, 12) * y,
+    "large windows": lambda y: together(attention(windows(y, 4)), 8, 12, 4),
+    "small grid": lambda y: ungrid(attention(grid(y, 4)), 8, 12, 4),
     "blocks of three columns": lambda y: y.unflatten(3, (4, 3)).amax(4).unflatten(2, (4, 2)).mean(3),
     "grid": maxvit,
     "columns": columns,
