@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from tests.harness import assert_answers_equal_one_process
+import hyfi_core
+from tests.harness import assert_answers_equal_one_process, run_copies
 
 Tensor = torch.Tensor
 SHAPE = (2, 3, 16, 23)  # a map of 8 x 12: 4 x 6 windows of 2 x 2, and on five rows of ranks one owns nothing
@@ -111,3 +114,44 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("ranks", [(1, 2), (2, 1), (2, 2), (5, 1), (3, 2)])
 def test_blocks_equal_one_process(ranks: tuple[int, int]) -> None:
     assert_answers_equal_one_process(FUNCTIONS, SHAPE, ranks)
+
+
+class Dropping(nn.Module):
+    """Window attention that drops weights, features and whole paths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.fc = nn.Conv2d(3, 6, 3, 2, 1), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.stem(x)
+        x = windows(torch.roll(y, (-1, -1), (2, 3)))
+        weights = F.dropout((x @ x.transpose(1, 2)).softmax(-1), 0.3, self.training)
+        x = F.dropout(weights @ x, 0.2, self.training)
+        z = torch.roll(together(x, *y.shape[2:]), (1, 1), (2, 3))
+        path = torch.empty(len(y), 1, 1, 1, dtype=y.dtype).bernoulli_(0.5)
+        return self.fc((y + z * path).mean((2, 3)))
+
+
+def test_what_windows_drop_is_the_same_on_any_plan() -> None:
+    torch.manual_seed(0)
+    model = Dropping().double()
+    images, labels = torch.randn(SHAPE, dtype=torch.float64), torch.tensor([0, 1])
+
+    def trained(grid: tuple[int, int], microbatches: int) -> tuple[float, dict[str, Tensor]]:
+        plan = hyfi_core.ParallelPlan((grid,), microbatches=microbatches, gather_bytes=0)
+
+        def body(comm: Any, module: nn.Module) -> Any:
+            engine = hyfi_core.parallelize(module, SHAPE, plan, comm)
+            return engine.accumulate(images, labels), engine.gather_gradients()
+
+        torch.manual_seed(1)
+        found: tuple[float, dict[str, Tensor]] = run_copies(model, plan.ranks, body)[0]
+        return found
+
+    loss, gradients = trained((1, 1), 1)
+    for grid, microbatches in (((2, 2), 1), ((5, 1), 2)):
+        other, found = trained(grid, microbatches)
+        assert other == pytest.approx(loss, abs=1e-12)
+        for name, gradient in gradients.items():
+            assert (found[name] - gradient).abs().max() < 1e-10, name
