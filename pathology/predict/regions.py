@@ -16,6 +16,7 @@ import json
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from pathology.predict.colors import class_color
 from pathology.predict.heatmap import Heatmap
 from pathology.tissue.outlines import TISSUE_RGB, Ring, outline
 
+CONTOUR_LEVELS = (0.25, 0.5, 0.75)
+DENSITY_UM = 64.0
 TISSUE_UM = 32.0
 """Outlines of tissue are this coarse."""
 _NAMESPACE = uuid.UUID("5a0f1e0c-6f3f-5d0f-8a57-2f1d5f1f6b11")
@@ -187,6 +190,50 @@ def tissue_features(
             "isLocked": True,
         }
         features.append(_feature(f"{slide_id}/tissue/{number}", corners, properties))
+    return features
+
+
+def contour_features(
+    heatmap: Heatmap, class_index: int, tissue: NDArray[np.bool_], *, slide_id: str, level0: Level0
+) -> list[dict[str, Any]]:
+    """Return contours of a class's density as GeoJSON features, one for each area above one of `CONTOUR_LEVELS`.
+
+    The density is the mean score of the tissue around a place, weighted by a normal distribution of `DENSITY_UM`.
+
+    Args:
+        heatmap: of the slide.
+        class_index: the class.
+        tissue: (rows, columns) of the heatmap: where it counts.
+        slide_id: the same slide and area have the same id every time.
+        level0: how pixels of the slide at the model's resolution become QuPath's.
+    """
+    from contourpy import FillType, contour_generator
+    from scipy.ndimage import gaussian_filter
+
+    seen = tissue & np.isfinite(heatmap.scores[class_index])
+    sigma = [DENSITY_UM / um for um in heatmap.cell_um]
+    shares = [np.where(seen, values, 0.0).astype(np.float64) for values in (heatmap.scores[class_index], 1.0)]
+    total, weight = (gaussian_filter(values, sigma, mode="constant") for values in shares)
+    density = np.where(seen, total / np.maximum(weight, 1e-6), 0.0)
+    # A cell's value lies in its middle; around the map there is nothing, so that every contour is closed.
+    rows, columns = (np.arange(-1, n + 1) + 0.5 for n in density.shape)
+    lines = contour_generator(columns, rows, np.pad(density, 1), fill_type=FillType.OuterOffset)
+    name, color = heatmap.class_names[class_index], list(class_color(class_index))
+    features = []
+    for level in CONTOUR_LEVELS:
+        for number, (points, offsets) in enumerate(zip(*lines.filled(level, 2.0), strict=True), start=1):
+            rings = [
+                [level0.point(max(0.0, x), max(0.0, y), heatmap) for x, y in points[start:stop].tolist()]
+                for start, stop in pairwise(offsets.tolist())
+            ]
+            properties = {
+                "objectType": "annotation",
+                "name": f"{name}: density of {level:g} or more",
+                "classification": {"name": f"{name} density {level:g}", "color": color},
+                "isLocked": True,
+                "measurements": {"density": level},
+            }
+            features.append(_feature(f"{slide_id}/{name}/density/{level:g}/{number}", rings, properties))
     return features
 
 

@@ -21,7 +21,7 @@ from pathology.ingest.thumbnail import thumbnail_of_store
 from pathology.predict.heatmap_tiff import write_heatmap, write_score_picture
 from pathology.predict.members import InputSpec, Member
 from pathology.predict.overlay import Overlay, draw_overlay, tissue_cells
-from pathology.predict.regions import find_regions, tissue_features, to_geojson, write_regions
+from pathology.predict.regions import contour_features, find_regions, tissue_features, to_geojson, write_regions
 from pathology.predict.report import render_report
 from pathology.predict.slide_report import Pictures, fill_report
 from pathology.predict.slide_result import SlideResult, level0_of, origin_um
@@ -86,6 +86,8 @@ def _write_files(
     level0 = level0_of(result)
     collection = to_geojson(regions, heatmap, predicted, slide_id=result.slide_id, level0=level0)
     collection["features"] += tissue_features(mask, mask_mpp, heatmap, slide_id=result.slide_id, level0=level0)
+    if not result.withheld:
+        collection["features"] += contour_features(heatmap, predicted, cells, slide_id=result.slide_id, level0=level0)
     write_regions(folder / "regions.geojson", collection)
     if not result.withheld:
         write_score_picture(folder / "scores.tiff", heatmap)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis.extra import numpy as hnp
 
 from pathology.predict.heatmap import Heatmap
-from pathology.predict.regions import Level0, find_regions, tissue_features, to_geojson, write_regions
+from pathology.predict.regions import Level0, contour_features, find_regions, tissue_features, to_geojson, write_regions
 from pathology.tissue.outlines import outline
 
 
@@ -60,6 +60,38 @@ def test_tissue_is_outlined_in_the_coordinates_of_the_slide() -> None:
     corners = np.array(feature["geometry"]["coordinates"][0])
     assert corners.max(axis=0).tolist() == [64, 128] or corners.max(axis=0).tolist() == [128, 128]
     assert feature["properties"]["classification"]["name"] == "Tissue"
+
+
+def test_density_contours_are_nested_and_lie_where_the_score_is() -> None:
+    y, x = np.mgrid[:60, :80]
+    score = np.exp(-((y - 30) ** 2 + (x - 50) ** 2) / (2 * 9.0**2))
+    score[28:32, 10] = 1.0  # a spot far narrower than what density looks at
+    score[:, 70:] = np.nan
+    heatmap = heatmap_of(score, cell_px=64)  # 32 µm
+    level0 = Level0(((1.0, 0.0, 0.0), (0.0, 1.0, 0.0)))
+    found = contour_features(heatmap, 1, np.ones((60, 80), bool), slide_id="s", level0=level0)
+    assert [feature["properties"]["measurements"]["density"] for feature in found] == [0.25, 0.5, 0.75]
+    extents = []
+    for feature in found:
+        (ring,) = feature["geometry"]["coordinates"]  # one area without a hole: the spot is not dense
+        corners = np.array(ring) / 64
+        assert ring[0] == ring[-1] and corners[:, 0].max() <= 70.5
+        extents.append([*corners.min(axis=0), *corners.max(axis=0)])
+    low, middle, high = np.array(extents)
+    for outer, inner in ((low, middle), (middle, high)):
+        assert (outer[:2] < inner[:2]).all() and (outer[2:] > inner[2:]).all()
+    assert abs(middle[3] - middle[1] - 2 * 9.2 * np.sqrt(2 * np.log(2))) < 2  # σ of 9 and of 2 cells together
+    assert (
+        contour_features(heatmap_of(np.full((5, 5), 0.1)), 1, np.ones((5, 5), bool), slide_id="s", level0=level0) == []
+    )
+
+
+def test_a_density_with_a_hole_keeps_it() -> None:
+    y, x = np.mgrid[:40, :40]
+    ring = (np.abs(np.hypot(y - 20, x - 20) - 12) < 4).astype(float)
+    level0 = Level0(((1.0, 0.0, 0.0), (0.0, 1.0, 0.0)))
+    found = contour_features(heatmap_of(ring, cell_px=200), 1, np.ones((40, 40), bool), slide_id="s", level0=level0)
+    assert [len(feature["geometry"]["coordinates"]) for feature in found] == [2, 2, 2]
 
 
 def test_a_class_that_scores_nothing_has_no_region() -> None:
