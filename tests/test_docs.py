@@ -144,3 +144,14 @@ def test_the_glossary_names_what_the_code_has() -> None:
     names = [re.findall(r"`(\w+)`", row[2]) for row in rows]
     assert [word for word, found in zip(words, names, strict=True) if not found] == []
     assert {name for found in names for name in found} - defined_names() == set()
+
+
+def test_where_things_go_names_what_the_code_has() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    table = text[text.index("## Where things go") : text.index("## Libraries that were tried")]
+    quoted = re.findall(r"`([^`]+)`", table)
+    paths = [name for name in quoted if re.fullmatch(r"[\w/]+(/|\.py|\.md)", name)]
+    assert len(paths) > 15
+    assert [name for name in paths if not (ROOT / name).exists() and not list(ROOT.glob(f"*/**/{name}"))] == []
+    words = {name for name in quoted if re.fullmatch(r"(_|[A-Z])\w+", name)}  # classes, constants, private functions
+    assert len(words) > 8 and words - defined_names() == set()

@@ -47,7 +47,7 @@ from workflows.paths import require_writable
 
 EPILOG = (
     "Exit codes: 0 all done, 1 finished but some inputs failed, 2 the request is wrong (nothing was written), "
-    "3 stopped on request (go on with --resume), anything else a fault."
+    "3 stopped on request (continue with --resume), anything else a fault."
 )
 
 app = typer.Typer(
@@ -72,7 +72,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def hyfi(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Train and run classifiers on whole gigapixel slides."""
@@ -237,7 +237,7 @@ def train(
         list[str] | None, typer.Argument(metavar="[section.key=value]", help="Values put over the file's.")
     ] = None,
     ranks: PlanRanks = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on where the run stopped; start it if new.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue where the run stopped; start it if new.")] = False,
     as_json: Json = False,
 ) -> None:
     """Train a classifier; starts mpiexec itself where it is not already under mpiexec, srun or torchrun."""

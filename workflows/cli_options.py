@@ -19,7 +19,7 @@ Cells = Annotated[
 SlideMpp = Annotated[
     float | None,
     typer.Option(
-        "--slide-mpp", min=0.01, help="Microns per pixel of slides whose files do not say it, or state nonsense."
+        "--slide-mpp", min=0.01, help="Microns per pixel of slides whose files do not state it, or state nonsense."
     ),
 ]
 
@@ -27,12 +27,14 @@ IngestMpp = Annotated[
     str,
     typer.Option("--mpp", help="Microns per pixel of the store's finest level, or native: each slide's own."),
 ]
-ForceMpp = Annotated[bool, typer.Option("--force-mpp", help="Given mpp wins over a file's sensible one, too.")]
+ForceMpp = Annotated[
+    bool, typer.Option("--force-mpp", help="The given mpp replaces a file's own, even a sensible one.")
+]
 Pen = Annotated[
     str, typer.Option("--pen", help="Pen marks: flag only tells, mask takes them out of the tissue, off ignores them.")
 ]
 Image = Annotated[
-    str, typer.Option("--image", help="whole: all tissue of a slide; trained: what an image of the trained size holds.")
+    str, typer.Option("--image", help="whole: all tissue of a slide; trained: as much as one image of that size holds.")
 ]
 Cache = Annotated[
     Path | None, typer.Option("--cache", metavar="DIR", help="Copy each slide to this local disk while it is read.")
@@ -54,7 +56,7 @@ Glass = Annotated[
 Unsharded = Annotated[bool, typer.Option("--unsharded", help="Every chunk is a file; default: shards of 64.")]
 Icc = Annotated[str, typer.Option("--icc", help="keep leaves colours and profile as they are, apply converts to sRGB.")]
 Resume = Annotated[
-    bool, typer.Option("--resume", help="Go on where a run stopped; what is finished is kept without it, too.")
+    bool, typer.Option("--resume", help="Continue where a run stopped; finished work is kept without it, too.")
 ]
 Tissue = Annotated[
     str | None,

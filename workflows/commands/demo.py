@@ -73,7 +73,7 @@ def run(out: Path, as_json: bool, archive: Archive | None = None, overrides: Seq
             demo.timed(name, stage)
         summary = demo.summary()
     except StageError as error:
-        say(f"hyfi demo: {error}; the same command goes on from there")
+        say(f"hyfi demo: {error}; the same command continues from there")
         return error.code
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     _mark(out, parameters, done=True)

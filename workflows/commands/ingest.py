@@ -196,7 +196,7 @@ def _report(report: IngestReport, out: Path, as_json: bool) -> int:
         if record.flags:
             console.warn(f"note: {record.slide_id}: {', '.join(record.flags)}")
     if report.stopped:
-        console.warn(f"stopped: {report.stopped}. What is finished is kept; the same command goes on")
+        console.warn(f"stopped: {report.stopped}. What is finished is kept; the same command continues")
     counts = f"{len(report.done)} done, {len(report.failed)} failed, {len(report.skipped)} finished before"
     console.say(f"{counts}: {out / 'manifest.csv'}, {out / 'contact.html'}")
     if as_json:

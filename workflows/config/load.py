@@ -108,7 +108,7 @@ def refuse_changes(before: Config, now: Config) -> None:
     if changed:
         lines = [f"  {key}: the run has {old!r}, given now {new!r}" for key, (old, new) in changed.items()]
         raise RequestError(
-            "a run cannot go on with other settings than it began with:\n"
+            "a run cannot continue with other settings than it began with:\n"
             + "\n".join(lines)
             + "\nGive the old values, or another run.dir. These may change: "
             + ", ".join(sorted(MAY_CHANGE_ON_RESUME - {"run.dir"}))

@@ -134,7 +134,7 @@ class RolesConfig(Section):
     validators: Count | Annotated[str, Field(min_length=1)] = Field(
         0,
         description='a whole number ≥ 0, or a pattern of host names ("dpu-*"): ranks that validate while training '
-        "goes on",
+        "continues",
     )
     design: Design | None = Field(
         None,

@@ -24,7 +24,7 @@ def check_run(config: Config, resume: bool) -> int:
     if not (folder / "config.yaml").is_file():
         raise RequestError(f"run.dir {folder}: exists and is not a run (no config.yaml in it); give another run.dir")
     if not resume:
-        raise RequestError(f"run.dir {folder}: this run exists; go on with it by --resume, or give another run.dir")
+        raise RequestError(f"run.dir {folder}: this run exists; continue it with --resume, or give another run.dir")
     refuse_changes(load_config(folder / "config.yaml"), config)
     latest = folder / "checkpoints" / "latest"
     if not latest.exists():
