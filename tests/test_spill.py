@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,7 @@ def test_the_callers_images_and_all_weights_stay_where_they_are(
     model = Dense()
     plan = ParallelPlan(((1, 1),), cells=(1, 1), spill=str(tmp_path))
     engine = hyfi_core.parallelize(model, (2, 3, 67, 53), plan, AloneCommunicator(), optimizer=sgd)
+    assert re.search(r"\nkept for backward: up to [\d,]{6,} bytes; a cell's largest step works with", engine.describe())
     images = torch.randn(2, 3, 67, 53)
     before = images.clone()
     for _ in range(3):

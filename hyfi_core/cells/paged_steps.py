@@ -31,6 +31,10 @@ class StepMemory(Protocol):
         """Something is used outside of the tape's steps, before this cell gives up its turn."""
         ...
 
+    def stay(self, held: Any) -> None:
+        """Something is in memory that is another's, as a message's is: it does not leave."""
+        ...
+
     def begin(self, step: Step, values: Tensors) -> None:
         """A step is about to run forward."""
         ...
@@ -56,6 +60,9 @@ class AllStays:
     """Memory from which nothing leaves."""
 
     def need(self, held: Any) -> None:
+        """See ``StepMemory``."""
+
+    def stay(self, held: Any) -> None:
         """See ``StepMemory``."""
 
     def begin(self, step: Step, values: Tensors) -> None:
@@ -129,6 +136,10 @@ class PagedSteps:
     def need(self, held: Any) -> None:
         """Bring to memory; see ``StepMemory``."""
         self._pager.begin(held)
+
+    def stay(self, held: Any) -> None:
+        """Leave to its owner; see ``StepMemory``."""
+        self._pager.fix(tensors_in(held))
 
     def begin(self, step: Step, values: Tensors) -> None:
         """Bring what a step takes; see ``StepMemory``."""

@@ -15,8 +15,6 @@ from math import prod
 
 import torch
 
-_BLOCKS: set[int] = set()  # storages of all blocks of all buffers
-
 
 class Buffers:
     """The buffers of one operator on one rank; they live as long as it does.

@@ -279,6 +279,9 @@ class Engine:
             line for stage in self._compiled().hosted.values() for line in stage.ranked.gathered
         )  # in the mode that the model is in
         lines = [f"gathered whole: {line}" for line in gathered]
+        if self._pager is not None:
+            largest, kept = self._paged_bytes(self._micro)
+            lines.append(f"kept for backward: up to {kept:,} bytes; a cell's largest step works with {largest:,}")
         return "\n".join([self.plan.describe().rstrip("\n"), *lines])
 
     def schedule(self) -> Schedule:
@@ -316,15 +319,19 @@ class Engine:
         pager.reset()
         if pager.limit_bytes:
             return
-        stages = [stage for found in self._each(lambda r: list(r.compiled(micro).hosted.values())) for stage in found]
-        largest = max(working_bytes(stage.ranked, stage.tape, stage.position) for stage in stages)
+        largest, kept = self._paged_bytes(micro)
         weights = sum(p.nbytes for p in self._model.parameters() if p.requires_grad)
         new = STATE_COPIES if self._optimizer is not None and not self._optimizer.state else 1
         held = resident_bytes() + new * weights  # gradients, and moments that the first update makes
         pager.limit_bytes = page_limit(plan.memory_bytes, held, largest, self._device)
-        kept = sum(kept_bytes(stage.ranked, stage.tape, stage.position) for stage in stages)
-        flights = max(microbatches_in_flight(plan, stage) for stage in range(plan.stages))
-        pager.store.require(max(0, kept * flights - pager.limit_bytes))
+        pager.store.require(max(0, kept - pager.limit_bytes))
+
+    def _paged_bytes(self, micro: tuple[int, int, int, int]) -> tuple[int, int]:
+        """Return what the largest step of a cell works with, and at most what all cells keep, wherever it is."""
+        found = [stage for stages in self._each(lambda r: list(r.compiled(micro).hosted.values())) for stage in stages]
+        flights = max(microbatches_in_flight(self.plan, stage) for stage in range(self.plan.stages))
+        kept = sum(kept_bytes(stage.ranked, stage.tape, stage.position) for stage in found)
+        return max(working_bytes(stage.ranked, stage.tape, stage.position) for stage in found), kept * flights
 
     def _switched(self, cell: int) -> None:
         """A cell has its turn again."""

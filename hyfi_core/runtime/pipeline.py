@@ -188,7 +188,9 @@ class Pipeline:
         if self._statistics is not None:
             values.update(self._statistics.given(stage))
         flight.memory = self._memory(stage, values)
-        values.update(self._exchange.values(*key, microbatch))
+        entries = self._exchange.values(*key, microbatch)
+        flight.memory.stay(entries)
+        values.update(entries)
         self._begin_s = time.perf_counter()  # a forward begins when it has what it needs
         with self._autocasting():
             if self._gradients is None:
@@ -214,7 +216,8 @@ class Pipeline:
         flight.sends = 0
         cotangents = self._exchange.cotangents(*key, microbatch)
         self._begin_s = time.perf_counter()
-        flight.memory.need([cotangents, flight.leaves])
+        flight.memory.stay(cotangents)
+        flight.memory.need(flight.leaves)
         for name, cotangent in self._from_loss(key, flight, microbatch, step).items():
             cotangents[name] = cotangents[name] + cotangent if name in cotangents else cotangent
         if flight.again is not None:

@@ -41,6 +41,7 @@ def test_a_run_that_spills_is_the_same_to_the_last_bit(tmp_path: Path, monkeypat
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)
 def test_a_run_that_is_killed_leaves_nothing_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
