@@ -40,6 +40,7 @@ from workflows.cli_options import (
     SlideMpp,
     Tissue,
     TissueOut,
+    TissueSet,
     Unsharded,
 )
 from workflows.exit_codes import exit_code_of
@@ -125,6 +126,7 @@ def ingest(
     slide_mpp: SlideMpp = None,
     force_mpp: ForceMpp = False,
     pen: Pen = "flag",
+    tissue_set: TissueSet = None,
     codec: Annotated[str, typer.Option("--codec", help="zstd:1 … zstd:22, or jpeg:1 … jpeg:100 (lossy).")] = "zstd:1",
     lossless: Lossless = False,
     glass: Glass = "keep",
@@ -154,6 +156,7 @@ def ingest(
             slide_mpp=slide_mpp,
             force_mpp=force_mpp,
             pen=pen,
+            tissue_set=tissue_set or [],
             codec=codec,
             glass=glass,
             sharded=not unsharded,

@@ -74,3 +74,9 @@ Device = Annotated[
     str,
     typer.Option("--device", help="cuda: each rank on a GPU of its own; auto: so where each has one; cpu."),
 ]
+TissueSet = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tissue-set", metavar="NAME=VALUE", help="Another threshold of the tissue mask, as density=0.01,0.015."
+    ),
+]

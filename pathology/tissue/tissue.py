@@ -9,7 +9,9 @@ make pale stroma glass). Fat, which is nearly as clear as glass, is found by its
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ import numpy.typing as npt
 from skimage.filters import threshold_otsu
 
 from data.components import fill_small_holes, without_small
+from hyfi_core.errors import RequestError
 from pathology.readers.threads import run_in_pool
 from pathology.tissue.density import Float, density_of, glass_colour, strips_of
 from pathology.tissue.fat import find_fat, wall_density
@@ -64,9 +67,54 @@ class TissueParameters:
     fat: bool = True
     pen: str = "flag"
 
+    def changed(self, settings: Sequence[str]) -> TissueParameters:
+        """Return these parameters with some of them changed.
+
+        Args:
+            settings: ``name=value`` each: a number, ``floor,ceiling`` for a pair, ``true`` or ``false`` for ``fat``.
+
+        Raises:
+            RequestError: There is no such parameter, or the value is none of its kind.
+        """
+        found: dict[str, Any] = {}
+        for text in settings:
+            name, _, value = text.partition("=")
+            known = getattr(self, name, None) if name in _SETTABLE else None
+            if known is None:
+                raise RequestError(
+                    f"--tissue-set {text}: NAME=VALUE is expected, with a name of {', '.join(_SETTABLE)}"
+                )
+            try:
+                found[name] = _parsed(value, known)
+            except ValueError as error:
+                example = ",".join(map(str, known)) if isinstance(known, tuple) else str(known).lower()
+                raise RequestError(f"--tissue-set {text}: {error}; {name}={example} is the default") from error
+        return replace(self, **found)
+
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object of the fields."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+
+
+_SETTABLE = ("density", "colour", "smooth_um", "close_um", "smallest_um2", "hole_um2", "fat")
+
+
+def _parsed(text: str, like: Any) -> Any:
+    """Return the value of a parameter, of the kind of ``like``.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if isinstance(like, bool):
+        if text not in ("true", "false"):
+            raise ValueError("true or false are expected")
+        return text == "true"
+    numbers = tuple(float(part) for part in text.split(","))
+    if any(not math.isfinite(number) or number < 0 for number in numbers) or tuple(sorted(numbers)) != numbers:
+        raise ValueError("numbers of 0 or more are expected, the smaller one first")
+    if len(numbers) != (len(like) if isinstance(like, tuple) else 1):
+        raise ValueError("two numbers are expected" if isinstance(like, tuple) else "one number is expected")
+    return numbers if isinstance(like, tuple) else numbers[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +233,7 @@ def _threshold(levels: Levels, pen: Mask, bounds: tuple[float, float]) -> np.uin
     values = _every_so_many(levels, pen) * _STEP
     flat = values.size == 0 or float(values.min()) == float(values.max())
     threshold = bounds[0] if flat else float(np.clip(threshold_otsu(values), *bounds))  # type: ignore[no-untyped-call]
-    return np.uint16(threshold / _STEP)
+    return np.uint16(min(threshold, _DENSEST) / _STEP)
 
 
 def _every_so_many(levels: Levels, pen: Mask) -> Levels:

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hyfi_core.errors import RequestError
 from pathology.ingest.thumbnail import thumbnail_of_source
 from pathology.readers.sources import open_source
 from pathology.tissue.tissue import TissueParameters, find_tissue
@@ -80,3 +81,22 @@ def test_fat_of_a_real_biopsy_is_tissue_and_its_dust_is_not(real_slides: Path) -
         assert lobule.mean() > 0.85
     for glass in (found[900:1300, 1000:1800], found[540:640, 100:580], found[1300:1700, 0:500]):
         assert glass.mean() < 0.005
+
+
+def test_thresholds_are_set_by_name_and_what_is_wrong_is_named() -> None:
+    p = TissueParameters(pen="off").changed(["density=0.01,0.015", "fat=false", "close_um=12"])
+    assert (p.density, p.fat, p.close_um, p.pen) == ((0.01, 0.015), False, 12.0, "off")
+    assert TissueParameters().changed([]) == TissueParameters()
+    image, truth = scene()
+    strict = TissueParameters().changed(["density=0.9,0.9", "fat=false"])  # denser than anything is counted
+    assert truth.any() and not find_tissue(image, MPP, strict).tissue.any()
+    for text, why in (
+        ("densty=1", "with a name of density, colour"),
+        ("density=1", "two numbers are expected; density=0.012,0.02 is the default"),
+        ("density=2,1", "the smaller one first"),
+        ("close_um=x", "could not convert"),
+        ("fat=maybe", "true or false"),
+        ("to_json=1", "with a name of"),
+    ):
+        with pytest.raises(RequestError, match=why):
+            TissueParameters().changed([text])
