@@ -25,6 +25,7 @@ from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.calls import bound, renamed
 from hyfi_core.rules.instructions import Split
 from hyfi_core.rules.overlap import max_pool_alone, overlapped_avg_pool, overlapped_convolution, overlapped_max_pool
+from hyfi_core.rules.reduction import mean_over_space
 from hyfi_core.rules.window_arguments import Sliding, arguments, pair
 
 
@@ -146,14 +147,17 @@ def avg_pool2d(builder: Builder, op: Operator) -> None:
     *_, include_pad, divisor = arguments(op.args, ([], [0, 0], False, True, None), 2)
     sliding = windows.avg_pool2d(op, builder.shape)
     y, x = sliding.window.y, sliding.window.x
+    whole = builder.splits[op.args[0].name].layout.map
+    if divisor is None and y.padding == x.padding == 0 and y.kernel >= whole.height and x.kernel >= whole.width:
+        mean_over_space(builder, op.args[0].name, op.outputs[0], True)  # one window, which may hang over by far
+        return
     plan = _sliding(builder, op, sliding)
     if overlapped_avg_pool(builder, op, sliding.window, plan.split, plan.need, include_pad, divisor):
         return
     canvas = builder.moved(op.args[0].name, plan.need)
     part = plan.split.held[builder.rank]
-    have = builder.splits[op.args[0].name].layout.map
-    rows = counts(y, part.y0, part.y1, have.height, include_pad)
-    columns = counts(x, part.x0, part.x1, have.width, include_pad)
+    rows = counts(y, part.y0, part.y1, whole.height, include_pad)
+    columns = counts(x, part.x0, part.x1, whole.width, include_pad)
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
         kernel, stride = (y.kernel, x.kernel), (y.stride, x.stride)

@@ -277,8 +277,8 @@ def _accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     """Add to a parameter's gradient as autograd does: in place where there is one."""
     gradient = gradient.to(parameter.dtype)
     if parameter.grad is None:
-        expanded = not torch.ops.aten.is_non_overlapping_and_dense(gradient)
-        parameter.grad = gradient.contiguous() if expanded else gradient
+        as_parameter = gradient.stride() == parameter.stride()
+        parameter.grad = gradient if as_parameter else torch.empty_like(parameter).copy_(gradient)
     else:
         parameter.grad.add_(gradient)
 

@@ -100,6 +100,7 @@ def compile_model(
     autocast: torch.dtype | None = None,
     runs_for_memory: dict[Any, FusedRuns] | None = None,
     cells: int = 1,
+    channels_last: bool = False,
 ) -> Compiled:
     """Cut and lower a captured model; all ranks of the replica call it together and agree before they go on.
 
@@ -114,6 +115,7 @@ def compile_model(
         runs_for_memory: where ranks are cells that take turns, the fused runs that were found for them, and a place for
             more; in evaluation mode such runs are chosen for memory.
         cells: how many of the ranks are cells of one process.
+        channels_last: whether maps are laid out so, although weights are not.
 
     Raises:
         RequestError: the model cannot be captured, has an operator without a rule, or differs between ranks.
@@ -136,7 +138,7 @@ def compile_model(
             runs_for_memory[key] = runs_for_cells(only, plan.grids[0])[0]
         runs = runs_for_memory[key]
     lowered = _Lowered(stages, placement, comm.rank, frozenset(trained), active, plan, together, runs, cells)
-    last = any(_is_channels_last(p) for p in model.parameters())
+    last = channels_last or any(_is_channels_last(p) for p in model.parameters())
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
     dtypes = dtypes_under_autocast(program, autocast, device) if autocast is not None and plan.stages > 1 else {}
     return Compiled(

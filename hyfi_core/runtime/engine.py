@@ -27,7 +27,7 @@ from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
 from hyfi_core.process_memory import resident_bytes, return_what_is_freed
 from hyfi_core.runtime.attribution import Explanation
-from hyfi_core.runtime.batch_reader import Images, InputPart, check_labels
+from hyfi_core.runtime.batch_reader import Images, InputPart, MemoryFormat, check_labels, lays_channels_last
 from hyfi_core.runtime.bindings import Bindings, RandomKey
 from hyfi_core.runtime.compiled import Compiled
 from hyfi_core.runtime.executor import evaluating
@@ -63,6 +63,7 @@ class Engine:
         output: Callable[[Any], Any] | None,
         autocast: torch.dtype | None,
         image_dtype: torch.dtype | None = None,
+        memory_format: MemoryFormat = "auto",
     ) -> None:
         self._model = model
         self._device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
@@ -71,7 +72,8 @@ class Engine:
         widest = (max(plan.shares or shape[:1]) // plan.microbatches, *shape[1:])  # all replicas are cut alike
         self.random = RandomKey(torch.initial_seed() & (2**63 - 1))
         bindings = Bindings(model, self.random)
-        self._subject = Subject(model, shape, loss, output, autocast, self._device, dtype, bindings, {}, {})
+        last = lays_channels_last(memory_format, model, autocast)
+        self._subject = Subject(model, shape, loss, output, autocast, self._device, dtype, bindings, {}, {}, last)
         if plan.cuts == "auto" and plan.stages > 1:
             plan = with_cuts(plan, self._subject.program(widest))
         if plan.cells == "auto":

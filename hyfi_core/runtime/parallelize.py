@@ -16,7 +16,7 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.strategy import Strategy, plan_for
-from hyfi_core.runtime.batch_reader import check_share, divisor
+from hyfi_core.runtime.batch_reader import MemoryFormat, check_share, divisor
 from hyfi_core.runtime.engine import Engine, OptimizerFactory
 from hyfi_core.runtime.runner import Loss
 
@@ -33,6 +33,7 @@ def parallelize(
     output: Callable[[Any], Any] | None = None,
     autocast: torch.dtype | None = None,
     image_dtype: torch.dtype | None = None,
+    memory_format: MemoryFormat = "auto",
     verify: bool = True,
 ) -> Engine:
     """Spread a model over the ranks of a plan.
@@ -49,6 +50,8 @@ def parallelize(
         autocast: computes in this type where autocast would (``torch.bfloat16``).
         image_dtype: of the images that the model takes, where it is another than that of its parameters, such as
             ``torch.uint8`` for a model that scales bytes itself. Images then have to come in it.
+        memory_format: how maps lie in memory: "auto" (channels-last where that is faster), "channels_last", or
+            "as_given" by images and weights. Answers and gradients lie as those of one process do.
         verify: at start, rank 0 runs the module and its capture side by side on small images; a difference in values or
             gradients is refused.
 
@@ -60,11 +63,12 @@ def parallelize(
     settings = {
         "autocast": autocast,
         "image_dtype": image_dtype,
+        "memory_format": memory_format,
         "verify": verify,
         "optimizer": "given" if optimizer is not None else "none",
     }
     compare_requests(comm, model, shape, plan, settings)
-    engine = Engine(model, shape, plan, comm, loss, optimizer, output, autocast, image_dtype)
+    engine = Engine(model, shape, plan, comm, loss, optimizer, output, autocast, image_dtype, memory_format)
     if verify:  # last: what cannot be captured at all has been refused by then
         micro = (shape[0] // engine.plan.microbatches, *shape[1:])
         agree(comm, lambda: _verify(model, micro, output, image_dtype) if comm.rank == 0 else None)

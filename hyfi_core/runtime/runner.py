@@ -56,6 +56,7 @@ class Subject:
         bindings: the model's tensors by the values of a stage's program.
         programs: what has been captured, by shape and flags.
         runs: fused runs that were chosen for memory, of cells in evaluation mode.
+        channels_last: whether images are laid out so.
     """
 
     model: nn.Module
@@ -68,6 +69,7 @@ class Subject:
     bindings: Bindings
     programs: dict[Any, Program]
     runs: dict[Any, FusedRuns]
+    channels_last: bool = False
 
     def program(self, shape: Shape) -> Program:
         """Return the captured model for a shape of micro-batches, in the state that its modules have now."""
@@ -112,7 +114,7 @@ class StageRunner:
         self.groups = Groups(comm, plan, self._placement) if groups is None else groups
         if cell:
             self.groups.wait_at_once()
-        self.reader = Reader(plan, subject.shape, self.groups, subject.device, subject.dtype)
+        self.reader = Reader(plan, subject.shape, self.groups, subject.device, subject.dtype, subject.channels_last)
         self._cache: dict[Any, Compiled] = {}
         self._used: Hashable = None
         self._schedules: dict[Any, Schedule] = {}
@@ -137,6 +139,7 @@ class StageRunner:
                 subject.autocast,
                 subject.runs if self._cell else None,
                 self._cells,
+                subject.channels_last,
             )
         return self._cache[key]
 
@@ -212,7 +215,7 @@ class StageRunner:
             pipeline = self._pipeline(compiled, None, None)
             step = self._step(compiled, images, parts, local, None, micro[0])
             pipeline.run(self._forwards(compiled, shape[0] // micro[0]), step)
-            return self._joined_answer(compiled, pipeline, shape[0] // micro[0])
+            return self.reader.as_given(images, self._joined_answer(compiled, pipeline, shape[0] // micro[0]))
 
     def explain(self, images: Images) -> Explanation:
         """Return the logits and where they come from, the same in every runner; see ``Engine.explain``."""

@@ -144,6 +144,7 @@ def make_engine(
         loss=make_loss(job.class_weights, optimizer.accumulate),
         optimizer=lambda parameters: make_optimizer(optimizer, parameters, job.step_samples),
         autocast=torch.bfloat16 if job.config.run.precision == "bfloat16" else None,
+        memory_format="as_given",  # run.memory_format lays out images and weights
         verify=":" in job.config.model.name,  # what is built in, the tests hold against one process
     )
 

@@ -156,3 +156,10 @@ def test_padding_that_hangs_over_the_end_never_counts(ceil_mode: bool) -> None:
     have, _, ops = pools((6, 6), pool(x).shape[2:], (1, 2), pool, True)
     found = run_ranks(2, lambda c: ops[c.rank].forward(c, (x[:, :, *have.parts[c.rank].slices()],))[0][0])
     assert torch.equal(torch.cat(found, 3), F.avg_pool2d(x, 3, 2, 1, ceil_mode=ceil_mode))
+
+
+def test_a_window_far_larger_than_the_map_is_a_mean() -> None:
+    torch.manual_seed(0)
+    pool = nn.AvgPool2d(40_000, ceil_mode=True)  # as a network has it that is meant for any image
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), pool, nn.Flatten(), nn.Linear(4, 2))
+    assert_equal_to_one_process(net, (2, 3, 12, 9), (2, 2))
