@@ -47,7 +47,7 @@ def capture(model: nn.Module, shape: tuple[int, int, int, int], dtype: torch.dty
             # With gradients also where none are wanted: what carries one is the same for training and prediction.
             with torch.enable_grad(), _quiet(), trace_guards(model):
                 traced = torch.export.export(model, (image,), strict=False)
-            exported = traced.run_decompositions({})
+            exported = traced.run_decompositions(_DIFFERENTIABLE)
         except RequestError as error:
             raise RequestError(f"the model {type(model).__name__} cannot be captured: {error}") from error
         except Exception as error:
@@ -56,6 +56,14 @@ def capture(model: nn.Module, shape: tuple[int, int, int, int], dtype: torch.dty
                 f"{explained(error, model)}"
             ) from None
     return _parse(exported)
+
+
+def _copied(into: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    return source.to(into.dtype).expand(into.shape)
+
+
+_DIFFERENTIABLE: dict[Any, Any] = {torch.ops.aten.copy.default: _copied}
+"""What a capture makes of an assignment, and autograd has no derivative of -> the same from operators that have one."""
 
 
 @contextlib.contextmanager

@@ -78,13 +78,26 @@ def edges(stages: Sequence[Stage]) -> tuple[tuple[int, int], ...]:
 
 
 def active_values(program: Program, wanted: tuple[Any, ...], sources: Iterable[str]) -> frozenset[str]:
-    """Return the values that depend on a source and on which the answer depends: they carry gradients."""
+    """Return the values through which the answer depends on a source: they carry gradients.
+
+    A gradient ends where a value is detached, or is no floating-point number on its way, as in ``(x > 0).float()``.
+    """
+
+    def carrying(names: Iterable[str | None]) -> list[str]:
+        # A check (of a type, before a cast) has a name, but no tensor as its result.
+        known = (name for name in names if name is not None and name in program.values)
+        return [name for name in known if program.values[name].dtype.is_floating_point]
+
+    passing = [op for op in program.operators if op.text != "aten.detach.default"]
     reached = set(sources)
-    for op in program.operators:  # a check (of a type, before a cast) has a name, but no tensor as its result
+    for op in passing:
         if any(name in reached for name in op.inputs):
-            made = {o: program.values[o].dtype for o in op.outputs if o is not None and o in program.values}
-            reached.update(name for name, dtype in made.items() if dtype.is_floating_point)
-    return frozenset(reached & program.needed(set(refs_in(wanted))))
+            reached.update(carrying(op.outputs))
+    needed = set(carrying(refs_in(wanted)))
+    for op in reversed(passing):
+        if any(name in needed for name in carrying(op.outputs)):
+            needed.update(carrying(op.inputs))
+    return frozenset(reached & needed)
 
 
 def _ends(operators: Sequence[Operator], cuts: Sequence[str]) -> list[tuple[int, int]]:

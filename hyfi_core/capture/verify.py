@@ -48,7 +48,7 @@ Found = dict[str, torch.Tensor | None]
 
 
 def verify_capture(model: nn.Module, shape: Shape, dtype: torch.dtype, output: Output | None = None) -> str | None:
-    """Compare a model with its capture on small images.
+    """Compare a model with its capture on small images, as it is and, where it is training, in evaluation mode.
 
     Args:
         model: any, in the mode in which it will be trained; afterwards it is what it was.
@@ -62,7 +62,15 @@ def verify_capture(model: nn.Module, shape: Shape, dtype: torch.dtype, output: O
     Raises:
         RequestError: they differ; it says in what, and which module is the first.
     """
-    pick = output or (lambda answer: answer)
+    unseen = _compare(model, shape, dtype, output or (lambda answer: answer), "")
+    if unseen is None and any(module.training for module in model.modules()):
+        with _evaluating(model):  # what cannot be captured so is said when it is asked for
+            _compare(model, shape, dtype, output or (lambda answer: answer), ", in evaluation mode")
+    return unseen
+
+
+def _compare(model: nn.Module, shape: Shape, dtype: torch.dtype, pick: Output, mode: str) -> str | None:
+    """Compare in the mode that the modules are in; see ``verify_capture``."""
     for small in _small_shapes(shape):
         with contextlib.suppress(Exception), undisturbed(model):
             wanted = _steps(model, small, dtype, lambda image: pick(model(image)), lambda: dict(model.named_buffers()))
@@ -81,9 +89,20 @@ def verify_capture(model: nn.Module, shape: Shape, dtype: torch.dtype, output: O
         first = first_module(model, program, _image(small, dtype, model, 0))
     raise RequestError(
         f"the captured program is not what {type(model).__name__} computes: {difference}, in two steps on images of "
-        f"shape {small}{first}. Its forward does something that a capture does not keep, such as a hook of autograd or "
-        "state outside of its buffers. verify=False turns this check off"
+        f"shape {small}{mode}{first}. Its forward does something that a capture does not keep, such as a hook of "
+        "autograd or state outside of its buffers. verify=False turns this check off"
     )
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    flags = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, flag in flags:
+            module.training = flag
 
 
 @contextlib.contextmanager
@@ -92,6 +111,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     tensors = [*model.parameters(), *model.buffers()]
     before = [tensor.detach().clone() for tensor in tensors]
+    buffers = [(module, dict(module._buffers)) for module in model.modules()]
     host, thread = (random.getstate(), np.random.get_state()), threading.get_ident()
     try:
         with (
@@ -105,6 +125,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     finally:
         random.setstate(host[0])
         np.random.set_state(host[1])
+        for module, held in buffers:
+            module._buffers.update(held)  # a forward may have put others in their places
         for tensor, value in zip(tensors, before, strict=True):
             if not torch.equal(tensor, value):
                 tensor.data.copy_(value)

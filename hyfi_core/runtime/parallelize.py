@@ -52,8 +52,8 @@ def parallelize(
             ``torch.uint8`` for a model that scales bytes itself. Images then have to come in it.
         memory_format: how maps lie in memory: "auto" (channels-last where that is faster), "channels_last", or
             "as_given" by images and weights. Answers and gradients lie as those of one process do.
-        verify: at start, rank 0 runs the module and its capture side by side on small images; a difference in values or
-            gradients is refused.
+        verify: at start, rank 0 runs the module and its capture side by side on small images, as the model is and,
+            where it is training, in evaluation mode; a difference in values or gradients is refused.
 
     Raises:
         RequestError: plan, ranks, shape or model do not go together, or ranks were given different ones: the same error

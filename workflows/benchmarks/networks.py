@@ -46,6 +46,8 @@ SMALL = [(2, 3, 96, 96), (2, 3, 224, 224), (2, 3, 256, 256)]
 """The first on which the network runs by itself is taken."""
 CLASSES = 3
 TOLERANCE = 1e-8
+LARGEST = 60_000_000
+"""Parameters, in float64, with their gradients, on every rank and in the reference: 5 GB."""
 GRID = (2, 2)
 
 TIMM = """
@@ -182,7 +184,7 @@ def without_drops(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
-        for name in ("drop_prob", "drop_path_rate"):
+        for name in ("drop_prob", "drop_path_rate", "drop_connect_rate"):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
         if type(module).__name__ == "StochasticDepth":
@@ -216,6 +218,8 @@ def small_size(make: Make) -> str:
         torch.manual_seed(0)
         try:
             model = without_drops(make(shape[-1])).double().train()
+            if sum(p.numel() for p in model.parameters()) > LARGEST:
+                return f"impossible: more than {LARGEST} parameters, which each of {GRID[0] * GRID[1]} ranks would hold"
             images, reference = torch.randn(shape, dtype=torch.float64), copy.deepcopy(model)
             F.cross_entropy(reference(images), labels).backward()
             break

@@ -5,6 +5,7 @@
 Prints a JSON line for each size: seconds of a training step (shortest, on a busy machine the honest one) and ratios of
 shortest and of median steps. Batch 1, float32, channels-last, batch norm in training mode, no optimiser step on any
 side. All sides have the memory settings that ``hyfi`` gives its ranks; ``as_started`` is plain PyTorch without them.
+``as_written`` is one rank whose images and weights are contiguous, as a user writes them.
 With ``--keep-memory`` all sides but that keep what they free from the system: faster, and larger.
 """
 
@@ -17,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +29,7 @@ from workflows.launch.launch import RANK_SETTINGS, own_rank
 from workflows.launch.mpiexec import find
 
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
-SIDES = ("plain", "as_started", "two_ranks", "one_rank")
+SIDES = ("plain", "as_started", "two_ranks", "one_rank", "as_written")
 
 
 def main() -> None:
@@ -39,6 +40,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--keep-memory", action="store_true")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES, help="which to compare, plain among them")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.side:
@@ -46,18 +48,21 @@ def main() -> None:
         return
     for size in given.size:
         settings = RANK_SETTINGS | (KEEP_MEMORY if given.keep_memory else {})
-        print(json.dumps(compare(given.model, size, given.rounds, given.steps, settings)), flush=True)
+        print(json.dumps(compare(given.model, size, given.rounds, given.steps, settings, given.sides)), flush=True)
 
 
-def compare(model: str, size: int, rounds: int, steps: int, settings: dict[str, str]) -> dict[str, object]:
+def compare(
+    model: str, size: int, rounds: int, steps: int, settings: dict[str, str], sides: Sequence[str] = SIDES
+) -> dict[str, object]:
     """Return the medians of all sides, which take turns so that a noisy neighbour hits all of them."""
-    seconds: dict[str, list[float]] = {side: [] for side in SIDES}
+    seconds: dict[str, list[float]] = {side: [] for side in sides}
     for _ in range(rounds):
         for side, found in seconds.items():
             found += _run(side, model, size, steps, settings)
     result: dict[str, object] = {"model": model, "size_px": size}
     result |= {f"{side}_s": round(min(found), 3) for side, found in seconds.items()}
-    for ours, theirs in (("two_ranks", "plain"), ("two_ranks", "as_started"), ("one_rank", "plain")):
+    pairs = [("two_ranks", "plain"), ("two_ranks", "as_started"), ("one_rank", "plain"), ("as_written", "plain")]
+    for ours, theirs in (pair for pair in pairs if {*pair} <= {*sides}):
         for name, middle in (("", min), ("_median", statistics.median)):
             result[f"{ours}_to_{theirs}{name}"] = round(middle(seconds[ours]) / middle(seconds[theirs]), 3)
     return result
@@ -78,8 +83,9 @@ def _run(side: str, model: str, size: int, steps: int, settings: dict[str, str])
 def _side(side: str, name: str, size: int) -> Callable[[], None]:
     """Return one training step of one side."""
     torch.manual_seed(0)
-    model = getattr(resnet, name)(2).to(memory_format=torch.channels_last)
-    images = torch.randn(1, 3, size, size).contiguous(memory_format=torch.channels_last)
+    order = torch.contiguous_format if side == "as_written" else torch.channels_last
+    model = getattr(resnet, name)(2).to(memory_format=order)
+    images = torch.randn(1, 3, size, size).contiguous(memory_format=order)
     labels = torch.tensor([1])
     if side in ("plain", "as_started"):
 

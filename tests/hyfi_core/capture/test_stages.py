@@ -107,3 +107,24 @@ def test_checks_without_a_result_are_no_part_of_a_stage() -> None:
 def test_casts_equal_one_process(grid: tuple[int, int]) -> None:
     torch.manual_seed(0)
     assert_equal_to_one_process(Casts(), (2, 3, 13, 16), grid, tolerance=1e-6)  # it rounds to float32
+
+
+class Stopped(nn.Module):
+    """Two layers that no gradient reaches: one behind a detach, one behind a comparison."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Conv2d(3, 3, 1) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            y = self.a(x)
+        return (self.c(x) * y * (self.b(x) > 0).float()).mean((2, 3))
+
+
+def test_no_gradient_passes_a_detach_or_a_comparison() -> None:
+    program = capture(Stopped(), (1, 3, 8, 8), torch.float32)
+    active = active_values(program, program.outputs, program.parameters)
+    assert {name for value, name in program.parameters.items() if value in active} == {"c.weight", "c.bias"}
+    found = assert_equal_to_one_process(Stopped(), (2, 3, 8, 8), (1, 2))
+    assert set(found.gradients) == {"c.weight", "c.bias"}

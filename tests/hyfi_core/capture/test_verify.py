@@ -54,6 +54,13 @@ class Elsewhere(nn.Module):
         return x * self.number[0]
 
 
+class ElsewhereInEvaluation(Elsewhere):
+    """The same, but in evaluation mode only."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.training else super().forward(x)
+
+
 def net(middle: nn.Module) -> nn.Module:
     torch.manual_seed(0)
     layers = [nn.Conv2d(3, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), middle, nn.Conv2d(4, 4, 3, 2, 1)]
@@ -78,6 +85,10 @@ def test_equal_sides_are_accepted_and_nothing_is_left_behind(dtype: torch.dtype)
         (Remembers(), r"answer 0 of step 2 differs by"),
         (Hooked(), r"gradient of 1.bias in step 1 differs by"),
         (Elsewhere(), r"answer 0 of step 1 differs by .*the first module that differs is 3 \(Elsewhere\)"),
+        (
+            ElsewhereInEvaluation(),
+            r"answer 0 of step 1 differs by .*in evaluation mode; the first module ",
+        ),
     ],
 )
 def test_a_difference_is_refused_with_where_it_is(middle: nn.Module, words: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -93,6 +94,43 @@ def test_one_rank_of_mpi_fails_and_all_end(how: str, tmp_path: Path) -> None:
     ranks = 3 if how in ("exception", "one step fewer", "another call") else 2
     command = [str(MPIEXEC), "-n", str(ranks), sys.executable]
     check(how, *run(command, FAILURES[how][0], tmp_path, **limit(how)))
+
+
+OPENMPI = shutil.which("mpiexec.openmpi")
+OPENMPI_SETTINGS = {
+    "MPI4PY_MPIABI": "openmpi",  # what mpi4py loads
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+}
+
+
+@pytest.fixture(scope="module")
+def openmpi() -> str:
+    """Open MPI's launcher, where mpi4py can load the library that goes with it."""
+    if OPENMPI is None:
+        pytest.skip("no mpiexec.openmpi: apt install openmpi-bin")
+    program = "from mpi4py import MPI; print(MPI.COMM_WORLD.size, MPI.Get_library_version())"
+    done = subprocess.run(
+        [OPENMPI, "-n", "2", sys.executable, "-c", program],
+        env=os.environ | OPENMPI_SETTINGS,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if "2 Open MPI" not in done.stdout:
+        pytest.skip(f"mpi4py does not load Open MPI here: {done.stderr.strip()[-200:]}")
+    return OPENMPI
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    "how", [how if how == "exception" else pytest.param(how, marks=pytest.mark.soak) for how in FAILURES]
+)
+def test_one_rank_of_open_mpi_fails_and_all_end(openmpi: str, how: str, tmp_path: Path) -> None:
+    ranks = 3 if how in ("exception", "one step fewer", "another call") else 2
+    command = [openmpi, "-n", str(ranks), sys.executable]
+    check(how, *run(command, FAILURES[how][0], tmp_path, **limit(how), **OPENMPI_SETTINGS))
 
 
 @pytest.mark.parametrize("how", ["exception", "exit code 0", "one step more", "thread", "stuck"])
