@@ -227,60 +227,60 @@ def double(net: DrawnModel, x: torch.Tensor) -> torch.Tensor:
     return (x.float() * 0.5).to(x.dtype) if not net.training else x.double() * 0.5
 
 
-def pre_hook(net: Drawn, x: torch.Tensor) -> torch.Tensor:
+def pre_hook(net: DrawnModel, x: torch.Tensor) -> torch.Tensor:
     with_scale = net.conv.register_forward_pre_hook(lambda module, given: (given[0] * 0.5,))
     y = net.conv(x)
     with_scale.remove()
     return y
 
 
-def gradient_inside(net: Drawn, x: torch.Tensor) -> torch.Tensor:
+def gradient_inside(net: DrawnModel, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad(), torch.enable_grad():
         return net.conv(x) + x
 
 
-def attribute(net: Drawn, x: torch.Tensor) -> torch.Tensor:
+def attribute(net: DrawnModel, x: torch.Tensor) -> torch.Tensor:
     return x * net.gain if net.gain > 1 else x
 
 
-def weights_scaled(net: Drawn, x: torch.Tensor) -> torch.Tensor:
+def weights_scaled(net: DrawnModel, x: torch.Tensor) -> torch.Tensor:
     weight = net.conv.weight
     return nn.functional.conv2d(x, weight / weight.flatten(1).norm(dim=1)[:, None, None, None], None, 1, 1)
 
 
-def frame_set(net: Drawn, x: torch.Tensor) -> torch.Tensor:
+def frame_set(net: DrawnModel, x: torch.Tensor) -> torch.Tensor:
     y = x.clone()
     y[:, :, 0] = 0.5
     y[:, :, :, -1] = y[:, :, :, -1] * 2
     return y
 
 
-def filled(net: Drawn, x: torch.Tensor) -> torch.Tensor:
+def filled(net: DrawnModel, x: torch.Tensor) -> torch.Tensor:
     return (x * 1).masked_fill_(x > 0.5, 0.5)
 
 
-def listed(net: Drawn, x: torch.Tensor) -> torch.Tensor:
+def listed(net: DrawnModel, x: torch.Tensor) -> torch.Tensor:
     maps = [x]
     for part in x.unbind(1)[:2]:
         maps.append(maps[-1] + part[:, None])
     return torch.stack(maps).mean(0)
 
 
-def attended(net: Drawn, x: torch.Tensor) -> torch.Tensor:
+def attended(net: DrawnModel, x: torch.Tensor) -> torch.Tensor:
     flat = x.flatten(2)
     return x + (flat @ torch.softmax(flat.mean(1, keepdim=True), 2).transpose(1, 2))[..., None]
 
 
-def copied(net: Drawn, x: torch.Tensor) -> torch.Tensor:
+def copied(net: DrawnModel, x: torch.Tensor) -> torch.Tensor:
     net.mean.copy_(x.detach().mean((0, 2, 3)))
     return x - net.mean[None, :, None, None].clone()
 
 
-def by_training(net: Drawn, x: torch.Tensor) -> torch.Tensor:
+def by_training(net: DrawnModel, x: torch.Tensor) -> torch.Tensor:
     return x.tanh() if net.training else x.tanh() * 0.9
 
 
-def autocast_off(net: Drawn, x: torch.Tensor) -> torch.Tensor:
+def autocast_off(net: DrawnModel, x: torch.Tensor) -> torch.Tensor:
     with torch.autocast("cpu", enabled=False):
         return net.conv(x)
 
