@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hyfi_core.errors import RequestError
 from workflows import console
@@ -57,8 +57,7 @@ def run(
     from pathology.tissue.tissue import TissueParameters
 
     options = IngestOptions(
-        mpp=1.0 if mpp == "native" else _number("--mpp", mpp),
-        native=mpp == "native",
+        **_mpp(mpp),
         slide_mpp=slide_mpp,
         force_mpp=force_mpp,
         tissue=TissueParameters(pen=pen).changed(tissue_set),
@@ -85,13 +84,16 @@ def run(
     return _report(report, out, as_json)
 
 
-def _number(option: str, text: str) -> float:
+def _mpp(text: str) -> dict[str, Any]:
+    """Return the fields of `IngestOptions` that ``--mpp`` sets."""
     from pathology.readers.mpp import parse_mpp
 
+    if text == "native":
+        return {"native": True}
     try:
-        return parse_mpp(text)
+        return {"mpp": parse_mpp(text)}
     except ValueError as error:
-        raise RequestError(f"{option} {text}: a number of microns per pixel or native is expected") from error
+        raise RequestError(f"--mpp {text}: a number of microns per pixel or native is expected") from error
 
 
 def _check_cache(cache: Path | None) -> None:
