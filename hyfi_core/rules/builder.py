@@ -215,12 +215,19 @@ class Builder:
     # -- moving values
 
     def part(self, name: str, split: Split) -> str:
-        """Return the name of the value laid out as ``split``, moved there if it is laid out otherwise."""
+        """Return the name of the value laid out as ``split``, moved there if it is laid out otherwise.
+
+        Raises:
+            RequestError: its pixels are others, or lie in other dims.
+        """
         here = self.splits[name]
         if here == split and name != self.program.image:
             return name
-        if (here.dims, here.leads) != (split.dims, split.leads):
-            raise AssertionError(f"{name} has space in dims {here.dims}, asked for {split.dims}")
+        if (here.dims, here.space) != (split.dims, split.space):
+            raise RequestError(
+                f"a map of {here.layout.map.shape} in dims {here.dims} is to lie beside one of "
+                f"{split.layout.map.shape} in dims {split.dims}; what works: maps of equal size in equal dims"
+            )
         return self.moved(name, split.held, split)
 
     def moved(self, name: str, need: Sequence[Box], split: Split | None = None, fill: float = 0.0) -> str:

@@ -80,20 +80,20 @@ def prelu(builder: Builder, op: Operator) -> None:
     _per_pixel(builder, op, here)
 
 
-def along(at: int, keepdim_at: int | None, default: int = -1) -> Rule:
+def along(at: int, keepdim_at: int | None, default: int | None = -1) -> Rule:
     """Return the rule of an operator that works along one dim.
 
     Args:
         at: which argument names the dim.
         keepdim_at: which says whether a reduced dim stays with size 1; None where the operator does not reduce.
-        default: the dim where none is given.
+        default: the dim where none is given; None: all of them as if they were one, which is refused.
     """
 
     def rule(builder: Builder, op: Operator) -> None:
         here, rank = _here(builder, op), len(builder.shape(op.args[0].name))
         dim = op.args[at] if len(op.args) > at else op.kwargs.get("dim", default)
         if not isinstance(dim, int):
-            builder.refuse(op, f"works along dims {dim} of a map", "one dim at a time")
+            builder.refuse(op, "works along all dims as if they were one", "a dim to work along")
         reduced = None if keepdim_at is None else _keeps(op, keepdim_at)
         if dim % rank in here.dims:
             along_space(builder, op, (dim % rank,), reduced)

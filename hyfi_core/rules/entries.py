@@ -126,7 +126,7 @@ def _slice_of_space(builder: Builder, op: Operator, dim: int, kept: range, sourc
         box = Box(*inside, *rest) if along_y else Box(*rest, *inside)
         need.append(Box(0, 0, 0, 0) if box.empty else box)
     given = builder.splits.get(source)
-    if given is not None and given.dims != here.dims:
+    if given is not None and (given.dims != here.dims or not given.plain):
         builder.refuse(op, f"puts a map with space in dims {given.dims} into one with {here.dims}", "equal dims")
     box = need[builder.rank]
     if given is None:

@@ -47,7 +47,7 @@ def _reduction(builder: Builder, op: Operator, mean: bool) -> None:
     if not set(space) & set(dims):  # over channels: every pixel by itself
         split = builder.splits[name]
         if not keepdim:
-            split = Split(split.layout, tuple(d - sum(r < d for r in dims) for d in space))  # type: ignore[arg-type]
+            split = _fewer(split, dims)
         part = builder.part(name, builder.splits[name])
         function, inputs = bound(renamed(op, {name: part}))
         builder.compute(function, inputs, op.outputs, split)
@@ -57,6 +57,12 @@ def _reduction(builder: Builder, op: Operator, mean: bool) -> None:
         _sum_over_space(builder, name, output, dims, keepdim, mean, _rest_of_whole(builder, name, dims, keepdim))
     else:
         _sum_over_space(builder, name, output, dims, keepdim, mean)
+
+
+def _fewer(split: Split, gone: tuple[int, ...]) -> Split:
+    """Return how a value is split once dims that are not space are gone."""
+    y, x = (dim - sum(one < dim for one in gone) for dim in split.dims)
+    return Split(split.layout, (y, x), leads=split.leads)
 
 
 def _rest_of_whole(builder: Builder, name: str, dims: tuple[int, ...], keepdim: bool) -> Any:
@@ -290,7 +296,7 @@ def _channels_only(builder: Builder, op: Operator, dims: tuple[int, ...], keepdi
         return False
     split = here
     if not keepdim:
-        split = Split(here.layout, tuple(d - sum(r < d for r in dims) for d in here.dims))  # type: ignore[arg-type]
+        split = _fewer(here, dims)
     function, inputs = bound(renamed(op, {name: builder.part(name, here)}))
     builder.compute(function, inputs, op.outputs, split)
     return True

@@ -58,7 +58,7 @@ def logsumexp(builder: Builder, op: Operator) -> None:
     if not taken:
         kept = here.dims if keepdim else tuple(d - sum(r < d for r in dims) for d in here.dims)
         function, inputs = bound(renamed(op, {name: part}))
-        builder.compute(function, inputs, op.outputs, Split(here.layout, (kept[0], kept[1])))
+        builder.compute(function, inputs, op.outputs, Split(here.layout, (kept[0], kept[1]), leads=here.leads))
         return
     if taken != set(here.dims):
         along_space(builder, op, dims, keepdim)
@@ -157,7 +157,7 @@ def _pooled(builder: Builder, op: Operator, names: tuple[str, str, str], scale: 
     factor = 1.0 / math.sqrt(shape[-1]) if scale is None else float(scale)
     pixels = builder.shape(key)[-2]
     scores = builder.fresh(query, (*shape[:-1], pixels), wide)
-    split = Split(here.layout, (len(shape) - 1, len(shape) - 1))
+    split = Split(here.layout, (len(shape) - 1, len(shape) - 1), leads=here.leads)
     builder.compute(lambda q, k: (q * factor) @ k.transpose(-1, -2), (query, key), (scores,), split)
     largest = largest_over_ranks(builder, scores, (len(shape) - 1,))
     partial, total = builder.fresh(output, dtype=wide), builder.fresh(output, dtype=wide)

@@ -176,7 +176,8 @@ def last_map(ranked: RankProgram) -> tuple[str, int]:
 
 def _is_map(ranked: RankProgram, name: str) -> bool:
     """Whether a split value is ``(B, C, H, W)``, not some other shape with space in it."""
-    return ranked.splits[name].dims == (2, 3) and len(ranked.values[name].shape) == 4
+    split = ranked.splits[name]
+    return split.plain and split.dims == (2, 3) and len(ranked.values[name].shape) == 4
 
 
 def split_tape(ranked: RankProgram) -> tuple[str, Tape, Tape]:

@@ -52,8 +52,14 @@ def windows_first(
 
 
 def _places(groups: Groups, pairs: Sequence[Sequence[int]]) -> list[int | None]:
-    """Return the dim whose last factors each pair is."""
-    return [next((at for at, group in enumerate(groups) if group[-2:] == tuple(pair)), None) for pair in pairs]
+    """Return the dim whose last factors each pair is; for one of the pairs, two dims beside each other do as well."""
+    merged = [next((at for at, group in enumerate(groups) if group[-2:] == tuple(pair)), None) for pair in pairs]
+    if merged[0] is None and merged[1] is None:
+        return merged
+    beside = [
+        next((at for at in range(len(groups) - 1) if groups[at : at + 2] == [(y,), (x,)]), None) for y, x in pairs
+    ]
+    return [one if one is not None else other for one, other in zip(merged, beside, strict=True)]
 
 
 def _after(program: Program, op: Operator, groups: Groups, sizes: Sequence[int]) -> Groups | None:

@@ -60,6 +60,13 @@ def swin(y: Tensor) -> Tensor:
     return together(attention(windows(y), mask), *y.shape[2:])
 
 
+def squares(y: Tensor) -> Tensor:
+    """Windows of 4 x 4 that stay squares for a layer, as timm has them."""
+    b, c, h, w = y.shape
+    x = y.permute(0, 2, 3, 1).view(b, h // 4, 4, w // 4, 4, c).permute(0, 1, 3, 2, 4, 5).contiguous()
+    return torch.tanh(x.view(-1, 4, 4, c) * 2).flatten(1, 2)
+
+
 def fused(y: Tensor) -> Tensor:
     x = windows(y).unflatten(2, (2, 3)).transpose(1, 2)
     x = F.scaled_dot_product_attention(x, -x, x * 2, attn_mask=torch.arange(16).view(1, 1, 4, 4).sin().double())
@@ -98,8 +105,13 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "fused attention": fused,
     "windows of another size": lambda y: together(windows(y, 2).softmax(1), 8, 12) * y,
     "large windows": lambda y: together(attention(windows(y, 4)), 8, 12, 4),
+    "large squares": lambda y: together(attention(squares(y) @ torch.ones(6, 6).double().tril()), 8, 12, 4),
     "small grid": lambda y: ungrid(attention(grid(y, 4)), 8, 12, 4),
     "blocks of three columns": lambda y: y.unflatten(3, (4, 3)).amax(4).unflatten(2, (4, 2)).mean(3),
+    "windows that stay": lambda y: windows(y).sum(1) + windows(y).amax((1, 2))[:, None],
+    "all windows at once": lambda y: (
+        windows(y).var(0) * windows(y).amax((0, 1)) + windows(y).logsumexp(2).mean(0)[:, None]
+    ),
     "grid": maxvit,
     "columns": columns,
     "space to depth": to_depth,
