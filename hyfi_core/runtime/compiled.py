@@ -120,8 +120,7 @@ def compile_model(
     Raises:
         RequestError: the model cannot be captured, has an operator without a rule, or differs between ranks.
     """
-    digest = program.digest()[:12]
-    _agree(program, digest, comm)
+    digest = _agreed(program, comm)
     wanted, pick = _wanted(program, output)
     named = dict(model.named_parameters(remove_duplicate=False))
     trained = [value for value, name in program.parameters.items() if named[name].requires_grad]
@@ -268,11 +267,13 @@ def _refuse_drawn(ranked: RankProgram) -> None:
         )
 
 
-def _agree(program: Program, digest: str, comm: Communicator) -> None:
-    """Refuse to go on when ranks have captured different programs: their messages would not match."""
+def _agreed(program: Program, comm: Communicator) -> str:
+    """Return the program's digest; refuse to go on when ranks have captured others: their messages would not match."""
+    digest = program.digest()[:12]
     if comm.size > 1:
         operators = {f"operator {i}": f"{op.text} of {op.module}" for i, op in enumerate(program.operators)}
         compare(comm, operators | {"the captured model": digest})
+    return digest
 
 
 def _wanted(program: Program, output: Output | None) -> tuple[tuple[Any, ...], Callable[[list[Any]], Any]]:
