@@ -7,7 +7,7 @@ from math import prod
 
 import torch
 
-from hyfi_core.cells.recipe import is_cheap
+from hyfi_core.cells.recipe import cheap_calls
 from hyfi_core.errors import RequestError
 from hyfi_core.lowering.segments import OperatorStep, Tape, made_by, taken_by
 from hyfi_core.ops.base import Recomputable
@@ -58,7 +58,7 @@ def working_bytes(ranked: RankProgram, tape: Tape, position: int) -> int:
 def kept_bytes(ranked: RankProgram, tape: Tape, position: int) -> int:
     """Return what a cell keeps of a micro-batch for backward, in memory or elsewhere; at most.
 
-    Left out is what is computed again. Counted on top are the cotangents of the largest step.
+    Left out is what is computed again, and cotangents but for one step's: as they come, what is kept goes.
     """
     kept = {ranked.program.image} & set(ranked.splits)
     places = 0
@@ -68,10 +68,10 @@ def kept_bytes(ranked: RankProgram, tape: Tape, position: int) -> int:
                 continue
             if isinstance(step.call.operator, MaxPool):
                 places += 4 * sum(_elements(ranked, name, position) for name in made_by(step))
-        elif all(is_cheap(call) for call in step.calls):
-            continue
-        kept.update(made_by(step))
-    return _bytes(ranked, kept, position) + places + 2 * working_bytes(ranked, tape, position)
+            kept.update(made_by(step))
+        else:
+            kept.update(name for name in made_by(step) if cheap_calls(step, name) is None)
+    return _bytes(ranked, kept, position) + places + working_bytes(ranked, tape, position)
 
 
 def _bytes(ranked: RankProgram, names: Iterable[str], position: int) -> int:

@@ -18,7 +18,7 @@ import torch
 from hyfi_core.cells.page import PLACES, Page
 from hyfi_core.cells.pager import Pager
 from hyfi_core.cells.recipe import DEEPEST, Made, Recipe, call_of, tensors_in
-from hyfi_core.lowering.segments import OperatorStep, Step, Tape, made_by, taken_by
+from hyfi_core.lowering.segments import OperatorStep, Segment, Step, Tape, made_by, taken_by
 from hyfi_core.rules.instructions import CollectiveCall
 
 Tensors = Mapping[str, torch.Tensor]
@@ -208,12 +208,12 @@ class PagedSteps:
 
     def _note_recipe(self, step: Step, values: Tensors, saved: Any) -> None:
         """Give the map that a step made a recipe, if the step is cheap."""
-        names = [name for name in made_by(step) if name in values]
-        for name in names:
-            page = self._pager.page_of(values[name])
+        for name in made_by(step):
+            page = self._pager.page_of(values[name]) if name in values else None
             if page is not None:
-                made = Made(step, self._taken, values[name], saved)
-                self._pager.note_recipe(page, self._recipe(page, made) if name == names[0] else None)
+                alone = isinstance(step, Segment) or name == made_by(step)[0]  # others of an operator are no maps
+                made = Made(step, self._taken, name, values[name], saved)
+                self._pager.note_recipe(page, self._recipe(page, made) if alone else None)
 
     def _recipe(self, page: Page, made: Made) -> Recipe | None:
         found = call_of(made)

@@ -75,12 +75,14 @@ class Made:
     Attributes:
         step: of the tape.
         inputs: value name -> what it took.
-        result: the one map that it made.
+        name: of a map that it made.
+        result: that map.
         saved: what its operator saved; None of a segment, or where nothing was.
     """
 
     step: Segment | OperatorStep
     inputs: Mapping[str, torch.Tensor]
+    name: str
     result: torch.Tensor
     saved: Any
 
@@ -91,10 +93,7 @@ def call_of(made: Made) -> tuple[Call, tuple[torch.Tensor, ...], bool] | None:
     sources = tuple(t for t in tensors_in([made.inputs, made.saved]) if not _same_memory(t, made.result))
     if len(over) > 1:
         return None
-    if isinstance(made.step, OperatorStep):
-        call = _operator_call(made, over)
-    else:
-        call = _segment_call(made.step, made.inputs, over, made.result)
+    call = _operator_call(made, over) if isinstance(made.step, OperatorStep) else _segment_call(made.step, made, over)
     return None if call is None else (call, sources, bool(over))
 
 
@@ -114,29 +113,35 @@ def _operator_call(made: Made, over: Sequence[str]) -> Call | None:
     return call
 
 
-def _segment_call(
-    segment: Segment, inputs: Mapping[str, torch.Tensor], over: Sequence[str], result: torch.Tensor
-) -> Call | None:
-    if len(segment.outputs) != 1 or not all(is_cheap(call) for call in segment.calls):
+def _segment_call(segment: Segment, made: Made, over: Sequence[str]) -> Call | None:
+    calls = cheap_calls(segment, made.name)
+    if calls is None:
         return None
-    kept = {name: tensor.detach() for name, tensor in inputs.items() if name not in over}
+    kept = {name: tensor.detach() for name, tensor in made.inputs.items() if name not in over}
 
     def call(so_far: torch.Tensor | None) -> torch.Tensor:
         values = dict(kept)
         if over and so_far is not None:
             values[over[0]] = so_far
-        for step in segment.calls:
+        for step in calls:
             results = step.function(*(values[name] for name in step.inputs))
             results = (results,) if isinstance(results, torch.Tensor) else results
             values.update((n, r) for n, r in zip(step.outputs, results, strict=False) if n is not None)
-        return values[segment.outputs[0]]
+        return values[made.name]
 
     return call
 
 
-def is_cheap(call: LocalCall) -> bool:
-    """Whether a call costs less than to keep what it makes."""
-    return call.empty is None and call.source is not None and call.source.text in _CHEAP
+def cheap_calls(segment: Segment, name: str) -> tuple[LocalCall, ...] | None:
+    """Return the calls of a segment that make a value, in order; None where they cost more than to keep it."""
+    needed, chosen = {name}, []
+    for call in reversed(segment.calls):
+        if needed.intersection(call.outputs):
+            if call.empty is not None or call.source is None or call.source.text not in _CHEAP:
+                return None
+            chosen.append(call)
+            needed.update(call.inputs)
+    return tuple(reversed(chosen))
 
 
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
