@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import enum
 import random
+from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,8 @@ from torch import nn
 
 _REGISTRIES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
 _PLAIN = (bool, int, str, bytes, complex, enum.Enum, torch.dtype, torch.device, torch.memory_format)
+_PLAIN_TYPES = frozenset({bool, int, str, bytes, complex, type(None), torch.dtype, torch.device, torch.memory_format})
+_CONTAINERS = frozenset({list, tuple, set, frozenset, dict, OrderedDict})
 _DEPTH = 4
 """How deep objects in attributes are looked into: a configuration, its parts, their settings."""
 _ITEMS = 4096
@@ -38,26 +42,45 @@ class _Same:
         return id(self.item)
 
 
-def module_state(model: nn.Module) -> Hashable:
+class ModuleState(tuple[Any, ...]):
+    """What ``module_state`` returns: a key of captures, whose many parts are hashed once."""
+
+    @cached_property
+    def _hash(self) -> int:
+        return tuple.__hash__(self)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+def module_state(model: nn.Module) -> ModuleState:
     """Return a value that is equal for two moments where a forward finds the same Python state.
 
     Buffers count by their presence: their values are inputs of a program. So do parameters, with ``requires_grad``.
     """
-    tensors = tuple((name, p.requires_grad) for name, p in model.named_parameters(remove_duplicate=False))
-    buffers = tuple(name for name, _ in model.named_buffers(remove_duplicate=False))
-    modules = tuple((name, _Same(module)) for name, module in model.named_modules(remove_duplicate=False))
-    return tensors, buffers, modules, tuple(attributes(model).items())
+    paths = list(model.named_modules(remove_duplicate=False))
+    tensors = tuple((path, n, p.requires_grad) for path, m in paths for n, p in m._parameters.items() if p is not None)
+    buffers = tuple((path, n) for path, m in paths for n, b in m._buffers.items() if b is not None)
+    modules = tuple((path, _Same(module)) for path, module in paths)
+    return ModuleState((tensors, buffers, modules, tuple(attributes(model).items())))
 
 
 def attributes(model: nn.Module) -> Attributes:
     """Return (path of a module, attribute) -> what it is, comparable; without parameters, buffers and submodules."""
     seen: dict[int, Hashable] = {}
-    return {
-        (path, name): _comparable(value, _DEPTH, seen)
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if name not in _REGISTRIES
-    }
+    found: Attributes = {}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name in _REGISTRIES:
+                continue
+            kind = type(value)  # a step asks this of every attribute of every module: most answers cost no call
+            if kind in _PLAIN_TYPES:
+                found[path, name] = (kind, value)
+            elif kind in _CONTAINERS and not value:
+                found[path, name] = (kind,)
+            else:
+                found[path, name] = _comparable(value, _DEPTH, seen)
+    return found
 
 
 def changed_since(before: Hashable, now: Hashable) -> list[tuple[str, str]]:
