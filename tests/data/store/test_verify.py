@@ -106,7 +106,7 @@ def test_a_chunk_that_vanished_from_shard_and_digest_alike_is_told(tmp_path: Pat
     text = said(verify_slide(path, 1))
     assert (
         "chunks 1, 2, 9, 10 are not in their shard" in text
-        and "chunks 8 are there" in text
+        and "chunks 8 exist" in text
         and "metadata was altered" in text
     )
 

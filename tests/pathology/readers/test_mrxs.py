@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import openslide
@@ -164,6 +165,10 @@ def test_coarser_stores_are_in_register(slide: tuple[Path, Mirax], tmp_path: Pat
     assert still < 0.35 * min(moved)  # half a pixel off would be as far as a pixel off the other way
 
 
+def corners_of(features: list[dict[str, Any]]) -> np.ndarray[Any, Any]:
+    return np.concatenate([ring for f in features for ring in f["geometry"]["coordinates"]])
+
+
 def test_annotations_and_heatmaps_count_from_the_bounds(tmp_path: Path) -> None:
     how = Mirax((6, 10), (1, 1, 4, 8), tile_px=250, levels=1, mpp=(0.5, 0.5))
     glass: RGB = np.full((*how.size_px, 3), 243, np.uint8)
@@ -171,17 +176,20 @@ def test_annotations_and_heatmaps_count_from_the_bounds(tmp_path: Path) -> None:
     inputs = find_inputs([write_mirax(tmp_path / "one.mrxs", glass, how)])
     predict_slides((member_of(Darkness()),), inputs, tmp_path / "out", AloneCommunicator(), PredictOptions())
     dark = tifffile.imread(tmp_path / "out" / "one" / "heatmap.tiff")[
-        3
-    ]  # contributions stand behind the scores of both classes
+        3  # contributions stand behind the scores of both classes
+    ]
     assert dark.shape == (-(-500 // 32), -(-1000 // 32))  # of the bounds, at 1 µm in cells of 32 px
     cells = np.argwhere(dark > 0.9 * np.nanmax(dark)) * 64
     y0, y1, x0, x1 = FOCUS
     assert len(cells) and (cells > (y0 - 64, x0 - 64)).all() and (cells < (y1, x1)).all()
     features = json.loads((tmp_path / "out" / "one" / "regions.geojson").read_text())["features"]
-    corners = np.concatenate([ring for f in features for ring in f["geometry"]["coordinates"]])
+    contours = [f for f in features if "density" in f["properties"]["classification"]["name"]]
     # The tissue that was drawn, (x, y) from (60, 100) to (1880, 840), give or take a cell of 64 px.
+    corners = corners_of([f for f in features if f not in contours])
     assert (corners.min(0) >= (0, 36)).all() and corners.min(0)[0] <= 124
     assert (corners.max(0) <= (1944, 904)).all() and corners.max(0)[0] >= 1816
+    # A contour runs between the middles of cells, so up to half a cell beyond the last.
+    assert (corners_of(contours).min(0) >= (-32, 4)).all() and (corners_of(contours).max(0) <= (1976, 936)).all()
 
 
 def test_a_crop_lies_inside_of_the_bounds(tmp_path: Path) -> None:
