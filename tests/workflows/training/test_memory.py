@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from hyfi_core import process_memory
 from hyfi_core.cost.memory import MemoryForecast
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
-from pathology import memory as free_memory
 from tests.workflows.archive import make_config, make_store
 from tests.workflows.runs import in_this_process, run_here
 from workflows.training.memory import (
@@ -75,7 +75,7 @@ def test_a_run_without_room_is_refused_before_anything_is_written(
 ) -> None:
     config = make_config(tmp_path, make_store(tmp_path), run={"steps": 1})
     with monkeypatch.context() as little:
-        little.setattr(free_memory, "available_bytes", lambda: 10**8)
+        little.setattr(process_memory, "available_bytes", lambda: 10**8)
         assert run_here(config) == 2
     assert "memory: the trainers on" in capfd.readouterr().err and not (tmp_path / "run").exists()
     assert run_here(config) == 0
