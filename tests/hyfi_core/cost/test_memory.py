@@ -71,7 +71,7 @@ def status(key):
 model, plan, size = resnet18(classes=2).train(), ParallelPlan(grids=((1, 1),)), int(sys.argv[1])
 (forecast,) = forecast_memory(capture(model, (1, 3, size, size), torch.float32), plan)
 engine = hyfi_core.parallelize(model, (1, 3, size, size), plan, hyfi_core.init(),
-    optimizer=lambda parameters: torch.optim.AdamW(parameters))
+    optimizer=lambda parameters: torch.optim.AdamW(parameters), verify=False)  # what it frees would be taken again
 before = status("VmRSS")
 engine.train_step(torch.rand(1, 3, size, size), torch.tensor([0]))
 engine.train_step(torch.rand(1, 3, size, size), torch.tensor([0]))

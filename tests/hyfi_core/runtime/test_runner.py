@@ -110,7 +110,7 @@ MODELS = {
 CASES = [
     ("resnet18", (2, 3)),
     ("resnet18", (6, 5)),
-    ("amoebanet", (3, 2)),
+    pytest.param("amoebanet", (3, 2), marks=pytest.mark.soak),
     ("amoebanet", (5, 1)),
     ("awkward", (2, 2)),
     ("awkward", (3, 7)),
