@@ -44,14 +44,14 @@ def write_slide(anatomy: Anatomy, path: Path) -> None:
         beside.unlink(missing_ok=True)
 
 
-def _levels(size_px: int) -> list[_Level]:
+def _levels(size_px: int) -> list[_PyramidLevel]:
     """Return the levels, finest first, each linked to the next."""
     sizes = [size_px]
     while sizes[-1] // 2 >= _SMALLEST_LEVEL_PX:
         sizes.append(sizes[-1] // 2)
-    levels: list[_Level] = []
+    levels: list[_PyramidLevel] = []
     for edge in reversed(sizes):
-        levels.insert(0, _Level(edge, levels[0] if levels else None))
+        levels.insert(0, _PyramidLevel(edge, levels[0] if levels else None))
     return levels
 
 
@@ -74,7 +74,7 @@ def _write_level(
     )
 
 
-def _full_level(anatomy: Anatomy, levels: list[_Level]) -> Iterator[bytes]:
+def _full_level(anatomy: Anatomy, levels: list[_PyramidLevel]) -> Iterator[bytes]:
     """Render row after row of blocks and yield level 0's tiles; the reduced levels fill as it goes."""
     renderer, size = Renderer(anatomy), levels[0].size_px
     for y in range(0, size, BLOCK_PX):
@@ -84,10 +84,10 @@ def _full_level(anatomy: Anatomy, levels: list[_Level]) -> Iterator[bytes]:
         yield from levels[0].drain()
 
 
-class _Level:
+class _PyramidLevel:
     """A level that grows from the top; holds less than one row of tiles as pixels, the finished ones encoded."""
 
-    def __init__(self, size_px: int, below: _Level | None) -> None:
+    def __init__(self, size_px: int, below: _PyramidLevel | None) -> None:
         self.size_px, self.below = size_px, below
         self.encoded: list[bytes] = []
         self._rows = np.empty((0, size_px, 3), np.uint8)
