@@ -261,7 +261,7 @@ def world(limit_s: float = 0.0) -> TorchCommunicator:
 
 
 def board_store() -> Any:
-    """Return a store for ``comm.board``, on a connection of its own: others may wait on theirs for long."""
+    """Return a store for ``comm.supervision.board``, on a connection of its own: others may wait on theirs for long."""
     store: Any = dist.distributed_c10d._get_default_store()
     return dist.distributed_c10d.PrefixStore("hyfi/board", store.clone())
 

@@ -80,7 +80,7 @@ def init(supervised: bool = True) -> Communicator:
         from hyfi_core.comm.alone import AloneCommunicator
 
         return AloneCommunicator()
-    from hyfi_core.comm.supervision import time_limit_s
+    from hyfi_core.comm.supervision.supervisor import time_limit_s
 
     _select_gpu()
     if launcher == "torchrun":
@@ -142,7 +142,7 @@ def made_current(name: str) -> torch.device:
 
 def _supervised(comm: Communicator, store: Any = None) -> Communicator:
     if comm.size > 1:
-        from hyfi_core.comm.supervision import supervise
+        from hyfi_core.comm.supervision.supervisor import supervise
 
         supervise(comm, store)
     return comm

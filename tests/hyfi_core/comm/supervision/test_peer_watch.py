@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 RANK = """
 import os, signal, socket, sys, time
-from workflows.launch.peer_watch import PeerWatch
+from hyfi_core.comm.supervision.peer_watch import PeerWatch
 rank, what = int(sys.argv[1]), sys.argv[2]
 peers = {int(number): socket.socket(fileno=int(fd)) for number, fd in (word.split(":") for word in sys.argv[3:])}
-watch = PeerWatch(rank, peers)
+watch = PeerWatch(rank, peers, lambda lost: print(f'rank {lost} was lost', file=sys.stderr, flush=True))
 if rank == int(what.partition("-")[2]):
     time.sleep(0.5)
     if what.startswith("killed"):
@@ -57,7 +57,7 @@ def ranks(what: str) -> tuple[list[int], list[str], float]:
 def test_a_killed_rank_ends_all_and_is_named_once(lost: int, speaks: int) -> None:
     codes, said, _ = ranks(f"killed-{lost}")
     assert codes == [-signal.SIGKILL if rank == lost else 70 for rank in range(3)]
-    assert [f"rank {lost} was ended from outside" in text for text in said] == [rank == speaks for rank in range(3)]
+    assert [f"rank {lost} was lost" in text for text in said] == [rank == speaks for rank in range(3)]
 
 
 def test_a_rank_that_fails_reports_itself() -> None:

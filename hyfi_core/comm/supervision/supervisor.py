@@ -3,8 +3,10 @@
     rank 0   raises ──▶ claims the failure, says it, aborts the job
     rank 1   waits  ──▶ sees the claim, or is aborted; says nothing
 
-    rank 0   has ended ──────────────────┐  both are on the board (``comm.board``)
+    rank 0   has ended ──────────────────┐  both are on the board (``board``)
     rank 1   waits in step 3, F0.s0.d0 ──┴─▶ no rank computes any more: reports who waits where, aborts the job
+
+    rank 1   is killed ──▶ its connection closes: the first rank says which it was (``peer_watch``), all ranks end
 
 A rank writes on the board when a wait lasts long and when it ends; otherwise only one question twice a second is asked.
 """
@@ -22,10 +24,10 @@ from typing import Any, NoReturn
 
 from hyfi_core.comm.activity import ACTIVITY, Wait, named_ranks
 from hyfi_core.comm.base import Communicator
-from hyfi_core.comm.board import Board, RankStatus, open_board
+from hyfi_core.comm.supervision.board import Board, RankStatus, open_board
+from hyfi_core.comm.supervision.peer_watch import FAULT, PeerWatch, watch_peers
 from hyfi_core.errors import RequestError
 
-FAULT = 70
 LIMIT_VARIABLE = "HYFI_TIMEOUT_S"
 LIMIT_S = 1800.0
 PEER_LOST_S = 2.0
@@ -55,8 +57,8 @@ def time_limit_s() -> float:
 def supervise(comm: Communicator, store: Any = None) -> None:
     """See to it that all ranks end when one fails (collective over ``comm``, which is the whole job).
 
-    From here on an exception that leaves the main thread or another one ends all ranks; so does a rank that ends while
-    others wait for it, and a wait of more than ``HYFI_TIMEOUT_S``.
+    From here on an exception that leaves the main thread or another one ends all ranks; so does a rank that is killed,
+    one that ends while others wait for it, and a wait of more than ``HYFI_TIMEOUT_S``.
 
     Args:
         comm: all ranks.
@@ -67,8 +69,16 @@ def supervise(comm: Communicator, store: Any = None) -> None:
     """
     limit_s = time_limit_s()
     board = open_board(comm) if store is None else Board(store, comm.rank, comm.size)
+    peers = watch_peers(comm, _tell_lost)
     comm.barrier()  # every rank is on the board before any looks
-    Supervisor(comm, board, limit_s).install()
+    Supervisor(comm, board, peers, limit_s).install()
+
+
+def _tell_lost(rank: int) -> None:
+    words = (
+        f"hyfi: rank {rank} was killed or crashed (a signal, os._exit, out of memory, its node lost), so all ranks end"
+    )
+    print(words, file=sys.stderr, flush=True)
 
 
 class Supervisor:
@@ -77,11 +87,12 @@ class Supervisor:
     Args:
         comm: all ranks.
         board: None where there is none: then a failure still ends all ranks, and a wait forever is not noticed.
+        peers: notices a rank that is killed; None where that cannot be.
         limit_s: for one wait; 0 for none.
     """
 
-    def __init__(self, comm: Communicator, board: Board | None, limit_s: float) -> None:
-        self._comm, self._board, self._limit_s = comm, board, limit_s
+    def __init__(self, comm: Communicator, board: Board | None, peers: PeerWatch | None, limit_s: float) -> None:
+        self._comm, self._board, self._peers, self._limit_s = comm, board, peers, limit_s
         self._process = os.getpid()
         self._leaving = threading.Event()
         self._unchanged: tuple[list[RankStatus], float] = ([], 0.0)
@@ -136,7 +147,7 @@ class Supervisor:
             with contextlib.suppress(RuntimeError):
                 self._board.set_told()
         time.sleep(0.2)  # a process manager that is told to abort may drop what it has not passed on
-        self._comm.abort(FAULT)
+        self._abort()
 
     def _end_quietly(self, board: Board) -> NoReturn:
         """End because another rank has failed, which says why."""
@@ -145,19 +156,30 @@ class Supervisor:
             while not board.told and time.monotonic() < deadline_s:
                 time.sleep(0.02)
         time.sleep(0.3)
+        self._abort()
+
+    def _abort(self) -> NoReturn:
+        if self._peers is not None:
+            self._peers.fail()
         self._comm.abort(FAULT)
 
     def _leave(self) -> None:
         """Say that this rank ends. The first stays until all do: the board is in its memory."""
-        if self._board is None or self._is_forked():
+        if self._is_forked():
             return
         self._leaving.set()
-        with contextlib.suppress(RuntimeError):
-            self._board.post("ended", ACTIVITY.where())
-            while self._comm.rank == 0 and any(said.state != "ended" for said in self._board.states()):
-                if self._board.failed:
-                    self._end_quietly(self._board)
-                time.sleep(0.05)
+        if self._board is not None:
+            with contextlib.suppress(RuntimeError):
+                self._board.post("ended", ACTIVITY.where())
+                self._stay(self._board)
+        if self._peers is not None:
+            self._peers.leave()
+
+    def _stay(self, board: Board) -> None:
+        while self._comm.rank == 0 and any(said.state != "ended" for said in board.states()):
+            if board.failed:
+                self._end_quietly(board)
+            time.sleep(0.05)
 
     def _watch(self, board: Board) -> None:
         pause_s = _LOOK_S * max(1.0, self._comm.size / _RANKS_A_LOOK)

@@ -1,0 +1,1 @@
+"""What a rank does about the failures of others and its own."""

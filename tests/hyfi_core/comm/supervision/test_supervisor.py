@@ -1,0 +1,99 @@
+"""One rank fails, leaves or loses count in many ways: all ranks end soon, and it is said once why."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hyfi_core.comm.supervision.supervisor import time_limit_s
+from hyfi_core.errors import RequestError
+from tests.conftest import MPIEXEC
+from tests.hyfi_core.comm.supervision.failing_ranks import (
+    FAILURES,
+    OPEN_MPI,
+    OPEN_MPI_SETTINGS,
+    case,
+    check,
+    run,
+)
+
+QUICK = {
+    "MPICH": ("exception", "exit code 0", "one step more", "killed"),
+    "Open MPI": ("exception", "killed"),
+    "torchrun": ("thread",),
+}
+
+
+def cases(launcher: str) -> list[object]:
+    """Return all cases; those that few others resemble are among the quick tests."""
+    return [how if how in QUICK[launcher] else pytest.param(how, marks=pytest.mark.soak) for how in FAILURES]
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec: pip install 'hyfi[local]'")
+@pytest.mark.parametrize("how", cases("MPICH"))
+def test_one_rank_of_mpi_fails_and_all_end(how: str, tmp_path: Path) -> None:
+    check(how, *case("MPICH", how, tmp_path))
+
+
+@pytest.fixture(scope="module")
+def openmpi() -> None:
+    """Skips where there is no Open MPI whose library mpi4py can load."""
+    if OPEN_MPI is None:
+        pytest.skip("no mpiexec.openmpi: apt install openmpi-bin")
+    program = "from mpi4py import MPI; print(MPI.COMM_WORLD.size, MPI.Get_library_version())"
+    done = subprocess.run(
+        [OPEN_MPI, "-n", "2", sys.executable, "-c", program],
+        env=os.environ | OPEN_MPI_SETTINGS,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if "2 Open MPI" not in done.stdout:
+        pytest.skip(f"mpi4py does not load Open MPI here: {done.stderr.strip()[-200:]}")
+
+
+@pytest.mark.mpi
+@pytest.mark.usefixtures("openmpi")
+@pytest.mark.parametrize("how", cases("Open MPI"))
+def test_one_rank_of_open_mpi_fails_and_all_end(how: str, tmp_path: Path) -> None:
+    check(how, *case("Open MPI", how, tmp_path))
+
+
+@pytest.mark.parametrize("how", cases("torchrun"))
+def test_one_rank_of_torchrun_fails_and_all_end(how: str, tmp_path: Path) -> None:
+    check(how, *case("torchrun", how, tmp_path))
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec: pip install 'hyfi[local]'")
+def test_ranks_that_end_at_different_times_end_well(tmp_path: Path) -> None:
+    body = "step()\ntime.sleep(6 * comm.rank)\nif comm.rank == 1: print('late')"
+    code, said, _ = run([str(MPIEXEC), "-n", "2", sys.executable], body, tmp_path)
+    assert (code, said) == (0, "")
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec: pip install 'hyfi[local]'")
+def test_a_child_that_outlives_its_rank_does_not_hide_its_end(tmp_path: Path) -> None:
+    """A forked child kept the connection open by which the others see that a rank has gone."""
+    body = (
+        "if odd:\n    if os.fork() == 0: time.sleep(20); os._exit(0)\n    os.kill(os.getpid(), signal.SIGKILL)\nstep()"
+    )
+    code, said, seconds = run([str(MPIEXEC), "-n", "2", sys.executable], body, tmp_path)
+    check("killed", code, said, seconds)
+
+
+def test_the_time_limit_is_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HYFI_TIMEOUT_S", raising=False)
+    assert time_limit_s() == 1800
+    monkeypatch.setenv("HYFI_TIMEOUT_S", "0")
+    assert time_limit_s() == 0
+    for wrong in ("-1", "soon", "inf", "nan"):
+        monkeypatch.setenv("HYFI_TIMEOUT_S", wrong)
+        with pytest.raises(RequestError, match="HYFI_TIMEOUT_S is "):
+            time_limit_s()
