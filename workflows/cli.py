@@ -31,6 +31,7 @@ from workflows.cli_options import (
     Json,
     Lossless,
     MaxBad,
+    Measure,
     Memory,
     Pen,
     PlanRanks,
@@ -80,8 +81,12 @@ def hyfi(
 
 
 @app.command()
-def doctor(as_json: Json = False) -> None:
+def doctor(measure: Measure = None, as_json: Json = False) -> None:
     """Say what works here, what is missing, and the command that mends it."""
+    if measure is not None:
+        from workflows.commands import measure as measuring
+
+        _exit(partial(measuring.run, measure, as_json), as_ranks=True)
     from workflows.commands import doctor
 
     _exit(partial(doctor.run, as_json))

@@ -23,6 +23,10 @@ SlideMpp = Annotated[
     ),
 ]
 
+Measure = Annotated[
+    Path | None,
+    typer.Option("--measure", metavar="FILE.yaml", help="Measure this machine for plan and simulate; take no checks."),
+]
 IngestMpp = Annotated[
     str,
     typer.Option("--mpp", help="Microns per pixel of the store's finest level, or native: each slide's own."),

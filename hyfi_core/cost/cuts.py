@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hyfi_core.capture.program import Program
-from hyfi_core.cost.machine import DEFAULT_MACHINE
+from hyfi_core.cost.machine import DEFAULT_MACHINE, MachineModel
 from hyfi_core.cost.memory import STATE_COPIES, microbatches_in_flight
 from hyfi_core.cost.operators import operator_costs, value_bytes
 from hyfi_core.errors import RequestError
@@ -33,12 +33,13 @@ class _Candidate:
     crossing_bytes: int
 
 
-def with_cuts(plan: ParallelPlan, program: Program) -> ParallelPlan:
+def with_cuts(plan: ParallelPlan, program: Program, machine: MachineModel = DEFAULT_MACHINE) -> ParallelPlan:
     """Return the plan with ``cuts="auto"`` replaced by names of modules.
 
     Args:
         plan: any; one that names its cuts is returned as it is.
         program: the captured model, of one micro-batch.
+        machine: what things cost.
 
     Raises:
         RequestError: the model has too few modules for the stages, or no cut fits into ``plan.memory_bytes``.
@@ -51,7 +52,7 @@ def with_cuts(plan: ParallelPlan, program: Program) -> ParallelPlan:
             f"plan.grids asks for {plan.stages} stages, but the model ends only {len(candidates)} modules before its "
             f"last; use at most {len(candidates) + 1} stages"
         )
-    search = _Search(plan, program, candidates)
+    search = _Search(plan, program, candidates, machine)
     return replace(plan, cuts=search.best())
 
 
@@ -91,12 +92,15 @@ def _crossing_bytes(program: Program) -> list[int]:
 class _Search:
     """The best cut by dynamic programming: best[k][j] = fastest slowest stage of the first k stages up to place j."""
 
-    def __init__(self, plan: ParallelPlan, program: Program, candidates: Sequence[_Candidate]) -> None:
+    def __init__(
+        self, plan: ParallelPlan, program: Program, candidates: Sequence[_Candidate], machine: MachineModel
+    ) -> None:
         self._plan = plan
+        self._machine = machine
         self._names = [candidate.module for candidate in candidates]
         self._places = [0, *(candidate.index for candidate in candidates), len(program.operators)]
         self._crossing = [0, *(candidate.crossing_bytes for candidate in candidates), 0]
-        costs = operator_costs(program)
+        costs = operator_costs(program, machine)
         self._seconds = _sums([cost.seconds for cost in costs])
         self._made = _sums([cost.output_bytes for cost in costs])
         self._weights = _sums(_weight_bytes(program))
@@ -132,7 +136,7 @@ class _Search:
         if self._plan.memory_bytes is not None and self._stage_bytes(stage, start, end) > self._plan.memory_bytes:
             return float("inf")
         compute = self._between(self._seconds, start, end) / self._ranks[stage]
-        return compute + self._crossing[end] / self._ranks[stage] / DEFAULT_MACHINE.link_bytes_per_s
+        return compute + self._crossing[end] / self._ranks[stage] / self._machine.node.bytes_per_s
 
     def _stage_bytes(self, stage: int, start: int, end: int) -> float:
         """Return what a rank of the stage needs: weights in all their copies, activations of all that is in flight."""

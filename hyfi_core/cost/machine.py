@@ -1,41 +1,224 @@
-"""The machine model: what computing and communicating cost, in one place for everything that compares the two."""
+"""The machine model: what computing and communicating cost, in one place for everything that compares the two.
+
+A machine is a YAML file: one of ``machines/`` beside this file, or what ``hyfi doctor --measure FILE.yaml`` wrote.
+A *device* is what one rank computes on: a core of a CPU, or a GPU.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hyfi_core.errors import RequestError
+
+MACHINES = Path(__file__).parent / "machines"
+PRODUCTS = ("convolution", "pointwise_convolution", "thin_convolution", "grouped_convolution", "product")
+"""Kinds that arithmetic may bound: convolutions, those of 1 x 1, of fewer than 16 channels, in groups; products."""
+KINDS = (*PRODUCTS, "norm", "shared_norm", "pool", "elementwise")
+"""What operators are sorted into; the last four are bound by memory. A shared norm has its statistics on many ranks."""
+DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
-class MachineModel:
-    """Seconds per message, byte and operation of one rank.
-
-    The defaults are for processes on shared memory, each with one thread of a server's CPU, rounded from what
-    ``python -m workflows.benchmarks.prices`` measures on such a machine.
+class Link:
+    """What joins two devices.
 
     Attributes:
-        message_s: one message with all that surrounds it, whatever its size.
-        link_bytes_per_s: of a message.
-        flops_per_s: of a convolution or a matrix product; a multiply-add counts as two.
-        memory_bytes_per_s: of operators that do little with each pixel.
+        latency_s: of the wire; what software adds is ``MachineModel.message_s``.
+        bytes_per_s: in one direction.
     """
 
-    message_s: float = 50e-6
-    link_bytes_per_s: float = 2.5e9
-    flops_per_s: float = 100e9
-    memory_bytes_per_s: float = 16e9
+    latency_s: float
+    bytes_per_s: float
 
-    def operator_s(self, flops: float, touched_bytes: float) -> float:
+
+@dataclass(frozen=True, slots=True)
+class Crowding:
+    """How many times longer an operator takes when all devices of a node compute at once.
+
+    Attributes:
+        compute: what arithmetic bounds.
+        memory: what memory bounds.
+    """
+
+    compute: float = 1.0
+    memory: float = 1.0
+
+
+@dataclass(frozen=True)
+class MachineModel:
+    """What nodes of one kind are made of, and what things cost on them.
+
+    Attributes:
+        name: for people.
+        device: ``cpu`` or ``cuda``.
+        devices_per_node: ranks that a node has room for.
+        memory_bytes: of one device.
+        peak_flops_per_s: of one device, by type of number; a multiply-add counts as two.
+        memory_bytes_per_s: of one device, reading and writing together.
+        efficiency: by kind of operator the share of the peak that (forward, backward) reach: of arithmetic for
+            ``PRODUCTS``, of memory, each map counted once, for all else.
+        kernel_s: one operator, however small.
+        message_s: one message with all that surrounds it, whatever its size.
+        node: what joins devices of one node.
+        network: what joins nodes, for one device when all of its node use it.
+        disk_bytes_per_s: of a node's local disk.
+        crowding: what devices of a node take from each other.
+    """
+
+    name: str
+    device: str
+    devices_per_node: int
+    memory_bytes: int
+    peak_flops_per_s: Mapping[str, float]
+    memory_bytes_per_s: float
+    efficiency: Mapping[str, tuple[float, float]]
+    kernel_s: float
+    message_s: float
+    node: Link
+    network: Link
+    disk_bytes_per_s: float
+    crowding: Crowding = field(default_factory=Crowding)
+
+    def operator_s(
+        self,
+        flops: float,
+        touched_bytes: float,
+        kind: str = "convolution",
+        dtype: str = "float32",
+        backward: bool = False,
+        crowded: bool = False,
+    ) -> float:
         """Return the time of an operator, which either arithmetic or memory bounds (the roofline model).
 
         Args:
             flops: that it computes.
             touched_bytes: that it reads and writes.
+            kind: one of ``KINDS``.
+            dtype: that it computes in.
+            backward: whether it is the operator's backward.
+            crowded: whether all devices of its node compute.
         """
-        return max(flops / self.flops_per_s, touched_bytes / self.memory_bytes_per_s)
+        share = self.efficiency[kind][backward]
+        compute, memory = (self.crowding.compute, self.crowding.memory) if crowded else (1.0, 1.0)
+        if kind in PRODUCTS:
+            moved_s = memory * touched_bytes / (self.efficiency["elementwise"][backward] * self.memory_bytes_per_s)
+            return max(compute * flops / (share * self.peak_flops_per_s[dtype]), moved_s)
+        return memory * touched_bytes / (share * self.memory_bytes_per_s)
 
-    def messages_s(self, messages: int, received_bytes: float) -> float:
-        """Return the time until this many messages, with so many bytes together, have been received."""
-        return messages * self.message_s + received_bytes / self.link_bytes_per_s
+    def link(self, ranks: int) -> Link:
+        """Return the slowest link among so many neighbouring ranks."""
+        return self.node if ranks <= self.devices_per_node else self.network
+
+    def messages_s(self, messages: float, received_bytes: float, ranks: int = 1) -> float:
+        """Return the time until this many messages, with so many bytes together, have been received among ``ranks``."""
+        link = self.link(ranks)
+        return messages * (self.message_s + link.latency_s) + received_bytes / link.bytes_per_s
+
+    def all_reduce_s(self, ranks: int, length_bytes: float) -> float:
+        """Return the time of a sum over ranks: a tree's steps, a ring's bytes (Thakur et al., IJHPCA 2005)."""
+        if ranks == 1:
+            return 0.0
+        steps = math.ceil(math.log2(ranks))
+        return self.messages_s(steps, 2 * (ranks - 1) / ranks * length_bytes, ranks)
+
+    def to_yaml(self) -> str:
+        """Return the file that ``load_machine`` reads."""
+        tree = asdict(self)
+        tree["efficiency"] = {kind: list(shares) for kind, shares in self.efficiency.items()}
+        tree["peak_flops_per_s"] = dict(self.peak_flops_per_s)
+        return yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=100)
 
 
-DEFAULT_MACHINE = MachineModel()
+def machine_names() -> tuple[str, ...]:
+    """Return the names of the machines that come with the package."""
+    return tuple(sorted(path.stem for path in MACHINES.glob("*.yaml")))
+
+
+def load_machine(name: str | Path) -> MachineModel:
+    """Read a machine.
+
+    Args:
+        name: one of ``machine_names()``, or the path of a YAML file.
+
+    Raises:
+        RequestError: there is no such machine, or its file lacks a number; the message names it.
+    """
+    known = MACHINES / f"{name}.yaml"
+    path = known if str(name) in machine_names() else Path(name)
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        choice = f"{', '.join(machine_names())}, or a file of `hyfi doctor --measure FILE.yaml`"
+        raise RequestError(f"machine {str(name)!r}: {error.strerror}; use one of {choice}") from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise RequestError(f"machine {path}: not YAML: {error}") from None
+    return _parse(tree, str(path))
+
+
+def _parse(tree: Any, source: str) -> MachineModel:
+    names = [f.name for f in fields(MachineModel)]
+    if not isinstance(tree, dict):
+        raise RequestError(f"machine {source}: given {type(tree).__name__}; allowed: the keys {', '.join(names)}")
+    for key in sorted(set(tree) - set(names)):
+        raise RequestError(f"machine {source}: {key}: unknown; allowed: {', '.join(names)}")
+    for key in names:
+        if key not in tree and key != "crowding":
+            raise RequestError(f"machine {source}: {key}: missing")
+    if tree["device"] not in ("cpu", "cuda"):
+        raise RequestError(f"machine {source}: device: given {tree['device']!r}; allowed: cpu or cuda")
+    peaks = _section(tree, "peak_flops_per_s", source)
+    return MachineModel(
+        name=str(tree["name"]),
+        device=tree["device"],
+        devices_per_node=int(_number(tree, "devices_per_node", source)),
+        memory_bytes=int(_number(tree, "memory_bytes", source)),
+        peak_flops_per_s={dtype: _number(peaks, dtype, source) for dtype in DTYPES},
+        memory_bytes_per_s=_number(tree, "memory_bytes_per_s", source),
+        efficiency={kind: _shares(_section(tree, "efficiency", source), kind, source) for kind in KINDS},
+        kernel_s=_number(tree, "kernel_s", source),
+        message_s=_number(tree, "message_s", source),
+        node=_link(tree, "node", source),
+        network=_link(tree, "network", source),
+        disk_bytes_per_s=_number(tree, "disk_bytes_per_s", source),
+        crowding=_crowding(tree, source) if "crowding" in tree else Crowding(),
+    )
+
+
+def _section(tree: Mapping[str, Any], key: str, source: str) -> Mapping[str, Any]:
+    if not isinstance(tree[key], dict):
+        raise RequestError(f"machine {source}: {key}: given {tree[key]!r}; allowed: a section of numbers")
+    return {str(name): value for name, value in tree[key].items()}
+
+
+def _number(tree: Mapping[str, Any], key: str, source: str) -> float:
+    value = tree.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0 or math.isinf(value):
+        raise RequestError(f"machine {source}: {key}: given {value!r}; allowed: a number greater than 0, as in 1.5e+9")
+    return float(value)
+
+
+def _shares(tree: Mapping[str, Any], kind: str, source: str) -> tuple[float, float]:
+    pair = tree.get(kind)
+    if not isinstance(pair, list) or len(pair) != 2:
+        raise RequestError(f"machine {source}: efficiency.{kind}: given {pair!r}; allowed: [forward, backward]")
+    named = dict(zip(("forward", "backward"), pair, strict=True))
+    return _number(named, "forward", source), _number(named, "backward", source)
+
+
+def _link(tree: Mapping[str, Any], key: str, source: str) -> Link:
+    section = _section(tree, key, source)
+    return Link(_number(section, "latency_s", source), _number(section, "bytes_per_s", source))
+
+
+def _crowding(tree: Mapping[str, Any], source: str) -> Crowding:
+    section = _section(tree, "crowding", source)
+    return Crowding(_number(section, "compute", source), _number(section, "memory", source))
+
+
+DEFAULT_MACHINE = load_machine("cpu")

@@ -25,7 +25,6 @@ SMALL = {
     "offload": ["--size", "256", "--steps", "25", "--rounds", "1"],
     "overlap": ["--size", "128", "--steps", "1"],
     "overview": None,  # draws from a finished demo: the demo's own test does
-    "prices": ["--rounds", "1"],
     "reduction": ["--rounds", "1"],
     "shares": ["--steps", "2"],
     "snapshot": ["--size", "64", "--every", "1", "--validations", "2"],

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hyfi_core.cost.machine import DEFAULT_MACHINE, MACHINES, Crowding, load_machine, machine_names
+from hyfi_core.errors import RequestError
+
+
+@pytest.mark.parametrize("name", machine_names())
+def test_machines_of_the_package_are_whole(name: str, tmp_path: Path) -> None:
+    machine = load_machine(name)
+    assert all(0 < share <= 1 for shares in machine.efficiency.values() for share in shares)
+    assert machine.network.bytes_per_s <= machine.node.bytes_per_s or machine.device == "cpu"
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(machine.to_yaml())
+    assert load_machine(copy) == machine
+
+
+def test_every_number_of_a_machine_of_the_package_says_where_it_is_from() -> None:
+    for path in MACHINES.glob("*.yaml"):
+        for line in path.read_text().splitlines():
+            key = line.strip().partition(":")[0]
+            if key in ("memory_bytes", "memory_bytes_per_s", "kernel_s", "message_s", "node", "network", "float32"):
+                assert "#" in line, f"{path.name}: {line}"
+
+
+def test_arithmetic_or_memory_bounds_an_operator() -> None:
+    machine = DEFAULT_MACHINE
+    assert machine.operator_s(1e9, 1.0) == pytest.approx(0.01)
+    assert machine.operator_s(1.0, 16e9) == pytest.approx(1.0)
+    assert machine.operator_s(1e9, 1.0, dtype="float64") == pytest.approx(0.02)
+    assert machine.operator_s(1e9, 16e9, kind="norm", backward=True) == pytest.approx(2.0)
+    crowded = replace(machine, crowding=Crowding(compute=2.0, memory=3.0))
+    assert crowded.operator_s(1e9, 1.0, crowded=True) == pytest.approx(0.02)
+    assert crowded.operator_s(0.0, 16e9, kind="elementwise", crowded=True) == pytest.approx(3.0)
+    assert crowded.operator_s(1e9, 1.0) == machine.operator_s(1e9, 1.0)
+
+
+def test_messages_leave_the_node_when_the_ranks_do() -> None:
+    machine = load_machine("v100-lassen")
+    assert machine.messages_s(1, 68e9, ranks=4) == pytest.approx(1.0, rel=1e-3)
+    assert machine.messages_s(1, 5.5e9, ranks=5) == pytest.approx(1.0, rel=1e-3)
+    assert machine.all_reduce_s(1, 1e9) == 0.0
+    assert machine.all_reduce_s(4, 68e9) == pytest.approx(1.5, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"kernel_s": None}, "kernel_s: given None"),
+        ({"kernel_s": -1.0}, "kernel_s: given -1.0"),
+        ({"speed": 3}, "speed: unknown"),
+        ({"device": "tpu"}, "device: given 'tpu'; allowed: cpu or cuda"),
+        ({"efficiency": {"convolution": 0.5}}, "efficiency.convolution: given 0.5"),
+        ({"node": 3}, "node: given 3"),
+        ({"peak_flops_per_s": {"float32": "fast"}}, "float32: given 'fast'"),
+    ],
+)
+def test_a_wrong_number_is_named(change: dict[str, object], named: str, tmp_path: Path) -> None:
+    path = tmp_path / "machine.yaml"
+    path.write_text(yaml.safe_dump({**yaml.safe_load(DEFAULT_MACHINE.to_yaml()), **change}))
+    with pytest.raises(RequestError, match=named):
+        load_machine(path)
+
+
+def test_a_machine_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"use one of .*h100.*, or a file of `hyfi doctor --measure"):
+        load_machine("h200")
+    path = tmp_path / "machine.yaml"
+    path.write_text("- 1")
+    with pytest.raises(RequestError, match="given list; allowed: the keys name, device"):
+        load_machine(path)
+    tree = yaml.safe_load(DEFAULT_MACHINE.to_yaml())
+    del tree["network"]
+    path.write_text(yaml.safe_dump(tree))
+    with pytest.raises(RequestError, match="network: missing"):
+        load_machine(path)

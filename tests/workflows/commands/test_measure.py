@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from hyfi_core.comm.alone import AloneCommunicator
+from hyfi_core.comm.base import Communicator
+from hyfi_core.comm.threads import run_ranks
+from hyfi_core.cost.machine import DEFAULT_MACHINE, KINDS, load_machine
+from tests.conftest import Hyfi
+from workflows.commands import measure, measured_operators
+from workflows.commands.measured_operators import CASES, OperatorBench
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Little maps, and little time for each."""
+    for name, cases in CASES.items():
+        smaller = [replace(c, side_px=max(1, c.side_px // 16), flops=c.flops / 256) for c in cases]
+        monkeypatch.setitem(CASES, name, tuple(smaller))
+    monkeypatch.setattr(measured_operators, "ROUNDS", 1)
+    monkeypatch.setattr(measured_operators, "_LAYERS", (1, 2))
+    monkeypatch.setattr(measured_operators, "_COPIED", 2**20)
+    monkeypatch.setattr(measure, "_ROUNDS", 8)
+    monkeypatch.setattr(measure, "_DISK_BYTES", 1 << 20)
+
+
+def test_a_measured_machine_is_one_that_can_be_read(
+    small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workflows.launch.peer_watch.join", AloneCommunicator)
+    target = tmp_path / "machine.yaml"
+    assert measure.measure_rank(target, as_json=True) == 0
+    machine = load_machine(target)
+    assert machine.device == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert set(machine.efficiency) == set(KINDS)
+    assert max(forward for kind, (forward, _) in machine.efficiency.items() if "convolution" in kind) <= 1.0
+    assert machine.node == DEFAULT_MACHINE.node and "node: not measured" in target.read_text()
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["kernel_s"] == machine.kernel_s
+    assert [path.name for path in tmp_path.iterdir()] == ["machine.yaml"]
+
+
+def test_two_ranks_measure_what_is_between_them(small: None, tmp_path: Path) -> None:
+    def body(comm: Communicator) -> object:
+        return measure._links(comm, torch.device("cpu"), ["a", "a"], True)
+
+    first, second = run_ranks(2, body)
+    assert first is not None and second is not None
+    message_s, link = first
+    assert 0 < message_s < 1 and link.bytes_per_s > 0
+
+
+def test_ranks_on_two_hosts_share_no_node(small: None) -> None:
+    found = run_ranks(2, lambda comm: measure._links(comm, torch.device("cpu"), ["a", "b"], True))
+    assert found == [None, None]
+
+
+def test_a_slow_operator_has_a_low_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(40):
+                x = torch.exp(-x)
+            return x
+
+    bench = OperatorBench(torch.device("cpu"), rounds=3)
+    (case,) = CASES["elementwise"]
+    monkeypatch.setitem(CASES, "elementwise", (replace(case, side_px=64),))
+    quick = bench.rates("elementwise")
+    monkeypatch.setitem(CASES, "elementwise", (replace(case, side_px=64, make=Slow),))
+    slow = bench.rates("elementwise")
+    assert slow[0] < quick[0] / 4 and slow[1] < quick[1] / 4
+
+
+@pytest.mark.soak
+def test_the_command_measures_on_two_ranks(hyfi: Hyfi, tmp_path: Path) -> None:
+    done = hyfi("doctor", "--measure", str(tmp_path / "m.yaml"), timeout=240)
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "m.yaml").read_text()
+    assert "with 2 rank(s) on 1 node(s)" in text and "node: not measured" not in text
+    assert load_machine(tmp_path / "m.yaml").devices_per_node == 2
+
+
+@pytest.mark.mpi
+def test_a_file_that_cannot_be_written_is_refused_at_once(hyfi: Hyfi, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = hyfi("doctor", "--measure", str(tmp_path / "file" / "m.yaml"))
+    assert done.returncode == 2 and "cannot be written" in done.stderr

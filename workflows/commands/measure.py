@@ -1,0 +1,230 @@
+"""``hyfi doctor --measure``: the numbers of a ``MachineModel``, measured where this runs.
+
+Run as a program it is one rank of the measurement: rank 0 measures alone while the others wait, then all measure at
+once, then pairs of ranks bring each other rows of a map. What cannot be measured here (a network, on one node) is that
+of the ``cpu`` machine, and the file says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import socket
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hyfi_core.runtime.launch import inside_launcher
+from workflows.console import emit_json, say
+from workflows.exit_codes import DONE, exit_code_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from hyfi_core.comm.base import Communicator
+    from hyfi_core.cost.machine import Link, MachineModel
+
+RANKS = 2
+_CHANNELS = 64
+_ROW_PX = 2**12
+_ROUNDS = 103
+_LATENCY_S = 1e-6  # of shared memory; what software adds is counted apart
+_DISK_BYTES = 128 << 20
+
+
+def run(target: Path, as_json: bool = False) -> int:
+    """Measure this machine and write it to ``target``, whole or not at all.
+
+    Under a launcher all of its ranks take part, otherwise two are started; on a node with one GPU one rank measures.
+
+    Args:
+        target: the file.
+        as_json: print the machine as one JSON object.
+
+    Raises:
+        RequestError: ``target`` cannot be written.
+    """
+    from workflows.launch.launch import launch_program, run_as_rank
+    from workflows.paths import require_writable
+
+    require_writable(target)
+    if inside_launcher() is not None:
+        return run_as_rank(partial(measure_rank, target, as_json))
+    program = [sys.executable, "-m", "workflows.commands.measure", str(target), *["--json"] * as_json]
+    return launch_program(program, _ranks_here())
+
+
+def _ranks_here() -> int:
+    import torch
+
+    return min(RANKS, torch.cuda.device_count()) if torch.cuda.is_available() else RANKS
+
+
+def measure_rank(target: Path, as_json: bool) -> int:
+    """Do one rank's part; rank 0 writes the file."""
+    from data.files import write_atomically
+    from workflows.launch.peer_watch import join
+
+    comm = join()
+    machine, notes = measure(comm, target.parent)
+    if comm.rank == 0:
+        head = "".join(f"# {line}\n" for line in notes)
+        write_atomically(target, (head + machine.to_yaml()).encode())
+        say(f"{target}: {machine.name}")
+        for line in notes:
+            say(f"  {line}")
+        if as_json:
+            emit_json(asdict(machine))
+    return DONE
+
+
+def measure(comm: Communicator, folder: Path) -> tuple[MachineModel, list[str]]:
+    """Return the machine that these ranks run on, and what its file should say (collective).
+
+    Args:
+        comm: ranks to measure with.
+        folder: on the disk that is measured.
+    """
+    import torch
+
+    from hyfi_core.cost.machine import DEFAULT_MACHINE, DTYPES, KINDS, PRODUCTS, Crowding, MachineModel
+    from hyfi_core.runtime.launch import made_current
+    from workflows.commands.measured_operators import CASES, OperatorBench
+
+    hosts = comm.broadcast_object(comm.gather_objects(socket.gethostname()))
+    here = [rank for rank, host in enumerate(hosts) if host == hosts[comm.rank]]
+    gpus = torch.cuda.device_count()
+    device = made_current(f"cuda:{here.index(comm.rank)}" if gpus else "cpu")
+    bench = OperatorBench(device)
+    rates = {kind: bench.rates(kind) for kind in CASES} if comm.rank == 0 else {}
+    types = {dtype: bench.type_rate(getattr(torch, dtype)) for dtype in DTYPES} if comm.rank == 0 else {}
+    copied, kernel_s = (bench.copied_bytes_per_s(), bench.kernel_s()) if comm.rank == 0 else (1.0, 1.0)
+    comm.barrier()
+    together = {kind: bench.rates(kind) for kind in ("convolution", "elementwise")}
+    shared = bench.shared_norm(comm)
+    near, far = _links(comm, device, hosts, True), _links(comm, device, hosts, False)
+    disk = _disk_bytes_per_s(folder) if comm.rank == 0 else 1.0
+    if comm.rank:
+        return DEFAULT_MACHINE, []
+    peak = max(rates[kind][0] for kind in PRODUCTS)
+    per = {kind: peak if kind in PRODUCTS else copied for kind in KINDS}
+    crowding = {kind: max(1.0, rates[kind][0] / pair[0]) for kind, pair in together.items()}
+    rates["shared_norm"] = (shared[0] * crowding["elementwise"], shared[1] * crowding["elementwise"])
+    link = near or far
+    machine = MachineModel(
+        name=f"{_device_name(device)}, {socket.gethostname()}",
+        device=device.type,
+        devices_per_node=gpus or len(here),
+        memory_bytes=_memory_bytes(device, len(here)),
+        peak_flops_per_s={dtype: _rounded(peak * types[dtype] / types["float32"]) for dtype in DTYPES},
+        memory_bytes_per_s=_rounded(copied),
+        efficiency={kind: (_rounded(f / per[kind]), _rounded(b / per[kind])) for kind, (f, b) in rates.items()},
+        kernel_s=_rounded(kernel_s),
+        message_s=_rounded(link[0]) if link else DEFAULT_MACHINE.message_s,
+        node=near[1] if near else DEFAULT_MACHINE.node,
+        network=far[1] if far else DEFAULT_MACHINE.network,
+        disk_bytes_per_s=_rounded(disk),
+        crowding=Crowding(_rounded(crowding["convolution"]), _rounded(crowding["elementwise"])),
+    )
+    notes = [f"Measured by `hyfi doctor --measure` with {comm.size} rank(s) on {len(set(hosts))} node(s)."]
+    if near is None:
+        notes.append("node: not measured, no two ranks share one; the numbers are those of the cpu machine.")
+    if far is None:
+        notes.append("network: not measured, there is one node; the numbers are those of the cpu machine.")
+    return machine, notes
+
+
+def _links(comm: Communicator, device: torch.device, hosts: list[str], same: bool) -> tuple[float, Link] | None:
+    """Return (software cost of a message, link) between rank 0 and a rank on the same or on another host."""
+    from hyfi_core.cost.machine import Link
+
+    others = [rank for rank, host in enumerate(hosts) if rank and (host == hosts[0]) == same]
+    pair = comm.split(0 if comm.rank in (0, *others[:1]) and others else None)
+    found = None
+    if pair is not None:
+        short, long = _exchange_s(pair, device, 16), _exchange_s(pair, device, _ROW_PX)
+        moved = (_ROW_PX - 16) * _CHANNELS * 4
+        found = max(1e-7, short - _LATENCY_S), Link(_LATENCY_S, _rounded(moved / max(1e-9, long - short)))
+    comm.barrier()
+    return found
+
+
+def _exchange_s(comm: Communicator, device: torch.device, width_px: int) -> float:
+    """Return the shortest seconds in which two ranks bring each other one row of 64 channels, as a halo."""
+    import torch
+
+    from hyfi_core.ops.redistribute import Redistribute
+    from hyfi_core.plan.box import Box
+    from hyfi_core.plan.transfer import plan_transfer
+
+    have = (Box(0, 2, 0, width_px), Box(2, 4, 0, width_px))
+    need = (Box(0, 3, 0, width_px), Box(1, 4, 0, width_px))
+    op = Redistribute(plan_transfer(have, need, Box(0, 4, 0, width_px), comm.rank))
+    own = torch.zeros(1, _CHANNELS, 2, width_px, device=device).contiguous(memory_format=torch.channels_last)
+    times = []
+    for _ in range(_ROUNDS):
+        begin = time.perf_counter()
+        op.start(comm, own).wait()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    return min(times[3:])
+
+
+def _disk_bytes_per_s(folder: Path) -> float:
+    """Return the rate at which a file of 128 MiB gets to the disk; nothing is left of it."""
+    block = os.urandom(1 << 20)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        begin = time.perf_counter()
+        for _ in range(_DISK_BYTES >> 20):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        return _DISK_BYTES / (time.perf_counter() - begin)
+
+
+def _memory_bytes(device: torch.device, ranks: int) -> int:
+    import torch
+
+    from hyfi_core.process_memory import available_bytes
+
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return available_bytes() // ranks
+
+
+def _device_name(device: torch.device) -> str:
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return f"{model or platform.processor() or platform.machine()}, {torch.get_num_threads()} thread(s) a rank"
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.3g}")
+
+
+def main() -> int:
+    """Measure as one rank of those that ``run`` started, or alone."""
+    from workflows.launch.launch import run_as_rank
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("target", type=Path)
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    return run_as_rank(partial(measure_rank, given.target, given.json))
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code_of(main))
