@@ -318,9 +318,12 @@ def test_autocast_travels_in_its_own_type() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"cuts": ("layer2", "layer1")}, "it ends before it"),
+        ({"cuts": ("layer2", "layer1")}, "the model runs it earlier"),
         ({"cuts": ("layer2", "layer9")}, "no module that computes something in this model; there are layer"),
-        ({"cuts": ("layer2", "fc")}, "after which the model does nothing; cut earlier"),
+        (
+            {"cuts": ("layer2", "fc")},
+            "the model computes nothing after it, so the last stage would be empty; cut earlier",
+        ),
     ],
 )
 def test_wrong_cuts_are_refused_by_name(fields: dict[str, Any], message: str) -> None:
@@ -354,7 +357,7 @@ def test_what_two_directions_cannot_order_is_refused_by_name() -> None:
 
 def test_shared_weights_have_no_single_owner() -> None:
     plan = ParallelPlan(((1, 1),) * 3, ("first", "bare"), 2, "gems_mast", mirror="point_to_point")
-    with pytest.raises(RequestError, match="two stages share a parameter"):
+    with pytest.raises(RequestError, match="a parameter is used by two stages"):
         run_ranks(3, lambda comm: hyfi_core.parallelize(Tied(), (2, 3, 16, 16), plan, comm))
 
 

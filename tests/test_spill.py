@@ -112,7 +112,7 @@ def test_the_callers_images_and_all_weights_stay_where_they_are(
 
 
 def test_what_cannot_work_is_refused_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RequestError, match=r"plan\.spill .* set plan\.cells"):
+    with pytest.raises(RequestError, match=r"plan\.spill .* needs plan\.cells"):
         ParallelPlan(((1, 1),), spill="memory")
     with pytest.raises(RequestError, match=r"plan\.spill is 3"):
         ParallelPlan(((1, 1),), cells=(2, 2), spill=3)  # type: ignore[arg-type]

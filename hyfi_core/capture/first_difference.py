@@ -29,13 +29,19 @@ def equal(
         if value is None or other is None:
             there = value if value is not None else other
             if there is not None and _norm(there) > 0:
-                return f"{name} is {'none' if value is None else 'there'} in the module, and not so in the program"
+                return (
+                    f"{name} is {'None' if value is None else 'a tensor'} in the module and "
+                    f"{'None' if other is None else 'a tensor'} in the program"
+                )
             continue
         if value.shape != other.shape or value.dtype != other.dtype:
-            return f"{name} is {tuple(value.shape)} {value.dtype}, in the program {tuple(other.shape)} {other.dtype}"
+            return (
+                f"{name} is {tuple(value.shape)} {value.dtype} in the module and {tuple(other.shape)} {other.dtype} "
+                f"in the program"
+            )
         error, size = _norm(value.double() - other.double()), max(_norm(value), _SMALL * sizes[name.split()[0]])
         if not error <= tolerance * size:
-            return f"{name} differs by {error / size if size else error:.1e} of its size"
+            return f"{name} has a relative error of {error / size if size else error:.1e}"
     return None
 
 

@@ -90,8 +90,8 @@ def refuse_fake_constants(constants: dict[str, torch.Tensor]) -> None:
     for name, constant in constants.items():
         if isinstance(constant, FakeTensor):
             raise RequestError(
-                f"the model takes a tensor {tuple(constant.shape)} out of its calculation as it runs ({name}), "
-                "where its value is not known; .detach() keeps it in"
+                f"the forward turns a computed tensor of shape {tuple(constant.shape)} into a constant ({name}), "
+                f"whose value is not known during capture; use .detach() instead"
             )
 
 
@@ -137,8 +137,9 @@ def _refuse_changed(before: Attributes, after: Attributes) -> None:
         found = after.get((path, name))
         if found != value and not is_tensor(found):
             raise RequestError(
-                f"the forward changes its attribute {name!r} of {path or 'the model itself'}, which a capture cannot "
-                "follow: it would keep the first value. Make it a buffer (register_buffer) changed in place, or change "
+                f"the forward changes the attribute {name!r} of {path or 'the model itself'}, which capture cannot "
+                f"record: it would keep the first value. Make it a buffer (register_buffer) changed in place, or "
+                f"change "
                 "it between steps"
             )
 
@@ -151,8 +152,8 @@ def _refuse_backward_hooks(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             raise RequestError(
-                f"module {name or 'the model itself'} ({type(module).__name__}) has backward hooks, which would not be "
-                "called; remove them, or change gradients after engine.gather_gradients()"
+                f"module {name or 'the model itself'} ({type(module).__name__}) has backward hooks, which would not "
+                f"be called; remove them, or change the gradients that engine.gather_gradients() returns"
             )
 
 
@@ -196,8 +197,8 @@ def _assign(module: nn.Module, name: str, value: Any) -> None:
         return
     if value.shape != buffer.shape or value.dtype != buffer.dtype:
         raise RequestError(
-            f"{type(module).__name__} gives its buffer {name!r} another shape or type as it runs: "
-            f"{tuple(buffer.shape)} {buffer.dtype} became {tuple(value.shape)} {value.dtype}; a buffer keeps both"
+            f"{type(module).__name__} changes the shape or dtype of its buffer {name!r} in the forward: "
+            f"{tuple(buffer.shape)} {buffer.dtype} became {tuple(value.shape)} {value.dtype}; buffers must keep both"
         )
     buffer.copy_(value)
 
@@ -237,8 +238,8 @@ class NoTracedValues(TorchFunctionMode):
         for leaf in _pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, FakeTensor) or (isinstance(leaf, torch.Tensor) and torch._is_functional_tensor(leaf)):
                 raise RequestError(
-                    f"the loss reads a value of shape {tuple(leaf.shape)} that the model's forward, or a hook of it, "
-                    f"has put aside ({calling_line()}); it is not kept from step to step. Have the model return it, "
-                    "and take it from the answer"
+                    f"the loss reads a tensor of shape {tuple(leaf.shape)} that the model's forward, or one of its "
+                    f"hooks, has stored ({calling_line()}); it holds no value outside of capture. Return it from the "
+                    f"model and read it from the output"
                 )
         return function(*args, **(kwargs or {}))

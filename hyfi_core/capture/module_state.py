@@ -96,8 +96,8 @@ def told(model: nn.Module, path: str, name: str) -> str:
     try:
         holder = model.get_submodule(path)
     except AttributeError:
-        return "not there"
-    value = vars(holder).get(name, "not there") if name else holder
+        return "missing"
+    value = vars(holder).get(name, "missing") if name else holder
     if value is None or isinstance(value, (*_PLAIN, float)):
         return repr(value)[:60]
     return f"a {type(value).__name__}"

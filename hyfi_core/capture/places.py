@@ -39,11 +39,14 @@ def _what(error: Exception) -> str:
     kind = type(error).__name__
     missing = re.search(r"missing (?:a|\d+) required (?:[a-z-]+ )?arguments?: (.*)", said)
     if isinstance(error, TypeError) and missing:
-        return f"the forward needs more than an image: {missing[1]}; give these a default, or wrap the model"
+        return (
+            f"the forward requires arguments besides the image: {missing[1]}; give them defaults, or wrap the model "
+            f"in a module that passes them"
+        )
     if "DataDependent" in kind or "data-dependent" in said or "_local_scalar_dense" in said:
         return (
-            "it takes a value out of a tensor (a branch, a loop, .item(), float(), a boolean mask), which differs from "
-            "image to image; compute with tensors instead (torch.where)"
+            "it reads a value from a tensor (a branch, a loop, .item(), float(), a boolean mask), and this value "
+            "differs from image to image; use tensor operations such as torch.where instead"
         )
     return said
 

@@ -109,12 +109,15 @@ def _ends(operators: Sequence[Operator], cuts: Sequence[str]) -> list[tuple[int,
             raise RequestError(f"plan.cuts names {cut!r}, {_nearest(operators, cut)}")
         if inside[-1] + 1 <= bounds[-1]:
             raise RequestError(
-                f"plan.cuts names {cut!r} after {cuts[len(bounds) - 2]!r}, but it ends before it; "
-                "name the cuts in the order in which the model runs"
+                f"plan.cuts lists {cut!r} after {cuts[len(bounds) - 2]!r}, but the model runs it earlier; list the "
+                f"cuts in the order in which the model runs them"
             )
         bounds.append(inside[-1] + 1)
     if cuts and bounds[-1] == len(operators):
-        raise RequestError(f"plan.cuts names {cuts[-1]!r}, after which the model does nothing; cut earlier")
+        raise RequestError(
+            f"plan.cuts ends with {cuts[-1]!r}, but the model computes nothing after it, so the last "
+            f"stage would be empty; cut earlier"
+        )
     bounds.append(len(operators))
     return list(pairwise(bounds))
 
@@ -125,7 +128,7 @@ def _nearest(operators: Sequence[Operator], cut: str) -> str:
         parts = op.module.split(".")
         modules.update((".".join(parts[: n + 1]), None) for n in range(len(parts)) if op.module)
     close = difflib.get_close_matches(cut, modules, n=3) or [name for name in modules if "." not in name]
-    return f"which is no module that computes something in this model; there are {', '.join(close[:8])} …"
+    return f"but the model has no such module, or it computes nothing; available: {', '.join(close[:8])} …"
 
 
 def _free_values(program: Program, operators: Sequence[Operator]) -> set[str]:
@@ -189,8 +192,8 @@ def _check_buffers(program: Program, pieces: Sequence[Sequence[Operator]]) -> No
         makers = {stage for stage, ops in enumerate(pieces) for op in ops if new in op.outputs}
         if len(users | makers) > 1:
             raise RequestError(
-                f"buffer {buffer!r} is kept up to date in stages {sorted(users | makers)}; "
-                "cut so that all calls of its module are in one stage"
+                f"buffer {buffer!r} is read or changed in several stages ({sorted(users | makers)}); choose cuts "
+                f"that keep all calls of its module in one stage"
             )
 
 

@@ -76,7 +76,7 @@ def _compare(model: nn.Module, shape: Shape, dtype: torch.dtype, pick: Output, m
             wanted = _steps(model, small, dtype, lambda image: pick(model(image)), lambda: dict(model.named_buffers()))
             break
     else:
-        return f"it runs on no image of up to {_SIDES_PX[-1]} px in one process"
+        return f"it fails on every image size tried, up to {_SIDES_PX[-1]} px, in one process"
     try:
         program = capture(model, small, dtype)
     except RequestError as error:
@@ -88,9 +88,9 @@ def _compare(model: nn.Module, shape: Shape, dtype: torch.dtype, pick: Output, m
     with undisturbed(model):
         first = first_module(model, program, _image(small, dtype, model, 0))
     raise RequestError(
-        f"the captured program is not what {type(model).__name__} computes: {difference}, in two steps on images of "
-        f"shape {small}{mode}{first}. Its forward does something that a capture does not keep, such as a hook of "
-        "autograd or state outside of its buffers. verify=False turns this check off"
+        f"the captured program does not compute what {type(model).__name__} computes: {difference}, in two steps on "
+        f"images of shape {small}{mode}{first}. Its forward does something that capture does not record, such as an "
+        f"autograd hook or state outside of its buffers. verify=False turns this check off"
     )
 
 
@@ -183,7 +183,7 @@ def _steps(
         with torch.enable_grad():
             leaves = [leaf for leaf in _pytree.tree_leaves(run(_image(shape, dtype, model, step)))]
         answers = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        found.update({f"answer {n} of step {step}": leaf.detach().clone() for n, leaf in enumerate(answers)})
+        found.update({f"output {n} of step {step}": leaf.detach().clone() for n, leaf in enumerate(answers)})
         ends = [leaf for leaf in answers if leaf.requires_grad]
         if ends and trained:
             weights = [_noise(leaf.shape, leaf.dtype, leaf.device, step) for leaf in ends]

@@ -30,18 +30,23 @@ from torch.utils import _pytree
 from hyfi_core.capture.places import calling_line
 from hyfi_core.errors import RequestError
 
-_NO_HOOK = "registers a hook on a tensor, which would not be called; change gradients after engine.gather_gradients()"
-_NO_SWITCH = "switches a tensor's requires_grad as it runs, which a capture cannot follow; do so before parallelize"
+_NO_HOOK = (
+    "registers a hook on a tensor, which would not be called; change the gradients that engine.gather_gradients() "
+    "returns"
+)
+_NO_SWITCH = (
+    "changes requires_grad of a tensor in its forward, which capture cannot record; change it before parallelize"
+)
 _REFUSED = {
     "register_hook": _NO_HOOK,
     "register_post_accumulate_grad_hook": _NO_HOOK,
-    "backward": "runs backward inside its forward; do so in the loss",
-    "detach_": "detaches a tensor in place, which a capture cannot follow; write x = x.detach()",
+    "backward": "calls backward in its forward, which is not supported; call it in the loss",
+    "detach_": "detaches a tensor in place, which capture cannot record; write x = x.detach()",
     "requires_grad_": _NO_SWITCH,
 }
 _REFUSED_ATTRIBUTES = {
-    "data": "sets .data of a tensor, which a capture cannot follow; compute a new tensor, or buffer.copy_(...)",
-    "grad": "sets the gradient of a tensor, which a capture cannot follow",
+    "data": "sets .data of a tensor, which capture cannot record; compute a new tensor, or use buffer.copy_(...)",
+    "grad": "sets .grad of a tensor, which capture cannot record",
     "requires_grad": _NO_SWITCH,
 }
 
@@ -96,8 +101,8 @@ class WatchedCalls(TorchFunctionMode):
                 owner: Any = type(made)._forward_cls  # type: ignore[attr-defined]
                 raise RequestError(
                     f"the model calls {owner.__module__}.{owner.__qualname__}, an autograd.Function, whose own "
-                    f"backward would be lost (its result is used at {calling_line()}); write its forward with "
-                    "operators of PyTorch whose backward is meant (x + (f(x) - x).detach() passes gradients by f)"
+                    f"backward would be lost (its result is used at {calling_line()}); write it with PyTorch "
+                    f"operators that have the gradient you need (x + (f(x) - x).detach() passes gradients past f)"
                 )
 
     def refuse_host_randomness(self) -> None:
@@ -109,13 +114,13 @@ class WatchedCalls(TorchFunctionMode):
         for name, before, after in zip(("random", "np.random"), self._host, host_randomness(), strict=True):
             if before != after:
                 raise RequestError(
-                    f"the model draws from {name} as it runs, at or before {calling_line()}; a capture would keep one "
-                    "number forever. Draw with torch (torch.rand(())), whose numbers are drawn at every step"
+                    f"the forward draws random numbers from {name}, at or before {calling_line()}; capture would "
+                    f"keep the first number. Draw with torch (torch.rand(())), which gives new numbers in every step"
                 )
         if torch.initial_seed() != self._seed:
             raise RequestError(
-                f"the model seeds torch's generator as it runs, at or before {calling_line()}; random numbers are "
-                "keyed by the engine's seed and step instead"
+                f"the forward seeds torch's generator, at or before {calling_line()}; remove this: random numbers "
+                f"depend on the engine's seed and the step"
             )
 
     def _attribute(self, function: Any, args: Any) -> Any:
@@ -142,14 +147,15 @@ class WatchedCalls(TorchFunctionMode):
         seen = torch.is_grad_enabled() and tensor.requires_grad
         if not seen and StorageWeakRef(tensor.untyped_storage()) in self._tracked:
             raise RequestError(
-                f"the model changes a tensor {tuple(tensor.shape)} in place without autograd's knowledge (through "
-                f".data, .detach() or in no_grad), which a capture cannot keep: {calling_line()}. Compute a new "
-                "tensor; weights may be changed after engine.update()"
+                f"the forward changes a tensor of shape {tuple(tensor.shape)} in place and hidden from autograd "
+                f"(through .data, .detach() or in no_grad), which capture cannot record: {calling_line()}. Compute a "
+                f"new tensor; change weights after engine.update()"
             )
         if self.checkpoints and any(tensor is b for m in self._model.modules() for b in m._buffers.values()):
             raise RequestError(
-                f"the model keeps statistics in torch.utils.checkpoint, where PyTorch counts each batch twice: "
-                f"{calling_line()}. Switch the model's checkpointing off; plan.recompute frees the same memory"
+                f"the forward updates running statistics inside torch.utils.checkpoint, where PyTorch counts each "
+                f"batch twice: {calling_line()}. Switch the model's checkpointing off; plan.recompute saves the same "
+                f"memory"
             )
 
 

@@ -37,9 +37,9 @@ def page_limit(memory_bytes: int | None, held_bytes: int, working_bytes: int, de
     least = least_bytes(held_bytes, working_bytes)
     if memory_bytes < least:
         raise RequestError(
-            f"plan.memory_bytes is {memory_bytes:,}, and with these cells a rank needs {least:,} at least: "
-            f"{held_bytes:,} it holds, {least - held_bytes:,} the largest step of a cell works with; give as much, or "
-            "more cells (plan.cells)"
+            f"plan.memory_bytes is {memory_bytes:,}, but with these cells a rank needs at least {least:,}: "
+            f"{held_bytes:,} for libraries, weights and optimizer state, {least - held_bytes:,} for the largest step "
+            f"of a cell; raise plan.memory_bytes, or use more cells (plan.cells)"
         )
     return memory_bytes - held_bytes - _BESIDE * working_bytes
 

@@ -46,6 +46,7 @@ def with_cells(plan: ParallelPlan, program: Program, held_bytes: int, device: to
             if held_bytes + room * (least - held_bytes) <= memory_bytes:
                 return replace(plan, cells=(side, side))
     raise RequestError(
-        f"plan.memory_bytes is {memory_bytes:,}, and {SIDES[-1]} x {SIDES[-1]} cells need {needed[SIDES[-1]]:,} at "
-        f"least, {held_bytes:,} of it for libraries, weights and moments; give as much, or smaller images"
+        f"plan.memory_bytes is {memory_bytes:,}, but even {SIDES[-1]} x {SIDES[-1]} cells need at least "
+        f"{needed[SIDES[-1]]:,}, {held_bytes:,} of it for libraries, weights and optimizer state; raise "
+        f"plan.memory_bytes, or use smaller images"
     )

@@ -191,7 +191,9 @@ class CellCommunicator:
         for lane in lanes:
             tensor, version = group.shown[lane].popleft()
             if _version(tensor) != version:
-                raise RuntimeError(f"cell {lane[0]} changed a tensor of {tuple(tensor.shape)} before it was seen")
+                raise RuntimeError(
+                    f"cell {lane[0]} changed a tensor of shape {tuple(tensor.shape)} before another cell had read it"
+                )
             found.append(tensor)
         return found
 
@@ -249,7 +251,7 @@ class CellCommunicator:
 
         comm_key = min(k for _, k, rank in votes if rank in self.group.here)
         if len({c for c, _, rank in votes if rank in self.group.here}) > 1:
-            raise AssertionError("cells of one process belong to the same groups")
+            raise AssertionError("cells of one process must be in the same group")
         group = self._together(None, last)
         return None if group is None else CellCommunicator(group, self._cell)
 
@@ -280,7 +282,7 @@ class CellCommunicator:
 
     def __getattr__(self, name: str) -> Any:
         """Nothing else is part of a step."""
-        raise AttributeError(f"{name} is not offered to cells: no step calls it")
+        raise AttributeError(f"cells have no {name}: no step calls it")
 
 
 def cell_communicators(comm: Communicator, turns: Turns, members: Sequence[tuple[int, int]]) -> list[CellCommunicator]:

@@ -58,7 +58,9 @@ class SpillFile:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 (open as long as this)
         except OSError as error:
-            raise RequestError(f"plan.spill is {folder}, where no file can be made: {error.strerror}") from error
+            raise RequestError(
+                f"plan.spill is {folder}, where no file can be created: {error.strerror}; use another folder"
+            ) from error
 
     def require(self, needed_bytes: int) -> None:
         """Reserve room on the disk, so that a step that has begun does not run out of it; see ``SpillStore``."""
@@ -74,8 +76,9 @@ class SpillFile:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             raise RequestError(
-                f"a step spills up to {needed_bytes:,} bytes to {self._folder} (plan.spill), where {free + have:,} are "
-                "free; give a folder with more room, a larger plan.memory_bytes, or smaller images"
+                f"a step spills up to {needed_bytes:,} bytes to {self._folder} (plan.spill), which has "
+                f"{free + have:,} bytes free; use a folder with more free space, a larger plan.memory_bytes, or "
+                f"smaller images"
             ) from error
 
     def write(self, storage: torch.UntypedStorage, place: int) -> None:
@@ -90,8 +93,8 @@ class SpillFile:
                 done += os.pwrite(self._file.fileno(), view[done:], place + done)
         except OSError as error:
             raise RequestError(
-                f"{self._folder} (plan.spill) takes no more: {error.strerror}; free some room there and resume from "
-                "the last checkpoint, or give another folder"
+                f"cannot write to {self._folder} (plan.spill): {error.strerror}; free some space there and resume "
+                f"from the last checkpoint, or use another folder"
             ) from error
 
     def read(self, storage: torch.UntypedStorage, place: int) -> None:
@@ -100,7 +103,7 @@ class SpillFile:
         while done < len(view):
             count = os.preadv(self._file.fileno(), [view[done:]], place + done)
             if count <= 0:
-                raise OSError("the file of plan.spill has lost what was written to it")
+                raise OSError("the file of plan.spill is shorter than what was written to it")
             done += count
 
 

@@ -93,7 +93,7 @@ class Turns:
                 self._outside.add(cell)
             if self._idle_turns > len(self._running):
                 if not self._outside:
-                    raise RuntimeError(f"cells {sorted(self._running)} wait for each other: none can go on")
+                    raise RuntimeError(f"cells {sorted(self._running)} wait for each other (deadlock)")
                 time.sleep(_NAP_S)
             self._pass()
             self._take(cell)

@@ -82,7 +82,7 @@ def _first_difference(ranks: list[dict[str, str]]) -> str | None:
             holders.setdefault(facts.get(name, "not given"), []).append(rank)
         if len(holders) > 1:
             values = "; ".join(f"{value} on {named_ranks(numbers)}" for value, numbers in holders.items())
-            return f"ranks were given different things: {name} is {values}; give the same on every rank"
+            return f"ranks disagree: {name} is {values}; pass the same on every rank"
     return None
 
 

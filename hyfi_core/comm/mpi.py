@@ -75,7 +75,9 @@ def _pieces(tensor: torch.Tensor) -> list[Any]:
     if tensor.device.type != "cpu":
         raise ValueError(f"a tensor on {tensor.device} cannot be sent by host MPI; move it to the host first")
     if not (tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)):
-        raise ValueError(f"a message must be contiguous, got strides {tensor.stride()} for {tuple(tensor.shape)}")
+        raise ValueError(
+            f"a message must be contiguous; got shape {tuple(tensor.shape)} with strides {tensor.stride()}"
+        )
     most, total, start = _MOST_BYTES, tensor.nbytes, tensor.data_ptr()
     starts = range(0, max(1, total), most)
     return [MPI.memory.fromaddress(start + first, min(most, total - first)) for first in starts]

@@ -130,4 +130,4 @@ class ReplayingCommunicator:
 
     def __getattr__(self, name: str) -> Any:
         """Nothing else is part of a forward."""
-        raise AttributeError(f"{name} cannot be played back: no forward of a stage calls it")
+        raise AttributeError(f"{name} cannot be replayed: no forward of a stage calls it")

@@ -103,7 +103,7 @@ class ThreadWorld:
             return
         lines = [f"rank {rank} waits for {what()}" for rank, (_, what) in sorted(self._waiting.items())]
         lines += [f"rank {rank} has ended" for rank in sorted(self._ended)]
-        raise DeadlockError("no rank can go on: " + "; ".join(lines))
+        raise DeadlockError("deadlock: " + "; ".join(lines))
 
 
 @dataclass
@@ -217,7 +217,7 @@ class ThreadGroup:
         """
         call = self._calls.setdefault(number, GroupCall(what, rank))
         if call.what != what:
-            raise RuntimeError(f"rank {rank} calls {what} where rank {call.first} calls {call.what}")
+            raise RuntimeError(f"rank {rank} calls {what} while rank {call.first} calls {call.what}")
 
         def give() -> None:
             call.given[rank] = value
@@ -265,7 +265,7 @@ class ThreadGroup:
             )
         if self.world.strict and sent.version != version_of(theirs.tensor):
             raise RuntimeError(
-                f"rank {source} changed {_described(theirs)} before its send to rank {target} was finished"
+                f"rank {source} changed {_described(theirs)} before its send to rank {target} had completed"
             )
 
 
@@ -275,4 +275,4 @@ def version_of(tensor: torch.Tensor) -> int | None:
 
 
 def _described(message: Message) -> str:
-    return f"{tuple(message.tensor.shape)} {message.tensor.dtype} under tag {message.tag}"
+    return f"{tuple(message.tensor.shape)} {message.tensor.dtype} with tag {message.tag}"

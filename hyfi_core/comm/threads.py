@@ -70,7 +70,7 @@ class _PostedExchange:
     def _open(self) -> str:
         to = [f"rank {p.message.peer} to receive (tag {p.message.tag})" for p in self._sends if not p.done]
         to += [f"rank {p.message.peer} to send (tag {p.message.tag})" for p in self._receives if not p.done]
-        turn = "" if self._operation.started else "its turn behind what it began before, then for "
+        turn = "" if self._operation.started else "its earlier operations, then for "
         return turn + " and ".join(to)
 
 

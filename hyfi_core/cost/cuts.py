@@ -49,8 +49,8 @@ def with_cuts(plan: ParallelPlan, program: Program, machine: MachineModel = DEFA
     candidates = _candidates(program)
     if len(candidates) < plan.stages - 1:
         raise RequestError(
-            f"plan.grids asks for {plan.stages} stages, but the model ends only {len(candidates)} modules before its "
-            f"last; use at most {len(candidates) + 1} stages"
+            f"plan.grids has {plan.stages} stages, but the model can be cut after {len(candidates)} modules only; "
+            f"use at most {len(candidates) + 1} stages"
         )
     search = _Search(plan, program, candidates, machine)
     return replace(plan, cuts=search.best())
@@ -156,8 +156,9 @@ class _Search:
             for place in range(len(self._places) - 1)
         )
         return (
-            f"plan.memory_bytes is {self._plan.memory_bytes:,}, and no cut into {self._plan.stages} stages fits; the "
-            f"largest module alone needs {whole:,.0f}: use more ranks in its stage, recompute, or more micro-batches"
+            f"plan.memory_bytes is {self._plan.memory_bytes:,}, and no choice of cuts into {self._plan.stages} "
+            f"stages fits; the largest module alone needs {whole:,.0f}: use more ranks in its stage, plan.recompute, "
+            f"or more micro-batches"
         )
 
 

@@ -68,7 +68,7 @@ def forecast_memory(program: Program, plan: ParallelPlan) -> tuple[MemoryForecas
         program: the captured model, of one micro-batch.
         plan: with named cuts.
     """
-    assert plan.cuts != "auto" or plan.stages == 1, "cuts are chosen before"
+    assert plan.cuts != "auto" or plan.stages == 1, "cuts must be resolved first"
     pieces = cut_program(program, program.outputs, () if plan.cuts == "auto" else plan.cuts)
     weights = sum(value_bytes(program, name) for name in program.parameters)
     grids = Placement.of(plan).grids

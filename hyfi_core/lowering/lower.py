@@ -85,7 +85,10 @@ def lower(
         _lower_operator(builder, op, target.rules.get(op.text))
     gathered = tuple(Ref(builder.whole(item.name)) if isinstance(item, Ref) else item for item in outputs)
     if any(name in builder.splits for name in program.mutations.values()):
-        raise RequestError("the model stores a whole map in a buffer, which no rank holds")
+        raise RequestError(
+            "the model stores a feature map in a buffer, but no rank holds a whole map; register no "
+            "buffer with height and width"
+        )
     return in_place(builder.finish(gathered, exits))
 
 

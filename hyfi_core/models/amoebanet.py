@@ -176,9 +176,9 @@ class AmoebaNetD(nn.Module):
     def __init__(self, classes: int, layers: int = 18, filters: int = 208, in_channels: int = 3) -> None:
         super().__init__()
         if layers < 3 or layers % 3:
-            raise ValueError(f"layers is {layers}; give a multiple of 3, such as 18")
+            raise ValueError(f"layers is {layers}; use a multiple of 3, such as 18")
         if filters < 16 or filters % 16:
-            raise ValueError(f"filters is {filters}; give a multiple of 16, such as 208, 256 or 416")
+            raise ValueError(f"filters is {filters}; use a multiple of 16, such as 208, 256 or 416")
         channels = filters // 4
         self.stem = nn.Sequential(
             nn.ReLU(), nn.Conv2d(in_channels, channels, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(channels)

@@ -34,7 +34,7 @@ class FrozenBatchNorm2d(nn.BatchNorm2d):
 def check_norm(norm: str) -> None:
     """Raise RequestError unless ``norm`` is one of ``NORMS``."""
     if norm not in NORMS:
-        raise RequestError(f"model.norm is {norm!r}; it can be {', '.join(NORMS)}")
+        raise RequestError(f"model.norm is {norm!r}; use one of {', '.join(NORMS)}")
 
 
 def make_norm(norm: str, channels: int) -> nn.Module:

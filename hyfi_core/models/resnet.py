@@ -37,7 +37,7 @@ class Residual(nn.Module):
     def __init__(self, classes: int, pool: str, norm: str, width: int, in_channels: int) -> None:
         super().__init__()
         if pool not in POOLS:
-            raise RequestError(f"model.pool is {pool!r}; it can be {', '.join(POOLS)}")
+            raise RequestError(f"model.pool is {pool!r}; use one of {', '.join(POOLS)}")
         check_norm(norm)
         for name, value in (("classes", classes), ("width", width), ("in_channels", in_channels)):
             if value < 1:
@@ -231,7 +231,7 @@ def resnet_v2(
         RequestError: there is no such depth for that block; the message names the nearest ones.
     """
     if block not in ("auto", "basic", "bottleneck"):
-        raise RequestError(f"model.options.block is {block!r}; it can be auto, basic, bottleneck")
+        raise RequestError(f"model.options.block is {block!r}; use one of auto, basic, bottleneck")
     bottleneck = block == "bottleneck" or (block == "auto" and (_legal(depth, 9) or not _legal(depth, 6)))
     kind: type[Block] = PreactBottleneck if bottleneck else PreactBasicBlock
     blocks = _blocks(depth, 9 if bottleneck else 6, "resnet_v2")
@@ -245,7 +245,5 @@ def _legal(depth: int, step: int) -> bool:
 def _blocks(depth: int, step: int, name: str) -> int:
     if not _legal(depth, step):
         below = max(1, (depth - 2) // step) * step + 2
-        raise RequestError(
-            f"{name} has no depth {depth}; depths are {step}n + 2, the nearest {below} and {below + step}"
-        )
+        raise RequestError(f"{name} has no depth {depth}; depths are {step}n + 2: use {below} or {below + step}")
     return (depth - 2) // step

@@ -40,7 +40,9 @@ class Buffers:
         """Take back tensors that ``take`` gave: nobody reads them, or views of them, any more."""
         for tensor in tensors:
             free = self._free.setdefault((tensor.numel(), tensor.dtype, tensor.device), [])
-            assert all(block.data_ptr() != tensor.data_ptr() for block in free if tensor.numel()), "given back twice"
+            assert all(block.data_ptr() != tensor.data_ptr() for block in free if tensor.numel()), (
+                "buffer released twice"
+            )
             free.append(tensor.detach().view(-1))
 
     def dense(self, view: torch.Tensor) -> torch.Tensor:

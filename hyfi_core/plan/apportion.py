@@ -40,8 +40,8 @@ def apportion(samples: int, seconds: Sequence[float], unit: int = 1) -> tuple[in
     replicas, units = len(seconds), samples // unit
     if samples % unit or units < replicas:
         raise RequestError(
-            f"a batch of {samples} cannot be dealt to {replicas} replicas in multiples of {unit}, at least {unit} to "
-            f"each; use a batch of {max(replicas, units) * unit}, fewer micro-batches or fewer replicas"
+            f"a batch of {samples} cannot be divided among {replicas} replicas in multiples of {unit}, at least "
+            f"{unit} for each; use a batch of {max(replicas, units) * unit}, fewer micro-batches or fewer replicas"
         )
     taken = [Fraction(one) for one in seconds]
     shares = [1] * replicas

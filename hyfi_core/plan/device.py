@@ -18,7 +18,7 @@ def device_request(text: str) -> DeviceRequest:
         RequestError: it is something else.
     """
     if text not in get_args(DeviceRequest):
-        raise RequestError(f"--device {text}: {', '.join(get_args(DeviceRequest))} are allowed")
+        raise RequestError(f"--device {text}: use one of {', '.join(get_args(DeviceRequest))}")
     return cast(DeviceRequest, text)
 
 
@@ -91,7 +91,7 @@ def assign_devices(
     here = taken[lacking.host, lacking.visible]
     seen = "no GPU" if not lacking.count else f"{lacking.count} GPU{'s' if lacking.count > 1 else ''}"
     raise RequestError(
-        f"{option.rstrip('= ')} is cuda and {here} {role}{'s' if here > 1 else ''} on {lacking.host} "
+        f"{option.rstrip('= ')} is cuda, but {here} {role}{'s' if here > 1 else ''} on {lacking.host} "
         f"see{'' if here > 1 else 's'} {seen}; start at most one {role} for each GPU, or use {option}cpu"
     )
 

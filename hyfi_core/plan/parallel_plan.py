@@ -107,8 +107,8 @@ class ParallelPlan:
         """Check what is legal only beside other fields."""
         if self.directions == 2 and self.microbatches % 2:
             raise RequestError(
-                f"plan.schedule {self.schedule} has two directions with half of the micro-batches each, and "
-                f"plan.microbatches is {self.microbatches}; use {self.microbatches + 1}"
+                f"plan.schedule {self.schedule!r} sends half of the micro-batches in each of two directions, but "
+                f"plan.microbatches is {self.microbatches}; use an even number, such as {self.microbatches + 1}"
             )
         if self.interleave > 1 and (self.schedule != "1f1b" or len(self.grids) == 1):
             raise RequestError(
@@ -157,7 +157,7 @@ class ParallelPlan:
     @property
     def cell_grid(self) -> tuple[int, int] | None:
         """Rows x columns of cells, which have been chosen; None where a rank's part is computed at once."""
-        assert self.cells != "auto", "cells are chosen before"
+        assert self.cells != "auto", "cells must be resolved first"
         return self.cells
 
     def by_cells(self) -> ParallelPlan:
@@ -232,20 +232,23 @@ def _parse_cells(cells: Any) -> tuple[int, int]:
 
 def _check_spill(spill: Any, cells: Any) -> None:
     if spill is None and cells == "auto":
-        raise RequestError('plan.cells is "auto" and maps have nowhere to go; set plan.spill, to a folder or "memory"')
+        raise RequestError('plan.cells is "auto", which needs plan.spill; set it to "memory" or a folder')
     if spill is None:
         return
     if not isinstance(spill, str) or not spill:
         raise RequestError(f'plan.spill is {spill!r}; use null, "memory", or a folder')
     if cells is None:
-        raise RequestError(f"plan.spill is {spill!r} without cells to take turns; set plan.cells, e.g. (4, 4)")
+        raise RequestError(f"plan.spill is {spill!r}, which needs plan.cells; set it, e.g. (4, 4)")
 
 
 def _parse_cuts(cuts: Any, stages: int) -> tuple[str, ...]:
     if isinstance(cuts, str) or not all(isinstance(cut, str) for cut in cuts):
-        raise RequestError(f'plan.cuts is {cuts!r}; use "auto" or names of modules, one for each cut')
+        raise RequestError(f'plan.cuts is {cuts!r}; use "auto" or a list of module names, one for each cut')
     if len(cuts) != stages - 1:
-        raise RequestError(f"plan.cuts names {len(cuts)} module(s), but {stages} stage(s) need {stages - 1}")
+        raise RequestError(
+            f"plan.cuts names {len(cuts)} module(s), but {stages} stage(s) need {stages - 1}; name "
+            f"the module after which each stage but the last ends"
+        )
     return tuple(cuts)
 
 
@@ -270,7 +273,7 @@ def _parse_shares(shares: Any, replicas: int, microbatches: int) -> tuple[int, .
     for share in parsed:
         if type(share) is not int or share < 1 or share % microbatches:
             raise RequestError(
-                f"plan.shares has {share!r}; every replica takes at least one sample of each micro-batch: use {example}"
+                f"plan.shares has {share!r}; every replica needs at least one sample of each micro-batch: use {example}"
             )
     return parsed
 
@@ -281,15 +284,18 @@ def _draw(plan: ParallelPlan) -> str:
     head = f"{plan.ranks} trainers: {plan.replicas} replica(s) of {plan.ranks_per_replica}, {plan.stages} stage(s)"
     lines = [f"{head}, {plan.microbatches} micro-batch(es), schedule {plan.schedule}"]
     if plan.shares:
-        lines.append(f"of every {sum(plan.shares)} samples the replicas take {', '.join(map(str, plan.shares))}")
+        lines.append(f"of every {sum(plan.shares)} samples, the replicas take {', '.join(map(str, plan.shares))}")
     if plan.cells == "auto":
-        lines.append("each rank computes its part in as many cells as its memory asks for")
+        lines.append("each rank computes its part in as many cells as its memory requires")
     elif plan.cells:
         lines.append(f"each rank computes its part in {plan.cells[0]} x {plan.cells[1]} cells, one after the other")
     if plan.spill:
         where = "the host's memory" if plan.spill == "memory" else plan.spill
-        most = f", so that it holds {plan.memory_bytes:,} bytes at most" if plan.memory_bytes else ""
-        lines.append(f"maps that no cell needs go to {where} until they are needed{most}; cheap ones are recomputed")
+        most = f", so that a rank needs at most {plan.memory_bytes:,} bytes" if plan.memory_bytes else ""
+        lines.append(
+            f"activations that no cell needs are moved to {where} until they are needed{most}; cheap ones "
+            f"are recomputed"
+        )
     width = len(str(plan.ranks - 1))
     for replica in range(plan.replicas):
         first = replica * plan.ranks_per_replica

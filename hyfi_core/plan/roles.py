@@ -63,8 +63,9 @@ def assign_roles(hosts: Sequence[str], trainers: int, loaders: Wanted, validator
     train = _others(hosts, [*load, *validate])
     if len(train) != trainers:
         raise RequestError(
-            f"{len(hosts)} ranks are {len(load)} loaders ({loaders}), {len(validate)} validators ({validators}) and "
-            f"{len(train)} others; the plan needs {trainers} trainers. Hosts: {', '.join(dict.fromkeys(hosts))}"
+            f"of {len(hosts)} ranks, {len(load)} are loaders (roles.loaders: {loaders}) and {len(validate)} are "
+            f"validators (roles.validators: {validators}), which leaves {len(train)}; the plan needs {trainers} "
+            f"trainers. Hosts: {', '.join(dict.fromkeys(hosts))}"
         )
     return RankRoles(tuple(train), tuple(load), tuple(validate))
 
@@ -84,8 +85,8 @@ def with_spare(hosts: Sequence[str], trainers: int, pattern: str) -> RankRoles:
     others = _others(hosts, spare)
     if len(others) != trainers:
         raise RequestError(
-            f"{len(hosts)} ranks are {len(spare)} spare ones (roles.spare: {pattern}) and {len(others)} others; the "
-            f"plan needs {trainers} trainers. Hosts: {', '.join(dict.fromkeys(hosts))}"
+            f"of {len(hosts)} ranks, {len(spare)} are spare (roles.spare: {pattern}), which leaves {len(others)}; "
+            f"the plan needs {trainers} trainers. Hosts: {', '.join(dict.fromkeys(hosts))}"
         )
     return RankRoles((*others, *spare), (), ())
 

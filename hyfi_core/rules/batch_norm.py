@@ -75,7 +75,9 @@ def batch_norm(builder: Builder, op: Operator) -> None:
     """``batch_norm`` as evaluation mode leaves it in the graph."""
     x, training = op.args[0], op.args[5]
     if training:
-        builder.refuse(op, "is in training mode and not functional", "a model exported by this engine")
+        builder.refuse(
+            op, "is a training-mode batch norm that was not captured by this engine", "a model exported by this engine"
+        )
     split = builder.seen(op, x.name)
     function, inputs = bound(renamed(op, {x.name: builder.part(x.name, split)}))
     builder.compute(function, inputs, op.outputs, split, op)

@@ -225,8 +225,8 @@ class Builder:
             return name
         if (here.dims, here.space) != (split.dims, split.space):
             raise RequestError(
-                f"a map of {here.layout.map.shape} in dims {here.dims} is to lie beside one of "
-                f"{split.layout.map.shape} in dims {split.dims}; what works: maps of equal size in equal dims"
+                f"a map of {here.layout.map.shape} pixels in dims {here.dims} is combined with one of "
+                f"{split.layout.map.shape} pixels in dims {split.dims}; what works: maps of equal size in the same dims"
             )
         return self.moved(name, split.held, split)
 
@@ -325,7 +325,7 @@ class Builder:
             self.compute(_itself, (name,), (result,))
         return result
 
-    def gather(self, op: Operator, name: str, what: str = "cannot be computed by parts") -> str:
+    def gather(self, op: Operator, name: str, what: str = "cannot be computed part by part") -> str:
         """Return a replicated value for an operator that needs all of it, if it is small enough.
 
         Raises:

@@ -40,7 +40,11 @@ def channel_norm(builder: Builder, op: Operator) -> None:
     elif op.text == "aten.layer_norm.default" and over == {1, 2, 3} and here.dims == (2, 3) and rank == 4:
         _layer_norm_of_maps(builder, op, name)
     else:
-        builder.refuse(op, f"normalises dims {sorted(over)} of a map whose space is {here.dims}", "channels alone")
+        builder.refuse(
+            op,
+            f"normalises dims {sorted(over)} of a map whose height and width are dims {here.dims}",
+            "normalisation of channels only",
+        )
 
 
 def _layer_norm_of_maps(builder: Builder, op: Operator, name: str) -> None:
@@ -76,7 +80,9 @@ def prelu(builder: Builder, op: Operator) -> None:
     """PReLU: its slopes are one for each channel of dim 1, or one for all; they are no map, however many they are."""
     here, slopes = _here(builder, op), builder.shape(op.args[1].name)
     if 1 in here.dims and slopes not in ((), (1,)):
-        builder.refuse(op, "has a slope for each row or column", "channels in dim 1, or one slope, PReLU()")
+        builder.refuse(
+            op, "has one slope for each row or column", "slopes for channels in dim 1, or a single slope, PReLU()"
+        )
     _per_pixel(builder, op, here)
 
 
@@ -93,7 +99,7 @@ def along(at: int, keepdim_at: int | None, default: int | None = -1) -> Rule:
         here, rank = _here(builder, op), len(builder.shape(op.args[0].name))
         dim = op.args[at] if len(op.args) > at else op.kwargs.get("dim", default)
         if not isinstance(dim, int):
-            builder.refuse(op, "works along all dims as if they were one", "a dim to work along")
+            builder.refuse(op, "works on the flattened tensor, across all dims", "an explicit dim")
         reduced = None if keepdim_at is None else _keeps(op, keepdim_at)
         if dim % rank in here.dims:
             along_space(builder, op, (dim % rank,), reduced)
@@ -128,7 +134,7 @@ def per_pixel(builder: Builder, op: Operator) -> None:
 
 
 def response_norm(builder: Builder, op: Operator) -> None:
-    """``avg_pool3d`` over channels alone, as local response norm has it: (B, 1, C, H, W)."""
+    """``avg_pool3d`` over normalisation of channels only, as local response norm has it: (B, 1, C, H, W)."""
     here = _here(builder, op)
     settings = [list(given) for given in op.args[1:4]]
     alone = all(given[1:] == [1, 1] for given in settings[:2] if given) and not any(
@@ -136,7 +142,9 @@ def response_norm(builder: Builder, op: Operator) -> None:
     )
     if here.dims != (3, 4) or not alone:
         builder.refuse(
-            op, f"pools {settings[0]} with space in dims {here.dims}", "nn.LocalResponseNorm on (B, C, H, W)"
+            op,
+            f"pools with kernel {settings[0]} over a map whose height and width are dims {here.dims}",
+            "nn.LocalResponseNorm on (B, C, H, W)",
         )
     _per_pixel(builder, op, here)
 
@@ -148,6 +156,10 @@ def cosine_similarity(builder: Builder, op: Operator) -> None:
     dim = (op.args[2] if len(op.args) > 2 else op.kwargs.get("dim", 1)) % len(sizes)
     names, here = operands(builder, op, sizes)
     if dim in here.dims:
-        builder.refuse(op, f"is along dim {dim}, which is space", "a dim that is not space, such as channels (1)")
+        builder.refuse(
+            op,
+            f"is along dim {dim}, which is height or width",
+            "a dim other than height and width, such as channels (1)",
+        )
     function, inputs = bound(renamed(op, names))
     builder.compute(function, inputs, op.outputs, _reduced(here, dim, keep=False))

@@ -19,7 +19,7 @@ from hyfi_core.rules.moves.runs import repeat_space
 from hyfi_core.rules.pointwise import operands
 from hyfi_core.rules.replicated import cut_of_whole
 
-_CHANNELS = "entries of a dim that is not space, such as channels (1)"
+_CHANNELS = "entries of a dim other than height and width, such as channels (1)"
 
 
 def index(builder: Builder, op: Operator) -> None:
@@ -36,9 +36,9 @@ def _indexed(builder: Builder, op: Operator, here: Split) -> Split:
     given = [at for at, item in enumerate(op.args[1]) if item is not None]
     infos = [builder.values[op.args[1][at].name] for at in given]
     if set(given) & set(here.dims) or any(info.dtype in (torch.bool, torch.uint8) for info in infos):
-        builder.refuse(op, f"picks by numbers in dims {given} of a map whose space is {here.dims}", _CHANNELS)
+        builder.refuse(op, f"indexes dims {given} of a map whose height and width are dims {here.dims}", _CHANNELS)
     if any(op.args[1][at].name in builder.splits for at in given):
-        builder.refuse(op, "picks by a map of numbers", "torch.gather, or numbers that are no map")
+        builder.refuse(op, "indexes by a feature map", "torch.gather, or indices that are not computed from a map")
     more = len(torch.broadcast_shapes(*(info.shape for info in infos)))
     together = given == list(range(given[0], given[0] + len(given)))
 
@@ -53,7 +53,9 @@ def index_put(builder: Builder, op: Operator) -> None:
     """``y[:, [2, 0]] = z``, with or without adding; ``z`` a map of as many pixels, or no map."""
     name = op.args[0].name
     if name not in builder.splits:
-        builder.refuse(op, "puts a map into what is no map", "a map to put it into, torch.zeros_like(y)")
+        builder.refuse(
+            op, "writes a map into a tensor that is not a map", "a map as destination, such as torch.zeros_like(y)"
+        )
     here = builder.splits[name].owned
     inner = _indexed(builder, op, here)
     values = op.args[2].name
@@ -72,7 +74,11 @@ def _fitted(builder: Builder, op: Operator, name: str, split: Split, rank: int) 
     own = builder.splits.get(name)
     if own is not None:
         if own.dims != dims or own.space != split.space:
-            builder.refuse(op, f"puts a map with space in dims {own.dims} where {dims} is meant", "equal maps")
+            builder.refuse(
+                op,
+                f"writes a map whose height and width are dims {own.dims} where dims {dims} are expected",
+                "maps of equal size in the same dims",
+            )
         return builder.part(name, replace(split, dims=dims))
     if not any(dim >= 0 and shape[dim] > 1 for dim in dims):
         return name
@@ -89,7 +95,11 @@ def by_map(builder: Builder, op: Operator) -> None:
     names, here = operands(builder, op, shape)
     sides = {tuple(builder.shape(item)[at] for at in here.dims) for item in op.inputs if len(builder.shape(item))}
     if dim in here.dims or len(sides) != 1:
-        builder.refuse(op, f"works along dim {dim} of maps of {sorted(sides)} pixels", f"equal maps, and {_CHANNELS}")
+        builder.refuse(
+            op,
+            f"works along dim {dim} of maps whose sizes differ: {sorted(sides)}",
+            f"maps of equal size in the same dims, and {_CHANNELS}",
+        )
     function, inputs = bound(renamed(op, names))
     builder.compute(function, inputs, op.outputs, here)
 
@@ -105,7 +115,11 @@ def slice_scatter(builder: Builder, op: Operator) -> None:
         return
     names, here = operands(builder, op, builder.shape(name))
     if dim in here.dims:
-        builder.refuse(op, "puts a slice of a map into what is no map", "a map to put it into, torch.zeros_like(y)")
+        builder.refuse(
+            op,
+            "writes a slice of a map into a tensor that is not a map",
+            "a map as destination, such as torch.zeros_like(y)",
+        )
     function, inputs = bound(renamed(op, names))
     builder.compute(function, inputs, op.outputs, here)
 
@@ -115,7 +129,9 @@ def _slice_of_space(builder: Builder, op: Operator, dim: int, kept: range, sourc
     name = op.args[0].name
     here = builder.splits[name].owned
     if not here.plain:
-        builder.refuse(op, "overwrites pixels of a map whose height and width are one dim", "height or width alone")
+        builder.refuse(
+            op, "overwrites pixels of a map whose height and width are flattened into one dim", "either height or width"
+        )
     along_y = here.dims[0] == dim
     need, pieces = [], []
     for part in here.layout.parts:
@@ -127,7 +143,11 @@ def _slice_of_space(builder: Builder, op: Operator, dim: int, kept: range, sourc
         need.append(Box(0, 0, 0, 0) if box.empty else box)
     given = builder.splits.get(source)
     if given is not None and (given.dims != here.dims or not given.plain):
-        builder.refuse(op, f"puts a map with space in dims {given.dims} into one with {here.dims}", "equal dims")
+        builder.refuse(
+            op,
+            f"writes a map whose height and width are dims {given.dims} into one where they are {here.dims}",
+            "maps in the same dims",
+        )
     box = need[builder.rank]
     if given is None:
         own = builder.fresh(source)
@@ -171,7 +191,11 @@ def repeat(builder: Builder, op: Operator) -> None:
     if any(result[now] != shape[before] for now, before in zip(dims, here.dims, strict=True)):
         others = [dim for dim in range(len(shape)) if dim not in here.dims]
         if not here.plain or more or any(result[dim] != shape[dim] for dim in others):
-            builder.refuse(op, f"repeats pixels of dims {here.dims} and more", "one repeat for space, one for channels")
+            builder.refuse(
+                op,
+                f"repeats height and width (dims {here.dims}) together with other dims",
+                "separate repeats for space and for channels",
+            )
         repeat_space(builder, op, (result[dims[0]] // shape[dims[0]], result[dims[1]] // shape[dims[1]]))
         return
     function, inputs = bound(renamed(op, {name: builder.part(name, here)}))
@@ -184,7 +208,9 @@ def diagonal(builder: Builder, op: Operator) -> None:
     here, rank = builder.seen(op, name), len(builder.shape(name))
     gone = [(op.args[at] if len(op.args) > at else default) % rank for at, default in ((2, 0), (3, 1))]
     if set(gone) & set(here.dims):
-        builder.refuse(op, f"takes the diagonal of dims {gone}, of which some are space {here.dims}", _CHANNELS)
+        builder.refuse(
+            op, f"takes the diagonal of dims {gone}, which include height or width (dims {here.dims})", _CHANNELS
+        )
     dims = tuple(dim - sum(at < dim for at in gone) for dim in here.dims)
     function, inputs = bound(renamed(op, {name: builder.part(name, here)}))
     builder.compute(function, inputs, op.outputs, replace(here, dims=(dims[0], dims[1])))

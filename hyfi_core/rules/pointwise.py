@@ -84,9 +84,9 @@ def _common(builder: Builder, op: Operator, maps: list[Split], sizes: Sequence[i
         other = odd or next(one for one in maps if not _broadcasts(one, sizes))
         builder.refuse(
             op,
-            f"mixes a map of {first.layout.map.shape} in dims {first.dims} with one of {other.layout.map.shape} in "
-            f"dims {other.dims}",
-            "equal sizes, or sides of 1, in equal dims",
+            f"combines a map of {first.layout.map.shape} pixels in dims {first.dims} with one of "
+            f"{other.layout.map.shape} pixels in dims {other.dims}",
+            "maps of equal size, or of size 1, in the same dims",
         )
     if full is not None:
         return full.owned

@@ -58,7 +58,7 @@ def einsum(builder: Builder, op: Operator) -> None:
     if not arrow:
         result = "".join(sorted(letter for letter in set(given) - {","} if given.count(letter) == 1))
     if "." in equation or any(len(set(term)) < len(term) for term in terms):
-        builder.refuse(op, f"has the equation {equation!r}", "a letter for every dim, none twice in one value")
+        builder.refuse(op, f"has the equation {equation!r}", "one letter for each dim, none twice in one operand")
     _product(builder, op, Letters(tuple(zip(names, terms, strict=True)), result))
 
 
@@ -88,7 +88,7 @@ def _product(builder: Builder, op: Operator, letters: Letters) -> None:
     anchor = builder.splits[anchor_name].owned
     space = anchor_term[anchor.dims[0]], anchor_term[anchor.dims[1]]
     if builder.splits[anchor_name].flat and builder.shape(anchor_name)[anchor.dims[0]] == 1:
-        builder.refuse(op, "takes a map of one pixel", "a map of more than one")
+        builder.refuse(op, "takes a map of a single pixel", "a map of more than one pixel")
     names: dict[str, str] = {}
     for name, term in letters.factors:
         if name not in names:
@@ -99,7 +99,7 @@ def _product(builder: Builder, op: Operator, letters: Letters) -> None:
         dims = letters.result.index(space[0]), letters.result.index(space[1])
         builder.compute(function, inputs, op.outputs, replace(anchor, dims=dims))
     elif any(kept):
-        builder.refuse(op, "sums over one dim of space and keeps the other", "both, or neither")
+        builder.refuse(op, "sums over only one of height and width", "a sum over both, or over neither")
     else:
         sum_of_parts(builder, function, inputs, op.first_output)
 
@@ -110,7 +110,7 @@ def _laid_out(builder: Builder, op: Operator, name: str, term: str, anchor: Spli
     if here is not None and (term[here.dims[0]], term[here.dims[1]]) == space and here.space == anchor.space:
         return builder.part(name, replace(anchor, dims=here.dims))
     if here is not None:
-        name = builder.gather(op, name, "multiplies pixels by pixels")
+        name = builder.gather(op, name, "multiplies two maps over their pixels")
     if not any(letter in term for letter in space):
         return name
     shape = builder.shape(name)

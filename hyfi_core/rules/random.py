@@ -46,7 +46,7 @@ def dropout(builder: Builder, op: Operator) -> None:
     """Dropout of single elements."""
     x, probability, train = op.args[:3]
     if op.outputs[1:] and op.outputs[1] is not None:
-        builder.refuse(op, "is asked for its mask", "dropout whose mask nothing else uses")
+        builder.refuse(op, "returns its mask", "dropout whose mask is used by nothing else")
     name, split = _laid_out(builder, op)
     if not train or probability == 0.0:
         builder.compute(lambda tensor: tensor.view_as(tensor), (name,), op.outputs[:1], split)

@@ -53,7 +53,9 @@ def _reduction(builder: Builder, op: Operator, mean: bool) -> None:
         builder.compute(function, inputs, op.outputs, split)
     elif not set(space) <= set(dims):
         if not builder.splits[name].plain:
-            builder.refuse(op, f"is over dims {dims}, which hold more than rows or columns", "height or width alone")
+            builder.refuse(
+                op, f"is over dims {dims}, which mix rows or columns with something else", "either height or width"
+            )
         _sum_over_space(builder, name, output, dims, keepdim, mean, _rest_of_whole(builder, name, dims, keepdim))
     else:
         _sum_over_space(builder, name, output, dims, keepdim, mean)
@@ -181,7 +183,11 @@ def vector_norm(builder: Builder, op: Operator) -> None:
         builder.communicate(MaxOverSpace(dims, keepdim, nan_ties=True), (size,), op.outputs, "reduce")
         return
     if not 1.0 <= order < math.inf:
-        builder.refuse(op, f"is a norm of order {order} over dims {dims}", "orders from 1, or inf over space alone")
+        builder.refuse(
+            op,
+            f"is a norm of order {order} over dims {dims}",
+            "orders of 1 or more, or inf over height and width only",
+        )
 
     def powers(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.to(accumulator(tensor)).abs()
@@ -208,7 +214,7 @@ def variance(builder: Builder, op: Operator) -> None:
         return
     count = math.prod(builder.shape(name)[dim] for dim in dims)
     if count <= correction:
-        builder.refuse(op, f"has {count} values and a correction of {correction}", "a smaller correction")
+        builder.refuse(op, f"has {count} value(s), too few for correction={correction}", "a smaller correction")
     kind = builder.values[name].dtype
 
     def finish(moments: torch.Tensor) -> Any:

@@ -17,14 +17,14 @@ from hyfi_core.rules.instructions import Split
 def replicated(builder: Builder, op: Operator) -> None:
     """No map left: every rank of the stage computes the same, on the same values."""
     if draws_numbers(op) and builder.grid != (1, 1):
-        builder.refuse(
-            op, "draws random numbers, which ranks would draw differently", "dropout, bernoulli, rand, randn, or none"
-        )
+        builder.refuse(op, "draws random numbers that would differ between ranks", "dropout, bernoulli, rand or randn")
     if draws_numbers(op):
         builder.draws(op)
     if builder.replicas > 1 and op.text.startswith("aten._native_batch_norm_legit"):
         builder.refuse(
-            op, "normalises features without space, which plan.sync_batch_norm does not", "sync_batch_norm=False"
+            op,
+            "normalises features that have no height and width, which plan.sync_batch_norm does not support",
+            "sync_batch_norm=False",
         )
     if op.text == "aten._native_batch_norm_legit_functional.default":
         function, inputs = batch_norm_on_features(op)
@@ -38,7 +38,7 @@ def replicated(builder: Builder, op: Operator) -> None:
     builder.compute(function, inputs, op.outputs)
 
 
-def gathered(builder: Builder, op: Operator, what: str = "cannot be computed by parts") -> None:
+def gathered(builder: Builder, op: Operator, what: str = "cannot be computed part by part") -> None:
     """Gather the maps that an operator takes, and compute it whole on every rank; parts of maps again behind it.
 
     Args:

@@ -29,7 +29,7 @@ def view(builder: Builder, op: Operator) -> None:
     if dims is None and view_of_blocks(builder, op):
         return
     if dims is None:
-        _without_space(builder, op, f"turns shape {shape} into {sizes}, which mixes height and width with other dims")
+        _without_space(builder, op, f"reshapes {shape} to {sizes}, which mixes height and width with other dims")
         return
     if here.flat == (dims[0] == dims[1]):
         here = builder.seen(op, name)
@@ -97,7 +97,7 @@ def squeeze(builder: Builder, op: Operator) -> None:
     asked = [given] if isinstance(given, int) else given
     gone = [dim % len(shape) for dim in asked if shape[dim] == 1]
     if set(gone) & set(here.dims):
-        _without_space(builder, op, f"squeezes dims of space {here.dims}")
+        _without_space(builder, op, f"squeezes height or width (dims {here.dims})")
     else:
         _rename(builder, op, _renumbered(here, lambda dim: dim - sum(at < dim for at in gone)))
 
@@ -108,7 +108,7 @@ def select(builder: Builder, op: Operator) -> None:
     here = builder.seen(op, name)
     dim = (op.args[1] if len(op.args) > 1 else 0) % len(builder.shape(name))
     if dim in here.dims:
-        _without_space(builder, op, f"takes dim {dim}, which is space, apart")
+        _without_space(builder, op, f"splits dim {dim}, which is height or width")
     else:
         _rename(builder, op, _renumbered(here, lambda at: at - (dim < at)))
 
@@ -118,7 +118,7 @@ def stack(builder: Builder, op: Operator) -> None:
     names = [item.name for item in op.args[0]]
     here = next(builder.seen(op, name) for name in names if name in builder.splits)
     if not all(name in builder.splits for name in names):
-        builder.refuse(op, "stacks maps on values that are not maps", "maps of equal size")
+        builder.refuse(op, "stacks maps with tensors that are not maps", "maps of equal size")
     at = (op.args[1] if len(op.args) > 1 else 0) % (len(builder.shape(names[0])) + 1)
     parts = {name: builder.part(name, here) for name in names}
     function, inputs = bound(renamed(op, parts))
@@ -167,7 +167,9 @@ def new_like(builder: Builder, op: Operator) -> None:
         function, inputs = bound(renamed(op, {name: builder.part(name, here)}))
         builder.compute(function, inputs, op.outputs)
     else:
-        builder.refuse(op, f"makes a {sizes} tensor beside a map", "the map's own shape, or one without space")
+        builder.refuse(
+            op, f"creates a tensor of shape {sizes} from a map", "the map's own shape, or one without height and width"
+        )
 
 
 def _sized(op: Operator, sizes: list[int]) -> Operator:

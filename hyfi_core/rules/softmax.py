@@ -29,7 +29,9 @@ def softmax(builder: Builder, op: Operator) -> None:
     name = op.args[0].name
     here = builder.splits[name].owned
     if not here.flat:
-        builder.refuse(op, "is over one dim of space", "softmax over all pixels, x.flatten(2).softmax(-1), or channels")
+        builder.refuse(
+            op, "is over only one of height and width", "softmax over all pixels, x.flatten(2).softmax(-1), or channels"
+        )
     part = builder.part(name, here)
     output = op.first_output
     largest, total = _exponentials(builder, part, (here.dims[0],))
@@ -109,26 +111,28 @@ def attention(builder: Builder, op: Operator) -> None:
     if _within_windows(builder, op, given):
         return
     if given.get("attn_mask") is not None or given.get("is_causal") or given.get("dropout_p"):
-        builder.refuse(op, "has a mask or drops something", "attention without a mask and without dropout")
+        builder.refuse(op, "has a mask or dropout", "attention without a mask and without dropout")
     names = [given[key].name for key in ("query", "key", "value")]
     rank = len(builder.shape(names[0]))
     for name in names:
         split = builder.splits.get(name)
         if split is not None and (not split.flat or split.dims[0] != rank - 2):
-            builder.refuse(op, f"takes {builder.shape(name)} with space in dims {split.dims}", "positions in dim -2")
+            builder.refuse(
+                op, f"takes {builder.shape(name)} whose height and width are dims {split.dims}", "positions in dim -2"
+            )
     query, key, value = names
     if query in builder.splits:
-        wholes = {name: builder.gather(op, name, "is attention of all positions to all") for name in (key, value)}
+        wholes = {name: builder.gather(op, name, "is attention between all positions") for name in (key, value)}
         split = builder.splits[query].owned
         function, inputs = bound(renamed(op, {query: builder.part(query, split), **wholes}))
         if query in wholes:  # one value for all three
-            builder.refuse(op, "takes one value as query and as key", "projections of it")
+            builder.refuse(op, "takes the same tensor as query and key", "separate projections for query and key")
         builder.compute(function, inputs, op.outputs[:1], split)
         return
     if key not in builder.splits or value not in builder.splits:
-        builder.refuse(op, "has keys and values of which one is a map", "both, or neither")
+        builder.refuse(op, "has keys and values of which only one is a map", "maps for both, or for neither")
     if builder.shape(query)[:-2] != builder.shape(key)[:-2]:
-        builder.refuse(op, "has heads of queries that differ from those of keys", "the same number of heads")
+        builder.refuse(op, "has different numbers of heads for queries and keys", "the same number of heads")
     _pooled(builder, op, (query, key, value), given.get("scale"))
 
 

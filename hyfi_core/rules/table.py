@@ -60,7 +60,11 @@ def channelwise(builder: Builder, op: Operator) -> None:
     elif kind in ("split.Tensor", "split_with_sizes", "chunk") and builder.splits[name].plain:
         rules_place.split_of_space(builder, op, dim)
     elif kind not in _WHOLE_ROWS:
-        builder.refuse(op, f"works along dim {dim}, which is space", "a dim that is not space, such as channels (1)")
+        builder.refuse(
+            op,
+            f"works along dim {dim}, which is height or width",
+            "a dim other than height and width, such as channels (1)",
+        )
     elif "softmax" in kind and dims[0] == dims[1]:
         rules_softmax.softmax(builder, op)
     else:
@@ -101,7 +105,7 @@ def one_map(rule: Rule) -> Rule:
     def checked(builder: Builder, op: Operator) -> None:
         for argument in (*op.args[1:], *op.kwargs.values()):
             if any(name in builder.splits for name in refs_in(argument)):
-                builder.refuse(op, "takes a map where a weight belongs", "a map as its first argument alone")
+                builder.refuse(op, "takes a map as a weight", "a map as first argument only")
         rule(builder, op)
 
     return checked
@@ -115,7 +119,11 @@ def on_maps(rule: Rule) -> Rule:
         split = builder.split_of(op.args[0])
         if split is not None and (not split.plain or split.dims != (2, 3) or len(builder.shape(op.args[0].name)) != 4):
             shape = builder.shape(op.args[0].name)
-            builder.refuse(op, f"takes {shape} with space in dims {split.dims}", "(B, C, H, W), space in dims (2, 3)")
+            builder.refuse(
+                op,
+                f"takes {shape} whose height and width are dims {split.dims}",
+                "(B, C, H, W), with height and width in dims (2, 3)",
+            )
         rule(builder, op)
 
     return checked
@@ -126,7 +134,7 @@ def sliced(builder: Builder, op: Operator) -> None:
     name = op.args[0].name
     dim = (op.args[1] if len(op.args) > 1 else 0) % len(builder.shape(name))
     if dim in builder.splits[name].dims and not builder.splits[name].plain:
-        builder.refuse(op, "takes a slice of pixels in one dim", "a slice of height or of width")
+        builder.refuse(op, "slices a dim in which height and width are flattened", "a slice of either height or width")
     if dim in builder.splits[name].dims:
         rules_place.slice_of_space(builder, op, dim)
     else:

@@ -144,7 +144,8 @@ def _logits(ranked: RankProgram, values: Values) -> tuple[torch.Tensor, str]:
     if len(names) != 1 or values[names[0]].dim() != 2:
         shapes = [tuple(values[name].shape) for name in names]
         raise RequestError(
-            f"contributions need logits of shape (B, classes), the model returns {shapes}; pass output=..."
+            f"contributions need logits of shape (B, classes), but the model returns {shapes}; select the logits "
+            f"with parallelize(..., output=...)"
         )
     return values[names[0]], names[0]
 
@@ -171,7 +172,7 @@ def last_map(ranked: RankProgram) -> tuple[str, int]:
         if made is not None and ranked.floating(made) and _is_map(ranked, made):
             return made, index + 1
         wanted.update(name for name in instruction.inputs if name is not None)
-    raise RequestError("this model's answer is not reduced from a map, so its pixels have no contributions to show")
+    raise RequestError("the model does not pool a feature map into its output, so its pixels have no contributions")
 
 
 def _is_map(ranked: RankProgram, name: str) -> bool:

@@ -82,13 +82,13 @@ def batch_shape(images: Images, expected: Shape) -> Shape:
     """
     if not isinstance(images, (torch.Tensor, ImageParts)) and not callable(images):
         raise RequestError(
-            f"images are a {_type_name(images)}; give a tensor ({expected[0]}, {expected[1]}, H, W), "
-            "or a function Box -> tensor that returns any box of them"
+            f"images are a {_type_name(images)}; pass a tensor of shape ({expected[0]}, {expected[1]}, H, W), or a "
+            f"function Box -> tensor that returns any box of them"
         )
     if not isinstance(images, torch.Tensor):
         return getattr(images, "samples", expected[0]), *expected[1:]
     if images.dim() != 4:
-        raise RequestError(f"images have shape {tuple(images.shape)}; give the whole batch as (B, C, H, W)")
+        raise RequestError(f"images have shape {tuple(images.shape)}; pass the whole batch as (B, C, H, W)")
     batch, channels, height, width = images.shape
     return batch, channels, height, width
 
@@ -100,10 +100,10 @@ def check_labels(labels: torch.Tensor, batch: int) -> None:
         RequestError: there are more or fewer, or they are no tensor.
     """
     if not isinstance(labels, torch.Tensor):
-        raise RequestError(f"labels are a {_type_name(labels)}; give a tensor whose first dim is the batch, {batch}")
+        raise RequestError(f"labels are a {_type_name(labels)}; pass a tensor whose first dim is the batch, {batch}")
     if labels.shape[:1] != (batch,):
         raise RequestError(
-            f"labels have shape {tuple(labels.shape)}, the batch has {batch} images; give {batch} labels"
+            f"labels have shape {tuple(labels.shape)}, but the batch has {batch} images; pass {batch} labels"
         )
 
 
@@ -124,10 +124,10 @@ def read_part(images: Images, part: InputPart, channels: int, dtype: torch.dtype
     else:
         local, name = images(box)[part.first : part.stop], f"images({box})"
     if not isinstance(local, torch.Tensor):
-        raise RequestError(f"{name} returned a {_type_name(local)}; return a tensor (B, C, h, w)")
+        raise RequestError(f"{name} returned a {_type_name(local)}; it must return a tensor (B, C, h, w)")
     wanted = (part.stop - part.first, channels, *box.shape)
     if tuple(local.shape) != wanted:
-        raise RequestError(f"{name} returned {tuple(local.shape)}; {wanted} were asked for")
+        raise RequestError(f"{name} returned shape {tuple(local.shape)}; {wanted} was requested")
     _check_images(local, f"what {name} returned", dtype)
     return local
 
@@ -138,11 +138,11 @@ def _check_images(images: torch.Tensor, what: str, dtype: torch.dtype) -> None:
         return
     if dtype.is_floating_point:
         raise RequestError(
-            f"{what} is {images.dtype}; the engine computes with floating-point images: convert it as the model is "
-            f"meant to see it, for instance images.float() / 255, or, where the model takes {images.dtype} itself, "
+            f"{what} is {images.dtype}; the engine expects floating-point images: convert them to the model's input "
+            f"range, for instance images.float() / 255, or, if the model itself takes {images.dtype}, pass "
             f"parallelize(..., image_dtype={images.dtype})"
         )
-    raise RequestError(f"{what} is {images.dtype}, and the engine was made for images of image_dtype={dtype}")
+    raise RequestError(f"{what} is {images.dtype}, but the engine was created with image_dtype={dtype}; convert it")
 
 
 def _type_name(given: object) -> str:
@@ -246,6 +246,6 @@ def check_share(plan: ParallelPlan, replica: int, batch: int) -> None:
     """
     if plan.shares and batch != plan.shares[replica]:
         raise RequestError(
-            f"replica {replica} takes {plan.shares[replica]} of every {sum(plan.shares)} samples (plan.shares), and is "
-            f"given a batch of {batch}; give it {plan.shares[replica]}"
+            f"replica {replica} takes {plan.shares[replica]} of every {sum(plan.shares)} samples (plan.shares), but "
+            f"got a batch of {batch}; pass {plan.shares[replica]}"
         )

@@ -67,8 +67,8 @@ class Bindings:
             for name, tensor in now:
                 if known.get(name) is not tensor:
                     raise RequestError(
-                        f"{kind} {name!r} of the model is {'another' if name in known else 'a new'} tensor since "
-                        "parallelize; change values in place (copy_, load_state_dict), or call parallelize again"
+                        f"{kind} {name!r} of the model was {'replaced' if name in known else 'added'} after "
+                        f"parallelize; change values in place (copy_, load_state_dict), or call parallelize again"
                     )
 
     def begin(self, stage: HostedStage, part: torch.Tensor | None, microbatch: int = 0) -> Values:

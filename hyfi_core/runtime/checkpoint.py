@@ -299,13 +299,11 @@ def _storable(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def _open(path: Path) -> tuple[Path, dict[str, Any]]:
     if not path.exists():
-        raise RequestError(
-            f"checkpoint {path}: there is no such folder; give RUN/checkpoints/best, latest or step-NNNNNNNN"
-        )
+        raise RequestError(f"checkpoint {path}: no such folder; use RUN/checkpoints/best, latest or step-NNNNNNNN")
     folder = path.resolve()
     if not (folder / MODEL_FILE).is_file():
         hint = "; did you mean its checkpoints/best?" if (folder / "checkpoints").is_dir() else ""
-        raise RequestError(f"checkpoint {path}: no {MODEL_FILE} in it, so it is not a checkpoint{hint}")
+        raise RequestError(f"{path} is not a checkpoint: it has no {MODEL_FILE}{hint}")
     model = _parse(folder / MODEL_FILE)
     if model.get("format") != FORMAT:
         raise RequestError(
@@ -361,10 +359,12 @@ def _check_file(folder: Path, name: str, model: Mapping[str, Any]) -> None:
     size = path.stat().st_size
     if size != known["bytes"]:
         raise RequestError(
-            f"checkpoint file {path} has {size} bytes, {known['bytes']} were saved; use another checkpoint"
+            f"checkpoint file {path} has {size} bytes, but {known['bytes']} were saved; use another checkpoint"
         )
     if _fingerprint(path)["sha256"] != known["sha256"]:
-        raise RequestError(f"checkpoint file {path} is not what was saved (its sha256 differs); use another checkpoint")
+        raise RequestError(
+            f"checkpoint file {path} was changed after it was saved (its sha256 differs); use another checkpoint"
+        )
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:

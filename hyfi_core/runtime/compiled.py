@@ -125,7 +125,7 @@ def compile_model(
     named = dict(model.named_parameters(remove_duplicate=False))
     trained = [value for value, name in program.parameters.items() if named[name].requires_grad]
     active = active_values(program, wanted, trained)
-    assert plan.cuts != "auto" or plan.stages == 1, "cuts are chosen before"
+    assert plan.cuts != "auto" or plan.stages == 1, "cuts must be resolved first"
     stages = cut_program(program, wanted, () if plan.cuts == "auto" else plan.cuts)
     # In evaluation mode each replica answers for images of its own.
     together = _taken_together(plan, program.values[program.image].shape[0]) if model.training else Fraction(1)
@@ -261,9 +261,8 @@ def _refuse_drawn(ranked: RankProgram) -> None:
     if ranked.drawn:
         op = ranked.drawn[0]
         raise RequestError(
-            f"{op.text} in module {op.module!r} draws from torch's generator, and would draw other numbers where "
-            "plan.recompute computes it again; use dropout, bernoulli, rand or randn, whose numbers are keyed, or "
-            "plan.recompute=False"
+            f"{op.text} in module {op.module!r} draws from torch's generator, so plan.recompute would draw different "
+            f"numbers in backward; use dropout, bernoulli, rand or randn, or plan.recompute=False"
         )
 
 

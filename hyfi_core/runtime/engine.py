@@ -159,7 +159,8 @@ class Engine:
         """
         if self.plan.stages > 1:
             raise RequestError(
-                f"contributions need a plan of one stage, this one has {self.plan.stages}; use grids=((rows, columns),)"
+                f"contributions need a plan of one stage, but this one has {self.plan.stages}; use grids=((rows, "
+                f"columns),)"
             )
         with evaluating(self._model, self._device):
             self._check_evaluation("attribute", images)
@@ -280,10 +281,10 @@ class Engine:
         gathered = dict.fromkeys(
             line for stage in self._compiled().hosted.values() for line in stage.ranked.gathered
         )  # in the mode that the model is in
-        lines = [f"gathered whole: {line}" for line in gathered]
+        lines = [f"gathered on every rank: {line}" for line in gathered]
         if self._pager is not None:
             largest, kept = self._paged_bytes(self._micro)
-            lines.append(f"kept for backward: up to {kept:,} bytes; a cell's largest step works with {largest:,}")
+            lines.append(f"kept for backward: up to {kept:,} bytes; the largest step of a cell needs {largest:,}")
         return "\n".join([self.plan.describe().rstrip("\n"), *lines])
 
     def schedule(self) -> Schedule:
@@ -301,8 +302,8 @@ class Engine:
             return None, [StageRunner(subject, plan, comm, self._groups)]
         if comm.size > 1 and comm.in_order:
             raise RequestError(
-                f"plan.cells is {plan.cells} on {comm.size} ranks that send without tags (GPUs over NCCL), by which "
-                "cells tell theirs apart; use one rank, or plan.cells=null"
+                f"plan.cells is {plan.cells} on {comm.size} ranks, but cells need messages with tags, which NCCL "
+                f"does not have; use one rank, or plan.cells=null"
             )
         turns = Turns(cells[0] * cells[1], self._switched)
         members = [(rank, cell) for rank in range(plan.ranks) for cell in range(turns.size)]

@@ -160,8 +160,9 @@ class ParameterHooks:
                 continue
             if backwards > 1:
                 raise RequestError(
-                    f"{name!r} has a hook on its gradient, which one process would call for each of {backwards} "
-                    "micro-batches; use one micro-batch and one replica, or change gradients between engine.accumulate "
+                    f"{name!r} has a gradient hook, which a single process would call once for each of {backwards} "
+                    f"micro-batches; use one micro-batch and one replica, or change gradients between "
+                    f"engine.accumulate "
                     "and engine.update"
                 )
             self._held.append((parameter, before, [*(before or {}).items()], after, [*(after or {}).items()]))

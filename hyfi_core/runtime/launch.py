@@ -50,9 +50,8 @@ def _check_tasks(size: int) -> None:
         return
     if int(tasks) != size:
         raise RequestError(
-            f"srun started {tasks} tasks and MPI finds {size}: they do not know each other. Give srun the --mpi that "
-            "this MPI knows: --mpi=pmi2 for MPICH and Intel MPI, --mpi=pmix for Open MPI (`srun --mpi=list` shows "
-            "what this Slurm has)"
+            f"srun started {tasks} tasks, but MPI sees {size}. Start srun with the --mpi type of this MPI: "
+            f"--mpi=pmi2 for MPICH and Intel MPI, --mpi=pmix for Open MPI (`srun --mpi=list` shows those of this Slurm)"
         )
 
 

@@ -83,8 +83,8 @@ class Mirror:
         for group in parameters:
             if seen & {id(parameter) for parameter in group}:
                 raise RequestError(
-                    "plan.mirror is point_to_point and two stages share a parameter, which then has no single owner; "
-                    "use plan.mirror=all_reduce, or cut so that one stage has all its uses"
+                    "plan.mirror is point_to_point, but a parameter is used by two stages and has no single owner; "
+                    "use plan.mirror=all_reduce, or choose cuts that keep all its uses in one stage"
                 )
             seen |= {id(parameter) for parameter in group}
         self._comm = comm.of("reduce")

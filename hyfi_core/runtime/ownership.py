@@ -184,8 +184,8 @@ def load_optimizer_state(
         not set(mine) <= set(group["names"]) for mine, group in zip(here, groups, strict=True)
     ):
         raise RequestError(
-            "the checkpoint's optimiser holds other parameters than the model's: "
-            f"{sum(len(group['names']) for group in groups)} saved, {sum(map(len, here))} now; "
+            "the checkpoint's optimizer has other parameters than the model: "
+            "{sum(len(group['names']) for group in groups)} saved, {sum(map(len, here))} now; "
             "resume with the same model"
         )
     for group, wanted in zip(optimizer.param_groups, groups, strict=True):
@@ -228,13 +228,13 @@ def made_optimizer(
     optimizer = make(parameters)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise RequestError(
-            f"optimizer returned {type(optimizer).__name__}; it must return a torch.optim.Optimizer of the parameters "
-            "that it is given"
+            f"optimizer returned {type(optimizer).__name__}; it must return a torch.optim.Optimizer for the "
+            f"parameters that it is passed"
         )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise RequestError(
-            f"{type(optimizer).__name__} evaluates the model several times within one step (a closure), which ranks do "
-            "not do together; use an optimiser of gradients, such as SGD, Adam or AdamW"
+            f"{type(optimizer).__name__} evaluates the model several times in one step (closure), which is not "
+            f"supported; use a gradient-based optimizer such as SGD, Adam or AdamW"
         )
     return optimizer

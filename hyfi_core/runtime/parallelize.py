@@ -85,19 +85,17 @@ def _checked(
 ) -> ParallelPlan:
     """Return the plan; raise what is wrong with the request of this rank."""
     if not isinstance(model, nn.Module):
-        raise RequestError(f"model is {type(model).__name__}; give a torch.nn.Module that takes one image tensor")
+        raise RequestError(f"model is {type(model).__name__}; pass a torch.nn.Module that takes one image tensor")
     if len(shape) != 4 or any(side < 1 for side in shape):
-        raise RequestError(f"shape is {shape}; give (B, C, H, W) of the whole batch of one replica")
+        raise RequestError(f"shape is {shape}; pass (B, C, H, W) of the whole batch of one replica")
     if (plan is None) == (strategy is None):
-        raise RequestError(
-            "parallelize needs a plan or a strategy, and not both; strategies are data, model, spatial, hybrid"
-        )
+        raise RequestError("parallelize needs either a plan or a strategy; strategies are data, model, spatial, hybrid")
     if plan is None:
         assert strategy is not None
         plan = plan_for(strategy, comm.size, shape[0])
     if plan.ranks != comm.size:
         raise RequestError(
-            f"the plan needs {plan.ranks} ranks, {comm.size} are here; start {plan.ranks} or change plan.grids"
+            f"the plan needs {plan.ranks} ranks, but {comm.size} are running; start {plan.ranks}, or change plan.grids"
         )
     check_share(plan, comm.rank // plan.ranks_per_replica, shape[0])
     if shape[0] % plan.microbatches:
@@ -108,7 +106,7 @@ def _checked(
     _check_model(model)
     if isinstance(optimizer, torch.optim.Optimizer):
         raise RequestError(
-            f"optimizer is a {type(optimizer).__name__}; give a function that makes one of this rank's parameters: "
+            f"optimizer is a {type(optimizer).__name__}; pass a function that creates one for this rank's parameters: "
             f"lambda params: torch.optim.{type(optimizer).__name__}(params, ...)"
         )
     return plan
@@ -118,7 +116,7 @@ def _check_model(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             raise RequestError(
-                f"{name!r} of the model is on the meta device and has no values; call model.to_empty(device='cpu') and "
+                f"{name!r} of the model is on the meta device and has no data; call model.to_empty(device='cpu') and "
                 "load or initialise its weights first"
             )
 

@@ -238,7 +238,7 @@ class Pipeline:
 
     @property
     def _trained(self) -> Gradients:
-        assert self._gradients is not None, "the schedule of a prediction has no backwards"
+        assert self._gradients is not None, "a prediction has no backward"
         return self._gradients
 
     def _executor(self, stage: HostedStage, key: Key, flight: _MicroBatch) -> Executor:

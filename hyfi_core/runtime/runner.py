@@ -304,7 +304,7 @@ class StageRunner:
                 value = subject.loss(answer, targets[microbatch])
             if not isinstance(value, torch.Tensor) or value.numel() != 1:
                 given = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"the value {value!r}"
-                raise RequestError(f"the loss has {given}; give one number (a tensor), a mean over its samples")
+                raise RequestError(f"the loss has {given}; return a scalar tensor, the mean over the samples")
             return value / weight
 
         parameters = {key: subject.bindings.parameters(stage) for key, stage in compiled.hosted.items()}

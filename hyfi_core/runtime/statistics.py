@@ -122,8 +122,9 @@ class FoldedStatistics:
         known = isinstance(module, nn.modules.batchnorm._NormBase)
         if not known or key not in ("running_mean", "running_var", "num_batches_tracked"):
             raise RequestError(
-                f"buffer {name!r} of {type(module).__name__} changes while training, and two directions cannot agree "
-                "on its order; use a schedule of one direction, or keep such buffers to batch norms"
+                f"buffer {name!r} of {type(module).__name__} changes in training, but its updates have no defined "
+                f"order in a schedule of two directions; use a schedule of one direction, or keep such buffers in "
+                f"batch norms only"
             )
 
     def _swap(self) -> None:

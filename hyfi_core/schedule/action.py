@@ -131,12 +131,12 @@ class Schedule:
         """
         lines = text.splitlines()
         if not lines or not lines[0].startswith("schedule "):
-            raise RequestError("the text of a schedule begins with the line 'schedule NAME'")
+            raise RequestError("the first line of a schedule must be 'schedule NAME'")
         rows = []
         for rank, line in enumerate(lines[1:]):
             head, *words = line.split() or [""]
             if head != f"{rank}:":
                 given = f"begins with {head!r}" if head else "is empty"
-                raise RequestError(f"line {rank + 2} of a schedule {given}; write '{rank}:' for its rank")
+                raise RequestError(f"line {rank + 2} of a schedule {given}; it must begin with '{rank}:', its rank")
             rows.append(tuple(Action.parse(word) for word in words))
         return cls(lines[0].removeprefix("schedule "), tuple(rows))

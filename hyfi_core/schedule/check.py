@@ -71,10 +71,10 @@ def find_faults(schedule: Schedule, needs: Sequence[Needs]) -> list[Blame]:
         places: dict[Action, int] = {}
         for index, action in enumerate(row):
             if action not in wanted:
-                extra.append(Blame(rank, index, "is not of this rank in this plan"))
+                extra.append(Blame(rank, index, "does not belong to this rank in this plan"))
             elif action in places:
-                extra.append(Blame(rank, index, f"is there twice, first as action {places[action]}"))
-                extra.append(Blame(rank, places[action], f"is there twice, again as action {index}"))
+                extra.append(Blame(rank, index, f"occurs twice, first as action {places[action]}"))
+                extra.append(Blame(rank, places[action], f"occurs twice, again as action {index}"))
             else:
                 places[action] = index
         if len(places) < len(wanted):

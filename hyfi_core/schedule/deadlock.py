@@ -23,10 +23,10 @@ def find(machine: Machine) -> FaultFound | None:
     Of ranks that wait for each other in a circle, all are blamed.
     """
     if any(rank.stream for rank in machine.ranks):
-        return FaultFound("dead-lock of messages that go through one stream on each rank", list(_streams(machine)))
+        return FaultFound("deadlock of messages in one stream per rank", list(_streams(machine)))
     waits = {number: list(_waits(machine, number)) for number, rank in enumerate(machine.ranks) if rank.current}
     if waits:
-        return FaultFound("dead-lock", _circle(machine, waits))
+        return FaultFound("deadlock", _circle(machine, waits))
     blames = [
         Blame(number, rank.reduces[0][1], f"waits for {_reduce_waits(machine, rank.reduces[0][0])}")
         for number, rank in enumerate(machine.ranks)
@@ -45,7 +45,7 @@ def _streams(machine: Machine) -> Iterator[Blame]:
                 if any(half.batch is rank.stream[0] for half in lane)
             ]
             firsts = [f"rank {peer}, whose stream is at {_first(machine, peer)}" for peer in peers]
-            yield Blame(number, rank.stream[0].index, "holds up its stream and waits for " + ", ".join(firsts))
+            yield Blame(number, rank.stream[0].index, "blocks its stream and waits for " + ", ".join(firsts))
 
 
 def _first(machine: Machine, number: int) -> str:
@@ -95,5 +95,5 @@ def _reduce_waits(machine: Machine, stage: int) -> str:
     for number in machine.owners[stage]:
         first = machine.ranks[number].reduces[0][0]
         if first != stage:
-            others.append(f"rank {number} to come to it, which is at {Verb.REDUCE}.s{first}")
+            others.append(f"rank {number}, which is at {Verb.REDUCE}.s{first}")
     return ", ".join(others)

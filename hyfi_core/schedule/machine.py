@@ -253,10 +253,10 @@ class Machine:
         send, receive = (half, other) if half.is_send else (other, half)
         if send.receive != receive.receive:
             raise FaultFound(
-                "the messages of a pair of ranks do not come in the order in which they are expected",
+                "a pair of ranks sends and receives its messages in different orders",
                 [
-                    Blame(receiver, receive.index, f"is posted where rank {sender} sends for {send.receive}"),
-                    Blame(sender, send.index, f"is sent where rank {receiver} posts {receive.receive}"),
+                    Blame(receiver, receive.index, f"is posted while rank {sender} sends for {send.receive}"),
+                    Blame(sender, send.index, f"is sent while rank {receiver} posts {receive.receive}"),
                 ],
             )
         for side in (send, receive):

@@ -90,4 +90,4 @@ def _stuck(
                 why.append(f"rank {other} is at {current or 'its end'}")
         blames.append(Blame(rank, cursor[rank], "waits: " + ", ".join(why)))
     drawn = list_grid(schedule.actions, {blame.rank: blame.index for blame in blames})
-    return ScheduleError(schedule, "its ranks' lists have no common order", blames, drawn)
+    return ScheduleError(schedule, "the lists of its ranks have no common order", blames, drawn)

@@ -138,9 +138,11 @@ def _run(
         placement, Edges(edges, placement.stages), _split(schedule, placement, microbatches), point_to_point
     )
     if len(schedule.actions) != placement.size:
-        raise ScheduleError(schedule, f"it has {len(schedule.actions)} ranks, the placement {placement.size}", [])
+        raise ScheduleError(
+            schedule, f"it has {len(schedule.actions)} ranks, but the placement has {placement.size}", []
+        )
     if blames := find_faults(schedule, needs):
-        raise ScheduleError(schedule, "lists of actions are wrong", blames, _drawn_lists(schedule, blames))
+        raise ScheduleError(schedule, "its lists of actions are wrong", blames, _drawn_lists(schedule, blames))
     durations = costs.of(placement.stages)
     machine = Machine(schedule, placement, needs, durations, not point_to_point, one_stream)
     try:

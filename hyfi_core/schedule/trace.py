@@ -68,7 +68,7 @@ def bubble(events: Iterable[TraceEvent]) -> float:
     """
     compute = [event for event in events if event.kind in ("F", "B")]
     if not compute:
-        raise ValueError("a trace without a forward or a backward has no bubble")
+        raise ValueError("a trace without forward and backward has no bubble")
     span_s = max(event.end_s for event in compute) - min(event.start_s for event in compute)
     busy_s = sum(event.end_s - event.start_s for event in compute)
     return 1.0 - busy_s / (span_s * len({event.rank for event in compute}))

@@ -50,7 +50,7 @@ def time_limit_s() -> float:
     except ValueError:
         limit_s = -1.0
     if not 0 <= limit_s < float("inf"):
-        raise RequestError(f"{LIMIT_VARIABLE} is {text!r}; give seconds, or 0 for no limit")
+        raise RequestError(f"{LIMIT_VARIABLE} is {text!r}; use a number of seconds, or 0 for no limit")
     return limit_s
 
 
@@ -124,7 +124,7 @@ class Supervisor:
         elif type(error).__module__.startswith("mpi4py") or "closed by peer" in str(error):
             time.sleep(PEER_LOST_S)
             words = "\n".join([words, *self._who_ended()])
-        self._end_all(f"hyfi: rank {self._comm.rank} failed, so all ranks end:\n{words}")
+        self._end_all(f"hyfi: rank {self._comm.rank} failed, all ranks stop:\n{words}")
 
     def _is_forked(self) -> bool:
         """Whether this is a child of the rank, which has no part in the job."""
@@ -228,14 +228,14 @@ def _stuck(states: list[RankStatus]) -> str:
         has, waits = _one_or_more(ended, "has", "have"), _one_or_more(waiting, "waits", "wait")
         head = f"{named_ranks(ended)} {has} ended while {named_ranks(waiting)} still {waits}"
     else:
-        head = f"{named_ranks(waiting)} wait for each other, and none computes"
-    return f"hyfi: {head}, so all ranks end; every rank must make the same calls:\n{_listed(states)}"
+        head = f"{named_ranks(waiting)} wait for each other (deadlock)"
+    return f"hyfi: {head}, all ranks stop; every rank must make the same calls:\n{_listed(states)}"
 
 
 def _too_long(rank: int, limit_s: float, states: list[RankStatus]) -> str:
     return (
-        f"hyfi: rank {rank} has waited for others for more than {limit_s:g} s ({LIMIT_VARIABLE}), so all ranks end:\n"
-        + _listed(states)
+        f"hyfi: rank {rank} has waited for other ranks for more than {limit_s:g} s ({LIMIT_VARIABLE}), all ranks "
+        f"stop:\n" + _listed(states)
     )
 
 

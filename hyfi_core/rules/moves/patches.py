@@ -59,7 +59,11 @@ def fold(builder: Builder, op: Operator) -> None:
         or here.leads != (1, 1)
         or here.layout.map.shape != _windows(sizes, kernel, dilation, padding, stride)
     ):
-        builder.refuse(op, f"folds a map of {here.layout.map.shape} positions", "what F.unfold with its settings gives")
+        builder.refuse(
+            op,
+            f"folds a map of {here.layout.map.shape} positions, which does not match its settings",
+            "the output of F.unfold with the same settings",
+        )
     spans = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
     axes = tuple(scattered(*given) for given in zip(sizes, stride, padding, spans, strict=True))
     plan = reach(builder, builder.opened(builder.part(name, here)), (axes[0], axes[1]))
@@ -87,7 +91,11 @@ def unfold_along(builder: Builder, op: Operator) -> None:
         builder.compute(function, inputs, op.outputs, split)
         return
     if not here.plain:
-        builder.refuse(op, f"takes windows along dim {dim}, which holds more than rows or columns", "height or width")
+        builder.refuse(
+            op,
+            f"takes windows along dim {dim}, which mixes rows or columns with something else",
+            "either height or width",
+        )
     output = builder.shape(op.first_output)
     axes = [
         _covered(output[at], kernel, 1, 0, stride) if at == dim else Axis.shifted(output[at], 0) for at in here.dims

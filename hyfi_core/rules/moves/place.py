@@ -28,13 +28,13 @@ def pad(builder: Builder, op: Operator) -> None:
     value = op.args[3] if len(op.args) > 3 else op.kwargs.get("value")
     shape, dims = builder.shape(name), builder.splits[name].dims
     if not builder.splits[name].plain:
-        builder.refuse(op, "pads a map whose height and width are one dim", "padding before they are flattened")
+        builder.refuse(op, "pads a map whose height and width are flattened into one dim", "padding before flattening")
     around = {len(shape) - 1 - at: (widths[2 * at], widths[2 * at + 1]) for at in range(len(widths) // 2)}
     space = (around.pop(dims[0], (0, 0)), around.pop(dims[1], (0, 0)))
     if mode == "constant":
         _pad_constant(builder, op, space, around, 0.0 if value is None else float(value))
     elif any(pair != (0, 0) for pair in around.values()):
-        builder.refuse(op, f"pads dims {sorted(around)} in mode {mode!r}", f"padding of the dims of space {dims}")
+        builder.refuse(op, f"pads dims {sorted(around)} in mode {mode!r}", f"padding of height and width (dims {dims})")
     elif mode == "circular":
         pad_circular(builder, op, space)
     else:
@@ -95,7 +95,7 @@ def slice_of_space(builder: Builder, op: Operator, dim: int) -> None:
     kept = range(shape[dim])[start:stop:step]
     tables = [list(kept) if d == dim else list(range(shape[d])) for d in dims]
     if not len(kept):
-        builder.refuse(op, f"keeps nothing of dim {dim}", "a slice that keeps something")
+        builder.refuse(op, f"gives an empty slice of dim {dim}", "a slice that is not empty")
     _by_table(builder, op.outputs[:1], name, tables)
 
 
@@ -126,7 +126,11 @@ def cat_of_space(builder: Builder, op: Operator, dim: int) -> None:
     for name in names:
         split = builder.splits.get(name)
         if split is not None and (not split.plain or set(split.dims) != set(first.dims)):
-            builder.refuse(op, f"joins maps with space in dims {first.dims} and {split.dims}", "equal dims")
+            builder.refuse(
+                op,
+                f"concatenates maps whose height and width are dims {first.dims} and {split.dims}",
+                "maps in the same dims",
+            )
     y, x = first.dims
     layout = Layout.even(shape[y], shape[x], builder.grid)
     start, pieces, inputs = 0, [], []

@@ -35,7 +35,9 @@ def roll(builder: Builder, op: Operator) -> None:
     given = op.args[2] if len(op.args) > 2 else op.kwargs.get("dims", [])
     dims = [dim % len(shape) for dim in ([given] if isinstance(given, int) else given)]
     if not dims:
-        builder.refuse(op, "rolls all dims as if they were one", "dims to roll along, torch.roll(y, (1, 2), (2, 3))")
+        builder.refuse(
+            op, "rolls the flattened tensor, across all dims", "explicit dims, torch.roll(y, (1, 2), (2, 3))"
+        )
     by = dict.fromkeys(range(len(shape)), 0)
     for shift, dim in zip(shifts, dims, strict=True):
         by[dim] += shift
@@ -44,7 +46,9 @@ def roll(builder: Builder, op: Operator) -> None:
         _alone(builder, op, name)
         return
     if not here.plain:
-        builder.refuse(op, f"rolls dims {dims}, which hold more than rows or columns", "height or width alone")
+        builder.refuse(
+            op, f"rolls dims {dims}, which mix rows or columns with something else", "either height or width"
+        )
     tables = [[(at - by[dim]) % shape[dim] for at in range(shape[dim])] for dim in here.dims]
     amounts, others = [shift for shift, _ in rest], [dim for _, dim in rest]
     by_runs(builder, op, tables, here.layout, (lambda y: torch.roll(y, amounts, others)) if rest else None)
@@ -59,7 +63,9 @@ def flip(builder: Builder, op: Operator) -> None:
         _alone(builder, op, name)
         return
     if not here.plain:
-        builder.refuse(op, f"flips dims {dims}, which hold more than rows or columns", "height or width alone")
+        builder.refuse(
+            op, f"flips dims {dims}, which mix rows or columns with something else", "either height or width"
+        )
     tables = [list(range(shape[dim]))[:: -1 if dim in dims else 1] for dim in here.dims]
     rest = [dim for dim in dims if dim not in here.dims]
     by_runs(builder, op, tables, here.layout, (lambda y: y.flip(rest)) if rest else None)

@@ -49,7 +49,9 @@ def along_space(builder: Builder, op: Operator, dims: tuple[int, ...], keepdim: 
     name = op.args[0].name
     here = builder.splits[name]
     if not here.plain:
-        builder.refuse(op, f"works along dims {dims}, which hold more than rows or columns", "height or width alone")
+        builder.refuse(
+            op, f"works along dims {dims}, which mix rows or columns with something else", "either height or width"
+        )
     (dim,) = set(dims) & set(here.dims)
     laid = strips(builder, here, dim)
     function, inputs = bound(renamed(op, {name: builder.part(name, laid)}))

@@ -141,7 +141,7 @@ def test_the_module_and_pytorch_stay_as_they_were() -> None:
 def test_what_a_trace_computed_with_is_no_constant() -> None:
     with FakeTensorMode():
         fake = torch.zeros(2)
-    with pytest.raises(RequestError, match=r"takes a tensor \(2,\) out"):
+    with pytest.raises(RequestError, match=r"turns a computed tensor of shape \(2,\) into a constant"):
         refuse_fake_constants({"known": torch.zeros(2), "c": fake})
 
 
@@ -161,7 +161,7 @@ def test_an_attribute_that_a_forward_changes_is_refused() -> None:
             return x * len(self.seen)
 
     for net, name in ((CallCounter(), "calls"), (Listing(), "seen")):
-        with pytest.raises(RequestError, match=f"changes its attribute {name!r} of 0, which"):
+        with pytest.raises(RequestError, match=f"changes the attribute {name!r} of 0, which"):
             capture(nn.Sequential(net), SHAPE, torch.float32)
     assert net.calls == 0
 

@@ -101,22 +101,22 @@ KEPT: dict[str, Middle] = {
 }
 REFUSED: dict[str, tuple[Middle, str]] = {
     "function": (lambda net, y: doubled(y), r"Doubled, an autograd.Function"),
-    "tensor in place": (clamped, r"in place without autograd's knowledge.*clamped|y.data.clamp_\(min=0\)"),
-    "weight in place": (clamped_weight, r"in place without .*net.conv.weight.data.clamp_\(-0.1, 0.1\)"),
-    "in place without gradient": (overwritten, r"in place without .*y\[:, :2\].mul_\(3\)"),
+    "tensor in place": (clamped, r"in place and hidden from autograd.*clamped|y.data.clamp_\(min=0\)"),
+    "weight in place": (clamped_weight, r"in place and hidden .*net.conv.weight.data.clamp_\(-0.1, 0.1\)"),
+    "in place without gradient": (overwritten, r"in place and hidden .*y\[:, :2\].mul_\(3\)"),
     "data set": (set_data, r"sets .data of a tensor.*net.conv.weight.data = "),
     "detached in place": (detached, r"detaches a tensor in place.*z.detach_\(\)"),
-    "frozen for a while": (frozen_for_a_while, r"switches a tensor's requires_grad.*requires_grad_\(False\)"),
+    "frozen for a while": (frozen_for_a_while, r"changes requires_grad of a tensor.*requires_grad_\(False\)"),
     "Python's random numbers": (lambda net, y: y * random.random(), "draws from random as it runs"),
     "NumPy's random numbers": (lambda net, y: y * float(np.random.rand()), "draws from np.random as it runs"),
     "seed": (seeded, "seeds torch's generator"),
     "checkpoint with statistics": (
         lambda net, y: checkpoint(net.norm, y, use_reentrant=True),
-        "keeps statistics in torch.utils.checkpoint",
+        "updates running statistics inside torch.utils.checkpoint",
     ),
     "checkpoint without reentrance, with statistics": (
         lambda net, y: checkpoint(net.norm, y, use_reentrant=False),
-        "keeps statistics in torch.utils.checkpoint",
+        "updates running statistics inside torch.utils.checkpoint",
     ),
 }
 

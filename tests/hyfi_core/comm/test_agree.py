@@ -53,7 +53,7 @@ def test_what_differs_is_named_with_its_ranks(odd: tuple[int, ...], words: str) 
             compare(comm, {"plan": "a", "batch": "5" if comm.rank in odd else "4", "later": str(comm.rank)})
         return str(told.value)
 
-    assert set(run_ranks(4, body)) == {f"ranks were given different things: {words}; give the same on every rank"}
+    assert set(run_ranks(4, body)) == {f"ranks disagree: {words}; pass the same on every rank"}
 
 
 def test_what_one_rank_lacks_differs() -> None:

@@ -98,7 +98,7 @@ def test_ranks_that_make_different_calls_are_told_which() -> None:
     def body(comm: Communicator) -> None:
         comm.all_reduce(torch.zeros(3 + comm.rank))
 
-    with pytest.raises(RuntimeError, match=r"rank \d calls all_reduce sum of .* where rank \d calls all_reduce sum of"):
+    with pytest.raises(RuntimeError, match=r"rank \d calls all_reduce sum of .* while rank \d calls all_reduce sum of"):
         run_ranks(2, body)
 
 
@@ -143,7 +143,7 @@ def test_strict_ranks_may_not_lean_on_tags() -> None:
         return float(first)
 
     assert run_ranks(2, body)[1] == 1.0
-    with pytest.raises(RuntimeError, match=r"rank 1 expects .* under tag . from rank 0, which sent .* under tag"):
+    with pytest.raises(RuntimeError, match=r"rank 1 expects .* with tag . from rank 0, which sent .* with tag"):
         run_ranks(2, body, strict=True)
 
 

@@ -38,7 +38,7 @@ def test_describe_draws_every_rank_once() -> None:
         ({"grids": ((1, 2),), "replicas": True}, "replicas is True"),
         ({"grids": ((1, 2),), "schedule": "zigzag"}, "gems_mast"),
         ({"grids": ((1, 2), (1, 1)), "cuts": ()}, "2 stage(s) need 1"),
-        ({"grids": ((1, 2),), "cuts": "layer1"}, "names of modules"),
+        ({"grids": ((1, 2),), "cuts": "layer1"}, "a list of module names"),
         ({"grids": ((1, 2),), "fused_halo": 0}, '"auto"'),
         ({"grids": ((1, 2),), "replicas": 2, "shares": (3,)}, "1 share(s); use null, or a multiple"),
         ({"grids": ((1, 2),), "shares": 3}, "shares is 3"),

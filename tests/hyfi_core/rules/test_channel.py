@@ -46,7 +46,7 @@ def test_a_slope_for_each_row_is_refused() -> None:
             return self.slopes(x.permute(0, 2, 3, 1)).mean((1, 2))
 
     program = capture(Rows(), (1, 3, 16, 16), torch.float32)
-    with pytest.raises(RequestError, match="a slope for each row or column"):
+    with pytest.raises(RequestError, match="one slope for each row or column"):
         lower(program, Target((1, 2), 0, gather_bytes=0))
     engine = hyfi_core.parallelize(Rows(), (1, 3, 16, 16), hyfi_core.ParallelPlan(((1, 1),)), AloneCommunicator())
     assert engine.predict(torch.ones(1, 3, 16, 16)).shape == (1, 3)

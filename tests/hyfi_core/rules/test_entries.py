@@ -66,7 +66,7 @@ def test_entries_equal_one_process(grid: tuple[int, int]) -> None:
         (lambda y: y * y.argmax(), "argmax.default works along all dims as if they were one"),
         (lambda y: y.repeat_interleave(2), "repeat_interleave.self_int works along all dims"),
         (lambda y: y.repeat(1, 2, 2, 1), "repeat.default repeats pixels"),
-        (lambda y: torch.zeros(2, 6, 4, 6)[:, :2].index_put((torch.tensor([0]),), y[:1, :2]), "puts a map into"),
+        (lambda y: torch.zeros(2, 6, 4, 6)[:, :2].index_put((torch.tensor([0]),), y[:1, :2]), "writes a map into"),
     ],
 )
 def test_pixels_picked_by_number_are_refused_by_name(function: Callable[[Tensor], Tensor], said: str) -> None:

@@ -133,7 +133,7 @@ def test_what_is_gathered_is_said_and_what_is_too_large_is_refused() -> None:
     keys_and_values = [line for line in said if "scaled_dot_product_attention" in line]
     assert len(keys_and_values) == 2
     assert all("960 bytes" in line for line in keys_and_values)
-    with pytest.raises(RequestError, match=r"attention of all positions to all.*960 bytes.*gather_bytes=960"):
+    with pytest.raises(RequestError, match=r"attention between all positions.*960 bytes.*gather_bytes=960"):
         lower(program, Target((2, 2), 1, gather_bytes=959))
 
 

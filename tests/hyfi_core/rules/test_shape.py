@@ -144,11 +144,15 @@ def test_ranks_of_a_head_hold_only_small_maps_whole() -> None:
 @pytest.mark.parametrize(
     ("move", "words"),
     [
-        (lambda x: F.conv2d(x.permute(0, 2, 1, 3), torch.ones(1, 12, 1, 1)), r"conv2d.*space in dims \(1, 3\)"),
+        (
+            lambda x: F.conv2d(x.permute(0, 2, 1, 3), torch.ones(1, 12, 1, 1)),
+            r"conv2d.*height and width are dims "
+            r"\(1, 3\)",
+        ),
         (lambda x: F.linear(x, torch.ones(2, 9)), r"linear.*mixes the pixels of a row"),
-        (lambda x: F.linear(torch.ones(4, 9), x[0, 0]), r"linear.*where a weight belongs"),
-        (lambda x: x @ torch.ones(9, 4), r"matmul.*sums over one dim of space"),
-        (lambda x: torch.einsum("bchw,bchv->bwv", x, x), r"einsum.*sums over one dim of space"),
+        (lambda x: F.linear(torch.ones(4, 9), x[0, 0]), r"linear.*takes a map as a weight"),
+        (lambda x: x @ torch.ones(9, 4), r"matmul.*sums over only one of height and width"),
+        (lambda x: torch.einsum("bchw,bchv->bwv", x, x), r"einsum.*sums over only one of height and width"),
     ],
 )
 def test_what_would_mix_space_is_refused(move: Any, words: str) -> None:

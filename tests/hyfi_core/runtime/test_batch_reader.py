@@ -32,7 +32,7 @@ def engine() -> Any:
 )
 def test_images_of_another_kind_are_refused(engine: Any, images: Any, named: str) -> None:
     labels = torch.tensor([0, 1])
-    expected = rf"images are a {named}; give a tensor \(2, 3, H, W\), or a function Box -> tensor"
+    expected = rf"images are a {named}; pass a tensor of shape \(2, 3, H, W\), or a function Box -> tensor"
     for call in (lambda: engine.accumulate(images, labels), lambda: engine.predict(images)):
         with pytest.raises(RequestError, match=expected):
             call()

@@ -195,7 +195,7 @@ def test_ranks_that_wait_for_each_others_data_are_told() -> None:
     early = edited(schedule, 0, "RECV_B0.s0.d0<s1 F1.s0.d0 SEND_F1.s0.d0>s1", "RECV_B0.s0.d0<s1")
     early = edited(early, 0, "B0.s0.d0 B1.s0.d0", "B0.s0.d0 F1.s0.d0 SEND_F1.s0.d0>s1 B1.s0.d0")
     text = message(early, placement)
-    assert "dead-lock" in text
+    assert "deadlock" in text
     assert "B0.s0.d0: waits for rank 1 to send for RECV_B0.s0.d0<s1; it is at F1.s1.d0" in text
     assert "F1.s1.d0: waits for rank 0 to send for RECV_F1.s1.d0<s0; it is at B0.s0.d0" in text
 

@@ -47,5 +47,5 @@ def test_a_bubble_is_the_time_without_forward_and_backward() -> None:
         TraceEvent(1, "a message", 0.0, 99.0, "SEND_F"),
     ]
     assert bubble(events) == pytest.approx(1 - 6 / 8)
-    with pytest.raises(ValueError, match="without a forward or a backward"):
+    with pytest.raises(ValueError, match="without forward and backward"):
         bubble(events[3:])
