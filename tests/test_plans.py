@@ -192,7 +192,7 @@ def test_cuts_are_chosen_by_cost_and_within_memory() -> None:
     heavier = with_cuts(ParallelPlan(((2, 2), (1, 1), (1, 1)), microbatches=4), program)
     first = sum(cost.seconds for cost in operator_costs(cut_program(program, program.outputs, heavier.cuts)[0].program))
     assert first > seconds[0]  # four ranks take more of the work
-    with pytest.raises(RequestError, match="memory_bytes is 1,000,000, and no cut into 3 stages fits"):
+    with pytest.raises(RequestError, match="memory_bytes is 1,000,000, and no choice of cuts into 3 stages fits"):
         with_cuts(ParallelPlan(((1, 1),) * 3, microbatches=4, memory_bytes=10**6), program)
 
 

@@ -127,5 +127,5 @@ def test_a_batch_that_is_not_the_share_is_refused() -> None:
         engine.accumulate(torch.zeros(2, 3, *SIZE_PX), torch.zeros(2, dtype=torch.long))
 
     for body in (wrong_shape, wrong_batch):
-        with pytest.raises(RequestError, match=r"replica \d takes [31] of every 4 samples .* given a batch of 2"):
+        with pytest.raises(RequestError, match=r"replica \d takes [31] of every 4 samples .* got a batch of 2"):
             run_copies(Dropping(), 2, body)

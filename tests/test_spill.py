@@ -102,7 +102,7 @@ def test_the_callers_images_and_all_weights_stay_where_they_are(
     model = Dense()
     plan = ParallelPlan(((1, 1),), cells=(1, 1), spill=str(tmp_path))
     engine = hyfi_core.parallelize(model, (2, 3, 67, 53), plan, AloneCommunicator(), optimizer=sgd)
-    assert re.search(r"\nkept for backward: up to [\d,]{6,} bytes; a cell's largest step works with", engine.describe())
+    assert re.search(r"\nkept for backward: up to [\d,]{6,} bytes; the largest step of a cell needs", engine.describe())
     images = torch.randn(2, 3, 67, 53)
     before = images.clone()
     for _ in range(3):
@@ -142,5 +142,5 @@ def _full(*given: int) -> None:
 @pytest.mark.usefixtures("small_pages")
 def test_a_disk_that_is_full_in_mid_step_ends_it_with_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "pwrite", _full)
-    with pytest.raises(RequestError, match=r"\(plan\.spill\) takes no more: No space left on device; free some room"):
+    with pytest.raises(RequestError, match=r"\(plan\.spill\): No space left on device; free some space"):
         step("dense", ParallelPlan(((1, 1),), cells=(2, 2), spill=str(tmp_path)))

@@ -41,9 +41,9 @@ CASES = [
     ),
     (
         nn.Sequential(nn.Conv2d(3, 3, 1), Counted()),
-        r"in 1 \(Counted\), at .*int\(x.abs\(\).max\(\)\)\):\): it takes a value out",
+        r"in 1 \(Counted\), at .*int\(x.abs\(\).max\(\)\)\):\): it reads a value from a tensor",
     ),
-    (Masked(), r"the forward needs more than an image: 'mask'"),
+    (Masked(), r"the forward requires arguments besides the image: 'mask'"),
     (nn.Sequential(nn.Conv2d(4, 3, 1)), r"in 0 \(Conv2d\), at .*channels"),
 ]
 

@@ -82,12 +82,12 @@ def test_equal_sides_are_accepted_and_nothing_is_left_behind(dtype: torch.dtype)
 @pytest.mark.parametrize(
     ("middle", "words"),
     [
-        (Remembers(), r"answer 0 of step 2 differs by"),
-        (Hooked(), r"gradient of 1.bias in step 1 differs by"),
-        (Elsewhere(), r"answer 0 of step 1 differs by .*the first module that differs is 3 \(Elsewhere\)"),
+        (Remembers(), r"output 0 of step 2 has a relative error of"),
+        (Hooked(), r"gradient of 1.bias in step 1 has a relative error of"),
+        (Elsewhere(), r"output 0 of step 1 has a relative error of .*the first module that differs is 3 \(Elsewhere\)"),
         (
             ElsewhereInEvaluation(),
-            r"answer 0 of step 1 differs by .*in evaluation mode; the first module ",
+            r"output 0 of step 1 has a relative error of .*in evaluation mode; the first module ",
         ),
     ],
 )
@@ -116,7 +116,9 @@ def test_a_model_that_runs_on_no_small_image_is_said_to_be_unchecked() -> None:
             assert x.shape[2] >= 2048
             return x.mean((2, 3))
 
-    with pytest.warns(UserWarning, match="Large could not be compared with its capture: it runs on no image"):
+    with pytest.warns(
+        UserWarning, match="Large could not be compared with its capture: it fails on every image size tried"
+    ):
         hyfi_core.parallelize(Large(), (1, 3, 2048, 2048), PLAN, AloneCommunicator())
 
 

@@ -31,7 +31,9 @@ def test_less_memory_means_more_cells() -> None:
     assert chosen[0].cells is None and chosen[0].spill is None
     sides = [plan.cells[0] for plan in chosen[1:]]  # type: ignore[index]
     assert sides == sorted(set(sides)) and len(sides) == 3 and chosen[1].spill == "memory"
-    with pytest.raises(RequestError, match=r"plan\.memory_bytes is 7,000, but even 32 x 32 cells need at least [\d,]+,"):
+    with pytest.raises(
+        RequestError, match=r"plan\.memory_bytes is 7,000, but even 32 x 32 cells need at least [\d,]+,"
+    ):
         with_cells(
             ParallelPlan(((1, 1),), cells="auto", spill="memory", memory_bytes=7000), program, 0, torch.device("cpu")
         )

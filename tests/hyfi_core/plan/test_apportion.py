@@ -55,7 +55,7 @@ def test_the_picture_above_the_function() -> None:
 @pytest.mark.parametrize(("samples", "unit"), [(1, 1), (3, 2), (5, 2)])
 def test_a_batch_too_small_or_uneven_is_refused(samples: int, unit: int) -> None:
     with pytest.raises(
-        RequestError, match=f"a batch of {samples} cannot be dealt to 2 replicas in multiples of {unit}"
+        RequestError, match=f"a batch of {samples} cannot be divided among 2 replicas in multiples of {unit}"
     ):
         apportion(samples, [1.0, 2.0], unit)
 

@@ -19,7 +19,7 @@ def test_shares_weigh_replicas_and_survive_json() -> None:
     assert (plan.mean_over, ParallelPlan(((1, 1),), replicas=2).mean_over) == (1, 2)
     assert ParallelPlan(((1, 1),), replicas=2).weight(1) == Fraction(1, 2)
     assert ParallelPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
-    assert "of every 8 samples the replicas take 6, 2" in plan.describe()
+    assert "of every 8 samples, the replicas take 6, 2" in plan.describe()
 
 
 def test_describe_draws_every_rank_once() -> None:
@@ -42,7 +42,7 @@ def test_describe_draws_every_rank_once() -> None:
         ({"grids": ((1, 2),), "fused_halo": 0}, '"auto"'),
         ({"grids": ((1, 2),), "replicas": 2, "shares": (3,)}, "1 share(s); use null, or a multiple"),
         ({"grids": ((1, 2),), "shares": 3}, "shares is 3"),
-        ({"grids": ((1, 2),), "replicas": 2, "shares": (3, 0)}, "shares has 0; every replica takes at least one"),
+        ({"grids": ((1, 2),), "replicas": 2, "shares": (3, 0)}, "shares has 0; every replica needs at least one"),
         ({"grids": ((1, 2),), "replicas": 2, "microbatches": 2, "shares": (4, 3)}, "shares has 3"),
         ({"grids": ((1, 2),), "replicas": 2, "shares": (1, 1.0)}, "shares has 1.0"),
     ],

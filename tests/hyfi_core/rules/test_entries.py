@@ -61,7 +61,11 @@ def test_entries_equal_one_process(grid: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        (lambda y: y[:, :, [2, 0]], r"index.Tensor picks by numbers in dims \[2\] of a map whose space is \(2, 3\)"),
+        (
+            lambda y: y[:, :, [2, 0]],
+            r"index.Tensor indexes dims \[2\] of a map whose height and width are dims \(2, "
+            r"3\)",
+        ),
         (lambda y: y.gather(2, y.argsort(1).clamp(max=3)[:, :, :2]), "gather.default mixes a map"),
         (lambda y: y * y.argmax(), "argmax.default works along all dims as if they were one"),
         (lambda y: y.repeat_interleave(2), "repeat_interleave.self_int works along all dims"),

@@ -71,7 +71,7 @@ def test_an_engine_says_what_it_gathers() -> None:
     (told, other) = run_copies(moved("maxima so far"), 2, body)
     assert told == other
     assert told.startswith(plan.describe().rstrip())
-    assert "gathered whole: aten.cummax.default: (2, 4, 5, 6), 960 bytes on every rank" in told
+    assert "gathered on every rank: aten.cummax.default: (2, 4, 5, 6), 960 bytes on every rank" in told
 
 
 def test_a_refused_rule_leaves_nothing_behind() -> None:

@@ -57,7 +57,7 @@ def made(comm: Communicator, **given: Any) -> hyfi_core.Engine:
         ({"model": torch.nn.Sequential(*network(), torch.nn.ReLU())}, "4.training is not given on rank 0"),
         ({"autocast": torch.bfloat16}, "autocast is None on rank 0; torch.bfloat16 on rank 1"),
         ({"optimizer": torch.optim.SGD}, "optimizer is none on rank 0; given on rank 1"),
-        ({"plan": hyfi_core.ParallelPlan(grids=((1, 3),))}, "the plan needs 3 ranks, 2 are here"),
+        ({"plan": hyfi_core.ParallelPlan(grids=((1, 3),))}, "the plan needs 3 ranks, but 2 are running"),
         ({"shape": (16, 24)}, r"shape is \(16, 24\); give"),
     ],
 )
@@ -169,7 +169,7 @@ def test_a_model_that_scales_bytes_itself_equals_one_process(grid: tuple[int, in
         gradients = engine.gather_gradients() or {}
         for name, p in reference.named_parameters() if comm.rank == 0 else ():
             torch.testing.assert_close(gradients[name], 2 * p.grad, rtol=1e-9, atol=1e-10)
-        with pytest.raises(RequestError, match="float32, and the engine was made for images of image_dtype"):
+        with pytest.raises(RequestError, match="float32, but the engine was created with image_dtype"):
             engine.predict(images.float())
 
     run_ranks(plan.ranks, body, timeout_s=120)
@@ -190,14 +190,14 @@ def test_another_call_is_another_thing() -> None:
 @pytest.mark.parametrize(
     ("images", "labels", "words"),
     [
-        (torch.zeros(SHAPE), torch.tensor([1]), r"labels have shape \(1,\), the batch has 2 images; give 2 labels"),
-        (torch.zeros(SHAPE), torch.tensor(1), r"labels have shape \(\), the batch has 2 images"),
+        (torch.zeros(SHAPE), torch.tensor([1]), r"labels have shape \(1,\), but the batch has 2 images; pass 2 labels"),
+        (torch.zeros(SHAPE), torch.tensor(1), r"labels have shape \(\), but the batch has 2 images"),
         (torch.zeros(SHAPE), [0, 1], "labels are a list; give a tensor"),
         (torch.zeros(SHAPE, dtype=torch.uint8), torch.tensor([0, 1]), "the batch is torch.uint8"),
         (
             lambda box: torch.zeros(2, 3, *box.shape, dtype=torch.uint8),
             torch.tensor([0, 1]),
-            r"what images\(.*\) returned is torch.uint8; the engine computes with floating-point images",
+            r"what images\(.*\) returned is torch.uint8; the engine expects floating-point images",
         ),
         (
             lambda box: torch.zeros(2, 1, *box.shape),

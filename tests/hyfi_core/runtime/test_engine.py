@@ -212,7 +212,7 @@ def test_bfloat16_autocast_stays_near_float32() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"plan": hyfi_core.ParallelPlan(grids=((2, 2),))}, "needs 4 ranks, 1 are here"),
+        ({"plan": hyfi_core.ParallelPlan(grids=((2, 2),))}, "needs 4 ranks, but 1 are running"),
         ({"plan": hyfi_core.ParallelPlan(grids=((1, 1),), microbatches=2), "shape": (3, 3, 8, 8)}, "microbatches=1"),
         ({"shape": (3, 8, 8)}, r"give \(B, C, H, W\)"),
         ({"model": torch.relu}, "builtin_function_or_method; give a torch.nn.Module"),
@@ -230,7 +230,7 @@ def test_a_loss_that_is_no_number_is_refused() -> None:
 
     plan = hyfi_core.ParallelPlan(grids=((1, 1),))
     engine = hyfi_core.parallelize(Small(), (2, 3, 8, 8), plan, AloneCommunicator(), loss=of_each)
-    with pytest.raises(RequestError, match=r"loss has shape \(2,\); give one number"):
+    with pytest.raises(RequestError, match=r"loss has shape \(2,\); return a scalar tensor"):
         engine.accumulate(torch.zeros(2, 3, 8, 8), torch.tensor([0, 1]))
 
 

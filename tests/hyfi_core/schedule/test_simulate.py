@@ -185,8 +185,8 @@ def test_messages_in_another_order_are_told_on_both_sides() -> None:
     schedule, placement = lowered("gpipe", ((1, 1), (1, 1)), 2)
     wrong = edited(schedule, 1, "RECV_F0.s1.d0<s0 RECV_F1.s1.d0<s0", "RECV_F1.s1.d0<s0 RECV_F0.s1.d0<s0")
     text = message(wrong, placement)
-    assert "rank 1, action 0, RECV_F1.s1.d0<s0: is posted where rank 0 sends for RECV_F0.s1.d0<s0" in text
-    assert "rank 0, action 1, SEND_F0.s0.d0>s1: is sent where rank 1 posts RECV_F1.s1.d0<s0" in text
+    assert "rank 1, action 0, RECV_F1.s1.d0<s0: is posted while rank 0 sends for RECV_F0.s1.d0<s0" in text
+    assert "rank 0, action 1, SEND_F0.s0.d0>s1: is sent while rank 1 posts RECV_F1.s1.d0<s0" in text
     assert text.count(MARK) == 2
 
 
@@ -202,7 +202,7 @@ def test_ranks_that_wait_for_each_others_data_are_told() -> None:
 
 def test_a_schedule_of_another_number_of_ranks_is_refused() -> None:
     schedule, placement = lowered("gpipe", ((1, 1), (1, 1)), 2)
-    assert "it has 1 ranks, the placement 2" in message(Schedule("x", schedule.actions[:1]), placement)
+    assert "it has 1 ranks, but the placement has 2" in message(Schedule("x", schedule.actions[:1]), placement)
 
 
 def test_microbatches_that_lack_everywhere_are_found_by_their_number() -> None:

@@ -69,7 +69,7 @@ def test_tasks_that_do_not_know_each_other_are_refused(slurm: Slurm, tmp_path: P
     config = make_config(tmp_path, store)
     code, said = run(slurm, tmp_path, "srun", "--mpi=none", "-N1", "-n3", *HYFI, "train", str(config))
     assert code == 2
-    assert said.count("srun started 3 tasks and MPI finds 1") == 1
+    assert said.count("srun started 3 tasks, but MPI sees 1") == 1
     assert "--mpi=pmi2" in said
     assert not (tmp_path / "run").exists()
 

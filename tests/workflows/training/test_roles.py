@@ -65,7 +65,7 @@ def test_few_loaders_serve_all_nodes_and_many_share_them() -> None:
 @pytest.mark.parametrize(
     ("wanted", "words"),
     [
-        ((4, 1, 0), "6 ranks are 1 loaders .* and 5 others; the plan needs 4"),
+        ((4, 1, 0), "of 6 ranks, 1 are loaders .* leaves 5; the plan needs 4"),
         ((4, "dpu-*", 0), "no host matches 'dpu-"),
         ((2, 9, 0), "the plan needs 2 trainers"),
         ((1, 0, 9), "the plan needs 1 trainers"),
@@ -92,7 +92,7 @@ def test_spare_ranks_train_beside_those_of_the_plan(path: Path) -> None:
 
 def test_spare_ranks_by_host_come_last() -> None:
     assert with_spare(DPUS, 4, "dpu-*") == RankRoles((0, 1, 3, 4, 2, 5), (), ())
-    with pytest.raises(RequestError, match=r"6 ranks are 2 spare ones .* and 4 others; the plan needs 3 trainers"):
+    with pytest.raises(RequestError, match=r"of 6 ranks, 2 are spare .* leaves 4; the plan needs 3 trainers"):
         with_spare(DPUS, 3, "dpu-*")
     with pytest.raises(RequestError, match=r"roles\.spare: no host matches"):
         with_spare(TWO, 6, "dpu-*")

@@ -49,7 +49,7 @@ FAILURES = {
     "one step fewer": ("for _ in range(2 if odd else 3): step()", "rank 1 has ended while rank"),
     "one step more": ("for _ in range(3 if odd else 2): step()", "still wait"),
     "another call": ("comm.barrier() if odd else step()", "every rank must make the same calls"),
-    "stuck": ("if odd: time.sleep(99)\nstep()", "has waited for others for more than 3 s (HYFI_TIMEOUT_S)"),
+    "stuck": ("if odd: time.sleep(99)\nstep()", "has waited for other ranks for more than 3 s (HYFI_TIMEOUT_S)"),
     "killed": ("if odd: os.kill(os.getpid(), signal.SIGKILL)\nstep()", "rank 1 was killed or crashed"),
     "os._exit": ("if odd: os._exit(5)\nstep()", "rank 1 was killed or crashed"),
 }
