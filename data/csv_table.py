@@ -73,11 +73,11 @@ def parse_table(path: Path, what: str) -> Table:
     try:
         lines = [(reader.line_num, [cell.strip() for cell in row]) for row in reader if any(map(str.strip, row))]
     except csv.Error as error:
-        raise RequestError(f"{what}: {path}, line {reader.line_num} is not a CSV ({error})") from error
+        raise RequestError(f"{what}: {path}, line {reader.line_num} is not valid CSV ({error})") from error
     columns = lines[0][1] if lines else []
     twice = sorted({name for name in columns if name and columns.count(name) > 1})
     if twice:
-        raise RequestError(f"{path}: two columns are named {twice[0]!r}; each needs its own name")
+        raise RequestError(f"{path}: two columns are named {twice[0]!r}; column names must be unique")
     rows = tuple(_row(path, line, columns, values) for line, values in lines[1:])
     named = tuple(name for name in columns if name)
     return Table(str(path), named, rows, tuple(line for line, _ in lines[1:]))
@@ -92,7 +92,7 @@ def _text_of(path: Path, what: str) -> str:
         raise RequestError(f"{what}: {path} is not a CSV in UTF-8 ({error.reason} at byte {error.start})") from error
     if "\0" in text:
         number = text.count("\n", 0, text.index("\0")) + 1
-        raise RequestError(f"{what}: {path}, line {number} holds a NUL character; save the file as a CSV in UTF-8")
+        raise RequestError(f"{what}: {path}, line {number} has a NUL character; save the file as a CSV in UTF-8")
     return text
 
 
@@ -103,8 +103,8 @@ def _row(path: Path, line: int, columns: list[str], values: list[str]) -> dict[s
     nameless = [value for name, value in zip(names, padded, strict=True) if value and not name]
     if nameless:
         raise RequestError(
-            f"{path}, line {line}: the value {nameless[0]!r} stands in no column that has a name; "
-            "put values that hold the separator into quotes"
+            f"{path}, line {line}: the value {nameless[0]!r} has no column name; put values that contain the "
+            f"separator into quotes"
         )
     return {name: value for name, value in zip(names, padded, strict=True) if name}
 

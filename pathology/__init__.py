@@ -100,7 +100,7 @@ def predict_slides(
     try:
         model.load_state_dict(loaded.judged)
     except RuntimeError as error:
-        raise RequestError(f"checkpoint {checkpoint}: its weights are not those of the model: {error}") from error
+        raise RequestError(f"checkpoint {checkpoint}: its weights do not match the model: {error}") from error
     member = Member(str(checkpoint), model.eval(), loaded.model)
     inputs = find_inputs([Path(path) for path in slides])
     return predict([member], inputs, Path(out), hyfi_core.init(), PredictOptions(**options))

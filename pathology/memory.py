@@ -21,7 +21,7 @@ def parse_bytes(text: str) -> int:
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
     if not found:
-        raise RequestError(f"--memory {text}: an amount such as 8GB or 1500M is expected")
+        raise RequestError(f"--memory {text}: expected an amount such as 8GB or 1500M")
     base = 1024 if found[3] else 1000
     return int(float(found[1]) * base ** " kmgt".index(found[2] or " "))
 

@@ -13,19 +13,19 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 FLAG_MEANINGS = {
     "no_tissue": "no tissue was found on this slide",
-    "cropped": "not all tissue fits into the image that the network was given; the rest was not seen",
-    "mpp_assumed": "the file does not say how large a pixel is; the size given by the user was taken",
-    "mpp_replaced": "the file's own microns per pixel were replaced by what the user gave",
-    "mpp_changed": "predicted at another resolution than the network was trained with",
-    "truncated": "the file is cut off in its last directories; the level that was read is whole",
-    "tissue_given": "where the tissue is was given by the user, not found",
-    "upsampled": "the scan is slightly coarser than the network's resolution and was enlarged",
+    "cropped": "not all tissue fits into the model's input image; the rest was not seen",
+    "mpp_assumed": "the file does not state its microns per pixel; those given by the user are used",
+    "mpp_replaced": "the file's own microns per pixel were replaced by those given by the user",
+    "mpp_changed": "predicted at another resolution than the model was trained with",
+    "truncated": "the file is truncated, but the level that was read is complete",
+    "tissue_given": "the tissue outline was given by the user, not detected",
+    "upsampled": "the scan is slightly coarser than the model's resolution and was upsampled",
     "blur": "parts of the tissue are out of focus",
     "pen": "there are pen marks on the glass",
-    "bad_tiles": "some tiles of the file cannot be decoded; they were left white",
-    "incomplete": "less of the tissue was seen than the network needs for its answer to count",
-    "several_images": "the network takes images of one size; several show the slide, their evidence is combined",
-    "heatmap_by_centre": "cells of the heatmap are put where their centres lie, up to half a cell off",
+    "bad_tiles": "some tiles of the file cannot be decoded and were replaced by white",
+    "incomplete": "less tissue was seen than a prediction requires",
+    "several_images": "the model takes images of a fixed size; several show the slide, and their logits are combined",
+    "heatmap_by_centre": "heatmap cells are placed by their centres, up to half a cell off",
 }
 """Every flag of a slide, in words for people."""
 

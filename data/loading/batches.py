@@ -77,7 +77,7 @@ class BatchLayout:
             if place < share:
                 return place, replica
             place -= share
-        raise AssertionError("a round ends with the last replica's share")
+        raise AssertionError("a round ends with the last replica's samples")
 
 
 @dataclass(frozen=True)

@@ -62,9 +62,8 @@ class Leases:
         self._deaths[lease.number] += 1
         if self._deaths[lease.number] >= MAX_DEATHS_OF_A_SAMPLE:
             raise RuntimeError(
-                f"{MAX_DEATHS_OF_A_SAMPLE} decoding processes died at sample {lease.index} (epoch {lease.epoch}), "
-                "one after the other; where memory ran out, use fewer workers or a smaller data.prefetch or "
-                "data.cache_bytes"
+                f"{MAX_DEATHS_OF_A_SAMPLE} decoding processes died in a row at sample {lease.index} (epoch "
+                f"{lease.epoch}); if memory ran out, reduce data.workers, data.prefetch or data.cache_bytes"
             )
         self._waiting.appendleft(lease)
 
@@ -234,7 +233,7 @@ class DecodePool:
         self._deaths_in_a_row += MAX_DEATHS_IN_A_ROW // MAX_DEATHS_OF_A_SAMPLE if by_itself else 1
         if self._deaths_in_a_row > MAX_DEATHS_IN_A_ROW:
             raise RuntimeError(
-                "decoding processes die one after the other, with nothing done; what they print says why"
+                "decoding processes keep dying before they finish a sample; see their output above for the cause"
             )
         self._leases.lose(place)
         self._idle.discard(place)

@@ -132,7 +132,9 @@ def column_weights(slides: Sequence[SlideRef], labels: Labels, column: str) -> t
     values = {row[labels.key]: row[column] for row in labels.rows if row[column]}
     weights = tuple(_number(slide, values, labels, column) for slide in slides)
     if not sum(weights):
-        raise RequestError(f"data.weights_column: {column!r} is 0 for every training slide; none could be drawn")
+        raise RequestError(
+            f"data.weights_column: {column!r} is 0 for every training slide; at least one must be above 0"
+        )
     return weights
 
 

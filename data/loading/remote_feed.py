@@ -171,4 +171,4 @@ class _TurnBuffers:
                 rows, columns = box.relative_to(part.box).slices()
                 return images[first - part.first : stop - part.first, :, rows, columns]
         held = ", ".join(f"{part.box} of samples {part.first} to {part.stop}" for part in self._parts)
-        raise ValueError(f"{box} of samples {first} to {stop} was asked for, the loaders send {held or 'nothing'}")
+        raise ValueError(f"{box} of samples {first} to {stop} was requested, but the loaders send {held or 'nothing'}")

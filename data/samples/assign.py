@@ -39,7 +39,7 @@ def assign_groups(
     """
     groups, parts = list(members), list(shares)
     if len(groups) < len(parts):
-        raise RequestError(f"{len(groups)} groups cannot fill {len(parts)} parts")
+        raise RequestError(f"{len(groups)} groups cannot fill {len(parts)} splits; ask for fewer folds")
     classes = sorted({name for names in members.values() for name in names})
     counts = np.array([[Counter(members[group])[name] for name in classes] for group in groups], dtype=np.int64)
     if strict:
@@ -53,7 +53,7 @@ def _check_every_class(classes: Sequence[str], counts: NDArray[np.int64], parts:
     for name, groups in zip(classes, (counts > 0).sum(axis=0), strict=True):
         if name and groups < len(parts):
             raise RequestError(
-                f"class {name!r} is in {groups} groups, which cannot fill {len(parts)} parts; "
+                f"class {name!r} is in {groups} groups, which cannot fill {len(parts)} splits; "
                 "ask for fewer folds, or leave out --stratify"
             )
 

@@ -149,18 +149,22 @@ def check_coverage(dataset: Covered, min_coverage: float) -> None:
     if len(named) > MOST_NAMED:
         named[MOST_NAMED:] = [f"  … and {len(named) - MOST_NAMED} more"]
     lines = [
-        f"data.min_coverage: {min_coverage:g} of the tissue must be in each image; less is in {len(low)} slides:",
+        f"data.min_coverage: each image must show {min_coverage:g} of its slide's tissue; these {len(low)} slides "
+        f"show less:",
         *named,
     ]
     with_tissue = [i for i in low if found[i].tissue_px]
     if with_tissue:
         height, width = _least_size(dataset, with_tissue, min_coverage)
-        lines.append(f"data.size_px=[{height},{width}] is the least of this shape that shows enough of every slide")
+        lines.append(
+            f"data.size_px=[{height},{width}] is the smallest size of this shape that shows enough of every slide"
+        )
         sizes = [size for i in with_tissue if (size := found[i].fits_size_px)]
         height, width = max(h for h, _ in sizes), max(w for _, w in sizes)
         mpp = max(found[i].fits_mpp or 0.0 for i in with_tissue)
         lines.append(
-            f"data.size_px=[{height},{width}] would fit all of it, or data.mpp={mpp:g} (`hyfi ingest --mpp {mpp:g}`)"
+            f"data.size_px=[{height},{width}] would show all tissue, and so would data.mpp={mpp:g} (`hyfi ingest "
+            f"--mpp {mpp:g}`)"
         )
     raise RequestError("\n".join(lines))
 

@@ -134,7 +134,7 @@ class SlideDataset:
             tissue = TissueGrid.under(mask, mask_mpp, size, level.mpp)
             return make_views(tissue, self.size_px, self.kind, self.align_px)
         fits = self.coverage(index).fits_size_px
-        assert fits is not None, "what is cropped fits a larger image"
+        assert fits is not None, "a cropped view fits a larger image"
         return (self._viewer(index)(fits, 1.0),)
 
     def level(self, index: int) -> int:
@@ -149,8 +149,8 @@ class SlideDataset:
         if off[best] > MPP_TOLERANCE:
             has = ", ".join(f"{level.mpp[0]:g}" for level in levels)
             raise RequestError(
-                f"data.mpp: given {self.mpp:g}; slide {self.samples[index].slide_id} has levels of {has} (others by "
-                f"`hyfi ingest --mpp {self.mpp:g}`)"
+                f"data.mpp: given {self.mpp:g}; slide {self.samples[index].slide_id} has levels of {has} µm/px; use "
+                f"one of these, or ingest with `hyfi ingest --mpp {self.mpp:g}`"
             )
         return best
 
@@ -250,7 +250,7 @@ class SlideDataset:
             missing = [s.slide_id for s in self.samples if not slide_path(self._store, s.slide_id).is_dir()]
             if missing:
                 more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-                raise RequestError(f"store {self._store} has no slide {missing[0]}{more}; `hyfi ingest` it first")
+                raise RequestError(f"store {self._store} has no slide {missing[0]}{more}; run `hyfi ingest` first")
 
 
 def select_slides(

@@ -81,10 +81,10 @@ class LabelMatch:
             named.append(f"  … and {len(refused) - MOST_NAMED} more")
         remedies = []
         if any(key in self.similar for key in refused):
-            remedies.append(f"write {self.key} as the store does (its manifest.csv)")
+            remedies.append(f"write {self.key} as in the store's manifest.csv")
         if any(key not in self.similar for key in refused):
             remedies.append(
-                "ingest the missing slides, or, where only a part of them is meant, data.allow_unmatched=true"
+                "ingest the missing slides, or set data.allow_unmatched=true if they are left out on purpose"
             )
         lines = [f"{source}: {len(refused)} labelled rows match no slide of the store by {self.key}:", *named]
         raise RequestError("\n".join([*lines, "; ".join(remedies)]))

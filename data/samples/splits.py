@@ -55,7 +55,7 @@ def check_cases(splits: Mapping[str, str], cases: Mapping[str, str], where: str 
         if splits[other] != split:
             raise RequestError(
                 f"{where}: case {case} is in two splits: {splits[other]} (slide {other}) and {split} (slide {slide}); "
-                "all slides of a case belong to one (`hyfi split` keeps them together)"
+                "all slides of a case must be in one split (`hyfi split` keeps them together)"
             )
 
 
@@ -65,8 +65,8 @@ def _split_of_rows(table: Table, column: str) -> list[str]:
     for line, value in zip(table.lines, values, strict=True):
         if value.isdecimal():
             raise RequestError(
-                f"{table.name}, line {line}: {column!r} holds folds ({value}), not splits; name a column that says "
-                f"which one validates, such as split_{value} of those that `hyfi split --folds` writes"
+                f"{table.name}, line {line}: {column!r} has folds ({value}), not splits; name one of the columns "
+                f"that `hyfi split --folds` writes for each fold, such as split_{value}"
             )
         if value and value not in SPLITS:
             raise RequestError(
@@ -85,11 +85,11 @@ def _slides(table: Table, named: Sequence[str], known: Sequence[Mapping[str, str
 
 def _slides_by_case(table: Table, named: Sequence[str], known: Sequence[Mapping[str, str]]) -> dict[str, str]:
     if not known:
-        raise RequestError(f"{table.name}: keyed by case_id, but no slide is known with its case")
+        raise RequestError(f"{table.name}: keyed by case_id, but no slide has a known case")
     by_case = _once(table, named, "case_id")
     splits = {row["slide_id"]: by_case[row["case_id"]] for row in known if row["case_id"] in by_case}
     if by_case and not splits:
-        raise RequestError(f"{table.name}: none of its cases, such as {next(iter(by_case))}, has a slide that is known")
+        raise RequestError(f"{table.name}: none of its cases, such as {next(iter(by_case))}, has a known slide")
     return splits
 
 

@@ -41,7 +41,10 @@ class Piece:
 
     def __post_init__(self) -> None:
         if self.source.shape != self.target.shape or self.source.empty:
-            raise ValueError(f"a piece is moved, not scaled, and not empty: {self.source} to {self.target}")
+            raise ValueError(
+                f"a piece must have the same size in slide and image, and must not be empty: "
+                f"{self.source} to {self.target}"
+            )
 
     @property
     def offset(self) -> tuple[int, int]:
@@ -109,7 +112,9 @@ def make_view(tissue: TissueGrid, size_px: tuple[int, int], kind: Kind = "pack",
     if kind not in ("pack", "crop"):
         raise RequestError(f"data.view: given {kind!r}; allowed: pack, crop")
     if align_px < 1 or min(size_px) < align_px:
-        raise RequestError(f"data.size_px: given {size_px[0]} × {size_px[1]}; at least align_px = {align_px} each way")
+        raise RequestError(
+            f"data.size_px: given {size_px[0]} × {size_px[1]}; height and width of at least align_px = {align_px}"
+        )
     tissue_px = tissue.total_px()
     if tissue_px == 0:
         return View(size_px, (), 0.0, 0, ("no_tissue",))

@@ -58,7 +58,7 @@ class PixelCodec:
         name, _, level = text.partition(":")
         if name not in _MOST or not level.isdecimal() or not 1 <= int(level) <= _MOST[name]:
             raise RequestError(
-                f"--codec {text}: zstd:1 (fast) to zstd:22 (small), or jpeg:1 to jpeg:100 (lossy) are expected"
+                f"--codec {text}: expected zstd:1 (fast) to zstd:22 (small), or jpeg:1 to jpeg:100 (lossy)"
             )
         return cls(name, int(level))
 

@@ -81,7 +81,7 @@ def _is_copy(final: Path, store: SlideStore) -> bool:
     try:
         of = read_json(final / ".zattrs")["hyfi"]["copy_of"]
     except (StoreError, KeyError, TypeError) as error:
-        raise RequestError(f"{final} is there and no copy made by hyfi export; name another folder") from error
+        raise RequestError(f"{final} exists and was not written by hyfi export; choose another --out") from error
     return bool(of == _identity(store))
 
 

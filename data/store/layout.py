@@ -145,7 +145,7 @@ class ArrayLayout:
             sharding = chain[0]["configuration"]
             chain, inner = sharding["codecs"], _whole(sharding["chunk_shape"])
             if len(meta["codecs"]) != 1 or sharding.get("index_location", "end") != "end":
-                raise ValueError("expected nothing around the shards, and their index at the end")
+                raise ValueError("expected sharding as the only codec, with the index at the end")
         if inner[:-2] != shape[:-2] or outer[:-2] != shape[:-2]:
             raise ValueError("expected all channels in one chunk")
         codec = PixelCodec.from_json(chain)

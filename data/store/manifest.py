@@ -123,7 +123,7 @@ class SlideRecord:
         value = read_json(path)
         known = {f.name for f in fields(cls)}
         if not {"slide_id", "source_path", "status"} <= value.keys() <= known:
-            raise StoreError(f"{path}: not a slide's record of this version; remove it to ingest its slide again")
+            raise StoreError(f"{path}: not a slide record of this version; remove it to ingest the slide again")
         return cls(**value | {name: tuple(value.get(name, ())) for name in ("flags", "stain_h", "stain_e")})
 
 
@@ -179,7 +179,7 @@ def load_manifest(store: Path) -> list[dict[str, str]]:
         return [record.row() for record in records.values()]
     path = store / "manifest.csv"
     if not path.is_file():
-        raise StoreError(f"{store}: not a store (it has no manifest.csv); name a folder that `hyfi ingest --out` wrote")
+        raise StoreError(f"{store}: not a store (it has no manifest.csv); give a folder that `hyfi ingest --out` wrote")
     return list(parse_table(path, "store").rows)
 
 
@@ -218,8 +218,8 @@ def _ours(path: Path, columns: tuple[str, ...]) -> list[str]:
     ours = [name for name in columns if name in COLUMNS and name not in _GIVEN]
     if ours and not set(_PROMISED) <= set(columns):
         raise RequestError(
-            f"{path}: the column {', '.join(map(repr, ours))} is one that the store's own table fills, "
-            "and what it says here would be lost; give it another name"
+            f"{path}: the column name {', '.join(map(repr, ours))} is reserved for the store's own manifest; rename "
+            f"the column"
         )
     return ours
 
@@ -228,7 +228,7 @@ def _refuse_twice(path: Path, names: Iterable[str]) -> None:
     seen: set[str] = set()
     for name in names:
         if name and name in seen:
-            raise RequestError(f"{path}: slide_id {name!r} stands in two rows; each slide needs its own")
+            raise RequestError(f"{path}: slide_id {name!r} occurs in two rows; it must be unique")
         seen.add(name)
 
 

@@ -53,7 +53,7 @@ class FileEntry:
         if not isinstance(blank, list) or not all(isinstance(k, int) for k in blank):
             raise ValueError(f"blank: {blank!r} is not a list of slots")
         if (size is None and not blank) or (size is not None and not (isinstance(size, int) and digest)):
-            raise ValueError(f"{value!r} says neither size and digest nor what is left out")
+            raise ValueError(f"{value!r} has neither size and digest nor a list of omitted chunks")
         return cls(size, digest, tuple(blank))
 
 

@@ -71,7 +71,7 @@ class ShardedArray:
         try:
             layout = ArrayLayout.from_json(meta)
         except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise StoreError(f"{path / 'zarr.json'}: not an array of this project's stores ({error})") from error
+            raise StoreError(f"{path / 'zarr.json'}: not an array of a hyfi store ({error})") from error
         return cls(path, layout, blank or {})
 
     @property
@@ -160,7 +160,7 @@ class ShardedArray:
         if index[slot, 0] != ABSENT and index[slot, 1] != ABSENT:
             return False
         if slot not in blank:
-            raise StoreError(f"{path}: chunk {slot} is not in its shard; ingest the slide again")
+            raise StoreError(f"{path}: chunk {slot} is missing in its shard; ingest the slide again")
         return True
 
     def _decode(self, data: Pixels, path: Path, slot: int) -> Pixels:
@@ -172,7 +172,7 @@ class ShardedArray:
         try:
             return self.layout.codec.decode(body, shape)
         except (ValueError, RuntimeError) as error:
-            raise StoreError(f"{path}: chunk {slot} does not decode ({error}); ingest the slide again") from error
+            raise StoreError(f"{path}: chunk {slot} cannot be decoded ({error}); ingest the slide again") from error
 
     def _index_of(self, handle: int, path: Path, file: tuple[int, int]) -> Index:
         index = self._index.get(file)
@@ -193,7 +193,7 @@ def read_index(handle: int, path: Path, layout: ArrayLayout) -> Index:
         return np.array([[0, size]], np.uint64)
     length = layout.index_bytes
     if size < length:
-        raise StoreError(f"{path}: {size} bytes are too few for a shard; ingest the slide again")
+        raise StoreError(f"{path}: too small for a shard ({size} bytes); ingest the slide again")
     try:
         body = without_checksum(os.pread(handle, length, size - length))
     except ValueError as error:
@@ -257,5 +257,5 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise StoreError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(value, dict):
-        raise StoreError(f"{path}: holds no JSON object")
+        raise StoreError(f"{path}: not a JSON object")
     return value

@@ -101,7 +101,7 @@ class SlideStore:
         if out is None:
             out = np.empty(shape, np.uint8)
         elif out.shape != shape or out.dtype != np.uint8:
-            raise ValueError(f"out is {out.dtype} {out.shape}; uint8 {shape} is expected")
+            raise ValueError(f"out is {out.dtype} {out.shape}; expected uint8 {shape}")
         size = self.levels[level]
         inside = box.intersect(Box.of_size(size.height_px, size.width_px))
         if inside != box:
@@ -137,7 +137,7 @@ class SlideStore:
         """
         expected = self._masks[0][0].shape[-2:]
         if mask.shape != tuple(expected):
-            raise ValueError(f"the mask has {mask.shape}, {tuple(expected)} are expected")
+            raise ValueError(f"the mask has shape {mask.shape}; expected {tuple(expected)}")
         return replace(self, _given=mask)
 
     @property
@@ -153,7 +153,7 @@ def group_attributes(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         StoreError: There is no slide, or it is of another version.
     """
     if not path.is_dir():
-        raise StoreError(f"{path}: there is no ingested slide of this name")
+        raise StoreError(f"{path}: no ingested slide of this name")
     attributes = read_json(path / "zarr.json").get("attributes", {})
     ours, ome = attributes.get("hyfi"), attributes.get("ome")
     if not isinstance(ours, dict) or not isinstance(ome, dict):
@@ -189,7 +189,7 @@ def _check_shards(path: Path, files: dict[str, FileEntry]) -> None:
         except OSError as error:
             raise StoreError(f"{file}: a shard is missing ({error.strerror}); ingest the slide again") from error
         if size != entry.size:
-            raise StoreError(f"{file}: the shard has {size} bytes, not {entry.size}; ingest the slide again")
+            raise StoreError(f"{file}: the shard has {size} bytes, expected {entry.size}; ingest the slide again")
 
 
 def _blank(files: dict[str, FileEntry]) -> dict[str, dict[str, frozenset[int]]]:

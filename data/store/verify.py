@@ -86,7 +86,7 @@ def verify_store(store: Path, threads: int, progress: Progress | None = None) ->
     records, faults = _records(store)
     slides = {path.name.removesuffix(".zarr"): path for path in sorted(store.glob("*.zarr"))}
     if not slides and not records and not (store / "manifest.csv").exists():
-        raise StoreError(f"{store}: not a store (no slide, no record, no manifest.csv); `hyfi ingest` makes one")
+        raise StoreError(f"{store}: not a store (no slide, no record, no manifest.csv); `hyfi ingest` creates one")
     found = VerifyReport(faults=faults)
     for name, path in slides.items():
         verify_slide(path, threads, progress, found)
@@ -154,12 +154,10 @@ def _known_metadata(path: Path, attributes: dict[str, Any], fault: Callable[[Pat
     stated = attributes.get("metadata_sha256")
     listed = attributes.get("metadata")
     if stated is None or not isinstance(listed, dict):
-        fault(
-            path / "zarr.json", "it lists no digests of its metadata (written by an earlier version); ingest it again"
-        )
+        fault(path / "zarr.json", "it has no digests of its metadata (written by an earlier version); ingest it again")
         return {f.relative_to(path).as_posix() for f in path.rglob("zarr.json")} - {"zarr.json"}
     if digest_of_group(read_json(path / "zarr.json")) != stated:
-        fault(path / "zarr.json", "the slide's metadata was altered: its digest is another one")
+        fault(path / "zarr.json", "the slide's metadata was altered (its digest differs)")
     for name, entry in listed.items():
         reason = _reason_of_plain(path / name, entry.get("size"), entry.get("sha256"))
         if reason:
@@ -171,8 +169,8 @@ def _reason_of_plain(path: Path, size: int | None, sha256: str | None) -> str:
     try:
         found = path.stat().st_size
         if found != size:
-            return f"it has {found} bytes, not {size}"
-        return "" if sha256_of(path) == sha256 else "it was altered: its digest is another one"
+            return f"it has {found} bytes; expected {size}"
+        return "" if sha256_of(path) == sha256 else "it was altered (its digest differs)"
     except OSError as error:
         return f"it cannot be read ({error.strerror})"
 
@@ -199,9 +197,9 @@ def _files(
             if file in entries:
                 yield _File(path / file, layout, place, entries[file])
             else:
-                fault(path / file, "the slide's list does not have this file")
+                fault(path / file, "this file is missing in the slide's file list")
     for name in sorted(entries.keys() - seen):
-        fault(path / name, "the slide's list names this file, but none of its arrays has it")
+        fault(path / name, "the slide's file list has this file, but none of its arrays does")
 
 
 def _foreign(path: Path, names: set[str]) -> list[Path]:
@@ -212,7 +210,7 @@ def _foreign(path: Path, names: set[str]) -> list[Path]:
 def _reasons(file: _File) -> list[str]:
     """Return what is wrong with one file of pixels."""
     if file.entry.size is None:
-        return ["it exists, but was left out when the slide was written"] if file.path.exists() else []
+        return ["it exists, but was omitted when the slide was written"] if file.path.exists() else []
     try:
         handle = os.open(file.path, os.O_RDONLY)
     except OSError as error:
@@ -220,7 +218,7 @@ def _reasons(file: _File) -> list[str]:
     try:
         size = os.fstat(handle).st_size
         if size != file.entry.size:
-            return [f"the shard has {size} bytes, not {file.entry.size}"]
+            return [f"the shard has {size} bytes; expected {file.entry.size}"]
         return _reasons_inside(handle, file)
     except OSError as error:
         return [f"the shard cannot be read ({error.strerror})"]
@@ -243,7 +241,7 @@ def _reasons_inside(handle: int, file: _File) -> list[str]:
         if slot is not None:
             reasons += _reasons_of_chunk(data, slot, file.layout)
     if digest.hexdigest() != file.entry.sha256:
-        reasons.append("the shard was altered: its digest is another one")
+        reasons.append("the shard was altered (its digest differs)")
     return reasons
 
 
@@ -259,8 +257,8 @@ def _reasons_of_chunk(data: bytes, slot: int, layout: ArrayLayout) -> list[str]:
         layout.codec.decode(body, layout.chunk_shape)
     except (ValueError, RuntimeError) as error:
         return [
-            f"chunk {slot} does not decode ({error}): its tile is damaged in the slide's file, too; "
-            "ingest it without --lossless, with --max-bad"
+            f"chunk {slot} cannot be decoded ({error}): its tile is damaged in the slide's file, too; ingest it with "
+            f"--max-bad and without --lossless"
         ]
     return []
 
@@ -269,8 +267,8 @@ def _reasons_of_index(index: Index, file: _File) -> list[str]:
     used = file.layout.used_slots(file.place)
     absent = {slot for slot in used if index[slot, 0] == ABSENT}
     lost, back = sorted(absent - set(file.entry.blank)), sorted(set(file.entry.blank) - absent)
-    reasons = [f"chunks {_some(lost)} are not in their shard"] if lost else []
-    return [*reasons, f"chunks {_some(back)} exist, but were left out when the slide was written"] if back else reasons
+    reasons = [f"chunks {_some(lost)} are missing in their shard"] if lost else []
+    return [*reasons, f"chunks {_some(back)} exist, but were omitted when the slide was written"] if back else reasons
 
 
 def _pieces(chunks: Sequence[tuple[int, int, int]], size: int) -> Iterator[tuple[int, int, int | None]]:
@@ -302,11 +300,11 @@ def _records(store: Path) -> tuple[dict[str, SlideRecord], list[Fault]]:
 
 def _against_record(record: SlideRecord, path: Path) -> list[Fault]:
     if not path.is_dir():
-        return [Fault(record.slide_id, path, "the slide is missing; its record says that it is done")]
+        return [Fault(record.slide_id, path, "the slide is missing, although its record says it is done")]
     try:
         attributes, _ = group_attributes(path)
     except StoreError:
         return []  # reported already
     if record.identity.get("sha256") not in (None, attributes.get("sha256")):
-        return [Fault(record.slide_id, path, "the slide was made from another file than its record says")]
+        return [Fault(record.slide_id, path, "the slide was made from a different file than its record says")]
     return []

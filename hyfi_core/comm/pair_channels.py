@@ -1,7 +1,7 @@
 """A communicator for each ordered pair of ranks, for groups whose operations run one after another.
 
     one stream a rank     rank 0   send A ── receive B …            rank 0 cannot receive B before A has left, nor
-                          rank 1   receive C ── receive A …         rank 1 receive A before C has come: dead-lock
+                          rank 1   receive C ── receive A …         rank 1 receive A before C has come: deadlock
     one for each pair     0 ▶ 1    send A       1 ▶ 0   receive B   every stream has the messages of one pair, in the
                                                                     order in which both sides post them
 

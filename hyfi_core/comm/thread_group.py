@@ -7,7 +7,7 @@
              when all that the rank began before on this group is done
 
 In strict mode a program that leans on tags, on buffering or on operations that overtake each other is reported, with
-both sides named, and so is a dead-lock.
+both sides named, and so is a deadlock.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from hyfi_core.comm.base import Message
 
 _WAIT_S = 0.05  # how long a waiting rank sleeps before it looks whether another has failed
-_STUCK_S = 1.0  # how long all ranks wait, and nothing happens, before that is called a dead-lock
+_STUCK_S = 1.0  # how long all ranks wait, and nothing happens, before that is called a deadlock
 
 
 class PeerFailedError(RuntimeError):

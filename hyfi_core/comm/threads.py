@@ -217,13 +217,13 @@ def run_ranks(
     Args:
         size: how many.
         body: what each does with its communicator.
-        timeout_s: after which they are taken to be dead-locked.
+        timeout_s: after which they are taken to be deadlocked.
         strict: whether sends are rendezvous, paired in order and not by tag: what NCCL would demand.
 
     Raises:
         BaseException: the first error of any rank, as that rank raised it.
         DeadlockError: strict, and no rank can continue; raised at once, with what each waits for.
-        TimeoutError: the ranks did not end in time: a dead-lock.
+        TimeoutError: the ranks did not end in time: a deadlock.
     """
     world = ThreadWorld(size, strict)
     group = ThreadGroup(world, list(range(size)))

@@ -27,10 +27,10 @@ class Blame:
 
 
 class ScheduleError(Exception):
-    """A schedule cannot be run: it dead-locks, or lacks, repeats or misdirects an action.
+    """A schedule cannot be run: it deadlocks, or lacks, repeats or misdirects an action.
 
     Attributes:
-        blames: the faulty places, the first one first; of a dead-lock all that wait for each other in a circle.
+        blames: the faulty places, the first one first; of a deadlock all that wait for each other in a circle.
     """
 
     def __init__(self, schedule: Schedule, problem: str, blames: Sequence[Blame], grid: str = "") -> None:

@@ -2,7 +2,7 @@
 
 Each returns **one** order of all gang actions of a replica; a rank does those of its own stages in that order. Two
 gangs that share ranks are therefore met in one common order by all of them, whatever the grids. The order goes from
-cause to effect (of interleaved stages, which share no ranks, on each grid alone): what is generated cannot dead-lock.
+cause to effect (of interleaved stages, which share no ranks, on each grid alone): what is generated cannot deadlock.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def simulate(
         one_stream: whether all messages of a rank go through one stream, where each begins when the last has ended.
 
     Raises:
-        ScheduleError: it dead-locks, or a list lacks, repeats or misplaces an action, or two ranks disagree about
+        ScheduleError: it deadlocks, or a list lacks, repeats or misplaces an action, or two ranks disagree about
             their messages; the error names ranks, actions and what they wait for, and draws all ranks.
     """
     machine = _run(schedule, placement, edges, mirror, microbatches, costs or Costs(), one_stream)

@@ -130,7 +130,7 @@ def ingest(
         _refresh(plan.finished, store)
         SlidePool(store, request.options, processes, take, progress).run(plan.jobs)
     except OSError as error:
-        report.stopped = f"the store {store} cannot be written: {error.strerror or error}"
+        report.stopped = f"cannot write to the store {store}: {error.strerror or error}"
     finally:
         for last in (compile_manifest, write_contact, sweep_claims):
             with suppress(OSError):  # a full disk; what is missing comes with the next run
@@ -147,7 +147,7 @@ def make_plan(request: Request) -> Plan:
     """
     store = request.store
     if store.exists() and not store.is_dir():
-        raise RequestError(f"{store} is a file; name a folder for the store")
+        raise RequestError(f"{store} is a file; choose a folder for the store")
     records = load_records(store)
     jobs, key = _jobs(request, records)
     to_do, finished, changed = [], {}, []
@@ -192,13 +192,13 @@ def _refuse_mixed_names(request: Request, records: dict[str, SlideRecord]) -> No
     named = [record.slide_id for record in records.values() if record.source_path]
     if request.pseudonyms is not None and named:
         raise RequestError(
-            f"{request.store} holds slides under their own names ({named[0]}); name another folder with --out, "
-            "or leave --pseudonyms out"
+            f"{request.store} has slides under their own names ({named[0]}); choose another --out, or leave "
+            f"--pseudonyms out"
         )
     if request.pseudonyms is None and len(named) < len(records):
         raise RequestError(
-            f"{request.store} holds slides under pseudonyms; give its key with --pseudonyms KEY.csv, "
-            "or name another folder with --out"
+            f"{request.store} has slides under pseudonyms; give its key with --pseudonyms KEY.csv, or choose another "
+            f"--out"
         )
 
 
@@ -266,8 +266,8 @@ def _refuse_changed(changed: Sequence[str], store: Path) -> None:
         return
     shown = "; ".join(changed[:3]) + (f"; and {len(changed) - 3} more" if len(changed) > 3 else "")
     raise RequestError(
-        f"{store} holds slides that were made with other parameters: {shown}. "
-        "Do them again with --overwrite, or name another folder with --out"
+        f"{store} has slides that were ingested with other parameters: {shown}. Ingest them again with --overwrite, "
+        f"or choose another --out"
     )
 
 
@@ -292,4 +292,6 @@ def _make_store(store: Path) -> None:
         with tempfile.TemporaryFile(dir=store):
             pass
     except OSError as error:
-        raise RequestError(f"cannot write to {store} ({error.strerror}); name a folder that you may write") from error
+        raise RequestError(
+            f"cannot write to {store} ({error.strerror}); choose a folder with write permission"
+        ) from error

@@ -86,7 +86,9 @@ class Claim:
         folder, (name, number) = self._path.parent, _parts(self._path)
         latest = _latest(folder, name)
         if latest is None or latest.number != number or latest.token != self._token:
-            raise ClaimLostError(f"another process has taken over {name}: this one was silent for too long")
+            raise ClaimLostError(
+                f"another process has taken over {name}, because this one did not renew its claim in time"
+            )
 
     def __enter__(self) -> Self:
         return self

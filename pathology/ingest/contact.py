@@ -63,8 +63,8 @@ def write_contact(store: Path) -> Path:
     cards = [_card(store, record) for record in records]
     groups = [
         ("Failed", [c for c in cards if c.reason]),
-        ("To look at", [c for c in cards if c.flags and not c.reason]),
-        ("Nothing found", [c for c in cards if not c.flags and not c.reason]),
+        ("To check", [c for c in cards if c.flags and not c.reason]),
+        ("No flags", [c for c in cards if not c.flags and not c.reason]),
     ]
     path = store / "contact.html"
     write_atomically(

@@ -79,7 +79,7 @@ def _merged(path: Path, source: Path, one: Mapping[str, str], other: Mapping[str
     for column in sorted(one.keys() & other.keys() - {"source_path"}):
         if one[column] != other[column]:
             raise RequestError(
-                f"{path}: {source} stands in two rows that differ in the column {column!r}: "
+                f"{path}: {source} occurs in two rows that differ in the column {column!r}: "
                 f"{one[column]!r} and {other[column]!r}; keep one of them"
             )
     return {**one, **other}
@@ -98,7 +98,7 @@ def _expand(path: Path) -> Iterator[tuple[Path, dict[str, str]]]:
         found = sorted(_search(path))
         if not found:
             looked_for = ", ".join(sorted(SLIDE_SUFFIXES))
-            raise RequestError(f"{path}: no slide in this folder or below; files ending in {looked_for} are looked for")
+            raise RequestError(f"{path}: no slide in this folder or below; slides are files ending in {looked_for}")
         yield from ((source, {}) for source in found)
     elif path.suffix.lower() in {".csv", ".tsv"}:
         for row in read_user_manifest(path):
@@ -173,7 +173,7 @@ def _named(rows: Mapping[Path, dict[str, str]], records: Mapping[str, SlideRecor
     given = {source: _checked(row["slide_id"]) for source, row in rows.items() if row.get("slide_id")}
     twice = [name for name, count in Counter(given.values()).items() if count > 1]
     if twice:
-        raise RequestError(f"slide_id {twice[0]!r} is given to two slides; each needs its own")
+        raise RequestError(f"slide_id {twice[0]!r} is used for two slides; it must be unique")
     others = cache(series_in)  # a folder may hold thousands
     plain = {source: _plain_name(source, others) for source in rows if source not in given}
     shared = Counter([*plain.values(), *given.values()])
@@ -201,8 +201,8 @@ def _is_anothers(record: SlideRecord | None) -> bool:
 def _checked(name: str) -> str:
     if re.search(r"[/\\\x00-\x1f]", name) or name.startswith(".") or len(name.encode()) > _LONGEST_NAME_BYTES:
         raise RequestError(
-            f"slide_id {name!r} cannot be a file's name: no slashes or control characters, no dot in front, "
-            f"at most {_LONGEST_NAME_BYTES} bytes"
+            f"slide_id {name!r} cannot be a file name; use no slashes or control characters, no leading dot, at most "
+            f"{_LONGEST_NAME_BYTES} bytes"
         )
     return name
 

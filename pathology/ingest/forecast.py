@@ -111,5 +111,5 @@ def require_room(store: Path, finest_px: int) -> None:
     """
     needed, free = int(finest_px * LEAST_BYTES_PER_PX) + RESERVE_BYTES, free_bytes(store)
     if needed > free:
-        reason = f"no room: the next slide needs {needed / 1e9:.2f} GB or more, {free / 1e9:.2f} GB are free"
+        reason = f"disk full: the next slide needs at least {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
         raise OSError(errno.ENOSPC, reason, str(store))

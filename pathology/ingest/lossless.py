@@ -42,7 +42,7 @@ _APP0, _APP14, _SOS = 0xE0, 0xEE, 0xDA
 _FRAMES = {0xC0, 0xC1, 0xC2}
 """Baseline, extended and progressive frames of Huffman-coded samples."""
 _ALL_FRAMES = _FRAMES | {0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF}
-_NO_HEADER = "its JPEG has no header that can be read"
+_NO_HEADER = "its JPEG has no readable header"
 
 
 @dataclass(slots=True)
@@ -108,10 +108,10 @@ class TileJoiner:
         if len(frame) < 6:
             raise TileError(_NO_HEADER)
         if marker not in _FRAMES or frame[0] != 8 or frame[5] != 3:
-            raise TileError(f"its JPEG is not of three 8-bit colours but of {frame[5]} with {frame[0]} bits")
+            raise TileError(f"its JPEG has {frame[5]} colours of {frame[0]} bits; expected 3 of 8 bits")
         size = (int.from_bytes(frame[1:3], "big"), int.from_bytes(frame[3:5], "big"))
         if size != self.tile_px:
-            raise TileError(f"its JPEG has {size[0]} × {size[1]} px, not {self.tile_px[0]} × {self.tile_px[1]}")
+            raise TileError(f"its JPEG has {size[0]} × {size[1]} px; expected {self.tile_px[0]} × {self.tile_px[1]}")
 
 
 @dataclass(slots=True)
@@ -225,7 +225,8 @@ class LosslessSlide:
             return  # damaged: the copy finds it, names it and counts it
         if not np.array_equal(stored[: box.height, : box.width], shown):
             raise SlideError(
-                f"--lossless: tile {index} of level {k} would not look as the slide's reader shows it. {_WITHOUT}"
+                f"--lossless: a copy of tile {index} of level {k} would differ from what the slide's reader shows. "
+                f"{_WITHOUT}"
             )
 
 

@@ -56,15 +56,15 @@ class IngestOptions:
         low, high = SENSIBLE_UM
         for name, value in (("--mpp", self.mpp), ("--slide-mpp", self.slide_mpp)):
             if value is not None and not low <= value <= high:
-                raise RequestError(f"{name} {value:g}: microns per pixel from {low:g} to {high:g} are expected")
+                raise RequestError(f"{name} {value:g}: expected microns per pixel from {low:g} to {high:g}")
         if not 0 <= self.max_bad <= 1:
-            raise RequestError(f"--max-bad {self.max_bad:g}: a share from 0 to 1 is expected")
+            raise RequestError(f"--max-bad {self.max_bad:g}: expected a fraction from 0 to 1")
         if self.glass not in GLASS:
-            raise RequestError(f"--glass {self.glass}: {' or '.join(GLASS)} are expected")
+            raise RequestError(f"--glass {self.glass}: expected {' or '.join(GLASS)}")
         if self.tissue.pen not in PEN:
-            raise RequestError(f"--pen {self.tissue.pen}: {', '.join(PEN)} are expected")
+            raise RequestError(f"--pen {self.tissue.pen}: expected one of {', '.join(PEN)}")
         if self.icc not in ICC:
-            raise RequestError(f"--icc {self.icc}: {' or '.join(ICC)} are expected")
+            raise RequestError(f"--icc {self.icc}: expected {' or '.join(ICC)}")
         _ = self.pixel_codec
         if self.lossless:
             self._refuse_what_changes_tiles()
@@ -78,7 +78,9 @@ class IngestOptions:
         }
         found = [name for name, is_asked in changes.items() if is_asked]
         if found:
-            raise RequestError(f"--lossless keeps the scanner's tiles as they are; leave {' and '.join(found)} out")
+            raise RequestError(
+                f"--lossless copies the scanner's tiles unchanged and cannot be combined with {' and '.join(found)}"
+            )
 
     @property
     def pixel_codec(self) -> PixelCodec:

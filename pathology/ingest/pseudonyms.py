@@ -67,9 +67,9 @@ class KeyFile:
 
     def __init__(self, path: Path, store: Path) -> None:
         if path.resolve().is_relative_to(store.resolve()):
-            raise RequestError(f"--pseudonyms {path}: lies inside the store {store}; the key must stay outside of it")
+            raise RequestError(f"--pseudonyms {path}: is inside the store {store}; choose a file outside of it")
         if not path.absolute().parent.is_dir():
-            raise RequestError(f"--pseudonyms {path}: there is no folder {path.absolute().parent} to write to")
+            raise RequestError(f"--pseudonyms {path}: no such folder: {path.absolute().parent}")
         _require_writable(path)
         self._path = path.absolute()
         self._rows = _load(self._path)
@@ -141,8 +141,8 @@ def _require_writable(path: Path) -> None:
             pass
     except OSError as error:
         raise RequestError(
-            f"--pseudonyms {path}: the folder {path.absolute().parent} takes no files ({error.strerror}); "
-            "name a file in another folder"
+            f"--pseudonyms {path}: cannot write to the folder {path.absolute().parent} ({error.strerror}); choose a "
+            f"file in another folder"
         ) from error
 
 
@@ -177,8 +177,8 @@ def _load(path: Path) -> dict[str, KeyRow]:
     reader = csv.DictReader(io.StringIO(text, newline=""))
     if not set(_COLUMNS) <= set(reader.fieldnames or ()):
         raise RequestError(
-            f"--pseudonyms {path}: is there and no key of an earlier ingest (its columns are {', '.join(_COLUMNS)}); "
-            "name another file"
+            f"--pseudonyms {path}: exists and is not a key of an earlier ingest (with the columns "
+            f"{', '.join(_COLUMNS)}); choose another file"
         )
     rows = [{k: v or "" for k, v in row.items() if k is not None} for row in reader]
     found = (KeyRow(**{k: row.pop(k) for k in _COLUMNS}, others=row) for row in rows)

@@ -97,7 +97,9 @@ def save_outcome(record: SlideRecord, store: Path) -> None:
         with suppress(StoreError):
             known = SlideRecord.load(path)
             if known.status == DONE:
-                record = replace(known, reason=f"kept as it was made before; made again, it failed: {record.reason}")
+                record = replace(
+                    known, reason=f"the earlier result is kept; ingesting it again failed: {record.reason}"
+                )
     record.save(store)
 
 

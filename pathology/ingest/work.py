@@ -107,7 +107,7 @@ def _another_name(
 ) -> Outcome | None:
     """Do a job whose name was given meanwhile to a slide of the same file name in another folder."""
     if job.row.get("slide_id"):
-        reason = f"slide_id {job.slide_id!r} was given to {found.source_path} by another run; each slide needs its own"
+        reason = f"slide_id {job.slide_id!r} is used for {found.source_path} by another run; it must be unique"
         return Outcome(SlideRecord(job.slide_id, str(job.source), FAILED, reason=reason), job)
     name = name_with_place(job.slide_id, job.source)
     return do_job(replace(job, slide_id=name, seen=record_state(store, name)), store, options, threads, progress)
@@ -119,4 +119,4 @@ def _as_asked(record: SlideRecord, options: IngestOptions) -> SlideRecord:
     changed = differences(made, options.parameters()) if record.status == DONE else []
     if not changed:
         return record
-    return replace(record, status=FAILED, reason=f"another run ingests it with other parameters: {', '.join(changed)}")
+    return replace(record, status=FAILED, reason=f"another run ingested it with other parameters: {', '.join(changed)}")

@@ -175,8 +175,8 @@ class _Run:
         if coverage >= self._min_coverage:
             return replace(known, status=DONE, coverage=coverage, flags=flags)
         reason = (
-            f"only {percent(coverage)} of the tissue was seen, {percent(self._min_coverage)} are needed; "
-            "--image whole shows all of it"
+            f"only {percent(coverage)} of the tissue was seen, {percent(self._min_coverage)} are required; --image "
+            f"whole shows all of it"
         )
         return replace(known, status=INCOMPLETE, coverage=coverage, flags=(*flags, INCOMPLETE), reason=reason)
 

@@ -129,7 +129,7 @@ class Ensemble:
     ) -> Attribution:
         """Return what one member says of one image."""
         engine = engines.at(view.size_px)
-        assert engine is not None, "views are made for the engines that there are"
+        assert engine is not None, "every view has the size of an engine"
 
         def read(box: Box) -> torch.Tensor:
             return member.normalisation(torch.from_numpy(dataset.read_view(index, view, box))[None])
@@ -171,7 +171,7 @@ def _given(part: torch.Tensor, box: Box) -> Callable[[Box], torch.Tensor]:
 
     def images(asked: Box) -> torch.Tensor:
         if not box.contains(asked):
-            raise ValueError(f"the engine asks for {asked}, but announced {box}")
+            raise ValueError(f"the engine requests {asked}, but its input box is {box}")
         rows, columns = asked.relative_to(box).slices()
         return part[:, :, rows, columns]
 

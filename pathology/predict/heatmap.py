@@ -122,7 +122,7 @@ def place(
         ValueError: the views hold no piece.
     """
     if not (pieces := [piece for view in views for piece in view.pieces]):
-        raise ValueError("there is no piece of the slide to put back")
+        raise ValueError("the views have no piece of the slide")
     cell_px, exact = _cells_of(views[0].size_px, contributions[0].shape[1:], pieces, align_px)
     shape = (math.ceil(slide_size_px[0] / cell_px), math.ceil(slide_size_px[1] / cell_px))
     classes = len(logits)

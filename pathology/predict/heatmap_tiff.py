@@ -18,13 +18,13 @@ TILE_PX = 256
 FLOATING_POINT_PREDICTOR = 3
 
 EXPLANATION = (
-    "Two channels for each class. Score: what the network's head says of each position before pooling, 0 to 1, "
-    "smoothed over neighbouring cells; over the classes scores sum to 1. Contribution: to the class's logit; "
-    "the sum over a channel at full resolution, NaN left out, plus the class's bias is its logit. Coarser levels hold "
-    "means. NaN: not seen by the network. What the background between the pieces of tissue contributed is shared "
-    "equally among all places that were seen."
+    "Two channels for each class. Score: the output of the model's head at each position before pooling, 0 to 1, "
+    "smoothed over neighbouring cells; scores of all classes sum to 1. Contribution: to the class's logit; the sum "
+    "over a channel at full resolution, without NaN, plus the class's bias is the logit. Coarser levels hold means. "
+    "NaN: not seen by the model. The contribution of the background between the pieces of tissue is divided equally "
+    "among all positions that were seen."
 )
-BY_CENTRES = " The network's cells do not divide the pieces of tissue, so each was put where its centre lies."
+BY_CENTRES = " Cells and pieces of tissue are not aligned, so each cell is placed by its centre."
 
 
 def write_heatmap(

@@ -52,8 +52,8 @@ def find_inputs(paths: Sequence[Path]) -> list[SlideInput]:
         other = found.setdefault(one.slide_id, one)
         if other.path != one.path:
             raise RequestError(
-                f"two slides are named {one.slide_id}: {other.path} and {one.path}; their results would lie in one "
-                "folder: predict them into different --out, or name them in a manifest's column slide_id"
+                f"two slides are named {one.slide_id}: {other.path} and {one.path}; their results would be in the "
+                f"same folder; use a different --out for each, or a manifest with a unique slide_id"
             )
     return list(found.values())
 

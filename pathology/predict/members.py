@@ -98,11 +98,9 @@ class InputSpec:
                 align_px=int(config["align_px"]),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise RequestError(
-                f"the checkpoint's model.json lacks or garbles {error}; use another checkpoint"
-            ) from error
+            raise RequestError(f"the checkpoint's model.json has no valid {error}; use another checkpoint") from error
         if spec.task != "multiclass":
-            raise RequestError(f"the checkpoint's task is {spec.task!r}; prediction knows multiclass")
+            raise RequestError(f"the checkpoint's task is {spec.task!r}; prediction supports multiclass")
         return spec
 
 
@@ -119,7 +117,7 @@ def common_input_spec(members: Sequence[Member]) -> InputSpec:
             mine, theirs = getattr(first, item.name), getattr(other, item.name)
             if mine != theirs:
                 raise RequestError(
-                    f"these checkpoints cannot predict together: {item.name} is {mine} in {members[0].path} "
+                    f"these checkpoints cannot form an ensemble: {item.name} is {mine} in {members[0].path} "
                     f"and {theirs} in {member.path}"
                 )
     return first

@@ -98,15 +98,19 @@ class PredictOptions:
             return
         path = Path(self.tissue)
         if not path.exists():
-            raise RequestError(f"--tissue {path}: no such file or folder; give a GeoJSON, a folder of them, or off")
+            raise RequestError(
+                f"--tissue {path}: no such file or folder; give a GeoJSON file, a folder of them, or off"
+            )
         if path.is_dir() and not any(self.tissue_file(name) for name in slide_ids):
-            raise RequestError(f"--tissue {path}: has no <slide_id>.geojson of these slides, as {slide_ids[0]}.geojson")
+            raise RequestError(
+                f"--tissue {path}: no <slide_id>.geojson for any of these slides, such as {slide_ids[0]}.geojson"
+            )
         if not path.is_dir() and len(slide_ids) > 1:
             raise RequestError(
-                f"--tissue {path}: one file cannot be about {len(slide_ids)} slides; give a folder with a "
-                "<slide_id>.geojson for each"
+                f"--tissue {path}: one file for {len(slide_ids)} slides; give a folder with a <slide_id>.geojson for "
+                f"each"
             )
 
     def __post_init__(self) -> None:
         if self.image not in get_args(Image):
-            raise RequestError(f"--image {self.image}: {' or '.join(get_args(Image))} are expected")
+            raise RequestError(f"--image {self.image}: expected {' or '.join(get_args(Image))}")

@@ -59,7 +59,8 @@ class OutFolder:
         others = self._made_by_others()
         if others is not None and not self._overwrite:
             raise RequestError(
-                f"{self.path} holds predictions made with {others}; choose another --out, or --overwrite to start anew"
+                f"{self.path} has predictions made with {others}; choose another --out, or use --overwrite to start "
+                f"over"
             )
         for one in inputs:
             self._check_name(one.slide_id)
@@ -97,7 +98,7 @@ class OutFolder:
 
     def _check_name(self, slide_id: str) -> None:
         if slide_id in ("", ".", "..") or "/" in slide_id or "\\" in slide_id or slide_id.startswith("."):
-            raise RequestError(f"slide_id {slide_id!r} cannot name a folder; give another in the manifest's slide_id")
+            raise RequestError(f"slide_id {slide_id!r} cannot be a folder name; change it in the manifest")
         folder = self.path / slide_id
         if folder.exists() and not (folder / PREDICTION_FILE).is_file():
             raise RequestError(f"{folder} exists and was not written by hyfi predict; choose another --out")

@@ -94,8 +94,8 @@ def _probability_note(members: Sequence[Member]) -> str:
     fitted = [f"{member.temperature:.3g}" for member in members if member.config.get("calibration")]
     about = f"calibrated by temperature {', '.join(fitted)}" if len(fitted) == len(members) else "not calibrated"
     if len(members) == 1:
-        return f"Softmax of the network's logits; a score between 0 and 1, {about}."
-    return f"Mean over {len(members)} networks, ± their standard deviation in percentage points; {about}."
+        return f"Softmax of the model's logits: a score between 0 and 1, {about}."
+    return f"Mean of {len(members)} models, ± their standard deviation in percentage points; {about}."
 
 
 def _facts(result: SlideResult, spec: InputSpec) -> Rows:
@@ -107,10 +107,10 @@ def _facts(result: SlideResult, spec: InputSpec) -> Rows:
     times = f"{len(result.views)} × " if len(result.views) > 1 else ""
     return [
         ("Tissue", area_text(result.views[0].tissue_px * mpp_y * mpp_x)),
-        ("Seen of it", percent(result.coverage)),
+        ("Tissue seen", percent(result.coverage)),
         ("Image", f"{times}{shown[1]} × {shown[0]} px at {mpp_x:.3g} µm per pixel{trained}"),
-        ("Made of", f"{pieces} piece{'' if pieces == 1 else 's'} of the slide, unscaled"),
-        *([("Evidence", result.combined)] if result.combined else []),
+        ("Pieces", f"{pieces} part{'' if pieces == 1 else 's'} of the slide, unscaled"),
+        *([("Combined by", result.combined)] if result.combined else []),
     ]
 
 
@@ -154,7 +154,7 @@ def _slide_rows(result: SlideResult) -> Rows:
         ("file", PurePath(result.path).name),
         ("size", f"{scanned['width_px']} × {scanned['height_px']} px"),
         ("µm per pixel", f"{np.mean(source['mpp']):.4g}, {stated.get(source['mpp_from'], source['mpp_from'])}"),
-        ("looked at as", f"{looked.width_px} × {looked.height_px} px of {looked.mpp[1]:.4g} µm"),
+        ("predicted at", f"{looked.width_px} × {looked.height_px} px of {looked.mpp[1]:.4g} µm"),
         ("vendor", str(source["vendor"])),
         ("sha256", str(attributes["sha256"])),
     ]
@@ -168,7 +168,7 @@ def _member_title(index: int, count: int) -> str:
 def _member_rows(member: Member) -> Rows:
     config = member.config
     rows: Rows = [
-        ("network", str(config.get("model", {}).get("name", ""))),
+        ("model", str(config.get("model", {}).get("name", ""))),
         ("checkpoint", member.path),
         ("digest", member.digest),
     ]

@@ -105,8 +105,8 @@ class PredictionTable:
             raise RequestError(f"{self.path}: cannot be read ({error}); choose another --out") from error
         if found != self.columns:
             raise RequestError(
-                f"{self.path}: has the columns {', '.join(found)}, this model would write {', '.join(self.columns)}; "
-                "choose another --out, or --overwrite to start anew"
+                f"{self.path}: has the columns {', '.join(found)}, but this model writes {', '.join(self.columns)}; "
+                f"choose another --out, or use --overwrite to start over"
             )
         return rows
 

@@ -105,9 +105,9 @@ def read_czi(file: SlideFile) -> CziFile:
         xml = _segment(file, metadata, b"ZISRAWMETADATA")
         root = ElementTree.fromstring(xml[256 : 256 + struct.unpack_from("<i", xml)[0]].decode("utf-8", "replace"))
     except (struct.error, ElementTree.ParseError) as error:
-        raise SlideError("the file is cut off or damaged: its directory or its metadata cannot be read") from error
+        raise SlideError("the file is truncated or damaged: its directory or metadata cannot be read") from error
     if not any(block.factor == 1 for block in blocks):
-        raise SlideError("the file holds no pixels")
+        raise SlideError("the file has no pixels")
     origin = min(block.y0 for block in blocks), min(block.x0 for block in blocks)
     finest = [block for block in blocks if block.factor == 1]
     ends = max(b.y0 + b.height_px for b in finest), max(b.x0 + b.width_px for b in finest)
@@ -128,7 +128,7 @@ def _segment(file: SlideFile, position: int, name: bytes) -> bytes:
     found, _, used = _HEAD.unpack(file.read(position, _HEAD.size))
     content = file.read(position + _HEAD.size, max(0, used)) if found.rstrip(b"\0") == name else b""
     if not content or len(content) < used:
-        raise SlideError(f"the file is cut off or damaged: {name.decode()} is not at byte {position}, or not whole")
+        raise SlideError(f"the file is truncated or damaged: no complete {name.decode()} at byte {position}")
     return content
 
 
@@ -143,7 +143,7 @@ def _blocks(directory: bytes) -> list[CziBlock]:
 def _block(directory: bytes, at: int) -> tuple[CziBlock, int]:
     schema, pixels, position, _, compression, _, count = _ENTRY.unpack_from(directory, at)
     if schema != b"DV":
-        raise SlideError("the file is damaged: its directory has an entry of no known kind")
+        raise SlideError("the file is damaged: its directory has an entry of unknown type")
     end = at + _ENTRY.size + count * _DIMENSION.size
     dimensions = {}
     for k in range(at + _ENTRY.size, end, _DIMENSION.size):
@@ -162,11 +162,14 @@ def _check(dimensions: dict[str, tuple[int, int, int]], pixels: int, compression
         raise SlideError("the file is damaged: its directory has an entry without a size")
     others = [name for name, (start, _, _) in dimensions.items() if start and name not in ("X", "Y", "S", "M")]
     if others:
-        raise SlideError(f"it has several planes along {others[0]} (channels, depths, times); a single one can be read")
+        raise SlideError(
+            f"it has several planes along {others[0]} (channels, depths or times); only single-plane "
+            f"files are supported"
+        )
     if pixels != _BGR24:
-        raise SlideError(f"its pixels are not 8-bit colour but type {pixels} of CZI")
+        raise SlideError(f"its pixels have CZI type {pixels}; only 8-bit colour is supported")
     if compression not in (RAW, JPEG_XR, ZSTD, ZSTD_1):
-        raise SlideError(f"its compression {_NAMES.get(compression, compression)} in a CZI is not known")
+        raise SlideError(f"its CZI compression {_NAMES.get(compression, compression)} is not supported")
 
 
 def _mpp(root: ElementTree.Element) -> tuple[float, float] | None:

@@ -142,20 +142,20 @@ def _decode(block: CziBlock, data: bytes) -> RGB:
     if block.compression == JPEG_XR and data.startswith(_JPEG_XR_MAGIC):
         pixels: RGB = imagecodecs.jpegxr_decode(data)  # RGB, whichever order the stream is in
         if pixels.dtype != np.uint8 or pixels.shape != shape:
-            raise ValueError(f"its picture is {pixels.shape} {pixels.dtype}, {shape} is expected")
+            raise ValueError(f"its image has shape {pixels.shape} {pixels.dtype}; expected {shape}")
         return pixels
     if block.compression in (ZSTD, ZSTD_1):
         data = _without_head(data) if block.compression == ZSTD_1 else data
         data = bytes(imagecodecs.zstd_decode(data))
     if len(data) != shape[0] * shape[1] * 3:
-        raise ValueError(f"it has {len(data)} bytes, {shape[0] * shape[1] * 3} are expected")
+        raise ValueError(f"it has {len(data)} bytes; expected {shape[0] * shape[1] * 3}")
     return np.frombuffer(data, np.uint8).reshape(shape)[..., ::-1]
 
 
 def _without_head(data: bytes) -> bytes:
     """Return the stream behind the head of one or three bytes; the latter may say that bytes were moved."""
     if data[0] not in (1, 3) or (data[0] == 3 and (data[1] != 1 or data[2] & 1)):
-        raise ValueError(f"its zstd head {data[:3].hex()} is not known")
+        raise ValueError(f"its zstd header {data[:3].hex()} is not supported")
     return data[data[0] :]
 
 

@@ -27,7 +27,7 @@ def check_file(path: Path) -> None:
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait forever
-            raise SlideError(_of_folder(path) if path.is_dir() else "it is no regular file")
+            raise SlideError(_of_folder(path) if path.is_dir() else "it is not a regular file")
         with path.open("rb") as file:
             head = file.read(16)
             size = os.fstat(file.fileno()).st_size
@@ -35,14 +35,14 @@ def check_file(path: Path) -> None:
         raise SlideError(f"the file cannot be read: {error.strerror}") from error
     if size == 0:
         raise SlideError("the file is empty (0 bytes)")
-    for magic, name in ((b"\x89PNG", "a PNG picture"), (b"\xff\xd8\xff", "a JPEG picture"), (b"%PDF", "a PDF")):
+    for magic, name in ((b"\x89PNG", "a PNG image"), (b"\xff\xd8\xff", "a JPEG image"), (b"%PDF", "a PDF")):
         if head.startswith(magic) and path.suffix.lower() in {".svs", ".tif", ".tiff"}:
-            raise SlideError(f"the file is {name} under the name of a slide")
+            raise SlideError(f"the file is {name} with the extension of a slide")
     if path.suffix.lower() == ".mrxs":
         _check_folder(path)
     first = _first_directory(head)
     if first is not None and first >= size:
-        raise SlideError(f"the file is cut off: its directory should be at byte {first}, the file has {size} bytes")
+        raise SlideError(f"the file is truncated: its directory should be at byte {first}, but it has {size} bytes")
 
 
 def closed_folder(path: Path) -> OSError | None:
@@ -68,7 +68,7 @@ def _of_folder(path: Path) -> str:
 def _check_folder(path: Path) -> None:
     """Look for the files that an MRXS names; OpenSlide opens a data file only when a tile of it is asked for."""
     if path.suffix != ".mrxs":
-        raise SlideError(f"OpenSlide knows such slides by the ending .mrxs, not {path.suffix}; rename the file")
+        raise SlideError(f"OpenSlide needs the extension .mrxs, not {path.suffix}; rename the file")
     folder = path.with_suffix("")
     try:
         with (folder / "Slidedat.ini").open("rb") as file:

@@ -97,8 +97,8 @@ def resolve_mpp(
         mean = sum(file_mpp) / 2
         if stated is not None and abs(stated - mean) > AGREE_TOLERANCE * mean:
             raise SlideError(
-                f"the file says {mean:.4g} µm/px, the column source_mpp {stated:.4g}: more than 5 % apart; "
-                "correct the cell or leave it empty, or add --force-mpp if the file is wrong"
+                f"the file says {mean:.4g} µm/px, the column source_mpp {stated:.4g}: they differ by more than 5 %; "
+                f"correct or empty the cell, or use --force-mpp if the file is wrong"
             )
         return SourceMpp(file_mpp, "file")
     if stated is not None:
@@ -114,9 +114,9 @@ def _manifest_value(text: str) -> float | None:
     try:
         value = parse_mpp(text)
     except ValueError as error:
-        raise SlideError(f"the column source_mpp holds {text!r}, which is no number of microns per pixel") from error
+        raise SlideError(f"the column source_mpp is {text!r}; expected a number of microns per pixel") from error
     if not is_sensible((value, value)):
-        raise SlideError(f"the column source_mpp holds {text!r}; a value of {_range()} is expected")
+        raise SlideError(f"the column source_mpp is {text!r}; expected {_range()}")
     return value
 
 
@@ -129,7 +129,7 @@ def _what_the_file_says(file_mpp: tuple[float, float] | None) -> str:
         stated += ", or a resolution of 0"
     sensible = all(SENSIBLE_UM[0] <= v <= SENSIBLE_UM[1] for v in file_mpp)
     expected = "square within 5 %" if sensible else _range()
-    return f"the file states {stated}, which makes no sense (expected: {expected})"
+    return f"the file states {stated}, which is not plausible (expected {expected})"
 
 
 def _number(um: float) -> str:

@@ -28,7 +28,7 @@ def set_decode_threads(count: int) -> None:
     """
     global _threads, _pool
     if count < 1:
-        raise ValueError(f"{count} threads cannot decode; 1 or more are needed")
+        raise ValueError(f"number of decoding threads is {count}; use 1 or more")
     with _lock:
         old, _pool, _threads = _pool, None, count
     if old is not None:

@@ -77,9 +77,12 @@ def parse_level(page: Any) -> TiffLevel:
         tile, offsets, lengths = _cut_strips(tile, height, int(page.samplesperpixel) * width, offsets, lengths)
     level = TiffLevel(height, width, *tile, offsets, lengths, decode, compression_name(page))
     if tile[0] * tile[1] > _LARGEST_TILE_PX:
-        raise SlideError(f"the TIFF is not tiled: one compressed block has {tile[0]} × {tile[1]} px; tile it first")
+        raise SlideError(
+            f"the TIFF is not tiled: a single compressed block has {tile[0]} × {tile[1]} px; convert it "
+            f"to a tiled TIFF first"
+        )
     if len(offsets) != len(lengths) or len(offsets) != -(-height // tile[0]) * level.columns:
-        raise SlideError(f"the TIFF lists {len(offsets)} tiles, {-(-height // tile[0]) * level.columns} are expected")
+        raise SlideError(f"the TIFF lists {len(offsets)} tiles; expected {-(-height // tile[0]) * level.columns}")
     return level
 
 

@@ -76,7 +76,7 @@ class TiffSource:
                 # The tag itself: OpenSlide's binding gives the profile as Little CMS would write it.
                 self.icc: bytes | None = first.iccprofile or (known.icc if known else None)
         except (tifffile.TiffFileError, OSError, IndexError, ValueError, KeyError) as error:
-            why = "the file is cut off within its directories" if is_truncated(path) else str(error)
+            why = "the file is truncated within its directories" if is_truncated(path) else str(error)
             raise SlideError(f"neither OpenSlide nor tifffile can open it: {why}") from error
         self.objective_power = known.objective_power if known else None
         self.bounds = Box.of_size(self._levels[0].height_px, self._levels[0].width_px)
@@ -198,7 +198,7 @@ class _Reading:
     def _pixels(self, index: int, data: bytes, whole: Box) -> RGB:
         expected = int(self._level.lengths[index])
         if len(data) != expected:
-            raise ValueError(f"the tile is cut off or cannot be read: {len(data)} of {expected} bytes")
+            raise ValueError(f"the tile is truncated or cannot be read: {len(data)} of {expected} bytes")
         try:
             pixels = self._level.decode(data, index)
         except MemoryError:
@@ -225,7 +225,7 @@ def _pages_of_series(tiff: tifffile.TiffFile) -> list[Any]:
     """Return the levels of the series with the most pixels: labels, macros and thumbnails are smaller."""
     try:
         if not tiff.series:
-            raise SlideError("the TIFF holds no picture")
+            raise SlideError("the TIFF has no image")
     except tifffile.TiffFileError:
         pages = _pages_before_the_damage(tiff)
         if not pages:
@@ -234,7 +234,9 @@ def _pages_of_series(tiff: tifffile.TiffFile) -> list[Any]:
     largest = max(tiff.series, key=lambda s: int(np.prod(s.shape, dtype=np.int64)))
     for level in largest.levels:
         if len(level.pages) != 1:
-            raise SlideError(f"the TIFF is a stack of {len(level.pages)} planes; a slide has one")
+            raise SlideError(
+                f"the TIFF is a stack of {len(level.pages)} planes; only single-plane slides are supported"
+            )
     return [keyframe(level.pages[0]) for level in largest.levels]
 
 

@@ -67,7 +67,7 @@ def _decoder_of_samples(page: Any, height_px: int, width_px: int) -> Decode:
         return PlainDecoder(width_px, page.samplesperpixel, _alpha_of(page))
     if page.compression in (_OLD_JPEG, JPEG):  # its decoder would show a damaged tile as it comes
         raise SlideError(
-            f"its JPEG is of a kind that cannot be checked: {page.samplesperpixel} samples, "
+            f"its type of JPEG cannot be checked for damage: {page.samplesperpixel} samples, "
             f"{_name_of(tifffile.COMPRESSION, page.compression)}. {_CONVERT}"
         )
     decode = page.decode  # built while the file is open (it looks for a JFIF header), used after
@@ -83,7 +83,7 @@ def _check_page(page: Any) -> None:
     kind = f"{page.samplesperpixel} × {page.bitspersample} bit {_name_of(tifffile.PHOTOMETRIC, page.photometric)}"
     planes = " in separate planes" if page.samplesperpixel > 1 and page.planarconfig != 1 else ""
     packed = _name_of(tifffile.COMPRESSION, page.compression)
-    raise SlideError(f"its pixels are not 8-bit RGB or grey but {kind}{planes} ({packed}). {_CONVERT}")
+    raise SlideError(f"its pixels are {kind}{planes} ({packed}); only 8-bit RGB or grey is supported. {_CONVERT}")
 
 
 def _name_of(names: type[IntEnum], value: int) -> str:
@@ -114,7 +114,7 @@ class CodecDecoder:
         """Return ``(h, w, 3)``; see `Decode`."""
         decoded, _, _ = self.decode(data, index, jpegtables=self.jpegtables)
         if decoded is None:
-            raise ValueError("it does not decode")
+            raise ValueError("it cannot be decoded")
         return _over_white(decoded[0], self.alpha)
 
 
@@ -166,7 +166,7 @@ class Jpeg2000Decoder:
             _check_codestream(data)
         pixels = imagecodecs.jpeg2k_decode(data, numthreads=1)
         if pixels.ndim != 3 or pixels.dtype != np.uint8:
-            raise ValueError(f"its JPEG 2000 has shape {pixels.shape} of {pixels.dtype}, not 8-bit RGB")
+            raise ValueError(f"its JPEG 2000 has shape {pixels.shape} {pixels.dtype}; only 8-bit RGB is supported")
         colours: RGB = _rgb_of_ycbcr(pixels[..., :3]) if self.ycbcr else pixels[..., :3]
         return colours
 
@@ -177,7 +177,7 @@ def _check_codestream(data: bytes) -> None:
     packets = data.find(b"\xff\x93")
     several_parts = data.find(b"\xff\x90", packets) >= 0  # their headers may hold any bytes
     if packets >= 0 and not several_parts and _NOT_IN_PACKETS.search(data, packets):
-        raise ValueError("its JPEG 2000 packets hold bytes that none may hold")
+        raise ValueError("its JPEG 2000 packets have invalid bytes")
 
 
 _CHROMA = np.arange(256) - 128

@@ -59,11 +59,11 @@ def plan_archive(
         RequestError: no slides are asked for, or a size that cannot be drawn.
     """
     if slides < 1:
-        raise RequestError(f"--slides is {slides}; ask for at least 1")
+        raise RequestError(f"--slides is {slides}; use at least 1")
     if not SMALLEST_PX <= size_px <= LARGEST_PX:
-        raise RequestError(f"--size is {size_px} pixels; it can be {SMALLEST_PX} to {LARGEST_PX}")
+        raise RequestError(f"--size is {size_px} pixels; use {SMALLEST_PX} to {LARGEST_PX}")
     if seed < 0:
-        raise RequestError(f"--seed is {seed}; it can be 0 or any larger whole number")
+        raise RequestError(f"--seed is {seed}; use a whole number ≥ 0")
     rng = np.random.default_rng([seed, 77])
     cases = _cases(rng, slides)
     splits = _splits(rng, cases)

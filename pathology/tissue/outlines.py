@@ -97,7 +97,7 @@ def mask_of_geojson(path: Path, grid: SlideGrid, shape: tuple[int, int]) -> Mask
     rings = [polygon_rings for feature in _features(path) for polygon_rings in _polygons(feature)]
     if not rings:
         raise RequestError(
-            f"{path}: no polygon in it; draw areas of the class {TISSUE_CLASS} and export them as GeoJSON"
+            f"{path}: it has no polygon; draw areas of the class {TISSUE_CLASS} and export them as GeoJSON"
         )
     mask = np.zeros(shape, bool)
     for outer, *holes in rings:
@@ -106,7 +106,7 @@ def mask_of_geojson(path: Path, grid: SlideGrid, shape: tuple[int, int]) -> Mask
             try:
                 corners = grid.from_level0(ring) - 0.5  # a pixel's centre is its number there
             except (TypeError, ValueError, IndexError) as error:
-                raise RequestError(f"{path}: a polygon in it is damaged ({error})") from error
+                raise RequestError(f"{path}: it has an invalid polygon ({error})") from error
             piece[polygon(corners[:, 0], corners[:, 1], shape)] = value  # type: ignore[no-untyped-call]
         mask |= piece
     return mask
@@ -119,7 +119,7 @@ def _features(path: Path) -> list[dict[str, Any]]:
     except OSError as error:
         raise RequestError(f"{path}: cannot be read ({error.strerror or error})") from error
     except ValueError as error:
-        raise RequestError(f"{path}: is no GeoJSON ({error}); export annotations from QuPath as GeoJSON") from error
+        raise RequestError(f"{path}: not GeoJSON ({error}); export annotations from QuPath as GeoJSON") from error
     several = found.get("features", [found]) if isinstance(found, dict) else found
     features = [one for one in several if isinstance(one, dict)] if isinstance(several, list) else []
     named = [one for one in features if _class_of(one) == TISSUE_CLASS.lower()]

@@ -81,9 +81,7 @@ class TissueParameters:
             name, _, value = text.partition("=")
             known = getattr(self, name, None) if name in _SETTABLE else None
             if known is None:
-                raise RequestError(
-                    f"--tissue-set {text}: NAME=VALUE is expected, with a name of {', '.join(_SETTABLE)}"
-                )
+                raise RequestError(f"--tissue-set {text}: expected NAME=VALUE, with a name of {', '.join(_SETTABLE)}")
             try:
                 found[name] = _parsed(value, known)
             except ValueError as error:
@@ -107,13 +105,13 @@ def _parsed(text: str, like: Any) -> Any:
     """
     if isinstance(like, bool):
         if text not in ("true", "false"):
-            raise ValueError("true or false are expected")
+            raise ValueError("expected true or false")
         return text == "true"
     numbers = tuple(float(part) for part in text.split(","))
     if any(not math.isfinite(number) or number < 0 for number in numbers) or tuple(sorted(numbers)) != numbers:
-        raise ValueError("numbers of 0 or more are expected, the smaller one first")
+        raise ValueError("expected numbers ≥ 0 in increasing order")
     if len(numbers) != (len(like) if isinstance(like, tuple) else 1):
-        raise ValueError("two numbers are expected" if isinstance(like, tuple) else "one number is expected")
+        raise ValueError("expected two numbers" if isinstance(like, tuple) else "expected one number")
     return numbers if isinstance(like, tuple) else numbers[0]
 
 

@@ -43,7 +43,7 @@ __all__ = ["inside_launcher", "launch", "launch_program", "own_rank", "run_as_ra
 RANK_SETTINGS = {"THP_MEM_ALLOC_ENABLE": "1"}
 SECONDS_TO_END_AFTER_FAILURE = 5.0
 POLL_SECONDS = 0.05
-FAILED = "hyfi: rank {rank} failed, so all ranks end:\n{error}"
+FAILED = "hyfi: rank {rank} failed, all ranks stop:\n{error}"
 
 
 def own_rank() -> int:

@@ -56,7 +56,7 @@ def test_wrong_splits_are_refused_with_their_reason(tmp_path, text, options, wor
 
 
 def test_cases_without_slides(tmp_path):
-    with pytest.raises(RequestError, match="no slide is known"):
+    with pytest.raises(RequestError, match="no slide has a known case"):
         load_splits(write(tmp_path, "case_id,split\nc1,train\n"))
 
 

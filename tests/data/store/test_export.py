@@ -84,7 +84,7 @@ def test_a_copy_is_made_once_for_each_form_of_the_slide(tmp_path: Path) -> None:
 
 def test_what_is_no_copy_is_not_replaced(tmp_path: Path) -> None:
     path, _, _ = make_slide(tmp_path / "store")
-    with pytest.raises(RequestError, match="no copy made by hyfi export"):
+    with pytest.raises(RequestError, match="exists and was not written by hyfi export"):
         export_ngff04(path, tmp_path / "store", 1)
     assert SlideStore.open(path).read(Box(0, 5, 0, 5)).shape == (3, 5, 5)
 

@@ -80,7 +80,7 @@ def test_paths_count_from_the_manifests_folder(tmp_path: Path, separator: str, c
         ("path,label,status,reason\na.svs,1,ill,none\n", "'status', 'reason'.*another name"),
         ('path,label\n"a.svs,1\nb.svs,2\n', "line 3 is not a CSV"),
         (f"path,note\na.svs,{'y' * 140_000}\n", "is not a CSV"),
-        ("path,label\na.svs,1\nb\0.svs,2\n", "line 3 holds a NUL"),
+        ("path,label\na.svs,1\nb\0.svs,2\n", "line 3 has a NUL"),
     ],
 )
 def test_a_wrong_manifest_is_refused(tmp_path: Path, text: str, word: str) -> None:

@@ -127,7 +127,9 @@ def _cut(shard: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:-1])
 
 
-@pytest.mark.parametrize(("damage", "word"), [(Path.unlink, "missing"), (_write_zero, "0 bytes"), (_cut, "bytes, not")])
+@pytest.mark.parametrize(
+    ("damage", "word"), [(Path.unlink, "missing"), (_write_zero, "0 bytes"), (_cut, "bytes, expected")]
+)
 @pytest.mark.parametrize("shard", ["0/c/0/0/1", "1/c/0/0/0", "labels/tissue/0/c/0/0"])
 def test_a_damaged_shard_is_found_on_opening(tmp_path: Path, damage: object, word: str, shard: str) -> None:
     path, _, _ = write_store(tmp_path / "store")

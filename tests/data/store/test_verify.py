@@ -67,9 +67,9 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "flipped bit in the index": ("0/c/0/0/0", lambda f: _flip(f, -500), "the checksum is wrong in its index"),
     "flipped bit in a label": ("labels/tissue/0/c/0/0", lambda f: _flip(f, 3), "the checksum is wrong in chunk 0"),
     "deleted shard": ("1/c/0/0/0", Path.unlink, "missing or cannot be read"),
-    "zero-length shard": ("0/c/0/0/0", lambda f: f.write_bytes(b""), "has 0 bytes, not"),
-    "cut shard": ("0/c/0/0/0", lambda f: f.write_bytes(f.read_bytes()[:-1]), "bytes, not"),
-    "swapped shards": ("0/c/0/0/0", _swap, "bytes, not"),
+    "zero-length shard": ("0/c/0/0/0", lambda f: f.write_bytes(b""), "has 0 bytes; expected"),
+    "cut shard": ("0/c/0/0/0", lambda f: f.write_bytes(f.read_bytes()[:-1]), "bytes; expected"),
+    "swapped shards": ("0/c/0/0/0", _swap, "bytes; expected"),
     "foreign file": ("0/c/0/0/9", lambda f: f.write_bytes(b"x"), "was not written with the slide"),
     "foreign text": ("notes.txt", lambda f: f.write_text("x"), "was not written with the slide"),
     "altered metadata": ("0/zarr.json", lambda f: f.write_text(f.read_text().replace("1100", "1101")), "was altered"),
@@ -80,7 +80,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
         "metadata was altered",
     ),
     "altered scale": ("zarr.json", lambda f: f.write_text(f.read_text().replace("2.0", "4.0")), "metadata was altered"),
-    "no JSON": ("zarr.json", lambda f: f.write_text("{"), "not valid JSON"),
+    "not a JSON": ("zarr.json", lambda f: f.write_text("{"), "not valid JSON"),
 }
 
 
@@ -105,7 +105,7 @@ def test_a_chunk_that_vanished_from_shard_and_digest_alike_is_told(tmp_path: Pat
     (path / "zarr.json").write_text(json.dumps(meta))
     text = said(verify_slide(path, 1))
     assert (
-        "chunks 1, 2, 9, 10 are not in their shard" in text
+        "chunks 1, 2, 9, 10 are missing in their shard" in text
         and "chunks 8 exist" in text
         and "metadata was altered" in text
     )
@@ -114,7 +114,7 @@ def test_a_chunk_that_vanished_from_shard_and_digest_alike_is_told(tmp_path: Pat
 def test_a_left_out_chunk_that_came_back_is_told(tmp_path: Path) -> None:
     path = make_slide(tmp_path / "store", sharded=False, blank=True)
     (path / "0/c/0/0/2").write_bytes(b"x")
-    assert "was left out when the slide was written" in said(verify_slide(path, 1))
+    assert "was omitted when the slide was written" in said(verify_slide(path, 1))
 
 
 def test_a_file_that_no_list_has_is_told(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_file_that_no_list_has_is_told(tmp_path: Path) -> None:
     meta = json.loads((path / "zarr.json").read_text())
     del meta["attributes"]["hyfi"]["shards"]["0/c/0/0/0"]
     (path / "zarr.json").write_text(json.dumps(meta))
-    assert "the slide's list does not have this file" in said(verify_slide(path, 1))
+    assert "this file is missing in the slide's file list" in said(verify_slide(path, 1))
 
 
 def test_records_and_slides_must_be_the_same_ones(tmp_path: Path) -> None:
@@ -159,6 +159,6 @@ def test_copied_tiles_are_verified_too(tmp_path: Path) -> None:
             writer.publish({"kind": "source"})
     path = slide_path(tmp_path, "good")
     assert not verify_slide(path, 1).faults
-    assert "chunk 4 does not decode" in said(verify_slide(slide_path(tmp_path, "bad"), 1))
+    assert "chunk 4 cannot be decoded" in said(verify_slide(slide_path(tmp_path, "bad"), 1))
     _flip(path / "0/c/0/0/0", 2 * len(tiles[0]) + 1_000)
     assert "the checksum is wrong in chunk 2" in said(verify_slide(path, 1))

@@ -136,7 +136,7 @@ def test_blank_glass_is_left_out_and_what_is_lost_is_still_told(tmp_path: Path, 
     if sharded:
         assert listed["0/c/0/0/0"]["blank"] == [0, 2, 3, 8, 9, 10, 11]
         slide = _rewritten(slide, "0/c/0/0/0", {"blank": [0, 2, 3, 8, 9, 10]})
-        with pytest.raises(StoreError, match="chunk 11 is not in its shard"):
+        with pytest.raises(StoreError, match="chunk 11 is missing in its shard"):
             slide.read(Box(0, 1024, 0, 2048))
     else:
         assert listed["0/c/0/0/0"] == {"blank": [0]} and not (slide.path / "0/c/0/0/0").exists()

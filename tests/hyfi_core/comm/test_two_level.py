@@ -36,7 +36,7 @@ def test_several_reductions_under_way_equal_one_level(nodes: str, op: Any) -> No
 
 
 def test_ranks_that_find_a_level_done_sooner_than_others_keep_one_order() -> None:
-    """Without communicators of their own for the levels, one stream a group would dead-lock here."""
+    """Without communicators of their own for the levels, one stream a group would deadlock here."""
 
     def body(comm: Communicator) -> list[float]:
         levels = two_level(comm, list("aabb"))

@@ -164,7 +164,7 @@ def test_two_gangs_in_opposite_orders_dead_lock() -> None:
     with pytest.raises(ScheduleError) as caught:
         simulate(swapped, placement, [])
     assert str(caught.value).splitlines() == [
-        "schedule chimera: dead-lock",
+        "schedule chimera: deadlock",
         "  rank 0, action 0, F0.s0.d0: waits for rank 1 of its stage, which is at F1.s1.d1",
         "  rank 1, action 0, F1.s1.d1: waits for rank 0 of its stage, which is at F0.s0.d0",
         f"rank 0 │ {'':8}  {'':8}  {'':8}  {'':8}  F0.s0.d0 {MARK}",

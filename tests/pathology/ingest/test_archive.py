@@ -211,7 +211,7 @@ def test_a_finished_slide_survives_a_failing_repetition(tmp_path: Path, make_sli
     assert len(report.failed) == 1 and load_records(store)["a"].status == DONE
     SlideStore.open(slide_path(store, "a"))
     (row,) = csv.DictReader((store / "manifest.csv").open())
-    assert row["status"] == DONE and "made again, it failed: the file is empty" in row["reason"]
+    assert row["status"] == DONE and "ingesting it again failed: the file is empty" in row["reason"]
     make_slide()
     assert run([source], store).skipped == ["a"] and load_records(store)["a"].reason == ""
 

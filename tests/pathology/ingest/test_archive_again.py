@@ -110,7 +110,7 @@ def test_the_same_name_given_meanwhile_to_a_slide_elsewhere(tmp_path: Path, make
     named = replace(job, row={"slide_id": "x"})
     outcome = do_job(named, store, AT_HALF, 1, lambda share: None)
     assert (
-        outcome is not None and outcome.record.status == FAILED and "each slide needs its own" in outcome.record.reason
+        outcome is not None and outcome.record.status == FAILED and "it must be unique" in outcome.record.reason
     )
 
 
@@ -182,7 +182,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "folderless": (index_without_its_folder, "folder|cannot|not"),
     "looped": (link_to_itself, "symbolic links"),
     "empty": (nothing, "empty"),
-    "pipe": (pipe, "no regular file"),
+    "pipe": (pipe, "not a regular file"),
 }
 
 
@@ -224,7 +224,7 @@ def test_a_folder_that_takes_no_more_ends_the_run(
     sources = [make_slide(f"{k}.tiff", seed=k) for k in range(2)]
     monkeypatch.setattr(forecast, "free_bytes", lambda folder: 1000)
     report = run(sources, tmp_path / "store")
-    assert not report.done and not report.failed and "no room" in report.stopped and "GB are free" in report.stopped
+    assert not report.done and not report.failed and "disk full" in report.stopped and "GB are free" in report.stopped
     # How small JPEG is, or a slide without its glass, nobody knows before.
     small = run(sources[:1], tmp_path / "jpeg", replace(AT_HALF, codec="jpeg:80"))
     assert f"needs {forecast.RESERVE_BYTES / 1e9:.2f} GB" in small.stopped

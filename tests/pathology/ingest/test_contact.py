@@ -80,7 +80,7 @@ def test_the_sheet_stands_alone(marked: Path) -> None:
     assert len(pictures) == 1 and page.refers == ["contact/m.png", *pictures]
     with Image.open(io.BytesIO(base64.b64decode(pictures[0].partition(",")[2]))) as small:
         assert max(small.size) == 240
-    assert "To look at (1)" in page.texts and "pen" in page.texts
+    assert "To check (1)" in page.texts and "pen" in page.texts
 
 
 def test_names_and_reasons_are_escaped_and_failed_slides_come_first(tmp_path: Path, make_slide: MakeSlide) -> None:
@@ -93,7 +93,7 @@ def test_names_and_reasons_are_escaped_and_failed_slides_come_first(tmp_path: Pa
     page = ContactPage(text)
     assert "script" not in page.tags and page.tags.count("img") == 1 and "http" not in text
     assert name in page.texts and "<script>alert(1)</script> & more" in page.texts
-    assert page.texts.index("Failed (1)") < page.texts.index("Nothing found (1)")
+    assert page.texts.index("Failed (1)") < page.texts.index("No flags (1)")
     link = next(ref for ref in page.refers if ref.endswith(".png"))
     assert re.fullmatch(r"contact/[\w%.]+", link)
 
@@ -102,7 +102,7 @@ def test_a_name_that_is_no_text_is_linked_byte_by_byte(tmp_path: Path, make_slid
     odd = make_slide().rename(tmp_path / os.fsdecode(b"old\xffdisk.tiff"))
     assert len(run([odd], tmp_path / "store").done) == 1
     page = ContactPage((tmp_path / "store" / "contact.html").read_text(errors="surrogateescape"))
-    assert "contact/old%FFdisk.png" in page.refers and "Nothing found (1)" in page.texts
+    assert "contact/old%FFdisk.png" in page.refers and "No flags (1)" in page.texts
 
 
 def test_pictures_that_are_missing_are_made_again_and_damage_is_told(tmp_path: Path, make_slide: MakeSlide) -> None:

@@ -200,7 +200,7 @@ def test_tiles_that_would_look_otherwise_are_refused(tmp_path: Path, monkeypatch
     slide = open_source(write_jpeg_slide(tmp_path / "a.tiff", False, False))
     tiles = LosslessSlide(slide)
     monkeypatch.setattr(TiffSource, "read", lambda self, box, level: np.zeros((*box.shape, 3), np.uint8))
-    with pytest.raises(SlideError, match="would not look as"):
+    with pytest.raises(SlideError, match="would differ from"):
         tiles.check()
 
 
@@ -213,7 +213,7 @@ def test_tiles_whose_headers_differ_are_each_read_anew() -> None:
         assert np.array_equal(simplejpeg.decode_jpeg(head + block[at : 18 + len(tile)]), simplejpeg.decode_jpeg(tile))
     with pytest.raises(TileError, match="no end marker"):
         joiner.join(block, 18, 18 + len(tile) - 2)
-    with pytest.raises(TileError, match="no header"):
+    with pytest.raises(TileError, match="no readable header"):
         joiner.join(tile[:100])
 
 

@@ -152,7 +152,7 @@ def test_what_is_no_mpp_stays_out_of_the_store(tmp_path: Path, make_slide: MakeS
 def test_what_is_no_key_is_left_alone(tmp_path: Path, make_slide: MakeSlide) -> None:
     key = tmp_path / "key.csv"
     key.write_text("a,b\n1,2\n")
-    with pytest.raises(RequestError, match="no key of an earlier ingest"):
+    with pytest.raises(RequestError, match="not a key of an earlier ingest"):
         make_plan(Request([make_slide()], tmp_path / "store", AT_HALF, pseudonyms=key))
     assert key.read_text() == "a,b\n1,2\n"
 

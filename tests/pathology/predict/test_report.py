@@ -94,7 +94,7 @@ def test_page_says_what_a_reader_must_know() -> None:
         "For research use only",
         "malignant & rare, 96.8 %",
         "3.2 % ± 1.0",
-        "mpp_assumed: the file does not say",
+        "mpp_assumed: the file does not state",
         "some_new_flag",
         "93.1 %",
         "+2.500",

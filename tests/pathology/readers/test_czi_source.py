@@ -171,7 +171,7 @@ REASONS = {
     "LZW": "compression LZW",
     "channels": "several planes along C",
     "no size": "without a size",
-    "entry": "no known kind",
+    "entry": "unknown type",
 }
 
 

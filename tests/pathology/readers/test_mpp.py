@@ -152,7 +152,7 @@ def test_a_resolution_of_nothing_is_refused_with_its_value(tmp_path: Path, per: 
         for name in ("XResolution", "YResolution"):
             file.seek(tiff.pages[0].tags[name].valueoffset)
             file.write(struct.pack("<II", 0, per))
-    with pytest.raises(SlideError, match="states 0 µm/px, or a resolution of 0, which makes no sense"):
+    with pytest.raises(SlideError, match="states 0 µm/px, or a resolution of 0, which is not plausible"):
         resolve_mpp(open_source(tmp_path / "a.tif").mpp, "", None)
 
 

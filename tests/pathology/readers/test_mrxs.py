@@ -295,7 +295,7 @@ def test_a_bad_tile_is_counted_and_the_others_are_read(plain: Path, tmp_path: Pa
 
 def test_the_ending_is_small(tmp_path: Path, plain: Path) -> None:
     large = plain.rename(plain.with_suffix(".MRXS"))
-    with pytest.raises(SlideError, match=r"ending \.mrxs"):
+    with pytest.raises(SlideError, match=r"extension \.mrxs"):
         open_source(large)
 
 

@@ -122,7 +122,11 @@ def test_what_cannot_be_checked_is_refused_with_what_it_is_and_what_would_work(
     tmp_path: Path, write: Callable[[Path, np.ndarray], None], words: str
 ) -> None:
     write(tmp_path / "a.tif", smooth(*SIZE))
-    with pytest.raises(SlideError, match=rf"not 8-bit RGB or grey but {words}.* Convert it .*vips colourspace"):
+    with pytest.raises(
+        SlideError,
+        match=rf"its pixels are {words} .*only 8-bit RGB or grey.* Convert it .*vips "
+        rf"colourspace",
+    ):
         open_source(tmp_path / "a.tif")
 
 

@@ -93,7 +93,7 @@ def test_what_is_no_file_is_named_and_never_waited_for(tmp_path: Path) -> None:
     (tmp_path / "loop.svs").symlink_to(tmp_path / "loop.svs")
     (tmp_path / "alone.mrxs").write_bytes(b"\xff\xd8\xff\xe0 a small picture")
     cases = {
-        "pipe.svs": "no regular file",
+        "pipe.svs": "not a regular file",
         "folder.svs": "folder, not",
         "loop.svs": "symbolic",
         "alone.mrxs": "'alone'",

@@ -92,10 +92,10 @@ def test_thresholds_are_set_by_name_and_what_is_wrong_is_named() -> None:
     assert truth.any() and not find_tissue(image, MPP, strict).tissue.any()
     for text, why in (
         ("densty=1", "with a name of density, colour"),
-        ("density=1", "two numbers are expected; density=0.012,0.02 is the default"),
-        ("density=2,1", "the smaller one first"),
+        ("density=1", "expected two numbers; density=0.012,0.02 is the default"),
+        ("density=2,1", "in increasing order"),
         ("close_um=x", "could not convert"),
-        ("fat=maybe", "true or false"),
+        ("fat=maybe", "expected true or false"),
         ("to_json=1", "with a name of"),
     ):
         with pytest.raises(RequestError, match=why):
