@@ -48,8 +48,8 @@ from workflows.exit_codes import exit_code_of
 from workflows.paths import require_writable
 
 EPILOG = (
-    "Exit codes: 0 all done, 1 finished but some inputs failed, 2 the request is wrong (nothing was written), "
-    "3 stopped on request (continue with --resume), anything else a fault."
+    "Exit codes: 0 success, 1 finished but some inputs failed, 2 invalid request (nothing was written), 3 stopped on "
+    "request (continue with --resume), any other code is a bug or a crash."
 )
 
 app = typer.Typer(
@@ -94,11 +94,11 @@ def doctor(measure: Measure = None, as_json: Json = False) -> None:
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option("--out", help="Folder for everything the demo makes.")] = Path("demo"),
+    out: Annotated[Path, typer.Option("--out", help="Folder for all output of the demo.")] = Path("demo"),
     resume: Resume = False,
     as_json: Json = False,
 ) -> None:
-    """Do the whole job on a small synthetic archive: slides, store, training, prediction, report."""
+    """Run everything on a small synthetic archive: slides, store, training, prediction, report."""
     from workflows.commands import demo
 
     _exit(partial(demo.run, out, as_json), writes=out)
@@ -110,8 +110,8 @@ def synth(
     slides: Annotated[int, typer.Option("--slides", min=1, help="Number of slides.")],
     size_px: Annotated[int, typer.Option("--size", min=256, help="Height and width of a slide in pixels.")],
     seed: Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same slides.")] = 0,
-    pen: Annotated[bool, typer.Option("--pen", help="Put pen marks on some.")] = False,
-    blur: Annotated[bool, typer.Option("--blur", help="Put some out of focus in places.")] = False,
+    pen: Annotated[bool, typer.Option("--pen", help="Add pen marks to some slides.")] = False,
+    blur: Annotated[bool, typer.Option("--blur", help="Add out-of-focus areas to some slides.")] = False,
     resume: Resume = False,
     as_json: Json = False,
 ) -> None:
@@ -124,10 +124,10 @@ def synth(
 @app.command()
 def ingest(
     paths: Annotated[list[Path], typer.Argument(metavar="PATH", help="Slides, folders, or a manifest CSV.")],
-    out: Annotated[Path, typer.Option("--out", help="The store; made where it does not exist.")],
+    out: Annotated[Path, typer.Option("--out", help="The store; created if it does not exist.")],
     mpp: IngestMpp = "1.0",
-    workers: Annotated[int, typer.Option("--workers", min=0, help="Processes; 0: one for each core.")] = 0,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Do finished slides again.")] = False,
+    workers: Annotated[int, typer.Option("--workers", min=0, help="Worker processes; 0: one for each core.")] = 0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Process finished slides again.")] = False,
     slide_mpp: SlideMpp = None,
     force_mpp: ForceMpp = False,
     pen: Pen = "flag",
@@ -136,18 +136,20 @@ def ingest(
     lossless: Lossless = False,
     glass: Glass = "keep",
     unsharded: Unsharded = False,
-    crop_tissue: Annotated[bool, typer.Option("--crop-tissue", help="Write the box around the tissue only.")] = False,
+    crop_tissue: Annotated[bool, typer.Option("--crop-tissue", help="Write the tissue's bounding box only.")] = False,
     icc: Icc = "keep",
     cache: Cache = None,
     memory: Memory = None,
-    part: Annotated[str, typer.Option("--part", help="i/n: do the i-th of n parts, one on each node.")] = "1/1",
+    part: Annotated[
+        str, typer.Option("--part", help="i/n: process the i-th of n parts, for instance one on each node.")
+    ] = "1/1",
     pseudonyms: Pseudonyms = None,
     max_bad: MaxBad = 0.0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; write nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done, without writing.")] = False,
     resume: Resume = False,
     as_json: Json = False,
 ) -> None:
-    """Turn slides into a store. Safe to run again: finished slides are skipped."""
+    """Convert slides into a store. Safe to run again: finished slides are skipped."""
     from workflows.commands import ingest
 
     _exit(
@@ -186,7 +188,7 @@ def verify(
     resume: Resume = False,
     as_json: Json = False,
 ) -> None:
-    """Re-check every digest, size and checksum of a store."""
+    """Check every digest, size and checksum of a store."""
     from workflows.commands import verify
 
     _exit(partial(verify.run, store, as_json))
@@ -200,7 +202,7 @@ def export(
     resume: Resume = False,
     as_json: Json = False,
 ) -> None:
-    """Copy slides of a store for viewers that know only an older format."""
+    """Copy slides of a store into an older format, for viewers that need it."""
     from workflows.commands import export
 
     _exit(partial(export.run, store, ngff, out, as_json), writes=out)
@@ -208,14 +210,16 @@ def export(
 
 @app.command()
 def inspect(
-    path: Annotated[Path, typer.Argument(metavar="STORE_OR_SLIDE", help="A store, a slide of a store, or a file.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="STORE_OR_SLIDE", help="A store, a slide of a store, or a slide file.")
+    ],
     png: Annotated[Path | None, typer.Option("--png", help="Write a thumbnail with the tissue outline.")] = None,
     tissue: TissueOut = None,
     slide_mpp: SlideMpp = None,
     resume: Resume = False,
     as_json: Json = False,
 ) -> None:
-    """Show levels, microns per pixel, tissue share and provenance."""
+    """Show levels, microns per pixel, tissue fraction and provenance."""
     from workflows.commands import inspect
 
     _exit(partial(inspect.run, path, png, as_json, slide_mpp, tissue))
@@ -224,9 +228,9 @@ def inspect(
 @app.command()
 def split(
     labels: Annotated[Path, typer.Argument(metavar="LABELS.csv", help="One row for each slide.")],
-    out: Annotated[Path, typer.Option("--out", help="The CSV to write.")],
-    folds: Annotated[int | None, typer.Option("--folds", min=2, help="Cross-validation folds.")] = None,
-    group: Annotated[str, typer.Option("--group", help="Column that is never in two splits.")] = "case_id",
+    out: Annotated[Path, typer.Option("--out", help="The CSV file to write.")],
+    folds: Annotated[int | None, typer.Option("--folds", min=2, help="Number of cross-validation folds.")] = None,
+    group: Annotated[str, typer.Option("--group", help="Column to group by: no value is in two splits.")] = "case_id",
     stratify: Annotated[str | None, typer.Option("--stratify", help="Column to balance over the splits.")] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same splits.")] = 0,
     resume: Resume = False,
@@ -240,12 +244,12 @@ def split(
 
 @app.command()
 def train(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="Sections data, model, plan, … of the run.")],
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="The run's YAML, see docs/config.md.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[section.key=value]", help="Values put over the file's.")
+        list[str] | None, typer.Argument(metavar="[section.key=value]", help="Values that override the file's.")
     ] = None,
     ranks: PlanRanks = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue where the run stopped; start it if new.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue a stopped run, or start it.")] = False,
     as_json: Json = False,
 ) -> None:
     """Train a classifier; starts mpiexec itself where it is not already under mpiexec, srun or torchrun."""
@@ -262,20 +266,20 @@ def validate(
     splits: Annotated[Path | None, typer.Option("--splits", help="Splits; default: a column of the labels.")] = None,
     split_name: Annotated[str, typer.Option("--split", help="Which split to evaluate on.")] = "test",
     split_column: Annotated[
-        str | None, typer.Option("--split-column", help="The column of splits; default: the one trained by.")
+        str | None, typer.Option("--split-column", help="The column of splits; default: the one used in training.")
     ] = None,
     ranks: Ranks = None,
     cells: Cells = None,
     image: Image = "whole",
-    out: Annotated[Path | None, typer.Option("--out", help="Folder for a page and a table of all slides.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for an HTML page and a CSV of all slides.")] = None,
     device: Device = "auto",
     calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Fit the temperature of the probabilities and keep it in CHECKPOINT.")
+        bool, typer.Option("--calibrate", help="Fit the temperature of the probabilities and store it in CHECKPOINT.")
     ] = False,
     resume: Resume = False,
     as_json: Json = False,
 ) -> None:
-    """Compute a checkpoint's metrics: by the same sums as during training, of all tissue of each slide."""
+    """Compute the metrics of a checkpoint on labelled slides."""
     from workflows.commands import validate
 
     request = validate.EvaluationRequest(
@@ -301,18 +305,22 @@ def predict(
     inputs: Annotated[list[Path], typer.Argument(metavar="SLIDE_OR_STORE", help="Slide files, folders, stores.")],
     out: Annotated[Path, typer.Option("--out", help="Folder for predictions, heatmaps and reports.")],
     more: Annotated[
-        list[Path] | None, typer.Option("--checkpoint", help="Once more for each further member of an ensemble.")
+        list[Path] | None, typer.Option("--checkpoint", help="Another checkpoint, for an ensemble; repeatable.")
     ] = None,
     ranks: Ranks = None,
     cells: Cells = None,
     mpp: Annotated[
-        float | None, typer.Option("--mpp", min=0.01, help="Microns per pixel to look at, if not the checkpoint's.")
+        float | None,
+        typer.Option("--mpp", min=0.01, help="Microns per pixel to predict at; default: the checkpoint's."),
     ] = None,
     slide_mpp: SlideMpp = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Do finished slides again.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Process finished slides again.")] = False,
     image: Image = "whole",
     allow_partial: Annotated[
-        bool, typer.Option("--allow-partial", help="Give a class, marked, even where too little tissue was seen.")
+        bool,
+        typer.Option(
+            "--allow-partial", help="Also predict slides of which too little tissue was seen; marked as incomplete."
+        ),
     ] = False,
     tissue: Tissue = None,
     device: Device = "auto",
@@ -349,7 +357,7 @@ def status(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run (run.dir).")],
     as_json: Json = False,
 ) -> None:
-    """Say where a running or ended run stands."""
+    """Show the progress of a run."""
     from workflows.commands import status as command
 
     _exit(partial(command.run, run, as_json))

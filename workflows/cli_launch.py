@@ -11,27 +11,29 @@ from workflows.exit_codes import exit_code_of
 
 launch = typer.Typer(
     name="launch",
-    help="Write, and submit, the script that starts a run or an ingest on a cluster.",
+    help="Write (and submit) a script that starts a run or an ingest on a cluster.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="The run's YAML.")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[section.key=value]", help="Values put over the file's.")
+    list[str] | None, typer.Argument(metavar="[section.key=value]", help="Values that override the file's.")
 ]
 Nodes = Annotated[int, typer.Option("--nodes", min=1, help="Nodes of the job.")]
 Gpus = Annotated[int | None, typer.Option("--gpus-per-node", min=1, help="GPUs of each node.")]
-Cpus = Annotated[int | None, typer.Option("--cpus-per-task", min=1, help="Cores of each rank.")]
-Time = Annotated[str | None, typer.Option("--time", metavar="HH:MM:SS", help="Time limit, as Slurm takes it.")]
+Cpus = Annotated[int | None, typer.Option("--cpus-per-task", min=1, help="CPU cores of each rank.")]
+Time = Annotated[str | None, typer.Option("--time", metavar="HH:MM:SS", help="Time limit, in Slurm's format.")]
 Partition = Annotated[str | None, typer.Option("--partition", help="Default: the site's.")]
-Mpi = Annotated[str | None, typer.Option("--mpi", help="What srun takes: pmi2 (MPICH), pmix (Open MPI).")]
-Ranks = Annotated[int | None, typer.Option("--ranks", min=1, help="Needed where roles are given by host.")]
+Mpi = Annotated[str | None, typer.Option("--mpi", help="Value of srun --mpi: pmi2 (MPICH), pmix (Open MPI).")]
+Ranks = Annotated[
+    int | None, typer.Option("--ranks", min=1, help="Number of ranks; required if roles are given by host.")
+]
 SiteFile = Annotated[
-    Path | None, typer.Option("--site", metavar="site.yaml", help="What this cluster wants; default: ./site.yaml.")
+    Path | None, typer.Option("--site", metavar="site.yaml", help="Settings of this cluster; default: ./site.yaml.")
 ]
 Script = Annotated[Path | None, typer.Option("--script", help="Where to write the script.")]
-Submit = Annotated[bool, typer.Option("--submit", help="Hand it to Slurm at once.")]
+Submit = Annotated[bool, typer.Option("--submit", help="Submit the script to Slurm.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one machine-readable object last on standard output.")]
 
 
@@ -67,7 +69,7 @@ def slurm(
 @launch.command("slurm-array", context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
 def slurm_array(
     context: typer.Context,
-    parts: Annotated[int, typer.Option("--parts", min=1, help="Jobs of the array.")] = 4,
+    parts: Annotated[int, typer.Option("--parts", min=1, help="Number of jobs in the array.")] = 4,
     cpus_per_task: Cpus = None,
     time: Time = None,
     partition: Partition = None,
@@ -112,7 +114,7 @@ def _add_script_command(by: Literal["mpiexec", "torchrun"], about: str) -> None:
     launch.command(by, help=about)(command)
 
 
-_add_script_command("mpiexec", "A training run as a shell script around mpiexec.")
+_add_script_command("mpiexec", "Write a shell script that starts a training run with mpiexec.")
 _add_script_command(
-    "torchrun", "A training run as a shell script around torchrun (NCCL between GPUs, gloo without them)."
+    "torchrun", "Write a shell script that starts a training run with torchrun (NCCL with GPUs, gloo without)."
 )

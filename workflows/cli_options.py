@@ -14,12 +14,14 @@ PlanRanks = Annotated[
 Ranks = Annotated[int | None, typer.Option("--ranks", min=1, help="Processes to start; default: one.")]
 Cells = Annotated[
     str | None,
-    typer.Option("--cells", metavar="R,C", help="Cut an image into R x C cells, one after the other: less memory."),
+    typer.Option(
+        "--cells", metavar="R,C", help="Compute each image in R x C cells, one after the other, to save memory."
+    ),
 ]
 SlideMpp = Annotated[
     float | None,
     typer.Option(
-        "--slide-mpp", min=0.01, help="Microns per pixel of slides whose files do not state it, or state nonsense."
+        "--slide-mpp", min=0.01, help="Microns per pixel of slides whose files do not state a plausible value."
     ),
 ]
 
@@ -29,58 +31,70 @@ Measure = Annotated[
 ]
 IngestMpp = Annotated[
     str,
-    typer.Option("--mpp", help="Microns per pixel of the store's finest level, or native: each slide's own."),
+    typer.Option("--mpp", help="Microns per pixel of the store's finest level; native: each slide's own."),
 ]
 ForceMpp = Annotated[
-    bool, typer.Option("--force-mpp", help="The given mpp replaces a file's own, even a sensible one.")
+    bool, typer.Option("--force-mpp", help="Use the given mpp even if the file states a plausible one.")
 ]
 Pen = Annotated[
-    str, typer.Option("--pen", help="Pen marks: flag only tells, mask takes them out of the tissue, off ignores them.")
+    str,
+    typer.Option("--pen", help="Pen marks: flag reports them, mask removes them from the tissue, off ignores them."),
 ]
 Image = Annotated[
-    str, typer.Option("--image", help="whole: all tissue of a slide; trained: as much as one image of that size holds.")
+    str,
+    typer.Option("--image", help="whole: all tissue of a slide; trained: what one image of the trained size shows."),
 ]
 Cache = Annotated[
-    Path | None, typer.Option("--cache", metavar="DIR", help="Copy each slide to this local disk while it is read.")
+    Path | None, typer.Option("--cache", metavar="DIR", help="Copy each slide to this local folder before reading it.")
 ]
 Memory = Annotated[
-    str | None, typer.Option("--memory", help="What all workers may use, as in 8GB; default: most of what is free.")
+    str | None,
+    typer.Option("--memory", help="Memory of all workers together, as in 8GB; default: most of the free memory."),
 ]
 Pseudonyms = Annotated[
     Path | None,
-    typer.Option("--pseudonyms", metavar="KEY.csv", help="Give random names; real ones stay in this file."),
+    typer.Option(
+        "--pseudonyms",
+        metavar="KEY.csv",
+        help="Replace slide names by random ones; this CSV file keeps the real names.",
+    ),
 ]
 MaxBad = Annotated[
-    float, typer.Option("--max-bad", min=0.0, max=1.0, help="Share of unreadable tiles that a slide may have.")
+    float, typer.Option("--max-bad", min=0.0, max=1.0, help="Largest fraction of unreadable tiles in a slide.")
 ]
-Lossless = Annotated[bool, typer.Option("--lossless", help="Keep the scanner's JPEG tiles and levels as they are.")]
+Lossless = Annotated[bool, typer.Option("--lossless", help="Copy the scanner's JPEG tiles and levels unchanged.")]
 Glass = Annotated[
-    str, typer.Option("--glass", help="keep writes the whole slide, blank leaves out what has no tissue near.")
+    str,
+    typer.Option("--glass", help="Background: keep writes the whole slide, blank omits chunks without tissue nearby."),
 ]
-Unsharded = Annotated[bool, typer.Option("--unsharded", help="Every chunk is a file; default: shards of 64.")]
-Icc = Annotated[str, typer.Option("--icc", help="keep leaves colours and profile as they are, apply converts to sRGB.")]
-Resume = Annotated[
-    bool, typer.Option("--resume", help="Continue where a run stopped; finished work is kept without it, too.")
+Unsharded = Annotated[
+    bool, typer.Option("--unsharded", help="Write each chunk to its own file; default: shards of 64.")
 ]
+Icc = Annotated[
+    str, typer.Option("--icc", help="ICC profile: keep stores it with unchanged colours, apply converts to sRGB.")
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Accepted by all commands; finished work is always kept.")]
 Tissue = Annotated[
     str | None,
     typer.Option(
         "--tissue",
         metavar="GEOJSON|off",
-        help="Where the tissue is: a GeoJSON, or a folder of <slide_id>.geojson; off: everywhere.",
+        help="Tissue outlines: a GeoJSON file, or a folder of <slide_id>.geojson; off: use the whole slide.",
     ),
 ]
 TissueOut = Annotated[
     Path | None,
-    typer.Option("--tissue", metavar="GEOJSON", help="Write a stored slide's tissue as polygons that QuPath opens."),
+    typer.Option("--tissue", metavar="GEOJSON", help="Write a stored slide's tissue outlines as GeoJSON for QuPath."),
 ]
 Device = Annotated[
     str,
-    typer.Option("--device", help="cuda: each rank on a GPU of its own; auto: so where each has one; cpu."),
+    typer.Option("--device", help="cuda: one GPU for each rank; cpu; auto: cuda if there are enough GPUs."),
 ]
 TissueSet = Annotated[
     list[str] | None,
     typer.Option(
-        "--tissue-set", metavar="NAME=VALUE", help="Another threshold of the tissue mask, as density=0.01,0.015."
+        "--tissue-set",
+        metavar="NAME=VALUE",
+        help="Override a threshold of the tissue mask, as density=0.01,0.015; repeatable.",
     ),
 ]

@@ -16,9 +16,8 @@ from pathlib import Path
 from workflows.launch.status import RunStatus
 
 GENERAL_ADVICE = (
-    "less is needed where each image is spread over more ranks (plan.grids, or --ranks), computed cell by cell "
-    "(--cells R,C of predict and validate) or smaller (data.size_px, data.mpp), and with fewer roles.loaders and "
-    "data.workers"
+    "to need less memory, divide each image among more ranks (plan.grids, or --ranks), compute it in cells "
+    "(plan.cells, or --cells R,C), use smaller images (data.size_px, data.mpp), or fewer roles.loaders and data.workers"
 )
 _ALLOCATOR = re.compile(r"can't allocate memory|not enough memory|out of memory|Cannot allocate memory|bad_alloc")
 _WANTED = re.compile(r"[Aa]llocate ([\d.]+ \w+)")
@@ -56,7 +55,7 @@ def told(error: BaseException) -> str | None:
     if not is_out_of_memory(error):
         return None
     found = _WANTED.search(str(error))
-    return f"out of memory{f' ({_amount(found[1])} more were asked for)' if found else ''}; {advice()}"
+    return f"out of memory{f' (when {_amount(found[1])} more were requested)' if found else ''}; {advice()}"
 
 
 def _amount(text: str) -> str:

@@ -27,8 +27,8 @@ def require_writable(target: Path) -> None:
     except OSError as error:
         reason = error.strerror or str(error)
         raise RequestError(
-            f"{target}: cannot be written: the folder {folder.absolute()} takes no files ({reason}); "
-            "choose another path"
+            f"{target}: cannot be written: no files can be created in {folder.absolute()} ({reason}); choose another "
+            f"path"
         ) from None
 
 
@@ -44,7 +44,7 @@ def require_folder(target: Path, purpose: str) -> None:
     """
     _look(target)
     if target.exists() and not target.is_dir():
-        raise RequestError(f"{target} is a file; name a folder for {purpose}")
+        raise RequestError(f"{target} is a file; choose a folder for {purpose}")
 
 
 def _look(target: Path) -> None:
@@ -56,8 +56,8 @@ def _look(target: Path) -> None:
     address = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/+", str(target))
     if address is not None:
         raise RequestError(
-            f"{address[1]}://{str(target)[address.end() :]}: this command writes to local folders only; "
-            "write to one, and copy it to the object store afterwards"
+            f"{address[1]}://{str(target)[address.end() :]}: only local folders can be written; write to one, and "
+            f"copy it to the object store afterwards"
         )
     try:
         target.lstat()
@@ -65,4 +65,4 @@ def _look(target: Path) -> None:
         pass
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise RequestError(f"{str(target)[:200]}: cannot be looked at ({reason}); choose another path") from None
+        raise RequestError(f"{str(target)[:200]}: cannot be accessed ({reason}); choose another path") from None

@@ -45,7 +45,9 @@ def main() -> None:
     """Measure the slides given and one that is made."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("slides", type=Path, nargs="*")
-    parser.add_argument("--size", type=int, default=20_480, help="side of the slide that is made; 0: none")
+    parser.add_argument(
+        "--size", type=int, default=20_480, help="height and width of a synthetic slide in pixels; 0: none"
+    )
     parser.add_argument("--region", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)

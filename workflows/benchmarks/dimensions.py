@@ -86,7 +86,7 @@ def _resting_rank(out: Path | None, steps: int) -> None:
     comm = hyfi_core.init()
     torch.manual_seed(0)
     if comm.rank == 0:
-        print(f"8 ranks, batch {BATCH}; a block rests {BLOCK_S * 1e3:.0f} ms an image forward and twice that backward")
+        print(f"8 ranks, batch {BATCH}; a block sleeps {BLOCK_S * 1e3:.0f} ms an image forward and twice that backward")
         print("| plan | step (s) | to layer | bubble | simulated | in flight | stage KB | halo KB | reduce KB |")
         print("|---|---|---|---|---|---|---|---|---|")
     layer_s = 0.0

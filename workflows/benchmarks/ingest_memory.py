@@ -30,8 +30,8 @@ def main() -> None:
     """Measure each size in a process of its own, or, as a child, one of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, nargs="+", default=[20480, 40960])
-    parser.add_argument("--mpp", type=float, default=0.5, help="microns per pixel that the slides say they have")
-    parser.add_argument("--folder", type=Path, help="where slides and stores go; default: a temporary folder")
+    parser.add_argument("--mpp", type=float, default=0.5, help="microns per pixel stated in the slides")
+    parser.add_argument("--folder", type=Path, help="folder for slides and stores; default: a temporary folder")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--slide", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()

@@ -290,10 +290,12 @@ def main() -> None:
     """Print what became of each network."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="*", help="a pattern of package/name")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="no network is begun after this long")
-    parser.add_argument("--limit", type=float, default=600.0, help="seconds for one half of one network")
-    parser.add_argument("--rows", type=Path, help="JSON lines: what is known, and what is found")
-    parser.add_argument("--again", default="", help="run what has this outcome in the rows once more, such as refused")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="start no network after this many seconds")
+    parser.add_argument(
+        "--limit", type=float, default=600.0, help="time limit for each half of one network, in seconds"
+    )
+    parser.add_argument("--rows", type=Path, help="JSON lines: results, read and appended")
+    parser.add_argument("--again", default="", help="run networks with this outcome again, such as refused")
     given = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("torch").setLevel(logging.CRITICAL)  # what a network cannot do is one line here

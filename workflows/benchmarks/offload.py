@@ -42,9 +42,9 @@ SMALL_PX, COMPUTE_BOUND_S = 128, 0.25
 def main() -> None:
     """Measure, and print what came out."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", type=int, default=1024, help="pixels of an image's side")
+    parser.add_argument("--size", type=int, default=1024, help="height and width of an image in pixels")
     parser.add_argument("--steps", type=int, default=45, help=f"at least {WARM + 2 * EVERY_STEPS}")
-    parser.add_argument("--share", type=float, default=0.2, help="loading and validation in an inline step")
+    parser.add_argument("--share", type=float, default=0.2, help="fraction of loading and validation in an inline step")
     parser.add_argument("--rounds", type=int, default=2)
     given = parser.parse_args()
     if given.steps < WARM + 2 * EVERY_STEPS:

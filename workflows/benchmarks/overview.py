@@ -27,9 +27,12 @@ def main() -> None:
     slide_id, path, share = _clearest(demo)
     panels = [
         (_thumbnail(path), "a slide that was held out"),
-        (_overlay(demo / "predictions" / slide_id / "overlay.png"), f"predicted {share}: the place that spoke most"),
-        (_focus(demo / "predictions" / slide_id / "regions.geojson", path), "that place, at full resolution"),
-        (_curves(demo / "run" / "metrics.jsonl"), "the run: loss of each step, AUROC of each validation"),
+        (
+            _overlay(demo / "predictions" / slide_id / "overlay.png"),
+            f"predicted {share}: the region with the highest score",
+        ),
+        (_focus(demo / "predictions" / slide_id / "regions.geojson", path), "this region at full resolution"),
+        (_curves(demo / "run" / "metrics.jsonl"), "the run: loss at each step, AUROC at each validation"),
     ]
     width = len(panels) * PANEL_PX + (len(panels) + 1) * GAP_PX
     sheet = Image.new("RGB", (width, PANEL_PX + CAPTION_PX + GAP_PX), "white")

@@ -19,4 +19,4 @@ def _status_bytes(name: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
-    raise SystemExit(f"/proc/self/status does not tell {name}: this needs Linux")
+    raise SystemExit(f"/proc/self/status has no {name}: this benchmark needs Linux")

@@ -86,7 +86,7 @@ def run(out: Path, as_json: bool, archive: Archive | None = None, overrides: Seq
 def _prepare(out: Path, parameters: dict[str, Any]) -> None:
     """Make ``out`` ready: new, or an unfinished demo of the same parameters."""
     if out.exists() and not (out / MARKER).exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RequestError(f"{out} exists and is not a demo's folder; give --out another name, or remove it yourself")
+        raise RequestError(f"{out} exists and was not written by hyfi demo; choose another --out, or remove the folder")
     if (out / MARKER).exists():
         before = json.loads((out / MARKER).read_text())
         if before["done"] or before["parameters"] != parameters:

@@ -50,7 +50,11 @@ def run(as_json: bool) -> int:
         say(_line(finding))
     broken = [finding for finding in findings if finding.essential and not finding.ok]
     say()
-    say("everything works" if not broken else f"{len(broken)} of {len(findings)} do not work; mend them as said above")
+    say(
+        "everything works"
+        if not broken
+        else f"{len(broken)} of {len(findings)} checks failed; run the commands above to fix them"
+    )
     if as_json:
         emit_json({"ok": not broken, "checks": [asdict(finding) for finding in findings]})
     return 1 if broken else 0
@@ -101,7 +105,7 @@ def _halo() -> str:
     if done.returncode != 0:
         raise RuntimeError(done.stderr.strip() or f"ended with code {done.returncode}")
     said = json.loads(done.stdout.splitlines()[-1])
-    return f"two ranks equal one process, over {said['mpi']} (largest difference {said['difference']:.0e})"
+    return f"two ranks agree with one process, over {said['mpi']} (largest difference {said['difference']:.0e})"
 
 
 def _slides() -> str:
@@ -124,7 +128,7 @@ def _slides() -> str:
         finally:
             source.close()
     if abs(int(read.mean()) - 200) > 3:
-        raise RuntimeError(f"pixels of value 200 were read as {read.mean():.0f}")
+        raise RuntimeError(f"pixels of value 200 are read as {read.mean():.0f}")
     version = importlib.metadata.version
     return f"OpenSlide through openslide-python {version('openslide-python')}, tifffile {version('tifffile')}"
 
@@ -144,7 +148,7 @@ def _zarr() -> str:
         array[:] = pixels
         same = np.array_equal(np.asarray(zarr.open_array(folder, mode="r")[:]), pixels)
     if not same:
-        raise RuntimeError("a sharded array was not read as it was written")
+        raise RuntimeError("a sharded array differs after writing and reading")
     return f"{zarr.__version__}, sharded, zstd with crc32c"
 
 
@@ -209,7 +213,7 @@ CHECKS: dict[str, tuple[Callable[[], Finding | str], str]] = {
     "MPI": (_mpiexec, "pip install 'hyfi[local]', or load your cluster's MPI module"),
     "two-rank halo exchange": (
         _halo,
-        "mend MPI and torch first; the error: python -m workflows.commands.halo_probe",
+        "fix MPI and torch first; to see the error: python -m workflows.commands.halo_probe",
     ),
     "slides": (_slides, "pip install --upgrade openslide-python openslide-bin tifffile imagecodecs"),
     "zarr": (_zarr, "pip install --upgrade 'zarr>=3.0.8'"),

@@ -28,12 +28,10 @@ def run(store: Path, ngff: str, out: Path, as_json: bool) -> int:
     from data.store.export import pixels_of
 
     if ngff not in _FORMATS:
-        raise RequestError(f"--ngff {ngff}: {', '.join(_FORMATS)} can be written (stores themselves are 0.5)")
+        raise RequestError(f"--ngff {ngff}: use one of {', '.join(_FORMATS)} (stores themselves are 0.5)")
     slides = _slides(store)
     if out.absolute() in (store.absolute(), slides[0].absolute().parent):
-        raise RequestError(
-            f"--out {out}: the copies would have the names of the slides themselves; name another folder"
-        )
+        raise RequestError(f"--out {out}: the copies would overwrite the slides; choose another folder")
     require_folder(out, "the copies")
     require_writable(out / _LIST)
     out.mkdir(parents=True, exist_ok=True)
@@ -53,12 +51,10 @@ def _slides(store: Path) -> list[Path]:
     except OSError as error:
         raise RequestError(f"{store}: cannot be read ({error.strerror})") from error
     if not is_folder:
-        raise RequestError(f"{store}: there is no such folder; name a store, or a slide of a store (.zarr)")
+        raise RequestError(f"{store}: no such folder; give a store, or a slide of a store (.zarr)")
     slides = [store] if (store / "zarr.json").exists() else sorted(store.glob("*.zarr"))
     if not slides:
-        raise RequestError(
-            f"{store}: there is no ingested slide in this folder; `hyfi ingest … --out {store}` makes them"
-        )
+        raise RequestError(f"{store}: no ingested slide in this folder; run `hyfi ingest … --out {store}` first")
     return slides
 
 

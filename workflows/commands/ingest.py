@@ -93,7 +93,7 @@ def _mpp(text: str) -> dict[str, Any]:
     try:
         return {"mpp": parse_mpp(text)}
     except ValueError as error:
-        raise RequestError(f"--mpp {text}: a number of microns per pixel or native is expected") from error
+        raise RequestError(f"--mpp {text}: expected a number of microns per pixel, or native") from error
 
 
 def _check_cache(cache: Path | None) -> None:
@@ -172,7 +172,7 @@ def _size(job: SlideJob) -> int:
 def _part(text: str) -> tuple[int, int]:
     number, _, of = text.partition("/")
     if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
-        raise RequestError(f"--part {text}: i/n is expected, as in 1/4, 2/4, 3/4, 4/4")
+        raise RequestError(f"--part {text}: expected i/n, as in 1/4, 2/4, 3/4, 4/4")
     return int(number), int(of)
 
 
@@ -187,8 +187,8 @@ def _refuse_too_little_room(plan: Plan, request: Request) -> None:
     needed, free = sampled_least_bytes(plan.jobs, request.options), free_bytes(request.store)
     if needed > free:
         raise RequestError(
-            f"{request.store}: its disk has {free / 1e9:.1f} GB free, the slides need {needed / 1e9:.1f} GB or more; "
-            "name another folder with --out, or ingest a part of them with --part"
+            f"{request.store}: its disk has {free / 1e9:.1f} GB free, but the slides need at least "
+            f"{needed / 1e9:.1f} GB; choose another --out, or ingest a part of them with --part"
         )
 
 
@@ -199,7 +199,7 @@ def _report(report: IngestReport, out: Path, as_json: bool) -> int:
         if record.flags:
             console.warn(f"note: {record.slide_id}: {', '.join(record.flags)}")
     if report.stopped:
-        console.warn(f"stopped: {report.stopped}. What is finished is kept; the same command continues")
+        console.warn(f"stopped: {report.stopped}. Finished slides are kept; run the same command to continue")
     counts = f"{len(report.done)} done, {len(report.failed)} failed, {len(report.skipped)} finished before"
     console.say(f"{counts}: {out / 'manifest.csv'}, {out / 'contact.html'}")
     if as_json:

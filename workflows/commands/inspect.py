@@ -36,9 +36,9 @@ def run(
     _require_there(path)
     if png is not None:
         if not png.absolute().parent.is_dir():
-            raise RequestError(f"{png}: there is no folder {png.absolute().parent} to write to")
+            raise RequestError(f"{png}: no such folder: {png.absolute().parent}")
         if png.is_dir():
-            raise RequestError(f"{png}: is a folder; name a file for the picture")
+            raise RequestError(f"{png}: is a folder; give a file for the picture")
         require_writable(png)
     if geojson is not None:
         _export_tissue(path, geojson)
@@ -74,7 +74,7 @@ def _export_tissue(path: Path, geojson: Path) -> None:
     from pathology.tissue.outlines import SlideGrid, mask_to_geojson
 
     if not path.is_dir() or _is_dicom_slide(path):
-        raise RequestError(f"--tissue {geojson}: {path} is a slide's file; ingest it, and inspect it in the store")
+        raise RequestError(f"--tissue {geojson}: {path} is a slide file; ingest it, and inspect the ingested slide")
     alone = (path / "zarr.json").exists()
     names = [] if alone else [row["slide_id"] for row in load_manifest(path) if row["status"] == DONE]
     try:
@@ -104,7 +104,7 @@ def _require_there(path: Path) -> None:
             (path / "zarr.json").exists()  # to list a folder is not to reach what is in it
     except (FileNotFoundError, NotADirectoryError) as error:
         raise RequestError(
-            f"{path}: no such file or folder; name a store, a slide of a store (.zarr) or a slide's file"
+            f"{path}: no such file or folder; give a store, a slide of a store (.zarr) or a slide file"
         ) from error
     except OSError as error:
         raise RequestError(f"{path}: cannot be read ({error.strerror or error})") from error
@@ -173,7 +173,7 @@ def _file(path: Path, png: Path | None, slide_mpp: float | None) -> dict[str, An
     lines = [
         f"{path.name}: {source.vendor}, {_power(source.objective_power)}{_mpp_text(source.mpp)}",
         *_level_lines(facts["levels"]),
-        f"  tissue    {'not known' if tissue is None else f'{tissue:.1%} of the slide'}",
+        f"  tissue    {'unknown' if tissue is None else f'{tissue:.1%} of the slide'}",
     ]
     try:
         resolve_mpp(source.mpp, "", slide_mpp)
@@ -182,7 +182,7 @@ def _file(path: Path, png: Path | None, slide_mpp: float | None) -> dict[str, An
     flags = ["truncated"] if is_truncated(path) else []
     if flags:
         lines.append(
-            "  flags     truncated: the file is cut off in its last directories; the levels named here are whole"
+            "  flags     truncated: the file is truncated in its last directories; the levels above are complete"
         )
     return facts | {"flags": flags, "lines": lines}
 

@@ -59,7 +59,7 @@ def run(
     """
     settings, cluster = load_config(config, overrides), Site.load(asked.site)
     if ranks is None and settings.roles.by_host:
-        raise RequestError("roles by host: how many ranks there are is not known here; give it with --ranks")
+        raise RequestError("roles are given by host, so the number of ranks is unknown; give it with --ranks")
     if ranks is not None and not settings.roles.by_host and ranks != settings.ranks:
         raise RequestError(f"--ranks {ranks}: the run needs {settings.ranks} (plan and roles); leave it out")
     count = ranks or settings.ranks
@@ -71,7 +71,8 @@ def run(
     if by == "torchrun":
         if count % asked.resources.nodes:
             raise RequestError(
-                f"--nodes {asked.resources.nodes}: torchrun wants as many ranks on each; the run has {count}"
+                f"--nodes {asked.resources.nodes}: torchrun needs the same number of ranks on each node; the run has "
+                f"{count} ranks"
             )
         nodes = asked.resources.nodes
         more["rendezvous"] = ' --rdzv-backend=c10d --rdzv-endpoint="$HEAD_NODE:29400"' if nodes > 1 else " --standalone"
@@ -91,11 +92,15 @@ def run_array(words: list[str], parts: int, asked: ScriptOptions) -> int:
     """
     if not words or words[0] != "ingest":
         given = words[0] if words else "nothing"
-        raise RequestError(f"slurm-array: given {given!r}; allowed: ingest PATH… --out STORE (what `--part` divides)")
+        raise RequestError(
+            f"slurm-array: given {given!r}; allowed: ingest PATH… --out STORE (the command that has --part)"
+        )
     if "--part" in words or any(word.startswith("--part=") for word in words):
         raise RequestError("slurm-array: --part is added by the script; leave it out and give --parts")
     if asked.resources.nodes != 1:
-        raise RequestError(f"slurm-array: each job of the array has one node; given --nodes {asked.resources.nodes}")
+        raise RequestError(
+            f"slurm-array: each job of the array runs on one node; given --nodes {asked.resources.nodes}"
+        )
     path = asked.path or Path("ingest.sbatch")
     text = script_of(
         "slurm_array", path, words, 1, asked.resources, Site.load(asked.site), parts=parts, log=f"{path.stem}-%A_%a.log"

@@ -67,7 +67,7 @@ def run(
         device=device_request(device),
     )
     if options.cells is not None and ranks is not None and ranks > 1:
-        raise RequestError(f"--cells {cells} with --ranks {ranks}: cells are for one process alone; leave out either")
+        raise RequestError(f"--cells {cells} with --ranks {ranks}: cells need a single process; leave out either")
     if inside_launcher():
         return run_as_rank(partial(_predict, checkpoints, inputs, out, ranks, options, as_json))
     if ranks is not None and ranks > 1:
@@ -94,7 +94,7 @@ def _check(checkpoints: Sequence[Path], inputs: Sequence[Path], out: Path, optio
     options.check_tissue([one.slide_id for one in found])
     require_writable(out)
     if out.exists() and not out.is_dir():
-        raise RequestError(f"{out} is a file; name a folder for the results")
+        raise RequestError(f"{out} is a file; choose a folder for the results")
     return found
 
 
@@ -131,9 +131,11 @@ def _predict(
     slides = _check(checkpoints, inputs, out, options)
     members = [load_member(path) for path in checkpoints]
     comm = join()
-    owner = agree(comm, lambda: FolderOwner(out, "give another --out") if comm.rank == 0 else None)
+    owner = agree(comm, lambda: FolderOwner(out, "choose another --out") if comm.rank == 0 else None)
     if ranks is not None and ranks != comm.size:
-        raise RequestError(f"--ranks {ranks}: {comm.size} were started; give the same number, or leave it out")
+        raise RequestError(
+            f"--ranks {ranks}: {comm.size} ranks were started; give the same number, or leave --ranks out"
+        )
     with _progress(len(slides), comm) as progress:
         report = predict_slides(members, slides, out, comm, options, progress=progress, stop_wanted=signals.requested)
     if owner is not None:
@@ -161,9 +163,9 @@ def load_member(checkpoint: Path) -> Member:
     try:
         model.load_state_dict(loaded.judged)
     except RuntimeError as error:
-        raise RequestError(f"checkpoint {checkpoint}: its weights are not those of its model: {error}") from error
+        raise RequestError(f"checkpoint {checkpoint}: its weights do not match its model: {error}") from error
     if loaded.averaged is not None and own_rank() == 0:
-        console.say(f"{checkpoint}: the moving average of the weights (EMA) predicts")
+        console.say(f"{checkpoint}: predicting with the moving average of the weights (EMA)")
     return Member(str(checkpoint), model.eval(), loaded.model)
 
 
@@ -193,7 +195,7 @@ def _say(report: PredictionReport, out: Path, page: Path, as_json: bool) -> None
     for one in report.failed:
         console.warn(f"{one.slide_id} ({one.path}): {one.reason}")
     for one in report.incomplete:
-        shown = f"; shown nevertheless: {one.prediction}" if one.prediction else "; no class is given"
+        shown = f"; prediction from this part: {one.prediction}" if one.prediction else "; no prediction"
         console.warn(f"incomplete: {one.slide_id} ({one.path}): {one.reason}{shown}")
     for one in (*report.done, *report.incomplete):
         if not one.prediction:
@@ -201,7 +203,7 @@ def _say(report: PredictionReport, out: Path, page: Path, as_json: bool) -> None
         at, partial = max(one.probabilities), ", incomplete" if one in report.incomplete else ""
         console.say(f"{one.slide_id}: {one.prediction} ({at:.3f}{partial})  {out / one.slide_id / 'report.html'}")
     skipped = f", {len(report.skipped)} finished before" if report.skipped else ""
-    stopped = "; stopped on request, the same command continues" if report.stopped else ""
+    stopped = "; stopped on request, run the same command to continue" if report.stopped else ""
     table = out / "predictions.csv"
     counts = f"{len(report.done)} predicted, {len(report.incomplete)} incomplete, {len(report.failed)} failed"
     console.say(f"{counts}{skipped}{stopped}: {table}, {page}")

@@ -41,7 +41,7 @@ def run(
     """
     table = read_table(labels, "labels")
     if folds is not None and folds < 2:
-        raise RequestError(f"--folds: given {folds}; at least 2")
+        raise RequestError(f"--folds: given {folds}; use at least 2")
     if stratify is not None:
         table.require(stratify, "--stratify")
     groups = _groups(table, group)

@@ -20,7 +20,7 @@ def run(folder: Path, as_json: bool) -> int:
         RequestError: there is no run.
     """
     if not (folder / "config.yaml").is_file():
-        raise RequestError(f"{folder}: is no run (no config.yaml in it); give the run.dir of a configuration")
+        raise RequestError(f"{folder}: not a run (it has no config.yaml); give the run.dir of a configuration")
     found = read_status(folder)
     say(f"{folder}: {found['state']}{_by(found)}")
     if found["step"]:
@@ -29,7 +29,7 @@ def run(folder: Path, as_json: bool) -> int:
         say(f"step {found['step']}{of}, epoch {found['epoch']}, loss {_number(found['loss'])}{left}")
     if found["validation"]:
         numbers = ", ".join(f"{k} {_number(v)}" for k, v in found["validation"].items() if k in ("loss", "auroc"))
-        say(f"validated last: step {found['validation']['step']}: {numbers}")
+        say(f"last validation, step {found['validation']['step']}: {numbers}")
     say(f"latest checkpoint: {found['latest'] or 'none'}; best: {found['best'] or 'none'}")
     if as_json:
         emit_json({"run": folder, **found})

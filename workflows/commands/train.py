@@ -125,7 +125,7 @@ def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, s
 
 def _stopped_at_start(world: Communicator, config: Config) -> int:
     if world.rank == 0:
-        say(f"run {config.run.dir}: stopped on request before a step was made; nothing was written")
+        say(f"run {config.run.dir}: stopped on request before the first step; nothing was written")
     return STOPPED
 
 
@@ -207,7 +207,7 @@ def _report(job: TrainingJob, recorder: Recorder, stopped: bool, as_json: bool) 
     recorder.folder.note_state("stopped" if stopped else "done", job.steps)
     if recorder.last is not None and not stopped:
         metric, patience = job.config.validation.metric, job.config.run.early_stop
-        what = f"ended with step {recorder.last}: {patience} validations without a better {metric}"
+        what = f"ended after step {recorder.last}: {patience} validations without a better {metric}"
     best = f", best checkpoint of step {recorder.best}" if recorder.best is not None else ""
     say(f"run {folder}: {what}{best}")
     if as_json:

@@ -83,12 +83,12 @@ def run(request: EvaluationRequest, ranks: int | None) -> int:
     from workflows.launch.launch import launch, run_as_rank
 
     if request.image not in ("whole", "trained"):
-        raise RequestError(f"--image {request.image}: whole or trained are expected")
+        raise RequestError(f"--image {request.image}: expected whole or trained")
     device_request(request.device)
     if request.calibrate and request.split != "val":
         raise RequestError(
-            f"--calibrate --split {request.split}: the temperature is chosen by the slides that it is fitted on, which "
-            "can then judge it no more; give --split val"
+            f"--calibrate --split {request.split}: slides used to fit the temperature cannot be used to evaluate it; "
+            f"use --split val"
         )
     parse_cells(request.cells)
     if ranks is not None and ranks > 1 and inside_launcher() is None:
@@ -153,7 +153,7 @@ def _calibration(model: Mapping[str, Any], evaluator: Evaluator, seen: Logits) -
     logits = torch.tensor([seen[index] for index in range(len(seen))], dtype=torch.float64)
     targets = torch.tensor(evaluator.evaluation_set.targets)
     found = judge_temperature(logits, targets, temperature_of(model))
-    say(f"calibrated on {model['calibration'].get('split', 'val')}, here {found.describe()}")
+    say(f"calibrated on {model['calibration'].get('split', 'val')}; on these slides {found.describe()}")
     return found.to_json()
 
 
@@ -191,13 +191,14 @@ def _say_enlarged(whole: WholeSlides, model: Mapping[str, Any], slides: int) -> 
     cropped = sum("cropped" in whole.dataset.view(index).flags for index in range(slides))
     if cropped:
         warn(
-            f"{cropped} of {slides} slides are shown here with all their tissue; while training, validation saw of "
-            f"them what {height} × {width} px hold: these numbers are not the run's (--image trained gives those)"
+            f"{cropped} of {slides} slides do not fit {height} × {width} px and are shown whole here; validation "
+            f"during training saw only what fits, so these numbers differ from the run's (--image trained gives the "
+            f"same)"
         )
-    for how, indices in (("one larger image each", whole.enlarged), ("several images each", whole.several)):
+    for how, indices in (("as one larger image each", whole.enlarged), ("as several images each", whole.several)):
         if indices:
             names = ", ".join(whole.dataset.samples[index].slide_id for index in sorted(indices))
-            say(f"{len(indices)} slides have more tissue than {height} × {width} px hold; in {how}: {names}")
+            say(f"{len(indices)} slides have more tissue than fits {height} × {width} px; shown {how}: {names}")
 
 
 def _dataset(model: Mapping[str, Any], request: EvaluationRequest) -> SlideDataset:

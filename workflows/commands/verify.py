@@ -31,7 +31,7 @@ def run(store: Path, as_json: bool) -> int:
     from data.store.verify import size_of_store, verify_slide, verify_store
 
     if not store.is_dir():
-        raise RequestError(f"{store}: there is no such folder; name a store, or a slide of a store (.zarr)")
+        raise RequestError(f"{store}: no such folder; give a store, or a slide of a store (.zarr)")
     single = (store / "zarr.json").exists()
     slides = [store] if single else sorted(store.glob("*.zarr"))
     threads = usable_cores()
@@ -45,7 +45,7 @@ def run(store: Path, as_json: bool) -> int:
     damaged = len({fault.slide_id for fault in found.faults})
     console.say(
         f"{found.slides} slides, {found.files} files, {found.size_bytes / 1e6:.1f} MB: "
-        + (f"{len(found.faults)} faults in {damaged} slides" if found.faults else "all as they were written")
+        + (f"{len(found.faults)} faults in {damaged} slides" if found.faults else "no faults")
     )
     if as_json:
         faults = [{"slide_id": f.slide_id, "path": str(f.path), "reason": f.reason} for f in found.faults]
@@ -64,4 +64,4 @@ def _write_list(store: Path, faults: list[Fault]) -> None:
     try:
         write_atomically(store / _LIST, text.getvalue().encode("utf-8", "surrogateescape"))
     except OSError as error:
-        console.warn(f"{store / _LIST} cannot be written ({error.strerror}); what is wrong is named above only")
+        console.warn(f"{store / _LIST} cannot be written ({error.strerror}); the faults are listed above only")

@@ -13,7 +13,7 @@ class AugmentConfig(Section):
     """How training images are varied; each is a function of (seed, epoch, slide) alone."""
 
     flips: bool = Field(
-        True, description="true or false: mirror, and turn by quarters (by halves where the image is not square)"
+        True, description="true or false: flip, and rotate by multiples of 90° (of 180° if the image is not square)"
     )
     stain: Share = Field(
         0.1,
@@ -34,52 +34,53 @@ def _augment(value: Any) -> Any:
 class DataConfig(Section):
     """Which slides, which labels, and how one training image is made of a slide."""
 
-    store: UserPath = Field(description="a folder: the one that `hyfi ingest --out` wrote")
+    store: UserPath = Field(description="a folder: the store that `hyfi ingest --out` wrote")
     labels: UserPath | None = Field(
         None,
-        description="a CSV file: the class of each slide, by slide_id or case_id; left out: the store's own "
+        description="a CSV file: the class of each slide, by slide_id or case_id; default: the store's own "
         "manifest.csv",
     )
     allow_unmatched: bool = Field(
         False,
-        description="true or false: whether labelled rows may match no slide of the store, as where only a part of a "
-        "cohort is ingested",
+        description="true or false: whether labels may name slides that are not in the store, for instance if only a "
+        "part of a cohort is ingested",
     )
     target: str = Field(
         "label",
         min_length=1,
-        description="a column of the labels: holds the class; where it is empty the slide is not used",
+        description="a column of the labels: the class; slides with an empty cell are not used",
     )
     task: Literal["multiclass"] = Field(
-        "multiclass", description="multiclass: the kind of question; each slide has one class of two or more"
+        "multiclass", description="multiclass: the task; each slide has one of two or more classes"
     )
     splits: UserPath | None = Field(
-        None, description="a CSV file: what `hyfi split` wrote; left out: the labels with their split_column"
+        None, description="a CSV file: what `hyfi split` wrote; default: the split_column of the labels"
     )
     split_column: str = Field(
         "split",
         min_length=1,
-        description="a column of the splits: says train, val or test (split_2 where `hyfi split --folds` made folds)",
+        description="a column of the splits: train, val or test (split_2, for instance, after `hyfi split --folds`)",
     )
     size_px: Size = Field(description="a whole number of pixels, or [height, width]: size of one training image")
     mpp: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["native"] = Field(
         1.0,
-        description="a number > 0, or native: microns per pixel of the training images; a level of the store must have "
-        "it; native: those of the store's finest levels",
+        description="a number > 0, or native: microns per pixel of the training images, those of a level of the "
+        "store; native: those of its finest level",
     )
     view: Literal["pack", "crop"] = Field(
         "pack",
-        description="pack or crop: how a slide becomes one image: its tissue moved together (pack), or the window "
-        "with most tissue (crop)",
+        description="pack or crop: how a slide becomes one image: pieces of tissue packed side by side (pack), or "
+        "the window with most tissue (crop)",
     )
     align_px: Positive = Field(
         64,
-        description="a whole number ≥ 1: pixels of the grid on which tissue pieces are moved; a multiple of the "
-        "network's stride",
+        description="a whole number ≥ 1: pixels of the grid to which tissue pieces are aligned; use a multiple of "
+        "the model's stride",
     )
     min_coverage: Share = Field(
         0.9,
-        description="a number from 0 to 1: least share of its tissue that each slide's image shows; less is refused",
+        description="a number from 0 to 1: smallest fraction of its tissue that each slide's image must show; less "
+        "is refused",
     )
     batch_size: Positive = Field(
         1,
@@ -88,38 +89,38 @@ class DataConfig(Section):
     )
     augment: Annotated[AugmentConfig, BeforeValidator(_augment)] = Field(
         default_factory=AugmentConfig,
-        description="true, false, or the keys flips, stain, colour: how training images are varied; true: as the "
-        "defaults say",
+        description="true, false, or the keys flips, stain, colour: augmentation of training images; true: the "
+        "defaults",
     )
     class_weights: Literal["none", "balanced"] = Field(
-        "none", description="none or balanced: what a class counts in the loss; balanced: the more, the rarer it is"
+        "none",
+        description="none or balanced: weights of the classes in the loss; balanced: inversely proportional "
+        "to their frequency",
     )
     case_aggregate: Literal["mean", "max", "none"] = Field(
         "mean",
-        description="mean, max or none: who speaks for a case of several slides: all of them alike (mean), the most "
-        "advanced (max), or nobody (none: no metrics by case)",
+        description="mean, max or none: prediction of a case of several slides: their mean, their maximum, or none "
+        "(no metrics by case)",
     )
     sampling: Literal["shuffle", "balanced", "weighted"] = Field(
         "shuffle",
         description="shuffle, balanced or weighted: which slides an epoch draws: each once (shuffle), each class "
-        "alike often (balanced), or as weights_column says (weighted)",
+        "equally often (balanced), or by weights_column (weighted)",
     )
     weights_column: str | None = Field(
         None,
         min_length=1,
-        description="a column of the labels: numbers ≥ 0, how often each slide is drawn against others (sampling: "
-        "weighted)",
+        description="a column of the labels: numbers ≥ 0, how often each slide is drawn relative to others "
+        "(sampling: weighted)",
     )
-    prefetch: Positive = Field(
-        2, description="a whole number ≥ 1: batches that loaders send ahead of the one being worked on"
-    )
+    prefetch: Positive = Field(2, description="a whole number ≥ 1: batches that loaders send ahead of the current one")
     workers: Positive | None = Field(
-        None, description="a whole number ≥ 1: decoding processes of each loader; left out: as many as it has threads"
+        None, description="a whole number ≥ 1: decoding processes of each loader; default: its number of threads"
     )
     cache_bytes: Count = Field(
         0,
-        description="a whole number ≥ 0: bytes of decoded images that each loader (each trainer where there are none)"
-        " keeps in memory for later epochs",
+        description="a whole number ≥ 0: bytes of decoded images that each loader (or trainer, without loaders) "
+        "keeps in memory for later epochs",
     )
 
     @model_validator(mode="after")
@@ -143,24 +144,23 @@ class ModelConfig(Section):
     )
     classes: Positive | tuple[str, ...] | None = Field(
         None,
-        description="a whole number ≥ 1, or a list of names: the classes, in order; left out: those of the labels, "
+        description="a whole number ≥ 1, or a list of names: the classes, in order; default: those of the labels, "
         "sorted",
     )
     weights: UserPath | None = Field(
         None,
-        description="a .safetensors or .pth file: weights to begin with, under torchvision's names; left out: random "
-        "ones",
+        description="a .safetensors or .pth file: initial weights, under torchvision's names; default: random",
     )
     norm: Literal["train", "frozen", "group"] = Field(
         "train",
-        description="train, frozen or group: what normalises in the built-in ResNets: batch norm (train), batch norm "
-        "that stays as loaded (frozen), or group norm (group)",
+        description="train, frozen or group: normalisation in the built-in ResNets: batch norm (train), batch norm "
+        "with the loaded statistics (frozen), or group norm (group)",
     )
     pool: Literal["avg", "max"] = Field(
         "avg",
-        description="avg or max: what the built-in ResNets take of their last map; max suits classes that one small "
-        "focus decides",
+        description="avg or max: global pooling in the built-in ResNets; max suits classes that depend on one small "
+        "focus",
     )
     options: dict[str, Any] = Field(
-        default_factory=dict, description="keys of the model: its further arguments by name, as in {width: 16}"
+        default_factory=dict, description="keyword arguments of the model: as in {width: 16}"
     )

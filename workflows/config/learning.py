@@ -12,27 +12,27 @@ from workflows.config.section import Count, Positive, Rate, Section, Share
 class OptimizerConfig(Section):
     """How gradients change weights."""
 
-    name: Literal["sgd", "adamw"] = Field("adamw", description="sgd or adamw: how a gradient becomes an update")
+    name: Literal["sgd", "adamw"] = Field("adamw", description="sgd or adamw: the optimizer")
     lr: float = Field(1e-3, gt=0, allow_inf_nan=False, description="a number > 0: learning rate after the warm-up")
-    momentum: Share = Field(0.9, description="a number from 0 to 1: how much of the last update is carried over (sgd)")
+    momentum: Share = Field(0.9, description="a number from 0 to 1: momentum (sgd)")
     betas: tuple[Share, Share] = Field(
         (0.9, 0.999),
-        description="two numbers from 0 to 1: decays of the means of gradients and of their squares (adamw)",
+        description="two numbers from 0 to 1: decay of the running averages of the gradient and its square (adamw)",
     )
-    weight_decay: Rate = Field(0.0, description="a number ≥ 0: how strongly weights are drawn to 0")
+    weight_decay: Rate = Field(0.0, description="a number ≥ 0: weight decay")
     max_norm: float | None = Field(
-        None, gt=0, description="a number > 0: gradients are clipped to this global norm; left out: they are not"
+        None, gt=0, description="a number > 0: gradients are clipped to this global norm; default: no clipping"
     )
     accumulate: Positive = Field(
-        1, description="a whole number ≥ 1: batches whose mean gradient makes one update (a step)"
+        1, description="a whole number ≥ 1: batches whose gradients are averaged for one update (a step)"
     )
     lr_scaling: Literal["none", "linear", "sqrt"] = Field(
         "none",
-        description="none, linear or sqrt: how lr grows with the slides of one update: not, by slides / lr_batch, or "
-        "by its root",
+        description="none, linear or sqrt: how lr is scaled with the slides of one update: not, by slides / "
+        "lr_batch, or by its square root",
     )
     lr_batch: Positive = Field(
-        1, description="a whole number ≥ 1: slides of one update that lr is meant for (lr_scaling: linear, sqrt)"
+        1, description="a whole number ≥ 1: slides of one update for which lr is given (lr_scaling: linear, sqrt)"
     )
 
     def scaled_lr(self, batch: int) -> float:
@@ -45,9 +45,9 @@ class LrScheduleConfig(Section):
     """How the learning rate moves; counted in steps (updates)."""
 
     name: Literal["constant", "cosine", "step", "linear"] = Field(
-        "constant", description="constant, cosine, step or linear: how the rate moves after the warm-up"
+        "constant", description="constant, cosine, step or linear: the learning rate after the warm-up"
     )
-    warmup_steps: Count = Field(0, description="a whole number ≥ 0: steps of linear rise at the start")
+    warmup_steps: Count = Field(0, description="a whole number ≥ 0: steps of linear warm-up at the start")
     end_factor: Share = Field(
         0.0, description="a number from 0 to 1: last rate / rate after the warm-up (cosine, linear)"
     )
@@ -59,7 +59,7 @@ class LrScheduleConfig(Section):
     @model_validator(mode="after")
     def _drops_are_placed(self) -> LrScheduleConfig:
         if self.name == "step" and self.every_steps is None:
-            raise ValueError("name: step needs every_steps, the steps between two drops")
+            raise ValueError("name: step needs every_steps, the number of steps between two drops")
         return self
 
 
@@ -67,38 +67,38 @@ class ValidationConfig(Section):
     """When and on what the weights are evaluated."""
 
     every_steps: Positive | None = Field(
-        None, description="a whole number ≥ 1: steps between two validations; left out: those of an epoch"
+        None, description="a whole number ≥ 1: steps between two validations; default: one epoch"
     )
     split: Literal["val", "train"] = Field(
-        "val", description="val or train: whose slides evaluate the weights (test is for `hyfi validate`)"
+        "val", description="val or train: split to validate on (test is for `hyfi validate`)"
     )
     metric: Literal["auroc", "balanced_accuracy", "f1", "quadratic_kappa", "calibration_error", "loss"] = Field(
         "auroc",
-        description="auroc, balanced_accuracy, f1, quadratic_kappa, calibration_error or loss: what makes a "
-        "checkpoint the best",
+        description="auroc, balanced_accuracy, f1, quadratic_kappa, calibration_error or loss: metric that selects "
+        "the best checkpoint",
     )
     policy: Literal["all", "latest"] = Field(
         "all",
-        description="all or latest: what is evaluated where validators are behind: every checkpoint (all), or only the "
+        description="all or latest: checkpoints to validate if validators fall behind: every one (all), or only the "
         "newest, so that training never waits (latest)",
     )
     grids: tuple[tuple[Positive, Positive], ...] | None = Field(
         None,
         min_length=1,
-        description="a list of [rows, columns], as in [[1, 2]]: validators that each image is spread over, a grid for"
-        " each stage; left out: all of them in one row",
+        description="a list of [rows, columns], as in [[1, 2]]: validators among which each image is divided, a grid "
+        "for each stage; default: all in one row",
     )
     cells: tuple[Positive, Positive] | None = Field(
         None,
-        description="[rows, columns], as in [4, 4]: each validator evaluates images of its own, one cell after the "
-        "other, in the memory of a cell; left out: validators share each image as grids says",
+        description="[rows, columns], as in [4, 4]: each validator evaluates its own images, one cell after the "
+        "other, to save memory; default: each image is divided as grids says",
     )
 
     @model_validator(mode="after")
     def _alone_with_its_cells(self) -> ValidationConfig:
         if self.cells is not None and self.grids not in (None, ((1, 1),)):
             raise ValueError(
-                f"cells: {list(self.cells)} and grids: {[list(grid) for grid in self.grids or ()]}; with cells every "
-                "validator has images of its own: leave grids out, or leave cells out"
+                f"cells: {list(self.cells)} and grids: {[list(grid) for grid in self.grids or ()]}; use either: with "
+                f"cells, every validator evaluates its own images"
             )
         return self

@@ -65,7 +65,7 @@ class _Loader(yaml.SafeLoader):
             key = self.construct_object(key_node, deep=True)
             if key in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} stands twice", key_node.start_mark
+                    None, None, f"the key {key!r} occurs twice", key_node.start_mark
                 )
             seen.add(key)
         return super().construct_mapping(node, deep)
@@ -108,9 +108,9 @@ def refuse_changes(before: Config, now: Config) -> None:
     if changed:
         lines = [f"  {key}: the run has {old!r}, given now {new!r}" for key, (old, new) in changed.items()]
         raise RequestError(
-            "a run cannot continue with other settings than it began with:\n"
+            "a run cannot continue with different settings:\n"
             + "\n".join(lines)
-            + "\nGive the old values, or another run.dir. These may change: "
+            + "\nUse the old values, or another run.dir. These may change: "
             + ", ".join(sorted(MAY_CHANGE_ON_RESUME - {"run.dir"}))
         )
 
@@ -128,7 +128,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except FileNotFoundError:
-        raise RequestError(f"{path}: no such file; give the YAML of a run (see workflows/recipes)") from None
+        raise RequestError(f"{path}: no such file; give the YAML file of a run (see workflows/recipes)") from None
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"{path}: cannot be read as text: {error}") from None
     except yaml.YAMLError as error:
@@ -144,7 +144,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     names = key.strip().split(".")
     if not equals or len(names) < 2 or not all(names):
-        raise RequestError(f"override {override!r}: given without section, key or '='; allowed: section.key=value")
+        raise RequestError(f"override {override!r}: section, key or '=' is missing; allowed: section.key=value")
     try:
         value = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError:

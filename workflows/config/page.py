@@ -18,16 +18,16 @@ from pydantic.fields import FieldInfo
 from workflows.config.run import Config
 
 HEAD = """\
-# What the configuration of a run may hold
+# Configuration of a run
 
 This is the YAML that `hyfi train FILE.yaml` takes ([one to start from](../workflows/recipes/slides.yaml)); on the \
-command line `section.key=value` goes over what the file says, the value as YAML: \
+command line, `section.key=value` overrides the file; the value is YAML: \
 `hyfi train mine.yaml optimizer.lr=1e-4 'plan.grids=[[2, 2]]' run.early_stop=null`.
 
-Keys marked *needed* have no default; a default of `null` means that nothing stands there. Relative paths start from \
+Keys marked *needed* have no default; a default of `null` means that the key is not set. Relative paths start from \
 the working directory.
 
-<!-- Written by `python -m workflows.config.page > docs/config.md`; the words are those of workflows/config. -->
+<!-- Written by `python -m workflows.config.page > docs/config.md`; the texts are in workflows/config. -->
 """
 
 

@@ -16,76 +16,76 @@ class PlanConfig(Section):
     grids: tuple[tuple[Positive, Positive], ...] = Field(
         ((1, 1),),
         min_length=1,
-        description="a list of [rows, columns], as in [[1, 2]]: ranks that each stage's images are spread over, a "
-        "grid for each stage",
+        description="a list of [rows, columns], as in [[1, 2]]: ranks among which the images of each stage are "
+        "divided, a grid for each stage",
     )
     cuts: tuple[str, ...] | Literal["auto"] = Field(
         "auto",
-        description="auto, or a list of modules, as in [layer2]: each stage but the last ends after one; auto: by cost",
+        description="auto, or a list of modules, as in [layer2]: the modules after which all stages but the last "
+        "end; auto: by cost",
     )
     microbatches: Positive = Field(
         1,
-        description="a whole number ≥ 1: parts in which each replica's batch goes through the model; more need less "
-        "memory",
+        description="a whole number ≥ 1: micro-batches of each replica's batch; more need less memory",
     )
     schedule: Literal["sequential", "gpipe", "1f1b", "gems_mast", "gems_master", "chimera"] = Field(
         "1f1b",
-        description="sequential, gpipe, 1f1b, gems_mast, gems_master or chimera: order of forwards and backwards; the"
-        " last three run two pipelines in opposite directions",
+        description="sequential, gpipe, 1f1b, gems_mast, gems_master or chimera: the pipeline schedule; the last "
+        "three run two pipelines in opposite directions",
     )
     replicas: Positive = Field(
-        1, description="a whole number ≥ 1: data-parallel copies of the grids, each with its part of every batch"
+        1, description="a whole number ≥ 1: data-parallel replicas, each with its part of every batch"
     )
     fused_halo: Positive | Literal["auto"] = Field(
         "auto",
-        description="auto, or a whole number ≥ 1: most window operators (convolutions, pools) for one exchange of "
-        "borders; auto: by cost",
+        description="auto, or a whole number ≥ 1: largest number of window operators (convolutions, pools) for one "
+        "halo exchange; auto: by cost",
     )
     interleave: Positive = Field(
         1,
-        description="a whole number ≥ 1: how often the grids are gone through, as further stages (1f1b on two grids "
-        "or more)",
+        description="a whole number ≥ 1: virtual stages of each grid (interleaved 1f1b, on two grids or more)",
     )
     recompute: bool | tuple[int, ...] = Field(
         False,
-        description="true, false, or a list of stages from 0: which compute their activations again in backward, to "
-        "save memory",
+        description="true, false, or a list of stages from 0: stages that recompute their activations in backward, "
+        "to save memory",
     )
     mirror: Literal["all_reduce", "point_to_point"] = Field(
         "all_reduce",
-        description="all_reduce or point_to_point: how the two directions of a schedule share weights: both update "
-        "them (all_reduce), or one, which alone holds the optimizer's state (point_to_point)",
+        description="all_reduce or point_to_point: how two directions keep weights equal: both update them "
+        "(all_reduce), or one does, with the only optimizer state, and sends them to the other (point_to_point)",
     )
     reduce_dtype: Literal["bfloat16"] | None = Field(
-        None, description="null or bfloat16: type of gradients on the wire between replicas; null: their own"
+        None, description="null or bfloat16: dtype of gradients sent between replicas; null: their own"
     )
     sync_batch_norm: bool = Field(
         False,
-        description="true or false: whether batch norm takes its statistics over all replicas, not over each alone",
+        description="true or false: whether batch norm computes its statistics over all replicas instead of each one",
     )
     memory_bytes: Positive | None = Field(
         None,
-        description="null, or a whole number ≥ 1: bytes that a rank may need at most: as modelled, where cuts are "
-        "auto; as held in fact, where maps may leave memory (plan.spill)",
+        description="null, or a whole number ≥ 1: memory limit of a rank in bytes: of the memory model for cuts: "
+        "auto, and of the process with plan.spill",
     )
 
     gather_bytes: Count = Field(
         GATHER_BYTES,
         description="a whole number ≥ 0: bytes of the largest map that every rank may gather for an operator that "
-        "cannot be computed by parts; beyond it the model is refused",
+        "cannot be computed part by part; larger ones are refused",
     )
 
     cells: tuple[Positive, Positive] | Literal["auto"] | None = Field(
         None,
-        description="null, auto, or rows and columns, each a whole number ≥ 1, as in [4, 4]: each trainer computes its "
-        "part of the image in so many cells, one after the other, with the same result; auto: as many as memory_bytes "
-        "asks for, none where all fits",
+        description="null, auto, or rows and columns, each a whole number ≥ 1, as in [4, 4]: each trainer computes "
+        "its part of the image in this many cells, one after the other, with the same result; auto: as many as "
+        "memory_bytes requires, none if everything fits",
     )
 
     spill: str | None = Field(
         None,
-        description="null, memory, or a folder: where maps go that no cell needs now (plan.cells), so that a trainer "
-        "holds no more than memory_bytes, or half of what is free; the file there has no name, and ends with the run",
+        description="null, memory, or a folder: where activations that no cell currently needs are moved "
+        "(plan.cells), so that a trainer needs at most memory_bytes, or half of the free memory; the unnamed "
+        "file there is removed with the run",
     )
 
     @model_validator(mode="after")
@@ -129,7 +129,7 @@ class RolesConfig(Section):
     """
 
     loaders: Count | Annotated[str, Field(min_length=1)] = Field(
-        0, description='a whole number ≥ 0, or a pattern of host names ("dpu-*"): ranks that read slides ahead of time'
+        0, description='a whole number ≥ 0, or a pattern of host names ("dpu-*"): ranks that load slides ahead of time'
     )
     validators: Count | Annotated[str, Field(min_length=1)] = Field(
         0,
@@ -138,19 +138,19 @@ class RolesConfig(Section):
     )
     design: Design | None = Field(
         None,
-        description="inline, offload_data, offload_validation, offload_all or offload_naive: loaders and validators "
-        "by one word: none, one loader, one validator, one of each, or ranks that train, too (spare); "
-        "left out: as their numbers say",
+        description="inline, offload_data, offload_validation, offload_all or offload_naive: sets loaders and "
+        "validators: none, one loader, one validator, one of each, or spare ranks that train; default: as "
+        "loaders and validators say",
     )
     spare: Positive | Annotated[str, Field(min_length=1)] | None = Field(
         None,
-        description='a whole number ≥ 1, or a pattern of host names ("dpu-*"): ranks that train beside the plan\'s, as'
-        " further replicas (offload_naive); left out: those of one replica",
+        description='a whole number ≥ 1, or a pattern of host names ("dpu-*"): ranks that train in addition to the'
+        " plan's, as further replicas (offload_naive); default: one replica",
     )
     shares: tuple[Positive, ...] | None = Field(
         None,
-        description="a list of whole numbers ≥ 1, as in [6, 2]: slides of one batch for each replica (offload_naive);"
-        " left out: by their speed, measured before the first step",
+        description="a list of whole numbers ≥ 1, as in [6, 2]: slides of one batch for each replica "
+        "(offload_naive); default: by their speed, measured before the first step",
     )
 
     @property
@@ -162,8 +162,7 @@ class RolesConfig(Section):
     def _is_the_design(self) -> RolesConfig:
         if self.design != "offload_naive" and (self.spare is not None or self.shares is not None):
             raise ValueError(
-                f"spare: {self.spare} and shares: {self.shares} are for design: offload_naive, whose spare ranks train "
-                f"on shares of each batch; given design: {self.design}"
+                f"spare: {self.spare} and shares: {self.shares} need design: offload_naive; given design: {self.design}"
             )
         has = (bool(self.loaders), bool(self.validators))
         if self.design is not None and has != DESIGNS[self.design]:

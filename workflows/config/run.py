@@ -15,51 +15,55 @@ from workflows.config.section import Count, Positive, Section, UserPath
 class RunConfig(Section):
     """Where the run writes, how long it is, how it computes."""
 
-    dir: UserPath = Field(description="a folder: what the run writes; must not exist unless --resume is given")
+    dir: UserPath = Field(description="a folder: output of the run; must not exist unless --resume is given")
     epochs: Positive | None = Field(
-        None, description="a whole number ≥ 1: length of the run; give either this or steps"
+        None, description="a whole number ≥ 1: length of the run in epochs; give either this or steps"
     )
     steps: Positive | None = Field(
         None, description="a whole number ≥ 1: length of the run in updates; give either this or epochs"
     )
     seed: Count = Field(
-        0, description="a whole number ≥ 0: first weights, order and variation of slides; the same seed, the same run"
+        0,
+        description="a whole number ≥ 0: seed of initial weights, order of slides and augmentation; the same seed "
+        "gives the same run",
     )
     precision: Literal["float32", "bfloat16", "float64"] = Field(
         "float32",
-        description="float32, bfloat16 or float64: type that the model computes in; with bfloat16 (autocast) weights "
-        "stay float32",
+        description="float32, bfloat16 or float64: dtype of the computation; with bfloat16 (autocast) weights stay "
+        "float32",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
-        description="auto, cpu or cuda: where trainers compute; cuda: each on a GPU of its own, refused where there "
-        "are too few; auto: so where every trainer has one, else on the CPU; validators take GPUs that trainers leave "
-        "free",
+        description="auto, cpu or cuda: device of the trainers; cuda: one GPU for each, refused if there are too "
+        "few; auto: cuda if there are enough, else cpu; validators use GPUs that trainers leave free",
     )
     memory_format: Literal["channels_last", "contiguous"] = Field(
         "channels_last",
-        description="channels_last or contiguous: how images and convolutions lie in memory; decides speed",
+        description="channels_last or contiguous: memory format of images and convolutions; affects speed only",
     )
     threads: Positive | None = Field(
-        None, description="a whole number ≥ 1: threads of each rank; left out: cores / ranks of the node"
+        None, description="a whole number ≥ 1: threads of each rank; default: cores / ranks of the node"
     )
     checkpoint_every_steps: Positive | None = Field(
         None,
-        description="a whole number ≥ 1: steps between two checkpoints, beside those that are validated; left out: "
-        "those alone",
+        description="a whole number ≥ 1: steps between two checkpoints, in addition to validated ones; default: "
+        "validated ones only",
     )
-    keep: Positive = Field(3, description="a whole number ≥ 1: newest checkpoints that are kept; the best stays, too")
+    keep: Positive = Field(
+        3, description="a whole number ≥ 1: number of latest checkpoints to keep; the best is always kept"
+    )
     tensorboard: bool = Field(True, description="true or false: whether TensorBoard events are written")
     ema: float | None = Field(
         None,
         gt=0,
         lt=1,
-        description="a number between 0 and 1: decay of the weights' moving average, which then is evaluated and "
-        "predicts; left out: none is kept",
+        description="a number between 0 and 1: decay of the moving average of the weights, which is then validated "
+        "and used for prediction; default: no average",
     )
     early_stop: Positive | None = Field(
         None,
-        description="a whole number ≥ 1: validations in a row without a better one that end the run; left out: none do",
+        description="a whole number ≥ 1: the run ends after this many validations in a row without improvement; "
+        "default: no early stopping",
     )
 
     @model_validator(mode="after")
@@ -127,14 +131,14 @@ def _check_sharing(config: Config) -> None:
         )
     if config.model.norm == "train" and not plan.sync_batch_norm:
         raise ValueError(
-            "roles.design: given offload_naive: speed decides how many slides a replica has, and with batch norms of "
-            "each replica alone that would change the result; allowed: with plan.sync_batch_norm=true, or with "
+            "roles.design: given offload_naive, which gives replicas different numbers of slides: with batch norm "
+            "over each replica this changes the result; allowed: with plan.sync_batch_norm=true, or with "
             "model.norm=group or frozen"
         )
     if batch % rounds or batch < replicas * rounds:
         raise ValueError(
             f"data.batch_size: given {batch}; allowed: a multiple of plan.microbatches = {rounds}, from "
-            f"{replicas * rounds}: each of {replicas} replicas, however slow, takes a slide of each micro-batch"
+            f"{replicas * rounds}: each of {replicas} replicas takes at least one slide of each micro-batch"
         )
     shares = roles.shares or ()
     wrong = sum(shares) != batch or any(share % rounds for share in shares) or (known and len(shares) != replicas)

@@ -15,5 +15,5 @@ def parse_cells(text: str | None) -> tuple[int, int] | None:
         return None
     words = [word.strip() for word in text.split(",")]
     if len(words) != 2 or not all(word.isascii() and word.isdigit() and int(word) > 0 for word in words):
-        raise RequestError(f"--cells {text}: give rows and columns, two whole numbers from 1, as in --cells 4,4")
+        raise RequestError(f"--cells {text}: use rows and columns, two whole numbers ≥ 1, as in --cells 4,4")
     return int(words[0]), int(words[1])

@@ -120,7 +120,7 @@ class EvaluationSet:
         """Return the evaluation set of slides, which are all labelled; one without a case is a case of its own."""
         targets = tuple(slide.label for slide in slides if slide.label is not None)
         if len(targets) != len(slides):
-            raise ValueError("an evaluation set needs slides with labels")
+            raise ValueError("every slide of an evaluation set must have a label")
         return cls(images, targets, tuple(s.case_id or s.slide_id for s in slides), class_weights, aggregate)
 
     def metrics_of(self, logits: Logits) -> Metrics:

@@ -61,7 +61,7 @@ def ranks(scores: torch.Tensor) -> torch.Tensor:
 
 def _check(outputs: torch.Tensor, targets: torch.Tensor) -> None:
     if outputs.ndim != 2 or outputs.shape[1] < 2 or targets.shape != outputs.shape[:1]:
-        raise ValueError(f"outputs (N, K ≥ 2) and targets (N,) needed, given {outputs.shape} and {targets.shape}")
+        raise ValueError(f"expected outputs (N, K ≥ 2) and targets (N,), given {outputs.shape} and {targets.shape}")
     if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < outputs.shape[1]:
         raise ValueError(f"targets must be in 0 … {outputs.shape[1] - 1}, given {targets.min()} … {targets.max()}")
 

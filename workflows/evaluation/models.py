@@ -63,7 +63,7 @@ def build_model(model: Mapping[str, Any]) -> nn.Module:
     except TypeError as error:
         raise RequestError(f"model {name} cannot be built from { ({**arguments, **options}) }: {error}") from error
     if not isinstance(module, nn.Module):
-        raise RequestError(f"model {name} gave {type(module).__name__}, not a torch.nn.Module")
+        raise RequestError(f"model {name} returned {type(module).__name__}, not a torch.nn.Module")
     return module
 
 

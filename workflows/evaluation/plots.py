@@ -56,7 +56,7 @@ def curve_plots(
             axes.plot([0, 1], [0, 1], color="#b9bec7", linewidth=0.8, linestyle="--")
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc="lower right" if title == "ROC" else "lower left", frameon=False, fontsize=9)
-        caption = f"In brackets: {area_name}. Bands: 95 % over cases drawn again."
+        caption = f"In brackets: {area_name}. Bands: 95 % intervals, bootstrap over cases."
         found.append(Plot(title, _svg(figure), caption))
     return found[0], found[1]
 
@@ -80,7 +80,7 @@ def confusion_plot(probabilities: Array, targets: NDArray[np.int64], class_names
         color = "white" if share[row, column] > 0.55 else "#1c2430"
         text = f"{count}\n{share[row, column]:.0%}"
         axes.text(column, row, text, ha="center", va="center", color=color, fontsize=10)
-    return Plot("Confusion", _svg(figure), "Slides, and their share of the true class.")
+    return Plot("Confusion", _svg(figure), "Number of slides, and percentage of the true class.")
 
 
 def reliability_plots(probabilities: Array, targets: NDArray[np.int64], before: Array | None) -> list[Plot]:
@@ -96,17 +96,17 @@ def reliability_plots(probabilities: Array, targets: NDArray[np.int64], before: 
 def reliability_plot(probabilities: Array, targets: NDArray[np.int64], title: str = "Reliability") -> Plot:
     """Return how often predictions of a certain probability are right, with the number of slides."""
     confidence, right, counts = reliability(probabilities, targets)
-    figure, axes = _figure("highest probability", "share right")
+    figure, axes = _figure("highest probability", "accuracy")
     edges = np.arange(RELIABILITY_BINS) / RELIABILITY_BINS
     width = 1 / RELIABILITY_BINS
     axes.bar(edges, counts / max(1, counts.sum()), width, align="edge", color="#dfe3ea", linewidth=0, label="slides")
     axes.plot([0, 1], [0, 1], color="#b9bec7", linewidth=0.8, linestyle="--")
     there = counts > 0
     axes.plot(
-        confidence[there], right[there], color="#ab1f4d", linewidth=1.6, marker="o", markersize=4.5, label="right"
+        confidence[there], right[there], color="#ab1f4d", linewidth=1.6, marker="o", markersize=4.5, label="accuracy"
     )
     axes.legend(loc="upper left", frameon=False, fontsize=9)
-    caption = "On the diagonal, a probability means what it says. Bars: share of the slides."
+    caption = "Calibrated probabilities are on the diagonal. Bars: fraction of the slides."
     return Plot(title, _svg(figure), caption)
 
 

@@ -88,8 +88,8 @@ def validation_plan(config: Config, plan: ParallelPlan, validators: int) -> Para
     of_one = sum(rows * columns for rows, columns in grids)
     if validators % of_one:
         raise RequestError(
-            f"validation.grids: given {[list(grid) for grid in grids]}, which needs {of_one} ranks or a multiple; "
-            f"there are {validators} validators (roles.validators)"
+            f"validation.grids: given {[list(grid) for grid in grids]}; allowed: grids whose ranks ({of_one}) divide "
+            f"the number of validators ({validators}, roles.validators)"
         )
     cuts = plan.cuts if len(grids) == len(plan.grids) else "auto"
     return ParallelPlan(grids, cuts, replicas=validators // of_one, fused_halo=plan.fused_halo)

@@ -178,23 +178,23 @@ class ValidationService:
         if notice["round"] == self._round and not self._gave_up:
             self._on_death(notice["rank"], notice["how"])
         elif notice["how"] != LOST_PEER:
-            warn(f"hyfi: the process that validates on validator {notice['rank']} ended by {notice['how']}")
+            warn(f"hyfi: the validation process of validator {notice['rank']} ended with {notice['how']}")
 
     def _on_death(self, rank: int, how: str) -> None:
         """Report the death of the child of one validator, and start all children again, or give up."""
         self._deaths += 1
         step = self._queue[0].step if self._queue else None
-        what = f"the process that validates on validator {rank} ended by {how}"
-        again = f"from the weights of step {step}" if step is not None else "to wait for weights"
+        what = f"the validation process of validator {rank} ended with {how}"
+        again = f"from the weights of step {step}" if step is not None else "waiting for weights"
         self._kill()
         self._ready = self._busy = False
         if self._deaths >= MOST_DEATHS:
             self._gave_up = True
-            warn(f"hyfi: {what}; that is {MOST_DEATHS} times in a row: the trainers validate from now on")
+            warn(f"hyfi: {what}, {MOST_DEATHS} times in a row: from now on the trainers validate")
             self._send_to_followers({"kind": "kill"})
             self._send_to_trainer({"kind": "gave up"})
             return
-        warn(f"hyfi: {what}; it is started again, {again} ({self._deaths} of {MOST_DEATHS - 1} times)")
+        warn(f"hyfi: {what}; restarting it {again} (restart {self._deaths} of at most {MOST_DEATHS - 1})")
         self._round += 1
         self._replace_child(None)
 
@@ -266,4 +266,4 @@ class ValidationService:
     def _fail(word: Word) -> None:
         if word["kind"] == "refused":
             raise RequestError(word["reason"])
-        raise ValidationChildError(f"the process that validates failed:\n{word['error']}")
+        raise ValidationChildError(f"the validation process failed:\n{word['error']}")

@@ -67,7 +67,7 @@ class WholeSlides:
 
     def _of_image(self, index: int, view: View) -> np.ndarray:
         engine = self.engines.at(view.size_px)
-        assert engine is not None, "views are made for the engines that there are"
+        assert engine is not None, "every view has the size of an engine"
         read = partial(self.dataset.read_view, index, view)
         logits: np.ndarray = engine.predict(OneImage(partial(self.images.prepared, read)))[0].double().cpu().numpy()
         return logits

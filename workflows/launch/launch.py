@@ -94,7 +94,7 @@ def _refuse_several_nodes(command: str, ranks: int) -> None:
     if nodes > 1:
         pmi = "pmix" if mpiexec.find().flavour == "Open MPI" else "pmi2"
         raise RequestError(
-            f"this Slurm job has {nodes} nodes; started from here all {ranks} ranks would run on this one. Start them "
+            f"this Slurm job has {nodes} nodes, but from here all {ranks} ranks would run on this one. Start them "
             f"with `srun --mpi={pmi} -n {ranks} hyfi {command} …`, or have the job written: `hyfi launch slurm …`"
         )
 
@@ -159,7 +159,7 @@ class _Watch:
             kill_session(self._process.pid)
             return
         if number == signal.SIGINT:
-            warn("hyfi: saving and stopping; once more to stop at once")
+            warn("hyfi: saving and stopping; press Ctrl-C again to stop at once")
         # To the ranks themselves: process managers differ in which signals they pass on, and in how long they wait.
         self._status.request_stop()
         for pid in self._status.pids().values():
@@ -168,7 +168,7 @@ class _Watch:
 
     def _code(self, output: mpiexec.Output) -> int:
         if self._status.failed:
-            failure = self._status.failure() or {"rank": "?", "error": "it was killed before it could say why"}
+            failure = self._status.failure() or {"rank": "?", "error": "it was killed before it could report the error"}
             warn(FAILED.format(**failure))
             return FAULT
         codes = self._status.codes()
@@ -187,13 +187,13 @@ class _Watch:
             warn(f"hyfi: rank {lost} was killed or crashed; all ranks were stopped")
         elif died is None:
             text = output.held_back() or f"mpiexec ended with code {self._process.returncode}"
-            warn(f"hyfi: not every rank came to its end: {text}")
+            warn(f"hyfi: not all ranks finished: {text}")
         else:
             first = next((pid for pid in self._ends.pids if pid in ranks), died.pid)
-            who = f"rank {ranks[first]}" if first in ranks else f"the process {first}"
-            warn(f"hyfi: {who} was ended by {died.how}; all ranks were stopped")
+            who = f"rank {ranks[first]}" if first in ranks else f"process {first}"
+            warn(f"hyfi: {who} ended with {died.how}; all ranks were stopped")
         if kernel_kills() > self._kills_before:
-            warn(f"hyfi: this machine ran out of memory and its kernel ended a process; {self._advice()}")
+            warn(f"hyfi: this machine ran out of memory and its kernel killed a process; {self._advice()}")
         return FAULT
 
     def _advice(self) -> str:

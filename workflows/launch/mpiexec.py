@@ -15,7 +15,7 @@ from typing import IO, TextIO
 from hyfi_core.errors import RequestError
 
 NO_MPI = (
-    "no mpiexec here, so several ranks cannot be started. Install one beside Python with "
+    "cannot start several ranks: mpiexec not found. Install it in this Python environment with "
     "`pip install 'hyfi[local]'` (MPICH), or load your cluster's MPI (`module load mpich` or `openmpi`) and start "
     "the command yourself: `srun hyfi …` or `mpiexec -n N hyfi …`"
 )
@@ -57,7 +57,7 @@ def _flavour(path: str) -> str:
     try:
         said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise RequestError(f"{path} does not answer --version ({error}). {NO_MPI}") from None
+        raise RequestError(f"{path} --version failed ({error}). {NO_MPI}") from None
     text = said.stdout + said.stderr
     names = {"Open MPI": "Open MPI", "OpenRTE": "Open MPI", "Intel": "Intel MPI", "HYDRA": "MPICH (Hydra)"}
     return next((name for mark, name in names.items() if mark in text), "unknown")
@@ -101,7 +101,7 @@ class Output:
             return None
         how = f"signal {self._exit}" if self._exit < 64 else f"exit code {self._exit}"
         if self._exit == 9:
-            how += " (killed from outside; where memory ran out, that is how the kernel does it)"
+            how += " (killed from outside, for instance by the kernel because memory ran out)"
         return Died(self._pid, how)
 
     def held_back(self) -> str:

@@ -39,10 +39,11 @@ class FolderOwner:
         except BlockingIOError:
             self._file.close()
             who = describe_owner(owner_of(folder))
-            raise RequestError(f"{folder}: {who} is writing there; wait for it or stop it, or {other}") from None
+            raise RequestError(f"{folder}: in use by {who}; wait for it or stop it, or {other}") from None
         except OSError as error:
             warn(
-                f"hyfi: {folder}: no locks on its file system ({error.strerror}): start nothing else that writes there"
+                f"hyfi: {folder}: its file system has no locks ({error.strerror}); make sure that no other process "
+                f"writes there"
             )
         self._file.truncate(0)
         job = os.environ.get("SLURM_JOB_ID")

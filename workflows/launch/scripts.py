@@ -66,7 +66,9 @@ class Site:
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise RequestError(f"{path}: cannot be read as YAML: {error}") from None
         if not isinstance(found, dict):
-            raise RequestError(f"{path}: given {type(found).__name__}; allowed: keys ({', '.join(_keys(cls))})")
+            raise RequestError(
+                f"{path}: given {type(found).__name__}; allowed: a mapping with the keys {', '.join(_keys(cls))}"
+            )
         for key, value in found.items():
             default = getattr(cls(), str(key), Site)
             wanted = list if isinstance(default, list) else int if isinstance(default, int) else str
@@ -116,7 +118,7 @@ def script_of(
         RequestError: more nodes than ranks are asked for.
     """
     if resources.nodes > ranks:
-        raise RequestError(f"--nodes {resources.nodes}: the run has {ranks} ranks; give at most as many nodes")
+        raise RequestError(f"--nodes {resources.nodes}: the run has only {ranks} ranks; use at most {ranks} nodes")
     asked = {key: value for key, value in asdict(resources).items() if value is not None}
     values: dict[str, Any] = {"gpus_per_node": None, "cpus_per_task": None, "time": None, **asdict(site), **asked}
     values |= {
@@ -141,7 +143,9 @@ def submit(path: Path) -> str:
         RequestError: there is no Slurm here, or it refuses the job.
     """
     if shutil.which("sbatch") is None:
-        raise RequestError(f"--submit: no sbatch here; copy {path} to a login node of the cluster and submit it there")
+        raise RequestError(
+            f"--submit: sbatch not found; copy {path} to a login node of the cluster and submit it there"
+        )
     done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RequestError(f"--submit: sbatch refused {path}: {done.stderr.strip()}")

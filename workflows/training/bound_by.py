@@ -104,13 +104,13 @@ def _verdict(kind: str, share: float, setup: RunSetup) -> str:
         "compute": ("compute-bound", "more ranks (plan.grids, plan.replicas) make it faster"),
         "wait": ("loader-bound", _loaders(share, setup)),
         "validation": ("validation-bound", _validators(setup)),
-        "save": ("disk-bound", "save more seldom (run.checkpoint_every_steps, validation.every_steps)"),
-        "halo": ("halo-bound", "cut into fewer parts (plan.grids) or exchange more seldom (plan.fused_halo)"),
+        "save": ("disk-bound", "save less often (run.checkpoint_every_steps, validation.every_steps)"),
+        "halo": ("halo-bound", "use fewer parts (plan.grids) or exchange less often (plan.fused_halo)"),
         "stage": ("pipeline-bound", "raise plan.microbatches, or balance the stages (plan.cuts)"),
         "reduce": ("reduction-bound", "raise optimizer.accumulate or data.batch_size"),
         "imbalance": (
             "bound by the slowest rank",
-            "even parts (plan.grids), ranks of equal speed, or shares by speed (roles.design=offload_naive)",
+            "use equal parts (plan.grids), ranks of equal speed, or batches by speed (roles.design=offload_naive)",
         ),
     }[kind]
     return f"{named}: {share:.0%} {NAMES[kind]}; {advice}"
@@ -118,19 +118,19 @@ def _verdict(kind: str, share: float, setup: RunSetup) -> str:
 
 def _loaders(share: float, setup: RunSetup) -> str:
     if setup.spare_train:
-        return "let spare ranks load (roles.design=offload_data) or lower augment cost"
+        return "let spare ranks load (roles.design=offload_data) or simpler data.augment"
     if setup.loaders == 0:
-        return "add a loader (roles.loaders=1) or lower augment cost"
+        return "add a loader (roles.loaders=1) or simpler data.augment"
     # So many loaders fill the whole time with the images of a shorter one; so many more fill what is left of it.
     more = max(1, math.ceil(setup.loaders / max(1 - share, 0.1)) - setup.loaders)
-    return f"add {more} loader{'s' * (more > 1)} (roles.loaders={setup.loaders + more}) or lower augment cost"
+    return f"add {more} loader{'s' * (more > 1)} (roles.loaders={setup.loaders + more}) or simpler data.augment"
 
 
 def _validators(setup: RunSetup) -> str:
     if setup.spare_train:
-        return "let spare ranks validate (roles.design=offload_validation) or validate more seldom"
+        return "let spare ranks validate (roles.design=offload_validation) or validate less often"
     if setup.validators == 0:
-        return "add a validator (roles.validators=1) or validate more seldom (validation.every_steps)"
+        return "add a validator (roles.validators=1) or validate less often (validation.every_steps)"
     if setup.policy == "all":
         return f"add validators (roles.validators={setup.validators + 1}) or skip some (validation.policy=latest)"
-    return "validate more seldom (validation.every_steps)"
+    return "validate less often (validation.every_steps)"

@@ -114,13 +114,16 @@ class TrainingJob:
         trained = {sample.label for sample in self.train.samples}
         absent = [name for index, name in enumerate(self.classes) if index not in trained]
         if absent:
-            doubts.append(f"no training slide is {' or '.join(absent)}: the network cannot learn it")
+            doubts.append(f"no training slide has class {' or '.join(absent)}: the model cannot learn it")
         if self.config.data.sampling == "balanced" and self.config.data.class_weights == "balanced":
-            doubts.append("sampling and class_weights are both balanced: rare classes count twice over")
+            doubts.append("sampling and class_weights are both balanced: rare classes are weighted twice")
         if self.draw_weights is not None and 0 in self.draw_weights:
-            doubts.append(f"{self.draw_weights.count(0)} training slides weigh 0 and are never drawn")
+            doubts.append(f"{self.draw_weights.count(0)} training slides have weight 0 and are never drawn")
         if not len(self.val):
-            doubts.append(f"no slide in {self.config.validation.split!r}: nothing is validated, best is the latest")
+            doubts.append(
+                f"no slide in {self.config.validation.split!r}: there is no validation, and best is the "
+                f"latest checkpoint"
+            )
         elif len(set(self.targets())) == 1:
             doubts.append("all validation slides are of one class: auroc and balanced accuracy are undefined")
         return doubts

@@ -81,8 +81,8 @@ def describe_memory(needed: Sequence[int], hosts: Sequence[Host]) -> str:
 def crowded(hosts: Sequence[Host]) -> list[str]:
     """Return what a user should know about machines with more ranks than cores."""
     return [
-        f"{host.ranks} ranks share {host.cores} cores on {host.name}: they will wait for each other; fewer ranks are "
-        "as fast"
+        f"{host.ranks} ranks share {host.cores} cores on {host.name}: they slow each other down, and fewer ranks "
+        f"would be as fast"
         for host in hosts
         if host.ranks > host.cores
     ]
@@ -110,7 +110,7 @@ def check_room(needed: Sequence[int], hosts: Sequence[Host], others: Mapping[str
             else "use more machines (plan.grids spreads an image), a smaller data.size_px or a coarser data.mpp"
         )
         raise RequestError(
-            f"memory: the trainers on {host.name} ({len(host.trainers)}) need at least {total / 1e9:.2g} GB, "
+            f"memory: the trainers on {host.name} ({len(host.trainers)}) need at least {total / 1e9:.2g} GB, but "
             f"{host.free_bytes / 1e9:.2g} GB are free; {advice}"
         )
 
@@ -164,7 +164,7 @@ def advice_of(job: TrainingJob, forecast: Sequence[str]) -> str:
     """Return what to say if memory runs out after all: the forecast, and the changes that take less."""
     batch = max(job.layout.batch_of(replica) for replica in range(job.plan.replicas))
     cheaper = list(cheaper_plans(job.plan, batch)) if job.plan.cells is None else []
-    changes = f"{' or '.join(cheaper[:3])} takes less and gives the same result. Else " if cheaper else ""
+    changes = f"{' or '.join(cheaper[:3])} needs less and gives the same result. Otherwise, " if cheaper else ""
     said = "".join(f"forecast: {line}. " for line in forecast if line.startswith("memory:"))
     return said + changes + GENERAL_ADVICE
 

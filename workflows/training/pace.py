@@ -36,8 +36,9 @@ def with_shares(job: TrainingJob, roles: Roles) -> TrainingJob:
         return job
     if trainers.size % of_one or (job.shares is not None and len(job.shares) != trainers.size // of_one):
         raise RequestError(
-            f"{trainers.size} ranks train ({job.config.plan.ranks} of the plan, the others spare: roles.spare), and a "
-            f"replica has {of_one}; start whole replicas, one for each of roles.shares where these are given"
+            f"{trainers.size} ranks train ({job.config.plan.ranks} of the plan, the others are spare: roles.spare), "
+            f"but a replica has {of_one}; start a multiple of {of_one}, with one replica for each of roles.shares if "
+            f"given"
         )
     if job.shares is not None:
         return job
@@ -77,7 +78,10 @@ def describe_pace(job: TrainingJob) -> str:
     if job.pace_s is None:
         return ""
     rounds, paces = job.plan.microbatches, ", ".join(f"{pace_s:.3g}" for pace_s in job.pace_s)
-    return f"replicas take {paces} s for {rounds} slide{'s' * (rounds > 1)}: shares in proportion to speed\n"
+    return (
+        f"replicas take {paces} s for {rounds} slide{'s' * (rounds > 1)}, so batches are divided in proportion to "
+        f"speed\n"
+    )
 
 
 def _timed_turn(job: TrainingJob, roles: Roles) -> Callable[[int], None]:

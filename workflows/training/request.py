@@ -22,9 +22,9 @@ def check_run(config: Config, resume: bool) -> int:
     if not folder.exists() or not any(entry.name != OWNER for entry in folder.iterdir()):
         return 0
     if not (folder / "config.yaml").is_file():
-        raise RequestError(f"run.dir {folder}: exists and is not a run (no config.yaml in it); give another run.dir")
+        raise RequestError(f"run.dir {folder}: exists and is not a run (it has no config.yaml); use another run.dir")
     if not resume:
-        raise RequestError(f"run.dir {folder}: this run exists; continue it with --resume, or give another run.dir")
+        raise RequestError(f"run.dir {folder}: this run exists; continue it with --resume, or use another run.dir")
     refuse_changes(load_config(folder / "config.yaml"), config)
     latest = folder / "checkpoints" / "latest"
     if not latest.exists():
@@ -39,10 +39,12 @@ def own_run(config: Config, resume: bool, start: int) -> FolderOwner:
         RequestError: another one does, or has since ``start`` was read from it.
     """
     folder = config.run.dir
-    owner = FolderOwner(folder, "give another run.dir")
+    owner = FolderOwner(folder, "use another run.dir")
     try:
         if check_run(config, resume) != start:
-            raise RequestError(f"run.dir {folder}: another process has written to this run meanwhile; start again")
+            raise RequestError(
+                f"run.dir {folder}: another process has written to this run in the meantime; start again"
+            )
     except RequestError:
         owner.release()
         raise
@@ -66,7 +68,7 @@ def check_ranks(config: Config, size: int) -> None:
         return
     if size != config.ranks:
         raise RequestError(
-            f"{size} ranks are given, the run needs {config.ranks}: {config.trainers} trainers (plan), "
+            f"{size} ranks were started, but the run needs {config.ranks}: {config.trainers} trainers (plan), "
             f"{roles.loaders} loaders and {roles.validators} validators (roles); "
             f"use --ranks {config.ranks} or change these"
         )

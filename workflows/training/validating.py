@@ -165,7 +165,7 @@ class Validating:
         self._remote = False
         if self._client is not None:
             self._client.forget()
-            say(f"validation goes on in the trainers{f', first of the weights of step {left[0]}' if left else ''}")
+            say(f"the trainers validate from now on{f', beginning with step {left[0]}' if left else ''}")
         self._validate_saved(left)
 
     def _validate_saved(self, steps: list[int]) -> None:

@@ -56,8 +56,8 @@ def load_weights(model: nn.Module, path: Path) -> WeightsReport:
     counters = {name for name in own if name.endswith("num_batches_tracked")}
     if not set(fitting) - counters:
         raise RequestError(
-            f"model.weights {path}: none of its {len(given)} tensors fits the model; it begins with "
-            f"{', '.join(sorted(given)[:3])}, the model with {', '.join(list(own)[:3])}"
+            f"model.weights {path}: none of its {len(given)} tensors matches the model; its first names are "
+            f"{', '.join(sorted(given)[:3])}, the model's {', '.join(list(own)[:3])}"
         )
     model.load_state_dict(fitting, strict=False)
     missing = tuple(sorted(own.keys() - given.keys() - counters))
@@ -66,7 +66,7 @@ def load_weights(model: nn.Module, path: Path) -> WeightsReport:
 
 def _read(path: Path) -> dict[str, torch.Tensor]:
     if not path.is_file():
-        raise RequestError(f"model.weights {path}: no such file; give a local .safetensors or .pth")
+        raise RequestError(f"model.weights {path}: no such file; use a local .safetensors or .pth file")
     value: Any
     try:
         if path.suffix == ".safetensors":
@@ -75,9 +75,9 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
             value = torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, RuntimeError, ValueError, OSError, EOFError, KeyError, pickle.UnpicklingError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise RequestError(f"model.weights {path}: not a file of tensors alone: {reason}") from error
+        raise RequestError(f"model.weights {path}: not a file of tensors only: {reason}") from error
     if isinstance(value, dict) and isinstance(value.get("state_dict"), dict):
         value = value["state_dict"]
     if not isinstance(value, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in value.values()):
-        raise RequestError(f"model.weights {path}: holds {type(value).__name__}, not a state_dict (names and tensors)")
+        raise RequestError(f"model.weights {path}: has a {type(value).__name__}, not a state_dict (names and tensors)")
     return {str(name).removeprefix("module."): tensor for name, tensor in value.items()}

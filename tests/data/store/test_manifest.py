@@ -77,7 +77,7 @@ def test_paths_count_from_the_manifests_folder(tmp_path: Path, separator: str, c
         ('path;note\na.svs;"two\nlines"\n\n;;\n;x\n', "line 6"),
         ("path,note,label\na.svs,tumour, grade 2,1\n", r"m\.csv, line 2: the value '1' stands in no column"),
         ("path,label,label\na.svs,1,2\n", "two columns are named 'label'"),
-        ("path,label,status,reason\na.svs,1,ill,none\n", "'status', 'reason'.*another name"),
+        ("path,label,status,reason\na.svs,1,ill,none\n", "'status', 'reason'.*rename the column"),
         ('path,label\n"a.svs,1\nb.svs,2\n', "line 3 is not a CSV"),
         (f"path,note\na.svs,{'y' * 140_000}\n", "is not a CSV"),
         ("path,label\na.svs,1\nb\0.svs,2\n", "line 3 has a NUL"),

@@ -166,7 +166,7 @@ def test_reads_into_the_callers_memory(tmp_path: Path) -> None:
     expected = np.full((3, 100, 150), 255, np.uint8)
     expected[:, 5:95, :100] = levels[0][:, :, 8900:]
     assert np.array_equal(part, expected) and not image[:, :50].any() and not image[:, :, :100].any()
-    with pytest.raises(ValueError, match=r"\(3, 10, 10\) is expected"):
+    with pytest.raises(ValueError, match=r"expected uint8 \(3, 10, 10\)"):
         slide.read(Box(0, 10, 0, 10), out=image)
 
 

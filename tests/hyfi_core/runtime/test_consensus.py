@@ -202,14 +202,19 @@ def test_another_call_is_another_thing() -> None:
         (
             lambda box: torch.zeros(2, 1, *box.shape),
             torch.tensor([0, 1]),
-            r"returned \(2, 1, 16, 24\); \(2, 3, 16, 24\) were asked for",
+            r"returned shape \(2, 1, 16, 24\); \(2, 3, 16, 24\) was requested",
         ),
         (
             lambda box: torch.zeros(1, 3, *box.shape),
             torch.tensor([0, 1]),
-            r"returned \(1, 3, 16, 24\); \(2, 3, 16, 24\) were asked for",
+            r"returned shape \(1, 3, 16, 24\); \(2, 3, 16, 24\) was requested",
         ),
-        (lambda box: torch.zeros(3, 16, 24), torch.tensor([0, 1]), r"returned \(.*\); \(2, 3, 16, 24\) were asked for"),
+        (
+            lambda box: torch.zeros(3, 16, 24),
+            torch.tensor([0, 1]),
+            r"returned shape \(.*\); \(2, 3, 16, 24\) was "
+            r"requested",
+        ),
     ],
 )
 def test_images_and_labels_are_checked_on_arrival(images: Any, labels: Any, words: str) -> None:

@@ -109,9 +109,7 @@ def test_the_same_name_given_meanwhile_to_a_slide_elsewhere(tmp_path: Path, make
     assert run([first.parent, second.parent], store).skipped == ["x", outcome.record.slide_id]
     named = replace(job, row={"slide_id": "x"})
     outcome = do_job(named, store, AT_HALF, 1, lambda share: None)
-    assert (
-        outcome is not None and outcome.record.status == FAILED and "it must be unique" in outcome.record.reason
-    )
+    assert outcome is not None and outcome.record.status == FAILED and "it must be unique" in outcome.record.reason
 
 
 def test_parts_are_disjoint_and_make_the_whole(tmp_path: Path, make_slide: MakeSlide) -> None:

@@ -139,7 +139,7 @@ def test_areas_and_pictures() -> None:
 def test_no_class_is_named_where_it_is_withheld_and_a_partial_one_is_marked() -> None:
     withheld = replace(report_of(), withheld="only 2.0 % of the tissue was seen", coverage=0.02)
     text = "".join(parsed(withheld).text)
-    assert "Incomplete: no class is given" in text and "Only 2.0 % of the tissue was seen" in text
+    assert "Incomplete: no prediction" in text and "Only 2.0 % of the tissue was seen" in text
     assert "96.8 %" not in text and "benign" not in text
     partial = "".join(parsed(replace(report_of(), partial=True, coverage=0.02)).text)
     assert "From 2.0 % of the tissue only" in partial and "96.8 %" in partial

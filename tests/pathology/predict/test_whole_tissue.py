@@ -150,7 +150,7 @@ def test_no_class_is_given_below_the_checkpoints_coverage(store: Path, tmp_path:
     assert (row["status"], row["prediction"], row["p_dark"]) == ("incomplete", "", "")
     assert row["flags"].split(";") == ["cropped", "incomplete"] and "of the tissue was seen" in row["reason"]
     page = (tmp_path / "one" / "report.html").read_text()
-    assert "Incomplete: no class is given" in page
+    assert "Incomplete: no prediction" in page
     features = json.loads((tmp_path / "one" / "regions.geojson").read_text())["features"]
     assert {feature["properties"]["classification"]["name"] for feature in features} == {"Tissue"}
     assert not (tmp_path / "one" / "scores.tiff").exists()

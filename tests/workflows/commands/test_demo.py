@@ -86,7 +86,7 @@ def test_another_demo_is_made_anew(tmp_path: Path, finished: bool, seed: int) ->
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(RequestError, match="not a demo's folder"):
+    with pytest.raises(RequestError, match="was not written by hyfi demo"):
         _prepare(tmp_path, seed=1)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 

@@ -21,7 +21,7 @@ def test_here_everything_works(hyfi: Hyfi, tmp_path: Path) -> None:
     assert said["ok"] is True
     assert set(checks) == set(doctor.CHECKS)
     assert [name for name, check in checks.items() if check["essential"] and not check["ok"]] == []
-    assert "two ranks equal one process" in checks["two-rank halo exchange"]["detail"]
+    assert "two ranks agree with one process" in checks["two-rank halo exchange"]["detail"]
     assert "OMP_NUM_THREADS=" in checks["threads"]["detail"]
     assert list(tmp_path.iterdir()) == []
 
@@ -37,7 +37,7 @@ def test_what_is_missing_comes_with_what_mends_it(
     assert doctor.run(as_json=True) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [check["ok"] for check in json.loads(lines[-1])["checks"]] == [True, False, True]
-    assert any(line.startswith("missing MPI: no mpiexec") for line in lines)
+    assert any(line.startswith("missing MPI: cannot start several ranks: mpiexec not found") for line in lines)
     assert any("mend: pip install 'hyfi[local]'" in line for line in lines)
 
 

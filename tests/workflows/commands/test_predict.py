@@ -79,7 +79,7 @@ def test_requests_that_cannot_be_met(hyfi: Hyfi, checkpoint: Path, slides: Path,
         ((checkpoint, "nowhere.svs", "--out", "out"), "no such file"),
         ((checkpoint, slides / "one.tiff", "--out", "file"), "file is a file"),
         ((checkpoint, slides / "one.tiff", "--out", "out", "--slide-mpp", "500"), "--slide-mpp 500"),
-        ((checkpoint, slides / "one.tiff", "--out", "out", "--cells", "4x4"), "--cells 4x4: give rows and columns"),
+        ((checkpoint, slides / "one.tiff", "--out", "out", "--cells", "4x4"), "--cells 4x4: use rows and columns"),
         ((checkpoint, slides / "one.tiff", "--out", "out", "--cells", "2,2", "--ranks", "2"), "leave out either"),
     ):
         said = hyfi("predict", *words)

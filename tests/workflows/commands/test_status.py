@@ -44,5 +44,5 @@ def test_a_run_under_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_no_run_is_a_wrong_request(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"is no run"):
+    with pytest.raises(RequestError, match=r"not a run"):
         status.run(tmp_path, as_json=False)

@@ -167,7 +167,7 @@ def test_wrong_requests_are_refused_before_anything_is_written(
     tmp_path: Path, store: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = make_config(tmp_path, store)
-    with pytest.raises(RequestError, match=r"3 ranks are given, the run needs 1: 1 trainers.*--ranks 1"):
+    with pytest.raises(RequestError, match=r"3 ranks were started, but the run needs 1: 1 trainers.*--ranks 1"):
         run_here(config, ranks=3)
     said = refused(capfd, tmp_path, config, "data.size_px=128", "data.view=crop")
     assert "min_coverage" in said and "slide-00" in said and "size_px" in said
@@ -328,7 +328,7 @@ def test_a_run_goes_on_with_other_ranks(tmp_path: Path, store: Path) -> None:
 
 
 def test_too_few_ranks_are_refused(tmp_path: Path, store: Path) -> None:
-    with pytest.raises(RequestError, match="2 ranks are given, the run needs 4: 2 trainers"):
+    with pytest.raises(RequestError, match="2 ranks were started, but the run needs 4: 2 trainers"):
         run_on(2, make_config(tmp_path, store), *FOUR)
     assert not (tmp_path / "run").exists()
 

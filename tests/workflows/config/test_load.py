@@ -123,7 +123,7 @@ def test_missing_keys_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "word"),
-    [("data: [", "not YAML"), ("- a\n", "allowed: sections"), ("run: {seed: 1, seed: 2}", "stands twice")],
+    [("data: [", "not YAML"), ("- a\n", "allowed: sections"), ("run: {seed: 1, seed: 2}", "occurs twice")],
 )
 def test_what_is_no_config(tmp_path: Path, text: str, word: str) -> None:
     file = tmp_path / "c.yaml"

@@ -95,7 +95,7 @@ def test_without_a_gpu_cuda_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(RequestError, match=r"--device is cuda and 1 rank on .* sees no GPU; .*--device cpu"):
+    with pytest.raises(RequestError, match=r"--device is cuda, but 1 rank on .* sees no GPU; .*--device cpu"):
         predict(tmp_path, "cuda")
     assert not (tmp_path / "out").exists()
     predict(tmp_path, "auto")

@@ -184,7 +184,7 @@ def test_running_out_of_memory_ends_with_advice_and_no_traceback(job: Job) -> No
 
 def test_a_rank_that_the_kernel_ended_for_memory_is_told_as_such(job: Job) -> None:
     code, _, err = job.run("killed", KERNEL_KILLS="1")
-    assert code == 70 and "rank 1 was ended by signal 9" in err
+    assert code == 70 and "rank 1 ended with signal 9" in err
     assert "ran out of memory and its kernel ended a process; less is needed where each image is spread" in err
 
 
@@ -193,7 +193,7 @@ def test_a_killed_rank_ends_all_and_is_named(job: Job) -> None:
     code, out, err = job.run("killed")
     assert time.monotonic() - began_s < 10
     assert (code, out) == (70, "")
-    assert "rank 1 was ended by signal 9" in err
+    assert "rank 1 ended with signal 9" in err
     assert len(err.splitlines()) == 1
 
 

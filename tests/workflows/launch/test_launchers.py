@@ -110,13 +110,13 @@ def test_a_killed_rank_under_torchrun(begin: Begin, tmp_path: Path) -> None:
     job = begin(TORCHRUN, "--standalone", "--nproc-per-node=2", *HYFI, "train", "run.yaml")
     wait_for_step(job, tmp_path, 2)
     os.kill(ranks_of(tmp_path, "LOCAL_RANK=1")[0], signal.SIGKILL)
-    assert "rank 1 was ended from outside or crashed" in end(job, tmp_path, 10)
+    assert "rank 1 was killed or crashed" in end(job, tmp_path, 10)
 
 
 def test_a_killed_rank_under_open_mpi(begin: Begin, tmp_path: Path) -> None:
     job = train_under_open_mpi(begin, tmp_path)
     os.kill(ranks_of(tmp_path, "OMPI_COMM_WORLD_RANK=1")[0], signal.SIGKILL)
-    assert "rank 1 was ended from outside or crashed" in end(job, tmp_path, 10)
+    assert "rank 1 was killed or crashed" in end(job, tmp_path, 10)
 
 
 def test_a_request_to_stop_under_open_mpi(begin: Begin, tmp_path: Path) -> None:

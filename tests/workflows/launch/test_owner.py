@@ -29,7 +29,7 @@ def test_a_second_writer_is_refused_until_the_first_has_died(tmp_path: Path) -> 
     assert other.stdout is not None and other.stdout.readline() == "held\n"
     found = owner_of(folder)
     assert found is not None and found["pid"] == other.pid
-    with pytest.raises(RequestError, match=rf"process {other.pid} on .* is writing there; .* name another"):
+    with pytest.raises(RequestError, match=rf"in use by process {other.pid} on .*; .* name another"):
         FolderOwner(folder, "name another")
     other.kill()
     other.wait()
@@ -39,7 +39,7 @@ def test_a_second_writer_is_refused_until_the_first_has_died(tmp_path: Path) -> 
 
 def test_a_released_folder_is_free(tmp_path: Path) -> None:
     owner = FolderOwner(tmp_path, "")
-    with pytest.raises(RequestError, match="is writing there"):
+    with pytest.raises(RequestError, match="in use by"):
         FolderOwner(tmp_path, "")
     owner.release()
     FolderOwner(tmp_path, "").release()

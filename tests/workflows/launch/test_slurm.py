@@ -94,7 +94,7 @@ def test_a_killed_rank_ends_all_within_seconds(slurm: Slurm, tmp_path: Path, sto
     _, err = job.communicate(timeout=60)
     assert time.monotonic() - killed_s < 10
     assert job.returncode not in (0, 1, 2, 3)
-    assert "rank 1 was ended from outside or crashed" in err
+    assert "rank 1 was killed or crashed" in err
 
 
 @pytest.mark.parametrize("at", ["start", "step"])

@@ -20,7 +20,7 @@ def rank(**seconds: float) -> dict[str, float]:
         ([rank(compute=9.7, halo=0.3)], "compute-bound: 97 % computing"),
         (
             [rank(compute=6.2, wait=3.8)],
-            "loader-bound: 38 % waiting; add 2 loaders (roles.loaders=4) or lower augment cost",
+            "loader-bound: 38 % waiting; add 2 loaders (roles.loaders=4) or simpler data.augment",
         ),
         ([rank(compute=6, halo=4), rank(compute=6, halo=4)], "halo-bound: 40 % exchanging halos"),
         ([rank(compute=6, stage=4)], "pipeline-bound: 40 %"),

@@ -101,8 +101,8 @@ def test_late_results_and_a_killed_child_change_nothing(
     for link, step in (("latest", last), ("best", last - 3)):
         assert (tmp_path / "run" / "checkpoints" / link).resolve().name == f"step-{step:08d}"
     said = capfd.readouterr()
-    assert said.out.count(f"ended with step {last}: 3 validations without a better loss") == 2
-    assert said.err.count("ended by signal 9 (SIGKILL); it is started again") == 1
+    assert said.out.count(f"ended after step {last}: 3 validations without a better loss") == 2
+    assert said.err.count("ended with signal 9 (SIGKILL); restarting it") == 1
     assert run_here(config, resume=True) == 0  # nothing is left to do
     assert losses(tmp_path / "run") == losses(tmp_path / "inline")
 
@@ -118,7 +118,7 @@ def test_validators_that_go_cell_by_cell_say_the_same_and_may_die(
     killer.start()
     assert run_on(2, config, "roles.validators=1", "validation.cells=[3,2]") == [0, 0]
     assert len(killer.killed) == 1
-    assert capfd.readouterr().err.count("ended by signal 9 (SIGKILL); it is started again") == 1
+    assert capfd.readouterr().err.count("ended with signal 9 (SIGKILL); restarting it") == 1
     assert_same_run(tmp_path / "inline", tmp_path / "run", 8, losses_within=1e-10)
     found, wanted = validations(tmp_path / "run"), validations(tmp_path / "inline")
     for step, metrics in wanted.items():
@@ -143,7 +143,7 @@ def test_trainers_go_on_alone_where_children_always_die(
     assert_same_run(tmp_path / "inline", tmp_path / "run", 8)
     assert validations(tmp_path / "run") == validations(tmp_path / "inline")
     said = capfd.readouterr()
-    assert said.err.count("ended by exit code 9") == 3
+    assert said.err.count("ended with exit code 9") == 3
     assert "validation goes on in the trainers, first of the weights of step 1" in said.out
 
 
