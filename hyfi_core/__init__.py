@@ -22,7 +22,7 @@ __all__ = ["Box", "Engine", "ParallelPlan", "init", "parallelize"]
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name when it is first asked for, so that importing a plan loads no torch."""
+    """Import a public name on first access, so that importing a plan does not import torch."""
     if name not in _WHERE:
         raise AttributeError(f"module 'hyfi_core' has no attribute {name!r}")
     import importlib

@@ -1,1 +1,1 @@
-"""The user's module becomes a program."""
+"""Capture of the user's module as a program."""

@@ -1,4 +1,4 @@
-"""Autocast decides types while the model runs; ranks that receive values have to know them before."""
+"""Dtypes under autocast, which chooses them at run time: ranks that receive values have to know them in advance."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hyfi_core.capture.program import Program, refs_in, substitute
 
 
 def dtypes_under_autocast(program: Program, dtype: torch.dtype, device: str) -> Mapping[str, torch.dtype]:
-    """Return the type that each value has when the program runs under autocast; nothing is computed.
+    """Return the dtype of each value when the program runs under autocast; nothing is computed.
 
     Args:
         program: the captured model.
         dtype: what autocast casts to.
-        device: type of the device; each casts other operators, and only tensors of its own.
+        device: device type; autocast differs between device types.
     """
     with FakeTensorMode(allow_non_fake_inputs=True), torch.autocast(device, dtype), torch.no_grad():
         made = {op_output for op in program.operators for op_output in op.outputs}
@@ -28,9 +28,9 @@ def dtypes_under_autocast(program: Program, dtype: torch.dtype, device: str) -> 
         alive = program.needed({*refs_in(program.outputs), *program.mutations.values()})
         for op in program.operators:
             if not any(output in alive for output in op.outputs):
-                continue  # no rank runs it: a check of the types without autocast, for one
+                continue  # not executed by any rank, such as a check of dtypes without autocast
             given = {key: substitute(item, values) for key, item in op.kwargs.items()}
-            if given.get("device") is not None:  # where it was captured; types are the same with all in one place
+            if given.get("device") is not None:  # the device of capture; dtypes do not depend on it
                 given["device"] = torch.device(device)
             results = op.target(*substitute(op.args, values), **given)
             if isinstance(results, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Attributes of PyTorch's that are another for a while."""
+"""Temporary replacement of PyTorch's attributes."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Iterator
 from typing import Any
 
 PATCHING = threading.RLock()
-"""Held while something of PyTorch's is another: two threads that changed it at once would not give it back."""
+"""Held while PyTorch is patched: two threads patching at the same time would not restore the original."""
 
 
 @contextlib.contextmanager
 def changed(holder: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute of a class, a module or an object for a while, if it is there.
+    """Context that replaces an attribute of a class, a module or an object, if it exists.
 
-    A class that only inherits it inherits it again afterwards.
+    An inherited attribute is inherited again afterwards.
     """
     if not hasattr(holder, name):
         yield
         return
     inherited = isinstance(holder, type) and name not in vars(holder)
-    # What a class holds under the name: asked for by attribute, a class method would come bound.
+    # From the class's own dict: getattr would return a bound class method.
     before = vars(holder).get(name) if isinstance(holder, type) else getattr(holder, name)
     setattr(holder, name, value)
     try:

@@ -1,4 +1,4 @@
-"""``torch.utils.checkpoint`` while a model is captured: a plain call. What is computed again is the plan's business."""
+"""``torch.utils.checkpoint`` during capture: a plain call. What is recomputed is decided by the plan."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Inside = Callable[[], contextlib.AbstractContextManager[Any] | None]
 
 @contextlib.contextmanager
 def plain_checkpoints(inside: Inside) -> Iterator[None]:
-    """Have checkpoints call what they wrap. It changes a module of PyTorch's: one thread at a time.
+    """Context in which checkpoints simply call the wrapped function. It patches PyTorch: one thread at a time.
 
     Args:
-        inside: makes the context for the length of a checkpoint; None in a thread that does not trace.
+        inside: creates the context of a checkpoint; returns None in threads that do not trace.
     """
 
     class Reentrant:

@@ -1,8 +1,8 @@
 """Capture: the user's untouched module becomes a program, through ``torch.export`` at the image's full size.
 
 The input is a fake tensor, so that a 16384 x 16384 image costs nothing. ``run_decompositions({})`` makes the graph
-functional (no ``relu_``, no counters that change behind our back) and leaves ``conv2d`` and its like whole, which
-autocast knows; a full decomposition would give ``aten.convolution``, which it does not.
+functional (no ``relu_``, no hidden counters) and keeps ``conv2d`` and similar operators, which autocast supports; a
+full decomposition would give ``aten.convolution``, which autocast ignores.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ def capture(model: nn.Module, shape: tuple[int, int, int, int], dtype: torch.dty
     """Return the program of ``model`` for images of this shape, with its training flags as they are now.
 
     Args:
-        model: any module that takes one image tensor; it is not changed.
+        model: any module that takes one image tensor; not changed.
         shape: (micro-batch, channels, height, width).
         dtype: of the images.
 
     Raises:
-        RequestError: the model does what a capture cannot follow; it says what, in which module and line.
+        RequestError: the model cannot be captured; the message names the reason, the module and the line.
     """
     with PATCHING, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with FakeTensorMode(allow_non_fake_inputs=True):
             image = torch.empty(shape, dtype=dtype)
         try:
-            # With gradients also where none are wanted: what carries one is the same for training and prediction.
+            # With gradients even for prediction, so that training and prediction agree on which values carry gradients.
             with torch.enable_grad(), _quiet(), trace_guards(model):
                 traced = torch.export.export(model, (image,), strict=False)
             exported = traced.run_decompositions(_DIFFERENTIABLE)
@@ -63,16 +63,16 @@ def _copied(into: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
 
 
 _DIFFERENTIABLE: dict[Any, Any] = {torch.ops.aten.copy.default: _copied}
-"""What a capture makes of an assignment, and autograd has no derivative of -> the same from operators that have one."""
+"""Operators that export creates for assignments and that have no derivative -> equivalents that have one."""
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch from logging and printing a graph that fails: what failed is reported once, in the error."""
+    """Suppress torch's log of a failing graph: the error reports it once."""
     logger, module = logging.getLogger("torch"), importlib.import_module("torch.export._trace")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
-    vars(module)["print"] = lambda *given, **named: None  # of this one module of PyTorch's
+    vars(module)["print"] = lambda *given, **named: None  # in this module of PyTorch only
     try:
         yield
     finally:
@@ -98,7 +98,7 @@ def _parse(exported: ExportedProgram) -> Program:
 
 
 def _operator(node: torch.fx.Node, values: dict[str, ValueInfo]) -> Operator:
-    """Return a node as an operator; what it returns is named by the getitems that pick it apart."""
+    """Return a node as an operator; the results of a multi-output node are named by its getitems."""
     result = node.meta.get("val")
     names: list[str | None]
     if isinstance(result, (tuple, list)):
@@ -124,12 +124,12 @@ def _operator(node: torch.fx.Node, values: dict[str, ValueInfo]) -> Operator:
 
 
 def _says_where(node: torch.fx.Node, key: str) -> bool:
-    """Whether an argument names the device of the capture's image: on a rank, values stay where they are."""
+    """Whether an argument is the device of capture, which does not apply to ranks."""
     return key == "device" and node.target is torch.ops.aten._to_copy.default
 
 
 def _canonical(getitem: torch.fx.Node) -> str:
-    """Return one name for one result, however many getitems pick it."""
+    """Return the canonical name of a result, which several getitems may select."""
     source, index = getitem.args[0], getitem.args[1]
     return f"{source.name}.{index}"  # type: ignore[union-attr]
 

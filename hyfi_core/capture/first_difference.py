@@ -1,4 +1,4 @@
-"""The first difference between a module and its captured program, and the submodule where it begins."""
+"""The first difference between a module and its captured program, and the first submodule that differs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hyfi_core.capture.program import Operator, Program
 from hyfi_core.capture.repeatable import RepeatableDraws
 
 _SMALL = 1e-3
-"""Values smaller than this share of the largest of their kind are compared by that share instead of their own size."""
+"""The norm of a value counts as at least this fraction of the largest of its kind."""
 
 
 def equal(
     wanted: Mapping[str, torch.Tensor | None], found: Mapping[str, torch.Tensor | None], tolerance: float
 ) -> str | None:
-    """Return None where all values are equal to a tolerance, else a phrase about the first that is not."""
+    """Return None if all values are equal up to a tolerance, else a phrase about the first that is not."""
     sizes: dict[str, float] = {}
     for name, value in wanted.items():
         kind = name.split()[0]
@@ -46,7 +46,7 @@ def equal(
 
 
 def first_module(model: nn.Module, program: Program, image: torch.Tensor) -> str:
-    """Return a phrase that names the first submodule whose output its captured operators do not make; else empty."""
+    """Return a phrase that names the first submodule whose output differs from its captured operators', or ""."""
     made: dict[str, list[torch.Tensor]] = {}
 
     def keep(op: Operator, values: Mapping[str, Any]) -> None:
@@ -66,7 +66,7 @@ def first_module(model: nn.Module, program: Program, image: torch.Tensor) -> str
 
 
 def _answers(model: nn.Module, image: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """Return (module, what it returned) in the order in which modules end."""
+    """Return (module, output) in the order in which modules finish."""
     answers: list[tuple[str, torch.Tensor]] = []
 
     def hook(path: str) -> Any:

@@ -1,15 +1,15 @@
-"""What a trace would silently lose, kept where it can be, and refused where not.
+"""Guards against what ``torch.export`` silently drops: it is preserved where possible, and refused otherwise.
 
-Calls of PyTorch's are watched one by one (``watched_calls``), checkpoints are plain calls (``checkpoints``), and what a
-forward leaves on its module is seen here:
+Single calls of PyTorch functions are watched in ``watched_calls``, checkpoints are treated in ``checkpoints``, and
+effects of a forward on its module are treated here:
 
 ```
-self.buffer = value            in a submodule, forgotten by a trace     → self.buffer.copy_(value)
-self.features = x              a fake tensor on the user's module       → taken off again
-self.calls += 1                the trace would keep the first value     → refused
-return Answer(logits=…)        unknown                                  → made known
-backward hooks of modules      forgotten                                → refused
-a loss that reads what a hook kept: a fake tensor of the trace          → refused (``NoTracedValues``)
+self.buffer = value            in a submodule, dropped by export        → self.buffer.copy_(value)
+self.features = x              a fake tensor on the user's module       → removed
+self.calls += 1                export would keep the first value        → refused
+return Answer(logits=…)        unknown class                            → registered as a pytree
+backward hooks of modules      dropped                                  → refused
+a loss that reads what a hook kept: a fake tensor of capture            → refused (``NoTracedValues``)
 ```
 """
 
@@ -37,15 +37,15 @@ from hyfi_core.capture.watched_calls import WatchedCalls
 from hyfi_core.errors import RequestError
 
 _here = threading.local()
-"""Whether this thread traces: others may run models meanwhile, with the same classes."""
+"""Whether this thread traces: other threads may run models with the same classes at the same time."""
 
 
 @contextlib.contextmanager
 def trace_guards(model: nn.Module) -> Iterator[None]:
-    """Have ``model`` traced as it runs. It changes classes of PyTorch's, for this thread: one thread at a time.
+    """Context for tracing ``model``. It patches classes of PyTorch, with effect in this thread: one thread at a time.
 
     Raises:
-        RequestError: it does something that a trace would lose.
+        RequestError: the model does something that capture cannot preserve.
     """
     _refuse_backward_hooks(model)
     calls = WatchedCalls(model)
@@ -69,7 +69,7 @@ def trace_guards(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Give every module its attributes back in the end: those that it has lost, gained or changed."""
+    """Context that restores the attributes of all modules on exit: removed, added and changed ones."""
     before = {module: dict(vars(module)) for module in model.modules()}
     try:
         yield
@@ -82,7 +82,7 @@ def restored(model: nn.Module) -> Iterator[None]:
 
 
 def refuse_fake_constants(constants: dict[str, torch.Tensor]) -> None:
-    """Refuse constants that are what a trace computed with.
+    """Refuse constants that are fake tensors of the trace.
 
     Raises:
         RequestError: there is one.
@@ -97,7 +97,7 @@ def refuse_fake_constants(constants: dict[str, torch.Tensor]) -> None:
 
 @contextlib.contextmanager
 def _watched_forward(model: nn.Module, calls: WatchedCalls) -> Iterator[None]:
-    """Watch what is called between the beginning and the end of the model's own call."""
+    """Watch calls between the beginning and the end of the model's forward."""
     before: Attributes = {}
 
     def begin(module: nn.Module, given: Any) -> None:
@@ -132,7 +132,7 @@ def _counted(calls: WatchedCalls) -> Iterator[None]:
 
 
 def _refuse_changed(before: Attributes, after: Attributes) -> None:
-    """Refuse attributes with another value than before the forward; tensors may be kept, as nothing reads them here."""
+    """Refuse attributes that the forward has changed; tensors are allowed, because nothing reads them here."""
     for (path, name), value in before.items():
         found = after.get((path, name))
         if found != value and not is_tensor(found):
@@ -161,9 +161,9 @@ _PLAIN_NORM: Any = _BatchNorm.forward
 
 
 def _normalise(module: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
-    """Batch norm with its momentum as data where that is 1 / batches (``momentum=None``), which a float cannot follow.
+    """Batch norm with momentum as a tensor if it is 1 / batches (``momentum=None``), which no constant can express.
 
-    The native kernel with momentum 1 leaves the batch's own statistics; what becomes of the running ones is arithmetic.
+    The native kernel with momentum 1 gives the batch's statistics; the running ones are updated by arithmetic.
     """
     batches: Any = module.num_batches_tracked
     running: Any = (module.running_mean, module.running_var)
@@ -184,7 +184,7 @@ _PLAIN_SETATTR: Any = nn.Module.__setattr__
 
 
 def _assign(module: nn.Module, name: str, value: Any) -> None:
-    """``self.buffer = value`` as the model means it: from now on the buffer holds that."""
+    """``self.buffer = value`` as a copy into the buffer."""
     buffer = vars(module).get("_buffers", {}).get(name)
     if (
         not _traces()
@@ -204,12 +204,12 @@ def _assign(module: nn.Module, name: str, value: Any) -> None:
 
 
 def _is_traced(value: torch.Tensor) -> bool:
-    """Whether a tensor is a value of the trace, and not what the trace itself puts in the place of buffers."""
+    """Whether a tensor is a traced value, and not the trace's own replacement of a buffer."""
     return isinstance(value, FakeTensor) or torch._is_functional_tensor(value)
 
 
 def make_known(answer: Any) -> None:
-    """Let PyTorch take objects of this answer's class apart, if it does not know how."""
+    """Register the class of an output as a pytree node, if it is not."""
     kind = type(answer)
     plain = _pytree.SUPPORTED_NODES.get(kind) is None and not isinstance(answer, (torch.Tensor, tuple, list, dict))
     if answer is None or not plain or not (dataclasses.is_dataclass(answer) or hasattr(answer, "__dict__")):
@@ -231,10 +231,10 @@ def _put_together(kind: type, values: Any, names: Any) -> Any:
 
 
 class NoTracedValues(TorchFunctionMode):
-    """Refuses to compute with them: a forward hook may have kept what it saw while the model was captured."""
+    """Refuses to compute with traced values, which a forward hook may have stored during capture."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the function, unless it is given such a value."""
+        """Call the function, unless an argument is a traced value."""
         for leaf in _pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, FakeTensor) or (isinstance(leaf, torch.Tensor) and torch._is_functional_tensor(leaf)):
                 raise RequestError(

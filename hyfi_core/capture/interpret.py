@@ -1,4 +1,4 @@
-"""A captured program run in one process, operator by operator, with autograd: what the capture says, and no more."""
+"""Reference execution of a captured program: in one process, operator by operator, with autograd."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def interpret(
     Args:
         program: for images of this shape.
         parameters: by the names of the user's module.
-        buffers: likewise; they stay as they are.
+        buffers: likewise; not changed.
         image: ``(B, C, H, W)``.
         watch: called after each operator with all values so far.
 
     Returns:
-        The leaves of the answer, and the buffers with what the run has made of them.
+        The leaves of the output, and the updated buffers.
     """
     values: dict[str, Any] = {**program.constants, program.image: image}
     values.update((value, parameters[name]) for value, name in program.parameters.items())

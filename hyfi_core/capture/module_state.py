@@ -1,4 +1,4 @@
-"""What of a module a forward may read besides its weights: two captures are alike only where this is.
+"""The Python state of a module that a forward may read: a capture is valid as long as this does not change.
 
 dropout.p  bn.momentum  training  config.scale  replaced submodules  forward hooks  requires_grad  …
 """
@@ -22,16 +22,16 @@ _PLAIN = (bool, int, str, bytes, complex, enum.Enum, torch.dtype, torch.device, 
 _PLAIN_TYPES = frozenset({bool, int, str, bytes, complex, type(None), torch.dtype, torch.device, torch.memory_format})
 _CONTAINERS = frozenset({list, tuple, set, frozenset, dict, OrderedDict})
 _DEPTH = 4
-"""How deep objects in attributes are looked into: a configuration, its parts, their settings."""
+"""Depth to which objects in attributes are compared: a configuration, its sections, their settings."""
 _ITEMS = 4096
-"""Longer containers and arrays count as another only where they are another object."""
+"""Longer containers and arrays are compared by identity."""
 
 Attributes = dict[tuple[str, str], Hashable]
 
 
 @dataclass(frozen=True, eq=False)
 class _Same:
-    """An object that equals itself alone; it stays alive, so that nothing else gets its address."""
+    """Compares an object by identity and keeps it alive, so that its address is not reused."""
 
     item: Any
 
@@ -43,7 +43,7 @@ class _Same:
 
 
 class ModuleState(tuple[Any, ...]):
-    """What ``module_state`` returns: a key of captures, whose many parts are hashed once."""
+    """Result of ``module_state``: a cache key whose hash is computed once."""
 
     @cached_property
     def _hash(self) -> int:
@@ -54,9 +54,9 @@ class ModuleState(tuple[Any, ...]):
 
 
 def module_state(model: nn.Module) -> ModuleState:
-    """Return a value that is equal for two moments where a forward finds the same Python state.
+    """Return a hashable value that changes when Python state that a forward may read changes.
 
-    Buffers count by their presence: their values are inputs of a program. So do parameters, with ``requires_grad``.
+    Buffers and parameters count by their presence (and ``requires_grad``): their values are inputs of a program.
     """
     paths = list(model.named_modules(remove_duplicate=False))
     tensors = tuple((path, n, p.requires_grad) for path, m in paths for n, p in m._parameters.items() if p is not None)
@@ -66,14 +66,14 @@ def module_state(model: nn.Module) -> ModuleState:
 
 
 def attributes(model: nn.Module) -> Attributes:
-    """Return (path of a module, attribute) -> what it is, comparable; without parameters, buffers and submodules."""
+    """Return (path of a module, attribute) -> a comparable value; without parameters, buffers and submodules."""
     seen: dict[int, Hashable] = {}
     found: Attributes = {}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if name in _REGISTRIES:
                 continue
-            kind = type(value)  # a step asks this of every attribute of every module: most answers cost no call
+            kind = type(value)  # called for every attribute of every module in each step: the common cases must be fast
             if kind in _PLAIN_TYPES:
                 found[path, name] = (kind, value)
             elif kind in _CONTAINERS and not value:
@@ -84,7 +84,7 @@ def attributes(model: nn.Module) -> Attributes:
 
 
 def changed_since(before: Hashable, now: Hashable) -> list[tuple[str, str]]:
-    """Return (path of a module, attribute) of what is another or new in the second of two ``module_state``."""
+    """Return (path of a module, attribute) of what was changed or added between two ``module_state``."""
     assert isinstance(before, tuple) and isinstance(now, tuple)
     old = dict(before[-1])
     names = [place for place, value in now[-1] if old.get(place) != value]
@@ -92,7 +92,7 @@ def changed_since(before: Hashable, now: Hashable) -> list[tuple[str, str]]:
 
 
 def told(model: nn.Module, path: str, name: str) -> str:
-    """Return what an attribute is, or of which type a module is where no attribute is named, in few words."""
+    """Return a short description of an attribute's value, or of the type of a module if no attribute is named."""
     try:
         holder = model.get_submodule(path)
     except AttributeError:
@@ -104,7 +104,7 @@ def told(model: nn.Module, path: str, name: str) -> str:
 
 
 def is_tensor(attribute: Hashable) -> bool:
-    """Whether a value of ``attributes`` stands for a tensor."""
+    """Whether a value of ``attributes`` represents a tensor."""
     return isinstance(attribute, tuple) and attribute[:1] == (torch.Tensor,)
 
 
@@ -118,7 +118,7 @@ def _comparable(value: Any, depth: int, seen: dict[int, Hashable]) -> Hashable:
     if isinstance(value, torch.Tensor):
         return (torch.Tensor, _Same(value), 0 if value.is_inference() else value._version)
     if id(value) not in seen:
-        seen[id(value)] = (_Same(value), "seen")  # for an object that holds itself
+        seen[id(value)] = (_Same(value), "seen")  # for an object that contains itself
         seen[id(value)] = _inside(value, depth, seen)
     return seen[id(value)]
 

@@ -1,4 +1,4 @@
-"""Where in the user's code something happens, and what failed there: messages name a module, a file and a line."""
+"""Locations in the user's code, for messages: module, file and line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _INSTALLED = "/site-packages/"
 
 
 def calling_line() -> str:
-    """Return the innermost line of the user's code that is running now, ``FILE:LINE (source)``."""
+    """Return the innermost line of the user's code in the current stack, ``FILE:LINE (source)``."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not _is_users(frame.f_code):
         frame = frame.f_back
@@ -27,7 +27,7 @@ def calling_line() -> str:
 
 
 def explained(error: Exception, model: nn.Module) -> str:
-    """Return in one line what failed while a model was traced, where, and what helps."""
+    """Return one line that says what failed during tracing, where, and what would help."""
     line, path = _failing_place(error, model)
     found = dict(model.named_modules()).get(path or "")
     place = f"in {path} ({type(found).__name__}), " if path else ""
@@ -52,7 +52,7 @@ def _what(error: Exception) -> str:
 
 
 def _failing_place(error: BaseException, model: nn.Module) -> tuple[str | None, str | None]:
-    """Return (line of the user's code, path of the module) from which an error came, None where unknown."""
+    """Return (line of the user's code, path of the module) that raised an error, None where unknown."""
     names = {id(module): name for name, module in model.named_modules()}
     line = path = None
     trace: TracebackType | None = error.__traceback__

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 KEY = "~key"
-"""Name of the value that random operators are keyed by: int64 (seed, step, micro-batch), given with the image."""
+"""Name of the key of random operators: int64 (seed, step, micro-batch), an input like the image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,8 @@ class Operator:
         kwargs: keyword arguments, likewise.
         outputs: names of what it returns, in order; None for a result that nothing uses.
         module: path of the module of the user's model that called it.
-        text: the operator's name, ``aten.conv2d.default``; it follows from the target.
-        inputs: names of all values it takes, in order of appearance; they follow from the arguments.
+        text: the operator's name, ``aten.conv2d.default``; derived from the target.
+        inputs: names of all input values, in order of appearance; derived from the arguments.
     """
 
     name: str
@@ -53,13 +53,13 @@ class Operator:
     inputs: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # Made once: planning asks for them again and again.
+        # Computed once: planning reads them often.
         object.__setattr__(self, "text", str(self.target))
         object.__setattr__(self, "inputs", tuple(refs_in((self.args, tuple(self.kwargs.values())))))
 
     @property
     def first_output(self) -> str:
-        """Name of the first result that something uses."""
+        """Name of the first result that is used."""
         return next(output for output in self.outputs if output is not None)
 
 
@@ -77,7 +77,7 @@ class Program:
         outputs: the leaves of what the model returns, ``Ref`` or a plain constant.
         mutations: name of a buffer in the user's module -> the value that replaces it after the run.
         unflatten: puts leaves back into what the model returns (tuple, dict, dataclass).
-        ordinals: place of each operator in the whole model, where this is a part of one; random numbers hang on it.
+        ordinals: index of each operator in the whole model, if this is a part of one; random numbers depend on it.
     """
 
     operators: tuple[Operator, ...]
@@ -92,7 +92,7 @@ class Program:
     ordinals: Mapping[str, int] = field(default_factory=dict)
 
     def ordinal(self, op: Operator) -> int:
-        """Return the operator's place in the whole model."""
+        """Return the operator's index in the whole model."""
         if self.ordinals:
             return self.ordinals[op.name]
         return next(at for at, other in enumerate(self.operators) if other.name == op.name)

@@ -11,16 +11,16 @@ _GOLDEN = 0.6180339887498949
 
 
 class RepeatableDraws(TorchDispatchMode):
-    """What is drawn depends on the shape alone, so it does not matter what else draws, or through which operator.
+    """Draws depend only on the shape, so the order and the kind of random operators do not matter.
 
-    Other random operators than zeros and ones start from one seed: run it where torch's generators are restored.
+    Other random operators start from a fixed seed: use it where torch's generators are restored.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the operator, or draw in its place."""
+        """Call the operator, or return repeatable numbers instead."""
         aten = torch.ops.aten
         if function is aten.native_dropout.default and args[2]:
             kept = _pattern(args[0]) < 1.0 - args[1]
@@ -38,6 +38,6 @@ class RepeatableDraws(TorchDispatchMode):
 
 
 def _pattern(like: torch.Tensor) -> torch.Tensor:
-    """Return numbers in [0, 1), spread evenly, of a shape."""
+    """Return evenly distributed numbers in [0, 1) of the same shape."""
     steps = torch.arange(like.numel(), dtype=torch.float64, device=like.device)
     return (steps * _GOLDEN + 0.3).frac().reshape(like.shape)

@@ -1,11 +1,12 @@
-"""Stages: a captured program cut into runs of operators, and what travels between them.
+"""Stages: a captured program cut into runs of operators, and the values sent between them.
 
     operators   a b c │ d e f │ g h
     stage         0   │   1   │  2
-    alive at cuts    c,a      f,a          a is used by d and by g: it travels from stage 0 to 1, and from 0 to 2
+    alive at cuts    c,a      f,a          a is used by d and by g: it is sent from stage 0 to 1, and from 0 to 2
 
-A value travels straight from the stage that makes it to every stage that uses it, so a long skip passes through
-nobody. What depends on neither image nor weights (positions, constants) is computed again where it is used.
+A value is sent directly from the stage that computes it to every stage that uses it, so a long skip connection bypasses
+the stages between. Values that depend on neither image nor weights (positions, constants) are recomputed where they are
+used.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ class Stage:
 
     Attributes:
         program: its operators, with the parameters and buffers that they use.
-        entries: stage -> values that come from it.
-        exits: stage -> values that go to it.
-        outputs: the leaves of the model's answer in the last stage; empty elsewhere.
+        entries: stage -> values received from it.
+        exits: stage -> values sent to it.
+        outputs: the leaves of the model's output in the last stage; empty in others.
     """
 
     program: Program
@@ -43,15 +44,15 @@ class Stage:
 
 
 def cut_program(program: Program, wanted: tuple[Any, ...], cuts: Sequence[str]) -> tuple[Stage, ...]:
-    """Cut a program after the last operators of the modules named.
+    """Cut a program after the last operators of the given modules.
 
     Args:
         program: the captured model.
-        wanted: the leaves of its answer that matter.
+        wanted: the leaves of its output that are needed.
         cuts: each stage but the last ends after this module.
 
     Raises:
-        RequestError: a cut names no module with operators, cuts are out of order, or a buffer is kept up in two stages.
+        RequestError: a cut is no module with operators, cuts are out of order, or a buffer is used in two stages.
     """
     alive = program.needed({*refs_in(wanted), *program.mutations.values()})
     operators = tuple(op for op in program.operators if any(o in alive for o in op.outputs if o is not None))
@@ -73,18 +74,18 @@ def cut_program(program: Program, wanted: tuple[Any, ...], cuts: Sequence[str]) 
 
 
 def edges(stages: Sequence[Stage]) -> tuple[tuple[int, int], ...]:
-    """Return (from, to) of all pairs of stages between which values travel, in order."""
+    """Return (from, to) of all pairs of stages between which values are sent, in order."""
     return tuple((a, b) for a, stage in enumerate(stages) for b in sorted(stage.exits))
 
 
 def active_values(program: Program, wanted: tuple[Any, ...], sources: Iterable[str]) -> frozenset[str]:
-    """Return the values through which the answer depends on a source: they carry gradients.
+    """Return the values through which the output depends on a source: they carry gradients.
 
-    A gradient ends where a value is detached, or is no floating-point number on its way, as in ``(x > 0).float()``.
+    A gradient ends where a value is detached or not floating point, as in ``(x > 0).float()``.
     """
 
     def carrying(names: Iterable[str | None]) -> list[str]:
-        # A check (of a type, before a cast) has a name, but no tensor as its result.
+        # An assertion (of a dtype before a cast) has a name, but its result is no tensor.
         known = (name for name in names if name is not None and name in program.values)
         return [name for name in known if program.values[name].dtype.is_floating_point]
 
@@ -147,7 +148,7 @@ def _free_values(program: Program, operators: Sequence[Operator]) -> set[str]:
 def _operators_of(
     operators: Sequence[Operator], free: set[str], owner: Mapping[str, int], stage: int
 ) -> tuple[Operator, ...]:
-    """Return a stage's operators, with copies of earlier free ones that it needs."""
+    """Return a stage's operators, with copies of earlier ones whose values it recomputes."""
     chosen = [op for op in operators if owner[op.name] == stage]
     needed = {name for op in chosen for name in op.inputs}
     copies: set[str] = set()
@@ -166,7 +167,7 @@ def _travels(
     free: set[str],
     stages: int,
 ) -> dict[tuple[int, int], tuple[str, ...]]:
-    """Return (from, to) -> values, in the order in which they are made."""
+    """Return (from, to) -> values, in the order in which they are computed."""
     maker = {o: owner[op.name] for op in operators for o in op.outputs if o is not None}
     users: dict[str, set[int]] = {name: set() for name in maker}
     for op in operators:
@@ -184,7 +185,7 @@ def _travels(
 
 
 def _check_buffers(program: Program, pieces: Sequence[Sequence[Operator]]) -> None:
-    """Refuse a buffer that one stage changes and another reads: within a step they would not see the same."""
+    """Refuse a buffer that one stage changes and another reads: within a step their values would differ."""
     changed = {name: value for value, name in program.buffers.items() if name in program.mutations}
     for buffer, value in changed.items():
         users = {stage for stage, ops in enumerate(pieces) for op in ops if value in op.inputs}

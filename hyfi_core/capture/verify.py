@@ -1,12 +1,12 @@
-"""The module and its capture side by side, on small images in one process: what no guard knows of is found here.
+"""Comparison of a module with its capture, on small images in one process: finds differences that no guard knows.
 
 ```
 module   ── image 1 ── answer, gradients ── image 2 ── answer, gradients, buffers
 program  ── image 1 ── answer, gradients ── image 2 ── answer, gradients, buffers      equal to rounding?
 ```
 
-Two steps, because a forward may remember something from one to the next. Random operators draw the same on both sides.
-The module and all generators of random numbers are afterwards what they were.
+There are two steps, because a forward may keep state between them. Random operators draw the same numbers on both
+sides. The module and all random number generators are restored afterwards.
 """
 
 from __future__ import annotations
@@ -37,40 +37,40 @@ _SIDES_PX = (64, 128, 256, 512)
 _MOST_IMAGES = 2
 _STEPS = 2
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-4}
-"""Difference over norm up to which two sides are equal; the same kernels run in the same order on both."""
+"""Largest relative difference; both sides run the same kernels in the same order."""
 _COARSE = 3e-2
-"""The same for other types, and for a model that cannot be run in float64 to decide."""
+"""The same for other dtypes, and for models that cannot run in float64."""
 
 Output = Callable[[Any], Any]
 Shape = tuple[int, int, int, int]
 Found = dict[str, torch.Tensor | None]
-"""What two steps come to: what it is -> its value, None for a gradient that there is not."""
+"""Results of two steps: description -> value, None for a missing gradient."""
 
 
 def verify_capture(model: nn.Module, shape: Shape, dtype: torch.dtype, output: Output | None = None) -> str | None:
-    """Compare a model with its capture on small images, as it is and, where it is training, in evaluation mode.
+    """Compare a model with its capture on small images, in its current mode and in evaluation mode.
 
     Args:
-        model: any, in the mode in which it will be trained; afterwards it is what it was.
-        shape: of a micro-batch; smaller images are taken as far as the model runs on them.
+        model: any, in the mode in which it will be trained; restored afterwards.
+        shape: of a micro-batch; smaller images are used if the model accepts them.
         dtype: of the images.
-        output: picks the logits out of the answer.
+        output: selects the logits from the output.
 
     Returns:
-        None where they are equal, else why that could not be seen.
+        None if they are equal, else the reason why they could not be compared.
 
     Raises:
-        RequestError: they differ; it says in what, and which module is the first.
+        RequestError: they differ; the message says where, and names the first module that differs.
     """
     unseen = _compare(model, shape, dtype, output or (lambda answer: answer), "")
     if unseen is None and any(module.training for module in model.modules()):
-        with _evaluating(model):  # what cannot be captured so is said when it is asked for
+        with _evaluating(model):  # a failing capture is reported when this mode is used
             _compare(model, shape, dtype, output or (lambda answer: answer), ", in evaluation mode")
     return unseen
 
 
 def _compare(model: nn.Module, shape: Shape, dtype: torch.dtype, pick: Output, mode: str) -> str | None:
-    """Compare in the mode that the modules are in; see ``verify_capture``."""
+    """Compare in the current mode of the modules; see ``verify_capture``."""
     for small in _small_shapes(shape):
         with contextlib.suppress(Exception), undisturbed(model):
             wanted = _steps(model, small, dtype, lambda image: pick(model(image)), lambda: dict(model.named_buffers()))
@@ -107,7 +107,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Give a module its values and attributes back in the end, and all generators of random numbers their states."""
+    """Context that restores a module's values and attributes, and all random number generators, on exit."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     tensors = [*model.parameters(), *model.buffers()]
     before = [tensor.detach().clone() for tensor in tensors]
@@ -126,7 +126,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         random.setstate(host[0])
         np.random.set_state(host[1])
         for module, held in buffers:
-            module._buffers.update(held)  # a forward may have put others in their places
+            module._buffers.update(held)  # a forward may have replaced them
         for tensor, value in zip(tensors, before, strict=True):
             if not torch.equal(tensor, value):
                 tensor.data.copy_(value)
@@ -139,7 +139,7 @@ def _small_shapes(shape: Shape) -> Iterator[Shape]:
 
 
 def _of_program(model: nn.Module, program: Program, shape: Shape, dtype: torch.dtype, pick: Output) -> Found:
-    """Return what a program comes to."""
+    """Return the results of a program."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers(remove_duplicate=False)}
 
@@ -153,7 +153,7 @@ def _of_program(model: nn.Module, program: Program, shape: Shape, dtype: torch.d
 
 
 def _is_real(model: nn.Module, shape: Shape, dtype: torch.dtype, pick: Output, wanted: Found, program: Program) -> bool:
-    """Whether a difference is more than rounding: it is seen in float64, too, or is large where that cannot be run."""
+    """Whether a difference is more than rounding: it occurs in float64, too, or is large if float64 is not possible."""
     exact_dtype = torch.float64 if dtype.is_floating_point else dtype  # of images
     if all(p.dtype == torch.float64 for p in model.parameters()):
         return True
@@ -164,7 +164,7 @@ def _is_real(model: nn.Module, shape: Shape, dtype: torch.dtype, pick: Output, w
                 exact, shape, exact_dtype, lambda image: pick(exact(image)), lambda: dict(exact.named_buffers())
             )
         found = _of_program(exact, capture(exact, shape, exact_dtype), shape, exact_dtype, pick)
-    except Exception:  # it insists on its own type
+    except Exception:  # the model requires its own dtype
         return equal(wanted, _of_program(model, program, shape, dtype, pick), _COARSE) is not None
     return equal(wanted, found, _TOLERANCE[torch.float64]) is not None
 
@@ -176,7 +176,7 @@ def _steps(
     run: Callable[[torch.Tensor], Any],
     buffers: Callable[[], Mapping[str, torch.Tensor]],
 ) -> Found:
-    """Run forward and backward of each step; the loss is a sum of all that is answered, weighted at random."""
+    """Run forward and backward of each step; the loss is a randomly weighted sum of all outputs."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     found: Found = {}
     for step in range(1, _STEPS + 1):
@@ -198,7 +198,7 @@ def _steps(
 
 
 def _cumulative(model: nn.Module) -> set[str]:
-    """Return the norms whose statistics are means over all batches: the program leaves these to the engine."""
+    """Return the norms with cumulative statistics, which the engine updates, not the program."""
     return {name for name, module in model.named_modules() if getattr(module, "momentum", 0.0) is None}
 
 

@@ -1,15 +1,15 @@
-"""Every call of PyTorch's that a forward makes, watched while it is traced.
+"""Checks of every PyTorch call that a forward makes while it is traced.
 
-``torch.export`` records calculations; what a call does to gradients besides, it drops. Autograd runs along with the
-trace, so it knows what would be lost:
+``torch.export`` records computations and drops the effect of calls on gradients. Autograd is active during the trace
+and shows what would be lost:
 
 ```
 with torch.no_grad(), inference_mode()   no gradient goes through the result        → result.detach()
-x.data                                   a constant of the moment                   → x.detach()
-x.data.clamp_(), in place in no_grad     values change, gradients do not know it    → refused
-x.data = y, x.detach_()                  the tensor itself becomes another          → refused
-autograd.Function, hooks on tensors      their backward is not that of the forward  → refused
-random.random(), np.random.rand()        one number forever                        → refused
+x.data                                   a constant                                 → x.detach()
+x.data.clamp_(), in place in no_grad     a change hidden from autograd              → refused
+x.data = y, x.detach_()                  the tensor object itself changes           → refused
+autograd.Function, hooks on tensors      their backward would be dropped            → refused
+random.random(), np.random.rand()        the first number would be kept             → refused
 ```
 """
 
@@ -52,13 +52,13 @@ _REFUSED_ATTRIBUTES = {
 
 
 class WatchedCalls(TorchFunctionMode):
-    """Keeps or refuses what a trace would lose, in the thread that enters it.
+    """Preserves or refuses what a trace would lose, in the thread that enters it.
 
     Args:
-        model: that is traced.
+        model: the traced model.
 
     Attributes:
-        checkpoints: how many calls of ``torch.utils.checkpoint`` the forward is in.
+        checkpoints: current nesting depth of ``torch.utils.checkpoint`` calls.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -70,7 +70,7 @@ class WatchedCalls(TorchFunctionMode):
         self.checkpoints = 0
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the function, and see what it does besides."""
+        """Call the function and check its side effects."""
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
         if name == "__get__":
@@ -90,7 +90,7 @@ class WatchedCalls(TorchFunctionMode):
         return _pytree.tree_map_only(torch.Tensor, lambda item: _detached(item, tensors), result)
 
     def refuse_functions(self, tensors: Sequence[Any]) -> None:
-        """Refuse values that a custom ``autograd.Function`` has made.
+        """Refuse values computed by a custom ``autograd.Function``.
 
         Raises:
             RequestError: there is one.
@@ -124,26 +124,26 @@ class WatchedCalls(TorchFunctionMode):
             )
 
     def _attribute(self, function: Any, args: Any) -> Any:
-        """Return an attribute of a tensor; ``x.data`` is ``x.detach()``, of which the trace knows its origin."""
+        """Return an attribute of a tensor; ``x.data`` becomes ``x.detach()``, which the trace records."""
         if _attribute_name(function) == "data" and isinstance(args[0], torch.Tensor):
             self._track(args)
             return args[0].detach()
         return function(*args)
 
     def begin(self) -> None:
-        """Watch from here on."""
+        """Start watching."""
         super().__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _track(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Remember the memory of values that carry gradients: other views of it do not say so."""
+        """Record the storages of values that carry gradients, to recognise other views of them."""
         self._tracked.update(StorageWeakRef(t.untyped_storage()) for t in tensors if t.requires_grad)
 
     def _check_change(self, tensor: torch.Tensor) -> None:
-        """Refuse a change in place that autograd has not seen, or that recomputation would repeat."""
+        """Refuse an in-place change that autograd has not recorded, or that recomputation would repeat."""
         seen = torch.is_grad_enabled() and tensor.requires_grad
         if not seen and StorageWeakRef(tensor.untyped_storage()) in self._tracked:
             raise RequestError(
@@ -160,13 +160,13 @@ class WatchedCalls(TorchFunctionMode):
 
 
 def host_randomness() -> tuple[Any, Any]:
-    """Return the states of Python's and NumPy's global generators, to be compared."""
+    """Return the states of Python's and NumPy's global generators, for comparison."""
     state: Any = np.random.get_state(legacy=False)
     return random.getstate(), (state["state"]["pos"], state["state"]["key"].tobytes())
 
 
 def _refuse(function: Any, name: str, args: Any) -> None:
-    """Refuse calls that are lost whatever they are given."""
+    """Refuse calls that are lost for any arguments."""
     advice = _REFUSED_ATTRIBUTES.get(_attribute_name(function)) if name == "__set__" else _REFUSED.get(name)
     if advice is _NO_SWITCH and args[0].requires_grad == (args[1] if len(args) > 1 else True):
         return
@@ -183,7 +183,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _detached(result: torch.Tensor, given: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a result that carries no gradient as one that says so, unless the call was given it."""
+    """Detach a result without gradient explicitly, unless it is one of the arguments."""
     if result.requires_grad or not result.is_floating_point() or any(result is tensor for tensor in given):
         return result
     return result.detach()

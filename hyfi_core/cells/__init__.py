@@ -1,1 +1,1 @@
-"""Ranks of one process that take turns: images larger than memory."""
+"""Cells: ranks of one process that take turns, for images larger than memory."""

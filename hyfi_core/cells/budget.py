@@ -1,4 +1,4 @@
-"""How much of the memory that a plan gives a rank is left for the maps that its pager holds."""
+"""Memory budget of a pager: the part of a rank's memory limit that is left for feature maps."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from hyfi_core.process_memory import available_bytes
 from hyfi_core.rules.instructions import RankProgram
 
 _SHARE = 0.5
-_PAGES = 2  # times what the largest step takes and makes: its pages, and those that are on their way
-_BESIDE = 3  # times the same: what its operators need for themselves (kernels reorder maps), messages, allocators
+_PAGES = 2  # times the inputs and outputs of the largest step: its pages, and those being transferred
+_BESIDE = 3  # times the same: workspace of operators (kernels reorder maps), messages, allocators
 
 
 def page_limit(memory_bytes: int | None, held_bytes: int, working_bytes: int, device: torch.device) -> int:
-    """Return the most bytes of maps that a pager may hold.
+    """Return the largest number of bytes of maps that a pager may hold.
 
     Args:
-        memory_bytes: what the rank may need; None: half of what is free now.
-        held_bytes: what it holds whatever happens: interpreter, libraries, weights, gradients, moments.
-        working_bytes: what the largest step of a cell needs at once, beside its pages.
+        memory_bytes: memory limit of the rank; None: half of the memory that is free now.
+        held_bytes: what it always needs: interpreter, libraries, weights, gradients, optimizer state.
+        working_bytes: what the largest step of a cell needs in addition to its pages.
         device: where the maps are.
 
     Raises:
-        RequestError: there is no room for one step; the message says what would do.
+        RequestError: the limit is too small for one step; the message says how much is needed.
     """
     if memory_bytes is None:
         return int(_SHARE * free_bytes(device))
@@ -45,20 +45,20 @@ def page_limit(memory_bytes: int | None, held_bytes: int, working_bytes: int, de
 
 
 def least_bytes(held_bytes: int, working_bytes: int) -> int:
-    """Return the least that a rank can train with; see ``page_limit``."""
+    """Return the smallest memory limit with which a rank can train; see ``page_limit``."""
     return held_bytes + (_PAGES + _BESIDE) * working_bytes
 
 
 def working_bytes(ranked: RankProgram, tape: Tape, position: int) -> int:
-    """Return what the largest step of a cell takes and makes, weights left out."""
+    """Return the bytes of inputs and outputs of the largest step of a cell, without weights."""
     fixed = {*ranked.program.parameters, *ranked.program.buffers, *ranked.program.constants}
     return max((_bytes(ranked, {*taken_by(s), *made_by(s)} - fixed, position) for s in tape.steps), default=0)
 
 
 def kept_bytes(ranked: RankProgram, tape: Tape, position: int) -> int:
-    """Return what a cell keeps of a micro-batch for backward, in memory or elsewhere; at most.
+    """Return an upper bound of what a cell keeps of a micro-batch for backward, in memory or spilled.
 
-    Left out is what is computed again, and cotangents but for one step's: as they come, what is kept goes.
+    Recomputed values are not counted, and cotangents only for one step: as they are computed, kept values are freed.
     """
     kept = {ranked.program.image} & set(ranked.splits)
     places = 0
@@ -75,7 +75,7 @@ def kept_bytes(ranked: RankProgram, tape: Tape, position: int) -> int:
 
 
 def _bytes(ranked: RankProgram, names: Iterable[str], position: int) -> int:
-    """Return the bytes of a cell's parts; what lowering made of whole maps (sums over them, say) is small."""
+    """Return the bytes of a cell's parts; other values, such as sums over whole maps, are small."""
     known = (name for name in names if name in ranked.splits or name in ranked.program.values)
     return sum(_elements(ranked, name, position) * ranked.values[name].dtype.itemsize for name in known)
 
@@ -86,7 +86,7 @@ def _elements(ranked: RankProgram, name: str, position: int) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the memory that is free where maps are."""
+    """Return the free memory of the device that has the maps."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return available_bytes()

@@ -1,4 +1,4 @@
-"""How many cells: as few as the memory of a rank allows, for every cell's border costs a little time."""
+"""Choice of the number of cells: as few as memory allows, because every cell's halo costs time."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
 
 SIDES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Rows and columns of cells that are tried."""
-_BORDERS = 1.25  # times what the map's area alone says: halos, and parts that are not quite even
-_ROOM = 2  # times the least, so that a cell is read while another is computed
-_OFF = 1.15  # times the forecast of a step that keeps all, which is off by as much
+"""Numbers of rows (and columns) of cells to try."""
+_BORDERS = 1.25  # factor for halos and unequal parts
+_ROOM = 2  # times the minimum, so that a cell is read while another is computed
+_OFF = 1.15  # error of the forecast of a step without cells
 
 
 def with_cells(plan: ParallelPlan, program: Program, held_bytes: int, device: torch.device) -> ParallelPlan:
-    """Return the plan with the cells that ``"auto"`` stands for; none, and no spilling, where all fits in memory.
+    """Return the plan with ``cells="auto"`` resolved; without cells and spilling if everything fits in memory.
 
     Args:
         plan: with named cuts.
         program: the captured model, of one micro-batch.
-        held_bytes: what the rank holds before the first step.
-        device: where maps are.
+        held_bytes: what the rank uses before the first step.
+        device: of the maps.
 
     Raises:
-        RequestError: the memory is too little for any number of cells; the message says what would do.
+        RequestError: the memory is too small for any number of cells; the message says how much is needed.
     """
     if plan.cells != "auto":
         return plan

@@ -1,7 +1,7 @@
-"""Cells as ranks: the communicator of one of several cells in a process, among those of all processes.
+"""Cells as ranks: the communicator of a group whose ranks are the cells of all processes.
 
-What cells of one process send to each other is copied; what they send to cells of other processes, and the last step
-of every reduction, goes through that process's communicator. Who runs when: see ``cells.turns``.
+Messages between cells of one process are copies; messages to cells of other processes, and the last step of every
+reduction, use the process's communicator. For the order of execution see ``cells.turns``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hyfi_core.comm.wire import reduced
 
 @dataclass
 class _Call:
-    """One collective call of a group: what each cell of this process gave, and what came of it."""
+    """One collective call of a group: the inputs of this process's cells, and the result."""
 
     given: dict[int, Any] = field(default_factory=dict)
     result: Any = None
@@ -29,7 +29,7 @@ class _Call:
 
 
 class _Group:
-    """What the cells of one process share of a group.
+    """State of a group that the cells of one process share.
 
     Args:
         comm: the processes of the group.
@@ -45,7 +45,7 @@ class _Group:
         self._calls: dict[int, _Call] = {}
 
     def call(self, number: int, rank: int, value: Any, last: Callable[[_Call], None]) -> _Call:
-        """Give a cell's value to a call of the group; the last cell of this process to come does ``last``."""
+        """Add a cell's value to a collective call; the last cell of this process runs ``last``."""
         call = self._calls.setdefault(number, _Call())
         call.given[rank] = value
         if len(call.given) == len(self.here):
@@ -53,11 +53,11 @@ class _Group:
         return call
 
     def finished(self, call: _Call) -> bool:
-        """Whether every cell has come to a call, and what was sent to other processes is done."""
+        """Whether all cells have entered a call and its communication with other processes has completed."""
         return len(call.given) == len(self.here) and call.pending.test()
 
     def leave(self, number: int, call: _Call) -> Any:
-        """Return a call's result to a cell; the last one to ask clears it away."""
+        """Return a call's result to a cell; the last cell removes the call."""
         call.taken += 1
         if call.taken == len(self.here):
             del self._calls[number]
@@ -65,7 +65,7 @@ class _Group:
 
 
 class _Exchange:
-    """Sends and receives of one cell under way."""
+    """Pending sends and receives of one cell."""
 
     needs_polls = False
 
@@ -88,7 +88,7 @@ class _Exchange:
 
 
 class _Reduction:
-    """A reduction under way."""
+    """A pending reduction."""
 
     needs_polls = False
 
@@ -113,8 +113,8 @@ class CellCommunicator:
     """One cell's view of a group whose ranks are cells.
 
     Args:
-        group: what the cells of this process share of it.
-        cell: which of them.
+        group: state that the cells of this process share.
+        cell: index of this cell in the process.
 
     Attributes:
         group: the same.
@@ -129,17 +129,17 @@ class CellCommunicator:
 
     @property
     def rank(self) -> int:
-        """This cell, counted in the group."""
+        """Rank of this cell in the group."""
         return self._rank
 
     @property
     def size(self) -> int:
-        """Cells in the group, of all processes."""
+        """Number of cells in the group, in all processes."""
         return len(self.group.members)
 
     @property
     def in_order(self) -> bool:
-        """Whether operations run in the order in which they are started: as those of the processes do."""
+        """Whether operations run in the order in which they are started: as for the processes' communicator."""
         return self.group.comm.in_order
 
     def waiting_at_once(self) -> None:
@@ -150,7 +150,7 @@ class CellCommunicator:
         self._waits_at_once = True
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """Start sends and receives; what is sent to cells of this process is copied at once."""
+        """Start sends and receives; messages to cells of this process are copied at once."""
         group = self.group
         here = group.comm.rank
         leaving, landing, near = [], [], []
@@ -174,10 +174,10 @@ class CellCommunicator:
         return pending
 
     def swap(self, sends: Sequence[Message], peers: Sequence[int]) -> list[torch.Tensor]:
-        """Show tensors to cells of this process, and return what each of ``peers`` shows: its own tensor, not a copy.
+        """Exchange tensors with cells of this process by reference, without copies; return those of ``peers``.
 
         Raises:
-            RuntimeError: a tensor was changed before all had seen it, or a peer is a cell of another process.
+            RuntimeError: a tensor was changed before all peers had read it, or a peer is a cell of another process.
         """
         group = self.group
         if any(group.members[peer][0] != group.comm.rank for peer in (*peers, *(m.peer for m in sends))):
@@ -198,7 +198,7 @@ class CellCommunicator:
         return found
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
-        """Reduce in place; the same bits in every cell."""
+        """Reduce in place; bitwise equal in every cell."""
         self.start_all_reduce(tensor, op).wait()
 
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
@@ -232,11 +232,11 @@ class CellCommunicator:
         return found if self._rank == root else None
 
     def barrier(self) -> None:
-        """Return when every cell of the group has come here."""
+        """Return when every cell of the group has entered the call."""
         self._together(None, lambda call: self.group.comm.barrier())
 
     def split(self, color: int | None, key: int = 0) -> CellCommunicator | None:
-        """Return the group of all cells that gave the same ``color``; those of one process give the same one."""
+        """Return the group of all cells with the same ``color``; cells of one process must pass the same one."""
         votes = self._all_objects([color, key, self._rank])
 
         def last(call: _Call) -> None:
@@ -256,7 +256,7 @@ class CellCommunicator:
         return None if group is None else CellCommunicator(group, self._cell)
 
     def joined(self, value: Any, last: Callable[[_Call], None]) -> tuple[int, _Call]:
-        """Come to the group's next collective call; return its number and the call."""
+        """Enter the group's next collective call; return its number and the call."""
         number = self._calls
         self._calls += 1
         return number, self.group.call(number, self._rank, value, last)
@@ -276,12 +276,12 @@ class CellCommunicator:
         return found
 
     def _tag(self, source: int, target: int, tag: int) -> int:
-        """Return a tag that tells the messages of two processes' cells apart."""
+        """Return a tag that distinguishes messages of different cells of two processes."""
         cells = self.group.turns.size
         return (tag * cells + source) * cells + target
 
     def __getattr__(self, name: str) -> Any:
-        """Nothing else is part of a step."""
+        """Refuse all other calls: a step does not need them."""
         raise AttributeError(f"cells have no {name}: no step calls it")
 
 
@@ -298,7 +298,7 @@ def cell_communicators(comm: Communicator, turns: Turns, members: Sequence[tuple
 
 
 def _reduce(group: _Group, call: _Call, op: ReduceOp) -> None:
-    """Add up what the cells of this process gave, and start adding up over processes."""
+    """Reduce over the cells of this process, and start the reduction over processes."""
     total = reduced([call.given[rank] for rank in group.here], op)
     call.result = total
     if group.comm.size > 1:

@@ -1,11 +1,11 @@
-"""Fused runs for cells: how far each cell goes before the next one begins, by memory and by work that is done twice.
+"""Choice of fused runs for cells: a trade-off between memory and redundant work.
 
     image ── run ── map ── run ── map ── run ── answer        four cells, three runs
-    cell 0   ════╗       ╔═════╗       ╔══                    within a run one cell's maps are there;
-    cell 1       ╚═══╗   ║     ║       ║                      between two, every cell's part of what the next one needs
+    cell 0   ════╗       ╔═════╗       ╔══                    within a run: maps of one cell;
+    cell 1       ╚═══╗   ║     ║       ║                      between two runs: every cell's part of the map
     …                ╚═══╝     ╚══…
 
-Long runs hold little between them and compute wide margins; short ones the other way round.
+Long runs need little memory and compute wide margins redundantly; short ones the reverse.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from hyfi_core.plan.box import hull
 from hyfi_core.plan.fused_runs import Boxes, FusedRuns
 
 DEPTHS = (2, 4, 8, 12, 16, 24, 1000)
-"""Lengths of runs that are looked at: most windows along any path."""
+"""Lengths of runs to try: number of windows along any path."""
 
 
 @dataclass(frozen=True)
 class Price:
-    """What runs cost.
+    """Cost of a choice of runs.
 
     Attributes:
-        peak_bytes: of all maps that are there at the same time, at most; modelled.
-        work: of all cells together against one process'; 1 where nothing is computed twice.
+        peak_bytes: modelled peak of all maps that exist at the same time.
+        work: of all cells together relative to one process; 1 without redundant work.
     """
 
     peak_bytes: float
@@ -41,19 +41,19 @@ class Price:
 
     @property
     def product(self) -> float:
-        """What is made small: to halve the memory is worth twice the work."""
+        """The objective: half the memory is worth twice the work."""
         return self.peak_bytes * self.work
 
 
 def runs_for_cells(program: Program, grid: tuple[int, int]) -> tuple[FusedRuns, Price]:
-    """Return the runs whose peak times work is least, and their price.
+    """Return the runs with the smallest product of peak and work, and their cost.
 
     Args:
         program: in evaluation mode.
         grid: rows and columns of cells.
 
     Raises:
-        RequestError: an operator cannot be computed by parts.
+        RequestError: an operator cannot be computed part by part.
     """
     alive = program.needed({*refs_in(program.outputs), *program.mutations.values()})
     operators = [op for op in program.operators if any(name in alive for name in op.outputs if name is not None)]
@@ -67,31 +67,31 @@ def runs_for_cells(program: Program, grid: tuple[int, int]) -> tuple[FusedRuns, 
     for depth in DEPTHS:
         plans.append(spread(sketch, depth))
         if not plans[-1].wanted:
-            break  # nothing is exchanged any more
+            break  # no exchange is left
     prices = [price(sketch, operators, trial.splits, plan) for plan in plans]
     best = min(range(len(plans)), key=lambda at: prices[at].product)
     return plans[best].runs(sketch), prices[best]
 
 
 def price(sketch: Sketch, operators: Sequence[Operator], maps: Collection[str], plan: Spread) -> Price:
-    """Return what a plan of runs costs.
+    """Return the cost of a choice of runs.
 
     Args:
         sketch: the program.
-        operators: all that are run, in order; those that are not in the sketch end a run.
+        operators: all operators in order; those that are not in the sketch end a run.
         maps: values that are split over the cells.
-        plan: where runs end, and what is computed.
+        plan: the ends of runs, and the computed boxes.
     """
     return Price(_peak_bytes(sketch, operators, maps, plan), _work(sketch, plan))
 
 
 def _peak_bytes(sketch: Sketch, operators: Sequence[Operator], maps: Collection[str], plan: Spread) -> float:
-    """Return the largest sum over what is alive: of one cell, or of all where the cells wait for each other meanwhile.
+    """Return the peak of live maps: of one cell, or of all cells for maps that live across a point where cells wait.
 
-    An operator that exchanges keeps its input until all cells have come to it; one that only adds up does not.
+    An operator that exchanges keeps its input until all cells have reached it; a reduction does not.
     """
     known = _lives(sketch.image, sketch.layouts, operators)
-    lives = {value: life for value, life in known.items() if value in sketch.layouts}  # the image may be no flow's
+    lives = {value: life for value, life in known.items() if value in sketch.layouts}  # the image may be in no run
     waits = sorted(_waits(sketch, operators, maps, plan))
     sizes = dict(_cell_bytes(sketch, plan))
     for value, (made, last) in lives.items():
@@ -101,7 +101,7 @@ def _peak_bytes(sketch: Sketch, operators: Sequence[Operator], maps: Collection[
 
 
 def _peak(lives: Mapping[str, tuple[int, int]], sizes: Mapping[str, float]) -> float:
-    """Return the largest sum of the sizes of values that are there at the same time."""
+    """Return the largest sum of sizes of values that are alive at the same time."""
     change: dict[int, float] = {}
     for value, (made, last) in lives.items():
         change[made] = change.get(made, 0.0) + sizes[value]
@@ -114,7 +114,7 @@ def _peak(lives: Mapping[str, tuple[int, int]], sizes: Mapping[str, float]) -> f
 
 
 def _lives(image: str, values: Collection[str], operators: Sequence[Operator]) -> dict[str, tuple[int, int]]:
-    """Return the place of the operator that makes each value, and of the last one that uses it."""
+    """Return the index of the operator that computes each value, and of the last one that uses it."""
     lives = {image: (-1, -1)}
     for at, op in enumerate(operators):
         lives.update((name, (at, at)) for name in op.outputs if name is not None and name in values)
@@ -123,7 +123,7 @@ def _lives(image: str, values: Collection[str], operators: Sequence[Operator]) -
 
 
 def _waits(sketch: Sketch, operators: Sequence[Operator], maps: Collection[str], plan: Spread) -> Iterator[int]:
-    """Yield where cells wait for each other: 2 · place before an operator, one more where its inputs have gone."""
+    """Yield where cells wait for each other: 2 · index before an operator, one more if its inputs have been freed."""
     flows = {flow.name: flow for flow in sketch.flows}
     exchanged: set[str] = set()
     for at, op in enumerate(operators):
@@ -139,7 +139,7 @@ def _waits(sketch: Sketch, operators: Sequence[Operator], maps: Collection[str],
 
 
 def _cell_bytes(sketch: Sketch, plan: Spread) -> Mapping[str, float]:
-    """Return map -> bytes of what the cell with most of it computes, or reads of the image."""
+    """Return map -> bytes of the largest part that a cell computes, or reads of the image."""
     read: list[Boxes] = []
     found = {value: _largest(layout.parts) * sketch.pixel_bytes[value] for value, layout in sketch.layouts.items()}
     for flow in sketch.flows:
@@ -158,7 +158,7 @@ def _largest(boxes: Boxes) -> float:
 
 
 def _work(sketch: Sketch, plan: Spread) -> float:
-    """Return the modelled time of all cells over that of one process."""
+    """Return the modelled time of all cells relative to one process."""
     done = once = 0.0
     for flow in sketch.flows:
         layout = sketch.layouts[flow.makes[0]]

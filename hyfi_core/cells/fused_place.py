@@ -1,4 +1,4 @@
-"""Rules for cells: those of ranks, and slices and padding that may be part of a fused run."""
+"""Rules for cells: those for ranks, extended by slices and padding inside of fused runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hyfi_core.rules.table import RULES
 
 
 def _in_runs(rule: Rule) -> Rule:
-    """Return the rule for operators of one tap, and ``rule`` for all others."""
+    """Return a rule for operators with one tap inside of a run that uses ``rule`` for all others."""
 
     def lowered(builder: Builder, op: Operator) -> None:
         name = op.args[0].name
@@ -43,4 +43,4 @@ CELL_RULES: dict[str, Rule] = {
     **RULES,
     **{name: _in_runs(RULES[name]) for name in ("aten.slice.Tensor", "aten.pad.default")},
 }
-"""Text form of an operator -> its rule."""
+"""Name of an operator -> its rule."""

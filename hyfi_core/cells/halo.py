@@ -1,7 +1,7 @@
 """Halos between the cells of one process.
 
-In evaluation each cell reads its neighbours' parts, and nothing is copied. In training what comes from them is kept for
-backward; its memory is a map's like any other, which may leave, and no buffer's that is kept from step to step.
+In evaluation, each cell reads its neighbours' parts without a copy. In training, received halos are kept for backward,
+in memory that the pager may spill like any other map, and not in persistent buffers.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from hyfi_core.rules.instructions import CollectiveCall, Instruction
 
 
 class SharedHalo(Redistribute):
-    """A redistribution between cells that read what others hold; for forwards that nothing is kept of."""
+    """A redistribution in which cells read each other's tensors without copies; for forwards without backward."""
 
     def start(self, comm: Communicator, own: torch.Tensor) -> PendingStrips:
-        """Show the others what they need of ``own``, and return views of what this cell needs of theirs."""
-        swap = getattr(comm, CellCommunicator.swap.__name__)  # counting communicators pass it on
+        """Share views of ``own`` with the other cells, and return views of what this cell needs of theirs."""
+        swap = getattr(comm, CellCommunicator.swap.__name__)  # counting communicators forward it
         transfer = self.transfer
         shown = [Message(strip.peer, self._view(own, strip.box, transfer.have)) for strip in transfer.sends]
         return PendingStrips(None, tuple(swap(shown, [strip.peer for strip in transfer.receives])))
 
     def give_back(self, strips: Iterable[torch.Tensor]) -> None:
-        """Leave them: they are the others' own."""
+        """Do nothing: the strips belong to other cells."""
 
 
 class FreshHalo(Redistribute):
-    """A redistribution whose messages have memory of their own, given back when nobody holds them."""
+    """A redistribution whose messages have their own memory, freed with the last reference."""
 
     @cached_property
     def _buffers(self) -> Buffers:
@@ -45,22 +45,22 @@ class FreshHalo(Redistribute):
 
 
 class _Fresh(Buffers):
-    """No buffers: memory that is new each time."""
+    """Allocates new memory each time."""
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
 
     def give_back(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Leave them: they go with the last that holds them."""
+        """Do nothing: they are freed with the last reference."""
 
 
 def for_prediction(instruction: Instruction) -> Instruction:
-    """Return the instruction with cells that read where ranks would receive."""
+    """Return the instruction with halos read in place instead of received."""
     return _with_halo(instruction, lambda halo: SharedHalo(halo.transfer, halo.dims, halo.fill))
 
 
 def for_training(instruction: Instruction) -> Instruction:
-    """Return the instruction with messages, and maps behind a maximum, that nothing holds longer than it has to."""
+    """Return the instruction with messages and inputs of max pools freed as early as possible."""
     changed = _with_halo(instruction, lambda halo: FreshHalo(halo.transfer, halo.dims, halo.fill))
     if isinstance(changed, CollectiveCall) and isinstance(changed.operator, MaxPool):
         return replace(changed, operator=replace(changed.operator, holds_map=False))

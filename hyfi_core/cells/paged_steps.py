@@ -1,10 +1,10 @@
-"""Paged steps: what a pager learns of each step of a tape, forward and backward, of one micro-batch in one cell.
+"""Paged steps: the calls to the pager at each step of a tape, forward and backward, of one micro-batch in one cell.
 
     time       0  1  2  3 │ 4  5  6  7        a tape of four steps, then the same backward
-    value v       ●──▶○           ●           made at 1, used at 2, and saved there for backward: at 5
+    value v       ●──▶○           ●           computed at 1, used at 2, and saved there for backward at 5
 
-So when a page is used next is read off the tape. Between two waits cells follow each other, so pages are ordered by how
-many waits come before their next use, then by cell.
+The next use of a page follows from the tape. Between two waits, cells run one after the other, so pages are ordered by
+the number of waits before their next use, then by cell.
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class StepMemory(Protocol):
-    """What is called before and after each step."""
+    """Callbacks before and after each step."""
 
     def need(self, held: Any) -> None:
-        """Something is used outside of the tape's steps, before this cell gives up its turn."""
+        """Tensors are used outside of the tape's steps, before this cell's turn ends."""
         ...
 
     def stay(self, held: Any) -> None:
-        """Something is in memory that is another's, as a message's is: it does not leave."""
+        """Tensors have memory with another owner, such as a message's: they are not spilled."""
         ...
 
     def begin(self, step: Step, values: Tensors) -> None:
-        """A step is about to run forward."""
+        """Called before a step runs forward."""
         ...
 
     def saving(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which autograd saves what a segment needs backward."""
+        """Return the context in which autograd saves a segment's tensors for backward."""
         ...
 
     def end(self, step: Step, values: Tensors, saved: Any) -> None:
-        """A step has run forward."""
+        """Called after a step has run forward."""
         ...
 
     def begin_back(self, step: Step, saved: Any, cotangents: Tensors) -> None:
-        """A step is about to run backward."""
+        """Called before a step runs backward."""
         ...
 
     def end_back(self, step: Step, cotangents: Tensors) -> None:
-        """A step has run backward."""
+        """Called after a step has run backward."""
         ...
 
 
 class AllStays:
-    """Memory from which nothing leaves."""
+    """No paging: everything stays in memory."""
 
     def need(self, held: Any) -> None:
         """See ``StepMemory``."""
@@ -83,10 +83,10 @@ class AllStays:
 
 
 class UseOrder:
-    """When the values of a tape are used.
+    """The times at which the values of a tape are used.
 
     Args:
-        tape: of one cell; all cells' are alike.
+        tape: of one cell; those of all cells have the same structure.
     """
 
     def __init__(self, tape: Tape) -> None:
@@ -125,7 +125,7 @@ class PagedSteps:
     Args:
         pager: of all cells of the process.
         order: of the stage's tape.
-        context: makes the context in which operators choose their types.
+        context: creates the autocast context.
     """
 
     def __init__(self, pager: Pager, order: UseOrder, context: Callable[[], Any] = contextlib.nullcontext) -> None:
@@ -134,15 +134,15 @@ class PagedSteps:
         self._saving = -1
 
     def need(self, held: Any) -> None:
-        """Bring to memory; see ``StepMemory``."""
+        """Load pages; see ``StepMemory``."""
         self._pager.begin(held)
 
     def stay(self, held: Any) -> None:
-        """Leave to its owner; see ``StepMemory``."""
+        """Exclude tensors with another owner; see ``StepMemory``."""
         self._pager.fix(tensors_in(held))
 
     def begin(self, step: Step, values: Tensors) -> None:
-        """Bring what a step takes; see ``StepMemory``."""
+        """Load the inputs of a step; see ``StepMemory``."""
         self._taken = {name: values[name] for name in taken_by(step)}
         for name, tensor in self._taken.items():
             self._pager.track(tensor, self._order.of_value(name))
@@ -150,7 +150,7 @@ class PagedSteps:
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """Take charge of what autograd saves; see ``StepMemory``."""
+        """Register the tensors that autograd saves; see ``StepMemory``."""
         kept_by: list[int] = [0]
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -167,7 +167,7 @@ class PagedSteps:
             yield
 
     def end(self, step: Step, values: Tensors, saved: Any) -> None:
-        """Take charge of what a step made; see ``StepMemory``."""
+        """Register the outputs of a step; see ``StepMemory``."""
         place, made_bytes = self._order.steps[id(step)], 0
         for name in made_by(step):
             if name in values:
@@ -182,24 +182,24 @@ class PagedSteps:
         self._pager.end(self._order.at(step))
 
     def begin_back(self, step: Step, saved: Any, cotangents: Tensors) -> None:
-        """Bring what a step takes; see ``StepMemory``."""
+        """Load the inputs of a step; see ``StepMemory``."""
         touched = [cotangents[name] for name in (*made_by(step), *taken_by(step)) if name in cotangents]
         self._pager.begin([saved, touched], self._room(step, back=True))
 
     def end_back(self, step: Step, cotangents: Tensors) -> None:
-        """Take charge of the cotangents; see ``StepMemory``."""
+        """Register the cotangents; see ``StepMemory``."""
         made_bytes = 0
         for name in taken_by(step):
             if name in cotangents:
                 page = self._pager.track(cotangents[name], self._order.of_cotangent(name))
-                if page is not None:  # it may lie in the memory of what was saved
+                if page is not None:  # it may share the memory of a saved tensor
                     self._pager.note_new(page)
                     made_bytes += page.size
         self._pager.rooms[self._room_key(step, back=True)] = made_bytes
         self._pager.end(self._order.at(step, back=True))
 
     def _room(self, step: Step, back: bool) -> int:
-        """Return the bytes that a step makes: as many as in the cell before this one."""
+        """Return the bytes that a step allocates: as many as in the previous cell."""
         self._saving = self._order.at(step, back=True)
         return self._pager.rooms.get(self._room_key(step, back), 0)
 
@@ -207,11 +207,12 @@ class PagedSteps:
         return len(self._order.steps), self._order.steps[id(step)], back
 
     def _note_recipe(self, step: Step, values: Tensors, saved: Any) -> None:
-        """Give the map that a step made a recipe, if the step is cheap."""
+        """Attach a recipe to the output of a cheap step."""
         for name in made_by(step):
             page = self._pager.page_of(values[name]) if name in values else None
             if page is not None:
-                alone = isinstance(step, Segment) or name == made_by(step)[0]  # others of an operator are no maps
+                # other outputs of an operator are not maps
+                alone = isinstance(step, Segment) or name == made_by(step)[0]
                 made = Made(step, self._taken, name, values[name], saved)
                 self._pager.note_recipe(page, self._recipe(page, made) if alone else None)
 

@@ -1,13 +1,13 @@
-"""The pager: maps that no cell needs now leave memory, and are back before the step that needs them.
+"""The pager: spills maps that no cell currently needs, and reads them back before the step that needs them.
 
     memory     ░░░░░░░░░░ at most ``limit_bytes`` of maps
-    forward    c0 c1 c2 c3 │ n0 n1 n2 n3 │ …            what is used last of all leaves first
+    forward    c0 c1 c2 c3 │ n0 n1 n2 n3 │ …            the page whose next use is latest is spilled first
     file       c0 c1 ◀── written while the next step computes
     backward   … │ n0 n1 │ c0 ──▶ read ahead, in the order of use
 
-A page is the memory of a map, whoever holds it: records of the tape, values alive, an operator in the midst of its
-work. What leaves is the memory alone, so every number is the same. A page with a *recipe* is not written but dropped,
-and computed again from other pages. When each page is used next is known from the tape: see ``cells.paged_steps``.
+A page is the storage of a map, which the tape, live values or a running operator may reference. Only the storage is
+freed, so results do not change. A page with a *recipe* is dropped instead of written, and recomputed from other pages.
+The next use of each page is known from the tape: see ``cells.paged_steps``.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from hyfi_core.cells.recipe import Recipe, tensors_in
 from hyfi_core.cells.spill_store import FreeBlocks, SpillStore
 
 SMALLEST_BYTES = 1 << 16
-"""Smaller maps stay in memory: a file is slow in small pieces."""
+"""Smaller maps stay in memory: small reads and writes are slow."""
 _THREADS = 2
-_AHEAD = 0.25  # of the limit: what is read before it is asked for
-_EARLY = 0.5  # of the limit: from here on pages are written, so that they can leave at once when they have to
+_AHEAD = 0.25  # of the limit: how much is read ahead
+_EARLY = 0.5  # of the limit: above it pages are written early, so that they can be dropped at once
 _LOW = 0.95  # of the limit: how far it is emptied when it is full
 
 
