@@ -1,10 +1,10 @@
-"""Errors that a user can mend; each states the subject, what was given and what would work."""
+"""Errors that a user can fix; the message states the subject, what was given and what would work."""
 
 from __future__ import annotations
 
 
 class RequestError(ValueError):
-    """The request itself is wrong: nothing was started and nothing was written.
+    """The request is invalid: nothing was started or written.
 
-    Commands answer it with its message alone, without a traceback, and exit code 2.
+    Commands print its message without a traceback and exit with code 2.
     """

@@ -1,4 +1,4 @@
-"""Files that must outlive a crash."""
+"""Durable writes of files and directories."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def sync_file(path: Path) -> None:
-    """Return when the file's or the folder's content has reached the disk."""
+    """Flush a file's or folder's content to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -17,7 +17,7 @@ def sync_file(path: Path) -> None:
 
 
 def swap_directory(prepared: Path, final: Path, aside: Path) -> None:
-    """Rename a finished directory to its name; an older one is moved ``aside`` first and removed in the end."""
+    """Rename a finished directory to its final name; an older one is first moved ``aside`` and then removed."""
     if final.exists():
         final.rename(aside)
     prepared.rename(final)

@@ -31,31 +31,31 @@ SMALLEST_BYTES = 1 << 16
 _THREADS = 2
 _AHEAD = 0.25  # of the limit: how much is read ahead
 _EARLY = 0.5  # of the limit: above it pages are written early, so that they can be dropped at once
-_LOW = 0.95  # of the limit: how far it is emptied when it is full
+_LOW = 0.95  # of the limit: how much stays when it is full
 
 
 class Pager:
-    """The pages of all cells of one process, of which the one whose turn it is calls.
+    """The pages of all cells of one process; called by the cell whose turn it is.
 
     Args:
-        store: where pages go.
-        limit_bytes: of pages in memory; a step that needs more at once has it.
-        cell: returns whose turn it is.
+        store: for spilled pages.
+        limit_bytes: of pages in memory; exceeded only by a single step that needs more.
+        cell: returns the cell whose turn it is.
     """
 
     def __init__(self, store: SpillStore, limit_bytes: int, cell: Callable[[], int]) -> None:
         self.limit_bytes = limit_bytes
         self.store = store
         self.counts = PagerCounts()
-        self.rooms: dict[Any, int] = {}  # step -> bytes that it made in the cell before
+        self.rooms: dict[Any, int] = {}  # step -> bytes that it allocated in the previous cell
         self._cell = cell
         self._places = FreeBlocks()
         self._fixed: set[int] = set()
         self._pages: dict[int, Page] = {}
         self._pinned: dict[int, list[Page]] = {}
-        self._farthest: list[tuple[int, int, int, Page]] = []  # pages in memory, by falling ``next``
-        self._dirty: list[tuple[int, int, int, Page]] = []  # the same of those that are not written
-        self._nearest: list[tuple[int, int, int, Page]] = []  # pages that are away, by rising ``next``
+        self._farthest: list[tuple[int, int, int, Page]] = []  # pages in memory, by descending ``next``
+        self._dirty: list[tuple[int, int, int, Page]] = []  # the same, only pages that are not written
+        self._nearest: list[tuple[int, int, int, Page]] = []  # spilled pages, by ascending ``next``
         self._entries = 0
         self._here_bytes = 0
         self._ready_bytes = 0
@@ -65,11 +65,11 @@ class Pager:
     # -- around each step of a cell
 
     def fix(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Let tensors stay in memory until ``reset``: weights and buffers."""
+        """Keep tensors (weights and buffers) in memory until ``reset``."""
         self._fixed.update(tensor.untyped_storage()._cdata for tensor in tensors)
 
     def begin(self, held: Any, room_bytes: int = 0) -> None:
-        """Bring what a step takes, keep it while this cell has its turn, and make room for the step's results."""
+        """Load the inputs of a step, keep them in memory during this cell's turn, and make room for the results."""
         pages = self._of(held)
         self._pinned.setdefault(self._cell(), []).extend(pages)
         self.relieve(room_bytes + self._missing(pages))
@@ -77,10 +77,10 @@ class Pager:
         self._read_ahead(room_bytes)
 
     def end(self, now: int) -> None:
-        """Let go of what the step took.
+        """Release the inputs of the step.
 
         Args:
-            now: uses up to this one are over.
+            now: uses up to this one are past.
         """
         for page in self._pinned.pop(self._cell(), []):
             while page.uses and page.uses[-1] <= now:
@@ -90,13 +90,13 @@ class Pager:
         self._write_early()
 
     def resume(self, cell: int) -> None:
-        """A cell has its turn again: what its step works on comes back."""
+        """Load the inputs of a cell's current step when its turn begins again."""
         pages = self._pinned.get(cell, [])
         self.relieve(self._missing(pages))
         self._bring(pages)
 
     def track(self, tensor: torch.Tensor, uses: Iterable[int] = ()) -> Page | None:
-        """Take charge of a tensor's memory, and note when it is used; None where it always stays."""
+        """Return the page of a tensor's storage, created if new, with more uses; None if it always stays in memory."""
         storage = tensor.untyped_storage()
         size, key = storage.nbytes(), storage._cdata
         page = self._pages.get(key)
@@ -117,22 +117,22 @@ class Pager:
         return page
 
     def note_recipe(self, page: Page, recipe: Recipe | None) -> None:
-        """Say how a page is computed again, or that it is not."""
+        """Set how a page is recomputed; None: it is not."""
         page.recipe = recipe
         self._enter(page)
 
     def note_new(self, page: Page) -> None:
-        """Say that a page holds something else than before."""
+        """Mark the contents of a page as new."""
         page.recipe, page.written = None, False
         self._enter(page)
 
     def page_of(self, tensor: torch.Tensor) -> Page | None:
-        """Return the page of a tensor's memory, None where it has none."""
+        """Return the page of a tensor's storage, None if it has none."""
         page = self._pages.get(tensor.untyped_storage()._cdata)
         return None if page is None or page.memory.expired() else page
 
     def relieve(self, room_bytes: int) -> None:
-        """Let pages leave until there is room for so many bytes, those that are used last first."""
+        """Spill pages until this many bytes are free, those with the latest use first."""
         self.counts.peak_bytes = max(self.counts.peak_bytes, self._here_bytes)
         if self._here_bytes + room_bytes <= self.limit_bytes:
             return
@@ -150,7 +150,7 @@ class Pager:
             if not page.can_leave:
                 self._write(page)
             if page.work is not None and self._here_bytes <= self.limit_bytes and not page.work.done():
-                later.append(page)  # it will have left by the next time
+                later.append(page)  # it can be dropped next time
                 continue
             self._finish(page)
             self._drop(page)
@@ -158,7 +158,7 @@ class Pager:
             self._enter(page)
 
     def reset(self) -> None:
-        """Begin anew, when no step is under way."""
+        """Start over, between steps."""
         for key in list(self._pages):
             self._forget(key)
         self._pinned.clear()
@@ -175,7 +175,7 @@ class Pager:
         return [page for page in found if page is not None and not page.memory.expired()]
 
     def _sweep(self) -> None:
-        """Forget the pages that nobody holds any more; a recipe of one may have held others."""
+        """Remove pages whose storage has been freed; their recipes may have kept others alive."""
         while True:
             ended = [key for key, page in self._pages.items() if page.memory.expired()]
             if not ended:
@@ -195,7 +195,7 @@ class Pager:
         self._ahead.pop(id(page), None)
 
     def _missing(self, pages: Iterable[Page]) -> int:
-        """Return the bytes that bringing pages takes."""
+        """Return the bytes needed to load pages."""
         away = {id(page): page for page in pages if not page.here}
         for page in list(away.values()):
             if page.recipe is not None:
@@ -220,7 +220,7 @@ class Pager:
                 self._finish(page)
 
     def _compute(self, page: Page) -> None:
-        """Compute a page again, from others that are brought to memory for it."""
+        """Recompute a page, after loading the pages that it needs."""
         storage, recipe = page.storage(), page.recipe
         if storage is None or recipe is None:
             return
@@ -243,7 +243,7 @@ class Pager:
         self._enter(page)
 
     def _enter(self, page: Page) -> None:
-        """Put a page where it is looked for by when it is used next."""
+        """Add a page to the heaps, by its next use."""
         self._count(page)
         self._entries += 1
         when, cell = page.next
@@ -255,7 +255,7 @@ class Pager:
             heapq.heappush(self._dirty, (-when, -cell, self._entries, page))
 
     def _pop(self, heap: list[tuple[int, int, int, Page]], sign: int = -1) -> Page | None:
-        """Take the first page off a heap; None where what is known there of it has changed."""
+        """Pop the first page of a heap; None if its entry is outdated."""
         when, cell, _, page = heapq.heappop(heap)
         known = (sign * when, sign * cell) == page.next and page.here == (heap is not self._nearest)
         return page if known and not page.memory.expired() else None
@@ -263,7 +263,7 @@ class Pager:
     # -- reading and writing
 
     def _read_ahead(self, room_bytes: int) -> None:
-        """Start reading what will be asked for next, in place of what is asked for later."""
+        """Start reading the pages that are needed next, in place of pages that are needed later."""
         budget = _AHEAD * self.limit_bytes - sum(page.size for page in self._ahead.values())
         while self._nearest and budget > 0:
             when, cell, _, page = self._nearest[0]
@@ -282,7 +282,7 @@ class Pager:
                 budget -= found.size
 
     def _clear(self, room_bytes: int, before: When) -> bool:
-        """Drop pages that are used later than ``before`` until there is room; whether there is."""
+        """Drop pages whose next use is later than ``before`` until there is room; return whether there is."""
         pinned = {id(page) for page in self._pinned.get(self._cell(), [])}
         while self._here_bytes + room_bytes > self.limit_bytes:
             if not self._farthest or (-self._farthest[0][0], -self._farthest[0][1]) <= before:
@@ -299,7 +299,7 @@ class Pager:
         return True
 
     def _write_early(self) -> None:
-        """Start writing the pages that are used last, so that they can leave at once when there is no room."""
+        """Start writing the pages with the latest use, so that they can be dropped at once when memory is full."""
         wanted = self._here_bytes - _EARLY * self.limit_bytes - self._ready_bytes
         while wanted > 0 and self._dirty:
             page = self._pop(self._dirty)
@@ -308,7 +308,7 @@ class Pager:
                 wanted -= page.size
 
     def _write(self, page: Page) -> None:
-        """Start writing, after a write of what was there before."""
+        """Start writing, after an earlier write of the same page."""
         self._finish(page)
         storage, tensor = page.storage(), page.tensor()
         if storage is None:
@@ -333,7 +333,7 @@ class Pager:
         self._enter(page)
 
     def _finish(self, page: Page) -> None:
-        """Wait for a page's writing or reading."""
+        """Wait for a page's pending read or write."""
         if page.work is None:
             return
         begin_s = time.perf_counter()

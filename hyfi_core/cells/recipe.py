@@ -1,10 +1,10 @@
-"""Recipes: cheap steps that make a map again from maps that are kept, instead of keeping it, too.
+"""Recipes: cheap steps that recompute a map from maps that are kept anyway.
 
-    kept      x ──norm──▶ · ──add──▶ · ──relu──▶ y      y is x's image under three cheap steps, over the same memory;
-                           ▲                             x is kept for norm's backward anyway, as is the other summand
+    kept      x ──norm──▶ · ──add──▶ · ──relu──▶ y      y is computed from x in three cheap steps;
+                           ▲                             x and z are kept for backward anyway
     kept      z ───────────┘
 
-What was known when it was first made is known still: of a batch norm its statistics, so nothing is sent again.
+Saved results such as a batch norm's statistics are reused, so nothing is sent again.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from hyfi_core.ops.base import Recomputable
 from hyfi_core.rules.instructions import LocalCall
 
 Call = Callable[[torch.Tensor | None], torch.Tensor]
-"""Makes a map; of a call that writes over one, out of what the recipe has made so far."""
+"""Computes a map; an in-place call gets the result so far."""
 DEEPEST = 3
-"""How many recipes may have to be followed, one for the sake of another, to make a map."""
+"""Largest depth of recipes that depend on each other."""
 _CHEAP = frozenset(
     f"aten.{name}"
     for name in (
@@ -37,15 +37,15 @@ _CHEAP = frozenset(
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Recipe:
-    """How a map is made again.
+    """How a map is recomputed.
 
     Attributes:
-        calls: one after the other.
-        sources: the maps that they take; kept, though perhaps not in memory, for as long as the recipe is.
-        form: (size, stride, offset) in its memory.
+        calls: in order.
+        sources: their input maps; kept, possibly spilled, as long as the recipe.
+        form: (size, stride, offset) in its storage.
         dtype: of the map.
-        depth: recipes that have to be followed at most, this one counted.
-        context: makes the context in which the map was made.
+        depth: number of recipes that depend on each other, including this one.
+        context: creates the context (autocast) in which the map was computed.
     """
 
     calls: tuple[Call, ...]
@@ -56,7 +56,7 @@ class Recipe:
     context: Callable[[], Any]
 
     def fill(self, storage: torch.UntypedStorage) -> None:
-        """Make the map in its memory."""
+        """Compute the map into its storage."""
         size, stride, offset = self.form
         target = torch.empty(0, dtype=self.dtype, device=storage.device)
         target.set_(storage, offset, size, stride)
@@ -70,14 +70,14 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Made:
-    """A step that has been run.
+    """A step that has run, with its inputs and one of its results.
 
     Attributes:
         step: of the tape.
-        inputs: value name -> what it took.
-        name: of a map that it made.
-        result: that map.
-        saved: what its operator saved; None of a segment, or where nothing was.
+        inputs: value name -> input.
+        name: of the result.
+        result: a map.
+        saved: what its operator saved for backward; None for a segment.
     """
 
     step: Segment | OperatorStep
@@ -88,7 +88,7 @@ class Made:
 
 
 def call_of(made: Made) -> tuple[Call, tuple[torch.Tensor, ...], bool] | None:
-    """Return (what makes the result again, of which maps, whether it writes over one of them); None: nothing cheap."""
+    """Return (recomputation, its input maps, whether it is in place); None if it is not cheap."""
     over = [name for name, tensor in made.inputs.items() if _same_memory(tensor, made.result)]
     sources = tuple(t for t in tensors_in([made.inputs, made.saved]) if not _same_memory(t, made.result))
     if len(over) > 1:
@@ -104,7 +104,7 @@ def _operator_call(made: Made, over: Sequence[str]) -> Call | None:
         return None
     kept = {name: tensor for name, tensor in made.inputs.items() if name not in over}
     if isinstance(saved, torch.Tensor):
-        saved = None  # it is the map itself, which is not to hold its own memory
+        saved = None  # it is the map itself: the recipe must not keep it alive
 
     def call(so_far: torch.Tensor | None) -> torch.Tensor:
         given: Any = tuple(None if name is None else so_far if name in over else kept[name] for name in names)
@@ -133,7 +133,7 @@ def _segment_call(segment: Segment, made: Made, over: Sequence[str]) -> Call | N
 
 
 def cheap_calls(segment: Segment, name: str) -> tuple[LocalCall, ...] | None:
-    """Return the calls of a segment that make a value, in order; None where they cost more than to keep it."""
+    """Return the calls of a segment that compute a value, in order; None if they are not cheap."""
     needed, chosen = {name}, []
     for call in reversed(segment.calls):
         if needed.intersection(call.outputs):

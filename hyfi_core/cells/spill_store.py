@@ -1,8 +1,8 @@
-"""Where maps go that no cell needs now: blocks of a file without a name, or blocks of host memory.
+"""Stores for spilled maps: blocks of an unnamed file, or blocks of host memory.
 
     file    │ map │ map │ free │ map …     aligned blocks
 
-The file has no name from the moment it is made, so nothing is left of it however the process ends.
+The file is unlinked when it is created, so nothing remains of it however the process ends.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ BLOCK_BYTES = 4096
 
 
 class SpillStore(Protocol):
-    """Keeps bytes of storages; every method may be called by several threads, each with places of its own."""
+    """Stores the bytes of storages; methods may be called by several threads for different places."""
 
     def write(self, storage: torch.UntypedStorage, place: int) -> None:
-        """Keep a storage's bytes at a place."""
+        """Write a storage's bytes to a place."""
         ...
 
     def read(self, storage: torch.UntypedStorage, place: int) -> None:
@@ -34,10 +34,10 @@ class SpillStore(Protocol):
         ...
 
     def require(self, needed_bytes: int) -> None:
-        """Make sure that so many bytes can be kept.
+        """Make sure that this many bytes can be stored.
 
         Raises:
-            RequestError: they cannot; the message says how many are needed.
+            RequestError: there is too little room; the message says how many bytes are needed.
         """
         ...
 
@@ -46,24 +46,24 @@ class SpillFile:
     """A file of blocks.
 
     Args:
-        folder: where the file is made.
+        folder: of the file.
 
     Raises:
-        RequestError: none can be made there.
+        RequestError: no file can be created there.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 (open as long as this)
+            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 (open as long as this object)
         except OSError as error:
             raise RequestError(
                 f"plan.spill is {folder}, where no file can be created: {error.strerror}; use another folder"
             ) from error
 
     def require(self, needed_bytes: int) -> None:
-        """Reserve room on the disk, so that a step that has begun does not run out of it; see ``SpillStore``."""
+        """Reserve room on the disk, so that a running step cannot run out of it; see ``SpillStore``."""
         have = os.fstat(self._file.fileno()).st_blocks * 512
         if needed_bytes <= have:
             return
@@ -114,7 +114,7 @@ class SpillMemory:
         self._blocks: dict[int, torch.Tensor] = {}
 
     def require(self, needed_bytes: int) -> None:
-        """Nothing is reserved: the system gives memory as it is written to; see ``SpillStore``."""
+        """Do nothing: the system allocates memory on first use; see ``SpillStore``."""
 
     def write(self, storage: torch.UntypedStorage, place: int) -> None:
         """Copy a storage's bytes; see ``SpillStore``."""
@@ -130,7 +130,7 @@ class SpillMemory:
 
 
 class FreeBlocks:
-    """Which blocks are free."""
+    """Allocator of blocks."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[int]] = {}
@@ -143,7 +143,7 @@ class FreeBlocks:
         return self._end
 
     def take(self, size: int) -> int:
-        """Return a place for so many bytes."""
+        """Return a place for this many bytes."""
         rounded = blocks_bytes(size)
         self.used_bytes += rounded
         if self._free.get(rounded):
@@ -152,14 +152,14 @@ class FreeBlocks:
         return place
 
     def give_back(self, place: int, size: int) -> None:
-        """Let a place be taken again."""
+        """Free a place."""
         rounded = blocks_bytes(size)
         self.used_bytes -= rounded
         self._free.setdefault(rounded, []).append(place)
 
 
 def blocks_bytes(size: int) -> int:
-    """Return the bytes that so many take in whole blocks."""
+    """Return the size rounded up to whole blocks."""
     return -(-size // BLOCK_BYTES) * BLOCK_BYTES
 
 
@@ -168,6 +168,6 @@ def _tensor_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> memoryview:
-    """Return the bytes of a storage of the host; not by numpy, which would forbid to resize it."""
+    """Return a view of a host storage's bytes; not through numpy, which would prevent resizing it."""
     size = storage.nbytes()
     return memoryview((ctypes.c_char * size).from_address(storage.data_ptr())).cast("B")

@@ -1,11 +1,11 @@
-"""Turns: the cells of one process are threads of which one runs at a time.
+"""Turns: the cells of a process are threads of which only one runs at a time.
 
     cell 0   ── run ── needs a halo │                             │ ── run ── …
     cell 1                          │ ── run ── needs a halo │    │
     cell 2                                                   │ ── run
 
-A cell keeps its turn until it has to wait; the next one that can go on follows, in cyclic order, so that a run is
-repeated exactly. Nothing that a cell does is done twice.
+A cell keeps its turn until it has to wait; the next cell that can continue follows, in cyclic order, so that runs are
+reproducible.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_NAP_S = 1e-4  # between two rounds in which no cell could go on, while other processes are waited for
+_NAP_S = 1e-4  # sleep between two rounds in which all cells wait for other processes
 
 
 class OtherCellFailedError(RuntimeError):
-    """Another cell has failed; this one ends because of it. Never the first error."""
+    """Another cell has failed, so this one ends. Never the first error."""
 
 
 class Turns:
-    """Whose turn it is among the cells of one process.
+    """Runs the cells of one process in turns.
 
     Args:
-        size: cells.
-        switched: called with a cell whenever it gets its turn back after others have had theirs.
+        size: number of cells.
+        switched: called with a cell whenever its turn begins again after turns of others.
     """
 
     def __init__(self, size: int, switched: Callable[[int], None] = lambda cell: None) -> None:
@@ -42,10 +42,10 @@ class Turns:
         self._outside: set[int] = set()
 
     def run(self, body: Callable[[int], T]) -> list[T]:
-        """Run ``body(cell)`` for every cell and return what each returned.
+        """Run ``body(cell)`` for every cell and return the results.
 
         Raises:
-            BaseException: the first error of any cell; all others have ended then.
+            BaseException: the first error of any cell, after all cells have ended.
         """
         results: list[Any] = [None] * self.size
         errors: list[BaseException] = []
@@ -67,7 +67,7 @@ class Turns:
                 thread.start()
             for thread in threads:
                 thread.join()
-        except BaseException:  # a signal's, which the main thread gets
+        except BaseException:  # raised by a signal in the main thread
             self._fail()
             raise
         if errors:
@@ -75,14 +75,14 @@ class Turns:
         return results
 
     def wait(self, ready: Callable[[], bool], outside: bool = False) -> None:
-        """Return when ``ready()``; until then others have their turns.
+        """Return when ``ready()``; until then other cells run.
 
         Args:
-            ready: asked by this cell only, in its turn.
-            outside: whether another process may make it so.
+            ready: called by this cell only, in its turn.
+            outside: whether another process may make it true.
 
         Raises:
-            RuntimeError: no cell can ever go on.
+            RuntimeError: all cells wait for each other.
         """
         if ready():
             return

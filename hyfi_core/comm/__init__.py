@@ -1,1 +1,1 @@
-"""Bytes between ranks, no autograd."""
+"""Communication between ranks, without autograd."""

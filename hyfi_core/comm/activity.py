@@ -1,6 +1,6 @@
-"""What this process is doing: noted where it happens, read by the thread that looks for ranks that wait forever.
+"""Current activity of this process, read by the thread that detects ranks that wait forever.
 
-Notes are plain assignments, so that they cost nothing on the way; text is made only when somebody asks.
+Updates are plain assignments and cost almost nothing; text is created only on request.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ class Wait:
     """One wait of this process for other ranks.
 
     Attributes:
-        what: says what for, in words: ``an exchange with ranks 1, 3``.
+        what: returns a description: ``an exchange with ranks 1, 3``.
         since_s: when it began, by ``time.monotonic``.
-        ended: called when it is over; None: nothing is.
+        ended: called at its end, if not None.
     """
 
     what: Callable[[], str]
@@ -29,11 +29,11 @@ class Wait:
 
 @dataclass
 class Activity:
-    """What a process does now.
+    """The current activity of a process.
 
     Attributes:
-        step: training steps begun.
-        action: what of the step, anything with a text form; None outside of steps.
+        step: number of training steps begun.
+        action: the current action, anything with a text form; None outside of steps.
         wait: for other ranks, None while it does not wait.
     """
 
@@ -43,7 +43,7 @@ class Activity:
 
     @contextmanager
     def waiting(self, what: Callable[[], str]) -> Iterator[None]:
-        """Note a wait for as long as the body takes."""
+        """Record a wait during the body."""
         self.wait = wait = Wait(what, time.monotonic())
         try:
             yield
@@ -59,7 +59,7 @@ class Activity:
 
 
 ACTIVITY = Activity()
-"""That of this process. Thread-ranks share it and do not read it."""
+"""Activity of this process. Ranks as threads share it and do not read it."""
 
 
 def named_ranks(ranks: list[int]) -> str:

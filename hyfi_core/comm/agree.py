@@ -1,6 +1,6 @@
-"""All ranks refuse or none does: checks and comparisons that end alike on every rank of a group.
+"""Checks and comparisons with the same outcome on every rank of a group: all ranks refuse, or none does.
 
-What ranks were given is compared before the first message that depends on it, and by one number at every call.
+Arguments are compared before the first message that depends on them, and by one digest at every call.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def agree(
     refusals: tuple[type[Exception], ...] = (RequestError,),
     error: type[Exception] = RequestError,
 ) -> T:
-    """Return ``check()``; where any rank refuses, all refuse with the first such rank's words (collective).
+    """Return ``check()``; if any rank refuses, all raise the message of the first such rank (collective).
 
     Args:
         comm: the ranks that agree.
-        check: may differ between ranks; it must not communicate, for a rank that refuses leaves it early.
-        refusals: what ``check`` raises to refuse; anything else is a fault of this rank alone and passes through.
+        check: may differ between ranks; it must not communicate, because a rank that refuses leaves it early.
+        refusals: exceptions of ``check`` that are refusals; others are errors of this rank and propagate.
         error: raised on every rank.
 
     Raises:
@@ -53,11 +53,11 @@ def agree(
 
 
 def compare(comm: Communicator, facts: Mapping[str, str]) -> None:
-    """Refuse where ranks were given different things (collective; what travels is a digest unless they were).
+    """Refuse facts that differ between ranks (collective; sends only a digest unless they differ).
 
     Args:
         comm: the ranks to compare.
-        facts: name -> value, short texts; what a rank lacks counts as different.
+        facts: name -> value, short texts; a missing name counts as different.
 
     Raises:
         RequestError: on every rank; names what differs first, with the value of each rank.
@@ -75,7 +75,7 @@ def compare(comm: Communicator, facts: Mapping[str, str]) -> None:
 
 
 def _first_difference(ranks: list[dict[str, str]]) -> str | None:
-    """Return a sentence on the first fact that is not the same on all ranks, None if there is none."""
+    """Return a sentence about the first fact that differs between ranks, None if all are equal."""
     for name in dict.fromkeys(name for facts in ranks for name in facts):
         holders: dict[str, list[int]] = {}
         for rank, facts in enumerate(ranks):
@@ -93,14 +93,14 @@ def compare_requests(
     plan: ParallelPlan,
     settings: Mapping[str, object],
 ) -> None:
-    """Refuse where ranks ask for different things (collective).
+    """Refuse calls of ``parallelize`` with different arguments (collective).
 
     Args:
         comm: all ranks of the plan.
-        model: its structure, flags and dtypes count; weights may differ, for rank 0's are taken.
-        shape: of the batch; with ``plan.shares`` replicas differ in its first number.
-        plan: every field counts.
-        settings: what else has to be alike, by name.
+        model: its structure, flags and dtypes are compared; weights may differ, because those of rank 0 are used.
+        shape: of the batch; with ``plan.shares``, its first number may differ between replicas.
+        plan: every field is compared.
+        settings: other settings that must be equal, by name.
 
     Raises:
         RequestError: on every rank; names what differs and on which ranks.
@@ -115,20 +115,20 @@ def compare_requests(
 
 
 Changes = Mapping[tuple[str, str], str]
-"""(path of a module, attribute) -> what it is; of what is another than in the last call."""
+"""(path of a module, attribute) -> value, of attributes changed since the last call."""
 
 
 class CallConsensus:
     """Compares the calls of an engine between ranks: one message of 16 bytes each.
 
-    What is compared is the call, the images' shape, the modules' flags, and which program will run: a rank that will
-    capture the model anew, because something changed that its forward reads, sends what the others do not wait for.
+    It compares the call, the images' shape, the modules' flags, and the program to run: a rank that captures the model
+    again, because its state changed, would send messages that other ranks do not expect.
 
     Args:
-        model: whose flags have to be alike.
+        model: whose flags must be equal.
         everyone: all ranks.
         replica: the ranks of this replica, which are given the same images.
-        changes: returns what changed since the last call, for a refusal.
+        changes: returns the changes since the last call, for the message.
     """
 
     def __init__(
@@ -140,21 +140,21 @@ class CallConsensus:
         self._changes = changes
 
     def check_training(self, shape: Shape, program: str) -> None:
-        """Refuse where ranks train in different ways (collective over all ranks).
+        """Refuse training calls that differ between ranks (collective over all ranks).
 
         Args:
             shape: of the replica's batch.
-            program: which captured program will run; "" or "new" where there is none yet, and whether its shape is new.
+            program: digest of the captured program to run; "" or "new" if there is none yet.
 
         Raises:
             RequestError: on every rank; names what differs and on which ranks.
         """
-        if self._replica is not self._everyone:  # replicas may have images of other shapes
+        if self._replica is not self._everyone:  # replicas may have images of different shapes
             self._check(self._everyone, "training", None, str(program == "new"))
         self._check(self._replica, "training", shape, program)
 
     def check_evaluation(self, call: str, shape: Shape, program: str) -> None:
-        """Refuse where the ranks of a replica evaluate in different ways (collective over them).
+        """Refuse evaluation calls that differ between the ranks of a replica (collective over them).
 
         Raises:
             RequestError: on every rank; names what differs and on which ranks.

@@ -1,4 +1,4 @@
-"""A group of one rank: nothing to send, nothing to install."""
+"""A group of a single rank, without any library."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class AloneCommunicator:
         return Completed()
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
-        """Nothing to add."""
+        """Do nothing."""
 
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Completed:
-        """Nothing to add."""
+        """Do nothing."""
         return Completed()
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
-        """Nobody to tell."""
+        """Do nothing."""
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         """Return the value."""
@@ -47,12 +47,12 @@ class AloneCommunicator:
         return [value]
 
     def send_object(self, value: Any, peer: int, tag: int) -> Completed:
-        """Leave a value for ``poll_object``."""
+        """Store a value for ``poll_object``."""
         self._objects.setdefault(tag, deque()).append(value)
         return Completed()
 
     def poll_object(self, tag: int, peer: int | None = None) -> tuple[int, Any] | None:
-        """Return (0, value) of one that was left."""
+        """Return (0, value) of a stored value, or None."""
         box = self._objects.get(tag)
         return (0, box.popleft()) if box else None
 

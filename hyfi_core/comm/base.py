@@ -1,4 +1,4 @@
-"""The protocol that every adapter speaks: tensors between ranks, no autograd."""
+"""The protocol of all communication backends: tensors between ranks, without autograd."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ class Message:
 
 
 class Pending(Protocol):
-    """Communication under way."""
+    """Pending communication."""
 
     @property
     def needs_polls(self) -> bool:
-        """Whether it makes progress only inside calls; then another thread may make them (see ``comm.progress``)."""
+        """Whether it makes progress only inside calls, which another thread may make (see ``comm.progress``)."""
         ...
 
     def test(self) -> bool:
-        """Make progress without blocking; whether all of it is finished."""
+        """Make progress without blocking; return whether it has completed."""
         ...
 
     def wait(self) -> None:
-        """Return when all of it is finished. Backs off instead of spinning where the wait is long."""
+        """Return when it has completed. Backs off instead of spinning in long waits."""
         ...
 
 
 class Completed:
-    """Communication that is over already."""
+    """Completed communication."""
 
     needs_polls = False
 
     def test(self) -> bool:
-        """All of it is finished."""
+        """Return True."""
         return True
 
     def wait(self) -> None:
@@ -61,34 +61,34 @@ class Communicator(Protocol):
 
     @property
     def rank(self) -> int:
-        """This rank, counted in the group."""
+        """This rank in the group."""
         ...
 
     @property
     def size(self) -> int:
-        """Ranks in the group."""
+        """Number of ranks in the group."""
         ...
 
     @property
     def in_order(self) -> bool:
         """Whether a rank's operations on this group run one after another, in the order in which they are started.
 
-        So it is on GPUs, where a group has one stream: an exchange that waits for its peer holds up all behind it.
+        True on GPUs, where a group has one stream: an exchange that waits for its peer blocks all later operations.
         """
         ...
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """Start sends and receives, receives first; nothing blocks."""
+        """Start sends and receives, receives first, without blocking."""
         ...
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
-        """Reduce in place over the group; the same bits on every rank. NaN in any rank's share is NaN in the result."""
+        """Reduce in place over the group; bitwise equal on every rank. NaN on any rank gives NaN."""
         ...
 
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
-        """Start reducing in place; the tensor is the communicator's until ``wait`` returns or ``test`` says so.
+        """Start reducing in place; the tensor must not be used until ``wait`` returns or ``test`` returns True.
 
-        Several may be under way; all ranks start them in the same order, and so with other collective calls.
+        Several may be pending; all ranks must start collective calls in the same order.
         """
         ...
 
@@ -97,7 +97,7 @@ class Communicator(Protocol):
         ...
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        """Return the root's value (JSON-like; small; never on a hot path)."""
+        """Return the root's value (JSON-like and small; slow)."""
         ...
 
     def gather_objects(self, value: Any, root: int = 0) -> list[Any] | None:
@@ -109,15 +109,15 @@ class Communicator(Protocol):
         ...
 
     def poll_object(self, tag: int, peer: int | None = None) -> tuple[int, Any] | None:
-        """Return (peer, value) of one object that has arrived under ``tag``, None if there is none. Never blocks."""
+        """Return (peer, value) of one object received with ``tag``, None if there is none. Does not block."""
         ...
 
     def barrier(self) -> None:
-        """Return when every rank of the group has come here."""
+        """Return when every rank of the group has entered the call."""
         ...
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """Return the group of all ranks that gave the same ``color`` (collective); None for ``color=None``."""
+        """Return the group of all ranks with the same ``color`` (collective); None for ``color=None``."""
         ...
 
     def abort(self, code: int) -> NoReturn:
@@ -126,7 +126,7 @@ class Communicator(Protocol):
 
 
 class ForwardingCommunicator:
-    """Forwards every call to another communicator: the base of those that change some of them.
+    """Forwards every call to another communicator: base class of wrappers.
 
     Args:
         comm: the other one.
@@ -137,14 +137,14 @@ class ForwardingCommunicator:
 
     @property
     def rank(self) -> int:
-        """This rank, counted in the group."""
+        """This rank in the group."""
         return self._comm.rank
 
     @property
     def size(self) -> int:
-        """Ranks in the group."""
+        """Number of ranks in the group."""
         return self._comm.size
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else is the other communicator's."""
+        """Forward all other attributes."""
         return getattr(self._comm, name)

@@ -1,4 +1,4 @@
-"""A communicator that counts what it sends and how long it waits, by kind of traffic."""
+"""A communicator that counts messages, bytes and waiting time by kind of traffic."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TrafficCounts:
     Attributes:
         messages: sent since the last reset.
         sent_bytes: the same in bytes.
-        seconds: what starting and waiting for messages took: time in which this rank did not compute.
+        seconds: time spent on starting and waiting for messages.
     """
 
     def __init__(self) -> None:
@@ -38,10 +38,10 @@ class TrafficCounts:
 
 
 class KindCommunicator(Communicator, Protocol):
-    """A communicator that books what goes through it under a kind of traffic."""
+    """A communicator that counts its traffic by kind."""
 
     def of(self, kind: str) -> Self:
-        """Return the same ranks, with everything booked under ``kind``."""
+        """Return the same communicator with traffic counted as ``kind``."""
         ...
 
 
@@ -50,8 +50,8 @@ class CountedCommunicator(ForwardingCommunicator):
 
     Args:
         comm: the other one.
-        kind: what calls are counted as; ``of`` gives the same communicator for another kind.
-        counts: where they are counted; None for counts of its own.
+        kind: kind of traffic; ``of`` returns the same communicator for another kind.
+        counts: where they are counted; None for new counts.
 
     Attributes:
         kind: the same.
@@ -65,7 +65,7 @@ class CountedCommunicator(ForwardingCommunicator):
         self._views: dict[str, CountedCommunicator] = {kind: self}
 
     def of(self, kind: str) -> CountedCommunicator:
-        """Return this communicator with everything booked under ``kind``."""
+        """Return this communicator with traffic counted as ``kind``."""
         if kind not in self._views:
             view = CountedCommunicator(self._comm, kind, self.counts)
             view._views = self._views
@@ -98,7 +98,7 @@ class CountedCommunicator(ForwardingCommunicator):
 
 
 class _TimedPending:
-    """Communication under way whose waiting is booked on its kind."""
+    """Pending communication whose waiting time is counted."""
 
     __slots__ = ("_counts", "_kind", "_pending")
 

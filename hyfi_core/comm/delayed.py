@@ -1,4 +1,4 @@
-"""A communicator on which messages take longer than they do: for tests and benchmarks of what hides latency."""
+"""A communicator with added latency, for tests and benchmarks of latency hiding."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hyfi_core.comm.base import Communicator, ForwardingCommunicator, Message, P
 
 @dataclass
 class Latency:
-    """How late messages are, and what that cost one rank.
+    """Added latency, and its cost on one rank.
 
     Attributes:
-        seconds: for which a message is under way at least.
-        injected_s: latency of everything late that this rank has waited for, together.
-        visible_s: how much of it the rank spent waiting, with nothing left to wait for but the latency.
+        seconds: smallest time from send to receive.
+        injected_s: total added latency of messages that this rank has waited for.
+        visible_s: the part of it in which the rank was idle.
     """
 
     seconds: float
@@ -27,11 +27,11 @@ class Latency:
     visible_s: float = 0.0
 
     def left_s(self, stamps: Sequence[torch.Tensor]) -> float:
-        """Return for how long messages with these stamps are still on their way."""
+        """Return the remaining latency of messages with these stamps."""
         return max((float(stamp) for stamp in stamps), default=-math.inf) + self.seconds - perf_counter()
 
     def wait_out(self, stamps: Sequence[torch.Tensor]) -> None:
-        """Wait until messages with these stamps are there, and count."""
+        """Wait for the remaining latency of messages with these stamps, and count it."""
         left_s = max(0.0, self.left_s(stamps))
         sleep(left_s)
         self.visible_s += left_s
@@ -39,14 +39,14 @@ class Latency:
 
 
 class DelayedCommunicator(ForwardingCommunicator):
-    """Forwards all calls; a message of an exchange is there only some time after it was sent.
+    """Forwards all calls and delays the messages of exchanges.
 
     A stamp of the sender's clock travels with each message, so all ranks must run on one machine.
 
     Args:
-        comm: what carries the messages.
-        latency: how late they are; shared with all groups that are split off.
-        reductions: whether sums over ranks are as late, counted from when this rank gave its share.
+        comm: the communicator to delay.
+        latency: shared with all groups split off from this one.
+        reductions: whether reductions are delayed, too, counted from the call on this rank.
     """
 
     def __init__(self, comm: Communicator, latency: Latency, reductions: bool = False) -> None:
@@ -55,7 +55,7 @@ class DelayedCommunicator(ForwardingCommunicator):
         self._reductions = reductions
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """Start sends and receives, with stamps behind them."""
+        """Start sends and receives, followed by their time stamps."""
         now_s = perf_counter()
         stamps = [torch.tensor([now_s], dtype=torch.float64) for _ in sends]
         boxes = [torch.zeros(1, dtype=torch.float64) for _ in receives]
@@ -66,7 +66,7 @@ class DelayedCommunicator(ForwardingCommunicator):
         return _DelayedPending(self._latency, pending, boxes)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
-        """Reduce, and take as long as is asked for."""
+        """Reduce in place, with latency."""
         if self._reductions:
             self.start_all_reduce(tensor, op).wait()
         else:
@@ -79,13 +79,13 @@ class DelayedCommunicator(ForwardingCommunicator):
         return _DelayedPending(self._latency, pending, stamps) if stamps else pending
 
     def split(self, color: int | None, key: int = 0) -> DelayedCommunicator | None:
-        """Return the group of all ranks that gave the same color; its messages are as late."""
+        """Return the group of all ranks that gave the same color; with the same latency."""
         group = self._comm.split(color, key)
         return None if group is None else DelayedCommunicator(group, self._latency, self._reductions)
 
 
 class _DelayedPending:
-    """An exchange that is over when its messages have come and their latency has passed."""
+    """A pending exchange that completes when its messages have arrived and their latency has passed."""
 
     def __init__(self, latency: Latency, pending: Pending, stamps: list[torch.Tensor]) -> None:
         self._latency, self._pending, self._stamps = latency, pending, stamps

@@ -1,11 +1,11 @@
-"""MPI through mpi4py: CPU ranks, everything that hosts say to each other, and GPU ranks by way of host memory.
+"""MPI through mpi4py: for CPU ranks, and for GPU ranks through host memory.
 
-Every operation is started non-blocking and then waited for with a back-off (spin, yield, sleep), because MPICH's own
-blocking calls burn a core while they wait, which slows down the ranks that work.
+Every operation is non-blocking and is waited for with a back-off (spin, yield, sleep), because MPICH's blocking calls
+use a full core while they wait, which slows down other ranks.
 
-Messages travel as bytes at the tensors' own addresses; a tensor must be contiguous and stay alive until its request is
-done, which the pending object takes care of. What is longer than a count of MPI-3 can say goes in pieces, one behind
-the other under the same tag.
+Messages are sent as bytes directly from the tensors' memory; a tensor must be contiguous, and the pending object keeps
+it alive until its request has completed. Messages longer than MPI-3's 32-bit counts allow are sent in pieces with the
+same tag.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hyfi_core.comm.wire import from_wire, to_wire
 
 _MOST_BYTES = 1 << 30  # counts of MPI-3 are 32-bit
 _SPIN_S = 100e-6
-# Where MPI moves a message in pieces, each end must call for each of them: ends that soon sleep in turns made a step
+# Where MPI moves a message in pieces, both ends must call for each of them: with early sleeps in turns, a step took
 # twenty times as long (shared memory without cross-memory attach).
 _YIELD_S = 0.1
 _SLEEP_FIRST_S = 50e-6
@@ -43,11 +43,11 @@ _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
 
 
 def backed_off(ready: Callable[[], bool], what: Callable[[], str]) -> None:
-    """Return when ``ready`` says so, spinning first, then yielding the core, then sleeping ever longer.
+    """Return when ``ready()``: first spin, then yield the core, then sleep for increasing times.
 
     Args:
-        ready: asked again and again.
-        what: says what is waited for, where that takes long.
+        ready: called repeatedly.
+        what: describes the wait, called if it takes long.
     """
     start = time.perf_counter()
     while not ready():
@@ -84,7 +84,7 @@ def _pieces(tensor: torch.Tensor) -> list[Any]:
 
 
 def _host(tensor: torch.Tensor, copy: bool) -> torch.Tensor:
-    """Return the tensor itself if it is on the host, else a pinned host box for it, filled if asked."""
+    """Return the tensor itself if it is on the host, else a pinned host copy (uninitialised unless ``copy``)."""
     if tensor.device.type == "cpu":
         return tensor
     box = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
@@ -92,7 +92,7 @@ def _host(tensor: torch.Tensor, copy: bool) -> torch.Tensor:
 
 
 class _Requests:
-    """Requests under way, and the tensors that must outlive them."""
+    """Pending requests, and the tensors that must outlive them."""
 
     needs_polls = MPI.Query_thread() >= MPI.THREAD_SERIALIZED
 
@@ -163,11 +163,11 @@ class MpiCommunicator:
         return _Requests(requests, lambda: f"an exchange with {self._named(peers)}", [*leaving, *landing], land)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
-        """Reduce in place; narrow floats travel and add as float32 (see ``comm.wire``)."""
+        """Reduce in place; 16-bit floats are sent and added as float32 (see ``comm.wire``)."""
         self.start_all_reduce(tensor, op).wait()
 
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> _Requests:
-        """Start reducing in place; narrow floats travel and add as float32 (see ``comm.wire``)."""
+        """Start reducing in place; 16-bit floats are sent and added as float32 (see ``comm.wire``)."""
         if self._size == 1:
             return _Requests([], str)
         wide = to_wire(tensor.to("cpu"), op)
@@ -217,7 +217,7 @@ class MpiCommunicator:
         return self.exchange([Message(peer, _encode(value), tag)], [])
 
     def poll_object(self, tag: int, peer: int | None = None) -> tuple[int, Any] | None:
-        """Return (peer, value) of one that has arrived."""
+        """Return (peer, value) of one received value, or None."""
         status = MPI.Status()
         found = self._comm.Improbe(MPI.ANY_SOURCE if peer is None else peer, tag, status)
         if found is None:
@@ -227,12 +227,12 @@ class MpiCommunicator:
         return status.Get_source(), _decode(data)
 
     def barrier(self) -> None:
-        """Return when every rank has come here."""
+        """Return when every rank has entered the call."""
         _Requests([self._comm.Ibarrier()], self._every("barrier")).wait()
 
     def split(self, color: int | None, key: int = 0) -> MpiCommunicator | None:
         """Return the group of all ranks that gave the same color, ordered by (key, rank)."""
-        self.barrier()  # waits as all else here does; MPI's own wait in Split burns a core and says nothing
+        self.barrier()  # with back-off, and visible in the activity, unlike MPI's own wait in Split
         comm = self._comm.Split(MPI.UNDEFINED if color is None else color, key)
         return None if color is None else MpiCommunicator(comm)
 
@@ -240,7 +240,7 @@ class MpiCommunicator:
         return lambda: f"{operation} of {self._named(range(self._size))}"
 
     def _named(self, ranks: Iterable[int]) -> str:
-        """Return the names of ranks of this group, as all of the job count them."""
+        """Return the names of ranks of this group, as numbered in the job."""
         world = MPI.COMM_WORLD.Get_group()
         return named_ranks(sorted(set(self._comm.Get_group().Translate_ranks(list(ranks), world))))
 

@@ -1,10 +1,10 @@
-"""Sums of 16-bit floats that travel as such: each rank adds one part of the tensor in float32 and rounds it once.
+"""All-reduce of 16-bit floats sent as 16 bits: each rank adds one part of the tensor in float32 and rounds once.
 
     rank 0   [a0 b0]  ── b0 ──▶  rank 1      rank 0   a = a0 + a1  ── a ──▶  rank 1
     rank 1   [a1 b1]  ── a1 ──▶  rank 0      rank 1   b = b0 + b1  ── b ──▶  rank 0
 
-All ranks have the same bits then. A rank sends 2 (P - 1) / P of the tensor, the least that an all-reduce can; libraries
-that do not know the type would send it as float32, twice as much, or round it at every hop.
+The result is bitwise equal on all ranks. A rank sends 2 (P - 1) / P of the tensor, the minimum of an all-reduce;
+libraries without support for the dtype would send float32, twice as much, or round at every hop.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NARROW = (torch.bfloat16, torch.float16)
 
 
 def narrow(comm: Communicator) -> Communicator:
-    """Return ``comm`` with sums of 16-bit floats that travel as such (collective over ``comm``)."""
+    """Return ``comm`` with sums of 16-bit floats sent as 16 bits (collective over ``comm``)."""
     if comm.size == 1:
         return comm
     scatter, gather = comm.split(0, comm.rank), comm.split(0, comm.rank)
@@ -28,7 +28,7 @@ def narrow(comm: Communicator) -> Communicator:
 
 
 class NarrowCommunicator(ForwardingCommunicator):
-    """Forwards all calls to another communicator but sums of 16-bit floats.
+    """Forwards all calls to another communicator except sums of 16-bit floats.
 
     Args:
         comm: the group.

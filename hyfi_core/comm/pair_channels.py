@@ -1,12 +1,12 @@
-"""A communicator for each ordered pair of ranks, for groups whose operations run one after another.
+"""A communicator for each ordered pair of ranks, for backends with one stream per communicator.
 
     one stream a rank     rank 0   send A ── receive B …            rank 0 cannot receive B before A has left, nor
                           rank 1   receive C ── receive A …         rank 1 receive A before C has come: deadlock
-    one for each pair     0 ▶ 1    send A       1 ▶ 0   receive B   every stream has the messages of one pair, in the
+    one for each pair     0 ▶ 1    send A       1 ▶ 0   receive B   each stream has the messages of one pair, in the
                                                                     order in which both sides post them
 
-An NCCL communicator has one stream on each GPU. What a pipeline sends between its stages has an order for each pair of
-ranks (``schedule.lower``), but none for all that a rank sends and receives.
+An NCCL communicator has one stream on each GPU. The messages between pipeline stages have a defined order for each pair
+of ranks (``schedule.lower``), but not for all sends and receives of a rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hyfi_core.comm.base import Communicator, ForwardingCommunicator, Message, P
 
 
 def with_pair_channels(comm: Communicator) -> Communicator:
-    """Return ``comm`` with exchanges that go pair by pair, where its operations run in order (collective)."""
+    """Return ``comm`` with a channel for each pair of ranks, if its operations run in order (collective)."""
     if not comm.in_order or comm.size == 1:
         return comm
     channels: dict[tuple[int, int], Communicator] = {}
@@ -33,7 +33,7 @@ def with_pair_channels(comm: Communicator) -> Communicator:
 
 
 def _rounds(size: int) -> list[dict[int, int]]:
-    """Return rounds of pairs in which every rank meets every other once: rank -> partner (the circle method)."""
+    """Return rounds of pairs in which every two ranks are paired once: rank -> partner (the circle method)."""
     circle: list[int | None] = [*range(size), *([None] if size % 2 else [])]
     rounds = []
     for _ in range(len(circle) - 1):
@@ -45,7 +45,7 @@ def _rounds(size: int) -> list[dict[int, int]]:
 
 
 class PairChannels(ForwardingCommunicator):
-    """Forwards all calls to another communicator but exchanges.
+    """Forwards all calls to another communicator except exchanges.
 
     Args:
         comm: the group.
@@ -72,12 +72,12 @@ class PairChannels(ForwardingCommunicator):
 
 
 def _renamed(message: Message, rank: int) -> Message:
-    """Return a message as the channel of its pair counts its two ranks."""
+    """Return a message with its peer's rank in the channel of the pair."""
     return Message(int(message.peer > rank), message.tensor, message.tag)
 
 
 class JoinedPending:
-    """Several communications under way, waited for as one."""
+    """Several pending communications as one."""
 
     def __init__(self, parts: Sequence[Pending]) -> None:
         self._parts = parts
@@ -88,10 +88,10 @@ class JoinedPending:
         return any(part.needs_polls for part in self._parts)
 
     def test(self) -> bool:
-        """Make progress on all; whether all are finished."""
+        """Make progress on all; return whether all have completed."""
         return all([part.test() for part in self._parts])
 
     def wait(self) -> None:
-        """Return when all are finished."""
+        """Return when all have completed."""
         for part in self._parts:
             part.wait()

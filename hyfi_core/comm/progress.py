@@ -1,8 +1,8 @@
-"""Progress while a rank computes.
+"""Progress of communication while a rank computes.
 
-MPI moves large messages only inside calls. Cutting the computation in slices with a call between them costs more than
-it brings (a convolution of 64 channels in eight slices takes a quarter longer, a deep one twice as long), so a helper
-thread makes the calls: torch releases the interpreter lock while it computes.
+MPI moves large messages only inside calls. Slicing the computation, with a call between slices, costs too much (a
+convolution of 64 channels takes a quarter longer in eight slices, a deep one twice as long), so a helper thread makes
+the calls: torch releases the interpreter lock while it computes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MOST_S = 2e-3
 
 
 class _ProgressThread:
-    """One thread for the process, asleep while nothing is watched."""
+    """One thread per process, which sleeps while nothing is pending."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -35,7 +35,7 @@ class _ProgressThread:
             self._changed.notify()
 
     def leave(self, pending: Pending) -> None:
-        with self._changed:  # once this is held, no call of the helper is under way
+        with self._changed:  # while this is held, the helper is not in a call
             self._watched = [other for other in self._watched if other is not pending]
 
     def _run(self) -> None:
@@ -54,7 +54,7 @@ def _done(pending: Pending) -> bool:
     try:
         return pending.test()
     except Exception:
-        return True  # the thread that waits for it sees the error
+        return True  # the waiting thread raises the error
 
 
 _PROGRESS = _ProgressThread()
@@ -62,10 +62,10 @@ _PROGRESS = _ProgressThread()
 
 @contextlib.contextmanager
 def polled(pending: Pending | None) -> Iterator[None]:
-    """Let a communication go on while the body computes. The body must not communicate.
+    """Make progress on a communication while the body computes. The body must not communicate.
 
     Args:
-        pending: None, or one that only this call touches.
+        pending: None, or one that is used only here.
     """
     if pending is None or not pending.needs_polls or pending.test():
         yield

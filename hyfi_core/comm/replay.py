@@ -1,9 +1,9 @@
-"""Recompute without repeating communication: what came from other ranks is kept, and played back.
+"""Recomputation without repeated communication: received tensors are kept and replayed.
 
     first run    exchange ──▶ peers        received ──▶ log
-    second run   exchange ──▶ nobody       received ◀── log
+    second run   exchange (not sent)       received ◀── log
 
-Kept is only what was received (strips of halo, sums of statistics), in the order in which it was asked for.
+Only received tensors are kept (halo strips, sums of statistics), in the order of the calls.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Log = list[list[torch.Tensor]]
 
 
 class RecordingCommunicator(ForwardingCommunicator):
-    """Forwards all calls to another communicator and keeps copies of what is received.
+    """Forwards all calls to another communicator and keeps copies of received tensors.
 
     Args:
         comm: the other one.
-        log: where to keep it, so that two communicators can share one log; None for a new one.
+        log: an existing log to share; None for a new one.
 
     Attributes:
-        log: what was received, call by call; for ``ReplayingCommunicator``.
+        log: received tensors, call by call; for ``ReplayingCommunicator``.
     """
 
     _comm: KindCommunicator
@@ -37,11 +37,11 @@ class RecordingCommunicator(ForwardingCommunicator):
         self.log: Log = [] if log is None else log
 
     def of(self, kind: str) -> RecordingCommunicator:
-        """Return the same ranks and the same log, with messages counted as ``kind``."""
+        """Return the same ranks and the same log, with traffic counted as ``kind``."""
         return RecordingCommunicator(self._comm.of(kind), self.log)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """Start sends and receives; what arrives is kept when it has."""
+        """Start sends and receives; received tensors are kept."""
         return self._kept(self._comm.exchange(sends, receives), [message.tensor for message in receives])
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
@@ -50,7 +50,7 @@ class RecordingCommunicator(ForwardingCommunicator):
         self.log.append([tensor.clone()])
 
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
-        """Start reducing in place; the result is kept when it is there."""
+        """Start reducing in place; the result is kept."""
         return self._kept(self._comm.start_all_reduce(tensor, op), [tensor])
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
@@ -60,12 +60,12 @@ class RecordingCommunicator(ForwardingCommunicator):
 
     def _kept(self, pending: Pending, tensors: list[torch.Tensor]) -> Pending:
         entry: list[torch.Tensor] = []
-        self.log.append(entry)  # its place is that of the call, whenever it ends
+        self.log.append(entry)  # in the order of calls, not of completion
         return _RecordedPending(pending, tensors, entry)
 
 
 class _RecordedPending:
-    """Communication under way whose results are copied when they are there."""
+    """Pending communication whose results are copied on completion."""
 
     def __init__(self, pending: Pending, tensors: list[torch.Tensor], entry: list[torch.Tensor]) -> None:
         self._pending, self._tensors, self._entry = pending, tensors, entry
@@ -90,10 +90,10 @@ class _RecordedPending:
 
 
 class ReplayingCommunicator:
-    """Gives again what a ``RecordingCommunicator`` kept; nothing is sent.
+    """Replays the log of a ``RecordingCommunicator``; nothing is sent.
 
     Args:
-        log: of the first run; taken from its beginning, and emptied.
+        log: of the first run; consumed from its beginning.
         rank: this rank, counted in the group.
         size: ranks in the group.
     """
@@ -104,23 +104,23 @@ class ReplayingCommunicator:
         self.size = size
 
     def of(self, kind: str) -> ReplayingCommunicator:
-        """Return itself: nothing is sent that could be counted."""
+        """Return itself: nothing is sent, so nothing is counted."""
         return self
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """Fill the receives with what came the first time."""
+        """Fill the receives with the tensors of the first run."""
         return self._filled([message.tensor for message in receives])
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
-        """Overwrite ``tensor`` with the first time's result."""
+        """Overwrite ``tensor`` with the result of the first run."""
         self._filled([tensor])
 
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
-        """Overwrite ``tensor`` with the first time's result."""
+        """Overwrite ``tensor`` with the result of the first run."""
         return self._filled([tensor])
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
-        """Overwrite ``tensor`` with the first time's."""
+        """Overwrite ``tensor`` with that of the first run."""
         self._filled([tensor])
 
     def _filled(self, tensors: list[torch.Tensor]) -> Pending:
@@ -129,5 +129,5 @@ class ReplayingCommunicator:
         return Completed()
 
     def __getattr__(self, name: str) -> Any:
-        """Nothing else is part of a forward."""
+        """Refuse all other calls: a forward does not need them."""
         raise AttributeError(f"{name} cannot be replayed: no forward of a stage calls it")

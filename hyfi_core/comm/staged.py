@@ -1,11 +1,10 @@
-"""Reductions of several stages under way at once: each begins a stage when the one before it is done, in one order.
+"""Pending reductions of several stages, which all start in the same order.
 
     reduction 0   stage 1 ══▶ stage 2 ══▶ stage 3
-    reduction 1   stage 1 ══▶ ………………………… waits for its turn …… stage 2 ══▶ stage 3
+    reduction 1   stage 1 ══▶ ………………………… waits …………………… stage 2 ══▶ stage 3
 
-A rank begins a stage when it finds the one before done, which is sooner on one rank than on another. So every stage has
-a communicator of its own: on each of them all ranks start the same operations in the same order, whatever is started on
-the others meanwhile.
+A rank begins a stage when the previous one has completed, at different times on different ranks. So every stage has its
+own communicator, on which all ranks start the same operations in the same order.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from collections.abc import Generator
 from hyfi_core.comm.base import Pending
 
 Stages = Generator[Pending, None, None]
-"""Starts a stage each time it is resumed, and yields what is under way then."""
+"""Generator that starts a stage each time it is resumed, and yields its pending communication."""
 
 
 class StagedQueue:
-    """The reductions of one communicator that are under way, the oldest first."""
+    """The pending reductions of one communicator, the oldest first."""
 
     def __init__(self) -> None:
         self._open: deque[StagedReduction] = deque()
@@ -32,7 +31,7 @@ class StagedQueue:
         return reduction
 
     def advance(self, wait_for: StagedReduction | None = None) -> None:
-        """Bring reductions further, in order; with ``wait_for`` until that one is done."""
+        """Advance reductions in order; with ``wait_for``, until that one has completed."""
         while self._open:
             first = self._open[0]
             if not first.advance(wait=wait_for is not None):
@@ -43,7 +42,7 @@ class StagedQueue:
 
 
 class StagedReduction:
-    """One reduction on its way through its stages."""
+    """One pending reduction of several stages."""
 
     needs_polls = True
 
@@ -52,18 +51,18 @@ class StagedReduction:
         self._pending = next(stages, None)
 
     def test(self) -> bool:
-        """Make progress without blocking; whether all of it is finished."""
+        """Make progress without blocking; return whether it has completed."""
         if self._pending is not None:
             self._queue.advance()
         return self._pending is None
 
     def wait(self) -> None:
-        """Return when all of it is finished."""
+        """Return when it has completed."""
         if self._pending is not None:
             self._queue.advance(self)
 
     def advance(self, wait: bool) -> bool:
-        """Go through the stages as far as they are done; whether all are."""
+        """Advance through the completed stages; return whether all have completed."""
         while self._pending is not None:
             if wait:
                 self._pending.wait()

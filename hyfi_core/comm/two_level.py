@@ -1,12 +1,12 @@
 """Reductions in two levels: inside each node first, then between one rank of each node, then back.
 
     node A   0 ─┐                ┌─▶ 0
-             1 ─┴─▶ 0 ══╗    ╔═▶ 0 ┴─▶ 1        every link between nodes carries a tensor once a node,
-    node B   2 ─┐       ╠════╣                  not once a rank
+             1 ─┴─▶ 0 ══╗    ╔═▶ 0 ┴─▶ 1        links between nodes carry a tensor once per node,
+    node B   2 ─┐       ╠════╣                  not once per rank
              3 ─┴─▶ 2 ══╝    ╚═▶ 2 ┬─▶ 2
                                    └─▶ 3
 
-Several tensors may be under way at once; every level has a communicator of its own (see ``comm.staged``).
+Several tensors may be pending at once; every level has its own communicator (see ``comm.staged``).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from hyfi_core.comm.staged import StagedQueue, Stages
 
 
 def two_level(comm: Communicator, nodes: Sequence[str], narrowed: bool = False) -> Communicator:
-    """Return ``comm`` with reductions in two levels where that saves something (collective over ``comm``).
+    """Return ``comm`` with reductions in two levels if that saves traffic (collective over ``comm``).
 
     Args:
         comm: any group.
         nodes: the name of each rank's node, the same list on every rank.
-        narrowed: whether 16-bit floats travel as such (``comm.narrow``) on every level.
+        narrowed: whether 16-bit floats are sent as 16 bits (``comm.narrow``) on every level.
     """
     if len(set(nodes)) == 1 or len(set(nodes)) == comm.size:
         return narrow(comm) if narrowed else comm
@@ -40,13 +40,13 @@ def two_level(comm: Communicator, nodes: Sequence[str], narrowed: bool = False) 
 
 
 class TwoLevelCommunicator(ForwardingCommunicator):
-    """Forwards all calls to another communicator but reductions.
+    """Forwards all calls to another communicator except reductions.
 
     Args:
         comm: the whole group.
         inside: the ranks of this node; its first is the node's leader.
         across: the leaders, None on other ranks.
-        back: the ranks of this node once more, for what the leader sends back.
+        back: the ranks of this node again, for the leader's broadcast.
     """
 
     def __init__(

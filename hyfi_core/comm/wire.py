@@ -1,7 +1,7 @@
-"""How numbers are reduced over ranks: in which type, and what becomes of NaN; the same on every adapter.
+"""Dtype and treatment of NaN in reductions over ranks; the same for every backend.
 
-16-bit floats are added as float32 and rounded once. A maximum or minimum with a NaN in it is NaN, as in one process;
-``MPI.MAX`` and its like do not promise that, so floats travel as integers of the same order, with NaN at the end.
+16-bit floats are added as float32 and rounded once. A maximum or minimum with a NaN is NaN, as in one process;
+``MPI.MAX`` and others do not guarantee that, so floats are sent as integers of the same order, with NaN at the end.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 def wide_type(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which numbers of ``dtype`` are reduced."""
+    """Return the dtype in which numbers of ``dtype`` are reduced."""
     return _WIDE.get(dtype, dtype)
 
 
 def to_wire(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-    """Return what is reduced in place of ``tensor``: itself for a sum of a wide type, else a copy; contiguous."""
+    """Return the tensor to reduce instead of ``tensor``: itself for a sum of a wide dtype, else a copy; contiguous."""
     wide = tensor.detach().to(wide_type(tensor.dtype)).contiguous()
     return _ordered(wide, op) if op != "sum" and wide.dtype in _INTEGERS else wide
 
 
 def from_wire(wire: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> None:
-    """Write what was reduced into ``tensor``."""
+    """Write the reduced result into ``tensor``."""
     if wire is tensor or wire.data_ptr() == tensor.data_ptr():
         return
     wide = wide_type(tensor.dtype)
@@ -43,7 +43,7 @@ def from_wire(wire: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> None:
 
 
 def reduced(parts: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
-    """Return the parts of all ranks reduced in rank order, in the type of the parts."""
+    """Return the parts of all ranks reduced in rank order, in their dtype."""
     total = parts[0].to(wide_type(parts[0].dtype), copy=True)
     for part in parts[1:]:
         wide = part.to(total.dtype)
@@ -63,5 +63,5 @@ def _ordered(floats: torch.Tensor, op: ReduceOp) -> torch.Tensor:
 
 
 def _floats(ordered: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the floats of ``_ordered``; the two integers that stand for NaN are patterns of a NaN."""
+    """Return the floats of ``_ordered``; the two integers for NaN are bit patterns of NaN."""
     return torch.where(ordered >= 0, ordered, ordered ^ torch.iinfo(ordered.dtype).max).view(dtype)

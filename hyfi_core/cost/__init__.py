@@ -1,1 +1,1 @@
-"""What running a program costs, in time and in memory."""
+"""Cost models of a program: time and memory."""

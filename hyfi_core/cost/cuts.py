@@ -1,10 +1,10 @@
-"""Cuts by cost: where a model is cut so that the slowest stage is as fast as can be, and every rank has room.
+"""Automatic cuts: minimise the time of the slowest stage, within the memory of every rank.
 
     operators    ▁▁▃▃▇▇▇▅▅▅▅▃▃▃▃▂▂▂▁        modelled time of each
     grids 2x2 │ 1x1 │ 1x1                   a stage's time is that of its operators over its ranks,
-    stages    ├──────┼─────────┼────┤       and of what crosses its end
+    stages    ├──────┼─────────┼────┤       plus that of the values sent at its end
 
-Candidates are the ends of modules, so that a cut has a name that holds in every mode of the model.
+Candidates are the ends of modules, so that a cut has a name that is valid in every mode of the model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
 
 MOST_CANDIDATES = 300
-"""Beyond this many module ends, only those of outer modules are looked at."""
+"""Beyond this many module ends, only those of outer modules are considered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ def with_cuts(plan: ParallelPlan, program: Program, machine: MachineModel = DEFA
     """Return the plan with ``cuts="auto"`` replaced by names of modules.
 
     Args:
-        plan: any; one that names its cuts is returned as it is.
+        plan: any; returned unchanged if its cuts are named.
         program: the captured model, of one micro-batch.
         machine: what things cost.
 
@@ -74,7 +74,7 @@ def _candidates(program: Program) -> list[_Candidate]:
 
 
 def _crossing_bytes(program: Program) -> list[int]:
-    """Return for each place between operators the bytes of all values alive there."""
+    """Return the bytes of all live values at each position between operators."""
     last_use = {name: index for index, op in enumerate(program.operators) for name in op.inputs}
     steps = [0] * (len(program.operators) + 2)
     for index, op in enumerate(program.operators):
@@ -90,7 +90,7 @@ def _crossing_bytes(program: Program) -> list[int]:
 
 
 class _Search:
-    """The best cut by dynamic programming: best[k][j] = fastest slowest stage of the first k stages up to place j."""
+    """Dynamic programming: best[k][j] = smallest time of the slowest of the first k stages, up to position j."""
 
     def __init__(
         self, plan: ParallelPlan, program: Program, candidates: Sequence[_Candidate], machine: MachineModel
@@ -139,7 +139,7 @@ class _Search:
         return compute + self._crossing[end] / self._ranks[stage] / self._machine.node.bytes_per_s
 
     def _stage_bytes(self, stage: int, start: int, end: int) -> float:
-        """Return what a rank of the stage needs: weights in all their copies, activations of all that is in flight."""
+        """Return the memory of a rank: all copies of weights, activations of all micro-batches in flight."""
         activations = self._between(self._made, start, end) / self._ranks[stage]
         if self._plan.recomputes(stage):
             activations += self._crossing[start] / self._ranks[stage] * microbatches_in_flight(self._plan, stage)

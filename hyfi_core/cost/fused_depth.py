@@ -1,4 +1,4 @@
-"""How deep halos are fused: ``fused_halo="auto"`` weighs an exchange against computing margins twice."""
+"""Length of fused runs: ``fused_halo="auto"`` weighs halo exchanges against redundant computation of margins."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hyfi_core.plan.fused_runs import Boxes, FusedRuns
 from hyfi_core.plan.transfer import plan_transfer
 
 DEPTHS = (2, 3, 4, 6)
-"""Lengths of runs that "auto" looks at, besides 1."""
+"""Lengths of runs that "auto" tries, besides 1."""
 
 
 def fused_runs(
@@ -26,23 +26,23 @@ def fused_runs(
 ) -> FusedRuns:
     """Return the runs for ``plan.fused_halo``.
 
-    A number n: runs of at most n windows along any path; 1 leaves every operator its own exchange. "auto": of the
-    lengths 1, 2, 3, 4 and 6 the one whose step costs least, the shorter one of equals, by this rule::
+    A number n: runs of at most n windows along any path; with 1, every operator has its own exchange. "auto": the
+    cheapest of the lengths 1, 2, 3, 4 and 6, the shorter of equals, by this rule::
 
         cost = 2 · Σ exchanges  max over ranks (time of the messages received)
              + 3 · Σ operators  max over ranks (margin pixels · time of a pixel)
 
-    Twice for the exchange, since backward sends as much as forward; three times for the work, since backward does it
-    for inputs and for weights. What is read wider of the image costs no message. The work is over-estimated a little
-    (its maxima fall on different ranks), so runs are fused where it clearly pays.
+    The factor of the exchange is 2, since backward sends as much as forward; that of the work is 3, since backward
+    computes gradients of inputs and of weights. Wider boxes of the image cost no message. The work is slightly
+    overestimated (its maxima are on different ranks), so runs are fused only if it clearly pays.
 
     Args:
         program: the captured model.
-        target: where its instructions are to run.
+        target: the rank to lower for.
         outputs: as for ``lower``.
         exits: likewise.
         fused_halo: of the plan.
-        machine: what things cost.
+        machine: the machine model.
 
     Raises:
         RequestError: as of ``lower``.
@@ -68,9 +68,9 @@ def cost(sketch: Sketch, plan: Spread, shares: bool = True, machine: MachineMode
 
     Args:
         sketch: the program.
-        plan: where it exchanges, and what it computes.
+        plan: the exchanges and the computed boxes.
         shares: whether operators that need the same value share one exchange.
-        machine: what things cost.
+        machine: the machine model.
     """
     total = 0.0
     wanted = plan.runs(sketch).shared if shares else {}

@@ -1,8 +1,9 @@
-"""What memory a training step will take on each rank, forecast from shapes alone before the run.
+"""Forecast of the memory of a training step on each rank, from shapes alone.
 
-Counted are the weights with their gradients and moments, what operators save for backward, and the largest operator's
-own working set. Measured on ResNets of 6 to 50 layers at 512 to 1024 px in float32, a step's real peak is 0.75 to 1.15
-times the sum; `at_least_bytes`, the first two alone, was never more than what was really used.
+It counts the weights with their gradients and optimizer state, activations saved for backward, and the working set of
+the largest operator. Measured on ResNets of 6 to 50 layers at 512 to 1024 px in float32, a step's real peak is 0.75 to
+1.15
+times the sum; `at_least_bytes`, the first two alone, never exceeded the measured peak.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
 
 STATE_COPIES = 3
-"""Tensors of a weight's size that its owner holds beside it: its gradient and two moments of the optimiser."""
+"""Tensors of a weight's size in addition to it: its gradient and two moments of the optimizer."""
 
 _SAVE_INPUTS = (
     *("aten.conv", "aten.batch_norm", "aten._native_batch_norm", "aten.group_norm", "aten.instance_norm"),
@@ -29,12 +30,12 @@ _SAVE_OUTPUTS = ("aten.relu", "aten.sigmoid", "aten.tanh", "aten.softmax", "aten
 
 @dataclass(frozen=True, slots=True)
 class MemoryForecast:
-    """What one rank of a stage needs while it trains.
+    """Memory of one rank of a stage in training.
 
     Attributes:
-        state_bytes: all weights, and the gradients and moments of the stage's own.
+        state_bytes: all weights, and gradients and optimizer state of the stage's own.
         saved_bytes: activations kept for backward, of all micro-batches in flight.
-        working_bytes: what the largest operator takes and makes, with its gradients.
+        working_bytes: inputs, outputs and gradients of the largest operator.
     """
 
     state_bytes: int
@@ -43,17 +44,17 @@ class MemoryForecast:
 
     @property
     def total_bytes(self) -> int:
-        """The peak to be expected, beside what the process holds before the first step."""
+        """Expected peak, in addition to the process's memory before the first step."""
         return self.state_bytes + self.saved_bytes + self.working_bytes
 
     @property
     def at_least_bytes(self) -> int:
-        """What is needed whatever the operators do: less than this and the run cannot work."""
+        """Lower bound: with less, the run cannot work."""
         return self.state_bytes + self.saved_bytes
 
 
 def microbatches_in_flight(plan: ParallelPlan, stage: int) -> int:
-    """Return the most micro-batches of a stage between their forward and their backward, as published."""
+    """Return the largest number of micro-batches of a stage between forward and backward, as published."""
     if plan.schedule == "gpipe":
         return plan.microbatches
     if plan.schedule in ("1f1b", "chimera"):
@@ -62,7 +63,7 @@ def microbatches_in_flight(plan: ParallelPlan, stage: int) -> int:
 
 
 def forecast_memory(program: Program, plan: ParallelPlan) -> tuple[MemoryForecast, ...]:
-    """Return what a rank of each stage needs.
+    """Return the memory forecast of a rank of each stage.
 
     Args:
         program: the captured model, of one micro-batch.
@@ -78,7 +79,7 @@ def forecast_memory(program: Program, plan: ParallelPlan) -> tuple[MemoryForecas
         owned = sum(value_bytes(program, name) for name in piece.program.parameters)
         saved = sum(value_bytes(program, name) for name in _saved(program, operators))
         in_flight = microbatches_in_flight(plan, stage)
-        if plan.recomputes(stage):  # of others only what came in
+        if plan.recomputes(stage):  # otherwise only its inputs
             taken = {name for names in piece.entries.values() for name in names} or {program.image}
             saved += (in_flight - 1) * sum(value_bytes(program, name) for name in taken)
         else:
@@ -101,7 +102,7 @@ def _saved(program: Program, operators: Iterable[Operator]) -> set[str]:
 
 
 def _touched(program: Program, op: Operator) -> int:
-    """Return the bytes of the activations that an operator takes and makes."""
+    """Return the bytes of an operator's input and output activations."""
     names = {*op.inputs, *(name for name in op.outputs if name is not None)}
     return sum(
         value_bytes(program, name) for name in names if name in program.values and name not in program.parameters

@@ -1,4 +1,4 @@
-"""What a captured program costs, operator by operator, as far as shapes tell: time to cut stages by, memory to fit."""
+"""Cost of a captured program by operator, from shapes: time and output size."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _PRODUCTS = ("aten.conv", "aten.convolution", "aten.linear", "aten.mm", "aten.ad
 
 @dataclass(frozen=True, slots=True)
 class OperatorCost:
-    """What one operator costs on the whole map.
+    """Cost of one operator on the whole map.
 
     Attributes:
         seconds: of its forward.
-        output_bytes: of what it makes.
+        output_bytes: of its outputs.
     """
 
     seconds: float
@@ -25,7 +25,7 @@ class OperatorCost:
 
 
 def operator_costs(program: Program, machine: MachineModel = DEFAULT_MACHINE) -> tuple[OperatorCost, ...]:
-    """Return the cost of every operator, in order: products by flops or bytes, all else by the bytes they touch."""
+    """Return the cost of every operator, in order: of products by flops or bytes, of others by bytes."""
     return tuple(_cost(program, op, machine) for op in program.operators)
 
 
@@ -44,7 +44,7 @@ def _cost(program: Program, op: Operator, machine: MachineModel) -> OperatorCost
 
 
 def _flops(program: Program, op: Operator, output: str) -> float:
-    """Return 2 x outputs x the numbers that each is summed over: the weight's size over its output channels."""
+    """Return 2 x outputs x summands of each output (the weight's size over its output channels)."""
     weights = [
         program.values[n].shape for n in op.inputs if n in program.parameters and len(program.values[n].shape) > 1
     ]

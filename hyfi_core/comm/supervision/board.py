@@ -1,7 +1,7 @@
-"""A board that all ranks read and write, apart from their messages: who computes, who waits, who has ended or failed.
+"""A status board shared by all ranks, independent of their messages: which ranks compute, wait, have ended or failed.
 
-It is a key-value store in the memory of the first rank (or of ``torchrun``), so another thread can ask it while the
-main thread waits for a message that never comes.
+It is a key-value store in the memory of the first rank (or of ``torchrun``), so another thread can read it while the
+main thread waits for a message.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class RankStatus:
 
     Attributes:
         state: computes, waits or ended.
-        where: the place in its program.
+        where: the location in its program.
         count: how many reports it has made.
     """
 
@@ -37,10 +37,10 @@ class RankStatus:
 
 
 class Board:
-    """What one rank writes and reads.
+    """One rank's access to the board.
 
     Args:
-        store: a ``torch.distributed`` store; calls of it raise ``RuntimeError`` where its host has gone.
+        store: a ``torch.distributed`` store; its calls raise ``RuntimeError`` if its host has ended.
         rank: this one.
         size: ranks of the job.
     """
@@ -51,7 +51,7 @@ class Board:
         self.post("computes", "")
 
     def post(self, state: State, where: str) -> None:
-        """Say what this rank does."""
+        """Write this rank's status."""
         self._store.set(f"state/{self._rank}", json.dumps([state, where, next(self._count)]))
 
     def states(self) -> list[RankStatus]:
@@ -59,26 +59,26 @@ class Board:
         return [RankStatus(*json.loads(self._store.get(f"state/{rank}"))) for rank in range(self._size)]
 
     def claim_failure(self) -> bool:
-        """Whether this rank is the first of all to fail."""
+        """Return whether this rank is the first to fail."""
         return int(self._store.add("failures", 1)) == 1
 
     @property
     def failed(self) -> bool:
-        """Whether a rank has."""
+        """Return whether a rank has failed."""
         return bool(self._store.check(["failures"]))
 
     def set_told(self) -> None:
-        """Say that the first failure has been printed."""
+        """Record that the first failure has been printed."""
         self._store.set("told", "1")
 
     @property
     def told(self) -> bool:
-        """Whether it has been."""
+        """Return whether the first failure has been printed."""
         return bool(self._store.check(["told"]))
 
 
 def open_board(comm: Communicator) -> Board | None:
-    """Return a board for all ranks of ``comm``, None on all where one of them cannot reach it (collective)."""
+    """Return a board for all ranks of ``comm``, or None on all if one of them cannot reach it (collective)."""
     hosts = comm.broadcast_object(comm.gather_objects(socket.gethostname()))
     store, address = None, None
     if comm.rank == 0:
@@ -92,7 +92,7 @@ def open_board(comm: Communicator) -> Board | None:
 
 
 def _hosted(hosts: list[str]) -> tuple[Any, list[Any] | None]:
-    """Return (a store in this process, where others find it); only for this node where all ranks are here."""
+    """Return (a store in this process, its addresses); local addresses only if all ranks are on this node."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     here = len(set(hosts)) == 1

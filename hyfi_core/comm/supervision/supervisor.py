@@ -1,7 +1,7 @@
-"""All ranks of a job end when one of them fails or leaves early, and when they wait for each other forever.
+"""Supervision: all ranks of a job stop when one fails or ends early, and when they are deadlocked.
 
-    rank 0   raises ──▶ claims the failure, says it, aborts the job
-    rank 1   waits  ──▶ sees the claim, or is aborted; says nothing
+    rank 0   raises ──▶ claims the failure, prints it, aborts the job
+    rank 1   waits  ──▶ sees the claim, or is aborted; prints nothing
 
     rank 0   has ended ──────────────────┐  both are on the board (``board``)
     rank 1   waits in step 3, F0.s0.d0 ──┴─▶ no rank computes any more: reports who waits where, aborts the job
@@ -31,18 +31,18 @@ from hyfi_core.errors import RequestError
 LIMIT_VARIABLE = "HYFI_TIMEOUT_S"
 LIMIT_S = 1800.0
 PEER_LOST_S = 2.0
-"""How long a rank whose message failed waits before it says so: most likely a peer has failed and says it first."""
+"""Delay before a rank reports a failed message: most likely a peer has failed and reports the cause."""
 _LOOK_S = 0.5
-_LONG_S = 1.0  # a wait of this length is written on the board
-_STUCK_S = 3.0  # if no rank computes for this long, none ever will
-_RANKS_A_LOOK = 256  # more ranks look less often, so that the board's host is not busy with them
+_LONG_S = 1.0  # waits longer than this are written to the board
+_STUCK_S = 3.0  # if no rank computes for this long, the job is deadlocked
+_RANKS_A_LOOK = 256  # with more ranks, each reads the board less often
 
 
 def time_limit_s() -> float:
-    """Return for how long a rank may wait for others, from ``HYFI_TIMEOUT_S``; 0 means forever.
+    """Return how long a rank may wait for others, from ``HYFI_TIMEOUT_S``; 0 means forever.
 
     Raises:
-        RequestError: the variable is no such number.
+        RequestError: the variable is not a number ≥ 0.
     """
     text = os.environ.get(LIMIT_VARIABLE, "")
     try:
@@ -55,7 +55,7 @@ def time_limit_s() -> float:
 
 
 def supervise(comm: Communicator, store: Any = None) -> None:
-    """See to it that all ranks end when one fails (collective over ``comm``, which is the whole job).
+    """Stop all ranks when one fails (collective over ``comm``, which is the whole job).
 
     From here on an exception that leaves the main thread or another one ends all ranks; so does a rank that is killed,
     one that ends while others wait for it, and a wait of more than ``HYFI_TIMEOUT_S``.
@@ -65,7 +65,7 @@ def supervise(comm: Communicator, store: Any = None) -> None:
         store: for the board; None to open one on the first rank.
 
     Raises:
-        RequestError: ``HYFI_TIMEOUT_S`` is no number of seconds.
+        RequestError: ``HYFI_TIMEOUT_S`` is not a number of seconds.
     """
     limit_s = time_limit_s()
     board = open_board(comm) if store is None else Board(store, comm.rank, comm.size)
@@ -82,7 +82,7 @@ def _tell_lost(rank: int) -> None:
 
 
 class Supervisor:
-    """What one rank does about failures.
+    """Failure handling of one rank.
 
     Args:
         comm: all ranks.
@@ -98,7 +98,7 @@ class Supervisor:
         self._unchanged: tuple[list[RankStatus], float] = ([], 0.0)
 
     def install(self) -> None:
-        """Take the interpreter's hooks and start to watch."""
+        """Install the interpreter's exception hooks and start watching."""
         before = sys.excepthook
 
         def main_hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -117,7 +117,7 @@ class Supervisor:
             threading.Thread(target=self._watch, args=(self._board,), daemon=True, name="hyfi-watch").start()
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Say an error if it is the first of all ranks, and end them."""
+        """Report an error if it is the first of all ranks, and stop them."""
         words = "".join(traceback.format_exception(error)).rstrip()
         if isinstance(error, RequestError):
             words = str(error)
@@ -127,7 +127,7 @@ class Supervisor:
         self._end_all(f"hyfi: rank {self._comm.rank} failed, all ranks stop:\n{words}")
 
     def _is_forked(self) -> bool:
-        """Whether this is a child of the rank, which has no part in the job."""
+        """Whether this is a forked child of the rank."""
         return os.getpid() != self._process
 
     def _who_ended(self) -> list[str]:
@@ -138,7 +138,7 @@ class Supervisor:
         return [f"rank {rank} has ended while rank {self._comm.rank} still waits: {where}" for rank, where in ended]
 
     def _end_all(self, words: str) -> NoReturn:
-        with contextlib.suppress(RuntimeError):  # the board's host has ended: the others report what they know
+        with contextlib.suppress(RuntimeError):  # the board's host has ended: other ranks report
             if self._board is not None and not self._board.claim_failure():
                 self._end_quietly(self._board)
         sys.stdout.flush()
@@ -150,7 +150,7 @@ class Supervisor:
         self._abort()
 
     def _end_quietly(self, board: Board) -> NoReturn:
-        """End because another rank has failed, which says why."""
+        """Stop because another rank has failed, which reports the cause."""
         deadline_s = time.monotonic() + PEER_LOST_S
         with contextlib.suppress(RuntimeError):
             while not board.told and time.monotonic() < deadline_s:
@@ -187,10 +187,10 @@ class Supervisor:
             try:
                 self._look(board, time.monotonic())
             except RuntimeError:
-                return  # the board's host has ended, and with it the job's first rank: its launcher sees to the rest
+                return  # the board's host, the first rank, has ended: the launcher stops the others
 
     def _look(self, board: Board, now_s: float) -> None:
-        """Look once whether a rank has failed, and whether this one waits forever."""
+        """Check once whether a rank has failed, and whether this one is deadlocked."""
         if board.failed:
             self._end_quietly(board)
         wait = ACTIVITY.wait
@@ -209,7 +209,7 @@ class Supervisor:
             self._end_all(_too_long(self._comm.rank, self._limit_s, states))
 
     def _note(self, board: Board, wait: Wait) -> None:
-        """Write a wait on the board, and have its end written, too."""
+        """Write a wait to the board, and later its end."""
 
         def ended() -> None:
             with contextlib.suppress(RuntimeError):
@@ -217,7 +217,7 @@ class Supervisor:
 
         wait.ended = ended
         board.post("waits", f"{ACTIVITY.where()}, in {wait.what()}")
-        if ACTIVITY.wait is not wait:  # it was over before its end could be asked for
+        if ACTIVITY.wait is not wait:  # it ended in the meantime
             ended()
 
 
