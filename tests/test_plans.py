@@ -319,7 +319,7 @@ def test_autocast_travels_in_its_own_type() -> None:
     ("fields", "message"),
     [
         ({"cuts": ("layer2", "layer1")}, "the model runs it earlier"),
-        ({"cuts": ("layer2", "layer9")}, "no module that computes something in this model; there are layer"),
+        ({"cuts": ("layer2", "layer9")}, "the model has no such module, or it computes nothing; available: layer"),
         (
             {"cuts": ("layer2", "fc")},
             "the model computes nothing after it, so the last stage would be empty; cut earlier",
@@ -346,7 +346,11 @@ def test_what_two_directions_cannot_order_is_refused_by_name() -> None:
             return self.fc(x)
 
     plan = ParallelPlan(((1, 1), (1, 1)), ("conv",), 2, "chimera")
-    with pytest.raises(RequestError, match="buffer 'seen' of Counting changes while training, and two directions"):
+    with pytest.raises(
+        RequestError,
+        match="buffer 'seen' of Counting changes in training, but its updates have no "
+        "defined order in a schedule of two directions",
+    ):
         run_ranks(
             2,
             lambda c: hyfi_core.parallelize(Counting(), (2, 3, 16, 16), plan, c).accumulate(

@@ -117,7 +117,7 @@ def test_what_cannot_work_is_refused_before_the_first_step(tmp_path: Path, monke
     with pytest.raises(RequestError, match=r"plan\.spill is 3"):
         ParallelPlan(((1, 1),), cells=(2, 2), spill=3)  # type: ignore[arg-type]
     (tmp_path / "file").write_text("")
-    with pytest.raises(RequestError, match=r"plan\.spill is .*file, where no file can be made"):
+    with pytest.raises(RequestError, match=r"plan\.spill is .*file, where no file can be created"):
         step("dense", ParallelPlan(((1, 1),), cells=(2, 2), spill=str(tmp_path / "file")))
     plan = ParallelPlan(((1, 1),), cells=(2, 2), spill=str(tmp_path), memory_bytes=10_000)
     with pytest.raises(RequestError, match=r"plan\.memory_bytes is 10,000, .* a rank needs [\d,]{9,} at least"):

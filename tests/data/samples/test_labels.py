@@ -45,9 +45,9 @@ def test_given_classes_keep_their_order(tmp_path):
         ("slide_id,label\n,x\n", "line 2: label 'x', but no slide_id"),
         ("slide_id,label\na,\n", "'label' is empty for every slide"),
         ("slide_id,label\n", "no rows"),
-        ("slide_id,label\na,x,y\n", "line 2: the value .y. stands in no column"),
+        ("slide_id,label\na,x,y\n", "line 2: the value .y. has no column name"),
         ("slide_id,label,label\na,x,y\n", "two columns are named 'label'"),
-        ('slide_id,label\na,"x\n', "not a CSV"),
+        ('slide_id,label\na,"x\n', "not valid CSV"),
     ],
 )
 def test_wrong_files_are_refused_with_their_reason(tmp_path, text, words):

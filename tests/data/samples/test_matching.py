@@ -48,7 +48,7 @@ def test_rows_that_match_nothing_end_the_run_unless_they_are_allowed(tmp_path: P
 def test_names_that_are_only_written_otherwise_are_named_with_the_remedy(tmp_path: Path, name: str) -> None:
     match = match_labels(ROWS, labels_of(tmp_path, f"slide_id,label\na-02,benign\n{name},malignant\n"))
     for allowed in (False, True):
-        with pytest.raises(RequestError, match="the store has 'a-01'\nwrite slide_id as the store does"):
+        with pytest.raises(RequestError, match=r"the store has 'a-01'\nwrite slide_id as in the store's manifest\.csv"):
             match.check("labels.csv", allowed)
 
 

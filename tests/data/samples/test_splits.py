@@ -45,7 +45,7 @@ def test_splits_by_case_reach_its_slides(tmp_path):
         ("slide_id,split\ns3,train\ns3,test\n", {}, "slide s3 is in two splits: train and test"),
         ("slide_id,split\ns3,training\n", {}, "line 2: split is 'training'; allowed: train, val, test"),
         ("slide_id,part\ns3,train\n", {}, "no column 'split'.*slide_id, part"),
-        ("slide_id,split\ns3,0\ns4,1\n", {}, "line 2: 'split' holds folds.*such as split_0"),
+        ("slide_id,split\ns3,0\ns4,1\n", {}, "line 2: 'split' has folds.*such as split_0"),
         ("slide_id,split\ns3,train\n", {"column": "split_1"}, "no column 'split_1'.*--split-column"),
         ("slide_id,split\n,train\n", {}, "line 2: in train, but no slide"),
     ],

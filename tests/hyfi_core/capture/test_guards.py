@@ -125,7 +125,7 @@ def test_backward_hooks_are_refused_with_their_module() -> None:
 def test_a_buffer_of_another_shape_is_refused() -> None:
     net = GuardedNet("assigned buffer")
     net.own.mean = torch.zeros(())
-    with pytest.raises(RequestError, match="HandWritten gives its buffer 'mean' another shape"):
+    with pytest.raises(RequestError, match="HandWritten changes the shape or dtype of its buffer 'mean'"):
         capture(net, SHAPE, torch.float32)
 
 

@@ -85,8 +85,8 @@ def test_dropout_that_begins_later_drops() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda net: setattr(net, "head", nn.Linear(4, 2)), "parameter 'head.weight' of the model is another tensor"),
-        (lambda net: setattr(net.norm, "running_mean", torch.zeros(4)), "buffer 'norm.running_mean'.* is another"),
+        (lambda net: setattr(net, "head", nn.Linear(4, 2)), "parameter 'head.weight' of the model was replaced"),
+        (lambda net: setattr(net.norm, "running_mean", torch.zeros(4)), "buffer 'norm.running_mean'.* was replaced"),
         (lambda net: setattr(net, "more", nn.Linear(1, 1)), "parameter 'more.weight' of the model is a new tensor"),
     ],
 )

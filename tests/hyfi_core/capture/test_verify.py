@@ -102,7 +102,7 @@ def test_parallelize_checks_unless_told_not_to_and_all_ranks_refuse() -> None:
     plan = hyfi_core.ParallelPlan(grids=((1, 2),))
 
     def refused(comm: Any) -> str:
-        with pytest.raises(RequestError, match="not what Sequential computes") as refusal:
+        with pytest.raises(RequestError, match="does not compute what Sequential computes") as refusal:
             hyfi_core.parallelize(copies[comm.rank], SHAPE, plan, comm, optimizer=optimizer)
         return str(refusal.value)
 

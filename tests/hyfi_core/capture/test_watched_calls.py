@@ -107,8 +107,8 @@ REFUSED: dict[str, tuple[Middle, str]] = {
     "data set": (set_data, r"sets .data of a tensor.*net.conv.weight.data = "),
     "detached in place": (detached, r"detaches a tensor in place.*z.detach_\(\)"),
     "frozen for a while": (frozen_for_a_while, r"changes requires_grad of a tensor.*requires_grad_\(False\)"),
-    "Python's random numbers": (lambda net, y: y * random.random(), "draws from random as it runs"),
-    "NumPy's random numbers": (lambda net, y: y * float(np.random.rand()), "draws from np.random as it runs"),
+    "Python's random numbers": (lambda net, y: y * random.random(), "draws random numbers from random,"),
+    "NumPy's random numbers": (lambda net, y: y * float(np.random.rand()), "draws random numbers from np.random,"),
     "seed": (seeded, "seeds torch's generator"),
     "checkpoint with statistics": (
         lambda net, y: checkpoint(net.norm, y, use_reentrant=True),

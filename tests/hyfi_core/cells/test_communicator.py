@@ -102,5 +102,5 @@ def test_cells_that_wait_for_ever_are_told() -> None:
 
 
 def test_what_no_step_calls_is_not_offered() -> None:
-    with pytest.raises(AttributeError, match="poll_object is not offered"):
+    with pytest.raises(AttributeError, match="cells have no poll_object"):
         on_cells(1, lambda comm: comm.poll_object(0))

@@ -32,7 +32,7 @@ def test_a_forward_is_played_back_without_its_peers() -> None:
             return first, first
         replaying = ReplayingCommunicator(recorder.log, comm.rank, comm.size)  # rank 1 has gone: nothing may be sent
         again = talk(replaying, comm.rank)
-        with pytest.raises(AttributeError, match="split cannot be played back"):
+        with pytest.raises(AttributeError, match="split cannot be replayed"):
             replaying.split(0)
         assert not recorder.log
         return first, again

@@ -63,12 +63,12 @@ def test_more_trainers_than_gpus(trainers: list[RankGpus], words: str) -> None:
 
 
 def test_a_refusal_names_what_the_command_calls_it() -> None:
-    with pytest.raises(RequestError, match=r"--device is cuda and 1 rank on a sees no GPU; .* or use --device cpu"):
+    with pytest.raises(RequestError, match=r"--device is cuda, but 1 rank on a sees no GPU; .* or use --device cpu"):
         assign_devices("cuda", [RankGpus("a", "", 0)], "--device ", "rank")
     with pytest.raises(RequestError, match=r"or use run\.device=cpu"):
         assign_devices("cuda", [RankGpus("a", "", 0)])
     assert device_request("auto") == "auto"
-    with pytest.raises(RequestError, match="--device gpu: auto, cpu, cuda are allowed"):
+    with pytest.raises(RequestError, match="--device gpu: use one of auto, cpu, cuda"):
         device_request("gpu")
 
 

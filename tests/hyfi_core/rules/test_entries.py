@@ -66,10 +66,10 @@ def test_entries_equal_one_process(grid: tuple[int, int]) -> None:
             r"index.Tensor indexes dims \[2\] of a map whose height and width are dims \(2, "
             r"3\)",
         ),
-        (lambda y: y.gather(2, y.argsort(1).clamp(max=3)[:, :, :2]), "gather.default mixes a map"),
-        (lambda y: y * y.argmax(), "argmax.default works along all dims as if they were one"),
-        (lambda y: y.repeat_interleave(2), "repeat_interleave.self_int works along all dims"),
-        (lambda y: y.repeat(1, 2, 2, 1), "repeat.default repeats pixels"),
+        (lambda y: y.gather(2, y.argsort(1).clamp(max=3)[:, :, :2]), "gather.default combines a map"),
+        (lambda y: y * y.argmax(), "argmax.default works on the flattened tensor, across all dims"),
+        (lambda y: y.repeat_interleave(2), "repeat_interleave.self_int works on the flattened tensor"),
+        (lambda y: y.repeat(1, 2, 2, 1), "repeat.default repeats height and width"),
         (lambda y: torch.zeros(2, 6, 4, 6)[:, :2].index_put((torch.tensor([0]),), y[:1, :2]), "writes a map into"),
     ],
 )

@@ -192,7 +192,7 @@ def test_another_call_is_another_thing() -> None:
     [
         (torch.zeros(SHAPE), torch.tensor([1]), r"labels have shape \(1,\), but the batch has 2 images; pass 2 labels"),
         (torch.zeros(SHAPE), torch.tensor(1), r"labels have shape \(\), but the batch has 2 images"),
-        (torch.zeros(SHAPE), [0, 1], "labels are a list; give a tensor"),
+        (torch.zeros(SHAPE), [0, 1], "labels are a list; pass a tensor"),
         (torch.zeros(SHAPE, dtype=torch.uint8), torch.tensor([0, 1]), "the batch is torch.uint8"),
         (
             lambda box: torch.zeros(2, 3, *box.shape, dtype=torch.uint8),

@@ -215,7 +215,7 @@ def test_bfloat16_autocast_stays_near_float32() -> None:
         ({"plan": hyfi_core.ParallelPlan(grids=((2, 2),))}, "needs 4 ranks, but 1 are running"),
         ({"plan": hyfi_core.ParallelPlan(grids=((1, 1),), microbatches=2), "shape": (3, 3, 8, 8)}, "microbatches=1"),
         ({"shape": (3, 8, 8)}, r"give \(B, C, H, W\)"),
-        ({"model": torch.relu}, "builtin_function_or_method; give a torch.nn.Module"),
+        ({"model": torch.relu}, "builtin_function_or_method; pass a torch.nn.Module"),
     ],
 )
 def test_what_does_not_go_together_is_refused(change: dict[str, Any], words: str) -> None:
@@ -321,7 +321,7 @@ def test_a_loss_that_returns_no_tensor_is_refused(loss: Any, words: str) -> None
 @pytest.mark.parametrize(
     ("optimizer", "words"),
     [
-        (torch.optim.SGD([nn.Parameter(torch.zeros(1))]), "optimizer is a SGD; give a function"),
+        (torch.optim.SGD([nn.Parameter(torch.zeros(1))]), "optimizer is a SGD; pass a function"),
         (lambda params: torch.optim.LBFGS(params), "LBFGS evaluates the model several times"),
         (lambda params: None, "optimizer returned NoneType"),
     ],

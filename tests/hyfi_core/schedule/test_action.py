@@ -66,8 +66,8 @@ def test_what_is_no_action_is_refused(text: str) -> None:
     [
         ("", "the first line of a schedule must be 'schedule NAME'"),
         ("1f1b\n0: F0.s0.d0", "the first line of a schedule must be 'schedule NAME'"),
-        ("schedule x\n1: F0.s0.d0", "line 2 of a schedule begins with '1:'; write '0:'"),
-        ("schedule x\n0: F0.s0.d0\n\n", "line 3 of a schedule is empty; write '1:'"),
+        ("schedule x\n1: F0.s0.d0", "line 2 of a schedule begins with '1:'; it must begin with '0:'"),
+        ("schedule x\n0: F0.s0.d0\n\n", "line 3 of a schedule is empty; it must begin with '1:'"),
         ("schedule x\n0: F0.s0.d0 G0", "'G0' is not an action"),
     ],
 )

@@ -99,7 +99,7 @@ def test_page_says_what_a_reader_must_know() -> None:
         "93.1 %",
         "+2.500",
         "-0.125",
-        "12.5 % of what speaks for it lies on glass",
+        "12.5 % of the positive contribution is outside of the tissue",
         "score 25.0 %",
         "x 120, y 340",
         "ab" * 32,

@@ -165,9 +165,9 @@ def changed(path: Path, what: str) -> None:
 
 REASONS = {
     "cut": "cut off",
-    "no directory": "ZISRAWDIRECTORY is not at byte",
+    "no directory": "no complete ZISRAWDIRECTORY at byte",
     "no XML": "metadata cannot be read",
-    "grey": "not 8-bit colour",
+    "grey": "only 8-bit colour",
     "LZW": "compression LZW",
     "channels": "several planes along C",
     "no size": "without a size",
@@ -195,5 +195,5 @@ def test_pixels_of_the_wrong_size_are_an_error(tmp_path: Path) -> None:
         whole(CziSource(path), 0)
     struct.pack_into("<i", content, directory + 160 + 18, 6)  # the other zstd, with a head that is none
     path.write_bytes(content)
-    with pytest.raises(TileError, match="zstd head"):
+    with pytest.raises(TileError, match="zstd header"):
         whole(CziSource(path), 0)

@@ -97,7 +97,7 @@ def test_every_flag_does_what_it_says(hyfi: Hyfi, archive: Path, tmp_path: Path)
         (("archive", "--out", "store", "--part", "3/2"), "1/4"),
         (("archive", "--out", "store", "--memory", "10MB"), "one worker needs"),
         (("archive", "--out", "store", "--pseudonyms", "store/key.csv"), "inside the store"),
-        (("archive", "--out", "store", "--cache", "file"), "file is a file; name a folder for --cache"),
+        (("archive", "--out", "store", "--cache", "file"), "file is a file; choose a folder for --cache"),
         (("archive", "--out", "file/store"), "file/store"),
     ],
 )

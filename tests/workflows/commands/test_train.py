@@ -221,7 +221,7 @@ def test_a_run_without_validation_slides_says_so(
     config = make_config(tmp_path, store, data={"splits": str(splits), "class_weights": "none"}, run={"steps": 2})
     assert run_here(config) == 0
     said = capfd.readouterr().err
-    assert "no training slide is malignant" in said and "no slide in 'val'" in said
+    assert "no training slide has class malignant" in said and "no slide in 'val'" in said
     assert (tmp_path / "run" / "checkpoints" / "best").resolve().name == "step-00000002"
     assert {kind for kind, _ in losses(tmp_path / "run")} == {"train"}
 

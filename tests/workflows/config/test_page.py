@@ -55,7 +55,7 @@ def test_every_key_of_a_resolved_run_is_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize("setting", EVERY, ids=lambda setting: setting.key)
 def test_a_key_says_what_may_stand_there_and_what_it_means(setting: ConfigKey) -> None:
     assert setting.allowed, "no Field(description=…) in workflows/config"
-    assert setting.meaning, f"not of the form 'what may stand there: what it means': {setting.allowed!r}"
+    assert setting.meaning, f"not of the form 'allowed values: meaning': {setting.allowed!r}"
     words = re.findall(r"\w+", setting.allowed)
     assert [choice for choice in choices(annotation(setting.key)) if choice not in words] == []
 

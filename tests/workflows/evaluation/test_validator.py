@@ -216,8 +216,8 @@ def test_three_deaths_on_the_same_weights_and_the_validators_give_up(capfd: pyte
     assert [step for step, _ in service.run(body)] == [1]
     assert len(service.children) == MOST_DEATHS
     said = capfd.readouterr().err
-    assert said.count("started again, from the weights of step 2") == 2
-    assert said.count("the trainers validate from now on") == 1
+    assert said.count("restarting it from the weights of step 2") == 2
+    assert said.count("from now on the trainers validate") == 1
 
 
 def test_a_child_that_raises_is_not_started_again() -> None:

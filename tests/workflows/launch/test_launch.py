@@ -185,7 +185,7 @@ def test_running_out_of_memory_ends_with_advice_and_no_traceback(job: Job) -> No
 def test_a_rank_that_the_kernel_ended_for_memory_is_told_as_such(job: Job) -> None:
     code, _, err = job.run("killed", KERNEL_KILLS="1")
     assert code == 70 and "rank 1 ended with signal 9" in err
-    assert "ran out of memory and its kernel ended a process; less is needed where each image is spread" in err
+    assert "ran out of memory and its kernel killed a process; to need less memory, divide each image" in err
 
 
 def test_a_killed_rank_ends_all_and_is_named(job: Job) -> None:

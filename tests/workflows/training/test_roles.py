@@ -131,7 +131,7 @@ def test_a_design_takes_more_ranks_where_they_are_given(path: Path) -> None:
         (["roles.design=inline", "roles.loaders=1"], "inline means loaders: 0"),
         (["roles.design=offload_all", "roles.validators=0"], "offload_all means"),
         (["roles.design=offload_naive", "roles.loaders=1"], "offload_naive means loaders: 0"),
-        (["roles.spare=1"], "spare: 1 and shares: None are for design: offload_naive"),
+        (["roles.spare=1"], "spare: 1 and shares: None need design: offload_naive"),
         (["roles.design=inline", "roles.shares=[1]"], "need design: offload_naive; given design: inline"),
         ([*SPARE, "model.norm=train"], r"allowed: with plan.sync_batch_norm=true, or with model.norm=group or frozen"),
         ([*SPARE, "plan.grids=[[1,2]]", "roles.spare=3"], "roles.spare: given 3; allowed: a multiple of 2"),
