@@ -82,7 +82,7 @@ def hyfi(
 
 @app.command()
 def doctor(measure: Measure = None, as_json: Json = False) -> None:
-    """Say what works here, what is missing, and the command that mends it."""
+    """Check this installation; for each problem, print the command that fixes it."""
     if measure is not None:
         from workflows.commands import measure as measuring
 

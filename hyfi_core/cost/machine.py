@@ -1,4 +1,4 @@
-"""The machine model: what computing and communicating cost, in one place for everything that compares the two.
+"""The machine model: the cost of computation and communication, shared by all cost models.
 
 A machine is a YAML file: one of ``machines/`` beside this file, or what ``hyfi doctor --measure FILE.yaml`` wrote.
 A *device* is what one rank computes on: a core of a CPU, or a GPU.
@@ -64,7 +64,7 @@ class MachineModel:
         efficiency: by kind of operator the share of the peak that (forward, backward) reach: of arithmetic for
             ``PRODUCTS``, of memory, each map counted once, for all else.
         kernel_s: one operator, however small.
-        message_s: one message with all that surrounds it, whatever its size.
+        message_s: latency of one message, including all overhead.
         node: what joins devices of one node.
         network: what joins nodes, for one device when all of its node use it.
         disk_bytes_per_s: of a node's local disk.
@@ -94,7 +94,7 @@ class MachineModel:
         backward: bool = False,
         crowded: bool = False,
     ) -> float:
-        """Return the time of an operator, which either arithmetic or memory bounds (the roofline model).
+        """Return the time of an operator, bound by either arithmetic or memory (the roofline model).
 
         Args:
             flops: that it computes.

@@ -47,6 +47,6 @@ def fail() -> None:
 
 def _tell_lost(rank: int) -> None:
     warn(
-        f"hyfi: rank {rank} was ended from outside or crashed (killed, out of memory, its node lost); "
-        f"all ranks were stopped. If memory ran out: {advice()}"
+        f"hyfi: rank {rank} was killed or crashed (by a signal, out of memory, or with its node); all ranks were "
+        f"stopped. If memory ran out: {advice()}"
     )

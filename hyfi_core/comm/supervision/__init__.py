@@ -1,1 +1,1 @@
-"""What a rank does about the failures of others and its own."""
+"""Failure handling: a rank that fails, is killed or deadlocks stops all ranks."""

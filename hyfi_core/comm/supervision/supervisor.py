@@ -4,11 +4,11 @@
     rank 1   waits  ──▶ sees the claim, or is aborted; prints nothing
 
     rank 0   has ended ──────────────────┐  both are on the board (``board``)
-    rank 1   waits in step 3, F0.s0.d0 ──┴─▶ no rank computes any more: reports who waits where, aborts the job
+    rank 1   waits in step 3, F0.s0.d0 ──┴─▶ no rank computes: reports where ranks wait, aborts the job
 
-    rank 1   is killed ──▶ its connection closes: the first rank says which it was (``peer_watch``), all ranks end
+    rank 1   is killed ──▶ its connection closes: the first rank names it (``peer_watch``), all ranks stop
 
-A rank writes on the board when a wait lasts long and when it ends; otherwise only one question twice a second is asked.
+A rank writes to the board when a long wait begins or ends; otherwise it reads it twice a second.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def time_limit_s() -> float:
 def supervise(comm: Communicator, store: Any = None) -> None:
     """Stop all ranks when one fails (collective over ``comm``, which is the whole job).
 
-    From here on an exception that leaves the main thread or another one ends all ranks; so does a rank that is killed,
-    one that ends while others wait for it, and a wait of more than ``HYFI_TIMEOUT_S``.
+    After this call, an uncaught exception in any thread stops all ranks; so does a rank that is killed, one that ends
+    while others wait for it, and a wait of more than ``HYFI_TIMEOUT_S``.
 
     Args:
         comm: all ranks.
@@ -70,13 +70,13 @@ def supervise(comm: Communicator, store: Any = None) -> None:
     limit_s = time_limit_s()
     board = open_board(comm) if store is None else Board(store, comm.rank, comm.size)
     peers = watch_peers(comm, _tell_lost)
-    comm.barrier()  # every rank is on the board before any looks
+    comm.barrier()  # every rank is on the board before any reads it
     Supervisor(comm, board, peers, limit_s).install()
 
 
 def _tell_lost(rank: int) -> None:
     words = (
-        f"hyfi: rank {rank} was killed or crashed (a signal, os._exit, out of memory, its node lost), so all ranks end"
+        f"hyfi: rank {rank} was killed or crashed (a signal, os._exit, out of memory, its node lost), all ranks stop"
     )
     print(words, file=sys.stderr, flush=True)
 
@@ -86,8 +86,8 @@ class Supervisor:
 
     Args:
         comm: all ranks.
-        board: None where there is none: then a failure still ends all ranks, and a wait forever is not noticed.
-        peers: notices a rank that is killed; None where that cannot be.
+        board: None if there is none: then a failure still stops all ranks, but deadlocks are not detected.
+        peers: detects killed ranks; None if not possible.
         limit_s: for one wait; 0 for none.
     """
 
@@ -146,7 +146,7 @@ class Supervisor:
         if self._board is not None:
             with contextlib.suppress(RuntimeError):
                 self._board.set_told()
-        time.sleep(0.2)  # a process manager that is told to abort may drop what it has not passed on
+        time.sleep(0.2)  # on abort, a process manager may drop output that it has not forwarded
         self._abort()
 
     def _end_quietly(self, board: Board) -> NoReturn:
@@ -164,7 +164,7 @@ class Supervisor:
         self._comm.abort(FAULT)
 
     def _leave(self) -> None:
-        """Say that this rank ends. The first stays until all do: the board is in its memory."""
+        """Report that this rank ends. The first rank waits for all others, because it hosts the board."""
         if self._is_forked():
             return
         self._leaving.set()
