@@ -41,6 +41,7 @@ ARROWS = {
         "tissue": {"readers"},
         "ingest": {"tissue", "readers"},
         "predict": {"ingest", "tissue", "readers"},
+        "view": {"predict", "ingest", "tissue", "readers"},
         "synthetic": set(),
     },
     "workflows": {
@@ -273,10 +274,10 @@ HELP = "import contextlib, workflows.cli\nwith contextlib.suppress(SystemExit):\
 @pytest.mark.parametrize(
     "code",
     ["import hyfi_core.plan", "import hyfi_core.schedule", "import hyfi_core.errors", HELP.format(words=["--help"])]
-    + [HELP.format(words=[name, "--help"]) for name in ("train", "ingest", "predict")],
+    + [HELP.format(words=[name, "--help"]) for name in ("train", "ingest", "predict", "view")],
 )
 def test_light_things_stay_light(code: str) -> None:
-    heavy = {"torch", "numpy", "zarr", "skimage", "tifffile", "openslide", "mpi4py"}
+    heavy = {"torch", "numpy", "zarr", "skimage", "tifffile", "openslide", "mpi4py", "starlette", "uvicorn"}
     assert loaded_by(code) & heavy == set()
 
 

@@ -44,6 +44,7 @@ from workflows.cli_options import (
     TissueSet,
     Unsharded,
 )
+from workflows.cli_view import view
 from workflows.exit_codes import exit_code_of
 from workflows.paths import require_writable
 
@@ -363,6 +364,7 @@ def status(
     _exit(partial(command.run, run, as_json))
 
 
+app.command()(view)
 app.add_typer(launch)
 
 

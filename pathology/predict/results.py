@@ -24,7 +24,7 @@ from pathology.predict.overlay import Overlay, draw_overlay, tissue_cells
 from pathology.predict.regions import contour_features, find_regions, tissue_features, to_geojson, write_regions
 from pathology.predict.report import render_report
 from pathology.predict.slide_report import Pictures, fill_report
-from pathology.predict.slide_result import SlideResult, level0_of, origin_um
+from pathology.predict.slide_result import SlideResult, cell_to_level0, level0_of, origin_um
 
 PREDICTION_FILE, THUMBNAIL_FILE = "prediction.json", "thumbnail.jpg"
 THUMBNAIL_PX = 128
@@ -73,7 +73,8 @@ def _write_files(
         "images": [list(view.size_px) for view in result.views],
         "combined": result.combined,
     }
-    write_heatmap(folder / "heatmap.tiff", heatmap, result.slide_id, about, origin_um(result))
+    placed = about | {"cell_to_level0": cell_to_level0(result)}
+    write_heatmap(folder / "heatmap.tiff", heatmap, result.slide_id, placed, origin_um(result))
     thumb = thumbnail_of_store(result.slide, OVERLAY_PX).image
     mask, mask_mpp = result.slide.tissue()
     cells = tissue_cells(mask, mask_mpp, heatmap)

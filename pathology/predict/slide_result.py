@@ -85,6 +85,13 @@ def level0_of(result: SlideResult) -> Level0:
     return Level0((rows[0], rows[1]), (bounds["y0"], bounds["x0"]))  # type: ignore[arg-type]
 
 
+def cell_to_level0(result: SlideResult) -> list[list[float]]:
+    """Return two rows: (row, column, 1) of a cell's corner becomes (y, x) of level 0 as QuPath counts it."""
+    level0, cell_px = level0_of(result), result.heatmap.cell_px
+    pairs = zip(level0.affine, level0.bounds_origin_px, strict=True)
+    return [[a * cell_px, b * cell_px, c - origin] for (a, b, c), origin in pairs]
+
+
 def origin_um(result: SlideResult) -> tuple[float, float]:
     """Return where the stored part of the slide begins on the slide, (y, x) in micrometres; not 0 after a crop."""
     crop = result.slide.attributes.get("crop", {"y0": 0, "x0": 0})

@@ -1,0 +1,1 @@
+"""A deep-zoom page about slides, on this machine alone: slide, tissue, heatmaps, regions, annotations."""

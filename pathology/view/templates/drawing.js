@@ -1,0 +1,276 @@
+// Annotations of the active slide: drawn, named, moved, saved. Everything drawn is saved a moment later.
+import {addressOf, areaWords, ask, by, css, element, lengthWords, toPlace, toPoint} from "./page.js";
+
+const SAVE_AFTER_MS = 400;
+const MOST_CORNERS_TO_MOVE = 200;
+const FREEHAND_STEP_PX = 3;
+const COLORS = [[200, 0, 0], [150, 200, 150], [90, 60, 190], [230, 150, 20], [0, 140, 160], [120, 120, 120]];
+
+const feature = (type, coordinates, name, color) => ({
+  type: "Feature", id: crypto.randomUUID(), geometry: {type, coordinates},
+  properties: {objectType: "annotation", classification: {name, color}},
+});
+
+export class Annotations {
+  constructor() {
+    this.pane = this.collection = this.selected = this.drawing = null;
+    this.shapes = new Map();
+    this.corners = [];
+    this.colors = new Map();
+    this.timer = 0;
+    this.writing = Promise.resolve();
+    for (const button of by("tools").children) button.addEventListener("click", () => this.draw(button.dataset.tool));
+    addEventListener("beforeunload", event => { if (this.unsaved) event.preventDefault(); });
+  }
+
+  get unsaved() { return this.timer !== 0 && this.pane?.about?.annotations.saved; }
+
+  // Whose annotations are shown; what was drawn before is saved first.
+  async of(pane) {
+    await this.flush();
+    this.stop();
+    this.remove();
+    this.pane = pane;
+    this.collection = null;
+    this.list();
+    if (!pane?.about) return;
+    const {key} = pane;
+    this.say(pane.about.annotations.saved ? "" : `Not saved: ${pane.about.annotations.reason}`);
+    try {
+      const answer = await ask(addressOf(key, "annotations.json"));
+      const found = await answer.json();
+      if (this.pane !== pane || pane.key !== key || !pane.map) return;
+      this.state = (answer.headers.get("ETag") || "").replaceAll('"', "");
+      this.collection = found;
+      this.key = key;
+      for (const one of found.features) this.put(one);
+    } catch (error) {
+      this.say(error.message, true);
+    }
+    this.list();
+  }
+
+  remove() {
+    for (const shape of this.shapes.values()) shape.remove();
+    this.shapes.clear();
+    this.hold(null);
+  }
+
+  colorOf(name) {
+    const known = this.collection?.features.map(one => one.properties?.classification).find(one => one?.name === name && one.color)?.color
+      || this.pane?.about?.layers.find(one => one.class_name === name)?.color;
+    if (!known && !this.colors.has(name)) this.colors.set(name, COLORS[this.colors.size % COLORS.length]);
+    return known || this.colors.get(name);
+  }
+
+  put(one) {
+    this.shapes.get(one)?.remove();
+    const color = css(one.properties?.classification?.color || [30, 30, 30]);
+    const chosen = one === this.selected;
+    const shape = L.geoJSON(one, {
+      coordsToLatLng: toPoint,
+      style: {color, weight: chosen ? 4 : 2.5, fillOpacity: chosen ? 0.14 : 0.06},
+      pointToLayer: (_, at) => L.circleMarker(at, {radius: chosen ? 9 : 6, color, weight: chosen ? 4 : 2.5, fillOpacity: 0.3}),
+    });
+    shape.on("click", event => { if (!this.drawing) { L.DomEvent.stop(event); this.hold(one); } });
+    this.shapes.set(one, shape.addTo(this.pane.map));
+  }
+
+  // Select an annotation: its corners can be moved.
+  hold(one) {
+    const before = this.selected;
+    this.selected = one;
+    for (const corner of this.corners) corner.remove();
+    this.corners = [];
+    for (const some of [before, one]) if (some && this.shapes.has(some)) this.put(some);
+    if (one) this.handles(one);
+    if (this.collection) this.list();
+  }
+
+  handles(one) {
+    const {type, coordinates} = one.geometry;
+    const lines = {Polygon: coordinates, LineString: [coordinates], Point: [[coordinates]]}[type] || [];
+    if (lines.flat().length > MOST_CORNERS_TO_MOVE) return;
+    for (const line of lines) {
+      const closed = type === "Polygon";
+      for (let k = 0; k < line.length - (closed ? 1 : 0); k++) {
+        const corner = L.marker(toPoint(line[k]), {draggable: true, icon: L.divIcon({className: "corner"}), keyboard: false});
+        corner.on("drag", () => {
+          line[k] = toPlace(corner.getLatLng());
+          if (closed && k === 0) line[line.length - 1] = line[0];
+          if (type === "Point") one.geometry.coordinates = line[0];
+          this.put(one);
+        });
+        corner.on("dragend", () => this.changed());
+        this.corners.push(corner.addTo(this.pane.map));
+      }
+    }
+  }
+
+  // Drawing.
+  draw(tool) {
+    const same = this.drawing?.tool === tool;
+    this.stop();
+    if (same || !this.collection || !this.pane.map) return;
+    this.hold(null);
+    const {map, mapHolder} = this.pane, places = [];
+    const line = L.polyline([], {color: css(this.colorOf(this.className)), weight: 2.5, dashArray: "4 4", interactive: false}).addTo(map);
+    this.drawing = {tool, places, line, handlers: {}};
+    mapHolder.classList.add("drawing");
+    by("tools").querySelector(`[data-tool=${tool}]`).setAttribute("aria-pressed", "true");
+    map.doubleClickZoom.disable();
+    if (tool !== "polygon") map.dragging.disable();
+    Object.assign(this.drawing.handlers, this[tool](map, places, line));
+    map.on(this.drawing.handlers);
+  }
+
+  stop() {
+    if (!this.drawing) return;
+    const {line, handlers} = this.drawing, {map, mapHolder} = this.pane;
+    this.drawing = null;
+    for (const button of by("tools").children) button.removeAttribute("aria-pressed");
+    mapHolder.classList.remove("drawing");
+    if (!map) return;
+    line.remove();
+    map.off(handlers);
+    map.dragging.enable();
+    map.doubleClickZoom.enable();
+  }
+
+  polygon(map, places, line) {
+    return {
+      click: event => { places.push(event.latlng); line.setLatLngs(places); },
+      mousemove: event => { if (places.length) line.setLatLngs([...places, event.latlng]); },
+      dblclick: () => this.close(),
+    };
+  }
+
+  rectangle(map, places, line) {
+    const corners = at => [[places[0].lat, places[0].lng], [places[0].lat, at.lng], [at.lat, at.lng], [at.lat, places[0].lng]].map(one => L.latLng(one));
+    return {
+      mousedown: event => { places.splice(0, places.length, event.latlng); },
+      mousemove: event => { if (places.length) line.setLatLngs([...corners(event.latlng), places[0]]); },
+      mouseup: event => { if (places.length) { places.splice(0, places.length, ...corners(event.latlng)); this.close(); } },
+    };
+  }
+
+  freehand(map, places, line) {
+    let down = false, last = null;
+    return {
+      mousedown: event => { down = true; last = event.containerPoint; places.push(event.latlng); },
+      mousemove: event => {
+        if (!down || event.containerPoint.distanceTo(last) < FREEHAND_STEP_PX) return;
+        last = event.containerPoint;
+        places.push(event.latlng);
+        line.setLatLngs(places);
+      },
+      mouseup: () => { if (down) this.close(); },
+    };
+  }
+
+  point() {
+    return {click: event => this.add(feature("Point", toPlace(event.latlng), this.className, this.colorOf(this.className)))};
+  }
+
+  back() {
+    if (this.drawing?.tool !== "polygon") return;
+    this.drawing.places.pop();
+    this.drawing.line.setLatLngs(this.drawing.places);
+  }
+
+  close() {
+    // The two clicks of a double click are one corner.
+    const ring = (this.drawing?.places || []).map(toPlace).filter((one, k, all) => !k || one[0] !== all[k - 1][0] || one[1] !== all[k - 1][1]);
+    if (ring.length < 3 || new Set(ring.map(one => one[0])).size < 2 || new Set(ring.map(one => one[1])).size < 2) return this.stop();
+    this.add(feature("Polygon", [[...ring, ring[0]]], this.className, this.colorOf(this.className)));
+  }
+
+  get className() { return by("class").value.trim() || "Unnamed"; }
+
+  add(one) {
+    this.stop();
+    this.collection.features.push(one);
+    this.put(one);
+    this.hold(one);
+    this.changed();
+  }
+
+  drop(one) {
+    if (!one) return;
+    this.hold(null);
+    this.shapes.get(one)?.remove();
+    this.shapes.delete(one);
+    this.collection.features = this.collection.features.filter(other => other !== one);
+    this.changed();
+  }
+
+  rename(one) {
+    const {className} = this;
+    one.properties = {...one.properties, classification: {name: className, color: this.colorOf(className)}};
+    this.put(one);
+    this.changed();
+  }
+
+  // Saving.
+  changed() {
+    this.list();
+    if (!this.pane.about.annotations.saved || this.conflict === this.key) return;
+    this.say("Saving …");
+    clearTimeout(this.timer);
+    this.timer = setTimeout(() => this.flush(), SAVE_AFTER_MS);
+  }
+
+  flush() {
+    if (this.timer) {
+      clearTimeout(this.timer);
+      this.timer = 0;
+      const {key} = this, body = JSON.stringify(this.collection);
+      this.writing = this.writing.then(() => this.write(key, body));
+    }
+    return this.writing;
+  }
+
+  async write(key, body) {
+    try {
+      const answer = await ask(addressOf(key, "annotations.json"), {method: "PUT", body, headers: {"If-Match": `"${this.state}"`}});
+      this.state = answer.headers.get("ETag").replaceAll('"', "");
+      this.say(`Saved in ${this.pane.about.annotations.path}`);
+    } catch (error) {
+      if (error.status === 412) this.conflict = key;
+      this.say(`Not saved: ${error.message}`, true);
+    }
+  }
+
+  say(words, bad = false) {
+    by("saving").textContent = words;
+    by("saving").classList.toggle("bad", bad);
+  }
+
+  list() {
+    const features = this.collection?.features || [];
+    by("annotations").replaceChildren(...features.map(one => {
+      const {name = "", classification} = one.properties || {};
+      const mark = element("span", {className: "swatch"});
+      mark.style.background = css(classification?.color || [30, 30, 30]);
+      const pick = element("button", {className: "pick", title: "Go there"}, mark,
+        element("span", {textContent: [classification?.name, name].filter(Boolean).join(" · ") || one.geometry.type}),
+        element("span", {className: "soft", textContent: this.size(one)}));
+      pick.onclick = () => { this.hold(one); this.pane.flyTo(one); };
+      pick.ondblclick = () => this.rename(one);
+      const row = element("li", {}, pick, element("button", {textContent: "×", title: "Remove", onclick: () => this.drop(one)}));
+      if (one === this.selected) row.setAttribute("aria-current", "true");
+      return row;
+    }));
+    const names = [...this.pane?.about?.layers.map(one => one.class_name) || [], "Tumor", "Stroma", "Necrosis", "Other",
+      ...features.map(one => one.properties?.classification?.name).filter(Boolean)];
+    by("classes").replaceChildren(...[...new Set(names)].map(value => element("option", {value})));
+  }
+
+  size(one) {
+    const {type, coordinates} = one.geometry, unit = this.pane.about.mpp;
+    const area = ring => Math.abs(ring.slice(1).reduce((sum, at, k) => sum + ring[k][0] * at[1] - at[0] * ring[k][1], 0)) / 2;
+    if (type === "Polygon" && unit) return areaWords((area(coordinates[0]) - coordinates.slice(1).reduce((sum, hole) => sum + area(hole), 0)) * unit[0] * unit[1]);
+    if (type === "LineString" && unit) return lengthWords(coordinates.slice(1).reduce((sum, at, k) => sum + Math.hypot((at[0] - coordinates[k][0]) * unit[1], (at[1] - coordinates[k][1]) * unit[0]), 0));
+    return "";
+  }
+}

@@ -1,0 +1,180 @@
+// One slide on the screen: its map, its layers, its scale bar.
+import {addressOf, ask, css, element, lengthWords, toPoint} from "./page.js";
+
+export const UM_AT_1X = 10; // what a pixel of the screen shows at 1×, by custom: 0.25 µm at 40×
+const DEEPER = 4; // zooms beyond the slide's own pixels
+const WIDEST_SCALE_PX = 170;
+
+export class Pane {
+  constructor(choices, told) {
+    this.told = told; // {active, moved, shown, pointed}
+    this.map = this.about = null;
+    this.asked = 0;
+    this.settings = new Map(); // of layers, by their name, kept from slide to slide
+    this.select = element("select", {title: "Slide of this pane"});
+    for (const slide of choices) this.select.append(element("option", {value: slide.key, textContent: slide.key}));
+    this.closer = element("button", {textContent: "×", title: "Close this pane (x)"});
+    this.mapHolder = element("div", {className: "map"});
+    this.problem = element("div", {className: "problem", hidden: true});
+    this.holder = element("div", {className: "pane"}, this.mapHolder, this.problem,
+      element("div", {className: "head"}, this.select, this.closer));
+    this.select.addEventListener("change", () => this.show(this.select.value));
+    this.holder.addEventListener("pointerdown", () => told.active(this), true);
+  }
+
+  async show(key, view = null) {
+    const turn = ++this.asked;
+    this.select.value = key;
+    let about, regions = {features: []}, problem = "";
+    try {
+      about = await (await ask(addressOf(key, "about.json"))).json();
+      if (about.regions) regions = await (await ask(addressOf(key, "regions.json"))).json();
+    } catch (error) {
+      problem = error.message;
+    }
+    if (turn !== this.asked) return; // another slide was asked for meanwhile
+    this.clear();
+    this.problem.hidden = !!about;
+    this.problem.textContent = about ? "" : `${key}: ${problem}`;
+    this.about = about || null;
+    this.key = key;
+    this.note = about ? problem || about.layers_note : problem;
+    if (about) this.build(about, regions.features, view);
+    this.told.shown(this);
+  }
+
+  build(about, features, view) {
+    const unit = 2 ** -about.finest_zoom;
+    const crs = L.extend({}, L.CRS.Simple, {transformation: new L.Transformation(unit, 0, unit, 0)});
+    this.bounds = L.latLngBounds([0, 0], [about.height_px, about.width_px]);
+    this.map = L.map(this.mapHolder, {
+      crs, zoomSnap: 0, zoomDelta: 1, wheelPxPerZoomLevel: 100, zoomControl: false, attributionControl: false,
+      preferCanvas: true, maxZoom: about.finest_zoom + DEEPER, minZoom: -8, keyboardPanDelta: 160, fadeAnimation: false,
+    });
+    this.controls();
+    const place = view && Number.isFinite(view.zoom) ? view : null;
+    if (place) this.map.setView([place.y, place.x], place.zoom, {animate: false});
+    else this.map.fitBounds(this.bounds, {animate: false});
+    this.map.setMinZoom(Math.min(this.map.getBoundsZoom(this.bounds) - 1, about.finest_zoom));
+    this.map.setMaxBounds(this.bounds.pad(0.6));
+    this.tiles((z, y, x) => addressOf(about.key, "tile", z, y, `${x}.${z >= about.finest_zoom ? "png" : "jpg"}`)).addTo(this.map);
+    this.layers = new Map();
+    for (const layer of this.known()) if (this.setting(layer).on) this.put(layer);
+    this.vectors(features);
+    this.map.on("move zoom", () => { this.drawScale(); this.told.moved(this); });
+    this.map.on("mousemove", event => this.told.pointed(this, event.latlng));
+    this.drawScale();
+  }
+
+  clear() {
+    if (this.map) this.map.remove();
+    this.map = null;
+    this.layers = new Map();
+    this.groups = [];
+    this.regions = [];
+  }
+
+  tiles(address, options = {}) {
+    const {about} = this;
+    const layer = L.tileLayer("", {
+      tileSize: about.tile_px, minNativeZoom: 0, maxNativeZoom: about.finest_zoom, minZoom: -8, maxZoom: about.finest_zoom + DEEPER,
+      noWrap: true, bounds: this.bounds, updateWhenZooming: false, keepBuffer: 2, ...options,
+    });
+    layer.getTileUrl = at => address(at.z, at.y, at.x);
+    return layer;
+  }
+
+  // Layers over the slide: the tissue's outline and the maps of a prediction.
+  known() {
+    const maps = this.about.layers.map(layer => ({...layer, name: `${layer.kind} ${layer.class_name}`}));
+    return [...(this.about.tissue ? [{id: "tissue", kind: "tissue", name: "tissue"}] : []), ...maps];
+  }
+
+  setting(layer) {
+    if (!this.settings.has(layer.name)) {
+      const first = layer.kind === "score" && layer.class_name === this.about.prediction;
+      this.settings.set(layer.name, {on: first, opacity: layer.kind === "tissue" ? 1 : 0.6, smooth: true});
+    }
+    return this.settings.get(layer.name);
+  }
+
+  put(layer) {
+    this.layers.get(layer.id)?.remove();
+    this.layers.delete(layer.id);
+    const {on, opacity, smooth} = this.setting(layer);
+    if (!on) return;
+    const {key} = this.about;
+    const end = smooth && layer.kind !== "tissue" ? "?smooth=1" : "";
+    const made = this.tiles((z, y, x) => addressOf(key, "layer", layer.id, z, y, `${x}.png${end}`), {opacity, zIndex: layer.kind === "tissue" ? 20 : 10});
+    this.layers.set(layer.id, made.addTo(this.map));
+  }
+
+  // Regions and contours, as lines.
+  vectors(features) {
+    const measured = (feature, name) => feature.properties?.measurements?.[name];
+    this.regions = features.filter(one => measured(one, "mean score") !== undefined);
+    const named = new Map();
+    for (const one of features.filter(one => measured(one, "density") !== undefined)) {
+      const name = one.properties.classification.name;
+      named.set(name, [...(named.get(name) || []), one]);
+    }
+    this.groups = [];
+    if (this.regions.length) this.group("Outlines of the regions", this.regions, true, {weight: 2.5});
+    for (const [name, some] of named) this.group(name, some, false, {weight: 1.5, dashArray: "5 4"});
+  }
+
+  group(name, features, on, style) {
+    const setting = this.settings.get(name) || {on};
+    this.settings.set(name, setting);
+    const layer = L.geoJSON(features, {
+      coordsToLatLng: toPoint, interactive: false,
+      style: one => ({color: css(one.properties.classification.color), fill: false, ...style}),
+    });
+    this.groups.push({name, layer, setting});
+    if (setting.on) layer.addTo(this.map);
+  }
+
+  flyTo(feature) {
+    const box = L.geoJSON(feature, {coordsToLatLng: toPoint}).getBounds();
+    this.map.flyToBounds(box.pad(0.6), {duration: 0.6, maxZoom: this.about.finest_zoom});
+  }
+
+  // Micrometres, or the slide's pixels where nobody knows them, under one of the screen.
+  get unit() { return this.about.mpp ? this.about.mpp[1] : 1; }
+  get perPixel() { return this.unit * 2 ** (this.about.finest_zoom - this.map.getZoom()); }
+  get power() { return this.about.mpp ? UM_AT_1X / this.perPixel : null; }
+  zoomFor(perPixel) { return this.about.finest_zoom - Math.log2(perPixel / this.unit); }
+
+  setPower(power) {
+    const perPixel = power === null ? this.unit : UM_AT_1X / power;
+    this.map.setZoom(Math.max(this.map.getMinZoom(), Math.min(this.zoomFor(perPixel), this.map.getMaxZoom())), {animate: false});
+  }
+
+  fit() { this.map.fitBounds(this.bounds, {animate: false}); }
+
+  get view() {
+    const at = this.map.getCenter();
+    return {x: at.lng, y: at.lat, zoom: this.map.getZoom()};
+  }
+
+  controls() {
+    const control = (position, holder) => {
+      const made = L.control({position});
+      made.onAdd = () => holder;
+      made.addTo(this.map);
+    };
+    this.scale = element("div", {className: "scale"});
+    this.place = element("div", {className: "place"});
+    control("bottomleft", this.scale);
+    control("bottomright", this.place);
+  }
+
+  drawScale() {
+    const widest = WIDEST_SCALE_PX * this.perPixel, ten = 10 ** Math.floor(Math.log10(widest));
+    const length = [5, 2, 1].map(n => n * ten).find(n => n <= widest);
+    const bar = element("i");
+    bar.style.width = `${length / this.perPixel}px`;
+    this.scale.replaceChildren(this.about.mpp ? lengthWords(length) : `${length} px`, bar);
+    this.mapHolder.classList.toggle("crisp", this.map.getZoom() > this.about.finest_zoom);
+  }
+}

@@ -1,0 +1,138 @@
+"""Square tiles of a slide at any zoom, cut from the nearest finer level of its pyramid.
+
+```
+zoom 0        the whole slide in one tile                   a tile of zoom z has 2^(Z − z) shown pixels under each of
+zoom Z        one pixel of the tile is one of the slide     its own; at Z they are the slide's, untouched
+```
+
+Where no level is near (a slide without a pyramid), a tile is the mean of the four below it, so that no tile ever needs
+more than a few megapixels in memory.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from hyfi_core.plan.box import Box
+from pathology.readers.resample import halve, make_taps, resample
+from pathology.readers.source_level import RGB
+from pathology.view.byte_cache import ByteCache
+from pathology.view.pixels import ShownSlide
+
+TILE_PX = 256
+LARGEST_STEP = 8.0
+"""Pixels of a level under one of the tile; where there are more, the tile is made of four finer ones."""
+_SAME = 1 + 1e-3
+"""Levels this close to a zoom are taken for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TileGrid:
+    """How many zooms a slide has, and where a tile lies.
+
+    Attributes:
+        height_px, width_px: the slide's.
+    """
+
+    height_px: int
+    width_px: int
+
+    @classmethod
+    def of(cls, slide: ShownSlide) -> TileGrid:
+        """Return the grid of an open slide."""
+        return cls(slide.levels[0].height_px, slide.levels[0].width_px)
+
+    @property
+    def finest_zoom(self) -> int:
+        """The zoom at which one pixel of a tile is one of the slide."""
+        return max(0, math.ceil(math.log2(max(self.height_px, self.width_px) / TILE_PX)))
+
+    def scale(self, zoom: int) -> int:
+        """Return how many shown pixels lie under one of a tile, along each axis."""
+        return int(2 ** (self.finest_zoom - zoom))
+
+    def size_px(self, zoom: int) -> tuple[int, int]:
+        """Return (height, width) of the slide at a zoom."""
+        scale = self.scale(zoom)
+        return -(-self.height_px // scale), -(-self.width_px // scale)
+
+    def box(self, zoom: int, row: int, column: int) -> Box:
+        """Return the pixels of a zoom that a tile shows; empty where there is no such tile."""
+        if not 0 <= zoom <= self.finest_zoom or row < 0 or column < 0:
+            return Box(0, 0, 0, 0)
+        y, x = row * TILE_PX, column * TILE_PX
+        return Box(y, y + TILE_PX, x, x + TILE_PX).intersect(Box.of_size(*self.size_px(zoom)))
+
+
+class TileCutter:
+    """Cuts tiles of open slides. Threads may share one.
+
+    Args:
+        cache: keeps decoded blocks of slides, and tiles that were made of others.
+    """
+
+    def __init__(self, cache: ByteCache) -> None:
+        self._cache = cache
+
+    def cut(self, slide: ShownSlide, key: str, zoom: int, row: int, column: int) -> RGB | None:
+        """Return a tile, ``(TILE_PX, TILE_PX, 3)`` uint8, white beyond the slide; None where there is none.
+
+        Args:
+            slide: open.
+            key: names it in the cache.
+            zoom: of the tile.
+            row: of the tile, from the slide's upper edge.
+            column: of the tile, from its left edge.
+        """
+        box = TileGrid.of(slide).box(zoom, row, column)
+        if box.empty:
+            return None
+        part = self._part(slide, key, zoom, box)
+        if part.shape[:2] == (TILE_PX, TILE_PX):
+            return part
+        out: RGB = np.full((TILE_PX, TILE_PX, 3), 255, np.uint8)
+        out[: part.shape[0], : part.shape[1]] = part
+        return out
+
+    def _part(self, slide: ShownSlide, key: str, zoom: int, box: Box) -> RGB:
+        """Return the pixels of a box of a zoom that lies inside the slide and in one tile."""
+        scale = TileGrid.of(slide).scale(zoom)
+        level = max(k for k, v in enumerate(slide.levels) if k == 0 or max(v.downsample) <= scale * _SAME)
+        steps = [scale / factor for factor in slide.levels[level].downsample]
+        if max(steps) > LARGEST_STEP:
+            return self._cache.get((key, "tile", zoom, box), lambda: self._of_four(slide, key, zoom, box))
+        size = slide.levels[level]
+        rows = make_taps(box.y0, box.y1, steps[0], size.height_px)
+        columns = make_taps(box.x0, box.x1, steps[1], size.width_px)
+        pixels = self._region(slide, key, level, Box(rows.first, rows.end, columns.first, columns.end))
+        if rows.whole == columns.whole == 1:
+            return pixels
+        small = resample(np.ascontiguousarray(pixels.transpose(2, 0, 1)), rows, columns)
+        return np.ascontiguousarray(small.transpose(1, 2, 0))
+
+    def _of_four(self, slide: ShownSlide, key: str, zoom: int, box: Box) -> RGB:
+        height, width = TileGrid.of(slide).size_px(zoom + 1)
+        fine = Box(box.y0 * 2, min(box.y1 * 2, height), box.x0 * 2, min(box.x1 * 2, width))
+        whole: RGB = np.empty((*fine.shape, 3), np.uint8)
+        for y in range(fine.y0, fine.y1, TILE_PX):
+            for x in range(fine.x0, fine.x1, TILE_PX):
+                quarter = Box(y, y + TILE_PX, x, x + TILE_PX).intersect(fine)
+                whole[quarter.relative_to(fine).slices()] = self._part(slide, key, zoom + 1, quarter)
+        return np.ascontiguousarray(halve(whole.transpose(2, 0, 1)).transpose(1, 2, 0))
+
+    def _region(self, slide: ShownSlide, key: str, level: int, box: Box) -> RGB:
+        """Return a box of a level, put together from blocks that are kept."""
+        size = slide.levels[level]
+        down, across = size.block_px
+        whole = Box.of_size(size.height_px, size.width_px)
+        out: RGB = np.empty((*box.shape, 3), np.uint8)
+        for y in range(box.y0 // down * down, box.y1, down):
+            for x in range(box.x0 // across * across, box.x1, across):
+                block = Box(y, y + down, x, x + across).intersect(whole)
+                pixels = self._cache.get((key, level, y, x), lambda block=block: slide.read(block, level))  # type: ignore[misc]
+                wanted = block.intersect(box)
+                out[wanted.relative_to(box).slices()] = pixels[wanted.relative_to(block).slices()]
+        return out

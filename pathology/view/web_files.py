@@ -1,0 +1,79 @@
+"""The files of the viewer's page, and the pages of a prediction as the viewer shows them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from html import escape
+from pathlib import Path
+
+from hyfi_core.errors import RequestError
+
+TEMPLATES = Path(__file__).parent / "templates"
+HEADERS = {
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+PAGE_HEADERS = {
+    **HEADERS,
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+}
+_TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html"}
+_LEAFLET = ("leaflet.js", "leaflet.css")
+
+
+def static_file(name: str) -> tuple[bytes, str] | None:
+    """Return content and type of one of the page's own files; None where there is none of this name.
+
+    Raises:
+        RequestError: Leaflet is not installed.
+    """
+    own = {path.name: path for path in TEMPLATES.iterdir() if path.suffix in _TYPES}
+    path = leaflet_folder() / name if name in _LEAFLET else own.get(name)
+    return None if path is None else (path.read_bytes(), _TYPES[path.suffix])
+
+
+def leaflet_folder() -> Path:
+    """Return where Leaflet lies: its package brings the files and needs no Django for them.
+
+    Raises:
+        RequestError: it is not installed.
+    """
+    found = importlib.util.find_spec("js_lib_leaflet")
+    if found is None or found.origin is None:
+        raise RequestError("the viewer needs Leaflet: pip install django-js-lib-leaflet")
+    return Path(found.origin).parent / "static" / "js_lib_leaflet"
+
+
+def with_viewer(page: str, address: str) -> str:
+    """Return a page of `hyfi predict` told that a viewer serves it; its table then links to ``address`` + slide.
+
+    The page's script looks for the element ``hyfi-viewer``.
+    """
+    told = f'<head>\n<meta name="hyfi-viewer" content="{escape(address)}">\n<link rel="icon" href="data:,">'
+    return page.replace("<head>", told, 1)
+
+
+def knows_viewer(page: str) -> bool:
+    """Whether a page links to a viewer that serves it; those of earlier versions do not."""
+    return "hyfi-viewer" in page
+
+
+def list_page(title: str, links: list[tuple[str, str, str]]) -> str:
+    """Return a plain page of links: (address, words, note) of each."""
+    rows = "\n".join(f'<li><a href="{escape(at)}">{escape(words)}</a> {escape(note)}</li>' for at, words, note in links)
+    return (
+        f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f'<link rel="icon" href="data:,"></head><body><h1>{escape(title)}</h1><ul>{rows}</ul></body></html>'
+    )
+
+
+def as_json(value: object) -> bytes:
+    """Return JSON in UTF-8; what has no JSON is an error, not NaN."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()

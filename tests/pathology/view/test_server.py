@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from starlette.testclient import TestClient
+
+from hyfi_core.errors import RequestError
+from hyfi_core.plan.box import Box
+from pathology.readers.sources import open_source
+from pathology.view.gallery import Gallery
+from pathology.view.scene import Scene
+from pathology.view.server import make_app, new_token
+from pathology.view.web_files import static_file
+from tests.pathology.tiffs import MakeSlide
+from tests.pathology.view.predictions import SLIDE_ID
+
+TOKEN = new_token()
+
+
+def client_of(gallery: Gallery) -> TestClient:
+    return TestClient(make_app(Scene(gallery, 10**7), TOKEN), f"http://127.0.0.1/{TOKEN}/", follow_redirects=False)
+
+
+@pytest.fixture(scope="module")
+def client(predictions: Path) -> Iterator[TestClient]:
+    with client_of(Gallery.of([predictions])) as client:
+        yield client
+
+
+def test_nothing_is_answered_without_the_token(client: TestClient) -> None:
+    wrong = ["", "/", "/view", f"/{new_token()}/view", f"/{TOKEN[:-1]}/", f"/x/{TOKEN}/", f"/view?token={TOKEN}"]
+    for path in [*wrong, f"/{TOKEN.lower()}/slides.json", "/é/", "/%2e%2e/" + TOKEN]:
+        answer = client.get("http://127.0.0.1" + path)
+        assert answer.status_code == 403, path
+        assert "token" in answer.text and SLIDE_ID not in answer.text
+    assert client.put(f"http://127.0.0.1/slide/{SLIDE_ID}/annotations.json", content=b"{}").status_code == 403
+    assert client.get("slides.json").status_code == 200
+    assert len({new_token() for _ in range(20)}) == 20 and len(TOKEN) >= 32
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "slide/../about.json",
+        "slide/..%2f..%2fstore/about.json",
+        "slide/%2fetc%2fpasswd/about.json",
+        "static/..%2fserver.py",
+        "static/%2e%2e/server.py",
+        "static/__init__.py",
+        "cohort/0/..%2f..%2fone/report.html",
+        "cohort/0/../report.html",
+        "cohort/1/",
+        "cohort/0/two/report.html",
+        "open/0/two",
+        "slide/two/about.json",
+        "slide/one/tile/9/0/0.png",
+        "slide/one/tile/3/900/0.png",
+        "slide/one/tile/3/0/0.gif",
+        "slide/one/layer/9/0/0/0.png",
+        "slide/one/layer/-1/0/0/0.png",
+        "slide/one/layer/..%2f/0/0/0.png",
+    ],
+)
+def test_what_is_not_in_the_gallery_is_not_found(client: TestClient, path: str) -> None:
+    answer = client.get(path)
+    assert answer.status_code == 404
+    assert "Traceback" not in answer.text
+
+
+def test_tiles_are_the_readers_pixels_bit_for_bit(make_slide: MakeSlide) -> None:
+    path = make_slide("slide.tiff", size=(700, 900))
+    expected = open_source(path).read(Box.of_size(700, 900), 0)
+    with client_of(Gallery.of([path])) as client:
+        about = client.get("slide/slide/about.json").json()
+        assert (about["height_px"], about["width_px"], about["finest_zoom"]) == (700, 900, 2)
+        for row in range(3):
+            for column in range(4):
+                answer = client.get(f"slide/slide/tile/2/{row}/{column}.png")
+                assert answer.headers["content-type"] == "image/png"
+                pixels = np.asarray(Image.open(io.BytesIO(answer.content)))
+                part = expected[row * 256 : row * 256 + 256, column * 256 : column * 256 + 256]
+                assert np.array_equal(pixels[: part.shape[0], : part.shape[1]], part)
+                assert (pixels[part.shape[0] :] == 255).all() and (pixels[:, part.shape[1] :] == 255).all()
+        assert client.get("slide/slide/tile/1/0/0.jpg").headers["content-type"] == "image/jpeg"
+
+
+def test_the_table_of_predictions_leads_to_its_slides(client: TestClient) -> None:
+    first = client.get("")
+    assert first.status_code == 302 and first.headers["location"] == "cohort/0/"
+    table = client.get("cohort/0/").text
+    assert '<meta name="hyfi-viewer" content="../../open/0/">' in table
+    opened = client.get(f"open/0/{SLIDE_ID}")
+    assert opened.status_code == 302 and opened.headers["location"] == f"../../view?slide={SLIDE_ID}"
+    assert client.get("view").text.startswith("<!DOCTYPE html>")
+    assert "<html" in client.get(f"cohort/0/{SLIDE_ID}/report.html").text
+    (slide,) = client.get("slides.json").json()["slides"]
+    assert slide == {"key": SLIDE_ID, "prediction": slide["prediction"], "reason": ""} and slide["prediction"]
+
+
+def test_a_table_that_knows_no_viewer_is_shown_as_a_list(predictions: Path, tmp_path: Path) -> None:
+    old = tmp_path / "old"
+    old.mkdir()
+    table = (predictions / "predictions.csv").read_text().replace(f"\n{SLIDE_ID},", "\na <b> & c,")
+    (old / "predictions.csv").write_text(table)
+    (old / "index.html").write_text("<html><head></head></html>")
+    with client_of(Gallery.of([old])) as client:
+        page = client.get("cohort/0/").text
+        assert 'href="../../view?slide=a%20%3Cb%3E%20%26%20c"' in page and "a &lt;b&gt; &amp; c" in page
+
+
+def test_the_page_needs_no_network_and_its_parts_are_there(client: TestClient) -> None:
+    page = client.get("view")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert page.headers["referrer-policy"] == "no-referrer"  # the address holds the token
+    for name in ("leaflet.js", "leaflet.css", "viewer.css", "main.js", "pane.js", "drawing.js", "page.js"):
+        answer = client.get(f"static/{name}")
+        assert answer.status_code == 200
+        if not name.startswith("leaflet"):
+            assert "http" not in answer.text
+    assert static_file("nothing.js") is None
+    assert b"https://" not in page.content and b"http://" not in page.content
+
+
+def test_annotations_come_back_after_a_new_start(predictions: Path, client: TestClient) -> None:
+    address = f"slide/{SLIDE_ID}/annotations.json"
+    empty = client.get(address)
+    assert empty.json()["features"] == []
+    ring = [[100, 50], [180, 50], [180, 90.25], [100, 50]]
+    feature = {
+        "type": "Feature",
+        "id": "a",
+        "geometry": {"type": "Polygon", "coordinates": [ring]},
+        "properties": {"objectType": "annotation", "classification": {"name": "Tumor", "color": [200, 0, 0]}},
+    }
+    body = json.dumps({"type": "FeatureCollection", "features": [feature]})
+    saved = client.put(address, content=body, headers={"If-Match": empty.headers["etag"]})
+    assert saved.status_code == 200
+    path = predictions / "annotations" / f"{SLIDE_ID}.geojson"
+    assert json.loads(path.read_text())["features"][0] == feature
+    late = client.put(address, content=body, headers={"If-Match": empty.headers["etag"]})
+    assert late.status_code == 412 and "somebody else" in late.json()["error"]
+    assert client.put(address, content=b"{", headers={"If-Match": saved.headers["etag"]}).status_code == 422
+    with client_of(Gallery.of([predictions])) as again:
+        assert again.get(address).json()["features"] == [feature]
+        assert again.get(address).headers["etag"] == saved.headers["etag"]
+    path.unlink()
+
+
+def test_the_same_place_is_annotated_whatever_the_slide_is_shown_from(predictions: Path, tmp_path: Path) -> None:
+    point = {"type": "Feature", "geometry": {"type": "Point", "coordinates": [400, 300]}, "properties": {}}
+    body = json.dumps({"type": "FeatureCollection", "features": [point]})
+    slide = predictions.parent / f"{SLIDE_ID}.tiff"
+    address = f"slide/{SLIDE_ID}/annotations.json"
+    with client_of(Gallery.of([slide], tmp_path)) as client:
+        assert client.put(address, content=body, headers={"If-Match": '"none"'}).status_code == 200
+    with client_of(Gallery.of([predictions.parent / "store"], tmp_path)) as client:
+        assert client.get(address).json()["features"][0]["geometry"]["coordinates"] == [200, 150]
+
+
+def test_without_a_place_for_them_annotations_are_not_saved(predictions: Path) -> None:
+    slide = predictions.parent / f"{SLIDE_ID}.tiff"
+    before = sorted(predictions.parent.iterdir())
+    with client_of(Gallery.of([slide])) as client:
+        about = client.get(f"slide/{SLIDE_ID}/about.json").json()["annotations"]
+        assert not about["saved"] and "--annotations" in about["reason"]
+        body = b'{"type": "FeatureCollection", "features": []}'
+        answer = client.put(f"slide/{SLIDE_ID}/annotations.json", content=body)
+        assert answer.status_code == 409 and "--annotations" in answer.json()["error"]
+    assert sorted(predictions.parent.iterdir()) == before
+
+
+def test_a_slide_that_does_not_open_is_listed_with_its_reason(make_slide: MakeSlide, tmp_path: Path) -> None:
+    good = make_slide("good.tiff")
+    bad = good.with_name("bad.svs")
+    bad.write_bytes(b"")
+    gallery = Gallery.of([good, bad])
+    assert gallery.try_all().keys() == {"bad"}
+    with client_of(gallery) as client:
+        found = {one["key"]: one["reason"] for one in client.get("slides.json").json()["slides"]}
+        assert found == {"good": "", "bad": "the file is empty (0 bytes)"}
+        answer = client.get("slide/bad/about.json")
+        assert answer.status_code == 409 and answer.json() == {"error": "the file is empty (0 bytes)"}
+        assert client.get("slide/good/tile/0/0/0.jpg").status_code == 200
+
+
+def test_what_is_no_slide_is_refused_with_what_would_work(tmp_path: Path) -> None:
+    notes = tmp_path / "notes.txt"
+    notes.write_text("no slide")
+    with pytest.raises(RequestError, match=r"notes\.txt: is nothing that can be shown .* give a store"):
+        Gallery.of([notes])
+    with pytest.raises(RequestError, match="no such file or folder"):
+        Gallery.of([tmp_path / "missing"])
+    with pytest.raises(RequestError, match="no slide in this folder"):
+        Gallery.of([tmp_path])
+    (tmp_path / "predictions.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(RequestError, match="not the table of a prediction"):
+        Gallery.of([tmp_path])
+    (tmp_path / "predictions.csv").write_text("slide_id,path,prediction\n../x,a.svs,\n")
+    with pytest.raises(RequestError, match="cannot be a slide's name"):
+        Gallery.of([tmp_path])
+
+
+def test_slides_that_are_gone_are_named_and_few_are_held_open(
+    make_slide: MakeSlide, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pathology.view.gallery.MOST_OPEN", 2)
+    paths = [make_slide(f"{name}.tiff", size=(300, 300)) for name in "abcd"]
+    gallery = Gallery.of(paths)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with gallery.opened("a") as held:
+        assert gallery.try_all() == {}
+        assert held.read(Box(0, 2, 0, 2), 0).shape == (2, 2, 3)  # in use: not closed under its reader
+    gallery.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "predictions.csv").write_text("slide_id,path,prediction\ngone,gone.svs,x\n")
+    assert "give its store or folder" in Gallery.of([tmp_path / "results"]).try_all()["gone"]

@@ -1,0 +1,85 @@
+"""`hyfi view` as a user starts and stops it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from hyfi_core.errors import RequestError
+from tests.conftest import ROOT, Hyfi
+from tests.pathology.tiffs import stained, write_slide
+from workflows.commands import view
+
+
+@contextmanager
+def serving(*words: str | Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Start ``hyfi view`` and give the process and the first line that it printed."""
+    command = [sys.executable, "-m", "workflows.cli", "view", *map(str, words), "--no-browser"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        try:
+            assert process.stdout is not None
+            yield process, process.stdout.readline().strip()
+        finally:
+            process.kill()
+
+
+def status_of(address: str) -> int:
+    try:
+        with urllib.request.urlopen(address, timeout=20) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_the_first_line_is_the_address_and_a_request_to_stop_ends_it(tmp_path: Path) -> None:
+    write_slide(tmp_path / "a.tiff", stained(400, 500))
+    (tmp_path / "b.svs").write_bytes(b"")
+    with serving(tmp_path) as (process, address):
+        base, token = address.rstrip("/").rsplit("/", 1)
+        assert base.startswith("http://127.0.0.1:") and len(token) >= 32
+        assert status_of(f"{address}slide/a/tile/0/0/0.jpg") == 200
+        assert status_of(f"{base}/") == status_of(f"{base}/{token[1:]}/slides.json") == 403
+        process.send_signal(signal.SIGINT)
+        out, errors = process.communicate(timeout=30)
+    assert process.returncode == 3 and out == ""
+    assert "b.svs: the file is empty" in errors and "1 of 2 slides" in errors and "Traceback" not in errors
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.tiff", "b.svs"]
+
+
+def test_wrong_requests_say_what_was_given_and_what_would_work(tmp_path: Path, hyfi: Hyfi) -> None:
+    (tmp_path / "notes.txt").write_text("no slide")
+    done = hyfi("view", tmp_path / "notes.txt", "--no-browser")
+    assert done.returncode == 2 and done.stdout == ""
+    assert "notes.txt" in done.stderr and "give a store" in done.stderr
+    slide = write_slide(tmp_path / "a.tiff", stained(300, 300))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(RequestError, match=f"--port {port}: is in use; choose another"):
+            view.run([slide], port, False, None, None)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "b.svs").write_bytes(b"")
+    with pytest.raises(RequestError, match=r"none of the slides can be shown .*the file is empty.* give a store"):
+        view.run([tmp_path / "empty"], 0, False, None, None)
+
+
+def test_annotations_never_go_where_slides_lie(tmp_path: Path) -> None:
+    slide = write_slide(tmp_path / "a.tiff", stained(300, 300))
+    for paths, folder in (([slide], tmp_path), ([tmp_path], tmp_path / "notes"), ([tmp_path], tmp_path)):
+        with pytest.raises(RequestError, match=r"--annotations .*: slides lie there"):
+            view.run(paths, 0, False, folder, None)
+    with pytest.raises(RequestError, match="is a file"):
+        view.run([slide], 0, False, slide, None)
+    assert list(tmp_path.iterdir()) == [slide]
