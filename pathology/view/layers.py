@@ -234,8 +234,9 @@ def _shown_points(
     """Return (y, x) of the centres of a tile's pixels in shown pixels, (n, 1) and (1, n), ``margin`` more around."""
     zoom, row, column = place
     scale = TileGrid.of(slide).scale(zoom)
-    steps = np.arange(-margin, TILE_PX + margin) + 0.5
-    return ((row * TILE_PX + steps) * scale)[:, None], ((column * TILE_PX + steps) * scale)[None, :]
+    steps = np.arange(-margin, TILE_PX + margin, dtype=np.float64) + 0.5
+    y, x = (np.asarray((first * TILE_PX + steps) * scale, np.float64) for first in (row, column))
+    return y[:, None], x[None, :]
 
 
 def _along(axis: NDArray[np.float64], y: NDArray[np.float64], x: NDArray[np.float64]) -> NDArray[np.float64]:
