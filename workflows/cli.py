@@ -33,6 +33,7 @@ from workflows.cli_options import (
     MaxBad,
     Measure,
     Memory,
+    Part,
     Pen,
     PlanRanks,
     Pseudonyms,
@@ -141,9 +142,7 @@ def ingest(
     icc: Icc = "keep",
     cache: Cache = None,
     memory: Memory = None,
-    part: Annotated[
-        str, typer.Option("--part", help="i/n: process the i-th of n parts, for instance one on each node.")
-    ] = "1/1",
+    part: Part = "1/1",
     pseudonyms: Pseudonyms = None,
     max_bad: MaxBad = 0.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done, without writing.")] = False,
@@ -325,6 +324,7 @@ def predict(
     ] = False,
     tissue: Tissue = None,
     device: Device = "auto",
+    part: Part = "1/1",
     resume: Resume = False,
     as_json: Json = False,
 ) -> None:
@@ -347,6 +347,7 @@ def predict(
             allow_partial=allow_partial,
             tissue=tissue,
             device=device,
+            part=part,
         ),
         writes=out,
         as_ranks=True,

@@ -11,7 +11,7 @@ from workflows.exit_codes import exit_code_of
 
 launch = typer.Typer(
     name="launch",
-    help="Write (and submit) a script that starts a run or an ingest on a cluster.",
+    help="Write (and submit) a script that starts a run, an ingest or a prediction on a cluster.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -78,7 +78,7 @@ def slurm_array(
     submit: Submit = False,
     as_json: Json = False,
 ) -> None:
-    """An ingest as an array of Slurm jobs: ``hyfi launch slurm-array --parts 8 ingest PATH… --out STORE``."""
+    """An ingest or a prediction as an array of jobs: ``hyfi launch slurm-array --parts 8 ingest PATH… --out STORE``."""
 
     def body() -> int:
         from workflows.commands.launch import ScriptOptions, run_array

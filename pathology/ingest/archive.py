@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -15,7 +14,7 @@ from data.store.slide_store import SlideStore, StoreError, slide_path
 from hyfi_core.errors import RequestError
 from pathology.errors import SlideError
 from pathology.ingest.contact import write_contact
-from pathology.ingest.discover import SlideJob, find_jobs, user_columns
+from pathology.ingest.discover import SlideJob, find_jobs, part_of_names, user_columns
 from pathology.ingest.identity import SourceStamp, differences, source_digest
 from pathology.ingest.options import IngestOptions
 from pathology.ingest.pool import SlidePool
@@ -79,7 +78,7 @@ class Request:
         store: The store's folder; made where it does not exist.
         options: How to ingest; see `IngestOptions`.
         overwrite: Do finished slides again, with other parameters too.
-        part: (i, n): the i-th, from 1, of n parts into which slides fall by their names; the others are left out.
+        part: (i, n): the i-th, from 1, of n parts, equal to one slide; the slides of the others are left out.
         pseudonyms: ``KEY.csv``: slides get random names, see `pathology.ingest.pseudonyms`.
     """
 
@@ -179,13 +178,8 @@ def _jobs(request: Request, records: dict[str, SlideRecord]) -> tuple[list[Slide
     else:
         key = KeyFile(request.pseudonyms, request.store)
         jobs = key.disguise(find_jobs(request.paths, {}))
-    number, parts = request.part
-    return [job for job in jobs if part_of(job.slide_id, parts) == number], key
-
-
-def part_of(slide_id: str, parts: int) -> int:
-    """Return which of ``parts``, from 1, a slide falls into: by its name alone, so that all nodes agree."""
-    return int.from_bytes(hashlib.sha256(slide_id.encode("utf-8", "surrogateescape")).digest()[:8], "big") % parts + 1
+    mine = part_of_names([job.slide_id for job in jobs], *request.part)
+    return [job for job in jobs if job.slide_id in mine], key
 
 
 def _refuse_mixed_names(request: Request, records: dict[str, SlideRecord]) -> None:

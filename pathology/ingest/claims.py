@@ -80,12 +80,18 @@ class Claim:
     def check(self) -> None:
         """Make sure that the claim still holds, before something is done that cannot be undone.
 
+        A network file system may show an old list of a folder for a minute. So the file that whoever took over must
+        have made is made here, exclusively, which the server decides, and removed again.
+
         Raises:
             ClaimLostError: Another process has taken over.
         """
         folder, (name, number) = self._path.parent, _parts(self._path)
-        latest = _latest(folder, name)
-        if latest is None or latest.number != number or latest.token != self._token:
+        after = folder / f"{name}.{number + 1}"
+        free = _created(after, self._token)
+        if free:
+            after.unlink()
+        if not free or _token(self._path) != self._token:
             raise ClaimLostError(
                 f"another process has taken over {name}, because this one did not renew its claim in time"
             )

@@ -7,7 +7,7 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -221,3 +221,16 @@ def _plain_name(source: Path, series_in: Callable[[Path], Mapping[DicomHead, Pat
 
 def _short_digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:8]
+
+
+def part_of_names(names: Iterable[str], number: int, parts: int) -> set[str]:
+    """Return the names of one of several parts, which are equally large to one.
+
+    They are dealt in order, finished ones too, so processes that see the same slides agree whenever they begin.
+
+    Args:
+        names: of all slides.
+        number: which part, from 1.
+        parts: how many there are.
+    """
+    return set(sorted(names)[number - 1 :: parts])

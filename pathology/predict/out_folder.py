@@ -9,12 +9,13 @@ from typing import Any
 
 from data.files import write_json_atomically
 from hyfi_core.errors import RequestError
+from pathology.ingest.claims import Claim
 from pathology.predict.inputs import SlideInput
 from pathology.predict.members import InputSpec, Member
 from pathology.predict.options import PredictOptions
 from pathology.predict.results import PREDICTION_FILE, write_results
 from pathology.predict.slide_result import SlideResult
-from pathology.predict.table import DONE, FILE_NAME, INCOMPLETE, Prediction, PredictionTable
+from pathology.predict.table import CLAIMS, DONE, FILE_NAME, INCOMPLETE, Prediction, PredictionTable
 
 RUN_FILE = "predictions.json"
 
@@ -70,9 +71,12 @@ class OutFolder:
         return [k for k, one in enumerate(inputs) if self._overwrite or not self._finished(one)]
 
     def begin(self) -> None:
-        """Make the folder and say in it who predicts."""
+        """Make the folder and say in it who predicts; rows of other checkpoints go."""
         self.path.mkdir(parents=True, exist_ok=True)
-        write_json_atomically(self.path / RUN_FILE, self._made_by)
+        with Claim.wait(self.path / CLAIMS, FILE_NAME):
+            if self._made_by_others() is not None:  # no other process of this run has begun before
+                (self.path / FILE_NAME).unlink(missing_ok=True)
+            write_json_atomically(self.path / RUN_FILE, self._made_by)
 
     def write(self, one: SlideInput, result: SlideResult) -> None:
         """Write a slide's folder."""

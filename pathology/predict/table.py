@@ -10,8 +10,11 @@ from pathlib import Path
 
 from data.files import write_atomically
 from hyfi_core.errors import RequestError
+from pathology.ingest.claims import Claim
 
 FILE_NAME = "predictions.csv"
+CLAIMS = ".claims"
+"""Folder beside the table: who writes it now."""
 DONE, INCOMPLETE, FAILED = "done", "incomplete", "failed"
 
 
@@ -61,13 +64,13 @@ class Prediction:
 
 
 class PredictionTable:
-    """``predictions.csv`` of one folder. Rows of earlier runs stay until their slide is done again.
+    """``predictions.csv`` of one folder. Rows of earlier runs and other processes stay until their slide is done again.
 
     Args:
         folder: where the table lies or will lie.
         class_names: in the order of the model.
         with_spread: whether an ensemble predicts.
-        keep: whether rows of an earlier run stay.
+        keep: whether rows of an earlier run stay; where not, whoever opens the folder removes the file.
 
     Raises:
         RequestError: an earlier table there has other columns, or cannot be read.
@@ -85,13 +88,15 @@ class PredictionTable:
         return self._rows.get(slide_id)
 
     def put(self, prediction: Prediction) -> None:
-        """Set the row of a slide and replace the file."""
-        self._rows[prediction.slide_id] = prediction.row(self._class_names, self._with_spread)
-        text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, self.columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(self._rows[slide_id] for slide_id in sorted(self._rows))
-        write_atomically(self.path, text.getvalue().encode("utf-8"))
+        """Set the row of a slide and replace the file; one process at a time, and what others have set stays."""
+        with Claim.wait(self.path.parent / CLAIMS, FILE_NAME):
+            self._rows = self._earlier()
+            self._rows[prediction.slide_id] = prediction.row(self._class_names, self._with_spread)
+            text = io.StringIO(newline="")
+            writer = csv.DictWriter(text, self.columns, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(self._rows[slide_id] for slide_id in sorted(self._rows))
+            write_atomically(self.path, text.getvalue().encode("utf-8"))
 
     def _earlier(self) -> dict[str, dict[str, str]]:
         if not self.path.exists():

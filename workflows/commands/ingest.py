@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hyfi_core.errors import RequestError
 from workflows import console
+from workflows.parts import parse_part
 from workflows.paths import require_folder, require_writable
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def run(
         cache=cache,
     )
     _check_cache(cache)
-    request = Request(paths, out, options, overwrite, _part(part), pseudonyms)
+    request = Request(paths, out, options, overwrite, parse_part(part), pseudonyms)
     memory_bytes = None if memory is None else parse_bytes(memory)
     processes, plan = worker_count(workers, memory_bytes), make_plan(request)
     if dry_run:
@@ -167,13 +168,6 @@ def _size(job: SlideJob) -> int:
         return max(1, SourceStamp.of(job.source).size_bytes)
     except SlideError:
         return 1
-
-
-def _part(text: str) -> tuple[int, int]:
-    number, _, of = text.partition("/")
-    if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
-        raise RequestError(f"--part {text}: expected i/n, as in 1/4, 2/4, 3/4, 4/4")
-    return int(number), int(of)
 
 
 def _refuse_too_little_room(plan: Plan, request: Request) -> None:

@@ -1,4 +1,4 @@
-"""``hyfi launch``: writes, and submits, the script that starts a run or an ingest on a cluster."""
+"""``hyfi launch``: writes, and submits, the script that starts a run, an ingest or a prediction on a cluster."""
 
 from __future__ import annotations
 
@@ -80,20 +80,21 @@ def run(
 
 
 def run_array(words: list[str], parts: int, asked: ScriptOptions) -> int:
-    """Write the script of an array of jobs, each with its part of an ingest.
+    """Write the script of an array of jobs, each with its part of an ingest or a prediction.
 
     Args:
-        words: the command: ``ingest PATH… --out STORE …``.
+        words: the command: ``ingest PATH… --out STORE …`` or ``predict CHECKPOINT SLIDE… --out DIR …``.
         parts: jobs of the array.
         asked: of the script; its resources are those of each job.
 
     Raises:
         RequestError: the command has no parts, or Slurm refuses the job.
     """
-    if not words or words[0] != "ingest":
+    if not words or words[0] not in ("ingest", "predict"):
         given = words[0] if words else "nothing"
         raise RequestError(
-            f"slurm-array: given {given!r}; allowed: ingest PATH… --out STORE (the command that has --part)"
+            f"slurm-array: given {given!r}; allowed: ingest PATH… --out STORE, predict CHECKPOINT SLIDE… --out DIR "
+            "(the commands that have --part)"
         )
     if "--part" in words or any(word.startswith("--part=") for word in words):
         raise RequestError("slurm-array: --part is added by the script; leave it out and give --parts")
@@ -101,7 +102,7 @@ def run_array(words: list[str], parts: int, asked: ScriptOptions) -> int:
         raise RequestError(
             f"slurm-array: each job of the array runs on one node; given --nodes {asked.resources.nodes}"
         )
-    path = asked.path or Path("ingest.sbatch")
+    path = asked.path or Path(f"{words[0]}.sbatch")
     text = script_of(
         "slurm_array", path, words, 1, asked.resources, Site.load(asked.site), parts=parts, log=f"{path.stem}-%A_%a.log"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from workflows import console, signals
 from workflows.evaluation.cells import parse_cells
 from workflows.exit_codes import DONE, SOME_FAILED, STOPPED
 from workflows.launch.launch import inside_launcher, launch, own_rank, run_as_rank
+from workflows.parts import parse_part
 from workflows.paths import require_writable
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ def run(
     allow_partial: bool = False,
     tissue: str | None = None,
     device: str = "auto",
+    part: str = "1/1",
 ) -> int:
     """Predict ``inputs`` with one checkpoint, or with several as an ensemble, into ``out``.
 
@@ -45,7 +48,8 @@ def run(
     ``srun``, by those that are there. With ``cells`` ("R,C") one process computes each image cell by cell. ``image``
     is ``whole`` (all tissue) or ``trained`` (what one image of the trained size holds); where that is less than the
     checkpoint's ``min_coverage``, no class is given unless ``allow_partial``. ``tissue`` replaces what was found to be
-    tissue: see `pathology.predict.options.PredictOptions`.
+    tissue: see `pathology.predict.options.PredictOptions`. ``part`` ("i/n") leaves the slides of the
+    other parts to other processes with the same ``out``.
 
     Returns:
         0 when all slides are done; 1 when some failed or no class could be given (each named with its reason on
@@ -66,82 +70,95 @@ def run(
         tissue=tissue,
         device=device_request(device),
     )
+    request = _Request(checkpoints, inputs, out, ranks, options, parse_part(part), as_json)
     if options.cells is not None and ranks is not None and ranks > 1:
         raise RequestError(f"--cells {cells} with --ranks {ranks}: cells need a single process; leave out either")
     if inside_launcher():
-        return run_as_rank(partial(_predict, checkpoints, inputs, out, ranks, options, as_json))
+        return run_as_rank(partial(_predict, request))
     if ranks is not None and ranks > 1:
-        _check(checkpoints, inputs, out, options)
-        return launch(_arguments(checkpoints, inputs, out, ranks, options, as_json), ranks)
-    return _predict(checkpoints, inputs, out, ranks, options, as_json)
+        _check(request)
+        return launch(_arguments(request, ranks), ranks)
+    return _predict(request)
 
 
-def _check(checkpoints: Sequence[Path], inputs: Sequence[Path], out: Path, options: PredictOptions) -> list[SlideInput]:
-    """Check what can be checked before anything slow, and return the slides.
+@dataclass(frozen=True)
+class _Request:
+    """What is asked for; see :func:`run`."""
+
+    checkpoints: Sequence[Path]
+    inputs: Sequence[Path]
+    out: Path
+    ranks: int | None
+    options: PredictOptions
+    part: tuple[int, int]
+    as_json: bool
+
+
+def _check(request: _Request) -> list[SlideInput]:
+    """Check what can be checked before anything slow, and return the slides of this part.
 
     Raises:
         RequestError: the request cannot be met.
     """
     from hyfi_core.runtime.checkpoint import read_model_json
+    from pathology.ingest.discover import part_of_names
     from pathology.ingest.options import IngestOptions
     from pathology.predict.inputs import find_inputs
     from pathology.predict.members import InputSpec
 
-    for checkpoint in checkpoints:
+    options, out = request.options, request.out
+    for checkpoint in request.checkpoints:
         spec = InputSpec.of(read_model_json(checkpoint))
         IngestOptions(mpp=options.mpp or spec.mpp, slide_mpp=options.slide_mpp)
-    found = find_inputs(inputs)
+    found = find_inputs(request.inputs)
     options.check_tissue([one.slide_id for one in found])
     require_writable(out)
     if out.exists() and not out.is_dir():
         raise RequestError(f"{out} is a file; choose a folder for the results")
-    return found
+    mine = part_of_names([one.slide_id for one in found], *request.part)
+    return [one for one in found if one.slide_id in mine]
 
 
-def _arguments(
-    checkpoints: Sequence[Path], inputs: Sequence[Path], out: Path, ranks: int, options: PredictOptions, as_json: bool
-) -> list[str]:
+def _arguments(request: _Request, ranks: int) -> list[str]:
     """Return the same request for the ranks."""
-    words = ["predict", "--out", str(out), "--ranks", str(ranks)]
-    for checkpoint in checkpoints[1:]:
+    options = request.options
+    words = ["predict", "--out", str(request.out), "--ranks", str(ranks), "--part", "{}/{}".format(*request.part)]
+    for checkpoint in request.checkpoints[1:]:
         words += ["--checkpoint", str(checkpoint)]
     for flag, value in (("--mpp", options.mpp), ("--slide-mpp", options.slide_mpp)):
         words += [] if value is None else [flag, repr(value)]
     words += ["--device", options.device]
     words += ["--tissue", options.tissue] if options.tissue is not None else []
-    words += ["--overwrite"] * options.overwrite + ["--json"] * as_json
+    words += ["--overwrite"] * options.overwrite + ["--json"] * request.as_json
     words += ["--image", options.image] + ["--allow-partial"] * options.allow_partial
-    return [*words, "--", str(checkpoints[0]), *(str(path) for path in inputs)]
+    return [*words, "--", str(request.checkpoints[0]), *(str(path) for path in request.inputs)]
 
 
-def _predict(
-    checkpoints: Sequence[Path],
-    inputs: Sequence[Path],
-    out: Path,
-    ranks: int | None,
-    options: PredictOptions,
-    as_json: bool,
-) -> int:
+def _predict(request: _Request) -> int:
     """Do this rank's part."""
     from hyfi_core.comm.agree import agree
     from pathology.predict.cohort import predict_slides
     from workflows.launch.owner import FolderOwner
     from workflows.launch.peer_watch import join
 
-    slides = _check(checkpoints, inputs, out, options)
-    members = [load_member(path) for path in checkpoints]
+    slides, out, ranks = _check(request), request.out, request.ranks
+    members = [load_member(path) for path in request.checkpoints]
     comm = join()
-    owner = agree(comm, lambda: FolderOwner(out, "choose another --out") if comm.rank == 0 else None)
+    number, parts = request.part
+    part, advice = f"{number}-of-{parts}" if parts > 1 else "", "choose another --out, or each a --part of its own"
+    owner = agree(comm, lambda: FolderOwner(out, advice, part) if comm.rank == 0 else None)
     if ranks is not None and ranks != comm.size:
         raise RequestError(
             f"--ranks {ranks}: {comm.size} ranks were started; give the same number, or leave --ranks out"
         )
     with _progress(len(slides), comm) as progress:
-        report = predict_slides(members, slides, out, comm, options, progress=progress, stop_wanted=signals.requested)
+        report = predict_slides(
+            members, slides, out, comm, request.options, progress=progress, stop_wanted=signals.requested
+        )
     if owner is not None:
         page = _write_page(out, members)
         owner.release()
-        _say(report, out, page, as_json)
+        _say(report, out, page, request.as_json)
     if report.stopped:
         return STOPPED
     withheld = [one for one in report.incomplete if not one.prediction]
@@ -181,8 +198,10 @@ def _progress(total: int, comm: Communicator) -> Iterator[Callable[[str], None]]
 
 def _write_page(out: Path, members: Sequence[Member]) -> Path:
     """Write ``index.html`` about all slides of the folder, also those of earlier runs."""
-    from workflows.evaluation.cohort_page import PAGE_FILE, predicted_slides, write_cohort_page
+    from workflows.evaluation.cohort_page import FILE_NAME, PAGE_FILE, predicted_slides, write_cohort_page
 
+    if not (out / FILE_NAME).exists():
+        return out / PAGE_FILE  # a part without slides came first
     class_names = members[0].config["class_names"]
     try:
         return write_cohort_page(out, predicted_slides(out, class_names), class_names, f"Predictions in {out.name}")

@@ -12,7 +12,7 @@ import os
 import socket
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from hyfi_core.errors import RequestError
 from workflows.console import warn
@@ -26,39 +26,51 @@ class FolderOwner:
     Args:
         folder: to write to; it is made where it is missing.
         other: what a second writer should do instead, as shown to the user.
+        part: of work that several processes share: each part has one writer, and the whole has none meanwhile.
 
     Raises:
         RequestError: another process is writing there.
     """
 
-    def __init__(self, folder: Path, other: str) -> None:
+    def __init__(self, folder: Path, other: str, part: str = "") -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / NAME).open("a+", encoding="utf-8")
+        self._files: list[IO[str]] = []
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._own(folder, NAME, other, shared=bool(part))
+            if part:
+                self._own(folder, f"{NAME}-{part}", other, shared=False)
+        except RequestError:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Let others write there."""
+        for file in self._files:
+            file.close()
+
+    def _own(self, folder: Path, name: str, other: str, shared: bool) -> None:
+        file = (folder / name).open("a+", encoding="utf-8")
+        self._files.append(file)
+        try:
+            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
-            self._file.close()
-            who = describe_owner(owner_of(folder))
+            who = describe_owner(owner_of(folder, name))
             raise RequestError(f"{folder}: in use by {who}; wait for it or stop it, or {other}") from None
         except OSError as error:
             warn(
                 f"hyfi: {folder}: its file system has no locks ({error.strerror}); make sure that no other process "
                 f"writes there"
             )
-        self._file.truncate(0)
+        file.truncate(0)
         job = os.environ.get("SLURM_JOB_ID")
-        json.dump({"pid": os.getpid(), "host": socket.gethostname(), "job": job, "since": time.time()}, self._file)
-        self._file.flush()
-
-    def release(self) -> None:
-        """Let others write there."""
-        self._file.close()
+        json.dump({"pid": os.getpid(), "host": socket.gethostname(), "job": job, "since": time.time()}, file)
+        file.flush()
 
 
-def owner_of(folder: Path) -> dict[str, Any] | None:
+def owner_of(folder: Path, name: str = NAME) -> dict[str, Any] | None:
     """Return ``pid``, ``host``, ``job`` and ``since`` (seconds since 1970) of who writes to a folder now, or None."""
     try:
-        with (folder / NAME).open("r+", encoding="utf-8") as file:
+        with (folder / name).open("r+", encoding="utf-8") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -22,8 +22,9 @@ from data.store.slide_store import SlideStore, slide_path
 from hyfi_core.errors import RequestError
 from pathology.ingest import forecast
 from pathology.ingest import pool as slide_pool
-from pathology.ingest.archive import IngestOptions, IngestReport, Request, ingest, ingest_slide, make_plan, part_of
+from pathology.ingest.archive import IngestOptions, IngestReport, Request, ingest, ingest_slide, make_plan
 from pathology.ingest.claims import Claim, ClaimLostError
+from pathology.ingest.discover import part_of_names
 from pathology.ingest.work import CLAIMS, do_job
 from pathology.memory import WORKER_BYTES, parse_bytes, worker_count
 from tests.conftest import ROOT
@@ -115,9 +116,11 @@ def test_the_same_name_given_meanwhile_to_a_slide_elsewhere(tmp_path: Path, make
 def test_parts_are_disjoint_and_make_the_whole(tmp_path: Path, make_slide: MakeSlide) -> None:
     sources = [make_slide(f"{k}.tiff", seed=k) for k in range(5)]
     names = [f"slide-{k}" for k in range(4000)]
-    assert Counter(part_of(name, 4) for name in names).keys() == {1, 2, 3, 4}
-    assert min(Counter(part_of(name, 4) for name in names).values()) > 900
-    assert part_of("slide-1", 3) == part_of("slide-1", 3) and part_of("anything", 1) == 1
+    parts = Counter(part for part in (1, 2, 3, 4) for _ in part_of_names(names, part, 4))
+    assert parts.keys() == {1, 2, 3, 4} and min(parts.values()) > 900
+    assert [len(part_of_names(names[:12], part, 4)) for part in (1, 2, 3, 4)] == [3, 3, 3, 3]
+    assert part_of_names(names, 1, 3) == part_of_names(reversed(names), 1, 3)
+    assert part_of_names(["anything"], 1, 1) == {"anything"}
     jobs = [make_plan(Request(sources, tmp_path / "store", AT_HALF, part=(k, 3))).jobs for k in (1, 2, 3)]
     assert sorted(job.slide_id for part in jobs for job in part) == ["0", "1", "2", "3", "4"]
     for k in (3, 1, 2):

@@ -94,6 +94,21 @@ def test_whoever_was_silent_too_long_is_told(tmp_path: Path) -> None:
         assert Claim.take(tmp_path, "a") is None
 
 
+def test_an_old_list_of_the_folder_hides_no_takeover(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS clients keep lists of folders: the file of whoever took over is missing there for a while."""
+    slow = Claim.take(tmp_path, "a")
+    assert slow is not None
+    slow.check()
+    backdate(tmp_path / "a.0", claims.STALE_AFTER_S + 1)
+    fast = Claim.take(tmp_path, "a")
+    assert fast is not None
+    monkeypatch.setattr(claims, "_numbers", lambda folder, name: [0])
+    with pytest.raises(ClaimLostError):
+        slow.check()
+    fast.check()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.0", "a.1"]
+
+
 def test_the_heartbeat_keeps_a_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claims, "BEAT_S", 0.02)
     with Claim.take(tmp_path, "a"):  # type: ignore[union-attr]

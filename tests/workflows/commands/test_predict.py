@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +13,7 @@ import tifffile
 import torch
 
 from hyfi_core.runtime.checkpoint import save_checkpoint
-from tests.conftest import Hyfi
+from tests.conftest import ROOT, Hyfi
 from tests.pathology.slides import draw_slide, member_of, write_slide
 from workflows.evaluation.models import build_model
 
@@ -41,6 +44,27 @@ def slides(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rows_of(out: Path) -> dict[str, dict[str, str]]:
     with (out / "predictions.csv").open(newline="") as file:
         return {row["slide_id"]: row for row in csv.DictReader(file)}
+
+
+@pytest.mark.soak
+def test_processes_with_one_folder_lose_no_rows(checkpoint: Path, tmp_path: Path) -> None:
+    """Each wrote the table that it had read at its start, without the other's slides."""
+    for name in ("one", "two", "three"):
+        (tmp_path / "slides").mkdir(exist_ok=True)
+        (tmp_path / "slides" / f"{name}.svs").touch()
+    write_slide(tmp_path / "slides" / "whole.tiff", draw_slide())
+    words = [sys.executable, "-m", "workflows", "predict", checkpoint, "slides", "--out", "out", "--part"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    parts = [subprocess.Popen([*words, f"{k}/3"], cwd=tmp_path, env=environment) for k in (1, 2, 3)]
+    assert sorted(part.wait(timeout=280) for part in parts) == [0, 1, 1]
+    assert {name: row["status"] for name, row in rows_of(tmp_path / "out").items()} == {
+        "one": "failed",
+        "three": "failed",
+        "two": "failed",
+        "whole": "done",
+    }
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert all(name in page for name in ("one", "two", "three", "whole"))
 
 
 @pytest.mark.mpi

@@ -37,6 +37,20 @@ def test_a_second_writer_is_refused_until_the_first_has_died(tmp_path: Path) -> 
     FolderOwner(folder, "name another").release()
 
 
+def test_parts_have_a_writer_each_and_the_whole_none_beside_them(tmp_path: Path) -> None:
+    first, second = FolderOwner(tmp_path, "", "1-of-2"), FolderOwner(tmp_path, "", "2-of-2")
+    for part in ("1-of-2", ""):
+        with pytest.raises(RequestError, match="in use by"):
+            FolderOwner(tmp_path, "", part)
+    first.release()
+    second.release()
+    whole = FolderOwner(tmp_path, "")
+    with pytest.raises(RequestError, match="in use by"):
+        FolderOwner(tmp_path, "", "1-of-2")
+    whole.release()
+    FolderOwner(tmp_path, "", "1-of-2").release()
+
+
 def test_a_released_folder_is_free(tmp_path: Path) -> None:
     owner = FolderOwner(tmp_path, "")
     with pytest.raises(RequestError, match="in use by"):

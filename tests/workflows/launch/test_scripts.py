@@ -68,7 +68,7 @@ def test_edited_templates_come_first(tmp_path: Path) -> None:
         (["slurm", "run.yaml", "--nodes", "9"], "--nodes 9: the run has 1 ranks"),
         (["slurm", "run.yaml", "--ranks", "3"], "--ranks 3: the run needs 1"),
         (["slurm", "none.yaml"], "no such file"),
-        (["slurm-array", "predict", "x"], "slurm-array: given 'predict'"),
+        (["slurm-array", "verify", "x"], "slurm-array: given 'verify'"),
         (["slurm-array", "ingest", "x", "--out", "s", "--part", "1/2"], "--part is added by the script"),
     ],
 )
