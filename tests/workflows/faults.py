@@ -41,10 +41,10 @@ def faulty(classes: int, norm: str = "train", pool: str = "avg", width: int = 8)
     """Return ``tiny`` on a rank to which ``HYFI_TEST_FAULT=<rank>:<call>:<method>:<kind>`` happens.
 
     At the ``call``-th call of the engine's ``method`` the rank raises, dies, or hangs;
-    ``slow`` makes each call last ``call`` times 0.2 s.
+    ``slow`` makes each call last ``call`` times 0.2 s, ``slow_until_requeued`` until Slurm has started the job again.
     """
     fault = os.environ.get("HYFI_TEST_FAULT")
-    if fault:
+    if fault and not (fault.endswith(":slow_until_requeued") and "SLURM_RESTART_COUNT" in os.environ):
         rank, call, method, kind = fault.split(":")
         if rank == _rank():
             _break(method, int(call), kind)
@@ -68,7 +68,7 @@ def _break(method: str, call: int, kind: str) -> None:
     def broken(self: Engine, *args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
-        if kind == "slow":
+        if kind.startswith("slow"):
             time.sleep(0.2 * max(1, call))
         elif calls == call and kind == "raise":
             raise RuntimeError("the fault that this test asked for")

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import csv
 import json
 import os
 import subprocess
@@ -10,22 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tifffile
-import torch
 
-from hyfi_core.runtime.checkpoint import save_checkpoint
 from tests.conftest import ROOT, Hyfi
-from tests.pathology.slides import draw_slide, member_of, write_slide
-from workflows.evaluation.models import build_model
-
-MODEL = {"name": "resnet10", "classes": 2, "norm": "train", "pool": "avg", "options": {"width": 8}}
-
-
-def save(folder: Path, seed: int = 0) -> Path:
-    torch.manual_seed(seed)
-    model = build_model(MODEL)
-    config = {**member_of(model).config, "model": MODEL, "size_px": [320, 330]}
-    save_checkpoint(folder, weights=model.state_dict(), model={k: v for k, v in config.items() if k != "files"})
-    return folder
+from tests.pathology.slides import draw_slide, write_slide
+from tests.workflows.predictions import rows_of, save
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +26,6 @@ def slides(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_slide(folder / "one.tiff", draw_slide())
     (folder / "empty.svs").touch()
     return folder
-
-
-def rows_of(out: Path) -> dict[str, dict[str, str]]:
-    with (out / "predictions.csv").open(newline="") as file:
-        return {row["slide_id"]: row for row in csv.DictReader(file)}
 
 
 @pytest.mark.soak

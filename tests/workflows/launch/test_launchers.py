@@ -76,7 +76,8 @@ def open_mpi() -> tuple[list[str], dict[str, str]]:
     if mpiexec is None or not OPEN_MPI.exists():
         pytest.skip("no Open MPI here: apt-get install openmpi-bin")
     words = [mpiexec, "--oversubscribe", "-n", "2", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
-    return words, {"MPI4PY_MPIABI": "openmpi", "MPI4PY_LIBMPI": str(OPEN_MPI)}
+    settings = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return words, {"MPI4PY_MPIABI": "openmpi", "MPI4PY_LIBMPI": str(OPEN_MPI)} | settings
 
 
 def train_under_open_mpi(begin: Begin, folder: Path) -> subprocess.Popen[str]:
@@ -127,16 +128,23 @@ def test_a_request_to_stop_under_open_mpi(begin: Begin, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "checkpoints" / "latest").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_the_script_around_torchrun_stops_with_a_checkpoint(
-    begin: Begin, tmp_path: Path, number: signal.Signals
+SCRIPTS = [("torchrun", "SIGTERM"), ("torchrun", "SIGUSR1"), ("MPICH", "SIGTERM"), ("Open MPI", "SIGTERM")]
+
+
+@pytest.mark.parametrize(
+    ("by", "number"),
+    [pytest.param(*script, marks=[] if script == SCRIPTS[0] else pytest.mark.soak) for script in SCRIPTS],
+)
+def test_the_script_around_a_launcher_stops_with_a_checkpoint(
+    begin: Begin, tmp_path: Path, by: str, number: str
 ) -> None:
-    """Torchrun itself ended with 1 by SIGTERM, and by SIGUSR1 left its ranks behind."""
-    written = begin(sys.executable, *HYFI, "launch", "torchrun", "run.yaml")
+    """Torchrun itself and Open MPI's mpiexec ended with 1 by SIGTERM, and torchrun by SIGUSR1 left its ranks behind."""
+    more = open_mpi()[1] | {"PATH": f"/usr/bin:{os.environ['PATH']}"} if by == "Open MPI" else {}
+    written = begin(sys.executable, *HYFI, "launch", "torchrun" if by == "torchrun" else "mpiexec", "run.yaml")
     assert written.wait(timeout=60) == 0
-    job = begin("bash", "run.sh")
+    job = begin("bash", "run.sh", **more)
     wait_for_step(job, tmp_path, 2)
-    job.send_signal(number)
+    job.send_signal(signal.Signals[number])
     end(job, tmp_path, 30)
     assert job.returncode == 3
     assert (tmp_path / "run" / "checkpoints" / "latest").exists()

@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from data.store.manifest import load_manifest
+from tests.pathology.slides import draw_slide, write_slide
 from tests.workflows.archive import make_config, make_store
+from tests.workflows.predictions import rows_of, save
 from tests.workflows.runs import losses
 from tests.workflows.slurm import Slurm, slurm
 from workflows.training.metrics_log import read_metrics
@@ -20,6 +23,7 @@ __all__ = ["slurm"]
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[3]
 HYFI = (sys.executable, "-m", "workflows")
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 TWO = "plan.grids=[[1,2]]"
 
 
@@ -118,12 +122,12 @@ def test_a_run_meets_its_time_limit_and_continues_by_itself(slurm: Slurm, tmp_pa
     straight = [*HYFI, "train", str(config), TWO, f"run.dir={tmp_path / 'straight'}"]
     subprocess.run(straight, cwd=tmp_path, env=environment(slurm), check=True, capture_output=True, timeout=300)
     (tmp_path / "site.yaml").write_text("signal_s: 75\npartition: all\n")
-    slow = environment(slurm, HYFI_TEST_FAULT="0:10:update:slow")
+    slow = environment(slurm, HYFI_TEST_FAULT="0:20:update:slow_until_requeued")
     words = [*HYFI, "launch", "slurm", str(config), TWO, "--nodes", "2", "--time", "3", "--mpi", "pmi2", "--submit"]
     said = subprocess.run(words, cwd=tmp_path, env=slow, check=True, capture_output=True, text=True, timeout=60).stdout
     job = said.split()[-1]
     deadline_s = time.monotonic() + 420
-    while slurm.state(job)[0] not in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"):
+    while slurm.state(job)[0] not in ENDED:
         assert time.monotonic() < deadline_s, (slurm.state(job), (tmp_path / f"run-{job}.log").read_text())
         time.sleep(1)
     log = (tmp_path / f"run-{job}.log").read_text()
@@ -131,6 +135,38 @@ def test_a_run_meets_its_time_limit_and_continues_by_itself(slurm: Slurm, tmp_pa
     assert state == "COMPLETED" and restarts >= 1, log
     assert "stopped on request" in log
     assert losses(tmp_path / "run") == losses(tmp_path / "straight")
+
+
+def submit_array(slurm: Slurm, folder: Path, parts: int, *words: str) -> list[str]:
+    """Submit an array of jobs, wait for its end, and return the logs of its parts."""
+    (folder / "site.yaml").write_text("partition: all\n")
+    command = [*HYFI, "launch", "slurm-array", "--parts", str(parts), "--submit", *words]
+    said = subprocess.run(
+        command, cwd=folder, env=environment(slurm), check=True, capture_output=True, text=True, timeout=60
+    ).stdout
+    job, logs = said.split()[-1], []
+    deadline_s = time.monotonic() + 300
+    for part in range(1, parts + 1):
+        while slurm.state(f"{job}_{part}")[0] not in ENDED:
+            assert time.monotonic() < deadline_s, slurm.run("squeue")
+            time.sleep(0.5)
+        logs.append((folder / f"{words[0]}-{job}_{part}.log").read_text())
+        assert slurm.state(f"{job}_{part}")[0] == "COMPLETED", logs[-1]
+    return logs
+
+
+@pytest.mark.soak
+def test_an_array_ingests_and_predicts_every_slide_once(slurm: Slurm, tmp_path: Path) -> None:
+    (tmp_path / "slides").mkdir()
+    for number in range(6):
+        write_slide(tmp_path / "slides" / f"{number}.tiff", draw_slide(seed=number))
+    logs = submit_array(slurm, tmp_path, 3, "ingest", "slides", "--out", "store", "--mpp", "2.0", "--workers", "1")
+    assert all("2 done, 0 failed, 0 finished before" in log for log in logs), logs
+    assert [row["status"] for row in load_manifest(tmp_path / "store")] == ["done"] * 6
+    checkpoint = save(tmp_path / "step-00000012")
+    logs = submit_array(slurm, tmp_path, 2, "predict", str(checkpoint), "slides", "--out", "predictions")
+    assert all("3 predicted, 0 incomplete, 0 failed" in log for log in logs), logs
+    assert sorted(rows_of(tmp_path / "predictions")) == [str(number) for number in range(6)]
 
 
 def _pid_of_rank(rank: int, mark: Path) -> int:
