@@ -15,7 +15,7 @@ from pathology.predict.members import InputSpec, Member
 from pathology.predict.options import PredictOptions
 from pathology.predict.results import PREDICTION_FILE, write_results
 from pathology.predict.slide_result import SlideResult
-from pathology.predict.table import CLAIMS, DONE, FILE_NAME, INCOMPLETE, Prediction, PredictionTable
+from pathology.predict.table import CLAIM, DONE, FILE_NAME, INCOMPLETE, Prediction, PredictionTable
 
 RUN_FILE = "predictions.json"
 
@@ -73,7 +73,7 @@ class OutFolder:
     def begin(self) -> None:
         """Make the folder and say in it who predicts; rows of other checkpoints go."""
         self.path.mkdir(parents=True, exist_ok=True)
-        with Claim.wait(self.path / CLAIMS, FILE_NAME):
+        with Claim.wait(self.path, CLAIM):
             if self._made_by_others() is not None:  # no other process of this run has begun before
                 (self.path / FILE_NAME).unlink(missing_ok=True)
             write_json_atomically(self.path / RUN_FILE, self._made_by)

@@ -13,8 +13,8 @@ from hyfi_core.errors import RequestError
 from pathology.ingest.claims import Claim
 
 FILE_NAME = "predictions.csv"
-CLAIMS = ".claims"
-"""Folder beside the table: who writes it now."""
+CLAIM = f".{FILE_NAME}.claim"
+"""Held by whoever writes the table."""
 DONE, INCOMPLETE, FAILED = "done", "incomplete", "failed"
 
 
@@ -89,7 +89,7 @@ class PredictionTable:
 
     def put(self, prediction: Prediction) -> None:
         """Set the row of a slide and replace the file; one process at a time, and what others have set stays."""
-        with Claim.wait(self.path.parent / CLAIMS, FILE_NAME):
+        with Claim.wait(self.path.parent, CLAIM):
             self._rows = self._earlier()
             self._rows[prediction.slide_id] = prediction.row(self._class_names, self._with_spread)
             text = io.StringIO(newline="")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hyfi_core.errors import RequestError
-from pathology.predict.table import CLAIMS, DONE, FAILED, Prediction, PredictionTable
+from pathology.predict.table import DONE, FAILED, Prediction, PredictionTable
 
 
 def statuses(folder: Path) -> dict[str, str]:
@@ -29,7 +29,7 @@ def test_two_that_opened_an_empty_folder_lose_no_rows(tmp_path: Path) -> None:
     assert statuses(tmp_path) == {"one": FAILED, "two": DONE, "three": DONE}
     second.put(Prediction("one", "", "one.svs", DONE, "a", (1.0, 0.0)))
     assert statuses(tmp_path) == {"one": DONE, "two": DONE, "three": DONE}
-    assert list((tmp_path / CLAIMS).iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["predictions.csv"]
 
 
 def test_a_table_of_other_columns_is_left_alone(tmp_path: Path) -> None:
