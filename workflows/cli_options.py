@@ -51,7 +51,7 @@ Memory = Annotated[
     str | None,
     typer.Option("--memory", help="Memory of all workers together, as in 8GB; default: most of the free memory."),
 ]
-Part = Annotated[str, typer.Option("--part", metavar="i/n", help="Process the i-th of n parts, for instance one on each node.")]
+Part = Annotated[str, typer.Option("--part", metavar="i/n", help="Process the i-th of n parts, say one a node.")]
 Pseudonyms = Annotated[
     Path | None,
     typer.Option(
