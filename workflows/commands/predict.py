@@ -198,7 +198,8 @@ def _progress(total: int, comm: Communicator) -> Iterator[Callable[[str], None]]
 
 def _write_page(out: Path, members: Sequence[Member]) -> Path:
     """Write ``index.html`` about all slides of the folder, also those of earlier runs."""
-    from workflows.evaluation.cohort_page import FILE_NAME, PAGE_FILE, predicted_slides, write_cohort_page
+    from pathology.predict.table import FILE_NAME
+    from workflows.evaluation.cohort_page import PAGE_FILE, predicted_slides, write_cohort_page
 
     if not (out / FILE_NAME).exists():
         return out / PAGE_FILE  # a part without slides came first
