@@ -1,13 +1,13 @@
-"""What thread-ranks of one group share: queues that pair sends with receives, calls that all ranks make, and waits.
+"""Shared state of thread-ranks in a group: queues that pair sends with receives, collective calls, and waits.
 
-    usual    a send is copied and done at once; it meets the receive with its tag
-    strict   what NCCL would demand of a program: a send is done when its receive has begun (rendezvous); between two
-             ranks the first send meets the first receive, whatever their tags; and a rank's operations on a group run
+    usual    a send is copied and completes at once; it is paired with a receive by tag
+    strict   what NCCL requires of a program: a send completes when its receive has begun (rendezvous); between two
+             ranks sends and receives are paired in order, regardless of tags; and a rank's operations on a group run
              one after another, as on the one stream of an NCCL communicator: an exchange or a collective call begins
              when all that the rank began before on this group is done
 
-In strict mode a program that leans on tags, on buffering or on operations that overtake each other is reported, with
-both sides named, and so is a deadlock.
+In strict mode, programs that depend on tags, on buffering or on reordering of operations raise an error that names both
+sides, and so do deadlocks.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ import torch
 
 from hyfi_core.comm.base import Message
 
-_WAIT_S = 0.05  # how long a waiting rank sleeps before it looks whether another has failed
-_STUCK_S = 1.0  # how long all ranks wait, and nothing happens, before that is called a deadlock
+_WAIT_S = 0.05  # how long a waiting rank sleeps before it checks for failures
+_STUCK_S = 1.0  # if all ranks wait for this long, they are deadlocked
 
 
 class PeerFailedError(RuntimeError):
-    """Another rank has failed; this one ends because of it. Never the first error."""
+    """Another rank has failed, so this one ends. Never the first error."""
 
 
 class DeadlockError(RuntimeError):
-    """Every rank waits, or has ended, and nothing is under way that could wake one."""
+    """Every rank waits or has ended, and no pending operation can complete."""
 
 
 class ThreadWorld:
-    """All ranks of one run: one lock for everything they share, and what each of them waits for.
+    """All ranks of one run: the lock for all shared state, and what each rank waits for.
 
     Attributes:
         size: ranks of the whole world.
         strict: whether sends are rendezvous in one order for each pair.
-        changed: the lock; notified whenever a waiting rank might continue.
+        changed: the lock; notified when a waiting rank may continue.
         failed: set when a rank has failed.
     """
 
@@ -55,12 +55,12 @@ class ThreadWorld:
         self._still_since_s = time.monotonic()
 
     def notify(self) -> None:
-        """Say, under ``changed``, that something happened."""
+        """Wake waiting ranks; under ``changed``."""
         self._still_since_s = time.monotonic()
         self.changed.notify_all()
 
     def end(self, rank: int, failed: bool) -> None:
-        """Take note that a rank of the whole world is done."""
+        """Record that a rank of the whole world has ended."""
         with self.changed:
             self._ended.add(rank)
             if failed:
@@ -81,8 +81,8 @@ class ThreadWorld:
 
         Args:
             rank: of the whole world.
-            ready: asked whenever something happened.
-            what: says what the rank waits for; like ``ready`` it may be asked by other ranks, under ``changed``.
+            ready: called after each change.
+            what: describes the wait; like ``ready``, it may be called by other ranks, under ``changed``.
 
         Raises:
             PeerFailedError: another rank has failed meanwhile.
@@ -111,9 +111,9 @@ class PostedMessage:
     """One send or receive that waits for its other side.
 
     Attributes:
-        message: as it was given; a send's tensor is a copy unless the world is strict.
-        version: of the tensor when it was posted; None where torch counts none.
-        done: whether it has met its other side.
+        message: as passed; a send's tensor is a copy unless the world is strict.
+        version: of the tensor when it was posted; None for inference tensors.
+        done: whether it has been paired.
     """
 
     message: Message
@@ -123,12 +123,12 @@ class PostedMessage:
 
 @dataclass
 class Operation:
-    """An exchange or a collective call of one rank, on its way through the rank's stream.
+    """An exchange or a collective call of one rank, in the rank's stream.
 
     Attributes:
         start: begins it.
-        done: whether it is over.
-        started: whether its turn has come.
+        done: whether it has completed.
+        started: whether it has begun.
     """
 
     start: Callable[[], None]
@@ -144,7 +144,7 @@ class _MessageQueues:
 
 @dataclass
 class GroupCall:
-    """One collective call of a group: what each rank gave."""
+    """One collective call of a group, with each rank's input."""
 
     what: str
     first: int
@@ -153,7 +153,7 @@ class GroupCall:
 
 
 class ThreadGroup:
-    """What the ranks of one group share. Its methods are called under ``world.changed``.
+    """State of one group. Its methods are called under ``world.changed``.
 
     Args:
         world: the run.
@@ -179,7 +179,7 @@ class ThreadGroup:
 
     @staticmethod
     def _moved(stream: deque[Operation]) -> bool:
-        """Begin and end what can be in one rank's stream; whether there was anything."""
+        """Begin and complete operations of one rank's stream; return whether there were any."""
         moved = False
         while stream:
             first = stream[0]
@@ -198,22 +198,22 @@ class ThreadGroup:
         queues = self._queues_of(rank, message.peer, message.tag)
         queues.sends.append(post)
         self._pair(rank, message.peer, queues)
-        if not self.world.strict and not post.done:  # the sender may use its tensor again
+        if not self.world.strict and not post.done:  # the sender may reuse its tensor
             queues.sends[-1] = PostedMessage(Message(message.peer, message.tensor.detach().clone(), message.tag))
             post.done = True
 
     def receive(self, rank: int, post: PostedMessage) -> None:
-        """Begin a receive; its tensor is written when the send is there."""
+        """Begin a receive; its tensor is written when the send is posted."""
         message = post.message
         queues = self._queues_of(message.peer, rank, message.tag)
         queues.receives.append(post)
         self._pair(message.peer, rank, queues)
 
     def enter(self, number: int, rank: int, what: str, value: Any) -> GroupCall:
-        """Give this rank's share of the group's call of that number.
+        """Add this rank's input to the group's call of that number.
 
         Raises:
-            RuntimeError: another rank makes another call there.
+            RuntimeError: another rank makes a different call.
         """
         call = self._calls.setdefault(number, GroupCall(what, rank))
         if call.what != what:
@@ -227,15 +227,15 @@ class ThreadGroup:
         return call
 
     def complete(self, call: GroupCall) -> bool:
-        """Whether every rank has come to the call."""
+        """Whether every rank has entered the call."""
         return len(call.given) == len(self.members)
 
     def missing(self, call: GroupCall) -> str:
-        """Say who has not come to a call."""
+        """Describe which ranks have not entered a call."""
         return f"{call.what} with ranks {[rank for rank in range(len(self.members)) if rank not in call.given]}"
 
     def take(self, number: int, call: GroupCall) -> list[Any]:
-        """Return what all ranks gave, in rank order; the last one to ask clears it away."""
+        """Return the inputs of all ranks, in rank order; the last rank removes the call."""
         call.taken += 1
         if call.taken == len(self.members):
             del self._calls[number]
@@ -245,11 +245,11 @@ class ThreadGroup:
         return self._queues.setdefault((source, target, 0 if self.world.strict else tag), _MessageQueues())
 
     def _pair(self, source: int, target: int, queues: _MessageQueues) -> None:
-        """Let sends and receives of one pair of ranks meet, first with first."""
+        """Pair sends and receives of two ranks in order."""
         while queues.sends and queues.receives:
             sent, received = queues.sends.popleft(), queues.receives.popleft()
             self._refuse_mismatch(source, target, sent, received)
-            with torch.inference_mode():  # whatever modes the two ranks are in
+            with torch.inference_mode():  # regardless of the modes of the two ranks
                 received.message.tensor.copy_(sent.message.tensor)
             sent.done = received.done = True
             self.world.notify()
@@ -270,7 +270,7 @@ class ThreadGroup:
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """Return how often a tensor has been changed, None where torch does not count."""
+    """Return a tensor's version counter, None for inference tensors."""
     return None if tensor.is_inference() else tensor._version
 
 

@@ -1,8 +1,8 @@
-"""Ranks as threads of one process: what tests run on.
+"""Ranks as threads of one process, for tests.
 
-Semantics are those of MPI: messages between two ranks under one tag arrive in order, a send finishes when its tensor
-may be used again (at once here: it is copied), and one rank's failure ends all of them. In strict mode they are those
-of NCCL: see :mod:`hyfi_core.comm.thread_group`.
+Semantics are those of MPI: messages between two ranks with the same tag arrive in order, a send completes when its
+tensor may be reused (here at once: it is copied), and the failure of one rank ends all. In strict mode, semantics are
+those of NCCL: see :mod:`hyfi_core.comm.thread_group`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _begin(group: ThreadGroup, rank: int, sends: list[PostedMessage], receives: 
 
 
 class _PostedExchange:
-    """Sends and receives under way."""
+    """Pending sends and receives."""
 
     needs_polls = False
 
@@ -52,7 +52,7 @@ class _PostedExchange:
         self._sends = [PostedMessage(message, version_of(message.tensor)) for message in sends]
         self._receives = [PostedMessage(message) for message in receives]
         posts = (*self._sends, *self._receives)
-        # Nothing here may lead back to this object: messages are free when it is dropped, not when a collector runs.
+        # No reference cycles: messages must be freed with this object, not by the garbage collector.
         begin = partial(_begin, group, rank, self._sends, self._receives)
         self._operation = Operation(begin, lambda: all(post.done for post in posts))
         group.run(rank, self._operation)
@@ -75,7 +75,7 @@ class _PostedExchange:
 
 
 class _ThreadReduction:
-    """A reduction under way: the last rank's share may still be on its way."""
+    """A pending reduction."""
 
     needs_polls = False
 
@@ -131,14 +131,14 @@ class ThreadCommunicator:
             return _PostedExchange(self._group, self._rank, sends, receives)
 
     def _enter(self, what: str, value: Any) -> tuple[int, GroupCall]:
-        """Come to the group's next collective call; return its number and the call."""
+        """Enter the group's next collective call; return its number and the call."""
         number = self._calls
         self._calls += 1
         with self._group.world.changed:
             return number, self._group.enter(number, self._rank, what, value)
 
     def _leave(self, number: int, call: GroupCall) -> list[Any]:
-        """Return what every rank gave to a call, in rank order."""
+        """Return the inputs of all ranks, in rank order."""
         group = self._group
         with group.world.changed:
             group.world.wait_for(group.members[self._rank], lambda: group.complete(call), lambda: group.missing(call))
@@ -148,11 +148,11 @@ class ThreadCommunicator:
         return self._leave(*self._enter(what, value))
 
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> _ThreadReduction:
-        """Start reducing in place, in rank order: the same bits on every rank."""
+        """Start reducing in place, in rank order: bitwise equal on every rank."""
         return _ThreadReduction(self, tensor, op)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
-        """Reduce in place, in rank order: the same bits on every rank."""
+        """Reduce in place, in rank order: bitwise equal on every rank."""
         self.start_all_reduce(tensor, op).wait()
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
@@ -180,7 +180,7 @@ class ThreadCommunicator:
         return Completed()
 
     def poll_object(self, tag: int, peer: int | None = None) -> tuple[int, Any] | None:
-        """Return (peer, value) of one that has arrived."""
+        """Return (peer, value) of one received value, or None."""
         with self._group.world.changed:
             self._group.world.check()
             box = self._group.objects.get((self._rank, tag), deque())
@@ -191,7 +191,7 @@ class ThreadCommunicator:
         return None
 
     def barrier(self) -> None:
-        """Return when every rank has come here."""
+        """Return when every rank has entered the call."""
         self._gather_all("barrier", None)
 
     def split(self, color: int | None, key: int = 0) -> ThreadCommunicator | None:
@@ -204,7 +204,7 @@ class ThreadCommunicator:
         return None if color is None else ThreadCommunicator(groups[members[0]], members.index(self._rank))
 
     def abort(self, code: int) -> NoReturn:
-        """End all ranks: each raises in whatever it waits for."""
+        """End all ranks: each raises from its current wait."""
         self._group.world.failed.set()
         raise PeerFailedError(f"aborted with code {code} by rank {self._rank}")
 
@@ -212,16 +212,16 @@ class ThreadCommunicator:
 def run_ranks(
     size: int, body: Callable[[Communicator], T], timeout_s: float = 240.0, *, strict: bool = False
 ) -> list[T]:
-    """Run ``body`` on ``size`` thread-ranks and return what each returned, in rank order.
+    """Run ``body`` on ``size`` thread-ranks and return the results in rank order.
 
     Args:
-        size: how many.
-        body: what each does with its communicator.
-        timeout_s: after which they are taken to be deadlocked.
-        strict: whether sends are rendezvous, paired in order and not by tag: what NCCL would demand.
+        size: number of ranks.
+        body: called on each rank with its communicator.
+        timeout_s: time limit, after which the ranks count as deadlocked.
+        strict: whether sends are rendezvous, paired in order and not by tag, as in NCCL.
 
     Raises:
-        BaseException: the first error of any rank, as that rank raised it.
+        BaseException: the first error of any rank.
         DeadlockError: strict, and no rank can continue; raised at once, with what each waits for.
         TimeoutError: the ranks did not end in time: a deadlock.
     """

@@ -34,7 +34,7 @@ _WAITERS = ThreadPoolExecutor(max_workers=16, thread_name_prefix="gloo-wait")
 
 
 class _Works:
-    """Sends and receives under way, and the tensors that must outlive them."""
+    """Pending sends and receives, and the tensors that must outlive them."""
 
     needs_polls = False
 
@@ -49,12 +49,12 @@ class _Works:
         self._works = works
         self._what = what
         self._keep = keep
-        self._finish = finish  # puts the result where it belongs, once
+        self._finish = finish  # copies the result to its destination, once
         self._on_gpu = on_gpu
         self._waiting: Future[None] | None = None
 
     def test(self) -> bool:
-        if self._on_gpu:  # it says so without being waited for; waiting orders the caller's own stream behind it
+        if self._on_gpu:  # test without waiting; waiting would order the caller's stream after it
             done = all(work.is_completed() for work in self._works)
             if done:
                 self.wait()
@@ -87,7 +87,8 @@ class TorchCommunicator:
     Args:
         group: the process group.
         members: global ranks in the order in which the group counts them.
-        name: unique for the group, the same on all its ranks; keeps its small values apart from others'.
+        name: unique for the group, the same on all its ranks; distinguishes its small values from those of other
+            groups.
     """
 
     def __init__(self, group: Any, members: list[int], name: str = "world") -> None:
@@ -124,7 +125,7 @@ class TorchCommunicator:
         return _Works(works, self._with_peers(sends, receives), [*sends, *receives])
 
     def _exchange_on_gpu(self, sends: Sequence[Message], receives: Sequence[Message]) -> _Works:
-        """Start all of an exchange as one group, so that NCCL may run its parts in any order. Unverified."""
+        """Start an exchange as one NCCL group, so that its parts may run in any order. Unverified."""
         ops = [dist.P2POp(dist.irecv, m.tensor, self._members[m.peer], self._group) for m in receives]
         ops += [dist.P2POp(dist.isend, m.tensor, self._members[m.peer], self._group) for m in sends]
         works = dist.batch_isend_irecv(ops)
@@ -138,11 +139,11 @@ class TorchCommunicator:
         return lambda: f"{operation} of {named_ranks(sorted(self._members))}"
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
-        """Reduce in place; narrow floats travel and add as float32."""
+        """Reduce in place; 16-bit floats are sent and added as float32."""
         self.start_all_reduce(tensor, op).wait()
 
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> _Works:
-        """Start reducing in place; narrow floats travel and add as float32."""
+        """Start reducing in place; 16-bit floats are sent and added as float32."""
         wide = to_wire(tensor, op)
         work = dist.all_reduce(wide, _OPS[op], self._group, async_op=True)
         finish = functools.partial(from_wire, wide, tensor, op)
@@ -160,7 +161,7 @@ class TorchCommunicator:
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         """Return the root's value."""
         data = _encode(value) if self.rank == root else torch.empty(0, dtype=torch.uint8)
-        head = torch.zeros(_HEAD_BYTES, dtype=torch.uint8)  # the length, and all that fits behind it: one broadcast
+        head = torch.zeros(_HEAD_BYTES, dtype=torch.uint8)  # the length, followed by as much as fits: one broadcast
         head[:8] = torch.tensor([data.numel()]).view(torch.uint8)
         first = data[: _HEAD_BYTES - 8]
         head[8 : 8 + first.numel()] = first
@@ -191,14 +192,14 @@ class TorchCommunicator:
         return [_decode(box) for box in boxes]
 
     def send_object(self, value: Any, peer: int, tag: int) -> Completed:
-        """Leave a small value for a peer in the store."""
+        """Store a small value for a peer."""
         lane = f"hyfi/{self._name}/{peer}/{tag}"
         slot = self._store.add(f"{lane}/count", 1)
         self._store.set(f"{lane}/{slot}", json.dumps([self.rank, value]))
         return Completed()
 
     def poll_object(self, tag: int, peer: int | None = None) -> tuple[int, Any] | None:
-        """Return (peer, value) of one that has arrived."""
+        """Return (peer, value) of one received value, or None."""
         aside = self._aside.setdefault(tag, deque())
         key = f"hyfi/{self._name}/{self.rank}/{tag}/{self._taken.get(tag, 0) + 1}"
         if self._store.check([key]):
@@ -213,7 +214,7 @@ class TorchCommunicator:
         return None
 
     def barrier(self) -> None:
-        """Return when every rank of the group has come here."""
+        """Return when every rank of the group has entered the call."""
         self.all_reduce(torch.zeros(1))
 
     def split(self, color: int | None, key: int = 0) -> TorchCommunicator | None:
@@ -250,7 +251,7 @@ def world(limit_s: float = 0.0) -> TorchCommunicator:
     """Return all ranks that ``torchrun`` started.
 
     Args:
-        limit_s: for one message, beyond which the library itself gives up; 0 for its own limit.
+        limit_s: time limit of a message in the library; 0 for its default.
     """
     if not dist.is_initialized():
         on_gpus = torch.cuda.is_available() and dist.is_nccl_available()
@@ -261,12 +262,12 @@ def world(limit_s: float = 0.0) -> TorchCommunicator:
 
 
 def board_store() -> Any:
-    """Return a store for ``comm.supervision.board``, on a connection of its own: others may wait on theirs for long."""
+    """Return a store for ``comm.supervision.board``, with its own connection, because others may block."""
     store: Any = dist.distributed_c10d._get_default_store()
     return dist.distributed_c10d.PrefixStore("hyfi/board", store.clone())
 
 
 def _leave() -> None:
-    """Let go of all groups while the interpreter still stands: gloo's threads must not outlive it."""
+    """Destroy all groups before the interpreter shuts down: gloo's threads must not outlive it."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,1 +1,1 @@
-"""A program becomes one rank's instructions."""
+"""Lowering of a captured program to one rank's instructions."""

@@ -1,19 +1,19 @@
-"""Fused halos (Halo-D2): which window operators share one exchange, and what each rank computes so that they can.
+"""Fused halos (Halo-D2): which window operators share one exchange, and the margins that each rank computes for that.
 
     plain      x ─halo─ conv ─ norm ─ relu ─halo─ conv ─         an exchange before each window
-    fused      x ─wide halo─ conv ─ norm ─ relu ─ conv ─         one, as wide as both windows together reach
+    fused      x ─wide halo─ conv ─ norm ─ relu ─ conv ─         one, wide enough for both windows
 
     rank 0 computes  │ owned │ margin │        of the first result a margin that rank 1 computes, too;
                      │ owned │                 of the last one its own part alone
 
-A run begins at values that are exchanged, or at the image, which is simply read wider. Within it every value has a
-*computed* box: the rank's part and what later operators of the run need, never beyond the map. What an operator needs
-beyond the map is padding, made anew by each operator: zero before a convolution, whatever bias and norm made of it.
+A run begins at values that are exchanged, or at the image, of which wider boxes are read. Within a run every value has
+a *computed* box: the rank's part plus what later operators of the run need, within the map. Outside of the map there is
+padding, created by each operator: zero before a convolution, regardless of earlier biases and norms.
 
 Where to exchange, for runs of at most ``depth`` windows along any path. Go through the program in order, counting
-windows since the last exchange. Where one more would be too many, exchange at its input; or, where that input comes
-by a chain of operators from a value that others take as well (a cell's state, a block's input), at that value: its
-branches then share one exchange, and the shortcut beside a block does not keep the next blocks from starting anew.
+windows since the last exchange. Where one more would exceed ``depth``, exchange its input; or, if that input comes
+through a chain of operators from a value with several users (a cell's state, a block's input), exchange that value: its
+branches then share one exchange, and a block's shortcut does not prevent the next blocks from starting a new run.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Flow:
 
     Attributes:
         name: of the operator.
-        takes: maps that it takes.
-        makes: maps that it makes, all laid out alike.
-        window: what it looks at; None: at the same pixels.
+        takes: input maps.
+        makes: output maps, all with the same layout.
+        window: its window; None for pointwise operators.
         flops: for one output pixel, all channels and images together.
         touched_bytes: likewise, read and written.
     """
@@ -50,21 +50,21 @@ class Flow:
     touched_bytes: float = 0.0
 
     def need(self, boxes: Boxes, whole: Box) -> Boxes:
-        """Return what each rank needs of an input, within the map, to compute ``boxes`` of the results."""
+        """Return the box of an input, within the map, that each rank needs to compute ``boxes`` of the results."""
         return boxes if self.window is None else _need(self.window, boxes, whole)
 
 
 @dataclass(frozen=True)
 class Sketch:
-    """What planning knows of a program on a grid.
+    """A program on a grid, reduced to what planning needs.
 
     Attributes:
         flows: operators that may be part of a run, in order.
-        layouts: value -> who owns what.
+        layouts: value -> layout.
         pixel_bytes: value -> bytes of one pixel, all channels and images together.
-        readers: value -> how many operators take it.
-        image: the value that is read and never exchanged.
-        fixed: values that must come out as they are owned: other stages take them.
+        readers: value -> number of operators that use it.
+        image: the input image, which is read and never exchanged.
+        fixed: values of which only owned parts are computed, because other stages use them.
     """
 
     flows: tuple[Flow, ...]
@@ -77,24 +77,24 @@ class Sketch:
 
 @dataclass(frozen=True)
 class Spread:
-    """What follows from where runs begin.
+    """The computed boxes and exchanges for a choice of runs.
 
     Attributes:
-        computed: operator -> what each rank computes, where that is more than its part.
-        wanted: exchanged value -> what each of the operators that reach beyond the parts needs of it.
+        computed: operator -> boxes that ranks compute, if larger than their parts.
+        wanted: exchanged value -> boxes that each operator needs of it.
     """
 
     computed: Mapping[str, Boxes]
     wanted: Mapping[str, tuple[Boxes, ...]]
 
     def runs(self, sketch: Sketch) -> FusedRuns:
-        """Return the runs; an exchange that serves one operator alone is left to that operator's rule."""
+        """Return the runs; an exchange for a single operator is left to its rule."""
         shared = {value: _joined(needs) for value, needs in self.wanted.items() if len(needs) > 1}
         return FusedRuns(frozenset(flow.name for flow in sketch.flows), self.computed, shared)
 
 
 def unfused(sketch: Sketch) -> Spread:
-    """Return what an exchange before each window operator comes to."""
+    """Return the boxes for an exchange before each window operator."""
     wanted: dict[str, tuple[Boxes, ...]] = {}
     for flow in sketch.flows:
         for value, need in reaching(sketch, flow, sketch.layouts[flow.makes[0]].parts):
@@ -120,14 +120,14 @@ def spread(sketch: Sketch, depth: int) -> Spread:
                 wide[value] = _widened(sketch.layouts[value], wide.get(value), need)
             else:
                 wanted[value] = (*wanted.get(value, ()), need)
-    wanted.pop(sketch.image, None)  # read wider
+    wanted.pop(sketch.image, None)  # a wider box is read
     return Spread(computed, wanted)
 
 
 def reaching(sketch: Sketch, flow: Flow, boxes: Boxes) -> list[tuple[str, Boxes]]:
-    """Return the inputs of which some rank needs more than it owns, and what each rank needs of them.
+    """Return the inputs of which a rank needs more than it owns, and the boxes needed.
 
-    ``boxes``: what each rank computes of the results.
+    ``boxes``: of the results, for each rank.
     """
     found = []
     for value in flow.takes:
@@ -138,7 +138,7 @@ def reaching(sketch: Sketch, flow: Flow, boxes: Boxes) -> list[tuple[str, Boxes]
     return found
 
 
-# Networks repeat their blocks, and plans of several depths are compared: the same questions come again and again.
+# Cached: networks repeat their blocks, and several depths are compared.
 
 
 @lru_cache(maxsize=4096)
@@ -165,7 +165,7 @@ def _exchanged(sketch: Sketch, depth: int) -> set[str]:
         if over is not None:
             begin = _branch_point(sketch, made_by, grows, over, depth)
             exchanged.add(begin)
-            at = made_by.get(begin, -1) + 1  # what follows it counts anew
+            at = made_by.get(begin, -1) + 1  # counting restarts after it
             continue
         for value in flow.makes:
             windows[value] = math.inf if value in sketch.fixed else max(counts.values())
@@ -176,9 +176,9 @@ def _exchanged(sketch: Sketch, depth: int) -> set[str]:
 def _branch_point(
     sketch: Sketch, made_by: Mapping[str, int], grows: Sequence[Sequence[str]], value: str, depth: int
 ) -> str:
-    """Return the value that several operators take and from which ``value`` alone comes; or ``value`` itself.
+    """Return the value with several users from which ``value`` is computed by a chain, or ``value`` itself.
 
-    The operators between must form a chain with room for one window more, the one that has to exchange.
+    The chain must have room for one more window, the one that has to exchange.
     """
     here, passed = value, 1
     while sketch.readers.get(here, 0) < 2:
@@ -202,10 +202,10 @@ def _joined(several: Sequence[Boxes]) -> Boxes:
 
 @lru_cache(maxsize=4096)
 def _widened(layout: Layout, boxes: Boxes | None, need: Boxes) -> Boxes:
-    """Return what is computed already, and the need; along an axis with one rank always all of the map.
+    """Return the boxes that cover both ``boxes`` and ``need``; along an axis with one rank, the whole map.
 
-    Such a rank owns all of that axis, unless it owns nothing; then its margin alone must still span it, since there
-    the padding is left to the native call.
+    Such a rank owns all of that axis, unless it owns nothing; then its margin must still span it, since padding along
+    that axis is left to the native call.
     """
     result = []
     for box in _joined((layout.parts if boxes is None else boxes, need)):

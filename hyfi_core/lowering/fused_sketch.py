@@ -1,4 +1,4 @@
-"""The sketch of a program on which fused runs are planned: drawn from a lowering that exchanges before each window."""
+"""The sketch of a program for planning fused runs, derived from a lowering with an exchange before each window."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def draw(
 
     Args:
         program: the captured model.
-        operators: those that are run.
-        splits: how each value is laid out.
-        fusible: operators whose rules can compute more than what a rank owns.
-        exits: values that other stages take.
+        operators: the operators to run.
+        splits: the layout of each value.
+        fusible: operators whose rules can compute margins.
+        exits: values that other stages use.
     """
     readers: dict[str, int] = {}
     for op in operators:

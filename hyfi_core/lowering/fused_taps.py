@@ -1,8 +1,8 @@
-"""Slices of space and padding by a constant as windows of one tap, so that they may be part of a fused run.
+"""Slices and constant padding of height and width as windows of one tap, so that they can be part of a fused run.
 
-x[:, :, 1:]       output i looks at input i + 1       one tap, padding -1
-x[:, :, ::2]      output i looks at input 2 i         one tap, stride 2
-pad(x, (0, 1))    output i looks at input i           one tap, and one output more than there are inputs
+x[:, :, 1:]       output i reads input i + 1    one tap, padding -1
+x[:, :, ::2]      output i reads input 2 i    one tap, stride 2
+pad(x, (0, 1))    output i reads input i    one tap, and one output more than there are inputs
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from hyfi_core.plan.window import Window, Window1d
 
 @dataclass(frozen=True, slots=True)
 class Tap:
-    """What each output looks at.
+    """The input pixel that each output reads.
 
     Attributes:
         window: of one tap along (y, x).
-        fill: what stands outside the map.
+        fill: value outside of the map.
     """
 
     window: Window
@@ -27,7 +27,7 @@ class Tap:
 
 
 def one_tap(op: Operator, shape: tuple[int, ...], dims: tuple[int, int]) -> Tap | None:
-    """Return what a slice or a padding looks at; None for another operator, or one that does more than move pixels.
+    """Return the tap of a slice or padding; None for other operators, or if it does more than move pixels.
 
     Args:
         op: any.

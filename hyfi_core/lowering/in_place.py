@@ -1,13 +1,13 @@
-"""In place: sums and activations written over an operand that is no longer needed.
+"""In-place pass: sums and activations overwrite an operand that is no longer needed.
 
-The captured program is functional, so ``relu_`` and ``+=`` of the user's model have become operators with results of
-their own. On a CPU the fresh pages of such a result cost more than the arithmetic.
+The captured program is functional, so ``relu_`` and ``+=`` of the user's model are operators with new results. On a
+CPU, allocating the pages of such a result costs more than the arithmetic.
 
     conv ──▶ a ──▶ norm ──▶ b ──▶ relu ──▶ c          b is norm's result, which norm does not save and only relu
                             └──── same ────┘          uses: relu writes c over it
 
-A relu becomes an operator with a backward of its own, so that its cotangent, too, can be written over the one it is
-given (``lowering.reuse`` says where). A maximum's backward needs no values of its map, only the memory.
+A relu becomes an operator with its own backward, so that its cotangent can overwrite the incoming one (see
+``lowering.reuse``). The backward of a max pool needs no values of its input, only the memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hyfi_core.ops.max_pool import MaxPool, WholeMaxPool
 from hyfi_core.ops.relu import Relu
 from hyfi_core.rules.instructions import CollectiveCall, CustomCall, Instruction, LocalCall, RankProgram
 
-# Operators whose first result is memory of its own that their backward does not look at.
+# Operators whose first result is new memory that their backward does not read.
 _FRESH = frozenset(
     f"aten.{name}"
     for name in (
@@ -45,9 +45,9 @@ _POOLS = (MaxPool, WholeMaxPool)
 
 
 def in_place(ranked: RankProgram) -> RankProgram:
-    """Return the program with in-place calls where an operand is fresh and used only here.
+    """Return the program with in-place calls where an operand is new memory and used only here.
 
-    What leaves the program (outputs, values for other stages, buffers) counts as used; what enters is never fresh.
+    Results of the program (outputs, values for other stages, buffers) count as used; its inputs are never new memory.
     """
     uses = Counter(name for instruction in ranked.instructions for name in instruction.inputs)
     uses.update((*refs_in(ranked.outputs), *ranked.exits, *ranked.program.mutations.values()))
@@ -69,10 +69,10 @@ def _makes_fresh(instruction: Instruction) -> bool:
 
 
 def _pools_over(instructions: list[Instruction], fresh: set[str]) -> Iterator[Instruction]:
-    """Yield the instructions; a maximum is told where it may write its map's cotangent over the map.
+    """Yield the instructions; max pools may overwrite their input with its cotangent where possible.
 
-    When its backward runs, nobody may need the map: those that use it do not save it, or save it for its memory alone
-    and have run backward before.
+    When its backward runs, the input must not be needed: its other users do not save it, or save it only for its memory
+    and have already run backward.
     """
     users: dict[str, list[int]] = {}
     for index, instruction in enumerate(instructions):
@@ -91,11 +91,11 @@ def _pools_over(instructions: list[Instruction], fresh: set[str]) -> Iterator[In
 
 
 def _saves_nothing(instruction: Instruction, of_map: bool) -> bool:
-    """Whether an instruction leaves its inputs alone, and saves nothing of them for its backward.
+    """Whether an instruction neither changes its inputs nor saves them for backward.
 
     Args:
         instruction: any.
-        of_map: whether that goes for a maximum, too, which saves its map for the memory alone.
+        of_map: whether this includes max pools, which save their input only for its memory.
     """
     if isinstance(instruction, LocalCall):
         return instruction.source is not None and instruction.source.text == "aten.add.Tensor"
@@ -103,7 +103,7 @@ def _saves_nothing(instruction: Instruction, of_map: bool) -> bool:
 
 
 def _over(call: LocalCall, free: set[str]) -> Instruction:
-    """Return the call with one of its ``free`` operands written over, if it is of a kind that can be."""
+    """Return the call, in place over one of its ``free`` operands if the operator allows it."""
     op = call.source
     if op is None or call.empty is not None:
         return call
@@ -118,7 +118,7 @@ def _over(call: LocalCall, free: set[str]) -> Instruction:
 def _sum_over(target: int, other: int) -> Callable[..., torch.Tensor]:
     def call(*operands: Any) -> Any:
         over, more = operands[target], operands[other]
-        # Autocast may have made their types differ.
+        # Under autocast their dtypes may differ.
         fits = over.shape == more.shape and over.dtype == more.dtype
         return over.add_(more) if fits else torch.add(*operands)
 

@@ -1,7 +1,7 @@
-"""Lowering: a captured program and a grid become what each rank does.
+"""Lowering: from a captured program and a grid to the instructions of a rank.
 
-Goes through the program once, in order; the rule of each operator writes what the rank does for it. What rules refuse
-is refused here, before any rank talks.
+One pass over the program, in order; the rule of each operator adds the rank's instructions. Rules refuse here, before
+any communication.
 """
 
 from __future__ import annotations
@@ -34,20 +34,21 @@ ALTERNATIVES: Mapping[str, str] = {
         "rrelu.default": "F.leaky_relu",
     }.items()
 }
-"""Text form of an operator -> what to write; ``y`` is the map, ``dims`` what the operator was given."""
+"""Name of an operator -> what to use instead."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a program is lowered for.
+    """The rank and settings for which a program is lowered.
 
     Attributes:
         grid: rows and columns of ranks.
-        rank: whose instructions.
-        rules: text form of an operator -> its rule.
-        entries: values that come from other stages -> how they are split here, None for a replicated one.
-        replicas: over how many times the samples of this replica batch norms take their statistics.
-        gather_bytes: of the largest map that every rank may gather for an operator that cannot be computed by parts.
+        rank: the rank to lower for.
+        rules: name of an operator -> its rule.
+        entries: values from other stages -> how they are split here, None for a replicated one.
+        replicas: number of replicas over which batch norms compute their statistics.
+        gather_bytes: of the largest map that every rank may gather for an operator that cannot be computed part by
+            part.
     """
 
     grid: tuple[int, int]
@@ -67,12 +68,12 @@ def lower(
 ) -> RankProgram:
     """Return the instructions that compute the outputs, the ``exits`` and every mutation.
 
-    Outputs are gathered where they are split; exits go on to other stages as they are.
+    Split outputs are gathered; exits are sent to other stages as they are.
 
     Args:
         program: the captured model.
-        target: where the instructions are to run.
-        outputs: leaves of the answer; None for all that the model returns.
+        target: the rank to lower for.
+        outputs: leaves of the output; None for all that the model returns.
         exits: values that other stages need.
         runs: windows that share an exchange; by default each has its own.
 
@@ -111,7 +112,7 @@ def _lower_operator(builder: Builder, op: Operator, rule: Rule | None) -> None:
 
 
 def _lower_split(builder: Builder, op: Operator, rule: Rule | None) -> None:
-    """Where no rule takes the operator as it is, it is computed on gathered maps, if they are small enough."""
+    """Lower by rule; if no rule supports the operator, compute it on gathered maps if they are small enough."""
     mark = builder.mark()
     try:
         if rule is None:
@@ -128,7 +129,7 @@ def _lower_split(builder: Builder, op: Operator, rule: Rule | None) -> None:
 
 
 def _lower_alone(builder: Builder, op: Operator, rule: Rule | None) -> None:
-    """One rank holds every map whole: where no rule takes the operator as it is, the operator itself will do."""
+    """Lower for a single rank, which has whole maps: without a rule, the operator itself is called."""
     mark = builder.mark()
     try:
         if rule is not None:
@@ -140,6 +141,6 @@ def _lower_alone(builder: Builder, op: Operator, rule: Rule | None) -> None:
 
 
 def _without_margins(builder: Builder, op: Operator) -> Operator:
-    """Return an operator that ends a fused run: it takes what ranks own, and no margins."""
+    """Return an operator that ends a fused run: its inputs are owned parts, without margins."""
     wide = [name for name in dict.fromkeys(op.inputs) if name in builder.splits and builder.splits[name].boxes]
     return renamed(op, {name: builder.owned(name) for name in wide}) if wide else op

@@ -1,11 +1,11 @@
-"""Maxima before rectification: ``max_pool(relu(x))`` is ``relu(max_pool(x))``, to the bit, forward and backward.
+"""Max pool before relu: ``max_pool(relu(x))`` equals ``relu(max_pool(x))`` bitwise, forward and backward.
 
     before    norm ──▶ a ──▶ relu ──▶ b ──▶ max pool ──▶ c         b: the largest map of a ResNet, rectified, saved
     after     norm ──▶ a ──▶ max pool ──▶ b ──▶ relu ──▶ c         b: a quarter of it
 
 relu is monotone, so the maximum is the same. A window whose maximum is positive has it at the same place, and any other
-window gives no gradient to any place. The order of the user's model costs a pass over the large map in each direction,
-its memory until backward, and a fresh map for the cotangent.
+window has no gradient. The original order costs a pass over the large map in each direction, its memory until backward,
+and a new map for the cotangent.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _POOLS = ("aten.max_pool2d.default", "aten.max_pool2d_with_indices.default")
 
 
 def pool_before_relu(program: Program, kept: Iterable[str]) -> Program:
-    """Return the program with every relu that only a maximum pool takes moved behind that pool.
+    """Return the program with every relu that is used only by a max pool moved after that pool.
 
-    Names stay where they are in the order: what the relu's result was called, the pool's is now.
+    Names keep their order: the pool's result gets the name of the relu's.
 
     Args:
         program: a model or a stage of it.
-        kept: values that are needed as they are: outputs and what other stages take.
+        kept: values that must not change: outputs and those that other stages use.
     """
     uses = Counter(name for op in program.operators for name in op.inputs)
     uses.update((*kept, *refs_in(program.outputs), *program.mutations.values()))

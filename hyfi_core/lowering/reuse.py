@@ -1,15 +1,15 @@
-"""Reuse: which cotangents may be written over, decided before the run.
+"""Reuse: which cotangents may be overwritten, decided before the run.
 
-The tape's backward is played once with numbers in place of tensors: each stands for memory.
+The tape's backward is simulated once with numbers instead of tensors: each number stands for a piece of memory.
 
     backward of           gives                            held after it
-    a + b                 the cotangent itself, twice      a: 1, b: 1       neither may be written over
-    norm, which took a    memory of its own                x: 2, b: 1       b alone has memory 1: it may be
+    a + b                 the cotangent itself, twice      a: 1, b: 1       neither may be overwritten
+    norm, which took a    new memory                       x: 2, b: 1       only b has memory 1: it may be
     relu, which took b    over it                          x: 2, c: 3
 
-A value may have several numbers: any of these may be its memory. What cannot be known (an operator of which only its
-forward is known, a gradient that stays with a parameter, the answer's cotangent, which the user's loss may keep) is
-*shared*: never written over.
+A value may have several numbers: any of these may be its memory. Unknown memory (of an operator with unknown backward,
+a gradient that stays with a parameter, the cotangent of the output, which the user's loss may keep) is *shared*: never
+overwritten.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from hyfi_core.ops.relu import Relu
 from hyfi_core.rules.instructions import CollectiveCall, CustomCall, LocalCall
 
 Memory = frozenset[int]
-"""Numbers of pieces of memory; none for a cotangent that there is not."""
+"""Numbers of pieces of memory; none for a missing cotangent."""
 
 Over = Literal["held", "new"]
-"""Which of two cotangents that are added is written over: the one that was there, or the one that is added."""
+"""Which of two cotangents is overwritten by their sum: the existing or the new one."""
 
 _NOTHING: Memory = frozenset()
 
@@ -56,18 +56,18 @@ _OWN_BACKWARD = frozenset(
         "avg_pool2d.default",
     )
 )
-"""Operators whose gradients autograd computes into memory of their own, with nothing of the one that it is given."""
+"""Operators whose gradients autograd computes into new memory, which shares nothing with the incoming one."""
 
 
 @dataclass(frozen=True)
 class TapeFacts:
-    """What the analysis needs to know of a tape besides its steps.
+    """Facts about a tape that the analysis needs, besides its steps.
 
     Attributes:
         active: values that carry a gradient.
         parameters: values whose gradients stay, with the parameter.
-        answer: values whose cotangents come from the user's loss.
-        exits: values whose cotangents come from other stages, in memory that is given away.
+        answer: output values, whose cotangents come from the user's loss.
+        exits: values whose cotangents come from other stages, in memory that is handed over.
         values: shape and type of every value.
     """
 
@@ -83,8 +83,8 @@ class _Cotangent:
     """A cotangent that is held.
 
     Attributes:
-        memory: where it may be.
-        certain: whether it is there in any case; autograd leaves some out.
+        memory: pieces of memory in which it may be.
+        certain: whether it always exists; autograd omits some.
     """
 
     memory: Memory
@@ -92,7 +92,7 @@ class _Cotangent:
 
 
 class BackwardMemory:
-    """Plays a tape backward, step by step from its end, and says what may be written over.
+    """Simulates a tape's backward, step by step, and decides what may be overwritten.
 
     Args:
         facts: of the tape.
@@ -110,7 +110,7 @@ class BackwardMemory:
             self._held[name] = _Cotangent(self._given_to_others(self._new()), False)
 
     def operator(self, call: CustomCall | CollectiveCall) -> tuple[bool, dict[str, Over]]:
-        """Play an operator; return whether it may write over its first output's cotangent, and its sums."""
+        """Simulate an operator; return whether it may overwrite its first output's cotangent, and its sums."""
         active, operator = self._facts.active, call.operator
         if not any(name in active for name in call.inputs):
             return False, {}
@@ -118,15 +118,15 @@ class BackwardMemory:
         may = self._alone(given[0], (*self._memories(), *given[1:]))
         everything = _NOTHING.union(*given)
         if isinstance(operator, SplitBackward):
-            self._deferred |= everything  # its weight gradient may be computed later, of the same cotangent
+            self._deferred |= everything  # its weight gradient may be computed later, from the same cotangent
         elif isinstance(operator, AsyncBackward):
-            self._deferred = _NOTHING  # what was deferred has been computed meanwhile
+            self._deferred = _NOTHING  # deferred gradients have been computed
         own, found = getattr(operator, "own_cotangents", False), []
         for name in call.inputs:
             if name is not None and name in active:
                 if own:
                     memory = self._new()
-                elif isinstance(operator, Redistribute):  # it moves nothing: the cotangent is passed on
+                elif isinstance(operator, Redistribute):  # nothing is moved: the cotangent is passed through
                     memory = everything
                 else:
                     memory = self._given_to_others(everything | self._new())
@@ -134,7 +134,7 @@ class BackwardMemory:
         return may, self._add(found)
 
     def segment(self, calls: Iterable[LocalCall], inputs: Iterable[str], outputs: Iterable[str]) -> dict[str, Over]:
-        """Play a segment, whose backward is autograd's; return its sums."""
+        """Simulate a segment, whose backward is autograd's; return its sums."""
         found = {name: self._pop(name) for name in outputs if name in self._held}
         for call in reversed(tuple(calls)):
             given = [found.pop(name) for name in call.outputs if name in found]
@@ -144,7 +144,7 @@ class BackwardMemory:
         return self._add([(name, found[name]) for name in inputs if name in found])
 
     def _local(self, call: LocalCall, given: _Cotangent, found: dict[str, _Cotangent]) -> None:
-        """Give the inputs of a local call their cotangents."""
+        """Assign cotangents to the inputs of a local call."""
         for name in dict.fromkeys(call.inputs):
             if name not in self._facts.active:
                 continue
@@ -156,12 +156,12 @@ class BackwardMemory:
                 self._given_to_others(memory)  # to its ``grad``, and to hooks on it
                 continue
             certain = given.certain and origin != "unknown" and call.empty is None
-            if name in found:  # autograd adds into memory that nobody else holds, or into new
+            if name in found:  # autograd adds into memory without other references, or into new memory
                 memory, certain = self._new(), certain or found[name].certain
             found[name] = _Cotangent(memory, certain)
 
     def _origin(self, call: LocalCall, name: str) -> Literal["own", "given", "unknown"]:
-        """Return what memory autograd's gradient of an input of a call is in."""
+        """Return which memory autograd's gradient of a call's input uses."""
         op = call.source
         if op is None:
             return "unknown"
@@ -173,7 +173,7 @@ class BackwardMemory:
         return "unknown"
 
     def _add(self, found: list[tuple[str, _Cotangent]]) -> dict[str, Over]:
-        """Play ``BackwardPass._add``; return which of two cotangents may be written over, where two are added."""
+        """Simulate ``BackwardPass._add``; return which of two added cotangents may be overwritten."""
         sums: dict[str, Over] = {}
         times = Counter(name for name, _ in found)
         while found:
@@ -189,7 +189,7 @@ class BackwardMemory:
                     sums[name], total = "held", held.memory
                 elif times[name] == 1 and self._alone(new.memory, (*others, held.memory)):
                     sums[name], total = "new", new.memory
-                # Where one of the two turns out not to be there, the other is passed on.
+                # If one of the two does not exist, the other is passed on.
                 total |= _NOTHING if held.certain else new.memory
                 total |= _NOTHING if new.certain else held.memory
                 new = _Cotangent(total, held.certain or new.certain)
@@ -197,7 +197,7 @@ class BackwardMemory:
         return sums
 
     def _alone(self, memory: Memory, others: Iterable[Memory]) -> bool:
-        """Whether nothing but one value can be in this memory."""
+        """Whether only one value can be in this memory."""
         if not memory or not memory.isdisjoint(self._shared) or not memory.isdisjoint(self._deferred):
             return False
         return all(memory.isdisjoint(other) for other in others)
@@ -220,12 +220,12 @@ class BackwardMemory:
 def writing_over(
     call: CustomCall | CollectiveCall, may: bool, made: Collection[str | None]
 ) -> CustomCall | CollectiveCall:
-    """Return the call with an operator that writes over what it may.
+    """Return the call with an operator that overwrites cotangents where allowed.
 
     Args:
         call: any.
-        may: whether the cotangent of its first output may be written over.
-        made: values of the tape's own; the memory of others is their maker's.
+        may: whether the cotangent of its first output may be overwritten.
+        made: values computed by the tape; other memory has a different owner.
     """
     operator = call.operator
     if isinstance(operator, (Relu, BatchNorm)) and operator.over_cotangent != may:

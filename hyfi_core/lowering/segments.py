@@ -1,10 +1,10 @@
-"""Segments: a rank's instructions cut at those with a backward of their own, with what enters, leaves and is dropped.
+"""Segments: runs of a rank's local instructions between those with their own backward.
 
     local local │ collective │ local │ custom │ local
     └─segment─┘               └segment┘        └segment┘
 
-Autograd runs only inside a segment. The segments themselves run backward in one fixed order that all ranks share, so
-ranks cannot wait for each other crosswise, whatever autograd would have made of their graphs.
+Autograd runs only inside a segment. Segments run backward in a fixed order that is the same on all ranks, so ranks
+cannot deadlock, whatever order autograd would choose.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Segment:
 
     Attributes:
         calls: in order.
-        drops: after each call, the values that nothing uses any more.
-        inputs: values that come from outside.
-        outputs: values that others use.
-        sums: inputs whose cotangent is added to one that is there already, which may be written over, or the new one.
+        drops: after each call, the values that are no longer used.
+        inputs: values from outside of the segment.
+        outputs: values used outside of the segment.
+        sums: inputs whose cotangent is added to an existing one -> which of the two may be overwritten.
     """
 
     calls: tuple[LocalCall, ...]
@@ -38,12 +38,12 @@ class Segment:
 
 @dataclass(frozen=True)
 class OperatorStep:
-    """One instruction with a backward of its own.
+    """One instruction with its own backward.
 
     Attributes:
         call: the instruction.
-        drops: values that nothing uses after it.
-        sums: as a segment's.
+        drops: values that are not used after it.
+        sums: as for a segment.
     """
 
     call: CustomCall | CollectiveCall
@@ -55,13 +55,13 @@ Step = Segment | OperatorStep
 
 
 def taken_by(step: Step) -> tuple[str, ...]:
-    """Return the values that a step takes, each once."""
+    """Return the input values of a step, without duplicates."""
     names = step.inputs if isinstance(step, Segment) else step.call.inputs
     return tuple(name for name in dict.fromkeys(names) if name is not None)
 
 
 def made_by(step: Step) -> tuple[str, ...]:
-    """Return the values that a step makes."""
+    """Return the output values of a step."""
     names = step.outputs if isinstance(step, Segment) else step.call.outputs
     return tuple(name for name in names if name is not None)
 
@@ -72,7 +72,8 @@ class Tape:
 
     Attributes:
         steps: segments and single operators.
-        active: values that carry a gradient: they depend on a source (a trained parameter), and the answer on them.
+        active: values that carry a gradient: they depend on a source (a trained parameter), and the output depends on
+            them.
     """
 
     steps: tuple[Step, ...]
@@ -84,7 +85,7 @@ def build_tape(ranked: RankProgram, sources: Iterable[str], start: int = 0, stop
 
     Args:
         ranked: the rank's program.
-        sources: names from which gradients are wanted: trained parameters.
+        sources: values that need gradients: trained parameters.
         start: first instruction.
         stop: instruction before which to stop; None for all.
     """
@@ -104,7 +105,7 @@ def build_tape(ranked: RankProgram, sources: Iterable[str], start: int = 0, stop
 
 
 def _writing_over(ranked: RankProgram, steps: list[Step], active: set[str]) -> tuple[Step, ...]:
-    """Return the steps with what their backward may write over; see ``lowering.reuse``."""
+    """Return the steps with what their backward may overwrite; see ``lowering.reuse``."""
     answer, exits = active.intersection(refs_in(ranked.outputs)), active.intersection(ranked.exits)
     memory = BackwardMemory(TapeFacts(active, ranked.program.parameters, answer, exits, ranked.values))
     calls = [call for step in steps for call in (step.calls if isinstance(step, Segment) else (step.call,))]
@@ -140,7 +141,7 @@ def _drops(index: int, instruction: Instruction, last_use: dict[str, int]) -> tu
 
 
 def _active(ranked: RankProgram, chosen: tuple[Instruction, ...], sources: set[str]) -> set[str]:
-    """Return values that depend on a source and on which the answer depends: the same on every rank."""
+    """Return values that depend on a source and on which the output depends: the same on every rank."""
     reached = set(sources)
     for instruction in chosen:
         if any(name in reached for name in instruction.inputs):
@@ -153,7 +154,7 @@ def _active(ranked: RankProgram, chosen: tuple[Instruction, ...], sources: set[s
 
 
 def _close(steps: list[Step], run: list[tuple[int, LocalCall]], last_use: dict[str, int]) -> None:
-    """Turn the run of local calls so far into a segment."""
+    """Append the current run of local calls as a segment."""
     if not run:
         return
     calls = tuple(call for _, call in run)

@@ -1,1 +1,1 @@
-"""Plain PyTorch classifiers; nothing parallel in them."""
+"""Built-in classifiers in plain PyTorch."""

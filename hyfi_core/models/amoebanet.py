@@ -1,13 +1,13 @@
 """AmoebaNet-D of Real et al. (2019, arXiv:1802.01548), in the size family that GPipe and torchgpipe report.
 
-Two cells of five pairwise sums each, every cell fed by the two cells before it::
+Two cells of five pairwise sums each, every cell takes the outputs of the two cells before it::
 
     stem ── R ── R ── N × n ── R ── N × n ── R ── N × n ── mean ── linear        R halves height and width
       └─────┴────┴──── … each cell also takes the input of the cell before it
 
 The genotype follows the released TensorFlow code, as torchgpipe's does (normal cells there concatenate states 0, 3, 4
-and 6, which gives the published parameter counts). Unlike torchgpipe's, its 3×3 maximum pools take maxima, and sizes
-need not be even: every halving rounds up, so the branches of a reduction always agree.
+and 6, which gives the published parameter counts). Unlike in torchgpipe's, 3×3 max pools are max pools, and sizes may
+be odd: every reduction rounds up, so the sizes of its branches always match.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def _relu_conv_norm(
 
 
 class FactorizedReduction(nn.Module):
-    """Halve a map without losing every other pixel: one branch takes the even pixels, the other the odd ones.
+    """Halve a map using all pixels: one branch takes the even ones, the other the odd ones.
 
-    ``(B, inputs, H, W) -> (B, outputs, ceil(H / 2), ceil(W / 2))``; behind the last pixel is zero.
+    ``(B, inputs, H, W) -> (B, outputs, ceil(H / 2), ceil(W / 2))``; with zeros after the last pixel.
     """
 
     def __init__(self, inputs: int, outputs: int) -> None:

@@ -1,4 +1,4 @@
-"""The three normalisations a model can be built with."""
+"""The normalisations of built-in models."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ NORMS = ("train", "frozen", "group")
 class FrozenBatchNorm2d(nn.BatchNorm2d):
     """Batch norm that always applies its running statistics, in training mode too.
 
-    Nothing in it learns: the affine parameters are frozen and the statistics stay as they were loaded. It keeps the
-    state dict of ``nn.BatchNorm2d``, so weights trained with live statistics load without renaming.
+    The affine parameters are frozen and the statistics are not updated. Its state dict is that of ``nn.BatchNorm2d``,
+    so weights of ordinary batch norms can be loaded.
     """
 
     def __init__(self, channels: int) -> None:
@@ -41,10 +41,10 @@ def make_norm(norm: str, channels: int) -> nn.Module:
     """Return the normalisation of a map of ``channels`` channels.
 
     ``train`` is batch norm with live statistics, ``frozen`` batch norm with loaded ones, ``group`` group norm with the
-    32 groups of Wu & He (2018), fewer where a group would have less than two channels or an unequal share.
+    32 groups of Wu & He (2018), or fewer, so that all groups have the same number of at least two channels.
 
     Raises:
-        RequestError: ``norm`` is none of ``NORMS``.
+        RequestError: ``norm`` is not one of ``NORMS``.
     """
     check_norm(norm)
     if norm == "train":

@@ -1,4 +1,4 @@
-"""Residual networks of He et al. as plain modules: nothing in them knows that they may run on many ranks.
+"""Residual networks of He et al. as plain PyTorch modules.
 
 Three families, one head (global pooling over the map, then a linear layer ``fc``):
 
@@ -29,7 +29,7 @@ def pool_map(x: torch.Tensor, pool: str) -> torch.Tensor:
 
 
 class Residual(nn.Module):
-    """What all families share: stages of blocks, pooling, the linear head, the initialisation.
+    """Base class of all families: stages of blocks, pooling, the linear head, initialisation.
 
     Subclasses add their stem, call ``_stage`` for each stage and finish with ``_head``.
     """
@@ -58,7 +58,7 @@ class Residual(nn.Module):
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
         head = nn.Linear(self._channels, classes)
-        nn.init.normal_(head.weight, std=0.01)  # the first loss is ln(classes), however large the pooled values are
+        nn.init.normal_(head.weight, std=0.01)  # the first loss is about ln(classes), regardless of the pooled values
         nn.init.zeros_(head.bias)
         return head
 
@@ -78,7 +78,7 @@ class ResNet(Residual):
         in_channels: channels of the image.
 
     Raises:
-        RequestError: an argument is none of what is allowed.
+        RequestError: an argument has a value that is not allowed.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""Autograd pairs over communication."""
+"""Operators with their own backward."""

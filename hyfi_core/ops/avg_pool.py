@@ -1,7 +1,6 @@
-"""Mean over windows of a part while its halo is on the way.
+"""Average pooling of a part, overlapped with its halo exchange.
 
-A mean is a sum and a number for each output, how much its window counts. Sums are linear, so nothing of the map is
-saved, only its shape: neither the map nor a padded copy of it.
+A mean is a sum divided by a count for each output. Sums are linear, so only the shape of the map is saved.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from hyfi_core.ops.cut import at
 from hyfi_core.ops.redistribute import like
 from hyfi_core.plan.window import Window1d
 
-_PATTERN = [1, 2, 2, 2]  # the smallest map that shows in which order it lies in memory
+_PATTERN = [1, 2, 2, 2]  # the smallest map that shows its memory format
 
 
 @dataclass(frozen=True)
 class AvgPool(Banded):
-    """``avg_pool2d`` on a part; its halo fills with 0.
+    """``avg_pool2d`` on a part; outside of the map its halo is 0.
 
     Attributes:
-        include_pad: whether padding counts; what hangs over it, for ``ceil_mode``, never does.
-        divisor: what sums are divided by instead of the count; None: the count.
+        include_pad: whether padding counts; pixels beyond the padding (``ceil_mode``) never do.
+        divisor: divisor of all sums; None: the count.
     """
 
     own_cotangents: ClassVar[bool] = True
@@ -39,7 +38,7 @@ class AvgPool(Banded):
     divisor: int | None = None
 
     def forward(self, comm: Communicator, inputs: Tensors) -> tuple[Tensors, Any]:
-        """Return (means,); saved is what the map was like."""
+        """Return (means,); saves the map's shape and format."""
         (own,) = inputs
         if self.own is None:
             (canvas,), back = self.halo.forward(comm, (own,))
@@ -56,7 +55,7 @@ class AvgPool(Banded):
         return (result.div_(self._counts(result)),), (None, own.shape, like(own, _PATTERN))
 
     def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
-        """Return (the cotangent of the map,): each output's goes to its whole window."""
+        """Return (the cotangent of the map,): each output's cotangent is spread over its window."""
         back, shape, pattern = saved
         form = like(pattern, list(shape))
         dy = cotangents[0]
@@ -90,13 +89,13 @@ class AvgPool(Banded):
         return sums
 
     def _back(self, dy: torch.Tensor, into: torch.Tensor, padding: tuple[int, int]) -> torch.Tensor:
-        """Return the cotangent of what the sums were taken of, in the memory of ``into``."""
+        """Return the cotangent of the sums' input, in the memory of ``into``."""
         call = torch.ops.aten.avg_pool2d_backward.grad_input
         call(dy, into, *self.steps[:2], padding, False, True, 1, grad_input=into)
         return into
 
     def _counts(self, like: torch.Tensor) -> torch.Tensor | int:
-        """Return what each sum is divided by."""
+        """Return the divisor of each sum."""
         if self.divisor is not None:
             return self.divisor
         rows, columns = self._counted
@@ -104,7 +103,7 @@ class AvgPool(Banded):
 
     @cached_property
     def _counted(self) -> tuple[list[int], list[int]]:
-        """How many rows and columns each output's window counts."""
+        """Number of rows and columns that each output's window counts."""
         whole, out, (y, x) = self.halo.transfer.map, self.output, (self.window.y, self.window.x)
         return (
             counts(y, out.y0, out.y1, whole.height, self.include_pad),

@@ -1,11 +1,11 @@
-"""Windows of a part whose halo is on the way: inner outputs on the own part, bands on small canvases.
+"""Pooling windows overlapped with the halo exchange: inner outputs on the own part, bands on small canvases.
 
-    ┌───────────┬─┐  inner outputs, whose windows stay on the own part: one native call on it, no copy
+    ┌───────────┬─┐  inner outputs, whose windows are within the own part: one native call, no copy
     │   inner   │b│
-    ├───────────┼─┤  bands b: their windows reach into strips; computed on small canvases when these have come
+    ├───────────┼─┤  bands b, whose windows reach into strips: computed on small canvases after these have arrived
     └───────────┴─┘
 
-Backward the bands come first: what they give to strips is sent while the inner outputs' share is computed.
+In backward, bands come first: their cotangents of strips are sent while those of inner outputs are computed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hyfi_core.plan.share import OwnCall, inner_outputs, own_call, worth_it
 from hyfi_core.plan.window import Window
 
 AT_ONCE = (0, 0)
-"""Padding of a call on a canvas, which has all that its windows see."""
+"""Padding of a call on a canvas, which includes all pixels of its windows."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class Banded:
     """A pool on a part.
 
     Attributes:
-        halo: brings a rank all that it needs; fills with what stands outside the map.
+        halo: halo exchange, with its fill value outside of the map.
         window: of the pool.
         output: this rank's part of the output; may be empty.
-        canvas_padding: (y, x) that the need leaves to the native call.
-        apart: whether inner outputs may be computed apart; False: always on one canvas.
+        canvas_padding: (y, x) padding that is left to the native call.
+        apart: whether inner outputs may be computed separately; False: always on one canvas.
     """
 
     halo: Redistribute
@@ -49,7 +49,7 @@ class Banded:
 
     @cached_property
     def own(self) -> OwnCall | None:
-        """The call on the own part; None where one canvas is the better way, or the only one."""
+        """The call on the own part; None if one canvas is better or necessary."""
         transfer = self.halo.transfer
         call = own_call(self.window, transfer.have, self.output)
         if not self.apart or not worth_it(transfer) or call is None or self.inner.empty:
@@ -59,7 +59,7 @@ class Banded:
 
     @cached_property
     def inner(self) -> Box:
-        """Outputs whose windows touch nobody else's pixels."""
+        """Outputs whose windows are within the own part."""
         return inner_outputs(self.window, self.halo.transfer.have, self.halo.transfer.map, self.output)
 
     @cached_property
@@ -81,12 +81,12 @@ class Banded:
         return (y.kernel, x.kernel), (y.stride, x.stride), (y.dilation, x.dilation)
 
     def seen(self, own: torch.Tensor) -> torch.Tensor:
-        """Return what the native call takes of the own part; a view."""
+        """Return the view of the own part that the native call takes."""
         assert self.own is not None
         return own if self.own.start == (0, 0) else own[:, :, self.own.start[0] :, self.own.start[1] :]
 
     def canvases(self, own: torch.Tensor, strips: Tensors) -> Iterator[tuple[Box, torch.Tensor]]:
-        """Yield each band and what its windows see: own pixels and strips, the fill value outside the map."""
+        """Yield each band and its canvas: own pixels and strips, and the fill value outside of the map."""
         have = self.halo.transfer.have
         pieces = [(have, own), *zip((s.box for s in self.halo.transfer.receives), strips, strict=True)]
         for band in self.bands:
@@ -109,9 +109,9 @@ class Banded:
 
         Args:
             comm: the ranks.
-            form: has the batch, channels, type, device and order in memory of the map.
+            form: a tensor with the batch, channels, dtype, device and memory format of the map.
             d_bands: the cotangent of each band's canvas.
-            back_of_own: computes the share of the inner outputs, while the others' is on the way.
+            back_of_own: computes the cotangent from inner outputs, during the exchange.
         """
         boxes = [self.window.input_box(band) for band in self.bands]
         received = self.halo.transfer.receives

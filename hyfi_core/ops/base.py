@@ -1,11 +1,11 @@
-"""Operators with a backward of their own, which the engine runs and autograd does not see.
+"""Operators with their own backward, run by the engine and not by autograd.
 
-A ``CustomOperator`` works on what its rank holds. A ``Collective`` communicates; its backward is the adjoint of its
-forward. Inputs and outputs are local tensors, detached; what ``forward`` saves is handed to ``backward``.
+A ``CustomOperator`` works on local values. A ``Collective`` communicates; its backward is the adjoint of its
+forward. Inputs and outputs are local tensors, detached; what ``forward`` saves is passed to ``backward``.
 
-An operator whose backward returns cotangents in memory of their own (no views of what it was given or has saved, but
-where it is told that it may write over these) says so with a class attribute ``own_cotangents = True``: then these may
-be written over in turn (see ``lowering.reuse``).
+An operator whose backward returns cotangents in new memory (no views of its arguments or saved values, except those
+that it may overwrite) has the class attribute ``own_cotangents = True``: these may be overwritten in turn (see
+``lowering.reuse``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Rest = Callable[[], Cotangents]
 
 
 class CustomOperator(Protocol):
-    """An operator on this rank's values alone; it sends nothing."""
+    """An operator on local values, without communication."""
 
     def forward(self, inputs: Tensors) -> tuple[Tensors, Any]:
         """Return (outputs, saved)."""
@@ -38,14 +38,13 @@ class CustomOperator(Protocol):
         Args:
             saved: what ``forward`` saved.
             cotangents: of the outputs; None means zero.
-            wanted: for every input, whether its cotangent is of use; empty: all are. One that is not need not be
-                computed.
+            wanted: for every input, whether its cotangent is needed; empty: all are.
         """
         ...
 
 
 class Collective(Protocol):
-    """A communicating operator. All ranks of the stage call it in the same order, whatever they own."""
+    """An operator with communication. All ranks of the stage call it in the same order, even if they own nothing."""
 
     def forward(self, comm: Communicator, inputs: Tensors) -> tuple[Tensors, Any]:
         """Return (outputs, saved)."""
@@ -58,51 +57,50 @@ class Collective(Protocol):
             comm: the ranks of the stage.
             saved: what ``forward`` saved.
             cotangents: of the outputs; None means zero.
-            wanted: for every input, whether its cotangent is of use, the same on all ranks; empty: all are. One that is
-                not need be neither computed nor sent.
+            wanted: for every input, whether its cotangent is needed, the same on all ranks; empty: all are.
         """
         ...
 
 
 class Recomputable(ABC):
-    """An operator whose first output is cheap to compute once more, rather than to keep."""
+    """An operator whose first output is cheap to recompute."""
 
     @abstractmethod
     def again(self, inputs: Tensors, saved: Any) -> torch.Tensor:
-        """Return the first output once more, to the last bit, without messages.
+        """Recompute the first output, bitwise equal and without messages.
 
         Args:
-            inputs: as ``forward`` was given them.
-            saved: what it saved; None where that was its output.
+            inputs: as passed to ``forward``.
+            saved: what it saved; None if that was its output.
         """
 
 
 class SplitBackward(ABC):
-    """A collective whose backward comes in two parts: first the map's cotangent, later its weights'.
+    """A collective with a split backward: first the cotangent of the map, later those of the weights.
 
-    Other ranks wait for the first. Nobody waits for a weight gradient, so the second can be deferred.
+    Other ranks wait for the first, but not for weight gradients, so the second can be deferred.
     """
 
     @abstractmethod
     def backward_of_map(
         self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()
     ) -> tuple[Cotangents, Rest]:
-        """Return the map's cotangent (None for all other inputs), and the function that computes the others."""
+        """Return the map's cotangent (None for other inputs), and a function that computes the others."""
 
 
 class HoldsBuffers(ABC):
-    """An operator that saves buffers: whoever runs it says when they are free."""
+    """An operator that saves buffers, which its caller releases."""
 
     @abstractmethod
     def give_back(self, saved: Any) -> None:
-        """Take back the buffers that a forward saved: its backward is done, the rest of it, too, or never comes."""
+        """Release the buffers that a forward saved, after the whole backward, or if there will be none."""
 
 
 class AsyncBackward(ABC):
-    """A collective whose backward waits for one message, small enough to be under way while others compute."""
+    """A collective whose backward waits for one small message, which can overlap with other computation."""
 
     @abstractmethod
     def start_backward(
         self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()
     ) -> tuple[Pending, Rest]:
-        """Start ``backward``; return the message, and what makes the cotangents once it has arrived."""
+        """Start ``backward``; return the pending message, and a function that computes the cotangents afterwards."""

@@ -1,4 +1,4 @@
-"""Batch normalisation in training mode, statistics taken over all ranks.
+"""Batch normalisation in training mode, with statistics over all ranks.
 
 Inside a fused run neighbours compute some pixels twice. Each rank r holds a *computed* box, its own part and a margin
 that others own. Let x_r(p) be its copy of pixel p, o(p) the owner of p, N the pixels of the map times images. Forward,
@@ -14,8 +14,9 @@ cotangent of y_r(p), and m and v functions of the owners' copies alone:
                + [r owns p] · (1/N dL/dm + 2 (x_r(p) - m)/N dL/dv)
                = w/σ · ( g_r(p) - [r owns p] · (1/N ΣΣ g + x̂_r(p) · 1/N ΣΣ g·x̂) )
 
-and dL/dw = ΣΣ g·x̂, dL/db = ΣΣ g over all copies. Sums over owned pixels alone would leave out what the margins' y owe
-to m and v. The margins' dL/dx then flow back to their owners through the run and the adjoint of its wide exchange.
+and dL/dw = ΣΣ g·x̂, dL/db = ΣΣ g over all copies. Sums over owned pixels alone would omit the dependence of the
+margins' y on m and v. The margins' dL/dx flow back to their owners through the run and the adjoint of its wide
+exchange.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from hyfi_core.ops.base import AsyncBackward, Cotangents, Recomputable, Rest, Te
 from hyfi_core.plan.box import Box
 
 MOST_ROWS = 64
-"""Most ranks of which each gives its statistics in a row of its own."""
+"""Largest number of ranks for which each sends its statistics in a separate row."""
 
 
 @dataclass(frozen=True)
 class BatchNorm(AsyncBackward, Recomputable):
     """Batch normalisation in training mode, over all pixels of the map, each counted once.
 
-    One all-reduce of sums forward and one backward, both in float64. Each rank gives the mean and the spread around
-    *its* mean (Chan et al., 1983): float32 sums of squares around zero would cancel where the mean is large.
+    One all-reduce of sums forward and one backward, both in float64. Each rank sends its mean and its variance around
+    *its* mean (Chan et al., 1983): sums of squares around zero would suffer cancellation if the mean is large.
 
     Inputs: map, weight or None, bias or None.
     Outputs: normalised map, mean and biased variance of the whole map (for running statistics).
@@ -46,7 +47,7 @@ class BatchNorm(AsyncBackward, Recomputable):
     Attributes:
         count: pixels of the whole map times images.
         eps: added to the variance.
-        over_cotangent: whether the output's cotangent is memory that nobody else needs.
+        over_cotangent: whether the output's cotangent may be overwritten.
     """
 
     own_cotangents: ClassVar[bool] = True
@@ -64,7 +65,7 @@ class BatchNorm(AsyncBackward, Recomputable):
         return (self._normalised(own, weight, bias, mean, variance), mean, variance), (own, weight, mean, variance)
 
     def again(self, inputs: Tensors, saved: Any) -> torch.Tensor:
-        """Return the normalised map once more; its statistics are known."""
+        """Recompute the normalised map from its known statistics."""
         own, weight, mean, variance = saved
         return self._normalised(own, weight, inputs[2], mean, variance)
 
@@ -78,20 +79,20 @@ class BatchNorm(AsyncBackward, Recomputable):
     ) -> torch.Tensor:
         if not own.numel():
             return torch.empty_like(own)
-        # The native kernel takes a map of 16 bits with all else in float32, or all of one type.
+        # The native kernel takes a 16-bit map with all else in float32, or everything in one dtype.
         scale, offset = (None if item is None else item.to(mean.dtype) for item in (weight, bias))
         result: torch.Tensor = torch.native_batch_norm(own, scale, offset, mean, variance, False, 0.0, self.eps)[0]
         return result
 
     def _counted(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the pixels that count in the statistics: here, all."""
+        """Return the pixels that count in the statistics: here all."""
         return tensor
 
     def _statistics(self, comm: Communicator, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return mean and biased variance over all ranks: one message.
 
-        Each of few ranks gives its mean and its variance in a row of its own, so that nothing cancels however far the
-        mean is from zero. A row for each of many would make the message long: they add up Σ x and Σ x².
+        Few ranks send their mean and variance in separate rows, which avoids cancellation for any mean. For many ranks
+        this message would be too long: they sum Σ x and Σ x².
         """
         channels = own.shape[1]
         pixels = own.numel() // channels
@@ -113,11 +114,10 @@ class BatchNorm(AsyncBackward, Recomputable):
         return mean, ((variances + (means - mean).square()) * counts).sum(0) / self.count
 
     def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
-        """Return the cotangents of map, weight (this rank's share), bias (this rank's share).
+        """Return the cotangents of map, weight and bias; the latter two as this rank's partial sums.
 
         With x̂ the normalised map: dx = w/σ · (dy - mean(dy) - x̂ · mean(dy · x̂)), which is gain · dy + slope · x + shift
-        with numbers for each channel. It is written over dy where nothing else needs that: a fresh map costs more than
-        all the arithmetic.
+        with numbers for each channel. It overwrites dy where allowed: allocating a map costs more than the arithmetic.
         """
         pending, finish = self.start_backward(comm, saved, cotangents, wanted)
         pending.wait()
@@ -126,7 +126,7 @@ class BatchNorm(AsyncBackward, Recomputable):
     def start_backward(
         self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()
     ) -> tuple[Pending, Rest]:
-        """Start ``backward``: the sums are under way; what is returned then makes the cotangents of them."""
+        """Start ``backward``: return the pending sums, and a function that computes the cotangents."""
         own, weight, mean, variance = saved
         dy = torch.zeros_like(own) if cotangents[0] is None else _in_plain_order(cotangents[0])
         local = self._sums(dy, own, mean, variance)
@@ -148,7 +148,8 @@ class BatchNorm(AsyncBackward, Recomputable):
     def _centred(self, own: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
         """Return the pixels that count, in float64 less their mean: slope · x + shift cancels far from zero.
 
-        That takes a fresh map. In other types rounding is coarser than what cancels, and the mean is in the shift.
+        This allocates a map. In other dtypes rounding is coarser than the cancellation, and the mean is part of the
+        shift.
         """
         counted = self._counted(own)
         if mean.dtype != torch.float64:
@@ -159,7 +160,7 @@ class BatchNorm(AsyncBackward, Recomputable):
         """Return this rank's Σ dy and Σ dy · x̂, float64: the native kernel's cotangents of bias and weight."""
         sums = own.new_zeros((2, own.shape[1]), dtype=torch.float64)
         if own.numel():
-            # Without a weight the kernel still gives the sums when asked as if it were all ones.
+            # Without a weight, the kernel computes the sums with a weight of ones.
             _, sums[1], sums[0] = torch.ops.aten.native_batch_norm_backward(
                 dy, own, torch.ones_like(mean), mean, variance, None, None, False, self.eps, [False, True, True]
             )
@@ -168,7 +169,7 @@ class BatchNorm(AsyncBackward, Recomputable):
     def _terms(
         self, weight: torch.Tensor | None, mean: torch.Tensor, variance: torch.Tensor, means: torch.Tensor, dims: int
     ) -> tuple[torch.Tensor, ...]:
-        """Return gain, slope and shift, shaped to go with the map."""
+        """Return gain, slope and shift, in a shape that broadcasts with the map."""
         inverse = (variance.double() + self.eps).rsqrt()
         gain = inverse if weight is None else inverse * weight.double()
         slope = -gain * means[1] * inverse
@@ -179,24 +180,24 @@ class BatchNorm(AsyncBackward, Recomputable):
 
 
 def _in_plain_order(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a map of one row or column in memory without doubt about its order.
+    """Return a map of one row or column with unambiguous strides.
 
-    Strides of a dim of size 1 may be anything. ``native_batch_norm_backward`` of torch 2.13 on a CPU then takes a
-    channels-last map for another: (2, 4, 1, 6) with strides (24, 1, 1, 4), as einsum leaves it, gives wrong sums.
+    Strides of a dim of size 1 are arbitrary. ``native_batch_norm_backward`` of torch 2.13 on a CPU then misreads the
+    memory format: (2, 4, 1, 6) with strides (24, 1, 1, 4), a result of einsum, gives wrong sums.
     """
     return tensor.contiguous() if tensor.dim() == 4 and 1 in tensor.shape[2:] else tensor
 
 
 @dataclass(frozen=True)
 class FusedBatchNorm(BatchNorm):
-    """``BatchNorm`` of a computed box: statistics of what is owned, applied to all that is computed and saved.
+    """``BatchNorm`` of a computed box: statistics over owned pixels, applied to all computed ones.
 
     Attributes:
-        owned: what this rank owns, counted from the first pixel of what it computes; may be empty.
+        owned: owned box, relative to the computed one; may be empty.
     """
 
     owned: Box
 
     def _counted(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the view of what this rank owns: the margins are others' pixels, counted there."""
+        """Return the view of owned pixels: those of the margins are counted by their owners."""
         return tensor.narrow(2, self.owned.y0, self.owned.height).narrow(3, self.owned.x0, self.owned.width)

@@ -30,8 +30,8 @@ LINK_S = 0.24
 """What all gradients together take on the link: three quarters of backward."""
 
 
-class _Link:
-    """A pending reduction that is not there before the link has carried it."""
+class _LateReduction:
+    """A pending reduction that completes when the link has carried it."""
 
     def __init__(self, pending: Pending, done_s: float) -> None:
         self._pending, self._done_s = pending, done_s
@@ -58,7 +58,7 @@ class LateCommunicator(ForwardingCommunicator):
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
         """Start reducing; it ends when the link has carried it."""
         self._free_s = max(time.perf_counter(), self._free_s) + tensor.nbytes * self._seconds_per_byte
-        return _Link(self._comm.start_all_reduce(tensor, op), self._free_s)
+        return _LateReduction(self._comm.start_all_reduce(tensor, op), self._free_s)
 
     def split(self, color: int | None, key: int = 0) -> Any:
         """Return a group behind the same sort of link."""
