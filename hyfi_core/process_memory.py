@@ -1,4 +1,4 @@
-"""The memory of this process and this machine; loads nothing but the standard library."""
+"""Memory of this process and this machine; standard library only."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _KEPT_BYTES = 2**23
 
 
 def resident_bytes() -> int:
-    """Return what this process holds now; 0 where the system does not tell (proc(5))."""
+    """Return the resident memory of this process; 0 if unknown (see proc(5))."""
     with suppress(OSError, ValueError, IndexError):
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
 
 
 def return_what_is_freed() -> None:
-    """Have the C library give large blocks back to the system when they are freed, and share its heaps.
+    """Configure glibc to return large freed blocks to the system, and to share heaps.
 
-    By default glibc keeps blocks of up to 32 MB, and a heap for each thread: a tenth to a fifth more memory here. Of
-    small blocks 8 MB are kept: to get them anew for every tile costs a third of the system's time.
+    By default glibc keeps blocks of up to 32 MB, and a heap for each thread: 10 to 20 % more memory here. 8 MB of small
+    blocks are kept: allocating them again for every tile costs a third of the system time.
     """
     with suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)
@@ -33,7 +33,7 @@ def return_what_is_freed() -> None:
 
 
 def available_bytes() -> int:
-    """Return the memory that is free on this machine, or in this container where that is less."""
+    """Return the available memory of this machine, or of this container if less."""
     amounts = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     with suppress(OSError, ValueError, IndexError):
         lines = Path("/proc/meminfo").read_text().splitlines()

@@ -1,15 +1,15 @@
-"""Boundary transfer: the values that travel from the ranks of one stage to those of another; their cotangents back.
+"""Boundary transfer: sends values from the ranks of one stage to those of another, and their cotangents back.
 
     stage s, grid 2 x 2          stage t, grid 1 x 2
     ┌───┬───┐                    ┌───┬───┐
-    │ 0 │ 1 │   ── boxes ──▶     │   │   │      each piece goes straight from who has it to who needs it;
-    ├───┼───┤                    │ 0 │ 1 │      all pieces for one rank travel in one message
+    │ 0 │ 1 │   ── boxes ──▶     │   │   │      each piece is sent directly from its owner to the ranks that need it;
+    ├───┼───┤                    │ 0 │ 1 │      all pieces for one rank are in one message
     │ 2 │ 3 │   ◀── added ──     │   │   │
     └───┴───┘                    └───┴───┘
 
-The plan of each piece is a ``Transfer`` over the ranks of both stages, first those that have, then those that need. A
-replicated value is sent to rank j of the second stage by rank j mod m of the first; its cotangent is a sum over ranks,
-so each share goes back to where the value came from and is added there.
+Pieces are planned by a ``Transfer`` over the ranks of both stages, first those of the first stage. A replicated value
+is sent to rank j of the second stage by rank j mod m of the first; its cotangent is a sum over ranks, so each rank
+returns its share to the sender, where they are added.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _NOTHING = Box(0, 0, 0, 0)
 
 @dataclass(frozen=True)
 class BoundaryValue:
-    """One value that travels.
+    """One value that is sent.
 
     Attributes:
         name: of the value.
         shape: global; height and width as dims of their own.
-        dtype: on the wire, and where it arrives.
-        gradient: whether its cotangent comes back.
+        dtype: in the message, and at the receiver.
+        gradient: whether its cotangent is sent back.
         dims: which tensor dims are (y, x).
         have: the box of each rank of the first stage; None for a replicated value.
         need: the box of each rank of the second stage; None for a replicated value.
         whole: the map.
-        folded: (first, last) dims that are one tensor dim where the value is held, from the last such dim to the first.
+        folded: (first, last) dims that are one dim of the local tensor, from the last such dim to the first.
     """
 
     name: str
@@ -55,18 +55,18 @@ class BoundaryValue:
     folded: tuple[tuple[int, int], ...] = ()
 
     def local_shape(self, box: Box | None) -> tuple[int, ...]:
-        """Return the shape of what a rank holds of the value."""
+        """Return the shape of a rank's part of the value."""
         sides = list(self.shape)
         if box is not None:
             sides[self.dims[0]], sides[self.dims[1]] = box.shape
         return tuple(sides)
 
     def opened(self, tensor: torch.Tensor, box: Box | None) -> torch.Tensor:
-        """Return what a rank holds with height and width as dims of their own; a view where memory allows."""
+        """Return a rank's part with height and width as separate dims; a view where possible."""
         return tensor.reshape(self.local_shape(box)) if self.folded and box is not None else tensor
 
     def closed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return it as the rank holds it; the inverse of ``opened``."""
+        """Return the local form; the inverse of ``opened``."""
         for first, last in self.folded:
             tensor = tensor.flatten(first, last)
         return tensor
@@ -81,19 +81,19 @@ class BoundaryValue:
 
 @dataclass(frozen=True)
 class BoundaryPiece:
-    """A box of a value between this rank and a position of the other stage; box None for the whole of it."""
+    """A box of a value between this rank and a position of the other stage; box None for the whole value."""
 
     value: BoundaryValue
     box: Box | None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape on the wire."""
+        """Shape in the message."""
         return self.value.local_shape(self.box)
 
     @property
     def bytes(self) -> int:
-        """Length on the wire, without what aligns the next one."""
+        """Length in the message, without padding for alignment."""
         count = self.value.dtype.itemsize
         for side in self.shape:
             count *= side
@@ -106,13 +106,13 @@ _Part = tuple[BoundaryPiece, torch.Tensor]
 
 @dataclass(frozen=True)
 class BoundaryTransfer:
-    """What travels along one edge between two stages.
+    """The transfer of all values along one edge between two stages.
 
     Attributes:
-        values: in the order in which they lie in a message.
+        values: in the order of the message.
         sources: number of ranks of the first stage.
         targets: number of ranks of the second stage.
-        channels_last: whether four-dimensional values arrive so laid out.
+        channels_last: whether four-dimensional values are received in this format.
     """
 
     values: tuple[BoundaryValue, ...]
@@ -121,19 +121,19 @@ class BoundaryTransfer:
     channels_last: bool = False
 
     def outgoing(self, source: int, back: bool = False) -> Pieces:
-        """Return position in the second stage -> pieces that ``source`` sends there, or takes from there ``back``."""
+        """Return position in the second stage -> pieces that ``source`` sends there, or with ``back`` receives."""
         return self._pieces[back][0][source]
 
     def incoming(self, target: int, back: bool = False) -> Pieces:
-        """Return position in the first stage -> pieces that ``target`` takes from there, or sends there ``back``."""
+        """Return position in the first stage -> pieces that ``target`` receives from there, or with ``back`` sends."""
         return self._pieces[back][1][target]
 
     def buffer(self, pieces: tuple[BoundaryPiece, ...], device: torch.device) -> torch.Tensor:
-        """Return memory for a message of these pieces; the caller's until the caller gives it back."""
+        """Return memory for a message of these pieces; the caller owns it until ``give_back``."""
         return self._buffers.take((_length(pieces),), torch.uint8, device)
 
     def give_back(self, buffers: Iterable[torch.Tensor]) -> None:
-        """Take back buffers whose messages have been sent, or unpacked."""
+        """Release buffers whose messages have been sent or unpacked."""
         self._buffers.give_back(buffers)
 
     @cached_property
@@ -141,12 +141,12 @@ class BoundaryTransfer:
         return Buffers()
 
     def origin(self, value: BoundaryValue, position: int, at_source: bool) -> Box | None:
-        """Return the box that a rank holds of a value, None for a replicated one."""
+        """Return the box of a value that a rank has, None for a replicated one."""
         boxes = value.have if at_source else value.need
         return None if boxes is None else boxes[position]
 
     def arrived(self, target: int, buffers: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return what the rank at ``target`` holds after all its messages have come, in memory of its own."""
+        """Return the values of the rank at ``target`` from all its received messages, in new memory."""
         found, result = _unpacked(self.incoming(target), buffers), {}
         for value in self.values:
             box, parts = self.origin(value, target, at_source=False), found.get(value.name, [])
@@ -159,7 +159,7 @@ class BoundaryTransfer:
         return result
 
     def returned(self, source: int, buffers: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the cotangents that have come back to the rank at ``source``, added up, in memory of their own."""
+        """Return the sums of the cotangents received by the rank at ``source``, in new memory."""
         found, result = _unpacked(self.outgoing(source, back=True), buffers), {}
         for value in self.values:
             box, parts = self.origin(value, source, at_source=True), found.get(value.name, [])
@@ -174,7 +174,7 @@ class BoundaryTransfer:
         return result
 
     def _only(self, value: BoundaryValue, box: Box | None, parts: Sequence[_Part]) -> torch.Tensor | None:
-        """Return a copy of the value where one piece is all of it."""
+        """Return a copy of the value if it is a single piece."""
         if len(parts) == 1 and parts[0][0].shape == value.local_shape(box):
             part = parts[0][1]
             return part.clone(memory_format=self._format(part.dim()))
@@ -190,7 +190,7 @@ class BoundaryTransfer:
 
     @cached_property
     def _transfers(self) -> dict[tuple[str, int], Transfer]:
-        """(value, source) -> that rank's share, targets counted behind the sources."""
+        """(value, source) -> that rank's transfer, with targets numbered after the sources."""
         found = {}
         for value in self.values:
             if value.have is not None and value.need is not None:
@@ -202,7 +202,7 @@ class BoundaryTransfer:
 
     @cached_property
     def _pieces(self) -> tuple[tuple[list[Pieces], list[Pieces]], ...]:
-        """(forward, back) of (pieces of each source by target, of each target by source); the same for every caller."""
+        """(forward, back) of (pieces of each source by target, of each target by source); cached."""
         found = []
         for back in (False, True):
             out: list[Pieces] = [{} for _ in range(self.sources)]
@@ -234,7 +234,7 @@ def pack(
     tensors: Mapping[str, torch.Tensor],
     at_source: bool,
 ) -> torch.Tensor:
-    """Return the pieces of what this rank holds as one run of bytes.
+    """Pack pieces of this rank's values into one message.
 
     A value that is missing from ``tensors`` (a cotangent that was not computed) is sent as zeros.
     """
@@ -261,7 +261,7 @@ def pack(
 
 
 def unpack(buffer: torch.Tensor, pieces: tuple[BoundaryPiece, ...]) -> list[torch.Tensor]:
-    """Return the pieces that lie in a run of bytes, as views of it."""
+    """Return the pieces of a message, as views of it."""
     return [
         buffer[start:stop].view(piece.value.dtype).view(piece.shape)
         for (start, stop), piece in zip(_places(pieces), pieces, strict=True)
@@ -269,7 +269,7 @@ def unpack(buffer: torch.Tensor, pieces: tuple[BoundaryPiece, ...]) -> list[torc
 
 
 def _unpacked(expected: Pieces, buffers: Mapping[int, torch.Tensor]) -> dict[str, list[_Part]]:
-    """Return value -> (piece, what came of it), over all messages."""
+    """Return value -> (piece, received tensor), over all messages."""
     found: dict[str, list[_Part]] = {}
     for position, pieces in expected.items():
         for piece, part in zip(pieces, unpack(buffers[position], pieces), strict=True):
@@ -278,7 +278,7 @@ def _unpacked(expected: Pieces, buffers: Mapping[int, torch.Tensor]) -> dict[str
 
 
 def _places(pieces: tuple[BoundaryPiece, ...]) -> list[tuple[int, int]]:
-    """Return where each piece lies, each beginning at a multiple of the alignment."""
+    """Return the byte range of each piece, aligned."""
     places, start = [], 0
     for piece in pieces:
         places.append((start, start + piece.bytes))

@@ -1,11 +1,11 @@
-"""Buffers of messages, kept from step to step: after the first step a message takes no memory that is new.
+"""Persistent message buffers: after the first step, messages allocate no memory.
 
     send       take ▒▒▒▒   copy, send, wait           give back
     receive    take ▒▒▒▒   arrives, copied or added   give back
     saved      take ▒▒▒▒   arrives, saved             … backward has read it: give back
 
-A buffer is its taker's until the taker gives it back, after the last read of it that the program has. One that is never
-given back (a step failed, a forward had no backward) is ordinary memory, freed with the last tensor on it.
+The caller of ``take`` owns a buffer until it calls ``give_back``, after its last read. A buffer that is never given
+back (a step failed, a forward had no backward) is ordinary memory, freed with the last tensor on it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 
 
 class Buffers:
-    """The buffers of one operator on one rank; they live as long as it does.
+    """The buffers of one operator on one rank; with the same lifetime.
 
     Attributes:
-        bytes: memory of all buffers that were ever made.
+        bytes: memory of all buffers created so far.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Buffers:
         self.bytes = 0
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a contiguous tensor of any values; it is the caller's until the caller gives it back."""
+        """Return a contiguous uninitialised tensor; the caller owns it until ``give_back``."""
         free = self._free.get((prod(shape), dtype, device))
         if free:
             return free.pop().view(*shape)
@@ -37,7 +37,7 @@ class Buffers:
         return block.view(*shape)
 
     def give_back(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Take back tensors that ``take`` gave: nobody reads them, or views of them, any more."""
+        """Release tensors of ``take``; they and their views must no longer be read."""
         for tensor in tensors:
             free = self._free.setdefault((tensor.numel(), tensor.dtype, tensor.device), [])
             assert all(block.data_ptr() != tensor.data_ptr() for block in free if tensor.numel()), (
@@ -46,5 +46,5 @@ class Buffers:
             free.append(tensor.detach().view(-1))
 
     def dense(self, view: torch.Tensor) -> torch.Tensor:
-        """Return the values of a view in one run of memory: the view itself where it is one, else a taken buffer."""
+        """Return the values of a view in contiguous memory: the view itself if it is contiguous, else a buffer."""
         return view if view.is_contiguous() else self.take(view.shape, view.dtype, view.device).copy_(view)

@@ -1,12 +1,12 @@
-"""Convolution of a part while its halo is on the way.
+"""Convolution of a part, overlapped with its halo exchange.
 
-    forward    start ──▶ own part, as if beyond it were zeros ──▶ finish ──▶ each strip's share added to the outputs
+    forward    start ──▶ own part, padded with zeros          ──▶ finish ──▶ each strip's share added to the outputs
                                                                             that it reaches
-    backward   cotangents of the strips ──▶ start ──▶ cotangents of own part and weight ──▶ finish, add what came
+    backward   cotangents of the strips ──▶ start ──▶ cotangents of own part and weight ──▶ finish, add received
 
-A convolution is a sum, so it may be taken share by share, and no padded copy is made or saved: what a rank owns is
-shared with its producer, and the received strips are small. Where parts are small, strips are not: then everything
-is put on one canvas first, as plain redistribution has it.
+A convolution is linear, so the own part and each strip can be convolved separately and added, without a padded copy:
+the own part is shared with its producer, and received strips are small. If parts are small, strips are relatively
+large: then everything is first copied to one canvas, as in plain redistribution.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _Shares = tuple[torch.Tensor | None, torch.Tensor | None]
 
 @dataclass(frozen=True)
 class _SavedConvolution:
-    """What backward needs.
+    """Saved for backward.
 
     Attributes:
-        seen: the map that the native call took: own part or canvas.
-        strips: received; none with a canvas.
-        weight: as given.
-        dtype: of the map that came in; under autocast the others have another.
-        shape: of the map that came in.
+        seen: the input of the native call: own part or canvas.
+        strips: received strips; none with a canvas.
+        weight: as passed.
+        dtype: of the input map; under autocast the others differ.
+        shape: of the input map.
     """
 
     seen: torch.Tensor
@@ -52,13 +52,13 @@ class _SavedConvolution:
 
 @dataclass(frozen=True)
 class _Back:
-    """What a backward works with.
+    """Arguments of a backward.
 
     Attributes:
         saved: by forward.
-        dy: cotangent of the output, in the type that was computed in.
-        kernel: the weight in that type.
-        mask: which cotangents are wanted: of map, weight, bias.
+        dy: cotangent of the output, in the dtype of the computation.
+        kernel: the weight in that dtype.
+        mask: which cotangents are needed: of map, weight, bias.
     """
 
     saved: _SavedConvolution
@@ -74,7 +74,7 @@ class _ReachingStrip:
     Attributes:
         index: among the received strips.
         box: of the strip.
-        share: what it reaches.
+        share: the outputs that it reaches.
     """
 
     index: int
@@ -87,12 +87,12 @@ class Convolution(SplitBackward, HoldsBuffers):
     """``conv2d`` on a part. Inputs: map, weight, bias or None.
 
     Attributes:
-        halo: brings a rank all that it needs.
+        halo: halo exchange of the input.
         window: of the convolution.
         output: this rank's part of the output; may be empty.
-        canvas_padding: (y, x) that the need leaves to the native call.
+        canvas_padding: (y, x) padding that is left to the native call.
         groups: of the convolution.
-        apart: whether own part and strips may be computed apart; False: always on a canvas.
+        apart: whether own part and strips may be computed separately; False: always on a canvas.
     """
 
     own_cotangents: ClassVar[bool] = True
@@ -106,7 +106,7 @@ class Convolution(SplitBackward, HoldsBuffers):
 
     @cached_property
     def own(self) -> OwnCall | None:
-        """The call on the own part; None where a canvas is the better way, or the only one."""
+        """The call on the own part; None if a canvas is better or necessary."""
         transfer = self.halo.transfer
         if not self.apart or not worth_it(transfer):
             return None
@@ -121,7 +121,7 @@ class Convolution(SplitBackward, HoldsBuffers):
     # -- forward
 
     def forward(self, comm: Communicator, inputs: Tensors) -> tuple[Tensors, Any]:
-        """Return (convolved part,); saved are the own part, not copied, and the strips."""
+        """Return (convolved part,); saves the own part (without a copy) and the strips."""
         given, weight, bias = inputs
         own = given.to(_computed_in(given))
         kernel = weight.to(own.dtype)
@@ -156,7 +156,7 @@ class Convolution(SplitBackward, HoldsBuffers):
     # -- backward
 
     def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
-        """Return the cotangents of map, weight (this rank's share), bias (this rank's share)."""
+        """Return the cotangents of map, weight and bias; the latter two as this rank's partial sums."""
         back = self._begun(saved, cotangents, wanted)
         d_own, shares = self._map_back(comm, back, now=True)
         return d_own, *(shares or self._weight_back(back))
@@ -164,13 +164,13 @@ class Convolution(SplitBackward, HoldsBuffers):
     def backward_of_map(
         self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()
     ) -> tuple[Cotangents, Rest]:
-        """Return (cotangent of the map, None, None), and what computes the others; see ``ops.base.SplitBackward``."""
+        """Return (cotangent of the map, None, None), and the rest of the backward; see ``ops.base.SplitBackward``."""
         back = self._begun(saved, cotangents, wanted)
         d_own, shares = self._map_back(comm, back, now=False)
         return (d_own, None, None), lambda: (None, *(shares or self._weight_back(back)))
 
     def give_back(self, saved: _SavedConvolution) -> None:
-        """Take back the strips."""
+        """Release the strips."""
         self.halo.give_back(saved.strips)
 
     def _begun(self, saved: _SavedConvolution, cotangents: Cotangents, wanted: Wanted) -> _Back:
@@ -181,12 +181,12 @@ class Convolution(SplitBackward, HoldsBuffers):
         return _Back(saved, dy.to(seen.dtype), saved.weight.to(seen.dtype), mask)
 
     def _map_back(self, comm: Communicator, back: _Back, now: bool) -> tuple[torch.Tensor | None, _Shares | None]:
-        """Return the cotangent of the own part and, if they were computed while its strips were on the way, the shares.
+        """Return the cotangent of the own part and, if computed during the exchange, those of weight and bias.
 
         Args:
             comm: the ranks of the stage.
-            back: what there is to do.
-            now: whether the shares are to be computed in any case; else only where this rank would have to wait.
+            back: arguments of the backward.
+            now: whether to compute weight and bias in any case; else only if this rank would have to wait.
         """
         if not back.mask[0]:
             return None, None
@@ -209,7 +209,7 @@ class Convolution(SplitBackward, HoldsBuffers):
         return d_own, shares
 
     def _weight_back(self, back: _Back) -> _Shares:
-        """Return this rank's shares of the cotangents of weight and bias."""
+        """Return this rank's partial sums of the cotangents of weight and bias."""
         if not (back.mask[1] or back.mask[2]):
             return None, None
         _, d_weight, d_bias = self._differentiate(back, (False, *back.mask[1:]))
@@ -218,7 +218,7 @@ class Convolution(SplitBackward, HoldsBuffers):
         return d_weight, d_bias
 
     def _send_back(self, comm: Communicator, back: _Back) -> PendingStrips:
-        """Start sending the cotangents of the strips to whom they belong."""
+        """Start sending the cotangents of strips to their owners."""
         saved, dy, kernel = back.saved, back.dy, back.kernel
         backs = [torch.zeros_like(strip) for strip in saved.strips]
         for piece in self._pieces:
@@ -233,7 +233,7 @@ class Convolution(SplitBackward, HoldsBuffers):
         return self.halo.start_back(comm, saved.seen, backs)
 
     def _add_strips(self, d_weight: torch.Tensor, back: _Back) -> None:
-        """Add what the strips give to the weight's cotangent, each through the taps that reach it."""
+        """Add the contributions of strips to the weight's cotangent."""
         saved, dy, kernel = back.saved, back.dy, back.kernel
         for piece in self._pieces:
             canvas, part = _canvas(piece, saved.strips, saved.seen), self._outputs(dy, piece)
@@ -244,7 +244,7 @@ class Convolution(SplitBackward, HoldsBuffers):
                 tapped.add_(self._native_back(part, canvas, _tapped(kernel, piece), (0, 0), only)[1])
 
     def _widened(self, d_seen: torch.Tensor, saved: _SavedConvolution) -> torch.Tensor:
-        """Return the cotangent of the whole own part, in its type: zero where no window touches it."""
+        """Return the cotangent of the whole own part, in its dtype; zero where no window reads it."""
         if d_seen.shape == saved.shape:
             return d_seen.to(saved.dtype)
         result = like(saved.seen, list(saved.shape)).to(saved.dtype).zero_()
@@ -253,7 +253,7 @@ class Convolution(SplitBackward, HoldsBuffers):
         return result
 
     def _differentiate(self, back: _Back, mask: Mask) -> Any:
-        """Return the cotangents that ``mask`` asks for of what the native call took; None of nothing."""
+        """Return the cotangents of the native call's inputs selected by ``mask``; None if it is empty."""
         if self.output.empty:
             return torch.zeros_like(back.saved.seen) if mask[0] else None, None, None
         padding = self.canvas_padding if self.own is None else self.own.padding
@@ -278,7 +278,7 @@ class Convolution(SplitBackward, HoldsBuffers):
 
 
 def _computed_in(tensor: torch.Tensor) -> torch.dtype:
-    """Return the type in which autocast, if it is on, has a convolution of this map computed."""
+    """Return the dtype in which a convolution of this map is computed, under autocast if active."""
     device = tensor.device.type
     if tensor.dtype != torch.float64 and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
@@ -291,7 +291,7 @@ def _tapped(kernel: torch.Tensor, piece: _ReachingStrip) -> torch.Tensor:
 
 
 def _canvas(piece: _ReachingStrip, strips: tuple[torch.Tensor, ...], own: torch.Tensor) -> torch.Tensor:
-    """Return the strip alone on what its taps cover, laid out as ``own`` is."""
+    """Return the strip on a canvas of zeros that its taps cover, in the format of ``own``."""
     strip, inputs = strips[piece.index], piece.share.inputs
     canvas = like(own, [*own.shape[:2], *inputs.shape])
     if inputs != piece.box:

@@ -1,4 +1,4 @@
-"""Cuts: a smaller or a padded box of a map that a rank already holds; nothing is sent."""
+"""Cuts: a smaller or padded box of a map that a rank already has; nothing is sent."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def at(tensor: torch.Tensor, box: Box, origin: Box) -> torch.Tensor:
 
 
 def cut(held: Box, need: Box, whole: Box, dims: tuple[int, int], fill: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the function that takes what a rank holds to what it needs.
+    """Return a function from the box that a rank has to the box that it needs.
 
-    It gives a view where the need lies within the map, and a padded copy where it hangs over the map's border.
+    It returns a view if the needed box is within the map, and a padded copy otherwise.
 
     Args:
         held: box of the tensor.
-        need: box wanted; within the map it must lie in ``held``.
+        need: box to return; within the map it must be inside ``held``.
         whole: the map.
         dims: which tensor dims are (y, x).
         fill: value outside the map.
@@ -42,7 +42,7 @@ def cut(held: Box, need: Box, whole: Box, dims: tuple[int, int], fill: float) ->
         if need.empty and tuple(result.shape[dim] for dim in dims) != need.shape:
             sides = list(result.shape)
             sides[dims[0]], sides[dims[1]] = need.shape
-            return result.reshape(sides)  # nothing, of the shape that others of its layout have
+            return result.reshape(sides)  # empty, with the right sizes of other dims
         if not (above or below or left or right):
             return result
         around = {dims[0]: (above, below), dims[1]: (left, right)}

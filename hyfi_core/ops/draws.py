@@ -1,10 +1,10 @@
-"""Random numbers without a state: each is a hash of (key, position in the whole value).
+"""Stateless random numbers: each is a hash of (key, position in the whole value).
 
     position   0 1 2 3 │ 4 5 6 7        a rank that owns the right half hashes the positions 4 … 7 and gets
-    number     a b c d │ e f g h        what one process would have drawn there
+    number     a b c d │ e f g h        the numbers of one process
 
 The hash is splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014): the
-position is spread by the golden ratio, and two rounds of shift and multiply mix it.
+position is multiplied by the golden ratio and mixed in two rounds of shift and multiply.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def positions(
 
     Args:
         shape: of the whole value.
-        dims: of space, (y, x); None for a value that is not split.
+        dims: of space, (y, x); None for a replicated value.
         box: (y0, y1, x0, x1) of the part.
-        device: where to.
+        device: of the result.
         first: position of the whole value's first element.
     """
     result = torch.full((), first, dtype=torch.int64, device=device)
@@ -64,7 +64,7 @@ def uniform(key: int, where: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return numbers in [0, 1) of a floating type, one for each position; float64 has 53 random bits, others 24.
 
     Args:
-        key: 64 bits; another key, other numbers.
+        key: 64 bits.
         where: int64 positions.
         dtype: of the result.
     """
@@ -95,7 +95,7 @@ def _hashed(key: int, where: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(words: torch.Tensor, by: int) -> torch.Tensor:
-    """Shift right as if the words had no sign."""
+    """Logical (unsigned) right shift."""
     return (words >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 

@@ -1,4 +1,4 @@
-"""The maximum over a map that ranks share, whose gradient goes to one pixel: the first, in the whole map's order."""
+"""Global max pooling, whose gradient goes to the first maximal pixel in the order of the whole map."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class FirstMaximum:
     """Maximum over dims 2 and 3 of ``(B, C, H, W)``, as ``adaptive_max_pool2d`` to 1 × 1.
 
     Attributes:
-        box: what this rank owns of the map; may be empty.
+        box: this rank's part of the map; may be empty.
         width: of the whole map, for positions in row-major order.
     """
 
@@ -37,14 +37,14 @@ class FirstMaximum:
         mine = own.new_full((batch, channels), -torch.inf)
         local = torch.zeros_like(where)
         if flat.numel():
-            mine, local = flat.max(2)  # of equals, PyTorch promises the first; of several NaN the pool takes the last
+            mine, local = flat.max(2)  # of equal values PyTorch takes the first, of several NaN the last
             last_nan = (flat.isnan() * torch.arange(flat.shape[2], device=own.device)).amax(2)
             local = torch.where(mine.isnan(), last_nan, local)
         top = mine.clone()
         comm.all_reduce(top, "max")
         if flat.numel():
             place = (self.box.y0 + local // self.box.width) * self.width + self.box.x0 + local % self.box.width
-            place = torch.where(mine.isnan(), -place, place)  # so that the least is the last
+            place = torch.where(mine.isnan(), -place, place)  # so that the minimum is the last
             where = torch.where((mine == top) | (mine.isnan() & top.isnan()), place, where)
         mine_at = where.clone()
         comm.all_reduce(where, "min")
@@ -52,7 +52,7 @@ class FirstMaximum:
         return (top[:, :, None, None], where.abs()[:, :, None, None]), (own.shape, top, local, hits)
 
     def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
-        """Return (cotangent of the map,): zero but for the pixel that was the first maximum."""
+        """Return (cotangent of the map,): zero except at the first maximum."""
         shape, top, local, hits = saved
         cotangent = cotangents[0]
         total = torch.zeros_like(top) if cotangent is None else cotangent.reshape(top.shape).clone()

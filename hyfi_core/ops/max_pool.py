@@ -1,8 +1,8 @@
-"""Maximum over windows of a part while its halo is on the way.
+"""Max pooling of a part, overlapped with its halo exchange.
 
-A maximum cannot be taken strip by strip as a sum can: of equal values the first in the window gets the gradient. So
-outputs near a seam wait, in bands. What is saved are places of maxima, and no values but those that the map's maker
-shares; where it does not, the map's memory is kept for its cotangent.
+Unlike a sum, a maximum cannot be taken strip by strip: of equal values the first in the window gets the gradient. So
+outputs near a seam are computed in bands after the exchange. Only the indices of maxima are saved, and no values except
+those that the map's producer saves anyway; otherwise the map's memory is kept for its cotangent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hyfi_core.plan.window import Window
 
 @dataclass(frozen=True)
 class _Places:
-    """Where the maxima of some outputs were.
+    """Indices of the maxima of some outputs.
 
     Attributes:
         seen: the map that the native call took, or an empty one of its shape.
@@ -35,11 +35,11 @@ class _Places:
 
 @dataclass(frozen=True)
 class MaxPool(Banded):
-    """``max_pool2d`` on a part; its halo fills with -inf.
+    """``max_pool2d`` on a part; outside of the map its halo is -inf.
 
     Attributes:
-        holds_map: whether the map's memory is kept for its cotangent; else its shape alone is, and places in 32 bits.
-        over_map: whether the map is memory that nothing else needs, so that its cotangent may be written there.
+        holds_map: whether the map's memory is kept for its cotangent; else only its shape, and indices in 32 bits.
+        over_map: whether the map's memory may be overwritten by its cotangent.
     """
 
     own_cotangents: ClassVar[bool] = True
@@ -48,7 +48,7 @@ class MaxPool(Banded):
     over_map: bool = False
 
     def forward(self, comm: Communicator, inputs: Tensors) -> tuple[Tensors, Any]:
-        """Return (maxima,); saved are their places."""
+        """Return (maxima,); saves their indices."""
         (own,) = inputs
         if self.own is None:
             (canvas,), back = self.halo.forward(comm, (own,))
@@ -68,7 +68,7 @@ class MaxPool(Banded):
         return (result,), (self._held(own), self._narrow(indices), tuple(places))
 
     def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
-        """Return (the cotangent of the map,): each output's goes to the place of its maximum."""
+        """Return (the cotangent of the map,): each output's cotangent goes to the position of its maximum."""
         dy = cotangents[0]
         if self.own is None:
             return self._back_from_canvas(comm, saved, dy)
@@ -91,7 +91,7 @@ class MaxPool(Banded):
         return self.halo.backward(comm, back, (d_canvas,))
 
     def _held(self, seen: torch.Tensor) -> torch.Tensor:
-        """Return what is kept of a map of which backward looks at nothing but the shape."""
+        """Return what is kept of a map of which backward needs only the shape."""
         if self.holds_map:
             return seen
         shape_alone = torch.empty_like(seen)
@@ -104,7 +104,7 @@ class MaxPool(Banded):
     def _back_of_own(
         self, dy: torch.Tensor, whole: torch.Tensor, indices: torch.Tensor, over: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the cotangent of the own part from the inner outputs, in the memory of ``over`` if there is any."""
+        """Return the cotangent of the own part from the inner outputs, in the memory of ``over`` if given."""
         assert self.own is not None
         inner = dy
         if self.inner != self.output:
@@ -130,7 +130,7 @@ class MaxPool(Banded):
         padding: tuple[int, int],
         over: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the cotangent of ``tensor``, of which the native call looks at nothing but the shape."""
+        """Return the cotangent of ``tensor``, of which the native call needs only the shape."""
         result = torch.empty_like(tensor) if over is None else over
         call = torch.ops.aten.max_pool2d_with_indices_backward.grad_input
         call(dy, tensor, *self.steps[:2], padding, self.steps[2], False, indices.long(), grad_input=result)
@@ -139,11 +139,11 @@ class MaxPool(Banded):
 
 @dataclass(frozen=True)
 class WholeMaxPool:
-    """``max_pool2d`` of a map that one rank holds whole; its cotangent is written over the map where it can be.
+    """``max_pool2d`` of a map that one rank has whole; its cotangent overwrites the map where allowed.
 
     Attributes:
-        window: of the pool; none hangs over the end of the padding.
-        over_map: whether the map is memory that nobody else needs.
+        window: of the pool; within the padding.
+        over_map: whether the map may be overwritten.
     """
 
     own_cotangents: ClassVar[bool] = True
@@ -152,13 +152,13 @@ class WholeMaxPool:
     over_map: bool = False
 
     def forward(self, inputs: Tensors) -> tuple[Tensors, Any]:
-        """Return (maxima,); saved are their places and the map, for its memory."""
+        """Return (maxima,); saves their indices and the map, for its memory."""
         call = torch.ops.aten.max_pool2d_with_indices.default
         result, indices = call(inputs[0], *self._settings)
         return (result,), (inputs[0], indices)
 
     def backward(self, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
-        """Return (the cotangent of the map,): each output's goes to the place of its maximum."""
+        """Return (the cotangent of the map,): each output's cotangent goes to the position of its maximum."""
         whole, indices = saved
         result = whole if self.over_map else torch.empty_like(whole)
         dy = torch.zeros_like(indices, dtype=whole.dtype) if cotangents[0] is None else cotangents[0]
@@ -168,7 +168,7 @@ class WholeMaxPool:
 
     @property
     def _settings(self) -> tuple[Any, ...]:
-        """What the native call takes: kernel, stride, padding, dilation, ceil_mode."""
+        """Arguments of the native call: kernel, stride, padding, dilation, ceil_mode."""
         y, x = self.window.y, self.window.x
         sides = ((y.kernel, x.kernel), (y.stride, x.stride), (y.padding, x.padding), (y.dilation, x.dilation))
         return (*sides, False)

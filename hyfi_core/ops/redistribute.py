@@ -1,4 +1,4 @@
-"""Redistribution: every activation that crosses ranks; and its adjoint, which adds what comes back.
+"""Redistribution of activations between ranks, and its adjoint, which adds the returned cotangents.
 
 forward                              backward (the adjoint)
 own ──copy──▶ need                   own ◀──add── cotangent of need
@@ -24,12 +24,12 @@ from hyfi_core.plan.transfer import Transfer
 
 @dataclass(frozen=True)
 class PendingStrips:
-    """Strips under way.
+    """Pending strips.
 
     Attributes:
-        pending: None where this rank neither sends nor receives.
-        strips: what arrives, in the order of the transfer; not to be read before ``wait``.
-        left: called once all is sent, with nothing.
+        pending: None if this rank neither sends nor receives.
+        strips: received tensors, in the order of the transfer; valid after ``wait``.
+        left: called once all messages have been sent.
     """
 
     pending: Pending | None
@@ -37,7 +37,7 @@ class PendingStrips:
     left: Callable[[], None] = lambda: None
 
     def wait(self) -> tuple[torch.Tensor, ...]:
-        """Wait, and return what has arrived; to be called once."""
+        """Wait and return the received strips; call it once."""
         if self.pending is not None:
             self.pending.wait()
         self.left()
@@ -46,7 +46,7 @@ class PendingStrips:
 
 @dataclass(frozen=True)
 class Redistribute:
-    """Brings a map from what ranks have to what they need.
+    """Redistributes a map from the boxes that ranks have to those that they need.
 
     Attributes:
         transfer: this rank's share.
@@ -59,7 +59,7 @@ class Redistribute:
     fill: float = 0.0
 
     def forward(self, comm: Communicator, inputs: Tensors) -> tuple[Tensors, Any]:
-        """Return (what this rank needs,); nothing but shapes is saved."""
+        """Return (the box that this rank needs,); saves only shapes."""
         (own,) = inputs
         transfer = self.transfer
         saved = (own.shape, own.dtype, own.device)
@@ -73,7 +73,7 @@ class Redistribute:
         return (result,), saved
 
     def placed(self, own: torch.Tensor) -> torch.Tensor:
-        """Return what this rank needs as far as it owns it, outside the map filled; strips of others are not set."""
+        """Return the box that this rank needs, with own pixels and fill values; strips of other ranks are not set."""
         transfer = self.transfer
         if transfer.idle:
             return own
@@ -82,7 +82,7 @@ class Redistribute:
         return result
 
     def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
-        """Return (the cotangent of what this rank owns,): its own share plus what others computed from it."""
+        """Return (the cotangent of the own part,): this rank's plus those of other ranks."""
         shape, dtype, device = saved
         transfer = self.transfer
         (cotangent,) = cotangents
@@ -98,21 +98,21 @@ class Redistribute:
         return (result,)
 
     def start(self, comm: Communicator, own: torch.Tensor) -> PendingStrips:
-        """Start sending what others need of ``own``, and receiving what this rank needs of theirs.
+        """Start sending the strips of ``own`` that others need, and receiving those that this rank needs.
 
-        What arrives is the caller's until it goes to ``give_back``.
+        The caller owns the received strips until it passes them to ``give_back``.
         """
         transfer = self.transfer
         leaving = [(s.peer, self._view(own, s.box, transfer.have)) for s in transfer.sends]
-        # On the wire dims are in plain order: neighbours need not agree on how they lay out memory.
+        # Messages are contiguous: memory formats may differ between neighbours.
         return self._start(comm, leaving, [Message(s.peer, self._landing(own, s.box)) for s in transfer.receives])
 
     def start_back(self, comm: Communicator, like: torch.Tensor, strips: Sequence[torch.Tensor]) -> PendingStrips:
-        """Start sending back the cotangents of what was received.
+        """Start sending the cotangents of received strips to their owners.
 
         Args:
             comm: the ranks.
-            like: has the batch, channels, type and device of what arrives.
+            like: a tensor with the batch, channels, dtype and device of the strips.
             strips: in the order of ``transfer.receives``.
         """
         transfer = self.transfer
@@ -120,18 +120,18 @@ class Redistribute:
         return self._start(comm, leaving, [Message(s.peer, self._landing(like, s.box)) for s in transfer.sends])
 
     def give_back(self, strips: Iterable[torch.Tensor]) -> None:
-        """Take back the memory of what has arrived, of which nobody reads any more."""
+        """Release the memory of received strips that are no longer read."""
         self._buffers.give_back(strips)
 
     def add_back(self, cotangent: torch.Tensor, pending_strips: PendingStrips) -> None:
-        """Add what ``start_back`` brings to the cotangent of what this rank owns, in place."""
+        """Add the strips of ``start_back`` to the cotangent of the own part, in place."""
         for strip, arrived in zip(self.transfer.sends, pending_strips.wait(), strict=True):
             self._view(cotangent, strip.box, self.transfer.have).add_(arrived)
         self.give_back(pending_strips.strips)
 
     @property
     def own_cotangents(self) -> bool:
-        """Whether a cotangent comes back in memory of its own; where nothing moves it is the one given."""
+        """Whether backward returns new memory; if nothing moves, it returns its argument."""
         return not self.transfer.idle
 
     @cached_property
@@ -151,7 +151,7 @@ class Redistribute:
         return self._buffers.take(self._sized(like.shape, box), like.dtype, like.device)
 
     def _own_share(self, cotangent: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Return the cotangent of what is owned, as far as this rank computed it: zero where it did not look."""
+        """Return this rank's share of the cotangent of its own part; zero for pixels that it does not need."""
         transfer = self.transfer
         kept = self._view(cotangent, transfer.kept, transfer.need)
         if transfer.kept == transfer.have and not transfer.have.empty:
@@ -161,7 +161,7 @@ class Redistribute:
         return result
 
     def _canvas(self, own: torch.Tensor) -> torch.Tensor:
-        """Return the tensor to be filled; only what nothing will overwrite is set."""
+        """Return the tensor to be filled; only pixels that nothing will overwrite are set."""
         transfer = self.transfer
         result = like(own, self._sized(own.shape, transfer.need))
         if not transfer.map.contains(transfer.need):
@@ -169,7 +169,7 @@ class Redistribute:
         return result
 
     def _fill_outside(self, result: torch.Tensor) -> None:
-        """Set the four bands of the need that hang over the map."""
+        """Set the four bands of the needed box outside of the map."""
         need, whole = self.transfer.need, self.transfer.map
         for band in (
             Box(need.y0, min(whole.y0, need.y1), need.x0, need.x1),
@@ -194,11 +194,11 @@ class Redistribute:
 
 
 def _format_of(tensor: torch.Tensor) -> torch.memory_format:
-    """Return channels-last where the tensor is laid out so, also when it has one channel or one pixel."""
+    """Return channels-last if the tensor has this format, also with one channel or one pixel."""
     last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
     return torch.channels_last if last and not tensor.is_contiguous() else torch.contiguous_format
 
 
 def like(tensor: torch.Tensor, shape: list[int]) -> torch.Tensor:
-    """Return an empty tensor of another shape, laid out as the given one is."""
+    """Return an empty tensor of another shape in the same memory format."""
     return torch.empty(shape, dtype=tensor.dtype, device=tensor.device, memory_format=_format_of(tensor))

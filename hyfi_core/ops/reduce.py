@@ -1,7 +1,7 @@
 """Reductions over the ranks of a stage.
 
-A value that every rank holds is *replicated*; its cotangent is the sum over ranks. So the all-reduce of partial sums is
-its own adjoint, and weight gradients are plain sums.
+The cotangent of a *replicated* value is the sum over ranks. So the all-reduce of partial sums is its own adjoint, and
+weight gradients are plain sums.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hyfi_core.ops.base import Cotangents, Tensors, Wanted
 
 
 def least(dtype: torch.dtype) -> float:
-    """Return the value of a type that is a maximum of nothing: below or equal to all others."""
+    """Return the smallest value of a dtype, the maximum of an empty set."""
     if dtype.is_floating_point:
         return -torch.inf
     return False if dtype == torch.bool else torch.iinfo(dtype).min
@@ -24,7 +24,7 @@ def least(dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True)
 class SumOverRanks:
-    """Partial sums of ranks become one replicated sum."""
+    """Sums the partial sums of ranks into one replicated sum."""
 
     own_cotangents: ClassVar[bool] = True
 
@@ -46,13 +46,13 @@ class SumOverRanks:
 class MaxOverSpace:
     """The maximum over the whole map: ``amax`` over space and ranks.
 
-    Pixels that tie share the cotangent equally, wherever they are, as ``torch.amax`` has it.
+    Tied pixels share the cotangent equally over all ranks, as in ``torch.amax``.
 
     Attributes:
         dims: the tensor dims of space.
-        keepdim: whether they stay, with size 1.
-        nan_ties: whether pixels that are NaN tie where the maximum is, as in a maximum norm; in ``torch.amax`` none
-            does, and the gradient of every pixel is NaN.
+        keepdim: whether they are kept with size 1.
+        nan_ties: whether NaN pixels tie with a NaN maximum, as in a maximum norm; in ``torch.amax`` the gradient of
+            every pixel is then NaN.
     """
 
     own_cotangents: ClassVar[bool] = True
@@ -74,7 +74,7 @@ class MaxOverSpace:
         return (top if self.keepdim else self._squeeze(top),), (own, top)
 
     def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
-        """Return (cotangent of the map,): one all-reduce of cotangents and of how many pixels tie."""
+        """Return (cotangent of the map,): one all-reduce of cotangents and of the number of ties."""
         own, top = saved
         (cotangent,) = cotangents
         hits = own == top
@@ -93,10 +93,10 @@ class MaxOverSpace:
 
 @dataclass(frozen=True)
 class LargestOverRanks:
-    """The largest of what ranks hold; a shift that changes no result, so that it has no gradient."""
+    """Maximum over ranks; used as a shift that does not change results, so it has no gradient."""
 
     def forward(self, comm: Communicator, inputs: Tensors) -> tuple[Tensors, Any]:
-        """Return (largest, or 0 where all are -inf,)."""
+        """Return (maximum, or 0 where all are -inf,)."""
         top = inputs[0].clone(memory_format=torch.contiguous_format)
         comm.all_reduce(top, "max")
         return (top.masked_fill_(top == -torch.inf, 0.0),), None

@@ -1,7 +1,7 @@
-"""Rectified linear units that write over what is no longer needed: the map forward, the cotangent backward.
+"""In-place relu: overwrites its input in forward and the cotangent in backward, where allowed.
 
-Autograd would take fresh memory for the cotangent. On a CPU its pages cost many times the arithmetic, and the map of a
-network's first layers is the largest there is.
+Autograd would allocate memory for the cotangent. On a CPU this costs many times the arithmetic, and the maps of a
+network's first layers are the largest.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class Relu(Recomputable):
     """``relu``, pixel by pixel.
 
     Attributes:
-        over: whether the input is memory that nothing else needs.
-        over_cotangent: the same of the output's cotangent.
+        over: whether the input may be overwritten.
+        over_cotangent: the same for the output's cotangent.
     """
 
     own_cotangents: ClassVar[bool] = True
@@ -29,7 +29,7 @@ class Relu(Recomputable):
     over_cotangent: bool = False
 
     def forward(self, inputs: Tensors) -> tuple[Tensors, Any]:
-        """Return (rectified map,), which is what is saved."""
+        """Return (rectified map,), which is also saved."""
         result = self.again(inputs, None)
         return (result,), result
 
@@ -38,7 +38,7 @@ class Relu(Recomputable):
         return inputs[0].relu_() if self.over else inputs[0].relu()
 
     def backward(self, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
-        """Return (cotangent of the map,), over the one given where nothing else needs that."""
+        """Return (cotangent of the map,), in place where allowed."""
         dy = torch.zeros_like(saved) if cotangents[0] is None else cotangents[0].to(saved.dtype)
         if not self.over_cotangent:
             return (torch.ops.aten.threshold_backward.default(dy, saved, 0),)

@@ -1,12 +1,12 @@
-"""A small convolution tap by tap, each tap one matrix product: what received strips give, and take back.
+"""Small convolutions tap by tap, each tap one matrix product: for received strips, forward and backward.
 
     canvas   ·────────·   tap (1, 0) sees the pixels      output[p]    += canvas[p at tap] · weight[tap]ᵀ
              │▒▒▒▒▒▒▒▒│   of one shifted lattice          weight[tap]  += cotangentᵀ · canvas at tap
              ·────────·                                   canvas[p ..] += cotangent · weight[tap]
 
-Strips are a pixel or a few wide and the weights behind them large: a convolution call would lay out, copy and add whole
-weights for a handful of pixels. With channels innermost (channels-last), a tap of the weight is a matrix where it
-stands, so the products read and add in place.
+Strips are one or a few pixels wide while weights are large: a convolution call would reorder, copy and add whole
+weights for few pixels. In channels-last format, a tap of the weight is a matrix in memory, so products read and add in
+place.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Pair = tuple[int, int]
 
 
 def in_place(kernel: torch.Tensor, groups: int) -> bool:
-    """Whether every tap of a weight ``(O, I, h, w)`` is a matrix where it stands."""
+    """Whether every tap of a weight ``(O, I, h, w)`` is a matrix in memory."""
     return groups == 1 and kernel.is_contiguous(memory_format=torch.channels_last)
 
 
@@ -43,7 +43,7 @@ def add_to_weight(d_kernel: torch.Tensor, canvas: torch.Tensor, dy: torch.Tensor
 
 
 def back(canvas: torch.Tensor, kernel: torch.Tensor, dy: torch.Tensor, stride: Pair, dilation: Pair) -> torch.Tensor:
-    """Return the cotangent of ``canvas``, whose own values do not matter."""
+    """Return the cotangent of ``canvas``, whose values are not used."""
     d_canvas = torch.zeros_like(canvas)
     pixels = _matrix(dy)
     for (y, x), seen in _seen(d_canvas, kernel, dy, stride, dilation):
@@ -54,7 +54,7 @@ def back(canvas: torch.Tensor, kernel: torch.Tensor, dy: torch.Tensor, stride: P
 def _seen(
     canvas: torch.Tensor, kernel: torch.Tensor, outputs: torch.Tensor, stride: Pair, dilation: Pair
 ) -> Iterator[tuple[Pair, torch.Tensor]]:
-    """Yield (tap, the view of the pixels that the outputs see through it)."""
+    """Yield (tap, the view of the pixels that the outputs read through it)."""
     height, width = ((n - 1) * step + 1 for n, step in zip(outputs.shape[2:], stride, strict=True))
     for y in range(kernel.shape[2]):
         for x in range(kernel.shape[3]):

@@ -1,4 +1,4 @@
-"""Where things are: pure values, standard library only."""
+"""Plans and geometry: pure values, standard library only."""
 
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.layout import Layout

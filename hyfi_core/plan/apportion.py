@@ -1,14 +1,14 @@
-"""Apportioning: a batch dealt to replicas of unequal speed, so that the slowest of them is done as early as can be.
+"""Apportionment of a batch among replicas of unequal speed, minimising the time of the slowest.
 
 ::
 
     seconds of one sample     1      1      4          nine samples
     samples                   4      4      1          in proportion to speed: 4 : 4 : 1
-    seconds of a step         4      4      4          alike, a step of 12 seconds took 3 · 4
+    seconds of a step         4      4      4          with 3 samples each: 12 seconds
 
-Samples are dealt one by one, each to the replica that would then be done first. This is D'Hondt's method with speeds
-for votes: shares in proportion to speed, and, unlike with largest remainders, rounded so that no other deal of the same
-samples is done earlier. (Balinski, Young: Fair Representation, 1982.) Pure.
+Samples are assigned one by one, each to the replica that would then finish first. This is D'Hondt's method with speeds
+as votes: samples in proportion to speed, rounded so that no other assignment of the same samples finishes earlier.
+(Balinski, Young: Fair Representation, 1982.) Pure.
 """
 
 from __future__ import annotations
@@ -21,18 +21,17 @@ from hyfi_core.errors import RequestError
 
 
 def apportion(samples: int, seconds: Sequence[float], unit: int = 1) -> tuple[int, ...]:
-    """Return how many samples each replica takes: at least one unit, whole units, together all of them.
+    """Return how many samples each replica takes: whole units, at least one each.
 
-    Of several that would be done equally early, the first gets the next unit; so the same seconds give the same shares,
-    on every machine.
+    Of several that would finish at the same time, the first gets the next unit, so the result is deterministic.
 
     Args:
         samples: of the whole batch.
         seconds: that each replica takes for one unit; only their ratios matter.
-        unit: the shares are multiples of it: the micro-batches of a replica, each of which gets a sample.
+        unit: results are multiples of it: the number of micro-batches, each of which needs a sample.
 
     Raises:
-        RequestError: there is not a unit for each replica, or ``samples`` is no multiple of the unit.
+        RequestError: there are fewer units than replicas, or ``samples`` is not a multiple of the unit.
         ValueError: a number of seconds is not above 0, or not finite.
     """
     if not seconds or not all(0 < taken < math.inf for taken in seconds):

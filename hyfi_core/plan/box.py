@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, order=True)
 class Box:
-    """The rectangle ``[y0, y1) x [x0, x1)``; empty where an end is not beyond its start.
+    """The rectangle ``[y0, y1) x [x0, x1)``; empty if an end is not after its start.
 
-    Coordinates are those of the whole map, never of a part, and may lie outside it: a
-    window that hangs over the border of an image is a box with negative starts.
+    Coordinates are those of the whole map, never of a part, and may be outside of it: a window that includes padding is
+    a box with negative starts.
     """
 
     y0: int

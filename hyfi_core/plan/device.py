@@ -1,4 +1,4 @@
-"""Which GPU a rank takes: pure rules over what launchers say and what each node has."""
+"""Assignment of GPUs to ranks, from the launcher's environment and the GPUs of each node."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ DeviceRequest = Literal["auto", "cpu", "cuda"]
 
 
 def device_request(text: str) -> DeviceRequest:
-    """Return what a user asked for with ``--device``.
+    """Parse ``--device``.
 
     Raises:
-        RequestError: it is something else.
+        RequestError: the value is not allowed.
     """
     if text not in get_args(DeviceRequest):
         raise RequestError(f"--device {text}: use one of {', '.join(get_args(DeviceRequest))}")
     return cast(DeviceRequest, text)
 
 
-# torchrun, Slurm, Open MPI, MPICH and Intel MPI (Hydra): a process's number among those of its node.
+# Local rank in torchrun, Slurm, Open MPI, MPICH and Intel MPI (Hydra).
 _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK", "SLURM_LOCALID")
 
 
@@ -32,8 +32,8 @@ class RankGpus:
 
     Attributes:
         host: name of its node.
-        visible: ``CUDA_VISIBLE_DEVICES``, empty where it is not set: a launcher may give each rank GPUs of its own.
-        count: how many PyTorch finds.
+        visible: ``CUDA_VISIBLE_DEVICES``, empty if not set: a launcher may give each rank its own GPUs.
+        count: number of GPUs that PyTorch finds.
     """
 
     host: str
@@ -42,16 +42,16 @@ class RankGpus:
 
 
 def local_rank(environment: Mapping[str, str]) -> int:
-    """Return this process's number among those of its node, 0 where no launcher says it."""
+    """Return the local rank of this process, 0 if no launcher sets it."""
     return next((int(environment[name]) for name in _LOCAL_RANKS if environment.get(name, "").isdigit()), 0)
 
 
 def gpu_index(environment: Mapping[str, str], count: int) -> int | None:
-    """Return the GPU of a rank by its number on the node, as if every rank computed; None where it has none.
+    """Return the GPU of a rank by its local rank, as if every rank computed; None if there is none.
 
     Args:
         environment: of the process.
-        count: GPUs that it sees. A rank that is given exactly one takes it, whatever its number.
+        count: GPUs that it sees. A rank that sees exactly one uses it.
     """
     number = local_rank(environment)
     if count == 1 and "CUDA_VISIBLE_DEVICES" in environment:
@@ -64,13 +64,13 @@ def assign_devices(
 ) -> list[str]:
     """Return the device of each trainer: ``cpu``, or ``cuda:i`` with a GPU for each.
 
-    Trainers that see the same GPUs take them in the order of their ranks. Loaders and validators on the node take none.
+    Trainers that see the same GPUs use them in rank order. Loaders and validators use none.
 
     Args:
-        request: ``cuda``: each needs a GPU; ``auto``: GPUs where each has one, else all compute on the CPU.
+        request: ``cuda``: each needs a GPU; ``auto``: GPUs if each has one, else all use the CPU.
         trainers: what each sees, in rank order.
-        option: what the user writes before the request, for messages.
-        role: what the ranks are called there.
+        option: name of the option, for messages.
+        role: name of the ranks, for messages.
 
     Raises:
         RequestError: ``cuda``, and a node has fewer GPUs than trainers.
@@ -97,12 +97,12 @@ def assign_devices(
 
 
 def spare_devices(request: DeviceRequest, trainers: Sequence[RankGpus], others: Sequence[RankGpus]) -> list[str]:
-    """Return the device of each rank that computes beside trainers: a GPU that these leave free, else ``cpu``.
+    """Return the device of each rank that computes in addition to trainers: a GPU that these leave free, else ``cpu``.
 
     Args:
-        request: ``cpu``: none takes one.
-        trainers: what each trainer sees; each takes a GPU where all do.
-        others: what each of the others sees, in rank order.
+        request: with ``cpu`` none uses a GPU.
+        trainers: GPUs of the trainers, which use them if there are enough.
+        others: GPUs of the other ranks, in rank order.
     """
     if request == "cpu":
         return ["cpu"] * len(others)

@@ -1,6 +1,6 @@
-"""Fused runs: where ranks compute margins that others own, so that several windows need one exchange.
+"""Fused runs: ranks compute margins of neighbouring parts, so that several windows need only one exchange.
 
-How they are chosen is in ``lowering.fused_halo`` and ``cost.fused_depth``; this is what was chosen.
+They are chosen in ``lowering.fused_halo`` and ``cost.fused_depth``.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ Boxes = tuple[Box, ...]
 
 @dataclass(frozen=True)
 class FusedRuns:
-    """The fused runs of a program on a grid; empty where every window operator exchanges by itself.
+    """The fused runs of a program on a grid; empty if every window operator has its own exchange.
 
     Attributes:
-        inside: operators that may work on more than what a rank owns; any other ends the run.
-        computed: operator -> what each rank computes of its results, where that is more than its part.
-        shared: value -> what each rank is brought of it by one exchange that several operators share.
+        inside: operators that may compute margins; others end a run.
+        computed: operator -> boxes of its results that ranks compute, if larger than their parts.
+        shared: value -> boxes that ranks receive in one exchange for several operators.
     """
 
     inside: frozenset[str] = frozenset()
@@ -30,5 +30,5 @@ class FusedRuns:
 
 
 def covers(held: Sequence[Box], need: Sequence[Box], whole: Box) -> bool:
-    """Whether every rank holds what it needs within the map."""
+    """Whether every rank has what it needs within the map."""
     return all(has.contains(wanted.intersect(whole)) for has, wanted in zip(held, need, strict=True))

@@ -19,7 +19,7 @@ class Layout:
     """A map cut into a grid of parts, ranks in row-major order; parts may be uneven, and empty.
 
     Attributes:
-        rows: where rows of ranks begin, then the height: ``len(rows) - 1`` rows of ranks.
+        rows: start of each row of ranks, followed by the height: ``len(rows) - 1`` rows of ranks.
         columns: the same along x.
     """
 
@@ -28,7 +28,7 @@ class Layout:
 
     @classmethod
     def even(cls, height: int, width: int, grid: tuple[int, int]) -> Layout:
-        """Cut a map as evenly as whole pixels allow."""
+        """Divide a map as evenly as possible."""
         return cls(_even(height, grid[0]), _even(width, grid[1]))
 
     @property
@@ -56,7 +56,7 @@ class Layout:
         )
 
     def through(self, window: Window, height: int, width: int) -> Layout:
-        """Return the layout of a window operator's output, of this size, for which fewest pixels move."""
+        """Return the layout of a window operator's output, of this size, that moves the fewest pixels."""
         return Layout(_through(self.rows, window.y, height), _through(self.columns, window.x, width))
 
 

@@ -1,4 +1,4 @@
-"""The parallel plan: one frozen value that says how a model is spread over ranks, checked when it is built."""
+"""The parallel plan: one frozen value that says how a model is distributed over ranks, validated on creation."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hyfi_core.plan.placement import Placement
 Schedule = Literal["sequential", "gpipe", "1f1b", "gems_mast", "gems_master", "chimera"]
 Mirror = Literal["all_reduce", "point_to_point"]
 GATHER_BYTES = 32 * 2**20
-"""Largest map that every rank gathers unless the plan says otherwise: about what 20 ms bring over shared memory."""
+"""Default of the largest map that every rank gathers: about 20 ms over shared memory."""
 BIDIRECTIONAL = ("gems_mast", "gems_master", "chimera")
 """Schedules in which two pipelines run through the same ranks in opposite order."""
 
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """How a model is spread over ranks.
+    """How a model is distributed over ranks.
 
     Attributes:
         grids: rows x columns of ranks, one entry for each stage.
@@ -28,36 +28,35 @@ class ParallelPlan:
         microbatches: micro-batches of one replica's batch.
         schedule: the order of forwards and backwards.
         replicas: data-parallel copies.
-        fused_halo: most window operators for one exchange; 1 = an exchange before each; "auto" = by cost.
-        interleave: how often the grids are gone through: stage s sits on grid s mod their number (schedule 1f1b).
-        recompute: whether activations are computed again in backward: all stages, none, or the stages named.
-        mirror: how two directions share weights: gradients summed over both, or sent to direction 0, which alone
-            holds the optimiser's state and sends the new weights back.
-        reduce_dtype: type of gradients on the wire; None = their own.
-        sync_batch_norm: whether batch norm takes its statistics over all replicas, not over each alone.
-        memory_bytes: what a rank may need at most: as modelled, where cuts are "auto"; in fact, with ``spill``. None
-            for no limit.
+        fused_halo: largest number of window operators for one exchange; 1: an exchange before each; "auto": by cost.
+        interleave: virtual stages of each grid: stage s is on grid s mod the number of grids (schedule 1f1b).
+        recompute: stages that recompute their activations in backward: all, none, or a list.
+        mirror: how two directions share weights: gradients are summed over both, or sent to direction 0, which has the
+            only optimizer state and sends new weights back.
+        reduce_dtype: dtype of gradients in messages; None: their own.
+        sync_batch_norm: whether batch norm computes its statistics over all replicas instead of each one.
+        memory_bytes: memory limit of a rank: modelled, for cuts="auto"; actual, with ``spill``. None: no limit.
         gather_bytes: bytes of the largest map, of a whole micro-batch, that every rank may gather for an operator that
-            cannot be computed by parts; a larger one is refused. 0: none is gathered.
-        cells: rows x columns of cells in which each rank computes its part, one after the other, training too; "auto":
-            as many as ``memory_bytes`` asks for, with ``spill``; None: its part at once.
-        spill: where maps go that no cell needs now: a folder, or "memory", the host's; None: nowhere, all stay. Then
-            ``memory_bytes`` bounds what a rank holds; None: half of what is free when training begins.
+            cannot be computed part by part; larger ones are refused.
+        cells: rows x columns of cells in which each rank computes its part, one after the other, also in training;
+            "auto": as many as ``memory_bytes`` requires, with ``spill``; None: no cells.
+        spill: where activations that no cell currently needs are moved: a folder, or "memory" of the host; None:
+            not moved. The limit is ``memory_bytes``, or half of the memory that is free when training begins.
         shares: samples of one step that each replica takes, None for equally many; see below.
 
-    With ``shares`` every sample weighs the same, whichever replica takes it, and micro-batch m of the whole batch is
+    With ``shares``, every sample has the same weight in any replica, and micro-batch m of the whole batch is
     micro-batch m of every replica, in the order of replicas::
 
         sample           0 1 2 │ 3 4 5         shares = (4, 2), microbatches = 2
-        replica          0 0 1 │ 0 0 1         replica 0 is given samples 0 1 3 4, replica 1 samples 2 5
+        replica          0 0 1 │ 0 0 1         replica 0 gets samples 0 1 3 4, replica 1 samples 2 5
         micro-batch        0   │   1
 
-    So gradients, loss, random numbers and, where they are synchronised, statistics of batch norms are those of one
-    process with the whole batch in as many micro-batches: the same for any shares. Without ``shares`` each replica's
-    batch is a piece of the whole one, and weighs as much as any other.
+    So gradients, loss, random numbers and, if synchronised, statistics of batch norms are those of one process with the
+    whole batch in as many micro-batches, for any ``shares``. Without ``shares`` all replicas have batches of the same
+    size and weight.
 
     Raises:
-        RequestError: a field is not legal; the message names it and what would be.
+        RequestError: a field is invalid; the message names it and what is allowed.
     """
 
     grids: tuple[tuple[int, int], ...]
@@ -78,7 +77,7 @@ class ParallelPlan:
     spill: str | None = None
 
     def __post_init__(self) -> None:
-        """Check every field against the others."""
+        """Validate all fields."""
         object.__setattr__(self, "grids", _parse_grids(self.grids))
         if self.cuts != "auto":
             object.__setattr__(self, "cuts", _parse_cuts(self.cuts, self.stages))
@@ -104,7 +103,7 @@ class ParallelPlan:
         self._check_together()
 
     def _check_together(self) -> None:
-        """Check what is legal only beside other fields."""
+        """Validate combinations of fields."""
         if self.directions == 2 and self.microbatches % 2:
             raise RequestError(
                 f"plan.schedule {self.schedule!r} sends half of the micro-batches in each of two directions, but "
@@ -128,20 +127,20 @@ class ParallelPlan:
 
     @property
     def directions(self) -> int:
-        """2 where two pipelines run through the same ranks in opposite order, else 1."""
+        """2 for two pipelines through the same ranks in opposite order, else 1."""
         return 2 if self.schedule in BIDIRECTIONAL else 1
 
     def recomputes(self, stage: int) -> bool:
-        """Whether a stage computes its activations again in backward."""
+        """Whether a stage recomputes its activations in backward."""
         return self.recompute if isinstance(self.recompute, bool) else stage in self.recompute
 
     def weight(self, replica: int) -> Fraction:
-        """Return the part of the whole batch that a replica takes."""
+        """Return a replica's fraction of the whole batch."""
         return Fraction(self.shares[replica], sum(self.shares)) if self.shares else Fraction(1, self.replicas)
 
     @property
     def mean_over(self) -> int:
-        """What a sum over replicas is divided by: their number, or 1 where each loss carries its replica's weight."""
+        """Divisor of sums over replicas: their number, or 1 if losses are weighted by replica."""
         return 1 if self.shares else self.replicas
 
     @property
@@ -156,22 +155,22 @@ class ParallelPlan:
 
     @property
     def cell_grid(self) -> tuple[int, int] | None:
-        """Rows x columns of cells, which have been chosen; None where a rank's part is computed at once."""
+        """Rows x columns of cells, after "auto" has been resolved; None without cells."""
         assert self.cells != "auto", "cells must be resolved first"
         return self.cells
 
     def by_cells(self) -> ParallelPlan:
-        """Return the same plan with every cell as a rank of its own; placed by ``Placement.by_cells``."""
+        """Return the same plan with every cell as a rank; placed by ``Placement.by_cells``."""
         cells = self.cell_grid
         if cells is None:
             return self
         rows, columns = cells
         grids = tuple((rows * y, columns * x) for y, x in self.grids)
-        fused_halo = 1 if self.fused_halo == "auto" else self.fused_halo  # between cells an exchange is a small copy
+        fused_halo = 1 if self.fused_halo == "auto" else self.fused_halo  # an exchange between cells is a small copy
         return replace(self, grids=grids, cells=None, spill=None, fused_halo=fused_halo)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as plain lists, numbers and strings; ``from_json`` gives it back."""
+        """Return the plan as plain lists, numbers and strings; the inverse of ``from_json``."""
         fields = asdict(self)
         fields["grids"] = [list(grid) for grid in self.grids]
         fields["cuts"] = self.cuts if self.cuts == "auto" else list(self.cuts)
@@ -262,7 +261,7 @@ def _parse_recompute(recompute: Any, stages: int) -> bool | tuple[int, ...]:
 
 
 def _parse_shares(shares: Any, replicas: int, microbatches: int) -> tuple[int, ...]:
-    """Return samples of a step for each replica: a slow replica takes few, none takes no sample of a micro-batch."""
+    """Return the samples of a step for each replica, at least one for each micro-batch."""
     example = f"null, or a multiple of plan.microbatches = {microbatches} for each of {replicas} replica(s)"
     try:
         parsed = tuple(shares)

@@ -1,13 +1,13 @@
 """The placement: which ranks hold which stage of which direction.
 
-Ranks of one replica go stage by stage, row-major in each grid. In the second direction rank r takes the place of rank
+Ranks of one replica go stage by stage, row-major in each grid. In the second direction, rank r has the position of rank
 k - 1 - r, so that the two pipelines run through the same ranks in opposite order:
 
     grids ((2, 1), (1, 1), (1, 1))      rank          0      1      2      3
                                         direction 0   s0     s0     s1     s2
                                         direction 1   s2     s1     s0     s0
 
-With ``interleave`` v, the D grids are gone through v times: stage s sits on grid s mod D.
+With ``interleave`` v, there are v stages on each of the D grids: stage s is on grid s mod D.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Protocol
 
 
 class Stages(Protocol):
-    """What of a ``ParallelPlan`` decides where stages are."""
+    """The fields of a ``ParallelPlan`` that determine its placement."""
 
     @property
     def grids(self) -> tuple[tuple[int, int], ...]:
@@ -26,7 +26,7 @@ class Stages(Protocol):
 
     @property
     def interleave(self) -> int:
-        """How often the grids are gone through."""
+        """Number of stages of each grid."""
         ...
 
     @property
@@ -37,7 +37,7 @@ class Stages(Protocol):
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the stages of one replica are.
+    """The ranks of the stages of one replica.
 
     Attributes:
         grids: rows x columns of ranks for each stage.
@@ -62,9 +62,9 @@ class Placement:
         return cls(plan.grids * plan.interleave, tuple(directions))
 
     def by_cells(self, cells: tuple[int, int]) -> Placement:
-        """Return where the stages are when every cell of a rank counts as a rank: cell c of rank r as r * cells + c.
+        """Return the placement with every cell as a rank: cell c of rank r is rank r * cells + c.
 
-        The cells of a rank lie in its part, row-major::
+        The cells of a rank divide its part, row-major::
 
             grids ((1, 2),), cells (2, 1)       rank 0  rank 1        by cells ((2, 2),)
                                                 cell 0  cell 0        0  2
@@ -91,7 +91,7 @@ class Placement:
 
     @property
     def directions(self) -> int:
-        """1, or 2 where two pipelines run through the same ranks in opposite order."""
+        """1, or 2 for two pipelines through the same ranks in opposite order."""
         return len(self.ranks)
 
     @property
@@ -104,7 +104,7 @@ class Placement:
         return self.ranks[direction][stage]
 
     def hosted(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """Return (stage, direction) of all that a rank holds, direction 0 first."""
+        """Return (stage, direction) of all stages that a rank holds, direction 0 first."""
         return tuple(
             (stage, direction)
             for direction, groups in enumerate(self.ranks)

@@ -1,10 +1,10 @@
-"""Who of a job's ranks trains, who loads, who validates: chosen from where they run. Pure.
+"""Assignment of a job's ranks to roles: trainers, loaders, validators. Pure.
 
 ::
 
     rank      0   1   2   3   4   5        4 trainers, 2 loaders
     host      n1  n1  n1  n2  n2  n2
-    role      T   T   L   T   T   L        each node's loader beside its trainers
+    role      T   T   L   T   T   L        a loader on each node
 
     rank      0   1   2   3   4   5        loaders: "dpu-*"
     host      n1  n1  dpu-1  n2  n2  dpu-2
@@ -20,12 +20,12 @@ from fnmatch import fnmatchcase
 from hyfi_core.errors import RequestError
 
 Wanted = int | str
-"""So many ranks, or those on hosts whose name matches a pattern (``dpu-*``)."""
+"""A number of ranks, or a pattern of host names (``dpu-*``)."""
 
 
 @dataclass(frozen=True)
 class RankRoles:
-    """Ranks by role, each in rising order (spare trainers last); together all ranks of the job, each once."""
+    """Ranks by role, each in ascending order (spare trainers last); together all ranks of the job."""
 
     trainers: tuple[int, ...]
     loaders: tuple[int, ...]
@@ -38,20 +38,20 @@ class RankRoles:
 
 
 def assign_roles(hosts: Sequence[str], trainers: int, loaders: Wanted, validators: Wanted) -> RankRoles:
-    """Choose who does what.
+    """Assign ranks to roles.
 
-    Hosts that match a pattern do that work alone; where a host matches both, its ranks take turns: one loads, the next
-    validates. Of the other ranks the last validate (they talk to each other, so they stay together), loaders are spread
-    over the hosts in proportion to their ranks, and the rest train.
+    Hosts that match a pattern have only this role; if a host matches both, its ranks alternate between loading and
+    validating. Of the other ranks, the last validate (they communicate with each other, so they are kept together),
+    loaders are distributed over hosts in proportion to their ranks, and the rest train.
 
     Args:
         hosts: the host of each rank.
         trainers: ranks that the plan needs.
-        loaders: how many, or where.
+        loaders: number, or host pattern.
         validators: likewise.
 
     Raises:
-        RequestError: the ranks do not come out even; says how many there are of what, and on which hosts.
+        RequestError: the number of remaining ranks is not ``trainers``; the message lists roles and hosts.
     """
     load = _matching(hosts, loaders, "roles.loaders")
     validate = _matching(hosts, validators, "roles.validators")
@@ -71,15 +71,15 @@ def assign_roles(hosts: Sequence[str], trainers: int, loaders: Wanted, validator
 
 
 def with_spare(hosts: Sequence[str], trainers: int, pattern: str) -> RankRoles:
-    """Choose the ranks that join the plan's as further replicas: those on hosts whose name matches, after all others.
+    """Assign spare ranks, which train as further replicas: those on matching hosts, after all others.
 
     Args:
         hosts: the host of each rank.
-        trainers: ranks that the plan needs without them.
+        trainers: ranks of the plan without them.
         pattern: of the spare ranks' hosts.
 
     Raises:
-        RequestError: no host matches, or the others are not as many as the plan needs.
+        RequestError: no host matches, or the number of other ranks is not ``trainers``.
     """
     spare = _matching(hosts, pattern, "roles.spare")
     others = _others(hosts, spare)
@@ -92,10 +92,10 @@ def with_spare(hosts: Sequence[str], trainers: int, pattern: str) -> RankRoles:
 
 
 def loaders_of(hosts: Sequence[str], roles: RankRoles) -> dict[int, tuple[int, ...]]:
-    """Return, for each trainer, the loaders that serve it; every loader serves some.
+    """Return the loaders of each trainer; every loader has trainers.
 
-    Those on its own host. Hosts that only load are paired, in the order in which they come, with the trainers' hosts
-    that have no loader, so that every node's DPU reads for its node; where all have one, with all of them.
+    A trainer uses loaders on its own host. Hosts with only loaders are paired, in order, with trainers' hosts without
+    loaders, so that every node's DPU loads for its node; if there are none, with all trainers' hosts.
     """
     homes = list(dict.fromkeys(hosts[rank] for rank in roles.trainers))
     loading = [hosts[rank] for rank in roles.loaders]
@@ -107,7 +107,7 @@ def loaders_of(hosts: Sequence[str], roles: RankRoles) -> dict[int, tuple[int, .
 
 
 def _paired(spare: Sequence[str], place: int, of: int) -> Sequence[str]:
-    """Return what the ``place``-th of ``of`` hosts gets of the spare ones: several, or one that it shares."""
+    """Return the spare hosts of the ``place``-th of ``of`` hosts: several, or one shared with others."""
     if len(spare) >= of:
         return spare[place::of]
     return [spare[place * len(spare) // of]] if spare else []
@@ -133,7 +133,7 @@ def _taking_turns(hosts: Sequence[str], load: list[int], validate: list[int]) ->
 
 
 def _spread(hosts: Sequence[str], ranks: Sequence[int], count: int) -> list[int]:
-    """Return ``count`` of ``ranks``: one after the other from the host that has most of them for each one taken."""
+    """Return ``count`` of ``ranks``: distributed over hosts in proportion to their ranks."""
     by_host: dict[str, list[int]] = {}
     for rank in ranks:
         by_host.setdefault(hosts[rank], []).append(rank)

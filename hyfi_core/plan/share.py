@@ -1,11 +1,11 @@
-"""Shares: what a piece of the input gives to the output of a sliding window that sums, such as a convolution.
+"""Contributions of parts of the input to the output of a linear sliding window, such as a convolution.
 
-A sum over a window may be taken piece by piece: over what a rank owns, and over each strip that it receives, as if all
-the rest were zero. So nothing waits for a strip but the few outputs that it reaches, through the few taps that do.
+A sum over a window can be computed separately for the own part and for each received strip, with zeros elsewhere, and
+added. So only the few outputs that a strip reaches have to wait for it.
 
     3 taps, stride 1        own            strip
     input             … 4 5 6 7           8          own part: every output, zeros beyond 7
-    output            … 4 5 6 7           └──▶ 7     strip: output 7 alone, through its last tap alone
+    output            … 4 5 6 7           └──▶ 7     strip: only output 7, through its last tap
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _OWN_TO_STRIPS = 4
 
 @dataclass(frozen=True, slots=True)
 class StripShare:
-    """What a strip of the input reaches.
+    """The outputs that a strip of the input reaches.
 
     Attributes:
         outputs: box of the outputs whose windows touch it.
-        taps: box of the taps by which they do.
-        inputs: box that these taps of these outputs cover; without padding a call on it gives ``outputs``.
+        taps: box of the taps that read it.
+        inputs: box read by these taps for these outputs; a call on it without padding gives ``outputs``.
     """
 
     outputs: Box
@@ -37,10 +37,10 @@ class StripShare:
 
 @dataclass(frozen=True, slots=True)
 class OwnCall:
-    """A native call on what a rank owns that gives its part of the output, beyond its part being zero.
+    """A native call on a rank's own part that gives its part of the output, with zeros outside.
 
     Attributes:
-        start: (y, x) of the first owned position that it takes.
+        start: (y, x) of the first owned pixel that it reads.
         padding: (y, x), the same at both ends.
     """
 
@@ -49,7 +49,7 @@ class OwnCall:
 
 
 def share_of(window: Window, strip: Box, outputs: Box) -> StripShare | None:
-    """Return what a strip reaches within a rank's part of the output; None where its taps step over it."""
+    """Return the outputs of a rank that a strip reaches; None if all taps skip it."""
     y = _share_along(window.y, (strip.y0, strip.y1), (outputs.y0, outputs.y1))
     x = _share_along(window.x, (strip.x0, strip.x1), (outputs.x0, outputs.x1))
     if y is None or x is None:
@@ -58,7 +58,7 @@ def share_of(window: Window, strip: Box, outputs: Box) -> StripShare | None:
 
 
 def own_call(window: Window, have: Box, outputs: Box) -> OwnCall | None:
-    """Return the native call on a rank's own part, None where no symmetric padding gives just its outputs."""
+    """Return the native call on a rank's own part, None if no symmetric padding gives exactly its outputs."""
     y = _own_along(window.y, (have.y0, have.y1), (outputs.y0, outputs.y1))
     x = _own_along(window.x, (have.x0, have.x1), (outputs.x0, outputs.x1))
     if y is None or x is None:
@@ -96,17 +96,17 @@ def _own_along(window: Window1d, have: Interval, outputs: Interval) -> tuple[int
 
 
 def inner_outputs(window: Window, have: Box, whole: Box, outputs: Box) -> Box:
-    """Return the outputs of a rank's part whose windows touch nothing within the map but what it owns; may be empty."""
+    """Return the outputs of a rank whose windows, within the map, read only its own part; may be empty."""
     y = _inner_along(window.y, (have.y0, have.y1), whole.y1, (outputs.y0, outputs.y1))
     x = _inner_along(window.x, (have.x0, have.x1), whole.x1, (outputs.x0, outputs.x1))
     return Box(*y, *x)
 
 
 def worth_it(transfer: Transfer) -> bool:
-    """Whether own part and strips are better computed apart than on one canvas.
+    """Whether computing own part and strips separately is faster than on one canvas.
 
-    The own part must have at least four times the pixels of the strips: below that the many small calls cost more than
-    the copy.
+    The own part must have at least four times the pixels of the strips; otherwise many small calls cost more than the
+    copy.
     """
     return transfer.have.area >= _OWN_TO_STRIPS * max(1, transfer.received_px)
 

@@ -1,10 +1,10 @@
-"""Strategies: plans for a number of ranks by one word, as HyPar-Flow's users had it.
+"""Strategies: predefined plans for a number of ranks, as in HyPar-Flow.
 
     data      replicas of the whole model                       4 ranks: four copies
     model     a pipeline, one rank a stage                      4 ranks: s0 ─ s1 ─ s2 ─ s3
     spatial   the image cut over all ranks                      4 ranks: 2 x 2 parts
     hybrid    the first layers cut over a grid, a pipeline      4 ranks: 1 x 2 parts ─ s1 ─ s2
-              of single ranks behind, where maps are small      5 ranks: 2 x 2 parts ─ s1
+              of single ranks after it, where maps are small      5 ranks: 2 x 2 parts ─ s1
 
 Source: Awan et al., HyPar-Flow, ISC'20, names the first, the second and the last.
 """
@@ -20,10 +20,10 @@ Strategy = Literal["data", "model", "spatial", "hybrid"]
 
 
 def plan_for(strategy: Strategy, ranks: int, batch: int) -> ParallelPlan:
-    """Return the plan of a strategy for so many ranks.
+    """Return the plan of a strategy for a number of ranks.
 
     Args:
-        strategy: one of the four words.
+        strategy: one of the four names.
         ranks: all of them are used.
         batch: images of one replica's batch; pipelines cut it into as many micro-batches as there are images.
 
@@ -45,7 +45,7 @@ def plan_for(strategy: Strategy, ranks: int, batch: int) -> ParallelPlan:
 
 
 def squarest(ranks: int) -> tuple[int, int]:
-    """Return rows x columns of the grid of so many ranks that is nearest to a square; not more rows than columns."""
+    """Return the (rows, columns) of ``ranks`` closest to a square, with rows <= columns."""
     rows = max(n for n in range(1, int(ranks**0.5) + 1) if ranks % n == 0)
     return rows, ranks // rows
 

@@ -1,9 +1,9 @@
-"""Transfers: who sends which box to whom so that every rank holds what it needs.
+"""Transfers: the boxes that ranks send to each other so that every rank has what it needs.
 
     have   │ rank 0  │ rank 1  │ rank 2  │        what each rank owns
-    need         └─────────────────┘              what rank 1 wants: a strip of either neighbour
+    need         └─────────────────┘              what rank 1 needs: a strip of either neighbour
 
-The need of a rank may hang over the border of the map: that is padding, which no rank sends.
+The needed box may extend beyond the map: that is padding, which is not sent.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hyfi_core.plan.box import Box
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """A box that travels between this rank and a peer."""
+    """A box sent between this rank and a peer."""
 
     peer: int
     box: Box
@@ -27,8 +27,8 @@ class Transfer:
     """One rank's share of a redistribution.
 
     Attributes:
-        have: what this rank owns before.
-        need: what it holds afterwards, padding included.
+        have: the box that this rank owns.
+        need: the box that it needs, including padding.
         map: the whole map.
         sends: boxes of ``have`` for others, in rank order.
         receives: boxes of ``need`` from others, in rank order.
@@ -44,24 +44,24 @@ class Transfer:
 
     @property
     def idle(self) -> bool:
-        """Whether this rank keeps exactly what it has and sends nothing."""
+        """Whether this rank has exactly what it needs and sends nothing."""
         same = self.have == self.need or (self.have.empty and self.have.shape == self.need.shape)
         return same and not self.sends and not self.receives
 
     @property
     def received_px(self) -> int:
-        """Pixels that come from others."""
+        """Number of pixels received from others."""
         return sum(strip.box.area for strip in self.receives)
 
 
 def plan_transfer(have: Sequence[Box], need: Sequence[Box], whole: Box, rank: int) -> Transfer:
-    """Return ``rank``'s share of bringing every rank what it needs.
+    """Return the transfer of ``rank``.
 
     Args:
         have: what each rank owns; the boxes do not overlap and cover the map.
-        need: what each rank wants to hold; boxes may overlap and hang over the map.
+        need: what each rank needs; boxes may overlap and extend beyond the map.
         whole: the map.
-        rank: whose share.
+        rank: of the result.
     """
     sends = tuple(
         Strip(peer, box)

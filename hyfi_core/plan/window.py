@@ -1,4 +1,4 @@
-"""Windows: which input an output needs.
+"""Windows: the input region that an output region needs.
 
 kernel 3, stride 2, one row of padding (p) on either side of an input of 8 rows:
 
@@ -6,7 +6,7 @@ input      p 0 1 2 3 4 5 6 7 p
 output 0   └─┬─┘
 output 1       └─┬─┘
 output 2           └─┬─┘
-output 3               └─┬─┘       the padding at the end is never touched
+output 3               └─┬─┘       the padding at the end is not read
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Window1d:
     Attributes:
         kernel: taps.
         stride: step between outputs.
-        padding: positions added before the first input; those after the last follow from the number of outputs.
+        padding: positions added before the first input; padding after the last follows from the number of outputs.
         dilation: distance between taps.
     """
 
@@ -34,21 +34,21 @@ class Window1d:
 
     @property
     def extent(self) -> int:
-        """Positions from the first to behind the last tap."""
+        """Number of positions from the first to the last tap."""
         return (self.kernel - 1) * self.dilation + 1
 
     def input_interval(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the half-open input interval that outputs ``[start, stop)`` touch, not clipped to the map."""
+        """Return the half-open input interval that outputs ``[start, stop)`` read, not clipped to the map."""
         if stop <= start:
             return start, start
         first = start * self.stride - self.padding
         return first, (stop - 1) * self.stride - self.padding + self.extent
 
     def cut(self, cut: int, inputs: int, outputs: int, balanced: int) -> int:
-        """Return the output cut that moves fewest positions over the input cut; of several the best for what follows.
+        """Return the output cut that moves the fewest positions across the input cut.
 
-        Where output positions are input positions, that is the same cut: the sum of a block and its shortcut then moves
-        nothing. Otherwise it is the most balanced one.
+        Of several, it is the same cut if output positions are input positions, so that adding a block and its shortcut
+        moves nothing; otherwise the most balanced one.
 
         Args:
             cut: first input position of the second of two neighbours.
@@ -58,7 +58,7 @@ class Window1d:
         """
         if cut <= 0 or cut >= inputs:
             return 0 if cut <= 0 else outputs
-        # The taps of output `near` begin at the cut; those of every output that straddles it lie just before.
+        # The taps of output `near` begin at the cut; outputs that straddle it are just before.
         near = (cut + self.padding) // self.stride
         reach = self.extent // self.stride + 1
         candidates = {min(max(near + step, 0), outputs) for step in range(-reach, 2)}
@@ -80,7 +80,7 @@ class Window:
     x: Window1d
 
     def input_box(self, output: Box) -> Box:
-        """Return the input that ``output`` needs; it hangs over the map where padding is meant."""
+        """Return the input box that ``output`` needs; it extends beyond the map by the padding."""
         if output.empty:
             return Box(0, 0, 0, 0)
         y0, y1 = self.y.input_interval(output.y0, output.y1)
