@@ -1,10 +1,10 @@
-"""Attribution: what each place of the last map adds to each logit.
+"""Attribution: the contribution of each position of the last feature map to each logit.
 
     image ── body, no gradients ──▶ last map ── head, with a tape ──▶ logits
                                         ◀── one backward for each class ──
 
-Activation times gradient, summed over channels. Behind the last map come a mean or a maximum over space and a linear
-layer, so all places together and the bias are the logit.
+Activation times gradient, summed over channels. The last map is followed by a mean or a maximum over space and a linear
+layer, so the contributions plus the bias sum to the logit.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ POSITIONS_AT_ONCE = 16384
 
 
 class Explanation(NamedTuple):
-    """Where an answer comes from; float32, the same on every rank of the stage.
+    """Logits and their contributions; float32, the same on every rank of the stage.
 
     Attributes:
         logits: ``(B, K)``.
-        contributions: ``(B, K, h, w)``: of each place of the last map; with the bias they sum to the logits.
-        positions: ``(B, K, h, w)``: the logits that the head gives each place alone, before space is reduced; None
-            where it takes a whole map only.
+        contributions: ``(B, K, h, w)``: of each position of the last map; plus the bias they sum to the logits.
+        positions: ``(B, K, h, w)``: the logits of the head at each position alone, without pooling; None if the head
+            needs a whole map.
     """
 
     logits: torch.Tensor
@@ -44,15 +44,15 @@ class Explanation(NamedTuple):
 
 
 def attribute(compiled: Compiled, values: Values, stage: CountedCommunicator) -> Explanation:
-    """Return where the answer for a batch comes from.
+    """Return logits and contributions for a batch.
 
     Args:
         compiled: the model in evaluation mode.
-        values: what is there before the first instruction; changed.
-        stage: the ranks that hold the parts.
+        values: values before the first instruction; changed.
+        stage: the ranks of the stage.
 
     Raises:
-        RequestError: the answer is not one tensor of logits reduced from a map.
+        RequestError: the output is not one tensor of logits reduced from a map.
     """
     ranked = compiled.only.ranked
     name, body, head = split_tape(ranked)
@@ -71,12 +71,12 @@ def attribute_head(
     Args:
         ranked: this rank's program.
         name: the last map.
-        head: the tape from there to the answer, with gradients of the map.
-        values: what is there before it, this rank's part of the last map among them; changed.
-        stage: the ranks that hold the parts.
+        head: the tape from there to the output, with gradients of the map.
+        values: values before it, including this rank's part of the last map; changed.
+        stage: the ranks of the stage.
 
     Raises:
-        RequestError: the answer is not one tensor of logits.
+        RequestError: the output is not one tensor of logits.
     """
     activation = values[name]
     positions = position_logits(ranked.program, name, activation, values)
@@ -86,7 +86,7 @@ def attribute_head(
     maps = []
     for index in range(logits.shape[1]):
         seed = torch.zeros_like(logits)
-        seed[:, index] = float(stage.rank == 0)  # a replicated answer: the cotangent is a sum over ranks
+        seed[:, index] = float(stage.rank == 0)  # a replicated output: its cotangent is a sum over ranks
         found = executor.backward(records, {answer: seed}, {}, keep=True).get(name)
         share = torch.zeros_like(activation) if found is None else activation * found
         maps.append(share.float().sum(1, keepdim=True))
@@ -94,19 +94,19 @@ def attribute_head(
 
 
 def position_logits(program: Program, name: str, part: torch.Tensor, values: Values) -> torch.Tensor | None:
-    """Return the logits that the head gives each place of a map alone, as if it were a map of one pixel.
+    """Return the logits of the head at each position of a map alone, as if it were a map of one pixel.
 
-    For a mean or a maximum over space and a linear layer: that layer applied to each place. Memory: what the head takes
-    for ``POSITIONS_AT_ONCE`` places.
+    For a mean or a maximum over space and a linear layer: that layer applied to each position. Memory: that of the head
+    for ``POSITIONS_AT_ONCE`` positions.
 
     Args:
         program: the captured model, for one image.
         name: the last map.
-        part: some places of it, ``(B, C, h, w)``.
+        part: some of its positions, ``(B, C, h, w)``.
         values: the model's own tensors.
 
     Returns:
-        ``(B, K, h, w)`` float32; None where the head needs more than one pixel.
+        ``(B, K, h, w)`` float32; None if the head needs more than one pixel.
     """
     steps, made = [], {name}
     for op in program.operators:
@@ -127,19 +127,20 @@ def position_logits(program: Program, name: str, part: torch.Tensor, values: Val
 
     batch, channels, height, width = part.shape
     places = part.permute(0, 2, 3, 1).reshape(-1, channels)
-    asked = places if len(places) else part.new_zeros((1, channels))  # all ranks find out alike whether it works
+    # all ranks must find out in the same way whether it works
+    asked = places if len(places) else part.new_zeros((1, channels))
     try:
         with torch.no_grad():
             found = torch.vmap(head, chunk_size=POSITIONS_AT_ONCE)(asked)[: len(places)]
     except (RuntimeError, ValueError, IndexError, KeyError, TypeError):
-        return None  # it asks for a map of the size that it was captured for
+        return None  # the head needs a map of the captured size
     if found.shape[1] != program.values[answer].shape[-1]:
         return None
     return found.float().reshape(batch, height, width, -1).permute(0, 3, 1, 2)
 
 
 def _logits(ranked: RankProgram, values: Values) -> tuple[torch.Tensor, str]:
-    """Return the only tensor of the answer and its name."""
+    """Return the only tensor of the output and its name."""
     names = [item.name for item in ranked.outputs if isinstance(item, Ref)]
     if len(names) != 1 or values[names[0]].dim() != 2:
         shapes = [tuple(values[name].shape) for name in names]
@@ -151,16 +152,16 @@ def _logits(ranked: RankProgram, values: Values) -> tuple[torch.Tensor, str]:
 
 
 def _whole(part: torch.Tensor, layout: Layout, stage: CountedCommunicator) -> torch.Tensor:
-    """Return the whole of a map of which each rank has its part."""
+    """Return the whole map, gathered from all ranks."""
     transfer = plan_transfer(layout.parts, [layout.map] * stage.size, layout.map, stage.rank)
     return Redistribute(transfer).forward(stage, (part.contiguous(),))[0][0]
 
 
 def last_map(ranked: RankProgram) -> tuple[str, int]:
-    """Return (name, index of the instruction behind it) of the last split map on which the answer depends.
+    """Return (name, index of the instruction behind it) of the last split map on which the output depends.
 
     Raises:
-        RequestError: no map is reduced to the answer.
+        RequestError: the output is not reduced from a map.
     """
     wanted = set(refs_in(ranked.outputs))
     for index in range(len(ranked.instructions) - 1, -1, -1):
@@ -182,7 +183,7 @@ def _is_map(ranked: RankProgram, name: str) -> bool:
 
 
 def split_tape(ranked: RankProgram) -> tuple[str, Tape, Tape]:
-    """Return (map, tape up to the last map, tape from there to the answer), the latter with gradients of the map."""
+    """Return (map, tape up to the last map, tape from there to the output), the latter with gradients of the map."""
     name, index = last_map(ranked)
     body = build_tape(ranked, (), stop=index)
     head = build_tape(ranked, (name,), start=index)

@@ -1,4 +1,4 @@
-"""A tape run backward: in the one order that all ranks share, weight gradients while a rank would wait anyway.
+"""Backward of a tape, in the same order on all ranks; weight gradients are deferred into waiting times.
 
 ```
 convolution     cotangent of its map ── weight gradient: deferred
@@ -7,9 +7,8 @@ batch norm      sums ── all-reduce under way ── deferred weight gradient
 ```
 
 Cores are never equally fast. With a convolution's weight gradient, about half of its backward, between sending sums and
-needing those of the others, no rank waits for one that is behind by less than that. Nothing is held longer than it was
-alive anyway: relus and norms write over the cotangent that they are given, so until the norm is done there is no new
-map.
+needing those of other ranks, no rank waits for one that is behind by less than that. No memory is held longer: relus
+and norms overwrite their cotangent, so until the norm has run there is no new map.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ Complete = Callable[[Sequence[str]], None]
 
 @dataclass
 class SegmentRecord:
-    """What backward needs of a segment: where its graph begins and ends."""
+    """A segment's record for backward: inputs and outputs of its graph."""
 
     segment: Segment
     entries: dict[str, list[torch.Tensor]] = field(default_factory=dict)
@@ -45,7 +44,7 @@ class SegmentRecord:
 
 @dataclass
 class OperatorRecord:
-    """What backward needs of an operator with a backward of its own."""
+    """The record for backward of an operator with its own backward."""
 
     step: OperatorStep
     saved: Any
@@ -56,10 +55,10 @@ Record = SegmentRecord | OperatorRecord
 
 @dataclass(frozen=True)
 class _DeferredGradients:
-    """Weight gradients that are still to be computed.
+    """Deferred weight gradients.
 
     Attributes:
-        record: whose they are.
+        record: of the operator.
         rest: computes them.
         names: parameters whose gradient is complete with them.
     """
@@ -73,12 +72,12 @@ class BackwardPass:
     """One run of a tape backward.
 
     Args:
-        tape: that was run forward.
+        tape: that has run forward.
         comm_of: the communicator of a call.
         parameters: value name -> parameter; gradients are added to their ``grad``.
-        complete: called with the value names of parameters that get no more gradient, as soon as that is so: inside a
-            segment, too, which may be the whole model.
-        memory: what is called around each step.
+        complete: called with the value names of parameters as soon as their gradients are complete, also inside of a
+            segment, which may be the whole model.
+        memory: callbacks around each step.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class BackwardPass:
     ) -> None:
         self._tape, self._comm_of, self._parameters, self._complete = tape, comm_of, parameters, complete
         self._memory = AllStays() if memory is None else memory
-        self._defers = memory is None or isinstance(memory, AllStays)  # else what is deferred could leave memory
+        self._defers = memory is None or isinstance(memory, AllStays)  # otherwise deferred tensors could be spilled
         self._cotangents: Values = {}
         self._deferred: list[_DeferredGradients] = []
         self._keep = False
@@ -100,12 +99,12 @@ class BackwardPass:
         """Run the records backward.
 
         Args:
-            records: in forward order; unless ``keep``, emptied from the end so that what is done is freed.
-            cotangents: of the answer's values.
-            keep: whether the records will be run again.
+            records: in forward order; unless ``keep``, removed from the end so that memory is freed.
+            cotangents: of the output values.
+            keep: whether the records will be used again.
 
         Returns:
-            Cotangents of values that no record made.
+            Cotangents of values that entered from outside.
         """
         self._cotangents, self._keep = dict(cotangents), keep
         remaining = list(records) if keep else records
@@ -171,7 +170,7 @@ class BackwardPass:
         return tuple(name in self._tape.active for name in call.inputs)
 
     def _may_defer(self, call: CollectiveCall, before: Sequence[Record]) -> bool:
-        """Whether this rank will soon wait, and nothing but parameters needs the rest of the cotangents."""
+        """Whether this rank will wait soon, and the remaining cotangents are only those of parameters."""
         if not self._defers or not all(name is None or name in self._parameters for name in call.inputs[1:]):
             return False
         calls = (record.step.call for record in reversed(before) if isinstance(record, OperatorRecord))
@@ -191,7 +190,7 @@ class BackwardPass:
                 self._complete(deferred.names)
 
     def _give_back(self, record: OperatorRecord) -> None:
-        """Give back the buffers that an operator has saved, unless it will run backward again."""
+        """Release the buffers that an operator has saved, unless it will run backward again."""
         operator = record.step.call.operator
         if isinstance(operator, HoldsBuffers) and not self._keep:
             operator.give_back(record.saved)
@@ -204,11 +203,11 @@ class BackwardPass:
         ]
 
     def _add(self, found: Found, sums: Mapping[str, Over]) -> None:
-        """Add what a step found to what it belongs to, and empty the list.
+        """Add the cotangents of a step to existing ones, and empty the list.
 
         Args:
             found: names and cotangents.
-            sums: where two are added, which of them may be written over.
+            sums: which of two added cotangents may be overwritten.
         """
         while found:
             name, cotangent = found.pop(0)
@@ -221,7 +220,7 @@ class BackwardPass:
 
 
 def _differentiated(record: SegmentRecord, cotangents: Values, keep: bool) -> Found:
-    """Return the cotangents of a segment's inputs; those of its outputs are used up."""
+    """Return the cotangents of a segment's inputs; those of its outputs are consumed."""
     given = {name: cotangents.pop(name) for name in record.exits if name in cotangents}
     if given:
         edges = [record.exits[name] for name in given]
@@ -267,14 +266,14 @@ def _completing_early(
 
 
 def _sum(held: torch.Tensor, new: torch.Tensor, over: Over | None) -> torch.Tensor:
-    """Return the sum of two cotangents, over one of them where nothing else needs that."""
+    """Return the sum of two cotangents, in place where allowed."""
     if over is None or held.dtype != new.dtype or held.shape != new.shape:
         return held + new
     return held.add_(new) if over == "held" else new.add_(held)
 
 
 def _accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Add to a parameter's gradient as autograd does: in place where there is one."""
+    """Add to a parameter's gradient as autograd does: in place if it exists."""
     gradient = gradient.to(parameter.dtype)
     if parameter.grad is None:
         as_parameter = gradient.stride() == parameter.stride()

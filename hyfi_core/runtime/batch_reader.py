@@ -1,4 +1,4 @@
-"""What a rank reads of the batch: a box for each first stage that it holds, for the micro-batches that begin there.
+"""Reading the batch: the box of each first stage on this rank, for the micro-batches that begin there.
 
 two directions, four micro-batches     stage 0, direction 0: its box of samples of micro-batches 0, 1
                                        stage 0, direction 1: its box of samples of micro-batches 2, 3
@@ -30,7 +30,7 @@ class InputPart:
     Attributes:
         box: of the image, halo included, within the image.
         first: the first sample.
-        stop: the sample behind the last.
+        stop: the sample after the last.
     """
 
     box: Box
@@ -40,7 +40,7 @@ class InputPart:
 
 @runtime_checkable
 class ImageParts(Protocol):
-    """A batch that gives any box of any of its samples."""
+    """A batch that is read box by box."""
 
     def read(self, box: Box, first: int, stop: int) -> torch.Tensor:
         """Return ``(stop - first, C, h, w)``."""
@@ -50,14 +50,14 @@ class ImageParts(Protocol):
 Images = torch.Tensor | Callable[[Box], torch.Tensor] | ImageParts
 Shape = tuple[int, int, int, int]
 MemoryFormat = Literal["auto", "channels_last", "as_given"]
-"""How maps lie in memory: channels innermost where that is faster, always, or as images and weights come."""
+"""Memory format of maps: channels-last where faster, always, or as images and weights are."""
 
 
 def lays_channels_last(asked: MemoryFormat, model: nn.Module, autocast: torch.dtype | None) -> bool:
-    """Return whether images are laid out channels-last, from where on all maps are.
+    """Return whether images are converted to channels-last, which all maps then inherit.
 
-    It is faster for convolutions of all channels in the types that have kernels for it: float32 and 16 bits on a CPU,
-    16 bits on a GPU. Weights stay as they are: a convolution lays one out in less time than it takes.
+    It is faster for dense convolutions in dtypes with channels-last kernels: float32 and 16 bits on a CPU, 16 bits on a
+    GPU. Weights are not converted: convolutions reorder them in negligible time.
     """
     if asked != "auto":
         return asked == "channels_last"
@@ -70,15 +70,15 @@ def lays_channels_last(asked: MemoryFormat, model: nn.Module, autocast: torch.dt
 
 
 def is_channels_last(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of four dims has its channels innermost, and not its columns."""
+    """Whether a tensor of four dims is channels-last and not contiguous."""
     return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
 
 
 def batch_shape(images: Images, expected: Shape) -> Shape:
-    """Return the shape of a batch; of one that is read by boxes its ``samples``, else what is expected.
+    """Return the shape of a batch; for one that is read box by box from its ``samples``, or the expected one.
 
     Raises:
-        RequestError: a tensor of it is not (B, C, H, W), or it is in none of the forms of ``Images``.
+        RequestError: a tensor is not (B, C, H, W), or the batch is none of ``Images``.
     """
     if not isinstance(images, (torch.Tensor, ImageParts)) and not callable(images):
         raise RequestError(
@@ -97,7 +97,7 @@ def check_labels(labels: torch.Tensor, batch: int) -> None:
     """Check that there is a label for every image.
 
     Raises:
-        RequestError: there are more or fewer, or they are no tensor.
+        RequestError: there are more or fewer, or they are not a tensor.
     """
     if not isinstance(labels, torch.Tensor):
         raise RequestError(f"labels are a {_type_name(labels)}; pass a tensor whose first dim is the batch, {batch}")
@@ -108,10 +108,10 @@ def check_labels(labels: torch.Tensor, batch: int) -> None:
 
 
 def read_part(images: Images, part: InputPart, channels: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``(samples, C, h, w)`` of a batch, whatever form it is given in.
+    """Return ``(samples, C, h, w)`` of a batch in any form.
 
     Raises:
-        RequestError: what was returned is no tensor of the shape asked for, or of a type that the model does not take.
+        RequestError: the result is not a tensor of the requested shape, or has a dtype that the model does not take.
     """
     box = part.box
     if isinstance(images, torch.Tensor):
@@ -133,7 +133,7 @@ def read_part(images: Images, part: InputPart, channels: int, dtype: torch.dtype
 
 
 def _check_images(images: torch.Tensor, what: str, dtype: torch.dtype) -> None:
-    """Raise where images are of a type that the model was not captured with; floating-point types become each other."""
+    """Refuse images of a dtype with which the model was not captured; floating-point dtypes are converted."""
     if images.dtype == dtype or (images.is_floating_point() and dtype.is_floating_point):
         return
     if dtype.is_floating_point:
@@ -146,7 +146,7 @@ def _check_images(images: torch.Tensor, what: str, dtype: torch.dtype) -> None:
 
 
 def _type_name(given: object) -> str:
-    """Return ``list``, ``numpy.ndarray``: what a user calls it."""
+    """Return a type's name for messages: ``list``, ``numpy.ndarray``."""
     kind = type(given)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
@@ -156,11 +156,11 @@ class Reader:
 
     Args:
         plan: directions and micro-batches.
-        shape: of the whole batch that the engine was made for.
-        groups: where what is read is counted.
-        device: where it goes.
-        dtype: that the model takes: floating-point images become it, others have to be of it.
-        channels_last: whether it is laid out so.
+        shape: of the whole batch for which the engine was created.
+        groups: for counting the read bytes.
+        device: of the result.
+        dtype: that the model takes: floating-point images are converted, others must have it.
+        channels_last: whether images are converted to this format.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class Reader:
         self._order = torch.channels_last if channels_last else torch.preserve_format
 
     def training_parts(self, compiled: Compiled, batch: int) -> dict[Key, InputPart]:
-        """Return what each stage that reads the image needs in training: its direction's share of the samples."""
+        """Return the box of each stage that reads the image in training, for its direction's samples."""
         share = batch // self._plan.directions
         return {
             key: InputPart(stage.ranked.read_box, key[1] * share, (key[1] + 1) * share)
@@ -189,7 +189,7 @@ class Reader:
         }
 
     def prediction_parts(self, compiled: Compiled, batch: int) -> dict[Key, InputPart]:
-        """Return what prediction reads: all samples, by direction 0."""
+        """Return the boxes for prediction: all samples, in direction 0."""
         return {
             key: InputPart(stage.ranked.read_box, 0, batch)
             for key, stage in compiled.hosted.items()
@@ -197,7 +197,7 @@ class Reader:
         }
 
     def read(self, images: Images, parts: dict[Key, InputPart]) -> dict[Key, torch.Tensor]:
-        """Return (stage, direction) -> its box of its samples; what two stages need alike is read once."""
+        """Return (stage, direction) -> its box of its samples; a box needed by two stages is read once."""
         found: dict[InputPart, torch.Tensor] = {}
         for part in parts.values():
             if part not in found:
@@ -207,7 +207,7 @@ class Reader:
         return {key: found[part] for key, part in parts.items()}
 
     def as_given(self, images: Images, answer: Any) -> Any:
-        """Return an answer whose maps lie in memory as those of contiguous images do, unless images came otherwise."""
+        """Return an output in the memory format that contiguous images would give, unless images were channels-last."""
         if self._order != torch.channels_last or (isinstance(images, torch.Tensor) and is_channels_last(images)):
             return answer
         return _pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.contiguous(), answer)
@@ -217,10 +217,10 @@ class Reader:
         return batch_shape(images, self._shape)
 
     def micro_shape(self, shape: Shape, strict: bool = False) -> Shape:
-        """Return the shape of one micro-batch; unless ``strict`` a batch that does not divide is run whole.
+        """Return the shape of one micro-batch; unless ``strict``, a batch that cannot be divided is one micro-batch.
 
         Raises:
-            RequestError: it does not divide, or is not the replica's share.
+            RequestError: it cannot be divided, or has the wrong size for this replica.
         """
         batch, count = shape[0], self._plan.microbatches
         if strict:
@@ -239,10 +239,10 @@ def divisor(batch: int, count: int) -> int:
 
 
 def check_share(plan: ParallelPlan, replica: int, batch: int) -> None:
-    """Check that a replica is given as many samples as the plan says, where it says so.
+    """Check that a replica gets the number of samples of ``plan.shares``.
 
     Raises:
-        RequestError: it is given more or fewer.
+        RequestError: it gets more or fewer.
     """
     if plan.shares and batch != plan.shares[replica]:
         raise RequestError(

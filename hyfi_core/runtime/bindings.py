@@ -1,4 +1,4 @@
-"""Bindings: the tensors behind the names of a program before its first instruction, random keys among them."""
+"""Bindings: the tensors of a program's initial values, including random keys."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hyfi_core.runtime.compiled import HostedStage
 
 @dataclass
 class RandomKey:
-    """The part of the key that changes from run to run and from step to step.
+    """The part of the random key that changes between runs and steps.
 
     Attributes:
-        seed: rank 0's ``torch.initial_seed()`` when the engine was made.
-        step: how often gradients have been computed; to go on from a checkpoint, set it to what it was.
+        seed: rank 0's ``torch.initial_seed()`` when the engine was created.
+        step: number of gradient computations so far; restore it to continue from a checkpoint.
         first: this replica's first micro-batch, counted over all replicas.
-        share: where replicas share each micro-batch: (its samples before this replica's, all of its samples).
+        share: if replicas share each micro-batch: (samples before this replica's, all samples).
     """
 
     seed: int
@@ -30,7 +30,7 @@ class RandomKey:
     share: tuple[int, int] | None = None
 
     def words(self, microbatch: int, images: int) -> torch.Tensor:
-        """Return (seed, step, first sample) of a micro-batch of so many images, as int64, on the host."""
+        """Return (seed, step, first sample) of a micro-batch, as int64 on the host."""
         if self.share is None:
             sample = (self.first + microbatch) * images
         else:
@@ -40,11 +40,11 @@ class RandomKey:
 
 
 class Bindings:
-    """A model's own tensors by the values of a stage's program; looked up once for each stage.
+    """The model's tensors for the values of a stage's program, cached for each stage.
 
     Args:
-        model: the user's module. Its tensors change in place only, as optimisers and ``load_state_dict`` change them.
-        random: what dropout and its like are keyed by.
+        model: the user's module. Its tensors must be changed in place only, as by optimizers and ``load_state_dict``.
+        random: the key of random operators.
     """
 
     def __init__(self, model: nn.Module, random: RandomKey) -> None:
@@ -55,10 +55,10 @@ class Bindings:
         self._found: dict[HostedStage, tuple[Values, Values]] = {}
 
     def refuse_replaced(self) -> None:
-        """Refuse a model with other parameters or buffers than it had.
+        """Refuse a model whose parameters or buffers were replaced.
 
         Raises:
-            RequestError: one is new, or was replaced; it names the first.
+            RequestError: one is new or was replaced; the message names the first.
         """
         for kind, known, now in (
             ("parameter", self._parameters, self._model.named_parameters(remove_duplicate=False)),
@@ -72,11 +72,11 @@ class Bindings:
                     )
 
     def begin(self, stage: HostedStage, part: torch.Tensor | None, microbatch: int = 0) -> Values:
-        """Return the values that are there before the first instruction; the caller's own dict.
+        """Return the values before the first instruction, in a new dict.
 
         Args:
             stage: one that this rank holds.
-            part: the rank's part of the image, None where the stage takes none.
+            part: the rank's part of the image, None if the stage does not read it.
             microbatch: its number in the step.
         """
         program = stage.ranked.program
@@ -88,7 +88,7 @@ class Bindings:
         return values
 
     def parameters(self, stage: HostedStage) -> Values:
-        """Return value name -> parameter; not to be changed."""
+        """Return value name -> parameter; do not change it."""
         return self._of(stage)[0]
 
     def _of(self, stage: HostedStage) -> tuple[Values, Values]:

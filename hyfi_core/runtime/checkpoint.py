@@ -1,19 +1,19 @@
 """Checkpoints on disk: tensors as safetensors, everything else as JSON, nothing pickled.
 
-A checkpoint is a folder that appears whole or not at all::
+A checkpoint is a folder that appears complete or not at all::
 
     step-00000120/
         model.safetensors        weights and buffers under the names of the user's model
-        ema.safetensors          their moving average, where one is kept
-        optimizer.safetensors    tensors of the optimiser, "<parameter name>/<key>"
-        optimizer.json           its hyper-parameters, group by group, parameters by name
-        state.json               where training stood: step, epoch, sample, random state
-        model.json               what prediction needs; size and sha256 of the files above
+        ema.safetensors          their moving average, if kept
+        optimizer.safetensors    tensors of the optimizer, "<parameter name>/<key>"
+        optimizer.json           its hyper-parameters by group, parameters by name
+        state.json               state of training: step, epoch, sample, random state
+        model.json               metadata for prediction; size and sha256 of the files above
 
-Where several stages hold the model, each of their first ranks writes its own share, and no rank ever holds all of it:
-``model-00001-of-00003.safetensors`` and so on, with ``model.safetensors.index.json`` as other tools know it.
-Nothing in it depends on how many ranks there were. The last two words of a folder's life are a rename and
-``os.replace`` of the links that point at it, so a reader never meets half a checkpoint.
+If a model has several stages, the first rank of each writes its own shard, and no rank needs all of it:
+``model-00001-of-00003.safetensors`` and so on, with the usual ``model.safetensors.index.json``. Checkpoints do not
+depend on the number of ranks. A folder is renamed when complete and then linked with ``os.replace``, so readers never
+see an incomplete checkpoint.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ MODEL_FILE = "model.json"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What prediction needs.
+    """A checkpoint for prediction.
 
     Attributes:
         path: the folder, links resolved.
         weights: host tensors under the names of the user's model; the caller owns them.
         model: the content of ``model.json``.
-        averaged: the weights' moving average, under the same names; None where none was kept.
+        averaged: the weights' moving average, under the same names; None if not kept.
     """
 
     path: Path
@@ -63,13 +63,13 @@ class Checkpoint:
 
     @property
     def judged(self) -> dict[str, torch.Tensor]:
-        """What is validated and predicts: the moving average where there is one, else the weights."""
+        """The weights for validation and prediction: the moving average if kept, else the weights."""
         return self.weights if self.averaged is None else self.averaged
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What resuming needs besides the weights.
+    """State for resuming, besides the weights.
 
     Attributes:
         optimizer: as ``optimizer_state`` returned it.
@@ -89,18 +89,18 @@ def save_checkpoint(
     state: Mapping[str, Any] | None = None,
     averaged: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Write a checkpoint beside ``folder``, sync it, rename it to ``folder``; one that is there is replaced.
+    """Write a checkpoint to a temporary folder, sync it, and rename it to ``folder``, replacing an existing one.
 
     Args:
-        folder: where it shall appear; its parent is made if need be.
+        folder: final name; its parent is created if missing.
         weights: the model's ``state_dict``, on any device.
-        model: goes to ``model.json``; ``format``, ``step`` apart, its content is the caller's.
+        model: goes to ``model.json``; any content except ``format`` and ``step``.
         optimizer: from ``optimizer_state``.
         state: goes to ``state.json``.
         averaged: the weights' moving average.
 
     Raises:
-        OSError: nothing is left behind under ``folder`` then.
+        OSError: nothing is left at ``folder``.
     """
     beside = make_beside(folder)
     try:
@@ -112,7 +112,7 @@ def save_checkpoint(
 
 
 def make_beside(folder: Path) -> Path:
-    """Make the hidden folder in which a checkpoint is written before it appears as ``folder``."""
+    """Create the hidden folder in which a checkpoint is written before it is renamed to ``folder``."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = _beside(folder)
     beside.mkdir()
@@ -133,7 +133,7 @@ def write_tensors(
         weights: those of this rank.
         optimizer: its tensors, "<parameter name>/<key>".
         averaged: its moving average.
-        share: (which, of how many).
+        share: (index, number) of this file.
 
     Returns:
         File name -> size and sha256.
@@ -157,14 +157,14 @@ def publish(
     state: Mapping[str, Any] | None,
     index: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write what is not tensors, and let the checkpoint appear.
+    """Write the JSON files, and rename the checkpoint to its final name.
 
     Args:
-        beside: where all tensors are by now.
-        folder: where it shall appear; what is there is replaced.
+        beside: the folder with all tensors.
+        folder: final name; an existing folder is replaced.
         files: from ``write_tensors``, of all ranks.
         model: goes to ``model.json``.
-        groups: the optimiser's.
+        groups: of the optimizer.
         state: goes to ``state.json``.
         index: goes to ``model.safetensors.index.json``.
     """
@@ -187,17 +187,17 @@ def _beside(folder: Path) -> Path:
 
 
 def _share_name(name: str, share: tuple[int, int]) -> str:
-    """Return ``model.safetensors`` of one share, ``model-00002-of-00003.safetensors`` of several."""
+    """Return ``model.safetensors`` for one file, ``model-00002-of-00003.safetensors`` for several."""
     which, count = share
     stem, dot, suffix = name.partition(".")
     return name if count == 1 else f"{stem}-{which + 1:05d}-of-{count:05d}{dot}{suffix}"
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """Read the weights and ``model.json`` of a checkpoint folder, or of a link to one.
+    """Read the weights and ``model.json`` of a checkpoint folder or link.
 
     Raises:
-        RequestError: not a checkpoint, of another format, or a file that is missing, short or altered.
+        RequestError: not a checkpoint, an unknown format, or a missing, truncated or altered file.
     """
     folder, model = _open(path)
     weights = _read_tensors(folder, WEIGHTS_FILE, model)
@@ -215,7 +215,7 @@ def read_model_json(path: Path) -> dict[str, Any]:
 
 
 def amend_model_json(path: Path, more: Mapping[str, Any]) -> None:
-    """Put ``more`` into ``model.json`` of a checkpoint, over what it says, whole or not at all; weights stay.
+    """Update ``model.json`` of a checkpoint with ``more``, atomically; weights are not changed.
 
     Raises:
         RequestError: as ``load_checkpoint``.
@@ -232,10 +232,10 @@ def amend_model_json(path: Path, more: Mapping[str, Any]) -> None:
 
 
 def load_training_state(path: Path) -> TrainingState:
-    """Read optimiser and loader state of a checkpoint folder, or of a link to one.
+    """Read optimizer and loader state of a checkpoint folder or link.
 
     Raises:
-        RequestError: as ``load_checkpoint``; also where a checkpoint was saved without them.
+        RequestError: as ``load_checkpoint``; also if a checkpoint was saved without them.
     """
     folder, model = _open(path)
     tensors = _read_tensors(folder, OPTIMIZER_TENSORS_FILE, model)
@@ -244,7 +244,7 @@ def load_training_state(path: Path) -> TrainingState:
 
 
 def point_link(link: Path, target: str) -> None:
-    """Make ``link`` point at its neighbour ``target`` in one atomic step."""
+    """Point ``link`` to its sibling ``target``, atomically."""
     beside = link.parent / f".{link.name}.tmp-{uuid.uuid4().hex[:8]}"
     beside.symlink_to(target)
     beside.replace(link)
@@ -264,12 +264,12 @@ def saved_steps(checkpoints: Path) -> list[int]:
 
 
 def prune(checkpoints: Path, keep: int, spare: Iterable[int] = ()) -> list[int]:
-    """Remove all but the ``keep`` newest checkpoints; never one that a link points at, nor one of ``spare``.
+    """Remove all but the ``keep`` newest checkpoints; never one with a link to it, nor one of ``spare``.
 
-    Leftovers of a write that was killed go as well.
+    Leftovers of killed writes are removed, too.
 
     Returns:
-        The steps that were removed.
+        The removed steps.
     """
     for leftover in checkpoints.glob(".*.tmp-*"):
         if leftover.is_dir() and not leftover.is_symlink():
@@ -286,7 +286,7 @@ def prune(checkpoints: Path, keep: int, spare: Iterable[int] = ()) -> list[int]:
 
 
 def _storable(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return contiguous host tensors of which no two share memory (tied weights are stored under each name)."""
+    """Return contiguous host tensors without shared memory (tied weights are stored under each name)."""
     seen: set[int] = set()
     result = {}
     for name, tensor in tensors.items():
@@ -327,7 +327,7 @@ def _read_tensors(folder: Path, name: str, model: Mapping[str, Any]) -> dict[str
 
 
 def _shares(name: str, model: Mapping[str, Any]) -> list[str]:
-    """Return the files that together hold what one file of this name would."""
+    """Return the shards of a file of this name."""
     stem, _, suffix = name.partition(".")
     files = model.get("files", {})
     return sorted(file for file in files if file == name or re.fullmatch(rf"{stem}-\d+-of-\d+\.{suffix}", file))
@@ -351,7 +351,7 @@ def _parse(path: Path) -> dict[str, Any]:
 
 
 def _check_file(folder: Path, name: str, model: Mapping[str, Any]) -> None:
-    """Refuse a file that is not byte for byte what was saved."""
+    """Refuse a file that differs from what was saved."""
     path = folder / name
     known = model.get("files", {}).get(name)
     if not path.is_file() or known is None:

@@ -1,4 +1,4 @@
-"""One checkpoint written by all stages: each of their first ranks writes what it holds, rank 0 lets it appear."""
+"""Checkpoints written by all stages together: the first rank of each writes its part, rank 0 publishes it."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ class Share:
 def save_together(
     folder: Path, comm: Communicator, share: Share, *, model: Mapping[str, Any], state: Mapping[str, Any] | None
 ) -> None:
-    """Write a checkpoint of which each rank has a share; all ranks of ``comm`` call it and see the same file system.
+    """Write a checkpoint of which each rank has a part (collective; needs a shared file system).
 
     Args:
-        folder: where it shall appear, whole or not at all.
+        folder: final name of the checkpoint.
         comm: the ranks that have shares; a share without weights writes nothing.
         share: this rank's.
         model: goes to ``model.json``; rank 0's counts.
         state: goes to ``state.json``; rank 0's counts.
 
     Raises:
-        OSError: on the rank that cannot write; nothing appears under ``folder`` then.
+        OSError: on the rank that cannot write; nothing is left at ``folder``.
     """
     writers = comm.broadcast_object(comm.gather_objects(bool(share.weights)))
     beside = Path(comm.broadcast_object(str(make_beside(folder)) if comm.rank == 0 else None))
@@ -62,7 +62,7 @@ def save_together(
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
-    comm.barrier()  # no rank uses or removes it before it is there
+    comm.barrier()  # no rank uses or removes it before it is published
 
 
 def _merged(shares: Sequence[Sequence[Mapping[str, Any]] | None]) -> list[dict[str, Any]] | None:
@@ -81,7 +81,7 @@ def _merged(shares: Sequence[Sequence[Mapping[str, Any]] | None]) -> list[dict[s
 
 
 def _index(shares: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return the index by which other tools find a tensor, None for a single file."""
+    """Return the index of tensors for other tools, None for a single file."""
     if len(shares) == 1:
         return None
     stem = WEIGHTS_FILE.partition(".")[0] + "-"

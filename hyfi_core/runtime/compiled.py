@@ -1,4 +1,4 @@
-"""Compiled models: what is made once for an image shape and a set of flags, and used at every step."""
+"""Compiled models: created once for an image shape and a set of flags, and used in every step."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from hyfi_core.rules.instructions import RankProgram, Split
 Output = Callable[[Any], Any]
 
 
-@dataclass(frozen=True, eq=False)  # one is equal to itself alone: it is a key
+@dataclass(frozen=True, eq=False)  # compared by identity: used as a key
 class HostedStage:
     """A stage as one of its ranks runs it.
 
     Attributes:
         ranked: this rank's instructions.
         tape: the same as steps.
-        position: this rank's place in the stage's grid.
-        reads_image: whether it takes the image itself.
+        position: this rank's position in the stage's grid.
+        reads_image: whether it reads the image.
     """
 
     ranked: RankProgram
@@ -57,11 +57,11 @@ class Compiled:
     Attributes:
         program: the whole model.
         hosted: (stage, direction) -> the stage, for all that this rank holds.
-        boundaries: (from, to) -> what travels between two stages, the same on every rank.
+        boundaries: (from, to) -> boundary transfer between two stages, the same on every rank.
         parameters: for each stage, the user's names of the parameters that it uses.
         buffers: the same for buffers.
-        trained: the user's names of those that get a gradient.
-        pick: turns the leaves of the answer into what ``output`` returns.
+        trained: the user's names of parameters that get a gradient.
+        pick: turns the leaves of the output into the result of ``output``.
         digest: of the whole model's program, the same on every rank.
     """
 
@@ -86,7 +86,7 @@ class Compiled:
         return self.hosted[0, 0]
 
     def leaves(self, stage: HostedStage, values: Mapping[str, torch.Tensor]) -> list[Any]:
-        """Return the leaves of the answer after a run of the last stage."""
+        """Return the leaves of the output after a run of the last stage."""
         return [values[item.name] if isinstance(item, Ref) else item for item in stage.ranked.outputs]
 
 
@@ -102,20 +102,19 @@ def compile_model(
     cells: int = 1,
     channels_last: bool = False,
 ) -> Compiled:
-    """Cut and lower a captured model; all ranks of the replica call it together and agree before they go on.
+    """Cut and lower a captured model (collective over the replica; ranks compare their programs first).
 
     Args:
         model: the user's module.
-        program: what was captured of it.
-        plan: how it is spread.
+        program: its capture.
+        plan: of the run.
         placement: which ranks hold which stage.
         comm: the ranks of the replica.
-        output: picks the logits out of what the model returns.
-        autocast: computes in this type where autocast would.
-        runs_for_memory: where ranks are cells that take turns, the fused runs that were found for them, and a place for
-            more; in evaluation mode such runs are chosen for memory.
-        cells: how many of the ranks are cells of one process.
-        channels_last: whether maps are laid out so, although weights are not.
+        output: selects the logits from the model's output.
+        autocast: dtype of autocast.
+        runs_for_memory: cache of fused runs for cells; in evaluation mode these are chosen by memory.
+        cells: number of cells of one process.
+        channels_last: whether maps are channels-last although weights are not.
 
     Raises:
         RequestError: the model cannot be captured, has an operator without a rule, or differs between ranks.
@@ -127,7 +126,7 @@ def compile_model(
     active = active_values(program, wanted, trained)
     assert plan.cuts != "auto" or plan.stages == 1, "cuts must be resolved first"
     stages = cut_program(program, wanted, () if plan.cuts == "auto" else plan.cuts)
-    # In evaluation mode each replica answers for images of its own.
+    # In evaluation mode each replica computes its own images.
     together = _taken_together(plan, program.values[program.image].shape[0]) if model.training else Fraction(1)
     runs = None
     if runs_for_memory is not None and not model.training and plan.stages == 1:
@@ -153,14 +152,14 @@ def compile_model(
 
 
 def _taken_together(plan: ParallelPlan, images: int) -> Fraction:
-    """Return over how many times a replica's micro-batch of so many images batch norms take their statistics."""
+    """Return the ratio of images in batch norm statistics to those of a replica's micro-batch."""
     if not plan.sync_batch_norm:
         return Fraction(1)
     return Fraction(sum(plan.shares), plan.microbatches * images) if plan.shares else Fraction(plan.replicas)
 
 
 class _Lowered:
-    """The stages of a program, lowered one after the other: each begins as the ones before it leave their values."""
+    """The stages of a program, lowered in order, because a stage's inputs have the layouts of earlier outputs."""
 
     def __init__(
         self,
@@ -200,7 +199,7 @@ class _Lowered:
     def boundary(
         self, edge: tuple[int, int], dtypes: Mapping[str, torch.dtype], channels_last: bool
     ) -> BoundaryTransfer:
-        """Return what travels between two stages."""
+        """Return the transfer between two stages."""
         source, target = edge
         values = self._stages[source].program.values
         carried = []
@@ -257,7 +256,7 @@ def _is_channels_last(tensor: torch.Tensor) -> bool:
 
 
 def _refuse_drawn(ranked: RankProgram) -> None:
-    """Refuse to compute again what draws from torch's own generator: backward would see other numbers."""
+    """Refuse to recompute operators that draw from torch's generator: backward would use different numbers."""
     if ranked.drawn:
         op = ranked.drawn[0]
         raise RequestError(
@@ -267,7 +266,7 @@ def _refuse_drawn(ranked: RankProgram) -> None:
 
 
 def _agreed(program: Program, comm: Communicator) -> str:
-    """Return the program's digest; refuse to go on when ranks have captured others: their messages would not match."""
+    """Return the program's digest; refuse if it differs between ranks, because their messages would not match."""
     digest = program.digest()[:12]
     if comm.size > 1:
         operators = {f"operator {i}": f"{op.text} of {op.module}" for i, op in enumerate(program.operators)}
@@ -276,10 +275,10 @@ def _agreed(program: Program, comm: Communicator) -> str:
 
 
 def _wanted(program: Program, output: Output | None) -> tuple[tuple[Any, ...], Callable[[list[Any]], Any]]:
-    """Return the leaves of the answer that matter, and what puts them into the form that ``output`` returns.
+    """Return the needed leaves of the output, and a function that applies ``output`` to them.
 
-    ``output`` is first tried on names instead of tensors: where it only picks, the maps that it does not pick are
-    neither computed nor gathered.
+    ``output`` is first tried on names instead of tensors: if it only selects, maps that it does not select are neither
+    computed nor gathered.
     """
     leaves = program.outputs
     if output is None:
@@ -287,7 +286,7 @@ def _wanted(program: Program, output: Output | None) -> tuple[tuple[Any, ...], C
     try:
         picked = output(program.unflatten(list(leaves)))
     except Exception:
-        picked = None  # it computes on tensors: give it all of them
+        picked = None  # it computes on tensors: it needs all of them
     if isinstance(picked, Ref):
         return (picked,), lambda tensors: tensors[0]
     return leaves, lambda tensors: output(program.unflatten(tensors))

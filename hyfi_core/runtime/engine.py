@@ -43,13 +43,15 @@ T = TypeVar("T")
 
 
 class Engine:
-    """A model spread over ranks; made by ``parallelize``. All ranks of the plan call its methods together.
+    """A model distributed over ranks; created by ``parallelize``.
+
+    All methods are collective over the ranks of the plan.
 
     Attributes:
-        plan: how the model is spread; its cuts are names, also where "auto" was asked for.
+        plan: the plan, with "auto" cuts replaced by names.
         optimizer: this rank's ``torch.optim.Optimizer``; learning-rate schedulers take it.
-        random: what dropout and its like are keyed by, the same on all ranks of a replica.
-        events: what this rank did in the last step: (action, begin, end) in seconds of one clock; of cells the first's.
+        random: the key of random operators, the same on all ranks of a replica.
+        events: actions of this rank in the last step: (action, begin, end) in seconds; with cells those of the first.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class Engine:
         self._device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
         dtype = image_dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         self._micro = (shape[0] // plan.microbatches, *shape[1:])
-        widest = (max(plan.shares or shape[:1]) // plan.microbatches, *shape[1:])  # all replicas are cut alike
+        widest = (max(plan.shares or shape[:1]) // plan.microbatches, *shape[1:])  # the same cuts in all replicas
         self.random = RandomKey(torch.initial_seed() & (2**63 - 1))
         bindings = Bindings(model, self.random)
         last = lays_channels_last(memory_format, model, autocast)
@@ -77,7 +79,7 @@ class Engine:
         if plan.cuts == "auto" and plan.stages > 1:
             plan = with_cuts(plan, self._subject.program(widest))
         if plan.cells == "auto":
-            held = comm.broadcast_object(resident_bytes())  # all ranks choose alike
+            held = comm.broadcast_object(resident_bytes())  # the same choice on all ranks
             plan = with_cells(plan, self._subject.program(widest), held, self._device)
         self.plan = plan
         self._groups = Groups(comm, plan, Placement.of(plan))
@@ -88,7 +90,7 @@ class Engine:
         self.events: list[tuple[Action, float, float]] = []
         self._pager: Pager | None = None
         self._turns, self._runners = self._make_runners(comm)
-        # Captures the model: what cannot run is refused here.
+        # Captures the model, or refuses it.
         compiled = self._compiled()
         for tensor in (*model.parameters(), *model.buffers()):
             comm.broadcast(tensor.data)
@@ -100,14 +102,14 @@ class Engine:
         parts = self._each(lambda runner: runner.reader.training_parts(runner.compiled(self._micro), shape[0]).values())
         self._input_parts = tuple(dict.fromkeys(part for found in parts for part in found))
 
-    # -- what a user calls
+    # -- public methods
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """This rank's optimiser, of the parameters of its stages.
+        """This rank's optimizer, for the parameters of its stages.
 
         Raises:
-            RequestError: the engine was made without one.
+            RequestError: the engine was created without one.
         """
         if self._optimizer is None:
             raise RequestError("this engine has no optimizer; pass parallelize(..., optimizer=lambda params: ...)")
@@ -115,25 +117,25 @@ class Engine:
 
     @property
     def input_parts(self) -> tuple[InputPart, ...]:
-        """The boxes of the image that this rank asks for in training, and of which samples; none if it reads none."""
+        """The boxes and samples that this rank reads in training; empty if it reads none."""
         return self._input_parts
 
     @property
     def input_box(self) -> Box:
-        """What of the image this rank asks for: its part of the first map, halo included; may be empty.
+        """The box of the image that this rank reads: its part of the first map with halo; may be empty.
 
-        Of two directions it is the first one's box; of cells the smallest box that covers what all of them ask for.
+        With two directions it is that of the first; with cells the smallest box that covers those of all cells.
         """
         if self.plan.cells is not None:
             return hull(part.box for part in self._input_parts if not part.box.empty)
         return self._input_parts[0].box if self._input_parts else Box(0, 0, 0, 0)
 
     def predict(self, images: Images) -> Any:
-        """Return the answer for a batch in evaluation mode, the same on every rank.
+        """Return the model's output for a batch in evaluation mode, the same on every rank.
 
         Args:
             images: the whole batch ``(B, C, H, W)``, a callable that returns ``(B, C, h, w)`` for a box of it, or an
-                object with ``read(box, first, stop)``. Each cell reads its own box, when its turn comes.
+                object with ``read(box, first, stop)``. Each cell reads its own box in its turn.
         """
         with evaluating(self._model, self._device):
             self._reset_traffic()
@@ -149,13 +151,14 @@ class Engine:
         return self.explain(images)[:2]
 
     def explain(self, images: Images) -> Explanation:
-        """Return the logits and where they come from, the same on every rank.
+        """Return the logits and their contributions, the same on every rank.
 
         A contribution is activation times the gradient of the logit, summed over the channels of the last map before
         space is reduced. For a linear head behind a mean or maximum, contributions plus the bias are the logit.
 
         Raises:
-            RequestError: the model's answer is not one tensor of logits reduced from a map, or the plan has stages.
+            RequestError: the model's output is not one tensor of logits reduced from a map, or the plan has several
+                stages.
         """
         if self.plan.stages > 1:
             raise RequestError(
@@ -167,7 +170,7 @@ class Engine:
             return self._each(lambda runner: runner.explain(images))[0]
 
     def accumulate(self, images: Images, labels: torch.Tensor) -> float:
-        """Run forward and backward; this call's gradient is reduced and added to what is there.
+        """Run forward and backward; this call's gradient is reduced and added to earlier ones.
 
         Args:
             images: the replica's whole batch; see ``predict``. Only ``input_parts`` of it are read.
@@ -177,7 +180,7 @@ class Engine:
             The loss: mean over micro-batches and replicas (over samples, with ``plan.shares``), the same on every rank.
 
         Raises:
-            RequestError: the micro-batches would be unequal, or the batch is not this replica's share.
+            RequestError: the micro-batches would be unequal, or the batch has the wrong size for this replica.
         """
         self._reset_traffic()
         reader = self._runners[0].reader
@@ -211,7 +214,7 @@ class Engine:
         return float(total) / self.plan.mean_over
 
     def update(self, max_norm: float | None = None) -> None:
-        """Clip gradients to a global norm, let the optimiser step, and forget the gradients."""
+        """Clip gradients to a global norm, run the optimizer step, and clear the gradients."""
         if max_norm is not None:
             owned, alone = self._ownership.optimized(), self.plan.stages == 1
             counted = owned if alone else self._ownership.counted()
@@ -222,13 +225,13 @@ class Engine:
             self._mirror.send_weights()
 
     def train_step(self, images: Images, labels: torch.Tensor) -> float:
-        """``accumulate`` and ``update``; the loss."""
+        """Call ``accumulate`` and ``update``; return the loss."""
         loss = self.accumulate(images, labels)
         self.update()
         return loss
 
     def gather_gradients(self) -> dict[str, torch.Tensor] | None:
-        """Return copies of all gradients under the user's names on rank 0, None elsewhere; what is unused has none."""
+        """Return copies of all gradients under the user's names on rank 0, None elsewhere; without unused ones."""
         return self._ownership.gather_gradients()
 
     def gather_state_dict(self) -> dict[str, torch.Tensor] | None:
@@ -237,7 +240,7 @@ class Engine:
         return self._ownership.gather_state_dict()
 
     def owned_state(self) -> dict[str, torch.Tensor]:
-        """Return the entries of the user's ``state_dict`` that this rank answers for: every entry is one rank's.
+        """Return the entries of the user's ``state_dict`` that this rank owns: every entry has one owner.
 
         The tensors are the model's own, not copies.
         """
@@ -245,17 +248,17 @@ class Engine:
         return {name: state[name] for name in self._ownership.owned_names()}
 
     def owned_optimizer(self) -> dict[str, Any]:
-        """Return the optimiser's state of those parameters, by name; see ``optimizer_state``."""
+        """Return the optimizer state of these parameters, by name; see ``optimizer_state``."""
         owned = set(self._ownership.owned_names())
         return restricted(optimizer_state(self.optimizer, self._model.named_parameters()), owned)
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Take over weights and buffers from such a dict, on every rank."""
+        """Load weights and buffers from a ``state_dict``, on every rank."""
         self.settle()
         self._model.load_state_dict(state)
 
     def traffic(self) -> dict[str, dict[str, int]]:
-        """Return what this rank sent in the last step: messages and bytes by kind; between its own cells, too."""
+        """Return messages and bytes sent by this rank in the last step, by kind; including those between its cells."""
         total = self._groups.traffic()
         for groups in self._cell_groups():
             for kind, counts in groups.traffic().items():
@@ -268,19 +271,19 @@ class Engine:
         return self._groups.seconds()
 
     def spilled(self) -> PagerCounts | None:
-        """Return what the last step wrote, read and computed again; None where ``plan.spill`` is not set."""
+        """Return the bytes that the last step wrote, read and recomputed; None if ``plan.spill`` is not set."""
         return None if self._pager is None else self._pager.counts
 
     def settle(self) -> None:
-        """Return when weights that are on their way to this rank have arrived; then they may be read or changed."""
+        """Wait for weights that are being sent to this rank; then they may be read or changed."""
         if self._mirror is not None:
             self._mirror.settle()
 
     def describe(self) -> str:
-        """Return the plan as text for people, and what every rank gathers for operators that have no parts."""
+        """Return the plan as text, with the maps that every rank gathers."""
         gathered = dict.fromkeys(
             line for stage in self._compiled().hosted.values() for line in stage.ranked.gathered
-        )  # in the mode that the model is in
+        )  # in the model's current mode
         lines = [f"gathered on every rank: {line}" for line in gathered]
         if self._pager is not None:
             largest, kept = self._paged_bytes(self._micro)
@@ -292,10 +295,10 @@ class Engine:
         compiled = self._compiled()
         return self._runners[0].schedule(compiled)
 
-    # -- how it is done
+    # -- implementation
 
     def _make_runners(self, comm: Communicator) -> tuple[Turns | None, list[StageRunner]]:
-        """Return this rank's runner, or one for each of its cells and whose turn it is."""
+        """Return this rank's runner, or one for each of its cells and their turns."""
         plan, subject = self.plan, self._subject
         cells = plan.cell_grid
         if cells is None:
@@ -315,7 +318,7 @@ class Engine:
         return turns, turns.run(lambda cell: StageRunner(subject, plan, comms[cell], cell=True, pager=self._pager))
 
     def _begin_paging(self, micro: tuple[int, int, int, int]) -> None:
-        """Say how much the pager may hold, before the first step; refuse what cannot work."""
+        """Set the pager's limit before the first step; refuse a limit that is too small."""
         pager, plan = self._pager, self.plan
         if pager is None:
             return
@@ -325,24 +328,24 @@ class Engine:
         largest, kept = self._paged_bytes(micro)
         weights = sum(p.nbytes for p in self._model.parameters() if p.requires_grad)
         new = STATE_COPIES if self._optimizer is not None and not self._optimizer.state else 1
-        held = resident_bytes() + new * weights  # gradients, and moments that the first update makes
+        held = resident_bytes() + new * weights  # gradients, and optimizer state that the first update creates
         pager.limit_bytes = page_limit(plan.memory_bytes, held, largest, self._device)
         pager.store.require(max(0, kept - pager.limit_bytes))
 
     def _paged_bytes(self, micro: tuple[int, int, int, int]) -> tuple[int, int]:
-        """Return what the largest step of a cell works with, and at most what all cells keep, wherever it is."""
+        """Return the bytes of the largest step of a cell, and an upper bound of what all cells keep, spilled or not."""
         found = [stage for stages in self._each(lambda r: list(r.compiled(micro).hosted.values())) for stage in stages]
         flights = max(microbatches_in_flight(self.plan, stage) for stage in range(self.plan.stages))
         kept = sum(kept_bytes(stage.ranked, stage.tape, stage.position) for stage in found)
         return max(working_bytes(stage.ranked, stage.tape, stage.position) for stage in found), kept * flights
 
     def _switched(self, cell: int) -> None:
-        """A cell has its turn again."""
+        """Called when a cell's turn begins again."""
         if self._pager is not None:
             self._pager.resume(cell)
 
     def _each(self, call: Callable[[StageRunner], T]) -> list[T]:
-        """Return what each runner of this process returns: one, or cells in turn."""
+        """Call each runner of this process (one, or cells in turn) and return the results."""
         if self._turns is None:
             return [call(self._runners[0])]
         return self._turns.run(lambda cell: call(self._runners[cell]))
@@ -360,7 +363,7 @@ class Engine:
         return self._runners[0].changes()
 
     def _choose_mirror(self, compiled: Compiled) -> None:
-        """Take the mirror of the parameters that are trained now; weights in transit arrive first."""
+        """Choose the mirror for the currently trained parameters, after weights in transit have arrived."""
         if self.plan.mirror != "point_to_point":
             return
         if compiled.trained not in self._mirrors:
@@ -382,7 +385,7 @@ class Engine:
         return known
 
     def _share(self) -> tuple[int, int] | None:
-        """Return (samples of a whole micro-batch before this replica's, all of them) where replicas share it."""
+        """Return (samples of a micro-batch before this replica's, all samples) if replicas share it."""
         shares, count = self.plan.shares, self.plan.microbatches
         return (sum(shares[: self._groups.index]) // count, sum(shares) // count) if shares else None
 

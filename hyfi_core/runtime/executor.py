@@ -1,4 +1,4 @@
-"""The executor: runs a tape forward, and backward in the one order that all ranks share."""
+"""The executor: runs a tape forward and backward, in the same order on all ranks."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from hyfi_core.runtime.backward import BackwardPass, Complete, OperatorRecord, R
 
 
 class _Entry(torch.autograd.Function):
-    """Where a value enters a segment: autograd leaves its gradient in a list.
+    """Entry of a value into a segment: autograd stores its gradient in a list.
 
-    A leaf tensor would do the same but keep the value alive until backward; this keeps it only if an operator saved it.
+    A leaf tensor would keep the value alive until backward; this keeps it only if an operator has saved it.
     """
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, value: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
         ctx.gradients = gradients
-        # Not view_as: for a batch of one it makes up another stride, by which channels-last is not recognised any more.
+        # Not view_as: for a batch of one it changes a stride, so that channels-last is no longer recognised.
         return value.detach()
 
     @staticmethod
@@ -43,8 +43,8 @@ class Executor:
     Args:
         tape: steps and the values that carry gradients.
         comm: the ranks of the stage.
-        copies: those of the stage in all replicas, for what is synchronised over them; None for ``comm`` again.
-        memory: what is called around each step; from ``AllStays`` nothing leaves.
+        copies: the ranks of the stage in all replicas, for synchronised norms; None: ``comm``.
+        memory: callbacks around each step; ``AllStays``: no paging.
     """
 
     def __init__(
@@ -61,14 +61,14 @@ class Executor:
         self._anchor = torch.zeros((), requires_grad=True)
 
     def forward(self, values: Values, record: bool) -> list[Record]:
-        """Run all steps; ``values`` holds the inputs and is left with what nothing has dropped.
+        """Run all steps; ``values`` has the inputs, and afterwards all values that were not dropped.
 
         Args:
             values: name -> local tensor; changed.
-            record: whether backward will follow; without it nothing is kept.
+            record: whether to record for backward.
 
         Returns:
-            What ``backward`` needs, in forward order; empty without ``record``.
+            Records for ``backward``, in forward order; empty without ``record``.
         """
         records: list[Record] = []
         for step in self.tape.steps:
@@ -81,7 +81,7 @@ class Executor:
         return records
 
     def do(self, step: Step, values: Values, record: bool = False) -> Record | None:
-        """Run one step of the tape; see ``forward``. Where a communication raises, ``values`` is as it was."""
+        """Run one step of the tape; see ``forward``. If communication raises, ``values`` is unchanged."""
         if isinstance(step, OperatorStep):
             return self._operate(step, values, record)
         return self._run(step, values, record)
@@ -110,7 +110,7 @@ class Executor:
         with torch.set_grad_enabled(active):
             for name in segment.inputs if active else ():
                 tensor = values[name]
-                if name in self.tape.active and not tensor.requires_grad:  # parameters enter as they are
+                if name in self.tape.active and not tensor.requires_grad:  # parameters are used directly
                     made.entries[name] = []
                     local[name] = _Entry.apply(self._anchor, tensor, made.entries[name])  # type: ignore[no-untyped-call]
             with self._memory.saving() if active else contextlib.nullcontext():
@@ -137,26 +137,26 @@ class Executor:
         """Run the records backward; gradients of parameters are added to their ``grad``.
 
         Args:
-            records: from ``forward``; unless ``keep``, emptied from the end so that what is done is freed.
-            cotangents: of the answer's values.
+            records: from ``forward``; unless ``keep``, removed from the end so that memory is freed.
+            cotangents: of the output values.
             parameters: value name -> parameter.
-            keep: whether the records will be run again.
-            complete: called with the value names of parameters that get no more gradient, as soon as that is so:
-                inside a segment, too, which may be the whole model.
+            keep: whether the records will be used again.
+            complete: called with the value names of parameters as soon as their gradients are complete, also inside of
+                a segment, which may be the whole model.
 
         Returns:
-            Cotangents of values that no record made: those that entered from outside.
+            Cotangents of values that entered from outside.
         """
         backward = BackwardPass(self.tape, self._comm_of, parameters, complete, self._memory)
         return backward.run(records, cotangents, keep)
 
     def _comm_of(self, call: CollectiveCall) -> Communicator:
-        """Return the ranks that a call talks to; what it sends is counted as its kind."""
+        """Return the communicator of a call, which counts traffic as its kind."""
         return (self._copies if call.all_replicas else self._comm).of(call.traffic)
 
 
 def _call(call: LocalCall, local: Values, values: Values) -> None:
-    """Run one local call, or return empty tensors where this rank owns nothing of the result."""
+    """Run one local call, or return empty tensors if this rank owns nothing of the result."""
     inputs = [local[name] if name in local else values[name] for name in call.inputs]
     results = call.function(*inputs) if call.empty is None else tuple(_nothing(info, inputs) for info in call.empty)
     if isinstance(results, torch.Tensor):
@@ -167,7 +167,7 @@ def _call(call: LocalCall, local: Values, values: Values) -> None:
 
 
 def _nothing(info: ValueInfo, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a tensor without pixels; under autocast, which the program's types do not know, in the inputs' type."""
+    """Return an empty tensor; under autocast in the inputs' dtype, because the program does not record it."""
     dtype, device = info.dtype, inputs[0].device
     if dtype.is_floating_point and torch.is_autocast_enabled(device.type):
         dtype = next((tensor.dtype for tensor in inputs if tensor.is_floating_point()), dtype)
@@ -177,24 +177,24 @@ def _nothing(info: ValueInfo, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
 def autocasting(
     device: torch.device, dtype: torch.dtype | None, cached: bool = True
 ) -> contextlib.AbstractContextManager[Any]:
-    """Return the context in which operators compute in ``dtype`` where autocast would; None: in their own types.
+    """Return the autocast context for ``dtype``; None: no autocast.
 
     Args:
-        device: where they compute.
+        device: of the computation.
         dtype: see above.
-        cached: whether weights in that type are kept from one operator to the next: in memory of its own.
+        cached: whether autocast caches converted weights, which needs memory.
     """
     return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype, cache_enabled=cached)
 
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module, device: torch.device, autocast: torch.dtype | None = None) -> Iterator[None]:
-    """Put a model into evaluation mode; afterwards every module gets its own flag back.
+    """Context in which a model is in evaluation mode; flags of all modules are restored afterwards.
 
     Args:
         model: any.
-        device: where it is.
-        autocast: type in which operators compute where autocast would; None: their own.
+        device: of the model.
+        autocast: dtype of autocast; None: no autocast.
     """
     flags = [(module, module.training) for module in model.modules()]
     model.eval()

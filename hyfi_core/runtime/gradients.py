@@ -1,13 +1,14 @@
-"""Gradients of one rank: whose they are, when they are complete, and how they are summed over all that have a share.
+"""Gradients of one rank: when they are complete, and their reduction over all ranks that contribute.
 
     backward of the last micro-batch   ── layer 9 ── layer 8 ── layer 7 ── layer 6 ── … ──▶
     all-reduce of bucket 0                        [9 8]══════════════
     all-reduce of bucket 1                                            [7 6]══════════════
 
-Every rank has a share of each gradient: its part of the image, its micro-batches, its replica. The gradient is the sum
-over all ranks that hold the parameter, divided by the replicas where these weigh the same. A parameter's ``grad`` is a
-view of its bucket, so that backward adds in place and nothing is copied (the idea of overlapping is S-Caffe's,
-PPoPP'17; buckets are DDP's).
+Every rank has a partial sum of each gradient: over its part of the image, its micro-batches, its replica. The gradient
+is the sum over all ranks that hold the parameter, divided by the number of replicas if these have equal weights. A
+parameter's ``grad`` is a
+view of its bucket, so that backward adds in place and nothing is copied (overlapping as in S-Caffe, PPoPP'17; buckets
+as in DDP).
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ BUCKET_BYTES = 4 << 20
 
 
 class StepGradients:
-    """The gradients of one compiled model. Making it is collective over all trainers.
+    """The gradients of one compiled model. Creation is collective over all trainers.
 
     Args:
         model: the user's module.
         compiled: its stages.
         groups: the plan's groups.
-        plan: replicas and their shares, mirror, type on the wire.
-        mirror: the gradients of direction 1 on their way, None where they are reduced with the others.
+        plan: replicas and their shares, mirror, dtype of messages.
+        mirror: transfers gradients of direction 1; None if they are reduced with the others.
     """
 
     def __init__(
@@ -70,11 +71,11 @@ class StepGradients:
 
     @property
     def reduces(self) -> bool:
-        """Whether any gradient is shared with other ranks."""
+        """Whether any gradient is reduced over several ranks."""
         return bool(self._groups)
 
     def begin(self) -> None:
-        """Set aside what earlier calls have accumulated, so that only new shares are summed."""
+        """Set aside gradients accumulated by earlier calls, so that only new ones are reduced."""
         self._kept = [None if p.grad is None else p.grad.clone() for p in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
@@ -89,7 +90,7 @@ class StepGradients:
                 self._wait_for(parameter)
 
     def complete(self, key: Key, names: Sequence[str]) -> None:
-        """Take note that a stage adds no more to these gradients on this rank; start what is complete."""
+        """Record that a stage's contribution to these gradients is complete; start complete reductions."""
         program = self._compiled.hosted[key].ranked.program
         for name in names:
             self._one_less(self._named[program.parameters[name]])
@@ -97,7 +98,7 @@ class StepGradients:
             group.poll()
 
     def stage_done(self) -> None:
-        """All backwards of a stage are done on this rank: let reductions make progress."""
+        """Called after all backwards of a stage on this rank: make progress on reductions."""
         self._land(wait=False)
         for group in self._groups:
             group.poll()
@@ -113,7 +114,7 @@ class StepGradients:
         self._mirror.expect_gradients(stage)
 
     def finish(self, hooks: ParameterHooks) -> None:
-        """Return when every gradient is the sum over all shares, changed by hooks, added to what was set aside."""
+        """Wait for all reductions, run hooks, and add the gradients set aside."""
         self._land(wait=True)
         for group in self._groups:
             group.finish()
@@ -139,14 +140,14 @@ class StepGradients:
 
 
 class ParameterHooks:
-    """The user's hooks on parameters, kept from running while gradients are shares, and run on the whole ones.
+    """The user's parameter hooks, which are suspended during backward and run on the reduced gradients.
 
-    A hook need not be linear: the clamp of a sum is not the sum of clamps. One process calls hooks once for each
-    backward, so that only a step of one micro-batch has a gradient to call them with.
+    Hooks may be non-linear: the clamp of a sum is not the sum of clamps. One process calls hooks once for each
+    backward, so they are supported only with a single micro-batch.
 
     Args:
         named: parameters by name.
-        backwards: how many backwards one process would run in this step: micro-batches and replicas.
+        backwards: number of backwards that one process would run in this step: micro-batches times replicas.
 
     Raises:
         RequestError: there are hooks, and several backwards.
@@ -172,14 +173,14 @@ class ParameterHooks:
                     hooks.clear()
 
     def give_back(self) -> None:
-        """Register them again, in their order."""
+        """Register them again, in the original order."""
         for _, before, held_before, after, held_after in self._held:
             for hooks, held in ((before, held_before), (after, held_after)):
                 if hooks is not None:
                     hooks.update(held)
 
     def change(self) -> None:
-        """Run those that change a gradient: it is whole, and nothing was added to it yet."""
+        """Run hooks that change a gradient, after its reduction and before accumulation."""
         for parameter, _, held, _, _ in self._held:
             gradient = parameter.grad
             for _, hook in held if gradient is not None else ():
@@ -188,7 +189,7 @@ class ParameterHooks:
                     gradient.copy_(changed)
 
     def end(self) -> None:
-        """Run those that wait for the accumulated gradient."""
+        """Run post-accumulate hooks."""
         for parameter, _, _, _, held in self._held:
             for _, hook in held:
                 if parameter.grad is not None:
@@ -196,11 +197,11 @@ class ParameterHooks:
 
 
 class GradientsOfCells:
-    """The same of a rank's cells, which add to one gradient: it is complete when the last one's share is there.
+    """The same for the cells of a rank, which add to the same gradients: complete after the last cell.
 
     Args:
         gradients: of the rank.
-        cells: how many.
+        cells: number of cells.
     """
 
     def __init__(self, gradients: StepGradients, cells: int) -> None:
@@ -209,15 +210,15 @@ class GradientsOfCells:
 
     @property
     def reduces(self) -> bool:
-        """Whether any gradient is shared with other ranks."""
+        """Whether any gradient is reduced over several ranks."""
         return self._gradients.reduces
 
     def complete(self, key: Key, names: Sequence[str]) -> None:
-        """Take note that a cell adds no more to these gradients."""
+        """Record that a cell's contribution to these gradients is complete."""
         self._gradients.complete(key, [name for name in names if self._last((key, name))])
 
     def stage_done(self) -> None:
-        """All backwards of a stage are done in a cell."""
+        """Called after all backwards of a stage in a cell."""
         self._gradients.stage_done()
 
     def send(self, stage: int) -> None:
@@ -238,7 +239,7 @@ class GradientsOfCells:
 def _by_holders(
     named: Mapping[str, nn.Parameter], compiled: Compiled, groups: Groups
 ) -> dict[frozenset[int], list[nn.Parameter]]:
-    """Return ranks that hold -> trained parameters, those used last first: so their gradients become complete."""
+    """Return holders -> trained parameters, in the order in which their gradients are completed."""
     stages: dict[int, set[int]] = {}
     order: dict[int, nn.Parameter] = {}
     for stage, names in enumerate(compiled.parameters):
@@ -259,9 +260,9 @@ def clip(
 
     Args:
         owned: parameters of this rank.
-        counted: those that this rank counts, so that each is counted by one rank of ``comm``.
-        max_norm: the norm that is not exceeded.
-        comm: the ranks that hold the model together; None where this rank counts all of it.
+        counted: those that this rank counts; each is counted by one rank of ``comm``.
+        max_norm: largest norm.
+        comm: the ranks that hold the model together; None if this rank counts all of it.
     """
     device = owned[0].device
     norms = [p.grad.norm().double() for p in counted if p.grad is not None]
@@ -284,13 +285,13 @@ class _Bucket:
 
 
 class ReductionGroup:
-    """The parameters that the same ranks hold, in the order in which their gradients are complete.
+    """Parameters held by the same ranks, in the order in which their gradients are completed.
 
     Args:
         parameters: the same on all ranks of the group, those used last first.
         comm: the ranks that hold them, in all replicas.
-        mean_over: the sum is divided by this.
-        dtype: of gradients on the wire, None for their own.
+        mean_over: divisor of sums.
+        dtype: of gradients in messages, None for their own.
     """
 
     def __init__(
@@ -304,7 +305,7 @@ class ReductionGroup:
         self._next = 0
 
     def begin(self) -> None:
-        """Let every ``grad`` be a view of its bucket, zero, and wait for all of them."""
+        """Set every ``grad`` to a zero view of its bucket."""
         self._next = 0
         for bucket in self._buckets:
             bucket.flat.zero_()
@@ -315,7 +316,7 @@ class ReductionGroup:
                 offset += parameter.numel()
 
     def complete(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Take note that no more of these gradients comes on this rank; start what is complete, in order."""
+        """Record gradients that are complete on this rank; start reductions of complete buckets, in order."""
         for parameter in parameters:
             self._bucket_of[id(parameter)].open.discard(id(parameter))
         while self._next < len(self._buckets) and not self._buckets[self._next].open:
@@ -323,13 +324,13 @@ class ReductionGroup:
             self._next += 1
 
     def poll(self) -> None:
-        """Let what is under way make progress: MPI makes none outside of calls."""
+        """Make progress on pending reductions: MPI makes none outside of calls."""
         for bucket in self._buckets[: self._next]:
             if bucket.pending is not None and bucket.pending.test():
                 self._land(bucket)
 
     def finish(self) -> None:
-        """Start what is left and return when every gradient is the sum over ranks."""
+        """Start the remaining reductions and wait for all."""
         for bucket in self._buckets[self._next :]:
             self._start(bucket)
         self._next = len(self._buckets)
@@ -352,7 +353,7 @@ class ReductionGroup:
 
 
 def _chunks(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Cut a list of parameters into runs of one type and of the size of a bucket."""
+    """Divide a list of parameters into buckets of one dtype."""
     chunks: list[list[nn.Parameter]] = []
     size = 0
     for parameter in parameters:
@@ -370,6 +371,6 @@ def _flat(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
 
 
 def _strides(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return the parameter's own strides, by which optimisers are fast, or plain ones where it has holes."""
+    """Return the parameter's strides, with which optimizers are fast, or contiguous ones if it is not dense."""
     dense = torch.ops.aten.is_non_overlapping_and_dense(parameter)
     return parameter.stride() if dense else torch.empty(parameter.shape, device="meta").stride()

@@ -1,4 +1,4 @@
-"""Groups: the communicators of one rank, one for each gang that it belongs to."""
+"""Groups: the communicators of one rank, one for each group that it belongs to."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hyfi_core.plan.placement import Placement
 
 
 class Groups:
-    """All groups of a plan, as one rank sees them. Making them is collective over ``comm``.
+    """All groups of a plan that include this rank. Creation is collective over ``comm``.
 
     Attributes:
         all: every trainer.
-        replica: the ranks of this replica; what crosses stages travels here.
-        stages: (stage, direction) -> the ranks of a stage, in the order of its parts, for all that this rank holds.
-        copies: the same over all replicas where batch norms are synchronised, else ``stages`` again.
+        replica: the ranks of this replica; used between stages.
+        stages: (stage, direction) -> the ranks of a stage, in the order of its parts, for all stages of this rank.
+        copies: the same over all replicas if batch norms are synchronised, else ``stages``.
     """
 
     def __init__(self, comm: Communicator, plan: ParallelPlan, placement: Placement) -> None:
@@ -47,7 +47,7 @@ class Groups:
                 self.copies[stage, direction] = copies
 
     def wait_at_once(self) -> None:
-        """Let exchanges inside of a stage return only when all has come; for cells, which take turns."""
+        """Make exchanges inside of a stage wait for completion at once; for cells, which take turns."""
         for comm in (*self.stages.values(), *self.copies.values()):
             comm.waiting_at_once()
 
@@ -73,17 +73,17 @@ class Groups:
         return self._reductions[holders] if self.replica.rank in holders else None
 
     def counted(self) -> list[CountedCommunicator]:
-        """Return every communicator that counts, each once."""
+        """Return all counting communicators, without duplicates."""
         every = [self.all, self.replica, *self.stages.values(), *self.copies.values(), *self._reductions.values()]
         return list({id(comm): comm for comm in every}.values())
 
     def reset_traffic(self) -> None:
-        """Count anew."""
+        """Reset all counts."""
         for comm in self.counted():
             comm.counts.reset()
 
     def traffic(self) -> dict[str, dict[str, int]]:
-        """Return what this rank has sent since then: messages and bytes by kind."""
+        """Return messages and bytes sent by this rank since the last reset, by kind."""
         every = [comm.counts for comm in self.counted()]
         return {
             kind: {
@@ -94,13 +94,13 @@ class Groups:
         }
 
     def seconds(self) -> dict[str, float]:
-        """Return how long this rank has waited for messages since then, by kind."""
+        """Return this rank's waiting time since the last reset, by kind."""
         every = self.counted()
         return {kind: sum(comm.counts.seconds[kind] for comm in every) for kind in KINDS}
 
 
 def node_name() -> str:
-    """Return what the ranks of one node have in common."""
+    """Return a name that is equal on all ranks of a node."""
     return socket.gethostname()
 
 

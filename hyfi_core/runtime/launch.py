@@ -1,4 +1,4 @@
-"""The place of this process in the job: alone, or a rank that a launcher started."""
+"""The role of this process in the job: a single process, or a rank started by a launcher."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.device import DeviceRequest, RankGpus, assign_devices, gpu_index
 
-if TYPE_CHECKING:  # the launcher only asks where it stands; it needs no torch
+if TYPE_CHECKING:  # the launcher imports this module without torch
     import torch
 
     from hyfi_core.comm.base import Communicator
 
-# What Hydra (MPICH, Intel MPI), Open MPI and Slurm set for every rank they start.
+# Variables that Hydra (MPICH, Intel MPI), Open MPI and Slurm set for every rank.
 _MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_SIZE", "MPI_LOCALNRANKS")
-# What Hydra and Open MPI set, and srun does not: where they are there, Slurm counts the managers, not the ranks.
+# Set by Hydra and Open MPI, but not by srun: with them, Slurm counts process managers, not ranks.
 _STARTED_BY_MPIEXEC = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_SIZE")
 
 
@@ -34,16 +34,16 @@ def inside_launcher() -> str | None:
 
 
 def _is_only_task_of_slurm_step() -> bool:
-    """Whether ``srun`` started this process alone; it then has a place (``PMI_SIZE=1``) but is no rank of several."""
+    """Whether ``srun`` started only this process, which then has ``PMI_SIZE=1`` but is not one of several ranks."""
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS") if "SLURM_STEP_ID" in os.environ else None
     return tasks == "1" and not any(name in os.environ for name in (*_STARTED_BY_MPIEXEC, "TORCHELASTIC_RUN_ID"))
 
 
 def _check_tasks(size: int) -> None:
-    """Check that MPI has found the ranks that ``srun`` started.
+    """Check that MPI sees all ranks that ``srun`` started.
 
     Raises:
-        RequestError: it has not; each of them takes itself for the only one, and all would do the same work.
+        RequestError: it does not; otherwise each rank would do the whole work.
     """
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS") if "SLURM_STEP_ID" in os.environ else None
     if tasks is None or "SLURM_HET_SIZE" in os.environ or any(name in os.environ for name in _STARTED_BY_MPIEXEC):
@@ -58,21 +58,21 @@ def _check_tasks(size: int) -> None:
 def init(supervised: bool = True) -> Communicator:
     """Return this rank's communicator over all ranks of the job (collective).
 
-    Started by ``mpiexec`` or ``srun`` it is MPI's world, by ``torchrun`` that of ``torch.distributed``; started by hand
-    it is a group of one, and no MPI is needed.
+    Started by ``mpiexec`` or ``srun`` it is MPI's world, by ``torchrun`` that of ``torch.distributed``; otherwise it is
+    a group of one rank, without MPI.
 
-    From then on a failure of one rank ends all: an exception in any of its threads, an exit while others wait for it,
-    or a wait of more than ``HYFI_TIMEOUT_S`` seconds (1800; 0: no limit). The first error is printed once, with its
+    After this call, a failure of one rank stops all: an uncaught exception in any thread, an exit while others wait for
+    it, or a wait of more than ``HYFI_TIMEOUT_S`` seconds (1800; 0: no limit). The first error is printed once, with its
     rank, and the exit code is not zero.
 
-    Where there are GPUs, the one of this rank's number on its node becomes PyTorch's current device.
+    With GPUs, the one of this rank's local rank becomes PyTorch's current device.
 
     Args:
-        supervised: whether it is so; a program whose launcher sees to failures turns it off.
+        supervised: False for programs whose launcher handles failures.
 
     Raises:
         RequestError: a launcher started several ranks and no MPI can be loaded, ``HYFI_TIMEOUT_S`` is no number, or
-            ``srun`` and MPI do not agree on how many ranks there are.
+            ``srun`` and MPI disagree on the number of ranks.
     """
     launcher = inside_launcher()
     if launcher is None:
@@ -100,7 +100,7 @@ def init(supervised: bool = True) -> Communicator:
 
 
 def _select_gpu() -> None:
-    """Make a GPU of this rank's own the current one, before anything allocates memory on another."""
+    """Make this rank's GPU the current device, before any allocation."""
     import torch
 
     index = gpu_index(os.environ, torch.cuda.device_count())
@@ -109,7 +109,7 @@ def _select_gpu() -> None:
 
 
 def gpus_seen(comm: Communicator) -> list[RankGpus]:
-    """Return the GPUs that each rank sees, on every rank (collective)."""
+    """Return the GPUs visible to each rank, on every rank (collective)."""
     import torch
 
     mine = [socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES", ""), torch.cuda.device_count()]
@@ -117,20 +117,20 @@ def gpus_seen(comm: Communicator) -> list[RankGpus]:
 
 
 def own_device(request: DeviceRequest, comm: Communicator) -> torch.device:
-    """Return where this rank of a prediction or validation computes, and make it its own (collective).
+    """Return this rank's device for prediction or validation, and make it current (collective).
 
     Args:
-        request: ``cuda``: each rank on a GPU of its own; ``auto``: so where each has one, else all on the CPU.
+        request: ``cuda``: one GPU for each rank; ``auto``: GPUs if there are enough, else the CPU.
         comm: the ranks that compute.
 
     Raises:
-        RequestError: on all ranks: GPUs are asked for, and a node has too few.
+        RequestError: on all ranks: GPUs are requested and a node has too few.
     """
     return made_current(assign_devices(request, gpus_seen(comm), "--device ", "rank")[comm.rank])
 
 
 def made_current(name: str) -> torch.device:
-    """Return a device by its name; a GPU becomes this process's own, before anything allocates on another."""
+    """Return a device by name; a GPU becomes the current device."""
     import torch
 
     device = torch.device(name)

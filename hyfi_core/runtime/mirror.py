@@ -1,10 +1,10 @@
-"""The mirror: two directions, one owner of the optimiser's state (GEMS-MASTER's communication optimisation, exact).
+"""The mirror: two directions with a single owner of the optimizer state (GEMS-MASTER's communication optimisation).
 
     direction 1, stage s, rank k-1-r   ── gradients, after its last backward ──▶   direction 0, stage s, rank r
     direction 1, stage s, rank k-1-r   ◀── weights, after the update ──            direction 0, stage s, rank r
 
-Both travel point to point while other stages still work; nothing is summed over both directions in an all-reduce. The
-paper alternates which replica is updated; an optimiser with momentum needs one owner, so here it is always direction 0.
+Both are sent point to point while other stages still compute, without an all-reduce over both directions. The paper
+alternates which replica is updated; an optimizer with momentum needs one owner, so here it is always direction 0.
 A rank that holds the same stage in both directions has one gradient for both and sends nothing.
 
 Source: Jain et al., GEMS: GPU-Enabled Memory-Aware Model-Parallelism System for Distributed DNN Training, SC'20.
@@ -25,25 +25,25 @@ from hyfi_core.errors import RequestError
 from hyfi_core.plan.placement import Placement
 
 _UNFINISHED: dict[int, _InTransit] = {}
-"""Exchanges that nobody has waited for. MPI reads and writes their memory, also when their mirror is gone."""
+"""Exchanges that have not been waited for. MPI accesses their memory even after their mirror has been freed."""
 
 
 @atexit.register
 def finish_all() -> None:
-    """Wait for all that is in transit. No process may end before: the peers have begun the same exchanges."""
+    """Wait for all pending exchanges, before the process ends: the peers have started the same ones."""
     for transit in list(_UNFINISHED.values()):
         transit.finish()
 
 
 @dataclass(eq=False)
 class _InTransit:
-    """Flat tensors that are being sent or received.
+    """Flat tensors of a pending exchange.
 
     Attributes:
-        stage: whose they are.
+        stage: of the tensors.
         pending: the exchange.
-        flats: one for each type.
-        weights: parameters that become what arrives; none where that is not weights.
+        flats: one for each dtype.
+        weights: parameters to be overwritten by the received weights; empty otherwise.
     """
 
     stage: int
@@ -52,7 +52,7 @@ class _InTransit:
     weights: Sequence[nn.Parameter] = ()
 
     def finish(self) -> None:
-        """Return when all of it has been sent, or has arrived; weights are the new ones then."""
+        """Wait for the exchange; received weights are then copied to the parameters."""
         self.pending.wait()
         if _UNFINISHED.pop(id(self), None) is None or not self.weights:
             return
@@ -62,7 +62,7 @@ class _InTransit:
 
 
 class Mirror:
-    """What travels between the two directions on one rank.
+    """The exchanges between the two directions on one rank.
 
     Args:
         placement: which ranks hold which stage.
@@ -92,11 +92,11 @@ class Mirror:
         self._owner_of, self._mirror_of = _partners(placement, comm.rank)
 
     def expected(self) -> list[nn.Parameter]:
-        """Return the parameters to whose gradients the other direction adds."""
+        """Return the parameters whose gradients get contributions from the other direction."""
         return [parameter for stage in self._mirror_of for parameter in self._parameters[stage]]
 
     def send_gradients(self, stage: int) -> None:
-        """Start sending what direction 1 has of a stage's gradients to its owner."""
+        """Start sending direction 1's gradients of a stage to their owner."""
         if stage in self._owner_of:
             flats = _flats(self._parameters[stage], [_gradient(p) for p in self._parameters[stage]])
             self._leaving.append(self._exchange(stage, self._owner_of[stage], flats, sends=True))
@@ -107,10 +107,10 @@ class Mirror:
             self._gradients.append(self._exchange(stage, self._mirror_of[stage], _room(self._parameters[stage]), False))
 
     def land_gradients(self, wait: bool) -> list[nn.Parameter]:
-        """Add the gradients that have come; return their parameters.
+        """Add the received gradients; return their parameters.
 
         Args:
-            wait: whether to wait for all, and for what is being sent; gradients that were sent are then forgotten.
+            wait: whether to wait for all receives and sends; sent gradients are then cleared.
         """
         landed: list[nn.Parameter] = []
         for transit in list(self._gradients):
@@ -140,7 +140,7 @@ class Mirror:
             self._leaving.append(self._exchange(stage, peer, flats, sends=True))
 
     def settle(self) -> None:
-        """Return when this rank's weights of direction 1 are the new ones, and its own have left."""
+        """Wait until this rank's weights of direction 1 have been received, and its own have been sent."""
         for transit in (*self._weights, *self._leaving):
             transit.finish()
         self._weights.clear()
@@ -175,7 +175,7 @@ def _kinds(parameters: Sequence[nn.Parameter]) -> list[torch.dtype]:
 
 
 def _flats(parameters: Sequence[nn.Parameter], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return one run of numbers for each type."""
+    """Return one flat tensor for each dtype."""
     return [
         torch.cat([t.reshape(-1) for p, t in zip(parameters, tensors, strict=True) if p.dtype == kind])
         for kind in _kinds(parameters)

@@ -1,6 +1,6 @@
-"""Parameter ownership: which parameters and buffers a rank keeps up to date, and how they are gathered on rank 0.
+"""Parameter ownership: which parameters and buffers a rank updates, and how they are gathered on rank 0.
 
-The optimiser's state goes by parameter *name*, so that it fits any plan and any process.
+The optimizer state is keyed by parameter *name*, so that it is valid for any plan and process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hyfi_core.runtime.groups import Groups
 
 
 class ParameterOwnership:
-    """Who holds what of the user's model; the same on every rank.
+    """The owners of the model's parameters and buffers; the same on every rank.
 
     Args:
         model: the user's module.
@@ -39,15 +39,15 @@ class ParameterOwnership:
         self._optimized = mine or [self._placeholder()]
 
     def optimized(self) -> list[nn.Parameter]:
-        """Return the parameters that this rank's optimiser updates, in the model's order.
+        """Return the parameters that this rank's optimizer updates, in the model's order.
 
-        Frozen ones, too: an optimiser passes over what has no gradient, and they may be unfrozen later.
-        A rank of stages without any gets one empty parameter: optimisers do not take empty lists.
+        Frozen ones are included: optimizers skip parameters without gradient, and they may be unfrozen later. A rank
+        without parameters gets one empty parameter, because optimizers refuse empty lists.
         """
         return self._optimized
 
     def counted(self) -> list[nn.Parameter]:
-        """Return those of them that this rank counts in a sum over the model: each is counted by one rank."""
+        """Return the parameters that this rank counts in sums over the model: each is counted by one rank."""
         rank = self._groups.replica.rank
         return [p for name, p in self._model.named_parameters() if rank == min(self._holders[name])]
 
@@ -79,7 +79,7 @@ class ParameterOwnership:
     def _together(
         self, names: Iterable[str], mine: dict[str, torch.Tensor], like: dict[str, torch.Tensor], order: list[str]
     ) -> dict[str, torch.Tensor] | None:
-        """Bring ``names`` from their owners to rank 0, which returns them with its own, in order."""
+        """Gather ``names`` from their owners on rank 0, which returns them in order."""
         comm = self._groups.all
         if comm.rank != 0:
             sends = [Message(0, mine[n].detach().contiguous()) for n in names if self._owner(n) == comm.rank]
@@ -91,7 +91,7 @@ class ParameterOwnership:
         return {n: boxes[n] if n in boxes else own[n] for n in order if n in boxes or n in own}
 
     def _owner(self, name: str) -> int:
-        """Return the rank of replica 0 whose copy counts."""
+        """Return the rank of replica 0 that owns an entry."""
         return min(self._holders[name]) if name in self._holders else 0
 
     def _placeholder(self) -> nn.Parameter:
@@ -102,8 +102,8 @@ class ParameterOwnership:
 def _stages_by_name(model: nn.Module, compiled: Compiled) -> dict[str, set[int]]:
     """Return name of a parameter or buffer -> stages that use it.
 
-    Names of one tensor (tied weights) share their stages. What no operator takes now (a counter in evaluation mode)
-    goes with the rest of its module, and what is used nowhere with the first stage.
+    Names of one tensor (tied weights) have the same stages. Tensors not used by any operator (a counter in evaluation
+    mode) belong to the stage of their module, or to the first stage.
     """
     named = {
         **dict(model.named_parameters(remove_duplicate=False)),
@@ -124,22 +124,22 @@ def _stages_by_name(model: nn.Module, compiled: Compiled) -> dict[str, set[int]]
 def optimizer_state(
     optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.nn.Parameter]]
 ) -> dict[str, Any]:
-    """Return the optimiser's state by parameter *name*, so that it fits any plan.
+    """Return the optimizer state by parameter *name*, so that it is valid for any plan.
 
     Args:
-        optimizer: whose parameters are among ``named``.
+        optimizer: with parameters in ``named``.
         named: the model's ``named_parameters()``.
 
     Returns:
         ``{"tensors": {"<name>/<key>": tensor}, "groups": [{hyper-parameters, "names": [...], "values": {...}}]}``;
-        ``values`` holds the entries that are not tensors. The tensors are the optimiser's own, not copies.
+        ``values`` has the entries that are not tensors. Tensors are not copied.
     """
     names = {id(parameter): name for name, parameter in named}
     tensors: dict[str, torch.Tensor] = {}
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         values: dict[str, dict[str, Any]] = {}
-        named_here = [p for p in group["params"] if id(p) in names]  # a rank of bare stages has a placeholder
+        named_here = [p for p in group["params"] if id(p) in names]  # a rank without parameters has a placeholder
         for parameter in named_here:
             name = names[id(parameter)]
             for key, value in optimizer.state.get(parameter, {}).items():
@@ -153,7 +153,7 @@ def optimizer_state(
 
 
 def restricted(saved: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Return what ``optimizer_state`` returned of some parameters only."""
+    """Return the part of an ``optimizer_state`` for some parameters."""
     return {
         "tensors": {key: t for key, t in saved["tensors"].items() if key.rpartition("/")[0] in names},
         "groups": [
@@ -172,10 +172,10 @@ def load_optimizer_state(
     named: Iterable[tuple[str, torch.nn.Parameter]],
     saved: Mapping[str, Any],
 ) -> None:
-    """Give ``optimizer`` what ``optimizer_state`` saved; parameters are found by name.
+    """Load an ``optimizer_state`` into ``optimizer``, by parameter name.
 
     Raises:
-        RequestError: the optimiser has other parameters or other groups than the saved one.
+        RequestError: parameters or groups differ from the saved ones.
     """
     names = {id(parameter): name for name, parameter in named}
     groups = saved["groups"]
@@ -206,24 +206,24 @@ def load_optimizer_state(
 
 
 def _like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return a copy of ``value`` where the optimiser wants it: beside its parameter, in the parameter's strides."""
+    """Return a copy of ``value`` on its parameter's device and with its strides."""
     if value.shape != parameter.shape:
         return value.clone()  # counters stay on the host
     return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
 def _restored(current: Any, saved: Any) -> Any:
-    """Return ``saved`` in the type that the optimiser uses: JSON knows no tuples."""
+    """Return ``saved`` in the type that the optimizer uses: JSON has no tuples."""
     return tuple(saved) if isinstance(current, tuple) and isinstance(saved, list) else saved
 
 
 def made_optimizer(
     make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], parameters: list[nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """Return the optimiser that the user's function makes of these parameters.
+    """Call the user's function and check the optimizer that it returns.
 
     Raises:
-        RequestError: it returns none, or one whose step evaluates the model itself.
+        RequestError: it returns something else, or an optimizer with a closure.
     """
     optimizer = make(parameters)
     if not isinstance(optimizer, torch.optim.Optimizer):

@@ -1,4 +1,4 @@
-"""``parallelize``: the one call that spreads a model over ranks, and what it asks of its arguments."""
+"""``parallelize``: distributes a model over ranks, after checking its arguments."""
 
 from __future__ import annotations
 
@@ -36,28 +36,29 @@ def parallelize(
     memory_format: MemoryFormat = "auto",
     verify: bool = True,
 ) -> Engine:
-    """Spread a model over the ranks of a plan.
+    """Distribute a model over the ranks of a plan.
 
     Args:
-        model: any ``nn.Module`` that takes one image tensor, untouched; parameters and buffers become rank 0's.
-        shape: of the whole batch of one replica, ``(B, C, H, W)``; with ``plan.shares`` B is this replica's share.
-        plan: how; ``plan.ranks`` must be ``comm.size``. None with a ``strategy``.
+        model: any ``nn.Module`` that takes one image tensor, unchanged; parameters and buffers are set to those of rank
+            0.
+        shape: of the whole batch of one replica, ``(B, C, H, W)``; with ``plan.shares`` B is this replica's entry.
+        plan: ``plan.ranks`` must be ``comm.size``; None with a ``strategy``.
         comm: from ``hyfi_core.init()``, or a group of its ranks.
-        strategy: "data", "model", "spatial" or "hybrid": a plan for ``comm.size`` ranks by one word.
+        strategy: "data", "model", "spatial" or "hybrid": creates a plan for ``comm.size`` ranks.
         loss: of one micro-batch, a mean over its samples.
-        optimizer: makes an optimiser of a list of parameters; needed for ``update``.
-        output: picks the logits out of what the model returns.
-        autocast: computes in this type where autocast would (``torch.bfloat16``).
-        image_dtype: of the images that the model takes, where it is another than that of its parameters, such as
-            ``torch.uint8`` for a model that scales bytes itself. Images then have to come in it.
-        memory_format: how maps lie in memory: "auto" (channels-last where that is faster), "channels_last", or
-            "as_given" by images and weights. Answers and gradients lie as those of one process do.
-        verify: at start, rank 0 runs the module and its capture side by side on small images, as the model is and,
-            where it is training, in evaluation mode; a difference in values or gradients is refused.
+        optimizer: creates an optimizer for a list of parameters; needed for ``update``.
+        output: selects the logits from the model's output.
+        autocast: dtype of autocast (``torch.bfloat16``).
+        image_dtype: of images, if it differs from that of the parameters, such as ``torch.uint8`` for a model that
+            scales bytes itself.
+        memory_format: memory format of feature maps: "auto" (channels-last where faster), "channels_last", or
+            "as_given" by images and weights. Outputs and gradients have the format that they have in one process.
+        verify: at start, rank 0 compares the module with its capture on small images, in its current mode and in
+            evaluation mode; a difference in values or gradients is refused.
 
     Raises:
-        RequestError: plan, ranks, shape or model do not go together, or ranks were given different ones: the same error
-            on every rank, before any of them has changed anything.
+        RequestError: plan, ranks, shape or model are not compatible, or differ between ranks: the same error on every
+            rank, before anything is changed.
     """
     plan = agree(comm, lambda: _checked(model, shape, plan, comm, strategy, optimizer))
     settings = {
@@ -69,7 +70,7 @@ def parallelize(
     }
     compare_requests(comm, model, shape, plan, settings)
     engine = Engine(model, shape, plan, comm, loss, optimizer, output, autocast, image_dtype, memory_format)
-    if verify:  # last: what cannot be captured at all has been refused by then
+    if verify:  # last, after models that cannot be captured have been refused
         micro = (shape[0] // engine.plan.microbatches, *shape[1:])
         agree(comm, lambda: _verify(model, micro, output, image_dtype) if comm.rank == 0 else None)
     return engine
@@ -83,7 +84,7 @@ def _checked(
     strategy: Strategy | None,
     optimizer: OptimizerFactory | None,
 ) -> ParallelPlan:
-    """Return the plan; raise what is wrong with the request of this rank."""
+    """Return the plan; check the arguments of this rank."""
     if not isinstance(model, nn.Module):
         raise RequestError(f"model is {type(model).__name__}; pass a torch.nn.Module that takes one image tensor")
     if len(shape) != 4 or any(side < 1 for side in shape):

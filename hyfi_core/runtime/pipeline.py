@@ -1,4 +1,4 @@
-"""The interpreter of schedules: does what a lowered schedule says, action by action, on one rank."""
+"""The interpreter of schedules: executes the actions of a lowered schedule on one rank."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ Key = tuple[int, int]
 
 
 class Statistics(Protocol):
-    """What keeps the buffers that forwards change."""
+    """Storage of the buffers that forwards change."""
 
     def given(self, stage: HostedStage) -> dict[str, torch.Tensor]:
         """Return value name -> buffer, for one forward."""
         ...
 
     def changed(self, key: Key, microbatch: int, stage: HostedStage, values: Mapping[str, torch.Tensor]) -> None:
-        """Take note of what a forward made of the buffers."""
+        """Store the buffers that a forward has changed."""
         ...
 
 
 class Gradients(Protocol):
-    """What reduces gradients."""
+    """Reduction of gradients."""
 
     @property
     def reduces(self) -> bool:
-        """Whether anything is reduced at all, so that it matters when a gradient is complete."""
+        """Whether gradients are reduced, so that their completion must be recorded."""
         ...
 
     def complete(self, key: Key, names: Sequence[str]) -> None:
-        """Take note that a stage adds no more to these gradients on this rank."""
+        """Record that a stage's contribution to these gradients is complete on this rank."""
         ...
 
     def stage_done(self) -> None:
-        """All backwards of a stage are done on this rank."""
+        """Called after all backwards of a stage on this rank."""
         ...
 
     def send(self, stage: int) -> None:
@@ -62,11 +62,11 @@ class Gradients(Protocol):
 
 @dataclass(frozen=True)
 class Step:
-    """What one step works on.
+    """Inputs of one step.
 
     Attributes:
-        begin: (stage, direction, micro-batch) -> the values that are there before the first instruction.
-        loss: (what the model returned, micro-batch) -> its share of the loss.
+        begin: (stage, direction, micro-batch) -> the values before the first instruction.
+        loss: (output, micro-batch) -> its part of the loss.
         parameters: (stage, direction) -> value name -> parameter.
     """
 
@@ -94,13 +94,13 @@ class Pipeline:
     Args:
         compiled: the stages that this rank holds.
         groups: (stage, direction) -> its ranks.
-        copies: (stage, direction) -> its ranks in all replicas, for what is synchronised over them.
-        exchange: what travels between stages.
-        statistics: what keeps the buffers; None where nothing is trained.
-        gradients: what reduces gradients; None where nothing is trained: a schedule has forwards alone.
-        autocasting: makes the context in which operators choose their types.
-        recomputes: whether a stage computes its activations again.
-        memory: makes what is called around each step of a stage, given what must stay in memory; None: all stays.
+        copies: (stage, direction) -> its ranks in all replicas, for synchronised norms.
+        exchange: between stages.
+        statistics: storage of buffers; None for prediction.
+        gradients: reduction of gradients; None for prediction, whose schedule has only forwards.
+        autocasting: creates the autocast context.
+        recomputes: whether a stage recomputes its activations.
+        memory: creates the paging callbacks of a stage, given the tensors that must stay in memory; None: no paging.
     """
 
     def __init__(
@@ -133,11 +133,11 @@ class Pipeline:
         self.events: list[tuple[Action, float, float]] = []
 
     def run(self, actions: Sequence[Action], step: Step) -> None:
-        """Do the actions.
+        """Execute the actions.
 
-        Then ``loss`` is that of the last stages on this rank, ``share`` the same on the first rank of such a stage and
-        zero on others, and ``events`` holds every action with when it began and ended; it waits for data before that.
-        Of forwards alone, ``answers`` holds the leaves of each micro-batch's answer, on ranks of the last stage.
+        Afterwards ``loss`` is that of the last stages on this rank, ``share`` the same on the first rank of such a
+        stage and zero on others, and ``events`` has every action with its begin (after waiting for data) and end. For
+        prediction, ``answers`` has the leaves of each micro-batch's output, on ranks of the last stage.
         """
         self._last = {(a.stage, a.direction): a.microbatch for a in actions if a.verb is Verb.B}
         for action in actions:
@@ -170,7 +170,7 @@ class Pipeline:
                 self._trained.expect(action.stage)
 
     def _send(self, edge: tuple[int, int], key: Key, microbatch: int, back: bool) -> None:
-        """Send along an edge; what no other edge needs is forgotten."""
+        """Send along an edge, and drop values that no other edge needs."""
         flight = self._flights[key, microbatch]
         leaving = flight.cotangents if back else flight.exits
         flight.memory.need(leaving)
@@ -191,7 +191,7 @@ class Pipeline:
         entries = self._exchange.values(*key, microbatch)
         flight.memory.stay(entries)
         values.update(entries)
-        self._begin_s = time.perf_counter()  # a forward begins when it has what it needs
+        self._begin_s = time.perf_counter()  # a forward begins when its inputs have arrived
         with self._autocasting():
             if self._gradients is None:
                 self._executor(stage, key, flight).forward(values, record=False)
@@ -245,14 +245,14 @@ class Pipeline:
         return Executor(stage.tape, self._groups[key], self._copies[key], flight.memory)
 
     def _from_loss(self, key: Key, flight: _MicroBatch, microbatch: int, step: Step) -> Values:
-        """Return the cotangents of the answer, and add the loss; nothing where the answer is not made."""
+        """Return the cotangents of the output, and add the loss; empty if this stage does not compute the output."""
         outputs = self._compiled.hosted[key].ranked.outputs
         if key[0] != len(self._compiled.parameters) - 1:
             return {}
         leaves = [leaf.requires_grad_() if _is_float(leaf) else leaf for leaf in flight.leaves]
         with torch.enable_grad():
             loss = step.loss(self._compiled.pick(leaves), microbatch)
-        # The answer is replicated, its cotangent a sum over ranks: one rank gives the loss its weight, the others zero.
+        # The output is replicated, its cotangent a sum over ranks: the loss has weight zero on all ranks but one.
         first = self._groups[key].rank == 0
         loss.backward(torch.ones_like(loss) if first else torch.zeros_like(loss))
         self.loss = self.loss.to(loss.device) + loss.detach().double()

@@ -1,4 +1,4 @@
-"""Stage runner: one rank of a plan, or one cell of a rank, as it runs the stages that it holds."""
+"""Stage runner: runs the stages of one rank of a plan, or of one cell of a rank."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ from hyfi_core.schedule.simulate import validate
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 Output = Callable[[Any], Any]
 CAPTURES_KEPT = 16
-"""Programs for other shapes and states of the module; the oldest goes first."""
+"""Number of cached programs, for different shapes and states of the module."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is trained: the same for all runners of a process.
+    """The model and settings shared by all runners of a process.
 
     Attributes:
         model: the user's module.
         shape: of the whole batch of one replica.
         loss: of one micro-batch, a mean over its samples.
-        output: picks the logits out of what the model returns.
-        autocast: computes in this type where autocast would.
-        device: where the model is.
-        dtype: of its images: that of its parameters unless another is asked for.
+        output: selects the logits from the model's output.
+        autocast: dtype of autocast.
+        device: of the model.
+        dtype: of images: that of the parameters by default.
         bindings: the model's tensors by the values of a stage's program.
-        programs: what has been captured, by shape and flags.
-        runs: fused runs that were chosen for memory, of cells in evaluation mode.
-        channels_last: whether images are laid out so.
+        programs: captured programs, by shape and flags.
+        runs: fused runs chosen by memory, for cells in evaluation mode.
+        channels_last: whether images are converted to this format.
     """
 
     model: nn.Module
@@ -72,12 +72,12 @@ class Subject:
     channels_last: bool = False
 
     def program(self, shape: Shape) -> Program:
-        """Return the captured model for a shape of micro-batches, in the state that its modules have now."""
+        """Return the captured model for a shape of micro-batches, in its current state."""
         key = (shape, module_state(self.model))
         if key not in self.programs:
             while len(self.programs) >= CAPTURES_KEPT:
                 self.programs.pop(next(iter(self.programs)))
-                self.runs.clear()  # they go by the programs' identity
+                self.runs.clear()  # they are keyed by the identity of programs
             self.programs[key] = capture(self.model, shape, self.dtype)
         return self.programs[key]
 
@@ -86,13 +86,13 @@ class StageRunner:
     """Runs the stages of one rank of a plan. All runners of the plan call its methods together.
 
     Args:
-        subject: what is trained.
-        plan: how it is spread.
+        subject: the model.
+        plan: of the run.
         comm: all runners of the plan.
-        groups: the plan's groups, where they are made already.
-        cell: whether this is one of several cells in a process: it then has buffers of its own, and reads its box of
-            the image when it comes to it.
-        pager: of all cells of the process, where maps may leave memory; None: they stay.
+        groups: the plan's groups, if they exist already.
+        cell: whether this is one of several cells in a process: it then has its own buffers, and reads its box of the
+            image when it needs it.
+        pager: of all cells of the process; None: no paging.
     """
 
     def __init__(
@@ -117,12 +117,12 @@ class StageRunner:
         self.reader = Reader(plan, subject.shape, self.groups, subject.device, subject.dtype, subject.channels_last)
         self._cache: dict[Any, Compiled] = {}
         self._used: Hashable = None
-        self._state: Hashable = None  # of the model in this call: comparing it takes 14 ms of a ResNet
+        self._state: Hashable = None  # of the model in this call: comparing it takes 14 ms for a ResNet
         self._schedules: dict[Any, Schedule] = {}
         self._trained: FollowingStatistics | FoldedStatistics | None = None
 
     def compiled(self, shape: Shape) -> Compiled:
-        """Return the model ready to run for micro-batches of a shape, in the modes that its modules have now."""
+        """Return the compiled model for micro-batches of a shape, in its current modes."""
         subject = self._subject
         subject.bindings.refuse_replaced()
         key = (shape, module_state(subject.model) if self._state is None else self._state)
@@ -145,7 +145,7 @@ class StageRunner:
         return self._cache[key]
 
     def known(self, shape: Shape) -> str:
-        """Return what will run for micro-batches of a shape: a digest; "" for a new shape, "new" for a new state."""
+        """Return the digest of the program for micro-batches of a shape; "" for a new shape, "new" for a new state."""
         self._state = module_state(self._subject.model)
         key = (shape, self._state)
         if key in self._cache:
@@ -153,7 +153,7 @@ class StageRunner:
         return "new" if any(other[0] == shape for other in self._cache) else ""
 
     def changes(self) -> dict[tuple[str, str], str]:
-        """Return what a forward reads that is another than in the last call: (module, attribute) -> what it is now."""
+        """Return the attributes that have changed since the last call: (module, attribute) -> current value."""
         model = self._subject.model
         return {place: told(model, *place) for place in changed_since(self._used, module_state(model))}
 
@@ -163,12 +163,12 @@ class StageRunner:
         if edges not in self._schedules:
             mirror = self._plan.mirror
             lowered = lower(generate(self._plan, self._placement), self._placement, edges, mirror=mirror)
-            validate(lowered, self._placement, edges, mirror=mirror)  # dry, before any rank can wait forever
+            validate(lowered, self._placement, edges, mirror=mirror)  # detects deadlocks before they can occur
             self._schedules[edges] = lowered
         return self._schedules[edges]
 
     def read(self, images: Images, compiled: Compiled, batch: int) -> dict[Key, torch.Tensor]:
-        """Return what this runner needs of the batch in training; of a cell nothing yet."""
+        """Return this runner's boxes of the batch in training; nothing for a cell, which reads later."""
         return {} if self._cell else self.reader.read(images, self.reader.training_parts(compiled, batch))
 
     def train(
@@ -179,7 +179,7 @@ class StageRunner:
         gradients: Gradients,
         arrived: Callable[[int], None],
     ) -> Pipeline:
-        """Run one step forward and backward; what it leaves behind is in the pipeline.
+        """Run forward and backward of one step; results are attributes of the returned pipeline.
 
         Args:
             images: the replica's whole batch.
@@ -203,12 +203,12 @@ class StageRunner:
         return pipeline
 
     def publish(self) -> None:
-        """Make the buffers that the last step changed the model's, where this runner has its own."""
+        """Copy the buffers changed by the last step to the model, if this runner has its own."""
         assert self._trained is not None
         self._trained.publish()
 
     def predict(self, images: Images) -> Any:
-        """Return the answer for a batch, the same in every runner; the model is in evaluation mode."""
+        """Return the output for a batch, the same in every runner; the model is in evaluation mode."""
         with torch.no_grad(), self._autocasting():
             shape = self.reader.batch_shape(images)
             micro = self.reader.micro_shape(shape)
@@ -222,7 +222,7 @@ class StageRunner:
             return self.reader.as_given(images, self._joined_answer(compiled, pipeline, shape[0] // micro[0]))
 
     def explain(self, images: Images) -> Explanation:
-        """Return the logits and where they come from, the same in every runner; see ``Engine.explain``."""
+        """Return the logits and their contributions, the same in every runner; see ``Engine.explain``."""
         with self._autocasting():
             shape = self.reader.batch_shape(images)
             micro = self.reader.micro_shape(shape)
@@ -261,7 +261,7 @@ class StageRunner:
         )
 
     def _memory(self, stage: HostedStage, stays: Values) -> StepMemory:
-        """Return what is called around each step of a micro-batch; what exists before it stays, but for the image."""
+        """Return the paging callbacks of a micro-batch; existing tensors except the image stay in memory."""
         assert self._pager is not None
         if stage not in self._orders:
             self._orders[stage] = UseOrder(stage.tape)
@@ -319,13 +319,13 @@ class StageRunner:
         start: int,
         size: int,
     ) -> torch.Tensor:
-        """Return this runner's box of one micro-batch: of what has been read, or read now."""
+        """Return this runner's box of one micro-batch, from the data read earlier, or read now."""
         if key in local:
             return local[key][start : start + size]
         part = parts[key]
         chosen = InputPart(part.box, part.first + start, part.first + start + size)
         found = self.reader.read(images, {key: chosen})[key]
-        return found if self._pager is None else found.clone()  # what a caller owns cannot leave memory
+        return found if self._pager is None else found.clone()  # memory owned by the caller cannot be spilled
 
     def _statistics(self, compiled: Compiled) -> FollowingStatistics | FoldedStatistics:
         model, rank = self._subject.model, self.groups.replica.rank
@@ -340,7 +340,7 @@ class StageRunner:
         return FoldedStatistics(model, compiled.hosted, peers, self.groups.replica, self._plan.microbatches, self._cell)
 
     def _joined_answer(self, compiled: Compiled, pipeline: Pipeline, microbatches: int) -> Any:
-        """Return the micro-batches' answers put together, on every rank of the replica."""
+        """Return the concatenated outputs of all micro-batches, on every rank of the replica."""
         answers = []
         for microbatch in range(microbatches):
             leaves = self._shared(pipeline.answers.pop(microbatch, None))
@@ -348,7 +348,7 @@ class StageRunner:
         return _joined(answers)
 
     def _shared(self, leaves: list[Any] | None) -> list[Any]:
-        """Return the leaves of an answer on every rank of the replica, of which the last stage has them."""
+        """Broadcast the leaves of an output from the last stage to every rank of the replica."""
         if self._placement.stages == 1:
             assert leaves is not None
             return leaves
@@ -365,7 +365,7 @@ class StageRunner:
 
 
 def _described(leaves: list[Any]) -> list[Any]:
-    """Return what another rank needs to make room for the leaves of an answer."""
+    """Return shapes and dtypes of the leaves of an output, for receivers."""
     return [
         [list(leaf.shape), str(leaf.dtype).removeprefix("torch.")] if isinstance(leaf, torch.Tensor) else leaf
         for leaf in leaves
@@ -373,7 +373,7 @@ def _described(leaves: list[Any]) -> list[Any]:
 
 
 def _undescribed(known: list[Any], leaves: list[Any] | None, device: torch.device) -> list[Any]:
-    """Return the leaves, or room for them."""
+    """Return the leaves, or empty tensors to receive them."""
     if leaves is not None:
         return [leaf.contiguous() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     return [
@@ -383,7 +383,7 @@ def _undescribed(known: list[Any], leaves: list[Any] | None, device: torch.devic
 
 
 def _joined(answers: list[Any]) -> Any:
-    """Put the micro-batches' answers together again, whatever structure they have."""
+    """Concatenate the outputs of micro-batches, in any structure."""
     if len(answers) == 1:
         return answers[0]
     leaves = [torch.utils._pytree.tree_flatten(answer) for answer in answers]

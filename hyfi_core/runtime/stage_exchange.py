@@ -1,7 +1,7 @@
-"""Stage exchange: the values and cotangents that travel between stages, as one rank sends and receives them.
+"""Stage exchange: sends and receives values and cotangents between stages, on one rank.
 
-Receives are posted and sends are started by the schedule; nothing here waits but ``values`` and ``cotangents``, for
-what a forward or a backward needs now. Between two stages on the same rank a buffer is handed over as it is.
+Receives are posted and sends are started by the schedule; only ``values`` and ``cotangents`` wait, for the inputs of a
+forward or backward. Between two stages on the same rank, a buffer is passed on directly.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class _Arrival:
 
 @dataclass
 class _Departure:
-    """A message on its way, and the memory that it was packed into, if that is no value's own."""
+    """A pending message, and the buffer that it was packed into, if any."""
 
     boundary: BoundaryTransfer
     pending: Pending
     packed: list[torch.Tensor]
 
     def left(self) -> bool:
-        """Whether it has left; its memory is free then."""
+        """Whether it has been sent, so that its memory is free."""
         if not self.pending.test():
             return False
         self.boundary.give_back(self.packed)
@@ -47,10 +47,10 @@ class StageExchange:
     """Sends and receives of one step.
 
     Args:
-        boundaries: (from, to) -> what travels there.
+        boundaries: (from, to) -> boundary transfer.
         placement: which ranks hold which stage.
         comm: the ranks of the replica.
-        device: where buffers are made.
+        device: of buffers.
 
     Attributes:
         device: the same.
@@ -72,7 +72,7 @@ class StageExchange:
         self._leaving: list[_Departure] = []
 
     def send(self, edge: Edge, direction: int, microbatch: int, values: Mapping[str, torch.Tensor], back: bool) -> None:
-        """Start sending what this rank holds of the values (or, ``back``, of their cotangents)."""
+        """Start sending this rank's parts of the values (or with ``back``, of their cotangents)."""
         position, pieces, peers = self._side(edge, direction, back, at_source=not back)
         boundary, sends, packed = self._boundaries[edge], [], []
         for other, chosen in pieces.items():
@@ -81,13 +81,13 @@ class StageExchange:
                 self._local[(edge, direction, microbatch, back), position] = buffer
             else:
                 sends.append(Message(peers[other], buffer))
-                packed += [buffer] if len(chosen) > 1 else []  # one piece alone may be the value itself
+                packed += [buffer] if len(chosen) > 1 else []  # a single piece may be the value itself
         if sends:
             self._leaving.append(_Departure(boundary, self._comm.exchange(sends, []), packed))
         self._leaving = [item for item in self._leaving if not item.left()]
 
     def expect(self, edge: Edge, direction: int, microbatch: int, back: bool) -> None:
-        """Post the receives of what the other stage sends to this rank."""
+        """Post the receives of messages from the other stage."""
         _, pieces, peers = self._side(edge, direction, back, at_source=back)
         boundary = self._boundaries[edge]
         buffers = {
@@ -97,7 +97,7 @@ class StageExchange:
         self._arrivals[edge, direction, microbatch, back] = _Arrival(buffers, self._comm.exchange([], receives))
 
     def values(self, stage: int, direction: int, microbatch: int) -> dict[str, torch.Tensor]:
-        """Return the values that a stage takes from others, when they have come."""
+        """Wait for the values that a stage receives from others, and return them."""
         found: dict[str, torch.Tensor] = {}
         for edge, boundary in self._boundaries.items():
             if edge[1] == stage:
@@ -107,7 +107,7 @@ class StageExchange:
         return found
 
     def cotangents(self, stage: int, direction: int, microbatch: int) -> dict[str, torch.Tensor]:
-        """Return the cotangents of what a stage gave to others, added up, when they have come."""
+        """Wait for the cotangents of the values that a stage has sent, and return their sums."""
         found: dict[str, torch.Tensor] = {}
         for edge, boundary in self._boundaries.items():
             if edge[0] == stage:
@@ -118,7 +118,7 @@ class StageExchange:
         return found
 
     def finish(self) -> None:
-        """Return when everything that was sent has left; what was not asked for stays."""
+        """Wait for all sends."""
         for item in self._leaving:
             item.pending.wait()
             item.left()
@@ -135,7 +135,7 @@ class StageExchange:
         return position, arrival.buffers
 
     def _unpacked(self, edge: Edge, direction: int, buffers: dict[int, torch.Tensor], back: bool) -> None:
-        """Give back the memory of messages whose values have been copied out of it."""
+        """Release the memory of messages whose values have been copied."""
         _, pieces, peers = self._side(edge, direction, back, at_source=back)
         taken = [
             buffer

@@ -1,9 +1,9 @@
-"""Running statistics: the buffers that a model changes while it trains, in the order of its micro-batches.
+"""Running statistics: buffers that a model changes in training, in the order of micro-batches.
 
-With one direction every stage sees the micro-batches in order and buffers simply follow. With two, the ranks of either
-direction see one half of them: each then starts every micro-batch from zero, so that what comes out is what that
-micro-batch adds (momentum times its mean, or its mean where the average is cumulative), and after the step both
-directions fold all of it in micro-batch order, as one process would have.
+With one direction, every stage processes micro-batches in order and updates buffers after each. With two, the ranks of
+each direction process half of them: each forward then starts from zero, so that its result is the micro-batch's
+contribution (momentum times its mean, or its mean for cumulative averages), and after the step both directions fold all
+contributions in micro-batch order, as in one process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class FollowingStatistics:
 
     Args:
         model: the user's module.
-        apart: whether copies are changed until ``publish``: of cells in turn, one is done while others still read.
+        apart: whether to change copies until ``publish``: for cells, of which some still read the old values.
     """
 
     def __init__(self, model: nn.Module, apart: bool = False) -> None:
@@ -39,32 +39,32 @@ class FollowingStatistics:
     def changed(
         self, key: tuple[int, int], microbatch: int, stage: HostedStage, values: Mapping[str, torch.Tensor]
     ) -> None:
-        """Take over what a forward made of the buffers."""
+        """Store the buffers that a forward has changed."""
         with torch.no_grad():
             for name, value in stage.ranked.program.mutations.items():
                 self._buffers[name].copy_(values[value])
 
     def finish(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
     def publish(self) -> None:
-        """Make the buffers the model's."""
+        """Copy the buffers to the model."""
         _publish(self._model, self._buffers)
 
 
 class FoldedStatistics:
-    """Buffers of two directions: what each micro-batch adds is kept, exchanged and folded in order.
+    """Buffers of two directions: contributions of micro-batches are kept, exchanged and folded in order.
 
     Args:
         model: the user's module.
-        hosted: what this rank holds.
+        hosted: the stages of this rank.
         peers: (stage, direction) of this rank -> the rank that holds the same part in the other direction.
         comm: the ranks of the replica.
         microbatches: of both directions.
         apart: whether copies are changed until ``publish``.
 
     Raises:
-        RequestError: a buffer is changed by something else than a batch norm.
+        RequestError: a buffer is changed by anything other than a batch norm.
     """
 
     def __init__(
@@ -99,12 +99,12 @@ class FoldedStatistics:
     def changed(
         self, key: tuple[int, int], microbatch: int, stage: HostedStage, values: Mapping[str, torch.Tensor]
     ) -> None:
-        """Keep what a micro-batch adds."""
+        """Keep a micro-batch's contribution."""
         for name, value in stage.ranked.program.mutations.items():
             self._added[name, microbatch] = values[value].detach().clone()
 
     def finish(self) -> None:
-        """Exchange what both directions have added, and fold it."""
+        """Exchange the contributions of both directions, and fold them."""
         self._swap()
         names = {name for stage in self._hosted.values() for name in stage.ranked.program.mutations}
         with torch.no_grad():
@@ -113,7 +113,7 @@ class FoldedStatistics:
         self._added.clear()
 
     def publish(self) -> None:
-        """Make the buffers the model's."""
+        """Copy the buffers to the model."""
         _publish(self._model, self._buffers)
 
     def _check(self, name: str) -> None:
@@ -160,7 +160,7 @@ class FoldedStatistics:
         return [(kind, [name for name in names if self._buffers[name].dtype == kind]) for kind in kinds]
 
     def _fold(self, path: str, names: set[str]) -> None:
-        """Fold one batch norm's additions, counter first: a cumulative average hangs on it."""
+        """Fold one batch norm's contributions, counter first: cumulative averages depend on it."""
         module = self._modules[path]
         count = f"{path}.num_batches_tracked" if path else "num_batches_tracked"
         for microbatch in range(self._microbatches):
@@ -175,7 +175,7 @@ class FoldedStatistics:
 
 
 def _buffers(model: nn.Module, apart: bool) -> dict[str, torch.Tensor]:
-    """Return a model's buffers by name, or copies; two names of one buffer stay so."""
+    """Return a model's buffers by name, or copies; a buffer with two names is copied once."""
     named = dict(model.named_buffers(remove_duplicate=False))
     if not apart:
         return named
