@@ -26,7 +26,7 @@ ARROWS = {
         "capture": {"plan"},
         "rules": {"capture", "ops", "comm", "plan"},
         "lowering": {"rules", "capture", "ops", "comm", "plan"},
-        "cost": {"lowering", "rules", "capture", "schedule", "plan"},
+        "cost": {"lowering", "rules", "capture", "ops", "schedule", "plan"},
         "runtime": {"cells", "cost", "lowering", "rules", "capture", "ops", "comm", "schedule", "plan"},
         "cells": {"cost", "lowering", "rules", "capture", "ops", "comm", "plan"},
         "models": set(),

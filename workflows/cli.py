@@ -22,6 +22,7 @@ from workflows.cli_launch import launch
 from workflows.cli_options import (
     Cache,
     Cells,
+    Config,
     Device,
     ForceMpp,
     Glass,
@@ -33,6 +34,7 @@ from workflows.cli_options import (
     MaxBad,
     Measure,
     Memory,
+    Overrides,
     Part,
     Pen,
     PlanRanks,
@@ -45,6 +47,7 @@ from workflows.cli_options import (
     TissueSet,
     Unsharded,
 )
+from workflows.cli_plan import simulate
 from workflows.cli_view import view
 from workflows.exit_codes import exit_code_of
 from workflows.paths import require_writable
@@ -244,10 +247,8 @@ def split(
 
 @app.command()
 def train(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="The run's YAML, see docs/config.md.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[section.key=value]", help="Values that override the file's.")
-    ] = None,
+    config: Config,
+    overrides: Overrides = None,
     ranks: PlanRanks = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue a stopped run, or start it.")] = False,
     as_json: Json = False,
@@ -365,7 +366,8 @@ def status(
     _exit(partial(command.run, run, as_json))
 
 
-app.command()(view)
+for command in (view, simulate):
+    app.command()(command)
 app.add_typer(launch)
 
 

@@ -29,6 +29,19 @@ Measure = Annotated[
     Path | None,
     typer.Option("--measure", metavar="FILE.yaml", help="Measure this machine for plan and simulate; take no checks."),
 ]
+MachineName = Annotated[
+    str | None,
+    typer.Option(
+        "--machine",
+        metavar="M.yaml",
+        help="What to count with: cpu, v100-lassen, a100, h100, bluefield2, or a file of doctor --measure; default: "
+        "h100 where run.device is cuda, else cpu.",
+    ),
+]
+Config = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="The run's YAML, see docs/config.md.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[section.key=value]", help="Values that override the file's.")
+]
 IngestMpp = Annotated[
     str,
     typer.Option("--mpp", help="Microns per pixel of the store's finest level; native: each slide's own."),

@@ -25,7 +25,7 @@ DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class DeviceLink:
     """What joins two devices.
 
     Attributes:
@@ -80,8 +80,8 @@ class MachineModel:
     efficiency: Mapping[str, tuple[float, float]]
     kernel_s: float
     message_s: float
-    node: Link
-    network: Link
+    node: DeviceLink
+    network: DeviceLink
     disk_bytes_per_s: float
     crowding: Crowding = field(default_factory=Crowding)
 
@@ -111,7 +111,7 @@ class MachineModel:
             return max(compute * flops / (share * self.peak_flops_per_s[dtype]), moved_s)
         return memory * touched_bytes / (share * self.memory_bytes_per_s)
 
-    def link(self, ranks: int) -> Link:
+    def link(self, ranks: int) -> DeviceLink:
         """Return the slowest link among so many neighbouring ranks."""
         return self.node if ranks <= self.devices_per_node else self.network
 
@@ -121,11 +121,12 @@ class MachineModel:
         return messages * (self.message_s + link.latency_s) + received_bytes / link.bytes_per_s
 
     def all_reduce_s(self, ranks: int, length_bytes: float) -> float:
-        """Return the time of a sum over ranks: a tree's steps, a ring's bytes (Thakur et al., IJHPCA 2005)."""
+        """Return the time of a sum over ranks: a call, a tree's steps, a ring's bytes (Thakur et al., IJHPCA 2005)."""
         if ranks == 1:
             return 0.0
         steps = math.ceil(math.log2(ranks))
-        return self.messages_s(steps, 2 * (ranks - 1) / ranks * length_bytes, ranks)
+        waited_s = self.kernel_s + steps * self.link(ranks).latency_s
+        return waited_s + self.messages_s(0, 2 * (ranks - 1) / ranks * length_bytes, ranks)
 
     def to_yaml(self) -> str:
         """Return the file that ``load_machine`` reads."""
@@ -211,9 +212,9 @@ def _shares(tree: Mapping[str, Any], kind: str, source: str) -> tuple[float, flo
     return _number(named, "forward", source), _number(named, "backward", source)
 
 
-def _link(tree: Mapping[str, Any], key: str, source: str) -> Link:
+def _link(tree: Mapping[str, Any], key: str, source: str) -> DeviceLink:
     section = _section(tree, key, source)
-    return Link(_number(section, "latency_s", source), _number(section, "bytes_per_s", source))
+    return DeviceLink(_number(section, "latency_s", source), _number(section, "bytes_per_s", source))
 
 
 def _crowding(tree: Mapping[str, Any], source: str) -> Crowding:

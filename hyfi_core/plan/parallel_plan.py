@@ -14,6 +14,8 @@ Schedule = Literal["sequential", "gpipe", "1f1b", "gems_mast", "gems_master", "c
 Mirror = Literal["all_reduce", "point_to_point"]
 GATHER_BYTES = 32 * 2**20
 """Default of the largest map that every rank gathers: about 20 ms over shared memory."""
+BUCKET_BYTES = 4 << 20
+"""Gradients are reduced in buckets of about so many bytes."""
 BIDIRECTIONAL = ("gems_mast", "gems_master", "chimera")
 """Schedules in which two pipelines run through the same ranks in opposite order."""
 

@@ -23,9 +23,9 @@ from hyfi_core.errors import RequestError
 from hyfi_core.lowering.lower import Target, lower
 from hyfi_core.lowering.pool_before_relu import pool_before_relu
 from hyfi_core.lowering.segments import Tape, build_tape
-from hyfi_core.ops.boundary import BoundaryTransfer, BoundaryValue
+from hyfi_core.lowering.stage_values import boundary, entries_of
+from hyfi_core.ops.boundary import BoundaryTransfer
 from hyfi_core.plan.fused_runs import FusedRuns
-from hyfi_core.plan.layout import Layout
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
 from hyfi_core.rules.instructions import RankProgram, Split
@@ -186,7 +186,7 @@ class _Lowered:
         self._entries: list[dict[str, Split | None]] = []
         self.hosted: dict[tuple[int, int], HostedStage] = {}
         for index in range(len(stages)):
-            self._entries.append(self._entries_of(index))
+            self._entries.append(entries_of(stages[index], self._splits, placement.grids[index]))
             positions = {
                 direction: placement.group(index, direction).index(rank)
                 for direction in range(placement.directions)
@@ -201,32 +201,9 @@ class _Lowered:
     ) -> BoundaryTransfer:
         """Return the transfer between two stages."""
         source, target = edge
-        values = self._stages[source].program.values
-        carried = []
-        for name in self._stages[source].exits[target]:
-            info = values[name]
-            have, need = self._splits[source].get(name), self._entries[target][name]
-            dtype, gradient = dtypes.get(name, info.dtype), name in self._active
-            if have is None or need is None:
-                carried.append(BoundaryValue(name, info.shape, dtype, gradient))
-            else:
-                parts, whole = (have.layout.parts, need.layout.parts), have.layout.map
-                shape, dims = have.opened(info.shape)
-                carried.append(BoundaryValue(name, shape, dtype, gradient, dims, *parts, whole, have.folded()))
-        sizes = [rows * columns for rows, columns in (self._placement.grids[source], self._placement.grids[target])]
-        return BoundaryTransfer(tuple(carried), sizes[0], sizes[1], channels_last)
-
-    def _entries_of(self, index: int) -> dict[str, Split | None]:
-        """Return how the values from other stages are split here: evenly, where they are split there."""
-        found: dict[str, Split | None] = {}
-        for source, names in self._stages[index].entries.items():
-            for name in names:
-                split = self._splits[source].get(name)
-                if split is not None:
-                    layout = Layout.even(split.layout.height, split.layout.width, self._placement.grids[index])
-                    split = Split(layout, split.dims, leads=split.leads)
-                found[name] = split
-        return found
+        grids = self._placement.grids[source], self._placement.grids[target]
+        have, need = self._splits[source], self._entries[target]
+        return boundary(self._stages[source], target, have, need, grids, self._active, dtypes, channels_last)
 
     def _lower(self, index: int, position: int) -> HostedStage:
         stage = self._stages[index]

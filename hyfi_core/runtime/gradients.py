@@ -23,13 +23,12 @@ from torch import nn
 from hyfi_core.comm.base import Pending
 from hyfi_core.comm.counted import CountedCommunicator
 from hyfi_core.errors import RequestError
-from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.plan.parallel_plan import BUCKET_BYTES, ParallelPlan
 from hyfi_core.runtime.compiled import Compiled
 from hyfi_core.runtime.groups import Groups
 from hyfi_core.runtime.mirror import Mirror
 
 Key = tuple[int, int]
-BUCKET_BYTES = 4 << 20
 
 
 class StepGradients:

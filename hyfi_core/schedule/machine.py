@@ -12,7 +12,7 @@ communicator for all of them: a message begins when all that the rank posted or 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hyfi_core.plan.placement import Placement
@@ -37,12 +37,24 @@ class FaultFound(Exception):  # noqa: N818 - a note to the caller, who turns it 
 
 @dataclass(frozen=True)
 class Durations:
-    """Seconds of a forward, a backward, a message that the stage sends, and a reduction: one for each stage."""
+    """Seconds of a forward, a backward, a message that the stage sends, and a reduction: one for each stage.
+
+    Attributes:
+        edge_s: (from, to) of stages -> seconds of a message between them, in either direction, where it is known.
+    """
 
     forward_s: Sequence[float]
     backward_s: Sequence[float]
     message_s: Sequence[float]
     reduce_s: Sequence[float]
+    edge_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
+
+    def send_s(self, send: Action) -> float:
+        """Return the seconds of a message."""
+        if not self.edge_s or send.peer is None or send.verb is Verb.SEND_G:
+            return self.message_s[send.stage]
+        edge = min(send.stage, send.peer), max(send.stage, send.peer)
+        return self.edge_s.get(edge, self.message_s[send.stage])
 
 
 @dataclass(slots=True)
@@ -264,7 +276,7 @@ class Machine:
                 side.batch.open -= 1
         start_s = max(send.time_s, receive.time_s)
         action = self.ranks[sender].row[send.index]
-        end_s = start_s + self._durations.message_s[action.stage]
+        end_s = start_s + self._durations.send_s(action)
         self._record(sender, action, start_s, end_s)
         self._deliver(receiver, receive.receive, end_s)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from hyfi_core.plan.parallel_plan import Mirror
 from hyfi_core.plan.placement import Placement
@@ -29,17 +29,22 @@ class Costs:
         backward_s: one backward.
         message_s: one message of what a stage sends, from the moment at which both sides are there.
         reduce_s: the reduction of a stage's gradients.
+        edge_s: (from, to) of stages -> one message between them, in either direction, instead of ``message_s``.
     """
 
     forward_s: Seconds = 1.0
     backward_s: Seconds = 2.0
     message_s: Seconds = 0.0
     reduce_s: Seconds = 0.0
+    edge_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
     def of(self, stages: int) -> Durations:
         """Return the durations of each stage."""
         forms = (self.forward_s, self.backward_s, self.message_s, self.reduce_s)
-        return Durations(*([form(s) if callable(form) else form for s in range(stages)] for form in forms))
+        forward, backward, message, reduce = (
+            [form(s) if callable(form) else form for s in range(stages)] for form in forms
+        )
+        return Durations(forward, backward, message, reduce, self.edge_s)
 
 
 @dataclass(frozen=True)

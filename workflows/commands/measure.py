@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from hyfi_core.comm.base import Communicator
-    from hyfi_core.cost.machine import Link, MachineModel
+    from hyfi_core.cost.machine import DeviceLink, MachineModel
 
 RANKS = 2
 _CHANNELS = 64
@@ -139,9 +139,9 @@ def measure(comm: Communicator, folder: Path) -> tuple[MachineModel, list[str]]:
     return machine, notes
 
 
-def _links(comm: Communicator, device: torch.device, hosts: list[str], same: bool) -> tuple[float, Link] | None:
+def _links(comm: Communicator, device: torch.device, hosts: list[str], same: bool) -> tuple[float, DeviceLink] | None:
     """Return (software cost of a message, link) between rank 0 and a rank on the same or on another host."""
-    from hyfi_core.cost.machine import Link
+    from hyfi_core.cost.machine import DeviceLink
 
     others = [rank for rank, host in enumerate(hosts) if rank and (host == hosts[0]) == same]
     pair = comm.split(0 if comm.rank in (0, *others[:1]) and others else None)
@@ -149,7 +149,7 @@ def _links(comm: Communicator, device: torch.device, hosts: list[str], same: boo
     if pair is not None:
         short, long = _exchange_s(pair, device, 16), _exchange_s(pair, device, _ROW_PX)
         moved = (_ROW_PX - 16) * _CHANNELS * 4
-        found = max(1e-7, short - _LATENCY_S), Link(_LATENCY_S, _rounded(moved / max(1e-9, long - short)))
+        found = max(1e-7, short - _LATENCY_S), DeviceLink(_LATENCY_S, _rounded(moved / max(1e-9, long - short)))
     comm.barrier()
     return found
 

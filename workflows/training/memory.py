@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
-from workflows.evaluation.models import DTYPES, build_model
+from workflows.evaluation.programs import ModelPrograms
 from workflows.out_of_memory import GENERAL_ADVICE
 
 if TYPE_CHECKING:
-    from hyfi_core.capture.program import Program
     from hyfi_core.cost.memory import MemoryForecast
     from workflows.training.job import TrainingJob
     from workflows.training.start import Roles
@@ -170,13 +169,12 @@ def advice_of(job: TrainingJob, forecast: Sequence[str]) -> str:
 
 
 class _Forecaster:
-    """Captures a run's model for micro-batches of the sizes that plans have, each once."""
+    """Forecasts of a run's plan and of others."""
 
     def __init__(self, job: TrainingJob) -> None:
         self._job = job
         self._batch = max(job.layout.batch_of(replica) for replica in range(job.plan.replicas))
-        self._model = build_model(job.model_json()["model"]).to(DTYPES[job.config.run.precision]).train()
-        self._programs: dict[int, Program] = {}
+        self._programs = ModelPrograms(job.config, len(job.classes))
 
     def cheaper(self) -> dict[str, ParallelPlan]:
         return cheaper_plans(self._job.plan, self._batch)
@@ -185,13 +183,5 @@ class _Forecaster:
         from hyfi_core.cost.cuts import with_cuts
         from hyfi_core.cost.memory import forecast_memory
 
-        program = self._program(self._batch // plan.microbatches)
+        program = self._programs.of(self._batch // plan.microbatches)
         return rank_bytes(plan, forecast_memory(program, with_cuts(plan, program)), least)
-
-    def _program(self, images: int) -> Program:
-        from hyfi_core.capture.export import capture
-
-        if images not in self._programs:
-            shape = (images, 3, *self._job.config.data.size_px)
-            self._programs[images] = capture(self._model, shape, DTYPES[self._job.config.run.precision])
-        return self._programs[images]

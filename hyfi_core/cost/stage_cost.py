@@ -1,0 +1,267 @@
+"""What the stages of a plan take: operators on each rank's boxes, and the transfers that really run.
+
+A stage is lowered for the rank in the middle of its grid, which has the most neighbours; operators take as long as on
+the rank with the largest box.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from hyfi_core.capture.program import Operator, Program, refs_in
+from hyfi_core.capture.stages import Stage, active_values, cut_program, edges
+from hyfi_core.cost.fused_depth import fused_runs
+from hyfi_core.cost.machine import MachineModel
+from hyfi_core.cost.operators import OperatorCost, operator_costs, value_bytes
+from hyfi_core.lowering.lower import Target, lower, lowered_operators
+from hyfi_core.lowering.pool_before_relu import pool_before_relu
+from hyfi_core.lowering.stage_values import Splits, boundary, entries_of
+from hyfi_core.ops.batch_norm import BatchNorm
+from hyfi_core.ops.boundary import BoundaryTransfer
+from hyfi_core.plan.parallel_plan import BUCKET_BYTES, ParallelPlan
+from hyfi_core.plan.transfer import Transfer
+from hyfi_core.rules.instructions import CollectiveCall, RankProgram
+
+_STATISTICS = 3 * 8
+"""Bytes of a channel's sums on the wire: count, mean and variance in float64."""
+_UPDATE_PASSES = 7
+"""Times that an update goes over memory of a weight's size: weight, gradient, two moments, and three written back."""
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """Seconds of one micro-batch through a stage, on its slowest rank, and of what follows its last backward.
+
+    Attributes:
+        forward_s: of a forward, what it waits for inside the stage included.
+        backward_s: of a backward; with its forward again, where that is computed again.
+        halo_s: of both, what they wait for halos.
+        sums_s: of both, what they wait for sums over the ranks of the stage.
+        halo_bytes: received in a forward.
+        reduce_s: what the reduction of its gradients takes after the last backward.
+        update_s: of the optimiser's step.
+    """
+
+    forward_s: float
+    backward_s: float
+    halo_s: float
+    sums_s: float
+    halo_bytes: float
+    reduce_s: float
+    update_s: float
+
+
+@dataclass
+class _Waits:
+    """What ranks of a stage wait for in one forward or backward."""
+
+    halo_s: float = 0.0
+    sums_s: float = 0.0
+    halo_bytes: float = 0.0
+
+
+@dataclass
+class _Clock:
+    """What a stage computes in a forward and a backward, and when its gradients are complete.
+
+    Attributes:
+        forward_s: of all operators.
+        backward_s: likewise.
+        each_s: of the forward that makes a value.
+        gradients: (seconds since the backward began, bytes of gradients that are complete then).
+    """
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    each_s: dict[str, float] = field(default_factory=dict)
+    gradients: list[tuple[float, int]] = field(default_factory=list)
+
+
+class StageCosts:
+    """The stages of a plan on a machine; making it lowers every stage, and refuses what lowering refuses.
+
+    Args:
+        program: the captured model, of one micro-batch.
+        plan: with named cuts and cells.
+        machine: what things cost.
+        dtype: that products compute in under autocast; None: that of their values.
+
+    Attributes:
+        stages: what each takes.
+        edges: (from, to) of all stages between which values travel -> seconds of a message.
+        edge_bytes: the same -> bytes that the rank with the most receives.
+
+    Raises:
+        RequestError: as of ``cut_program`` and ``lower``.
+    """
+
+    def __init__(self, program: Program, plan: ParallelPlan, machine: MachineModel, dtype: str | None = None) -> None:
+        self._plan, self._machine = plan, machine
+        cells = plan.cell_grid or (1, 1)
+        self._cells = cells[0] * cells[1]
+        self._fine = plan.by_cells()
+        self._crowded = plan.ranks > 1 and machine.devices_per_node > 1
+        assert plan.cuts != "auto" or plan.stages == 1, "cuts are chosen before"
+        pieces = cut_program(program, program.outputs, () if plan.cuts == "auto" else plan.cuts)
+        active = active_values(program, program.outputs, program.parameters)
+        grids = self._fine.grids * plan.interleave
+        splits: list[Splits] = []
+        entries: list[Mapping[str, Any]] = []
+        found = []
+        for index, piece in enumerate(pieces):
+            entries.append(entries_of(piece, splits, grids[index]))
+            ranked, operators = self._lowered(piece, grids[index], entries[-1])
+            splits.append(ranked.splits)
+            found.append(self._stage(index, piece, ranked, operators, dtype))
+        self.stages = tuple(found)
+        between = {
+            (a, b): boundary(pieces[a], b, splits[a], entries[b], (grids[a], grids[b]), active, {}, False)
+            for a, b in edges(pieces)
+        }
+        carried = {edge: self._carried(transfer) for edge, transfer in between.items()}
+        self.edges = {
+            edge: machine.messages_s(n, length, plan.ranks_per_replica) for edge, (n, length) in carried.items()
+        }
+        self.edge_bytes = {edge: length for edge, (_, length) in carried.items()}
+
+    def _lowered(
+        self, piece: Stage, grid: tuple[int, int], entries: Mapping[str, Any]
+    ) -> tuple[RankProgram, list[Operator]]:
+        """Return what the rank in the middle of a grid does."""
+        exits = tuple(dict.fromkeys(name for names in piece.exits.values() for name in names))
+        program = pool_before_relu(piece.program, (*refs_in(piece.outputs), *exits))
+        middle = grid[0] // 2 * grid[1] + grid[1] // 2
+        target = Target(grid, middle, entries=entries, gather_bytes=self._plan.gather_bytes)
+        runs = fused_runs(program, target, piece.outputs, exits, self._fine.fused_halo, self._machine)
+        ranked = lower(program, target, piece.outputs, exits, runs)
+        return ranked, lowered_operators(program, piece.outputs, exits)
+
+    def _stage(
+        self, index: int, piece: Stage, ranked: RankProgram, operators: Sequence[Operator], dtype: str | None
+    ) -> StageCost:
+        ranks = prod(self._plan.grids[index % len(self._plan.grids)])
+        program = ranked.program
+        costs = {
+            op.name: cost
+            for op, cost in zip(program.operators, operator_costs(program, self._machine, dtype), strict=True)
+        }
+        clock = self._computed(ranked, operators, costs, ranks)
+        waits = self._waits(ranked, clock.each_s, ranks)
+        again_s = clock.forward_s if self._plan.recomputes(index) else 0.0
+        weights = sum(value_bytes(program, name) for name in piece.program.parameters)
+        return StageCost(
+            forward_s=clock.forward_s + waits.halo_s + waits.sums_s,
+            backward_s=clock.backward_s + again_s + waits.halo_s + waits.sums_s,
+            halo_s=2 * waits.halo_s,
+            sums_s=2 * waits.sums_s,
+            halo_bytes=waits.halo_bytes,
+            reduce_s=self._reduced_s(clock, ranks),
+            update_s=_UPDATE_PASSES * weights / self._machine.memory_bytes_per_s,
+        )
+
+    def _computed(
+        self, ranked: RankProgram, operators: Sequence[Operator], costs: Mapping[str, OperatorCost], ranks: int
+    ) -> _Clock:
+        clock, program = _Clock(), ranked.program
+        first = {name: op.name for op in reversed(operators) for name in op.inputs if name in program.parameters}
+        backward = []
+        for op in operators:
+            share, cost = self._share(ranked, op, ranks), costs[op.name]
+            shared = cost.kind == "norm" and ranks * self._cells > 1 and "batch_norm" in op.text
+            kind = "shared_norm" if shared else None
+            more_s = 0.0 if cost.kind == "view" else (self._cells - 1) * self._machine.kernel_s
+            forward_s = more_s + cost.forward_s(self._machine, share, self._crowded, kind)
+            clock.each_s[op.first_output] = forward_s
+            clock.forward_s += forward_s
+            backward.append((op, more_s + cost.backward_s(self._machine, share, self._crowded, kind)))
+        for op, seconds in reversed(backward):
+            clock.backward_s += seconds
+            length = sum(value_bytes(program, name) for name, user in first.items() if user == op.name)
+            if length:
+                clock.gradients.append((clock.backward_s, length))
+        return clock
+
+    def _share(self, ranked: RankProgram, op: Operator, ranks: int) -> float:
+        """Return how much of an operator the rank with the most of it computes; all of it where nothing is split."""
+        names = (*(name for name in op.outputs if name is not None), *op.inputs)
+        split = next((ranked.splits[name] for name in names if name in ranked.splits), None)
+        if split is None or not split.layout.map.area:
+            return 1.0
+        areas = [box.area for box in split.held]
+        most = max(areas) if self._cells == 1 else sum(areas) / ranks
+        return most / split.layout.map.area
+
+    def _waits(self, ranked: RankProgram, each_s: Mapping[str, float], ranks: int) -> _Waits:
+        """Return what the rank waits for in a forward; a backward sends as much."""
+        waits = _Waits()
+        for call in ranked.instructions:
+            if not isinstance(call, CollectiveCall):
+                continue
+            operator: Any = call.operator
+            transfer = getattr(getattr(operator, "halo", operator), "transfer", None)
+            if isinstance(transfer, Transfer):
+                self._exchange(waits, ranked, call, transfer, each_s if hasattr(operator, "halo") else {})
+            else:
+                waits.sums_s += self._sum_s(ranked, call, ranks)
+        return waits
+
+    def _exchange(
+        self,
+        waits: _Waits,
+        ranked: RankProgram,
+        call: CollectiveCall,
+        transfer: Transfer,
+        hidden_s: Mapping[str, float],
+    ) -> None:
+        """Add an exchange; what its operator computes meanwhile hides its bytes, but not its messages."""
+        name = call.inputs[0]
+        assert name is not None
+        info, area = ranked.values[name], max(1, transfer.map.area)
+        pixel_bytes = prod(info.shape) * info.dtype.itemsize / area
+        sent_px = sum(strip.box.area for strip in transfer.sends)
+        length = pixel_bytes * max(transfer.received_px, sent_px)
+        messages = max(len(transfer.receives), len(transfer.sends))
+        if self._cells > 1:  # a small copy from one cell to the next
+            waits.halo_s += self._cells * (self._machine.kernel_s + 2 * length / self._machine.memory_bytes_per_s)
+            return
+        software_s = self._machine.messages_s(messages, 0.0, len(ranked.splits[name].held))
+        wire_s = self._machine.messages_s(0, length, len(ranked.splits[name].held))
+        behind_s = max((hidden_s.get(output, 0.0) for output in call.outputs if output is not None), default=0.0)
+        waits.halo_s += software_s + max(0.0, wire_s - behind_s)
+        waits.halo_bytes += length
+
+    def _sum_s(self, ranked: RankProgram, call: CollectiveCall, ranks: int) -> float:
+        if isinstance(call.operator, BatchNorm):
+            assert call.inputs[0] is not None
+            length = _STATISTICS * ranked.values[call.inputs[0]].shape[1]
+        else:
+            infos = [ranked.values[name] for name in call.outputs if name is not None and name in ranked.values]
+            length = sum(prod(info.shape) * info.dtype.itemsize for info in infos)
+        group = ranks * (self._plan.replicas if call.all_replicas else 1)
+        return self._machine.all_reduce_s(group, length) + (self._cells - 1) * self._machine.kernel_s
+
+    def _reduced_s(self, clock: _Clock, ranks: int) -> float:
+        """Return how long the reduction goes on after the backward: buckets leave as they are complete."""
+        plan = self._plan
+        holders = ranks * (2 if plan.directions == 2 and plan.mirror == "all_reduce" else 1)
+        if holders * plan.replicas == 1:
+            return 0.0
+        narrow = 0.5 if plan.reduce_dtype == "bfloat16" else 1.0
+        free_s, bucket = 0.0, 0
+        for number, (ready_s, length) in enumerate(clock.gradients, 1):
+            bucket += length
+            if bucket >= BUCKET_BYTES or number == len(clock.gradients):
+                free_s = max(free_s, ready_s) + self._machine.all_reduce_s(holders * plan.replicas, narrow * bucket)
+                bucket = 0
+        return max(0.0, free_s - clock.backward_s)
+
+    def _carried(self, transfer: BoundaryTransfer) -> tuple[int, float]:
+        """Return (messages, bytes) that the rank of the later stage with the most of them receives."""
+        found = []
+        for target in range(transfer.targets):
+            pieces = transfer.incoming(target)
+            found.append((len(pieces), float(sum(p.bytes for each in pieces.values() for p in each))))
+        return max(found, key=lambda item: item[1], default=(0, 0.0))

@@ -1,0 +1,70 @@
+"""Values between stages: how a stage takes what others made, and what has to travel for that."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+
+from hyfi_core.capture.stages import Stage
+from hyfi_core.ops.boundary import BoundaryTransfer, BoundaryValue
+from hyfi_core.plan.layout import Layout
+from hyfi_core.rules.instructions import Split
+
+Splits = Mapping[str, Split]
+Entries = Mapping[str, Split | None]
+
+
+def entries_of(stage: Stage, made: Sequence[Splits], grid: tuple[int, int]) -> dict[str, Split | None]:
+    """Return how the values from other stages are split in a stage: evenly, where they are split there.
+
+    Args:
+        stage: that takes them.
+        made: of the stages before, how each value is split.
+        grid: rows and columns of the stage's ranks.
+    """
+    found: dict[str, Split | None] = {}
+    for source, names in stage.entries.items():
+        for name in names:
+            split = made[source].get(name)
+            if split is not None:
+                layout = Layout.even(split.layout.height, split.layout.width, grid)
+                split = Split(layout, split.dims, leads=split.leads)
+            found[name] = split
+    return found
+
+
+def boundary(
+    source: Stage,
+    target: int,
+    have: Splits,
+    need: Entries,
+    grids: tuple[tuple[int, int], tuple[int, int]],
+    active: Collection[str],
+    dtypes: Mapping[str, torch.dtype],
+    channels_last: bool,
+) -> BoundaryTransfer:
+    """Return what travels between two stages.
+
+    Args:
+        source: the stage that has it.
+        target: the number of the stage that needs it.
+        have: how values are split in the first.
+        need: how they are split in the second.
+        grids: rows and columns of both.
+        active: values whose cotangents come back.
+        dtypes: of values on the wire, where it is not their own.
+        channels_last: whether maps arrive so laid out.
+    """
+    carried = []
+    for name in source.exits[target]:
+        info, split, wanted = source.program.values[name], have.get(name), need[name]
+        dtype, gradient = dtypes.get(name, info.dtype), name in active
+        if split is None or wanted is None:
+            carried.append(BoundaryValue(name, info.shape, dtype, gradient))
+        else:
+            parts, whole = (split.layout.parts, wanted.layout.parts), split.layout.map
+            shape, dims = split.opened(info.shape)
+            carried.append(BoundaryValue(name, shape, dtype, gradient, dims, *parts, whole, split.folded()))
+    sizes = [rows * columns for rows, columns in grids]
+    return BoundaryTransfer(tuple(carried), sizes[0], sizes[1], channels_last)

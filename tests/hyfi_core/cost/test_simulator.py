@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import hyfi_core
+from hyfi_core.capture.program import Program
+from hyfi_core.comm.base import Communicator
+from hyfi_core.cost import simulator
+from hyfi_core.cost.machine import DEFAULT_MACHINE, DeviceLink, load_machine
+from hyfi_core.cost.operators import operator_costs
+from hyfi_core.cost.simulator import StepForecast, forecast_step
+from hyfi_core.cost.stage_cost import StageCosts
+from hyfi_core.plan.parallel_plan import ParallelPlan
+from tests.harness import captured_once, run_copies
+
+PX = 64
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())
+        self.second = nn.Sequential(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 5, padding=2))
+        self.head = nn.Linear(32, 2)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        answer: torch.Tensor = self.head(self.second(self.first(images)).mean((2, 3)))
+        return answer
+
+
+def program(images: int = 1) -> Program:
+    torch.manual_seed(0)
+    return captured_once(Network().train(), (images, 3, PX, PX), torch.float32)
+
+
+def forecast(machine: str = "cpu", **plan: Any) -> StepForecast:
+    return forecast_step(program(), ParallelPlan(**plan), load_machine(machine))
+
+
+def traffic(plan: ParallelPlan, batch: int) -> list[dict[str, dict[str, int]]]:
+    def body(comm: Communicator, model: nn.Module) -> dict[str, dict[str, int]]:
+        engine = hyfi_core.parallelize(model, (batch, 3, PX, PX), plan, comm)
+        engine.accumulate(torch.rand(batch, 3, PX, PX), torch.zeros(batch, dtype=torch.long))
+        return engine.traffic()
+
+    return run_copies(Network().train(), plan.ranks, body)
+
+
+def test_one_rank_takes_the_time_of_its_operators() -> None:
+    found, machine = forecast(grids=((1, 1),)), DEFAULT_MACHINE
+    costs = operator_costs(program(), machine)
+    wanted = sum(cost.forward_s(machine, 1.0, False) + cost.backward_s(machine, 1.0, False) for cost in costs)
+    weights = sum(p.numel() * 4 for p in Network().parameters())
+    assert found.step_s == pytest.approx(wanted + 7 * weights / machine.memory_bytes_per_s)
+    assert set(found.exposed_s.values()) == {0.0} and found.bubble == pytest.approx(0.0)
+    assert found.bound_by == "compute" and found.compute_s == (pytest.approx(wanted),)
+
+
+def test_the_first_operator_has_no_gradient_of_the_image() -> None:
+    costs = {cost.kind: cost.gradients for cost in operator_costs(program())}
+    assert costs["thin_convolution"] == 1 and costs["convolution"] == 2 and costs["product"] == 2
+
+
+def test_halos_are_those_that_are_sent() -> None:
+    plan = ParallelPlan(grids=((1, 2),), fused_halo=1)
+    (stage,) = StageCosts(program(), plan, DEFAULT_MACHINE).stages
+    assert [found["halo"]["bytes"] for found in traffic(plan, 1)] == [2 * stage.halo_bytes] * 2
+
+
+def test_values_between_stages_are_those_that_are_sent() -> None:
+    plan = ParallelPlan(grids=((1, 2), (1, 1)), cuts=("first",), microbatches=2)
+    costs = StageCosts(program(), plan, DEFAULT_MACHINE)
+    assert set(costs.edges) == {(0, 1)} and costs.edge_bytes[0, 1] == 16 * PX * PX * 4
+    first, second, last = (found["stage"]["bytes"] for found in traffic(plan, 2))
+    assert first + second == last == 2 * costs.edge_bytes[0, 1]
+
+
+def test_a_stage_with_more_ranks_computes_less_and_waits_for_halos() -> None:
+    one, four = forecast(grids=((1, 1),)), forecast(grids=((2, 2),), fused_halo=1)
+    kernels_s = 3 * len(program().operators) * DEFAULT_MACHINE.kernel_s
+    assert one.compute_s[0] / 4 < four.compute_s[0] < one.compute_s[0] / 4 + kernels_s
+    assert four.exposed_s["halo"] > 0 and four.exposed_s["sums"] > 0 and four.exposed_s["reduce"] > 0
+
+
+def test_one_rank_stands_for_all_that_do_the_same() -> None:
+    plan: dict[str, Any] = {"grids": ((1, 2), (1, 2)), "cuts": ("first",), "microbatches": 4}
+    for schedule in ("1f1b", "gpipe", "chimera"):
+        small = forecast(**plan, schedule=schedule)
+        with mock.patch.object(simulator, "_collapsed", lambda plan: plan):
+            whole = forecast(**plan, schedule=schedule)
+        assert len(small.simulation.busy_s) == 2 and len(whole.simulation.busy_s) == 4
+        assert small.step_s == pytest.approx(whole.step_s) and small.bubble == pytest.approx(whole.bubble)
+
+
+def test_directions_that_share_ranks_in_part_are_simulated_whole() -> None:
+    found = forecast(grids=((1, 2), (1, 1)), cuts=("first",), microbatches=2, schedule="gems_master")
+    assert len(found.simulation.busy_s) == 3
+
+
+def test_thousands_of_ranks_take_no_longer_to_simulate() -> None:
+    begin = time.perf_counter()
+    found = forecast("v100-lassen", grids=((2, 2), (1, 1)), cuts=("first",), replicas=512, microbatches=4)
+    assert time.perf_counter() - begin < 30
+    alone = forecast("v100-lassen", grids=((2, 2), (1, 1)), cuts=("first",), microbatches=4)
+    assert found.plan.ranks == 2560
+    assert found.step_s - alone.step_s == pytest.approx(found.exposed_s["reduce"] - alone.exposed_s["reduce"])
+
+
+def test_recomputation_costs_a_forward_and_saves_memory() -> None:
+    plan: dict[str, Any] = {"grids": ((1, 1), (1, 1)), "cuts": ("first",), "microbatches": 2}
+    program_, machine = program(), DEFAULT_MACHINE
+    kept = StageCosts(program_, ParallelPlan(**plan), machine).stages
+    again = StageCosts(program_, ParallelPlan(**plan, recompute=True), machine).stages
+    for before, after in zip(kept, again, strict=True):
+        assert after.backward_s - before.backward_s == pytest.approx(before.forward_s)
+    assert forecast(**plan, recompute=True).memory_bytes[0] < forecast(**plan).memory_bytes[0]
+
+
+def test_cells_need_less_memory_and_a_little_more_time() -> None:
+    one, cells = forecast(grids=((1, 1),)), forecast(grids=((1, 1),), cells=(2, 2))
+    assert one.step_s < cells.step_s < 3 * one.step_s
+    assert cells.memory_bytes[0] < one.memory_bytes[0]
+
+
+def test_gradients_are_reduced_while_the_backward_goes_on() -> None:
+    plan, weights = ParallelPlan(grids=((1, 1),), replicas=2), sum(p.numel() * 4 for p in Network().parameters())
+    with mock.patch("hyfi_core.cost.stage_cost.BUCKET_BYTES", 1):
+        (overlapped,) = StageCosts(program(), plan, DEFAULT_MACHINE).stages
+    (at_once,) = StageCosts(program(), plan, DEFAULT_MACHINE).stages
+    assert 0 < overlapped.reduce_s < at_once.reduce_s
+    assert at_once.reduce_s == pytest.approx(DEFAULT_MACHINE.all_reduce_s(2, weights))
+
+
+def test_a_grid_that_leaves_its_node_waits_longer() -> None:
+    slow = replace(DEFAULT_MACHINE, network=DeviceLink(1e-3, 1e6))
+    near, far = (replace(slow, devices_per_node=n) for n in (4, 2))
+    plan = ParallelPlan(grids=((2, 2),), fused_halo=1)
+    waits = [forecast_step(program(), plan, machine).exposed_s for machine in (near, far)]
+    assert waits[0]["halo"] < waits[1]["halo"] and waits[0]["reduce"] < waits[1]["reduce"]

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hyfi_core.errors import RequestError
+from workflows.commands import simulate
+
+
+def config(folder: Path, **changes: object) -> Path:
+    """A run that could not start: there is no store. What its plan takes can be said nevertheless."""
+    tree = {
+        "data": {"store": str(folder / "store"), "target": "label", "size_px": 64, "mpp": 1.0, "batch_size": 4},
+        "model": {"name": "resnet6", "classes": 2, "options": {"width": 8}},
+        "plan": {"grids": [[1, 2], [1, 1]], "microbatches": 2},
+        "run": {"dir": str(folder / "run"), "steps": 1},
+    }
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump({**tree, **changes}))
+    return path
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
+    found: dict[str, object] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return found
+
+
+def test_a_step_is_forecast_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.json"
+    assert simulate.run(config(tmp_path), [], None, None, trace, as_json=True) == 0
+    text = capsys.readouterr().out
+    found = json.loads(text.splitlines()[-1])
+    assert "bound by" in text and "exposed communication: stage" in text
+    assert found["ranks"] == 3 and found["plan"]["grids"] == [[1, 2], [1, 1]] and len(found["plan"]["cuts"]) == 1
+    assert found["images_per_s"] == pytest.approx(4 / found["step_s"]) and 0 < found["bubble"] < 1
+    assert found["memory_bytes"] == max(found["rank_memory_bytes"]) > 400_000_000
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {event["name"] for event in events if event.get("cat") == "F"} == {
+        f"F{m}.s{s}.d0" for m in (0, 1) for s in (0, 1)
+    }
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.yaml", "trace.json"]
+
+
+def test_more_ranks_are_more_replicas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = config(tmp_path)
+    simulate.run(path, [], "v100-lassen", None, None, as_json=True)
+    alone = said(capsys)
+    simulate.run(path, [], "v100-lassen", 1536, None, as_json=True)
+    many = said(capsys)
+    assert many["ranks"] == 1536 and many["step_s"] > alone["step_s"]  # type: ignore[operator]
+    assert many["images_per_s"] > 100 * alone["images_per_s"]  # type: ignore[operator]
+    with pytest.raises(RequestError, match="one replica of the plan takes 3; give a multiple"):
+        simulate.run(path, [], None, 4, None, as_json=True)
+
+
+def test_overrides_and_machines_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = config(tmp_path)
+    simulate.run(path, ["plan.grids=[[1,1]]", "plan.cells=[2,2]"], "bluefield2", None, None, as_json=True)
+    slow = said(capsys)
+    simulate.run(path, ["plan.grids=[[1,1]]", "run.device=cuda"], None, None, None, as_json=True)
+    fast = said(capsys)
+    assert slow["plan"]["cells"] == [2, 2] and "BlueField" in str(slow["machine"])  # type: ignore[index]
+    assert "H100" in str(fast["machine"]) and fast["step_s"] < slow["step_s"]  # type: ignore[operator]
+
+
+def test_classes_come_from_the_labels_where_the_configuration_has_none(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="store"):
+        simulate.run(config(tmp_path, model={"name": "resnet6"}), [], None, None, None, as_json=True)

@@ -1,0 +1,154 @@
+"""``hyfi simulate``: what a configuration's own plan will take on a machine, without running it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hyfi_core.errors import RequestError
+from workflows.config.load import Config, load_config
+from workflows.console import emit_json, say
+from workflows.exit_codes import DONE
+
+if TYPE_CHECKING:
+    from hyfi_core.cost.machine import MachineModel
+    from hyfi_core.cost.simulator import StepForecast
+    from hyfi_core.plan.parallel_plan import ParallelPlan
+
+
+def run(
+    config: Path, overrides: list[str], machine: str | None, ranks: int | None, trace: Path | None, as_json: bool
+) -> int:
+    """Forecast a step of ``config``'s plan.
+
+    Args:
+        config: the YAML of the run.
+        overrides: ``section.key=value``, put over it.
+        machine: name of a machine of the package, or a file; None: ``machine_of``.
+        ranks: trainers; with more than the plan has, it gets replicas with as many images each. None: the plan's.
+        trace: where the step is written for Perfetto.
+        as_json: print the forecast as one JSON object.
+
+    Raises:
+        RequestError: the request is wrong; nothing is written then.
+    """
+    from data.files import write_atomically
+    from hyfi_core.cost.simulator import forecast_step
+    from hyfi_core.schedule.trace import to_json
+    from workflows.evaluation.programs import ModelPrograms
+    from workflows.paths import require_writable
+
+    settings = load_config(config, overrides)
+    model = machine_of(settings, machine)
+    if trace is not None:
+        require_writable(trace)
+    plan, batch = spread_over(settings, ranks)
+    programs = ModelPrograms(settings, classes_of(settings))
+    program = programs.of(batch // plan.replicas // plan.microbatches)
+    plan = complete(plan, program, model)
+    forecast = forecast_step(program, plan, model, programs.computed_in)
+    say(drawn(plan))
+    say(f"machine: {model.name}")
+    for line in describe(forecast, batch, model):
+        say(line)
+    if trace is not None:
+        write_atomically(trace, to_json(forecast.events()).encode())
+        say(f"trace: {trace} (open it with https://ui.perfetto.dev)")
+    if as_json:
+        emit_json({"machine": model.name, "ranks": plan.ranks, **told(forecast, batch)})
+    return DONE
+
+
+def drawn(plan: ParallelPlan) -> str:
+    """Return a plan as text for people, of its replicas the first."""
+    head, *_ = plan.describe().splitlines()
+    _, *lines = replace(plan, replicas=1, shares=None).describe().splitlines()
+    return "\n".join([head, *lines])
+
+
+def machine_of(config: Config, name: str | None) -> MachineModel:
+    """Return the machine that is asked for; without a name H100s where the run asks for GPUs, else a server's CPU."""
+    from hyfi_core.cost.machine import load_machine
+
+    return load_machine(name or ("h100" if config.run.device == "cuda" else "cpu"))
+
+
+def classes_of(config: Config) -> int:
+    """Return the number of classes that the configuration states, or that its labels have.
+
+    Raises:
+        RequestError: it states none, and labels or store are not there.
+    """
+    classes = config.model.classes
+    if isinstance(classes, int):
+        return classes
+    if classes is not None:
+        return len(classes)
+    from workflows.training.job import prepare
+
+    return len(prepare(config).classes)
+
+
+def spread_over(config: Config, ranks: int | None) -> tuple[ParallelPlan, int]:
+    """Return the configuration's plan with as many replicas as ``ranks`` have room for, and the images of a step."""
+    plan = config.plan.build()
+    each = config.data.batch_size // plan.replicas
+    if ranks is None:
+        return plan, config.data.batch_size
+    if ranks % plan.ranks_per_replica:
+        raise RequestError(
+            f"--ranks {ranks}: one replica of the plan takes {plan.ranks_per_replica}; give a multiple of it"
+        )
+    plan = replace(plan, replicas=ranks // plan.ranks_per_replica)
+    return plan, each * plan.replicas
+
+
+def complete(plan: ParallelPlan, program: Any, machine: MachineModel) -> ParallelPlan:
+    """Return the plan with the cuts and cells that "auto" stands for on a machine."""
+    import torch
+
+    from hyfi_core.cells.choose import with_cells
+    from hyfi_core.cost.cuts import with_cuts
+    from workflows.training.memory import PROCESS_BYTES
+
+    plan = with_cuts(plan, program, machine)
+    if plan.cells == "auto" and plan.memory_bytes is None:
+        plan = replace(plan, memory_bytes=machine.memory_bytes)
+    return with_cells(plan, program, PROCESS_BYTES, torch.device("cpu"))
+
+
+def describe(forecast: StepForecast, batch: int, machine: MachineModel) -> list[str]:
+    """Return the forecast as lines for people."""
+    from workflows.training.memory import PROCESS_BYTES
+
+    exposed = ", ".join(f"{kind} {1e3 * seconds:.3g} ms" for kind, seconds in forecast.exposed_s.items() if seconds)
+    most, least = (f(forecast.memory_bytes) + PROCESS_BYTES for f in (max, min))
+    spread = f"{least / 1e9:.2g} to " * (most > 1.1 * least)
+    lines = [
+        f"step: {forecast.step_s:.3g} s, {forecast.images_per_s(batch):.3g} images/s in batches of {batch}; ranks are "
+        f"busy {forecast.busy:.0%} of it, bubble {forecast.bubble:.0%}; bound by {forecast.bound_by}",
+        f"exposed communication: {exposed or 'none'}",
+        f"memory: {spread}{most / 1e9:.2g} GB for each trainer, of {machine.memory_bytes / 1e9:.2g} GB",
+    ]
+    if forecast.plan.spill is not None:
+        lines.append("not counted: maps on their way to and from the disk (plan.spill)")
+    return lines
+
+
+def told(forecast: StepForecast, batch: int) -> dict[str, Any]:
+    """Return the forecast for machines."""
+    from workflows.training.memory import PROCESS_BYTES
+
+    needed = [PROCESS_BYTES + length for length in forecast.memory_bytes]
+    return {
+        "plan": forecast.plan.to_json(),
+        "step_s": forecast.step_s,
+        "images_per_s": forecast.images_per_s(batch),
+        "busy": forecast.busy,
+        "bubble": forecast.bubble,
+        "bound_by": forecast.bound_by,
+        "exposed_s": dict(forecast.exposed_s),
+        "memory_bytes": max(needed),
+        "rank_memory_bytes": needed,
+    }
