@@ -29,6 +29,7 @@ COMMANDS = [
     "validate",
     "predict",
     "status",
+    "view",
     "simulate",
 ]
 
