@@ -70,7 +70,7 @@ def run(
         tissue=tissue,
         device=device_request(device),
     )
-    request = _Request(checkpoints, inputs, out, ranks, options, parse_part(part), as_json)
+    request = PredictionRequest(checkpoints, inputs, out, ranks, options, parse_part(part), as_json)
     if options.cells is not None and ranks is not None and ranks > 1:
         raise RequestError(f"--cells {cells} with --ranks {ranks}: cells need a single process; leave out either")
     if inside_launcher():
@@ -82,7 +82,7 @@ def run(
 
 
 @dataclass(frozen=True)
-class _Request:
+class PredictionRequest:
     """What is asked for; see :func:`run`."""
 
     checkpoints: Sequence[Path]
@@ -94,7 +94,7 @@ class _Request:
     as_json: bool
 
 
-def _check(request: _Request) -> list[SlideInput]:
+def _check(request: PredictionRequest) -> list[SlideInput]:
     """Check what can be checked before anything slow, and return the slides of this part.
 
     Raises:
@@ -119,7 +119,7 @@ def _check(request: _Request) -> list[SlideInput]:
     return [one for one in found if one.slide_id in mine]
 
 
-def _arguments(request: _Request, ranks: int) -> list[str]:
+def _arguments(request: PredictionRequest, ranks: int) -> list[str]:
     """Return the same request for the ranks."""
     options = request.options
     words = ["predict", "--out", str(request.out), "--ranks", str(ranks), "--part", "{}/{}".format(*request.part)]
@@ -134,7 +134,7 @@ def _arguments(request: _Request, ranks: int) -> list[str]:
     return [*words, "--", str(request.checkpoints[0]), *(str(path) for path in request.inputs)]
 
 
-def _predict(request: _Request) -> int:
+def _predict(request: PredictionRequest) -> int:
     """Do this rank's part."""
     from hyfi_core.comm.agree import agree
     from pathology.predict.cohort import predict_slides
