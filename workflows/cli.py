@@ -24,6 +24,7 @@ from workflows.cli_options import (
     Cells,
     Config,
     Device,
+    Ensemble,
     ForceMpp,
     Glass,
     Icc,
@@ -38,6 +39,7 @@ from workflows.cli_options import (
     Part,
     Pen,
     PlanRanks,
+    PredictMpp,
     Pseudonyms,
     Ranks,
     Resume,
@@ -305,15 +307,10 @@ def predict(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="RUN/checkpoints/best, for example.")],
     inputs: Annotated[list[Path], typer.Argument(metavar="SLIDE_OR_STORE", help="Slide files, folders, stores.")],
     out: Annotated[Path, typer.Option("--out", help="Folder for predictions, heatmaps and reports.")],
-    more: Annotated[
-        list[Path] | None, typer.Option("--checkpoint", help="Another checkpoint, for an ensemble; repeatable.")
-    ] = None,
+    more: Ensemble = None,
     ranks: Ranks = None,
     cells: Cells = None,
-    mpp: Annotated[
-        float | None,
-        typer.Option("--mpp", min=0.01, help="Microns per pixel to predict at; default: the checkpoint's."),
-    ] = None,
+    mpp: PredictMpp = None,
     slide_mpp: SlideMpp = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Process finished slides again.")] = False,
     image: Image = "whole",

@@ -112,3 +112,9 @@ TissueSet = Annotated[
         help="Override a threshold of the tissue mask, as density=0.01,0.015; repeatable.",
     ),
 ]
+Ensemble = Annotated[
+    list[Path] | None, typer.Option("--checkpoint", help="Another checkpoint, for an ensemble; repeatable.")
+]
+PredictMpp = Annotated[
+    float | None, typer.Option("--mpp", min=0.01, help="Microns per pixel to predict at; default: the checkpoint's.")
+]
