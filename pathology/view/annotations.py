@@ -73,7 +73,7 @@ class AnnotationFile:
             ChangedMeanwhileError: the file has another state; nothing is written.
             OSError: it cannot be written.
         """
-        collection = _moved(parsed(data, "annotations"), self.grid.to_level0)
+        collection = level0_collection(data, self.grid)
         text = (json.dumps(collection, ensure_ascii=False, indent=1) + "\n").encode()
         with _saving:
             try:
@@ -130,6 +130,15 @@ def shown_collection(data: bytes, name: str, grid: SlideGrid) -> dict[str, Any]:
         AnnotationError: it is no GeoJSON.
     """
     return _moved(parsed(data, name), lambda ring: grid.from_level0(ring)[:, ::-1].round(3).tolist())
+
+
+def level0_collection(data: bytes, grid: SlideGrid) -> dict[str, Any]:
+    """Return GeoJSON in shown pixels as a feature collection that counts as QuPath does.
+
+    Raises:
+        AnnotationError: it is no GeoJSON of annotations.
+    """
+    return _moved(parsed(data, "annotations"), grid.to_level0)
 
 
 def _moved(collection: dict[str, Any], move: Move) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hyfi_core.errors import RequestError
-from pathology.view.annotations import AnnotationFile, shown_collection
+from pathology.view.annotations import AnnotationFile, level0_collection, shown_collection
 from pathology.view.byte_cache import ByteCache
 from pathology.view.encode import jpeg, png
 from pathology.view.gallery import Gallery, GallerySlide
@@ -145,6 +145,16 @@ class Scene:
         if file is None:
             raise RequestError(f"{key}: {_saving_words(self._slide(key))['reason']}")
         return file.save(data, state)
+
+    def exported(self, key: str, data: bytes) -> dict[str, Any]:
+        """Return annotations given in shown pixels as they count for QuPath; nothing is written.
+
+        Raises:
+            RequestError, SlideError: they are no GeoJSON, or the slide cannot be opened.
+        """
+        self._slide(key)
+        with self.gallery.opened(key) as slide:
+            return level0_collection(data, slide.to_level0)
 
     def _annotation_file(self, key: str) -> AnnotationFile | None:
         path = self._slide(key).annotations

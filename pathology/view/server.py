@@ -98,6 +98,16 @@ def _json(value: object, status: int = 200, **headers: str) -> Response:
     return Response(as_json(value), status, media_type="application/json", headers={**_FRESH, **headers})
 
 
+async def _body(request: Request) -> bytes:
+    """Return what is sent, as long as it is not too much to hold."""
+    data = bytearray()
+    async for part in request.stream():
+        data += part
+        if len(data) > LARGEST_BYTES:
+            raise HTTPException(413, f"annotations of more than {LARGEST_BYTES} bytes are not taken")
+    return bytes(data)
+
+
 class _Answers:
     """One method for each address; plain functions run on threads."""
 
@@ -121,6 +131,7 @@ class _Answers:
             Route("/slide/{key}/regions.json", self.regions),
             Route("/slide/{key}/annotations.json", self.annotations, methods=["GET"]),
             Route("/slide/{key}/annotations.json", self.save, methods=["PUT"]),
+            Route("/slide/{key}/export.geojson", self.export, methods=["POST"]),
         ]
 
     def first(self, request: Request) -> Response:
@@ -186,14 +197,14 @@ class _Answers:
         return _json(found, ETag=f'"{state}"')
 
     async def save(self, request: Request) -> Response:
-        data = bytearray()
-        async for part in request.stream():
-            data += part
-            if len(data) > LARGEST_BYTES:
-                raise HTTPException(413, f"annotations of more than {LARGEST_BYTES} bytes are not taken")
         state = request.headers.get("if-match", "").strip('"')
-        now = await run_in_threadpool(self._scene.save, request.path_params["key"], bytes(data), state)
+        data = await _body(request)
+        now = await run_in_threadpool(self._scene.save, request.path_params["key"], data, state)
         return _json({"saved": True}, ETag=f'"{now}"')
+
+    async def export(self, request: Request) -> Response:
+        data = await _body(request)
+        return _json(await run_in_threadpool(self._scene.exported, request.path_params["key"], data))
 
     def _folder(self, request: Request) -> Any:
         number = request.path_params["number"]

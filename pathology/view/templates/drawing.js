@@ -20,6 +20,7 @@ export class Annotations {
     this.timer = 0;
     this.writing = Promise.resolve();
     for (const button of by("tools").children) button.addEventListener("click", () => this.draw(button.dataset.tool));
+    by("download").addEventListener("click", () => this.download().catch(error => this.say(error.message, true)));
     addEventListener("beforeunload", event => { if (this.unsaved) event.preventDefault(); });
   }
 
@@ -241,6 +242,15 @@ export class Annotations {
     }
   }
 
+  // A copy for QuPath, also where nothing can be saved.
+  async download() {
+    if (!this.collection) return;
+    const answer = await ask(addressOf(this.key, "export.geojson"), {method: "POST", body: JSON.stringify(this.collection)});
+    const link = element("a", {href: URL.createObjectURL(await answer.blob()), download: `${this.pane.about.slide_id}.geojson`});
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+  }
+
   say(words, bad = false) {
     by("saving").textContent = words;
     by("saving").classList.toggle("bad", bad);
@@ -261,6 +271,7 @@ export class Annotations {
       if (one === this.selected) row.setAttribute("aria-current", "true");
       return row;
     }));
+    by("download").hidden = !features.length;
     const names = [...this.pane?.about?.layers.map(one => one.class_name) || [], "Tumor", "Stroma", "Necrosis", "Other",
       ...features.map(one => one.properties?.classification?.name).filter(Boolean)];
     by("classes").replaceChildren(...[...new Set(names)].map(value => element("option", {value})));

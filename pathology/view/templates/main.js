@@ -130,7 +130,7 @@ function listSlides() {
 
 function step(by) {
   const usable = slides.filter(one => !one.reason);
-  const at = usable.findIndex(one => one.key === active.key);
+  const at = usable.findIndex(one => one.key === active.wanted);
   const next = usable[at + by];
   if (next) active.show(next.key);
 }

@@ -35,7 +35,7 @@ export function lengthWords(um) {
 }
 
 export function areaWords(um2) {
-  return um2 >= 1e5 ? `${short(um2 / 1e6)} mm²` : `${short(um2)} µm²`;
+  return um2 >= 1e4 ? `${short(um2 / 1e6)} mm²` : `${short(um2)} µm²`;
 }
 
 // Positions in GeoJSON are (x, y); Leaflet's are (lat, lng), here (y, x).

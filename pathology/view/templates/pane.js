@@ -2,6 +2,7 @@
 import {addressOf, ask, css, element, lengthWords, toPoint} from "./page.js";
 
 export const UM_AT_1X = 10; // what a pixel of the screen shows at 1×, by custom: 0.25 µm at 40×
+const COARSEST_UM = 4; // 2.5×, which a small slide must not forbid
 const DEEPER = 4; // zooms beyond the slide's own pixels
 const WIDEST_SCALE_PX = 170;
 
@@ -24,7 +25,7 @@ export class Pane {
 
   async show(key, view = null) {
     const turn = ++this.asked;
-    this.select.value = key;
+    this.select.value = this.wanted = key;
     let about, regions = {features: []}, problem = "";
     try {
       about = await (await ask(addressOf(key, "about.json"))).json();
@@ -55,9 +56,10 @@ export class Pane {
     const place = view && Number.isFinite(view.zoom) ? view : null;
     if (place) this.map.setView([place.y, place.x], place.zoom, {animate: false});
     else this.map.fitBounds(this.bounds, {animate: false});
-    this.map.setMinZoom(Math.min(this.map.getBoundsZoom(this.bounds) - 1, about.finest_zoom));
+    const whole = this.map.getBoundsZoom(this.bounds);
+    this.map.setMinZoom(Math.min(whole - 1, about.finest_zoom, about.mpp ? this.zoomFor(COARSEST_UM) : whole));
     this.map.setMaxBounds(this.bounds.pad(0.6));
-    this.tiles((z, y, x) => addressOf(about.key, "tile", z, y, `${x}.${z >= about.finest_zoom ? "png" : "jpg"}`)).addTo(this.map);
+    this.tiles((z, y, x) => addressOf(about.key, "tile", z, y, `${x}.${z >= about.finest_zoom ? "png" : "jpg"}`), {className: "slide"}).addTo(this.map);
     this.layers = new Map();
     for (const layer of this.known()) if (this.setting(layer).on) this.put(layer);
     this.vectors(features);
@@ -147,10 +149,18 @@ export class Pane {
 
   setPower(power) {
     const perPixel = power === null ? this.unit : UM_AT_1X / power;
-    this.map.setZoom(Math.max(this.map.getMinZoom(), Math.min(this.zoomFor(perPixel), this.map.getMaxZoom())), {animate: false});
+    this.after(map => map.setZoom(Math.max(map.getMinZoom(), Math.min(this.zoomFor(perPixel), map.getMaxZoom())), {animate: false}));
   }
 
-  fit() { this.map.fitBounds(this.bounds, {animate: false}); }
+  fit() { this.after(map => map.fitBounds(this.bounds, {animate: false})); }
+
+  // Leaflet ends a zoom that is under way where that wanted to go: what is asked for meanwhile comes after it.
+  after(change) {
+    const {map} = this;
+    map.stop();
+    if (map._animatingZoom) map.once("zoomend", () => setTimeout(() => { if (map === this.map) change(map); }));
+    else change(map);
+  }
 
   get view() {
     const at = this.map.getCenter();
@@ -175,6 +185,8 @@ export class Pane {
     const bar = element("i");
     bar.style.width = `${length / this.perPixel}px`;
     this.scale.replaceChildren(this.about.mpp ? lengthWords(length) : `${length} px`, bar);
-    this.mapHolder.classList.toggle("crisp", this.map.getZoom() > this.about.finest_zoom);
+    const zoom = this.map.getZoom();
+    this.mapHolder.classList.toggle("crisp", zoom > this.about.finest_zoom);
+    this.mapHolder.classList.toggle("between", Math.abs(zoom - Math.round(zoom)) > 1e-6);
   }
 }

@@ -163,6 +163,15 @@ def test_the_same_place_is_annotated_whatever_the_slide_is_shown_from(prediction
         assert client.get(address).json()["features"][0]["geometry"]["coordinates"] == [200, 150]
 
 
+def test_annotations_are_given_out_as_qupath_counts_them(predictions: Path) -> None:
+    point = {"type": "Feature", "geometry": {"type": "Point", "coordinates": [200, 150]}, "properties": {}}
+    body = json.dumps([point])
+    with client_of(Gallery.of([predictions.parent / "store"])) as client:
+        answer = client.post(f"slide/{SLIDE_ID}/export.geojson", content=body)
+        assert answer.json()["features"][0]["geometry"]["coordinates"] == [400, 300]
+        assert client.post(f"slide/{SLIDE_ID}/export.geojson", content=b"{").status_code == 422
+
+
 def test_without_a_place_for_them_annotations_are_not_saved(predictions: Path) -> None:
     slide = predictions.parent / f"{SLIDE_ID}.tiff"
     before = sorted(predictions.parent.iterdir())

@@ -30,6 +30,7 @@ SMALL = {
     "snapshot": ["--size", "64", "--every", "1", "--validations", "2"],
     "spatial": ["--size", "128", "--rounds", "1", "--steps", "1"],
     "store": ["SLIDE", "--runs", "1"],
+    "view": ["SLIDE", "--tiles", "24", "--gigapixel", "3000"],
 }
 PARTS = {"__init__", "resident", "resting"}
 

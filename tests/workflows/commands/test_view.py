@@ -2,38 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
-import subprocess
-import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from hyfi_core.errors import RequestError
-from tests.conftest import ROOT, Hyfi
+from tests.conftest import Hyfi
 from tests.pathology.tiffs import stained, write_slide
+from tests.workflows.commands.serving import serving
 from workflows.commands import view
-
-
-@contextmanager
-def serving(*words: str | Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Start ``hyfi view`` and give the process and the first line that it printed."""
-    command = [sys.executable, "-m", "workflows.cli", "view", *map(str, words), "--no-browser"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    ) as process:
-        try:
-            assert process.stdout is not None
-            yield process, process.stdout.readline().strip()
-        finally:
-            process.kill()
 
 
 def status_of(address: str) -> int:
