@@ -1,23 +1,66 @@
-"""Memory budget of a pager: the part of a rank's memory limit that is left for feature maps."""
+"""Memory budget of cells: their number, and the part of a rank's memory limit that is left for feature maps."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from math import prod
 
 import torch
 
+from hyfi_core.capture.program import Program
 from hyfi_core.cells.recipe import cheap_calls
+from hyfi_core.cost.memory import forecast_memory
 from hyfi_core.errors import RequestError
 from hyfi_core.lowering.segments import OperatorStep, Tape, made_by, taken_by
 from hyfi_core.ops.base import Recomputable
 from hyfi_core.ops.max_pool import MaxPool
+from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.process_memory import available_bytes
 from hyfi_core.rules.instructions import RankProgram
 
 _SHARE = 0.5
 _PAGES = 2  # times the inputs and outputs of the largest step: its pages, and those being transferred
 _BESIDE = 3  # times the same: workspace of operators (kernels reorder maps), messages, allocators
+
+SIDES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Numbers of rows (and columns) of cells to try."""
+_BORDERS = 1.25  # factor for halos and unequal parts
+_ROOM = 2  # times the minimum, so that a cell is read while another is computed
+_OFF = 1.15  # error of the forecast of a step without cells
+
+
+def with_cells(plan: ParallelPlan, program: Program, held_bytes: int, device: torch.device) -> ParallelPlan:
+    """Return the plan with ``cells="auto"`` resolved; without cells and spilling if everything fits in memory.
+
+    Args:
+        plan: with named cuts.
+        program: the captured model, of one micro-batch.
+        held_bytes: what the rank uses before the first step.
+        device: of the maps.
+
+    Raises:
+        RequestError: the memory is too small for any number of cells; the message says how much is needed.
+    """
+    if plan.cells != "auto":
+        return plan
+    memory_bytes = plan.memory_bytes or free_bytes(device) // 2
+    whole = replace(plan, cells=None, spill=None)
+    forecasts = forecast_memory(program, whole)
+    if held_bytes + _OFF * max(stage.total_bytes for stage in forecasts) <= memory_bytes:
+        return whole
+    held_bytes += max(stage.state_bytes for stage in forecasts)
+    working = max(stage.working_bytes for stage in forecasts)
+    needed = {side: least_bytes(held_bytes, int(_BORDERS * working / side**2)) for side in SIDES}
+    for room in (_ROOM, 1):
+        for side, least in needed.items():
+            if held_bytes + room * (least - held_bytes) <= memory_bytes:
+                return replace(plan, cells=(side, side))
+    raise RequestError(
+        f"plan.memory_bytes is {memory_bytes:,}, but even {SIDES[-1]} x {SIDES[-1]} cells need at least "
+        f"{needed[SIDES[-1]]:,}, {held_bytes:,} of it for libraries, weights and optimizer state; raise "
+        f"plan.memory_bytes, or use smaller images"
+    )
 
 
 def page_limit(memory_bytes: int | None, held_bytes: int, working_bytes: int, device: torch.device) -> int:

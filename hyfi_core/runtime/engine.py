@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from hyfi_core.cells.budget import kept_bytes, page_limit, working_bytes
-from hyfi_core.cells.choose import with_cells
+from hyfi_core.cells.budget import kept_bytes, page_limit, with_cells, working_bytes
 from hyfi_core.cells.communicator import cell_communicators
 from hyfi_core.cells.page import PagerCounts
 from hyfi_core.cells.pager import Pager
@@ -101,8 +100,6 @@ class Engine:
         self._optimizer = made_optimizer(optimizer, self._ownership.optimized()) if optimizer is not None else None
         parts = self._each(lambda runner: runner.reader.training_parts(runner.compiled(self._micro), shape[0]).values())
         self._input_parts = tuple(dict.fromkeys(part for found in parts for part in found))
-
-    # -- public methods
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

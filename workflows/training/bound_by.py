@@ -1,20 +1,34 @@
-"""What bounds training, and the knob to turn: one line for each epoch.
+"""Where the seconds of training go, what bounds it, and the setting to change: one line for each epoch.
+
+::
+
+    step            |── compute ──|halo|stage|reduce|wait|   seconds of the step itself
+    between steps   |validation|save|                        counted in the next step's record
+
+``halo``, ``stage`` and ``reduce`` are the seconds in which this rank only communicated or waited for other ranks;
+communication hidden behind computation is not counted. ``wait`` is for images. The rest of a step is ``compute``.
 
 ::
 
     rank 0   |compute·········|halo|wait for rank 1|          a rank that waits for data makes all others wait in
     rank 1   |wait for data···|compute·········|halo|         their exchanges: only what even the least delayed rank
-                                                              spends on messages is the messages' own cost
+                                                              spends on messages is the cost of the messages
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+from hyfi_core.comm.base import Communicator
+
+KINDS = ("compute", "halo", "stage", "reduce", "wait", "validation", "save")
+MESSAGES = ("halo", "stage", "reduce")
 LEAST_SHARE = 0.05
-"""What takes less of the time than this bounds nothing."""
+"""Kinds that take a smaller fraction of the time do not bound training."""
 
 NAMES = {
     "compute": "computing",
@@ -27,10 +41,59 @@ NAMES = {
     "imbalance": "waiting for slower ranks",
 }
 
+Spent = dict[str, float]
+
+
+class StepTime:
+    """The clock of one trainer: filled during a step and between two, read at the end of each step."""
+
+    def __init__(self) -> None:
+        self._now = dict.fromkeys(KINDS, 0.0)
+        self._epoch = dict.fromkeys(KINDS, 0.0)
+        self._reported = dict.fromkeys(KINDS, 0.0)
+
+    def add(self, seconds: Mapping[str, float]) -> None:
+        """Add seconds to their kinds; unknown kinds are ignored."""
+        for kind, spent in seconds.items():
+            if kind in self._now:
+                self._now[kind] += spent
+
+    @contextmanager
+    def booked(self, kind: str) -> Iterator[None]:
+        """Context whose time is counted as one kind."""
+        start_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._now[kind] += time.perf_counter() - start_s
+
+    def end_step(self, seconds: float) -> Spent:
+        """Return how a step's ``seconds``, and those since the previous step, were spent; reset."""
+        spent, self._now = self._now, dict.fromkeys(KINDS, 0.0)
+        known = spent["wait"] + sum(spent[kind] for kind in MESSAGES)
+        spent["compute"] = max(0.0, seconds - known)
+        for kind in KINDS:
+            self._epoch[kind] += spent[kind] - self._reported[kind]
+        self._reported = dict.fromkeys(KINDS, 0.0)
+        return spent
+
+    def end_epoch(self, trainers: Communicator) -> list[Spent] | None:
+        """Return every trainer's seconds since the epoch began, on rank 0; None elsewhere (collective).
+
+        What came after the last step belongs to this epoch, though it will be in the next step's record.
+        """
+        mine = {kind: self._epoch[kind] + self._now[kind] for kind in KINDS}
+        self._epoch, self._reported = dict.fromkeys(KINDS, 0.0), dict(self._now)
+        return trainers.gather_objects(mine)
+
+    def forget(self) -> None:
+        """Discard the counts so far: the first step captures the model and allocates memory."""
+        self._epoch = dict.fromkeys(KINDS, 0.0)
+
 
 @dataclass(frozen=True)
 class RunSetup:
-    """The settings of the knobs.
+    """The settings that affect the advice.
 
     Attributes:
         ranks, loaders, validators: of the run.

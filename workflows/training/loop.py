@@ -13,14 +13,13 @@ from hyfi_core.runtime.checkpoint import step_folder
 from hyfi_core.runtime.checkpoint_together import Share, save_together
 from hyfi_core.runtime.engine import Engine
 from workflows.console import say
-from workflows.training.bound_by import RunSetup, bound_by
+from workflows.training.bound_by import RunSetup, StepTime, bound_by
 from workflows.training.ema import MovingAverage
 from workflows.training.feeding import BatchImages, loading_report, loading_text, make_feed, preparation
 from workflows.training.job import TrainingJob
 from workflows.training.optimisation import lr_factor
 from workflows.training.recorder import Recorder
 from workflows.training.start import Roles, SavedRun
-from workflows.training.step_time import StepTime
 from workflows.training.stop import StopFlag
 from workflows.training.validating import Validating
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from hyfi_core.capture.program import Operator
-from hyfi_core.ops.first_maximum import FirstMaximum
+from hyfi_core.ops.reduce import FirstMaximum
 from hyfi_core.plan.box import Box
 from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.moves.axis import Axis, reach, scattered, taken

@@ -7,9 +7,8 @@ import torch
 
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.counted import CountedCommunicator
-from hyfi_core.comm.narrow import NarrowCommunicator, narrow
 from hyfi_core.comm.threads import run_ranks
-from hyfi_core.comm.two_level import two_level
+from hyfi_core.comm.two_level import NarrowCommunicator, narrow, two_level
 
 
 def share(rank: int, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:

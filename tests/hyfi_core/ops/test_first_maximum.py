@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
-from hyfi_core.ops.first_maximum import FirstMaximum
+from hyfi_core.ops.reduce import FirstMaximum
 from hyfi_core.plan.layout import Layout
 
 

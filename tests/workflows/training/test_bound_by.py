@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from hyfi_core.comm.alone import AloneCommunicator
-from workflows.training.bound_by import RunSetup, bound_by, percentages, shares
-from workflows.training.step_time import KINDS, StepTime
+from workflows.training.bound_by import KINDS, RunSetup, StepTime, bound_by, percentages, shares
 
 NONE = dict.fromkeys(KINDS, 0.0)
 SETTING = RunSetup(ranks=2, loaders=2, validators=0, policy="all")

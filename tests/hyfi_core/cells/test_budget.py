@@ -8,7 +8,7 @@ import torch
 import hyfi_core
 from hyfi_core import ParallelPlan
 from hyfi_core.capture.export import capture
-from hyfi_core.cells.choose import with_cells
+from hyfi_core.cells.budget import with_cells
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.cost.memory import forecast_memory
 from hyfi_core.errors import RequestError
