@@ -107,8 +107,8 @@ def spread_over(config: Config, ranks: int | None) -> tuple[ParallelPlan, int]:
 def complete(plan: ParallelPlan, program: Any, machine: MachineModel) -> ParallelPlan:
     """Return the plan with the cuts and cells that "auto" stands for on a machine."""
     import torch
-    from hyfi_core.cells.budget import with_cells
 
+    from hyfi_core.cells.budget import with_cells
     from hyfi_core.cost.cuts import with_cuts
     from workflows.training.memory import PROCESS_BYTES
 
