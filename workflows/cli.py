@@ -49,7 +49,7 @@ from workflows.cli_options import (
     TissueSet,
     Unsharded,
 )
-from workflows.cli_plan import simulate
+from workflows.cli_plan import plan, simulate
 from workflows.cli_view import view
 from workflows.exit_codes import exit_code_of
 from workflows.paths import require_writable
@@ -90,13 +90,11 @@ def hyfi(
 @app.command()
 def doctor(measure: Measure = None, as_json: Json = False) -> None:
     """Check this installation; for each problem, print the command that fixes it."""
-    if measure is not None:
-        from workflows.commands import measure as measuring
-
-        _exit(partial(measuring.run, measure, as_json), as_ranks=True)
     from workflows.commands import doctor
+    from workflows.commands.measure import run
 
-    _exit(partial(doctor.run, as_json))
+    command = partial(doctor.run, as_json) if measure is None else partial(run, measure, as_json)
+    _exit(command, as_ranks=measure is not None)
 
 
 @app.command()
@@ -363,7 +361,7 @@ def status(
     _exit(partial(command.run, run, as_json))
 
 
-for command in (view, simulate):
+for command in (view, plan, simulate):
     app.command()(command)
 app.add_typer(launch)
 

@@ -10,7 +10,7 @@ import torch
 
 from hyfi_core.capture.program import Program
 from hyfi_core.cells.recipe import cheap_calls
-from hyfi_core.cost.memory import forecast_memory
+from hyfi_core.cost.memory import FORECAST_OFF, forecast_memory
 from hyfi_core.errors import RequestError
 from hyfi_core.lowering.segments import OperatorStep, Tape, made_by, taken_by
 from hyfi_core.ops.base import Recomputable
@@ -27,7 +27,6 @@ SIDES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of rows (and columns) of cells to try."""
 _BORDERS = 1.25  # factor for halos and unequal parts
 _ROOM = 2  # times the minimum, so that a cell is read while another is computed
-_OFF = 1.15  # error of the forecast of a step without cells
 
 
 def with_cells(plan: ParallelPlan, program: Program, held_bytes: int, device: torch.device) -> ParallelPlan:
@@ -47,7 +46,7 @@ def with_cells(plan: ParallelPlan, program: Program, held_bytes: int, device: to
     memory_bytes = plan.memory_bytes or free_bytes(device) // 2
     whole = replace(plan, cells=None, spill=None)
     forecasts = forecast_memory(program, whole)
-    if held_bytes + _OFF * max(stage.total_bytes for stage in forecasts) <= memory_bytes:
+    if held_bytes + FORECAST_OFF * max(stage.total_bytes for stage in forecasts) <= memory_bytes:
         return whole
     held_bytes += max(stage.state_bytes for stage in forecasts)
     working = max(stage.working_bytes for stage in forecasts)

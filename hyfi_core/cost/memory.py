@@ -20,6 +20,9 @@ from hyfi_core.plan.placement import Placement
 STATE_COPIES = 3
 """Tensors of a weight's size in addition to it: its gradient and two moments of the optimizer."""
 
+FORECAST_OFF = 1.15
+"""A step's real peak is at most so many times the forecast."""
+
 _SAVE_INPUTS = (
     *("aten.conv", "aten.batch_norm", "aten._native_batch_norm", "aten.group_norm", "aten.instance_norm"),
     *("aten.native_layer_norm", "aten.layer_norm", "aten.linear", "aten.addmm", "aten.mm", "aten.bmm", "aten.matmul"),

@@ -30,6 +30,7 @@ COMMANDS = [
     "predict",
     "status",
     "view",
+    "plan",
     "simulate",
 ]
 

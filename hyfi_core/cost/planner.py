@@ -1,0 +1,281 @@
+"""The best plans for a model, a batch and a machine: every plan of a family, bounded, then simulated.
+
+A plan's step cannot be shorter than its operators' time spread evenly over all ranks. Plans are simulated in the order
+of that bound, and the search ends when no bound is below the worst of those that will be returned: they are the ones
+that simulating all of them would give. Recomputation only ever costs time, so it is tried where memory asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import product
+
+from hyfi_core.capture.program import Program
+from hyfi_core.cost.cuts import with_cuts
+from hyfi_core.cost.machine import MachineModel
+from hyfi_core.cost.memory import FORECAST_OFF
+from hyfi_core.cost.operators import OperatorCost, operator_costs
+from hyfi_core.cost.simulator import StepForecast, forecast_step
+from hyfi_core.errors import RequestError
+from hyfi_core.plan.parallel_plan import ParallelPlan, Schedule
+from hyfi_core.plan.strategy import Strategy, plan_for, squarest
+
+_SCHEDULES: tuple[Schedule, ...] = ("1f1b", "chimera", "gems_master")
+_ALL_COMPOSITIONS = 5
+"""Up to so many ranks of a replica every division into stages is tried, beyond only those of a pattern."""
+_MOST_STAGES = 8
+_MOST_ROUNDS = 8
+"""Micro-batches for each stage of a pipeline."""
+_CELLS = ((2, 2), (4, 4), (8, 8), (16, 16))
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What is to be planned.
+
+    Attributes:
+        ranks: trainers, all of which are used.
+        batch: images of a step, over all replicas.
+        machine: what things cost.
+        memory_bytes: what a rank may need at most.
+        held_bytes: what of it a rank holds before its first step.
+        dtype: that products compute in under autocast; None: that of their values.
+        base: whatever the search does not choose is as in this plan.
+        spill: where maps may go if nothing fits otherwise; None: nowhere.
+    """
+
+    ranks: int
+    batch: int
+    machine: MachineModel
+    memory_bytes: int
+    held_bytes: int = 0
+    dtype: str | None = None
+    base: ParallelPlan = field(default_factory=lambda: ParallelPlan(grids=((1, 1),)))
+    spill: str | None = None
+
+
+@dataclass(frozen=True)
+class PlanSearch:
+    """What was found.
+
+    Attributes:
+        plans: the best, fastest first; each was lowered and its schedule run dry.
+        alternatives: what one would think of first -> its forecast, or why it cannot be.
+        simulated: how many plans were simulated.
+        candidates: how many there were.
+    """
+
+    plans: tuple[StepForecast, ...]
+    alternatives: Mapping[str, StepForecast | str]
+    simulated: int
+    candidates: int
+
+
+Programs = Callable[[int], Program]
+"""Returns the captured model for a micro-batch of so many images."""
+
+
+def best_plans(programs: Programs, request: PlanRequest, top: int = 1) -> PlanSearch:
+    """Return the fastest plans that fit.
+
+    Args:
+        programs: captures the model.
+        request: what is asked for.
+        top: how many plans.
+
+    Raises:
+        RequestError: no plan fits or can be run; the message says what the smallest needs, or what refused.
+    """
+    search = _PlanTrials(programs, request)
+    plans = list(candidates(request))
+    found = search.best(plans, top)
+    if not found and request.spill is not None:
+        plans = list(_by_cells(request))
+        found = search.best(plans, top)
+    if not found:
+        raise RequestError(search.why_none())
+    return PlanSearch(tuple(found), search.alternatives(), search.simulated, len(plans))
+
+
+def candidates(request: PlanRequest) -> Iterator[ParallelPlan]:
+    """Yield every plan of the family: replicas, stages, grids, micro-batches, schedules; without recomputation."""
+    for replicas in _divisors(request.ranks):
+        if request.batch % replicas:
+            continue
+        for grids in _arrangements(request.ranks // replicas):
+            for rounds in _divisors(request.batch // replicas):
+                if rounds > _MOST_ROUNDS * len(grids) > _MOST_ROUNDS:
+                    continue  # the bubble is small already
+                for schedule in _SCHEDULES if len(grids) > 1 else _SCHEDULES[:1]:
+                    if schedule == "1f1b" or rounds % 2 == 0:
+                        yield _made(request, grids, rounds, replicas, schedule)
+
+
+def _made(
+    request: PlanRequest, grids: tuple[tuple[int, int], ...], rounds: int, replicas: int, schedule: Schedule
+) -> ParallelPlan:
+    return replace(
+        request.base,
+        grids=grids,
+        cuts="auto",
+        microbatches=rounds,
+        schedule=schedule,
+        replicas=replicas,
+        interleave=1,
+        recompute=False,
+        mirror="all_reduce",
+        memory_bytes=None,
+        shares=None,
+        cells=None,
+        spill=None,
+    )
+
+
+def _by_cells(request: PlanRequest) -> Iterator[ParallelPlan]:
+    for plan, cells in product(candidates(request), _CELLS):
+        if plan.stages == 1:
+            yield replace(plan, cells=cells, spill=request.spill, memory_bytes=request.memory_bytes)
+
+
+def _arrangements(ranks: int) -> list[tuple[tuple[int, int], ...]]:
+    """Return ways to divide the ranks of a replica into stages with grids."""
+    found: dict[tuple[tuple[int, int], ...], None] = {}
+    for sizes in _compositions(ranks):
+        found[tuple(squarest(size) for size in sizes)] = None
+        found[tuple((1, size) for size in sizes)] = None
+    return list(found)
+
+
+def _compositions(ranks: int) -> Iterator[tuple[int, ...]]:
+    if ranks <= _ALL_COMPOSITIONS:
+        yield from _all_compositions(ranks)
+        return
+    for stages in range(1, min(ranks, _MOST_STAGES) + 1):
+        if ranks % stages == 0:
+            yield (ranks // stages,) * stages
+        yield (ranks - stages + 1, *(1,) * (stages - 1))
+    halves, left = [], ranks
+    while left > 1:
+        halves.append(left - left // 2)
+        left //= 2
+        yield (*halves, left)
+
+
+def _all_compositions(ranks: int) -> Iterator[tuple[int, ...]]:
+    if ranks == 0:
+        yield ()
+    for first in range(1, ranks + 1):
+        for rest in _all_compositions(ranks - first):
+            yield (first, *rest)
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+class _PlanTrials:
+    """Simulates plans, each program captured once."""
+
+    def __init__(self, programs: Programs, request: PlanRequest) -> None:
+        self._programs = programs
+        self._request = request
+        self._least_bytes: int | None = None
+        self._refusal = ""
+        self._work: dict[int, float] = {}
+        self.simulated = 0
+        self._best: StepForecast | None = None
+
+    def best(self, plans: list[ParallelPlan], top: int) -> list[StepForecast]:
+        """Return the ``top`` fastest of the plans that fit, fastest first."""
+        found: list[StepForecast] = []
+        for bound_s, _, plan in sorted((self.bound_s(plan), n, plan) for n, plan in enumerate(plans)):
+            if len(found) == top and bound_s >= found[-1].step_s:
+                break
+            forecast = self._fitting(plan)
+            if forecast is not None:
+                found = sorted([*found, forecast], key=lambda one: one.step_s)[:top]
+        self._best = found[0] if found else self._best
+        return found
+
+    def bound_s(self, plan: ParallelPlan) -> float:
+        """Return what a step of a plan takes at least: its operators' work, divided evenly over all ranks."""
+        images = self._images(plan)
+        if images not in self._work:
+            crowded = self._request.ranks > 1 and self._request.machine.devices_per_node > 1
+            costs = operator_costs(self._programs(images), self._request.machine, self._request.dtype)
+            self._work[images] = sum(_least_s(cost, self._request.machine, crowded) for cost in costs)
+        return plan.microbatches * self._work[images] / plan.ranks_per_replica
+
+    def alternatives(self) -> dict[str, StepForecast | str]:
+        """Return the forecasts of the plans that a word makes, or why they cannot be."""
+        request, batch = self._request, self._request.batch
+        found: dict[str, StepForecast | str] = {}
+        words: dict[str, tuple[Strategy, Schedule, int]] = {
+            "data parallel": ("data", "1f1b", batch),
+            "spatial only": ("spatial", "1f1b", batch),
+            "layer parallel": ("model", "sequential", batch),
+            "pipeline": ("model", "1f1b", batch),
+        }
+        for name, (strategy, schedule, images) in words.items() if request.ranks > 1 else ():
+            plan = plan_for(strategy, request.ranks, images)
+            if batch % plan.replicas:
+                found[name] = f"a batch of {batch} cannot be divided among {plan.replicas} replicas"
+                continue
+            rounds = 1 if schedule == "sequential" else plan.microbatches
+            found[name] = self._judged(_made(request, plan.grids, rounds, plan.replicas, schedule))
+        return found
+
+    def why_none(self) -> str:
+        """Return why no plan was found."""
+        if self._least_bytes is None:
+            return f"no plan can be run: {self._refusal}"
+        return (
+            f"no plan of {self._request.ranks} rank(s) fits into {self._request.memory_bytes / 1e9:.3g} GB a rank; the "
+            f"smallest needs {self._least_bytes / 1e9:.3g} GB: give more memory (--memory), more ranks (--ranks), or "
+            "smaller images"
+        )
+
+    def _judged(self, plan: ParallelPlan) -> StepForecast | str:
+        try:
+            forecast = self._simulated(plan)
+        except RequestError as error:
+            return f"refused: {error}"
+        needed = self._needed_bytes(forecast)
+        if needed > self._request.memory_bytes:
+            return f"needs {needed / 1e9:.3g} GB a rank"
+        return forecast
+
+    def _fitting(self, plan: ParallelPlan) -> StepForecast | None:
+        """Return the forecast of a plan, with recomputation where memory asks for it; None where it cannot be."""
+        for one in (plan, replace(plan, recompute=True)):
+            try:
+                forecast = self._simulated(one)
+            except RequestError as error:
+                self._refusal = str(error)
+                return None
+            needed = self._needed_bytes(forecast)
+            if needed <= self._request.memory_bytes:
+                return forecast
+            self._least_bytes = min(needed, self._least_bytes or needed)
+        return None
+
+    def _simulated(self, plan: ParallelPlan) -> StepForecast:
+        request = self._request
+        program = self._programs(self._images(plan))
+        self.simulated += 1
+        return forecast_step(program, with_cuts(plan, program, request.machine), request.machine, request.dtype)
+
+    def _needed_bytes(self, forecast: StepForecast) -> int:
+        most = max(forecast.memory_bytes)
+        return self._request.held_bytes + (most if forecast.plan.spill is not None else int(FORECAST_OFF * most))
+
+    def _images(self, plan: ParallelPlan) -> int:
+        return self._request.batch // plan.replicas // plan.microbatches
+
+
+def _least_s(cost: OperatorCost, machine: MachineModel, crowded: bool) -> float:
+    """Return the seconds of an operator's work alone, by the quicker kind where grids decide the kind."""
+    kinds = ("norm", "shared_norm") if cost.kind == "norm" else (cost.kind,)
+    quick = replace(machine, kernel_s=0.0)
+    return min(cost.forward_s(quick, 1.0, crowded, k) + cost.backward_s(quick, 1.0, crowded, k) for k in kinds)

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import random
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import hyfi_core
+from hyfi_core.capture.program import Program
+from hyfi_core.comm.base import Communicator
+from hyfi_core.cost import planner
+from hyfi_core.cost.machine import load_machine
+from hyfi_core.cost.planner import PlanRequest, best_plans, candidates
+from hyfi_core.cost.simulator import StepForecast
+from hyfi_core.errors import RequestError
+from hyfi_core.plan.parallel_plan import ParallelPlan
+from tests.harness import captured_once, run_copies
+
+PX = 48
+
+
+class Narrowing(nn.Module):
+    """Work and weights in other places, so that plans differ: wide maps first, channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU())
+        self.two = nn.Sequential(nn.Conv2d(8, 16, 3, 2, 1), nn.BatchNorm2d(16), nn.ReLU())
+        self.three = nn.Sequential(nn.Conv2d(16, 64, 3, 2, 1), nn.ReLU())
+        self.four = nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.ReLU())
+        self.head = nn.Linear(64, 2)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        answer: torch.Tensor = self.head(self.four(self.three(self.two(self.one(images)))).mean((2, 3)))
+        return answer
+
+
+def programs(images: int) -> Program:
+    torch.manual_seed(0)
+    return captured_once(Narrowing().train(), (images, 3, PX, PX), torch.float32)
+
+
+def request(ranks: int = 2, batch: int = 2, machine: str = "cpu", **more: Any) -> PlanRequest:
+    return PlanRequest(ranks, batch, load_machine(machine), **{"memory_bytes": 10**9, **more})
+
+
+@pytest.mark.parametrize("machine", ["cpu", "v100-lassen", "bluefield2"])
+@pytest.mark.parametrize(("ranks", "batch"), [(1, 2), (2, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize("memory_bytes", [10**9, 2_200_000])
+def test_the_search_finds_what_trying_every_plan_finds(ranks: int, batch: int, machine: str, memory_bytes: int) -> None:
+    asked = request(ranks, batch, machine, memory_bytes=memory_bytes)
+    try:
+        found = best_plans(programs, asked, top=3)
+    except RequestError:
+        found = None
+    with mock.patch.object(planner._PlanTrials, "bound_s", lambda self, plan: 0.0):
+        if found is None:
+            with pytest.raises(RequestError, match="fits into"):
+                best_plans(programs, asked, top=3)
+            return
+        every = best_plans(programs, asked, top=3)
+    assert [one.step_s for one in found.plans] == [one.step_s for one in every.plans]
+    assert found.simulated <= every.simulated and every.simulated >= every.candidates
+    assert all(one.plan.ranks == ranks and batch % one.plan.microbatches == 0 for one in found.plans)
+
+
+def test_the_bound_is_never_above_what_a_plan_takes() -> None:
+    asked = request(4, 4, "cpu")
+    trials = planner._PlanTrials(programs, asked)
+    plans = random.Random(0).sample(list(candidates(asked)), 12)
+    for plan in plans:
+        forecast = trials._judged(plan)
+        if isinstance(forecast, StepForecast):
+            assert trials.bound_s(plan) <= forecast.step_s
+
+
+def test_less_memory_asks_for_recomputation_or_more_micro_batches_and_then_refuses() -> None:
+    ample = best_plans(programs, request(1, 2)).plans[0]
+    scarce = request(1, 2, memory_bytes=int(max(ample.memory_bytes) * 1.15) - 1)
+    (tight,) = best_plans(programs, scarce).plans
+    assert max(tight.memory_bytes) < max(ample.memory_bytes) and tight.step_s >= ample.step_s
+    assert tight.plan.recompute is True or tight.plan.microbatches > ample.plan.microbatches
+    with pytest.raises(RequestError, match=r"the smallest needs .* GB: give more memory"):
+        best_plans(programs, request(1, 2, memory_bytes=1000))
+
+
+def test_where_nothing_fits_maps_may_leave_memory() -> None:
+    least = max(best_plans(programs, request(1, 1)).plans[0].memory_bytes)
+    asked = request(1, 1, memory_bytes=int(0.95 * least), spill="memory")
+    (found,) = best_plans(programs, asked).plans
+    assert found.plan.cells is not None and found.plan.spill == "memory"
+    assert found.plan.memory_bytes == asked.memory_bytes
+
+
+def test_the_obvious_alternatives_are_judged() -> None:
+    found = best_plans(programs, request(4, 4))
+    assert set(found.alternatives) == {"data parallel", "spatial only", "layer parallel", "pipeline"}
+    for other in found.alternatives.values():
+        assert isinstance(other, StepForecast) and other.step_s >= found.plans[0].step_s
+    layer = found.alternatives["layer parallel"]
+    assert isinstance(layer, StepForecast) and layer.plan.schedule == "sequential" and layer.bubble > 0.5
+    odd = best_plans(programs, request(2, 1)).alternatives["data parallel"]
+    assert odd == "a batch of 1 cannot be divided among 2 replicas"
+
+
+def test_a_model_that_cannot_be_cut_says_why() -> None:
+    def refuse(*given: Any) -> StepForecast:
+        raise RequestError("aten.foo has no rule")
+
+    with mock.patch.object(planner, "forecast_step", refuse), pytest.raises(RequestError, match=r"aten\.foo has no"):
+        best_plans(programs, request(2, 2))
+
+
+def test_plans_that_are_returned_run() -> None:
+    def body(plan: ParallelPlan, batch: int) -> list[float]:
+        def train(comm: Communicator, model: nn.Module) -> float:
+            each = batch // plan.replicas
+            engine = hyfi_core.parallelize(model, (each, 3, PX, PX), plan, comm)
+            return engine.accumulate(torch.rand(each, 3, PX, PX), torch.zeros(each, dtype=torch.long))
+
+        return run_copies(Narrowing().train(), plan.ranks, train)
+
+    for ranks, batch, machine in ((2, 2, "cpu"), (3, 2, "v100-lassen"), (4, 4, "bluefield2")):
+        for found in best_plans(programs, request(ranks, batch, machine), top=3).plans:
+            losses = body(found.plan, batch)
+            assert len(set(losses)) == 1 and losses[0] > 0
+
+
+def test_many_ranks_are_planned_by_patterns() -> None:
+    plans = list(candidates(request(2048, 2048, "v100-lassen")))
+    assert len(plans) == len(set(plans)) < 8000
+    assert {plan.ranks for plan in plans} == {2048}

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hyfi_core.errors import RequestError
+from hyfi_core.plan.parallel_plan import ParallelPlan
+from workflows.commands import plan
+from workflows.config.load import load_config
+
+TEXT = """# a comment at the top
+data: {store: STORE, target: label, size_px: 64, mpp: 1.0, batch_size: 2}
+model: {name: resnet6, classes: 2, options: {width: 8}}
+plan:                     # to be replaced
+  grids: [[1, 2]]
+  microbatches: 2
+
+run: {dir: RUN, steps: 1}   # a comment at the end
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(TEXT.replace("STORE", str(tmp_path / "store")).replace("RUN", str(tmp_path / "run")))
+    return path
+
+
+def test_the_best_plans_are_told_and_written(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.run(config, [], "cpu", 2, None, None, 2, True, True) == 0
+    text = capsys.readouterr().out
+    found = json.loads(text.splitlines()[-1])
+    first, second = found["plans"]
+    assert first["step_s"] <= second["step_s"]
+    assert {"plan", "step_s", "memory_bytes", "bubble", "bound_by"} <= set(first)
+    assert "layer parallel: " in text and "× slower, ranks wait" in text
+    assert set(found["alternatives"]) == {"data parallel", "spatial only", "layer parallel", "pipeline"}
+    written = config.read_text()
+    assert load_config(config).plan.build() == ParallelPlan.from_json(first["plan"])
+    assert "# a comment at the top" in written and "# a comment at the end" in written
+    assert "to be replaced" not in written and written.count("plan:") == 1
+    assert [path.name for path in config.parent.iterdir()] == ["run.yaml"]
+
+
+def test_nothing_is_written_where_nothing_is_asked_or_nothing_fits(config: Path) -> None:
+    before = config.read_text()
+    assert plan.run(config, [], "cpu", 1, "2GB", 4, 1, False, False) == 0
+    with pytest.raises(RequestError, match="fits into"):
+        plan.run(config, [], "cpu", 1, "300MB", None, 1, True, False)
+    with pytest.raises(RequestError, match=r"data\.batch_size 2; change it there"):
+        plan.run(config, [], "cpu", 1, None, 4, 1, True, False)
+    assert config.read_text() == before
+
+
+def test_a_configuration_without_a_plan_gets_one(config: Path) -> None:
+    config.write_text("\n".join(line for line in config.read_text().splitlines() if line[:2] not in ("pl", "  ")))
+    wanted = ParallelPlan(grids=((1, 1), (1, 1)), cuts=("layer1",), microbatches=2)
+    plan.write_plan(config, wanted)
+    assert load_config(config).plan.build() == wanted
+
+
+@pytest.mark.parametrize(("text", "length"), [("16GB", 16 * 10**9), ("800m", 8 * 10**8), ("1.5T", 1.5e12), ("12", 12)])
+def test_amounts_of_memory(text: str, length: float) -> None:
+    assert plan.bytes_of(text) == length
+
+
+@pytest.mark.parametrize("text", ["", "GB", "much", "-1GB", "0", "nan", "inf"])
+def test_what_is_no_amount_is_refused(text: str) -> None:
+    with pytest.raises(RequestError, match="not an amount"):
+        plan.bytes_of(text)
