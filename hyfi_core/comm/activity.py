@@ -20,11 +20,13 @@ class Wait:
         what: returns a description: ``an exchange with ranks 1, 3``.
         since_s: when it began, by ``time.monotonic``.
         ended: called at its end, if not None.
+        nbytes: of the messages that it waits for.
     """
 
     what: Callable[[], str]
     since_s: float
     ended: Callable[[], None] | None = None
+    nbytes: int = 0
 
 
 @dataclass
@@ -42,9 +44,9 @@ class Activity:
     wait: Wait | None = None
 
     @contextmanager
-    def waiting(self, what: Callable[[], str]) -> Iterator[None]:
+    def waiting(self, what: Callable[[], str], nbytes: int = 0) -> Iterator[None]:
         """Record a wait during the body."""
-        self.wait = wait = Wait(what, time.monotonic())
+        self.wait = wait = Wait(what, time.monotonic(), nbytes=nbytes)
         try:
             yield
         finally:

@@ -42,12 +42,13 @@ _DATATYPES = {
 _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
 
 
-def backed_off(ready: Callable[[], bool], what: Callable[[], str]) -> None:
+def backed_off(ready: Callable[[], bool], what: Callable[[], str], nbytes: Callable[[], int] = int) -> None:
     """Return when ``ready()``: first spin, then yield the core, then sleep for increasing times.
 
     Args:
         ready: called repeatedly.
         what: describes the wait, called if it takes long.
+        nbytes: how much is on its way, called if it takes long.
     """
     start = time.perf_counter()
     while not ready():
@@ -60,7 +61,7 @@ def backed_off(ready: Callable[[], bool], what: Callable[[], str]) -> None:
     else:
         return
     sleep_s = _SLEEP_FIRST_S
-    with ACTIVITY.waiting(what):
+    with ACTIVITY.waiting(what, nbytes()):
         while not ready():
             time.sleep(sleep_s)
             sleep_s = min(_SLEEP_MOST_S, sleep_s * 1.5)
@@ -116,7 +117,10 @@ class _Requests:
         return self._keep is None
 
     def wait(self) -> None:
-        backed_off(self.test, self._what)
+        backed_off(self.test, self._what, self._nbytes)
+
+    def _nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._keep or ())
 
 
 class MpiCommunicator:

@@ -42,13 +42,14 @@ class _Works:
         self,
         works: list[Any],
         what: Callable[[], str],
-        keep: Sequence[Message] = (),
+        keep: Sequence[torch.Tensor] = (),
         finish: Callable[[], None] | None = None,
         on_gpu: bool = False,
     ) -> None:
         self._works = works
         self._what = what
         self._keep = keep
+        self._nbytes = sum(tensor.nbytes for tensor in keep)
         self._finish = finish  # copies the result to its destination, once
         self._on_gpu = on_gpu
         self._waiting: Future[None] | None = None
@@ -67,7 +68,7 @@ class _Works:
         return False
 
     def wait(self) -> None:
-        with ACTIVITY.waiting(self._what):
+        with ACTIVITY.waiting(self._what, self._nbytes):
             if self._waiting is None:
                 self._wait_for_all()
             else:
@@ -122,14 +123,16 @@ class TorchCommunicator:
             return self._exchange_on_gpu(sends, receives)
         works = [dist.irecv(m.tensor, self._members[m.peer], self._group, m.tag) for m in receives]
         works += [dist.isend(m.tensor, self._members[m.peer], self._group, m.tag) for m in sends]
-        return _Works(works, self._with_peers(sends, receives), [*sends, *receives])
+        return _Works(works, self._with_peers(sends, receives), [message.tensor for message in (*sends, *receives)])
 
     def _exchange_on_gpu(self, sends: Sequence[Message], receives: Sequence[Message]) -> _Works:
         """Start an exchange as one NCCL group, so that its parts may run in any order. Unverified."""
         ops = [dist.P2POp(dist.irecv, m.tensor, self._members[m.peer], self._group) for m in receives]
         ops += [dist.P2POp(dist.isend, m.tensor, self._members[m.peer], self._group) for m in sends]
         works = dist.batch_isend_irecv(ops)
-        return _Works(works, self._with_peers(sends, receives), [*sends, *receives], on_gpu=True)
+        return _Works(
+            works, self._with_peers(sends, receives), [message.tensor for message in (*sends, *receives)], on_gpu=True
+        )
 
     def _with_peers(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], str]:
         peers = {self._members[m.peer] for m in (*sends, *receives)}
@@ -147,13 +150,13 @@ class TorchCommunicator:
         wide = to_wire(tensor, op)
         work = dist.all_reduce(wide, _OPS[op], self._group, async_op=True)
         finish = functools.partial(from_wire, wide, tensor, op)
-        return _Works([work], self._every("all-reduce"), finish=finish, on_gpu=wide.is_cuda)
+        return _Works([work], self._every("all-reduce"), [wide], finish, on_gpu=wide.is_cuda)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Overwrite ``tensor`` with the root's."""
         dense = tensor.detach().contiguous()
         work = dist.broadcast(dense, self._members[root], self._group, async_op=True)
-        _Works([work], self._every("broadcast")).wait()
+        _Works([work], self._every("broadcast"), [dense]).wait()
         if dense.data_ptr() != tensor.data_ptr():
             with torch.no_grad():
                 tensor.copy_(dense)

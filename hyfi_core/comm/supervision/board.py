@@ -29,11 +29,13 @@ class RankStatus:
         state: computes, waits or ended.
         where: the location in its program.
         count: how many reports it has made.
+        nbytes: of the messages that it waits for.
     """
 
     state: State
     where: str
     count: int
+    nbytes: int = 0
 
 
 class Board:
@@ -50,9 +52,9 @@ class Board:
         self._count = itertools.count()
         self.post("computes", "")
 
-    def post(self, state: State, where: str) -> None:
+    def post(self, state: State, where: str, nbytes: int = 0) -> None:
         """Write this rank's status."""
-        self._store.set(f"state/{self._rank}", json.dumps([state, where, next(self._count)]))
+        self._store.set(f"state/{self._rank}", json.dumps([state, where, next(self._count), nbytes]))
 
     def states(self) -> list[RankStatus]:
         """Return the last report of each rank."""

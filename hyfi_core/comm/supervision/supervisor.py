@@ -35,6 +35,8 @@ PEER_LOST_S = 2.0
 _LOOK_S = 0.5
 _LONG_S = 1.0  # waits longer than this are written to the board
 _STUCK_S = 3.0  # if no rank computes for this long, the job is deadlocked
+_ENDED_S = 1.5  # the same, where a rank has ended
+_SLOWEST_BYTES_S = 50e6  # while large messages travel, no rank computes either
 _RANKS_A_LOOK = 256  # with more ranks, each reads the board less often
 
 
@@ -203,7 +205,7 @@ class Supervisor:
             self._unchanged = states, now_s
         if ACTIVITY.wait is not wait:
             return
-        if now_s - self._unchanged[1] > _STUCK_S:
+        if now_s - self._unchanged[1] > _patience_s(states):
             self._end_all(_stuck(states))
         if self._limit_s and now_s - wait.since_s > self._limit_s:
             self._end_all(_too_long(self._comm.rank, self._limit_s, states))
@@ -216,9 +218,15 @@ class Supervisor:
                 board.post("computes", "")
 
         wait.ended = ended
-        board.post("waits", f"{ACTIVITY.where()}, in {wait.what()}")
+        board.post("waits", f"{ACTIVITY.where()}, in {wait.what()}", wait.nbytes)
         if ACTIVITY.wait is not wait:  # it ended in the meantime
             ended()
+
+
+def _patience_s(states: list[RankStatus]) -> float:
+    """Return for how long all ranks may wait: a large message may be on its way, yet none from a rank that ended."""
+    quiet_s = _ENDED_S if any(said.state == "ended" for said in states) else _STUCK_S
+    return quiet_s + max(said.nbytes for said in states) / _SLOWEST_BYTES_S
 
 
 def _stuck(states: list[RankStatus]) -> str:

@@ -137,6 +137,26 @@ def test_a_run_meets_its_time_limit_and_continues_by_itself(slurm: Slurm, tmp_pa
     assert losses(tmp_path / "run") == losses(tmp_path / "straight")
 
 
+@pytest.mark.soak
+def test_a_job_that_is_told_to_end_saves_first(slurm: Slurm, tmp_path: Path, store: Path) -> None:
+    """The script passed TERM on to srun, which killed the ranks by it."""
+    config = make_config(tmp_path, store, run={"steps": 5000}, validation={"every_steps": 5000})
+    words = [*HYFI, "launch", "slurm", str(config), TWO, "--nodes", "2", "--mpi", "pmi2", "--submit"]
+    said = subprocess.run(
+        words, cwd=tmp_path, env=environment(slurm), check=True, capture_output=True, text=True, timeout=60
+    ).stdout
+    job, deadline_s = said.split()[-1], time.monotonic() + 240
+    while steps(tmp_path / "run") < 2:
+        assert time.monotonic() < deadline_s, slurm.state(job)
+        time.sleep(0.1)
+    slurm.run("scancel", "--batch", "--signal=TERM", job)
+    while slurm.state(job)[0] not in ENDED:
+        assert time.monotonic() < deadline_s, slurm.state(job)
+        time.sleep(0.1)
+    assert "ExitCode=3:0" in slurm.run("scontrol", "show", "job", job)
+    assert (tmp_path / "run" / "checkpoints" / "latest").exists()
+
+
 def submit_array(slurm: Slurm, folder: Path, parts: int, *words: str) -> list[str]:
     """Submit an array of jobs, wait for its end, and return the logs of its parts."""
     (folder / "site.yaml").write_text("partition: all\n")

@@ -6,10 +6,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from hyfi_core.comm.supervision.supervisor import time_limit_s
+from hyfi_core.comm.activity import ACTIVITY, Wait
+from hyfi_core.comm.alone import AloneCommunicator
+from hyfi_core.comm.supervision.board import RankStatus, State
+from hyfi_core.comm.supervision.supervisor import Supervisor, time_limit_s
 from hyfi_core.errors import RequestError
 from tests.conftest import MPIEXEC
 from tests.hyfi_core.comm.supervision.failing_ranks import (
@@ -86,6 +90,40 @@ def test_a_child_that_outlives_its_rank_does_not_hide_its_end(tmp_path: Path) ->
     )
     code, said, seconds = run([str(MPIEXEC), "-n", "2", sys.executable], body, tmp_path)
     check("killed", code, said, seconds)
+
+
+class TwoQuietRanks:
+    """A board on which one rank waits for messages of ``nbytes``, and the other one, too, or has ended."""
+
+    failed = False
+
+    def __init__(self, nbytes: int, other: State) -> None:
+        self.nbytes, self.other = nbytes, other
+
+    def post(self, state: str, where: str, nbytes: int) -> None:
+        assert (state, nbytes) == ("waits", self.nbytes)
+
+    def states(self) -> list[RankStatus]:
+        return [RankStatus("waits", "step 1", 1, self.nbytes), RankStatus(self.other, "step 1", 1)]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "other", "patience_s"), [(0, "waits", 3.0), (1_000_000_000, "waits", 23.0), (0, "ended", 1.5)]
+)
+def test_a_long_transfer_is_no_deadlock(
+    nbytes: int, other: State, patience_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks wait while a large message is on its way, and none computes."""
+    board: Any = TwoQuietRanks(nbytes, other)
+    supervisor = Supervisor(AloneCommunicator(), board, None, 0.0)
+    ended: list[str] = []
+    monkeypatch.setattr(supervisor, "_end_all", ended.append)
+    monkeypatch.setattr(ACTIVITY, "wait", Wait(lambda: "an exchange", 0.0, nbytes=nbytes))
+    supervisor._look(board, 10.0)
+    supervisor._look(board, 10.0 + patience_s)
+    assert ended == []
+    supervisor._look(board, 10.1 + patience_s)
+    assert len(ended) == 1 and ("ranks 0-1 wait" if other == "waits" else "rank 1 has ended") in ended[0]
 
 
 def test_the_time_limit_is_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
