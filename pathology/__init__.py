@@ -1,6 +1,6 @@
-"""Slides: read, ingested into a store, predicted, explained.
+"""Slides: reading, ingest into a store, prediction.
 
-The functions here are what a script needs; the commands of ``hyfi`` are built on the same ones:
+These functions are for scripts; the commands of ``hyfi`` use the same code:
 
 >>> import pathology
 >>> slide = pathology.open_slide("SLIDES/slide-0000.tiff")
@@ -38,7 +38,7 @@ def open_slide(path: StrPath) -> SlideSource:
         that the caller owns. Close it when done.
 
     Raises:
-        SlideError: No reader knows the file, or it is damaged; the message says why.
+        SlideError: No reader supports the file, or it is damaged; the message says why.
     """
     from pathology.readers.sources import open_source
 
@@ -52,9 +52,9 @@ def ingest_slides(
 
     Args:
         paths: Slide files, folders, or manifest CSVs.
-        store: The store's folder; made where it does not exist.
+        store: The store's folder; created if it does not exist.
         workers: Processes; 0: as many as cores and memory allow, 1: this process.
-        overwrite: Do finished slides again.
+        overwrite: Ingest finished slides again.
         options: Fields of `pathology.ingest.options.IngestOptions`: ``mpp=1.0``, ``slide_mpp=0.25``,
             ``codec="zstd:3"`` …
 
@@ -62,7 +62,7 @@ def ingest_slides(
         The records of the slides that are done and of those that failed, each of these with its reason.
 
     Raises:
-        RequestError: A path or an option is wrong, or the store holds slides of other options; nothing is written.
+        RequestError: A path or an option is wrong, or the store has slides with other options; nothing is written.
     """
     from pathology.ingest.archive import IngestOptions, Request, ingest
 
@@ -73,20 +73,20 @@ def ingest_slides(
 def predict_slides(
     model: nn.Module, checkpoint: StrPath, slides: Sequence[StrPath], out: StrPath, **options: Any
 ) -> PredictionReport:
-    """Predict slides with a checkpoint, as ``hyfi predict`` does, in this process (or all ranks that were started).
+    """Predict slides with a checkpoint, as ``hyfi predict`` does, in this process (or all started ranks).
 
     Args:
         model: A module of the checkpoint's architecture; its weights are replaced by the checkpoint's.
         checkpoint: The folder that a run wrote, as in ``runs/first/checkpoints/best``.
         slides: Slide files, folders, manifest CSVs or stores.
-        out: The folder of results; made where it does not exist.
+        out: The folder of results; created if it does not exist.
         options: Fields of `pathology.predict.options.PredictOptions`: ``overwrite=True``, ``cells=(4, 4)`` …
 
     Returns:
         The predictions that are done, and those that failed, each of these with its reason.
 
     Raises:
-        RequestError: The checkpoint does not fit the model, or an input or ``out`` cannot be used.
+        RequestError: The checkpoint does not match the model, or an input or ``out`` cannot be used.
     """
     import hyfi_core
     from hyfi_core.errors import RequestError

@@ -1,10 +1,10 @@
-"""What is wrong with one slide, while the others go on."""
+"""Errors of a single slide, which do not affect other slides."""
 
 from __future__ import annotations
 
 
 class SlideError(Exception):
-    """A slide cannot be used; the message is the reason that people read in the manifest."""
+    """A slide cannot be used; the message is the reason shown in the manifest."""
 
 
 class TileError(SlideError):

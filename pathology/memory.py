@@ -1,4 +1,4 @@
-"""How many workers the memory allows."""
+"""Number of workers by available memory."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from hyfi_core.errors import RequestError
 from hyfi_core.process_memory import available_bytes
 
 WORKER_BYTES = 1_000_000_000
-"""What one worker needs at most, whatever the slide; see `workflows.benchmarks.ingest_memory`."""
+"""Peak memory of one worker, for any slide; see `workflows.benchmarks.ingest_memory`."""
 _SHARE = 0.8
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes that ``8GB``, ``8 GiB``, ``800M`` or a plain number mean.
+    """Parse ``8GB``, ``8 GiB``, ``800M`` or a plain number of bytes.
 
     Raises:
-        RequestError: It is something else.
+        RequestError: The text is none of these.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
     if not found:
@@ -27,11 +27,11 @@ def parse_bytes(text: str) -> int:
 
 
 def worker_count(asked: int, memory_bytes: int | None) -> int:
-    """Return how many workers there are to be.
+    """Return the number of workers.
 
     Args:
-        asked: As the user says; 0: as many as there are cores.
-        memory_bytes: What all of them may use; None: most of what is free.
+        asked: Requested; 0: the number of cores.
+        memory_bytes: Memory of all of them; None: most of the free memory.
 
     Raises:
         RequestError: The memory is too small for one.

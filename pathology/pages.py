@@ -1,4 +1,4 @@
-"""What the HTML pages of ingest and prediction share: templates, pictures inside the page, meanings of flags."""
+"""Shared code of HTML pages: templates, embedded pictures, descriptions of flags."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ FLAG_MEANINGS = {
     "several_images": "the model takes images of a fixed size; several show the slide, and their logits are combined",
     "heatmap_by_centre": "heatmap cells are placed by their centres, up to half a cell off",
 }
-"""Every flag of a slide, in words for people."""
+"""Description of each flag."""
 
 
 def render(template: str, **values: Any) -> str:
-    """Return a page as HTML; every text in it is escaped, a name that the template misses is an error."""
+    """Return a page as HTML; texts are escaped, and undefined names are errors."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
@@ -50,7 +50,7 @@ def jpeg_uri(encoded: bytes) -> str:
 
 
 def data_uri(image: Image.Image, longest_px: int, quality: int = 86) -> str:
-    """Return a picture as a JPEG data URI, shrunk to ``longest_px`` where it is larger."""
+    """Return a picture as a JPEG data URI, reduced to ``longest_px`` if larger."""
     shown = image.convert("RGB")
     shown.thumbnail((longest_px, longest_px), Image.Resampling.LANCZOS)
     buffer = io.BytesIO()

@@ -1,1 +1,1 @@
-"""Slides become a store."""
+"""Ingest of slides into a store."""

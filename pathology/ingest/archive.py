@@ -1,4 +1,4 @@
-"""Many slides into a store: what is finished is skipped, what changed is redone or refused, what fails fails alone."""
+"""Ingest of many slides: finished ones are skipped, changed ones redone or refused, failures isolated."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ __all__ = ["IngestOptions", "IngestReport", "Plan", "Request", "ingest", "ingest
 
 @dataclass(slots=True)
 class IngestReport:
-    """What an ingest did.
+    """Result of an ingest.
 
     Attributes:
         done: Records of the slides that were ingested now.
         failed: Records of those that failed now, each with its reason.
-        skipped: Names of those that were finished before, or meanwhile by another run.
-        stopped: Why the store could not be written any more; empty otherwise.
+        skipped: Names of those finished earlier, or by another run in the meantime.
+        stopped: Why the store could no longer be written; empty otherwise.
     """
 
     done: list[SlideRecord] = field(default_factory=list)
@@ -45,7 +45,7 @@ class IngestReport:
     stopped: str = ""
 
     def take(self, outcome: Outcome) -> None:
-        """Add what became of one slide."""
+        """Add the result of one slide."""
         if outcome.record.status != DONE:
             self.failed.append(outcome.record)
         elif outcome.ours:
@@ -56,12 +56,12 @@ class IngestReport:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What an ingest would do.
+    """The plan of an ingest.
 
     Attributes:
         jobs: To do.
-        finished: Finished slides by name, with the record they are to have.
-        key: The pseudonyms, not saved yet; None where slides keep their names.
+        finished: Finished slides by name, with their new records.
+        key: The pseudonyms, not saved yet; None if slides keep their names.
     """
 
     jobs: tuple[SlideJob, ...]
@@ -71,13 +71,13 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Which slides an ingest is about, and how they are named.
+    """The slides to ingest and their names.
 
     Attributes:
         paths: Slides, folders, manifest CSVs.
-        store: The store's folder; made where it does not exist.
+        store: The store's folder; created if it does not exist.
         options: How to ingest; see `IngestOptions`.
-        overwrite: Do finished slides again, with other parameters too.
+        overwrite: Ingest finished slides again, also with other parameters.
         part: (i, n): the i-th, from 1, of n parts, equal to one slide; the slides of the others are left out.
         pseudonyms: ``KEY.csv``: slides get random names, see `pathology.ingest.pseudonyms`.
     """
@@ -104,20 +104,20 @@ def ingest(
     Args:
         request: What to ingest; see `IngestRequest`.
         workers: Processes; 0: as many as cores and memory allow, 1: this process.
-        memory_bytes: What all of them together may use; default: what is free.
-        finished: Called with each slide's outcome as it comes.
-        progress: Called now and then with the share of each of the plan's jobs that is done.
-        plan: From `make_plan`, where it was made already.
+        memory_bytes: Memory of all processes together; default: the free memory.
+        finished: Called with the result of each slide.
+        progress: Called periodically with the completed fraction of each job.
+        plan: From `make_plan`, if it exists already.
 
     Raises:
-        RequestError: A path is wrong, the store cannot be written, or holds slides of other parameters.
+        RequestError: A path is wrong, or the store cannot be written or has slides with other parameters.
     """
     store = request.store
     plan = plan or make_plan(request)
     processes = min(worker_count(workers, memory_bytes), len(plan.jobs))
     _make_store(store)
     if plan.key is not None and not plan.key.commit():
-        # Another run made the key meanwhile.
+        # Another run has created the key in the meantime.
         return ingest(request, workers=workers, memory_bytes=memory_bytes, finished=finished, progress=progress)
     report = IngestReport(skipped=list(plan.finished))
 
@@ -132,17 +132,17 @@ def ingest(
         report.stopped = f"cannot write to the store {store}: {error.strerror or error}"
     finally:
         for last in (compile_manifest, write_contact, sweep_claims):
-            with suppress(OSError):  # a full disk; what is missing comes with the next run
+            with suppress(OSError):  # a full disk; the next run writes it
                 last(store)
     return report
 
 
 def make_plan(request: Request) -> Plan:
-    """Compare what is asked with what the store holds; writes nothing.
+    """Compare the request with the store, without writing.
 
     Raises:
-        RequestError: A path is wrong, finished slides were made with other parameters and ``overwrite`` is off, or the
-            store holds slides under their own names and pseudonyms are asked for, or the other way round.
+        RequestError: A path is wrong, finished slides were made with other parameters and ``overwrite`` is off, or
+            slides with and without pseudonyms would be mixed.
     """
     store = request.store
     if store.exists() and not store.is_dir():
@@ -170,7 +170,7 @@ def make_plan(request: Request) -> Plan:
 
 
 def _jobs(request: Request, records: dict[str, SlideRecord]) -> tuple[list[SlideJob], KeyFile | None]:
-    """Return the slides of this part under the names that they have in the store, and the key to these."""
+    """Return the slides of this part with their names in the store, and the key of pseudonyms."""
     _refuse_mixed_names(request, records)
     key = None
     if request.pseudonyms is None:
@@ -197,7 +197,7 @@ def _refuse_mixed_names(request: Request, records: dict[str, SlideRecord]) -> No
 
 
 def _finished_record(record: SlideRecord | None, store: Path) -> SlideRecord | None:
-    """Return the record if its slide is finished and whole; a damaged one is done again."""
+    """Return the record if its slide is finished and undamaged."""
     if record is None or record.status != DONE:
         return None
     try:
@@ -223,7 +223,7 @@ def _other_parameters(record: SlideRecord, job: SlideJob, options: IngestOptions
 
 
 def _contradicts(job: SlideJob, file_mpp: float | None) -> bool:
-    """Whether the manifest says another number than the file that a slide was made from."""
+    """Whether the manifest's mpp contradicts the one that the slide was ingested with."""
     with suppress(ValueError):
         return file_mpp is not None and abs(parse_mpp(job.row.get("source_mpp", "")) / file_mpp - 1) > AGREE_TOLERANCE
     return False
@@ -236,19 +236,19 @@ def _given_mpp(job: SlideJob, options: IngestOptions) -> float | None:
 
 
 def _unchanged_source(record: SlideRecord, job: SlideJob) -> SlideRecord | None:
-    """Return the record, brought up to date, if the file is the one it was made from; None to do it again."""
+    """Return the updated record if the source file is unchanged; None to ingest it again."""
     extra = user_columns(job.row) or record.extra
     kept = replace(record, extra=extra, reason="")
     try:
         stamp = SourceStamp.of(job.source)
     except SlideError:
-        return kept  # the file is gone, its slide is in the store
+        return kept  # the file was removed, but its slide is in the store
     old = record.identity
     now = stamp.to_json(job.secret)
     if now["size_bytes"] != old.get("size_bytes"):
         return None
     if now["mtime_ns"] != old.get("mtime_ns"):
-        # Copied, or touched: only now is it worth reading the whole file.
+        # Copied or touched: compare the digest of the whole file.
         if source_digest(job.source) != old.get("sha256"):
             return None
         kept = replace(kept, identity={**old, **now})
@@ -266,7 +266,7 @@ def _refuse_changed(changed: Sequence[str], store: Path) -> None:
 
 
 def _refresh(finished: dict[str, SlideRecord], store: Path) -> None:
-    """Save the records of skipped slides whose file moved or whose manifest row changed; drop what no longer is."""
+    """Save the records of skipped slides whose file moved or whose manifest row changed; remove outdated ones."""
     records = load_records(store)
     for record in records.values():
         if (
@@ -274,7 +274,7 @@ def _refresh(finished: dict[str, SlideRecord], store: Path) -> None:
             and record.source_path
             and not closed_folder(Path(record.source_path))
         ):
-            record_path(store, record.slide_id).unlink(missing_ok=True)  # now its slides speak for themselves
+            record_path(store, record.slide_id).unlink(missing_ok=True)  # replaced by the records of its slides
     for name, record in finished.items():
         if records.get(name) != record:
             record.save(store)

@@ -1,13 +1,13 @@
-"""Who works on what, agreed on by files alone: many processes on many nodes share one folder, without locks.
+"""Claims: files by which processes on many nodes divide work in a shared folder, without locks.
 
 ```
-FOLDER/<name>.0       made by exclusive create: its maker holds <name>, and touches the file while at work
-FOLDER/<name>.1       made when .0 was stale; the process that makes it, and sees .0 unchanged, holds <name> now
+FOLDER/<name>.0       created exclusively: its creator holds <name>, and touches the file while working
+FOLDER/<name>.1       created when .0 is stale; its creator, if .0 is still unchanged, now holds <name>
 ```
 
 A claim is stale when its process has ended (seen on the same machine), or when its file has not been touched for two
-minutes by the clock of the disk that holds it. Two that find the same stale claim both try to create the same next
-file: exclusive create lets one of them. `flock` is not used: on network disks it is often not there, or not kept.
+minutes by the clock of the disk that holds it. Processes that find the same stale claim try to create the same next
+file, and only one succeeds. `flock` is not used: on network disks it is often missing or unreliable.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _UNREADABLE_GRACE_S = 10.0
 
 
 class ClaimLostError(Exception):
-    """This process was thought dead, and another one has taken over."""
+    """Another process has taken over, because this one did not renew its claim."""
 
 
 class Claim:
-    """The right to work on one name; a context manager that gives it back.
+    """The exclusive right to work on one name; a context manager that releases it.
 
-    Touches its file every ten seconds from a thread of its own.
+    A thread touches its file every ten seconds.
     """
 
     def __init__(self, path: Path, token: str) -> None:
@@ -48,11 +48,11 @@ class Claim:
 
     @classmethod
     def take(cls, folder: Path, name: str) -> Claim | None:
-        """Return the claim on ``name``, or None while somebody else holds it.
+        """Return the claim on ``name``, or None if another process holds it.
 
         Args:
-            folder: Where claims lie; made where it does not exist.
-            name: May be a file's name.
+            folder: The folder of claims; created if it does not exist.
+            name: Must be a valid file name.
 
         Raises:
             OSError: The folder cannot be written.
@@ -78,7 +78,7 @@ class Claim:
         return claim
 
     def check(self) -> None:
-        """Make sure that the claim still holds, before something is done that cannot be undone.
+        """Check that the claim is still valid, before an irreversible action.
 
         A network file system may show an old list of a folder for a minute. So the file that whoever took over must
         have made is made here, exclusively, which the server decides, and removed again.
@@ -105,14 +105,14 @@ class Claim:
         self.release()
 
     def release(self) -> None:
-        """Give the claim back, and remove the stale ones that it took the place of."""
+        """Release the claim, and remove the stale ones that it replaced."""
         self._stop.set()
         self._beat.join()
         folder, (name, number) = self._path.parent, _parts(self._path)
         if _token(self._path) == self._token:
             for other in _numbers(folder, name):
                 if other <= number:
-                    # From below: a claim that is left alone is never one that was taken over.
+                    # In ascending order, so that a remaining claim is never one that was taken over.
                     with contextlib.suppress(OSError):
                         (folder / f"{name}.{other}").unlink()
 
@@ -123,7 +123,7 @@ class Claim:
 
 
 def is_held(folder: Path, name: str) -> bool:
-    """Whether somebody who is alive holds ``name``."""
+    """Whether a live process holds ``name``."""
     latest = _latest(folder, name)
     return latest is not None and not latest.is_stale()
 
@@ -136,7 +136,7 @@ def remove_ended(folder: Path, name: str) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Remove the claims that killed processes left behind."""
+    """Remove the claims of killed processes."""
     names = {_parts(path)[0] for path in folder.glob("*") if path.name.rpartition(".")[2].isdecimal()}
     for name in names:
         if not is_held(folder, name):
@@ -145,7 +145,7 @@ def sweep(folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A claim's file as it was found."""
+    """A claim's file as found."""
 
     path: Path
     number: int
@@ -155,11 +155,11 @@ class _Found:
         try:
             silent_s = _now_on_disk(self.path.parent) - self.path.stat().st_mtime
         except FileNotFoundError:
-            return False  # given back this moment: the next attempt finds it free
+            return False  # just released: the next attempt succeeds
         if self.token is None:
             return False
         if not self.token:
-            # Created, and nothing in it yet: its maker is writing, or died between the two.
+            # Created but empty: its creator is writing, or has died.
             return silent_s > _UNREADABLE_GRACE_S
         return silent_s > STALE_AFTER_S or _has_ended(self.token)
 
@@ -206,7 +206,7 @@ def _is_mine(folder: Path, name: str, number: int, before: _Found | None) -> boo
 
 
 def _token(path: Path) -> str | None:
-    """Return what a claim says; None where it is gone."""
+    """Return the content of a claim; None if it was removed."""
     try:
         return path.read_bytes().decode(errors="replace")
     except OSError:
@@ -214,7 +214,7 @@ def _token(path: Path) -> str | None:
 
 
 def _now_on_disk(folder: Path) -> float:
-    """Return the time by the clock that gives files their times: that of the server, on a network disk."""
+    """Return the current time of the file system's clock, which is the server's on a network disk."""
     probe = folder / f".now-{socket.gethostname()}-{os.getpid()}-{threading.get_ident()}"
     try:
         probe.touch()
@@ -229,7 +229,7 @@ def _myself() -> str:
 
 @cache
 def _machine() -> str:
-    """Return what tells this machine, since it was started, and this container from others."""
+    """Return an identifier of this machine, boot and container."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -239,7 +239,7 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str:
-    """Return when a process was started, as the kernel counts; ``-`` where it does not say. A pid may come again."""
+    """Return the kernel's start time of a process, or ``-``; distinguishes reused pids."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
@@ -247,7 +247,7 @@ def _started(pid: int) -> str:
 
 
 def _has_ended(token: str) -> bool:
-    """Whether the process that a claim names was one of this machine and does not run any more."""
+    """Whether the claim's process was on this machine and has ended."""
     parts = token.split()
     if len(parts) != 4 or parts[0] != _machine() or not parts[1].isdigit():
         return False

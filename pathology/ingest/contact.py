@@ -1,9 +1,9 @@
-"""The contact sheet: every slide of a store on one page, to be skimmed for what went wrong.
+"""The contact sheet: all slides of a store on one page, for a quick check.
 
 ```
-STORE/contact.html                 one page, pictures inside, no network and no script
+STORE/contact.html                 one page with embedded pictures, without network and scripts
 STORE/contact/<slide_id>.png       each slide with its outline, pen and blur, larger
-STORE/contact/<slide_id>.jpg       the same, as small as the page shows it
+STORE/contact/<slide_id>.jpg       the same as a thumbnail
 ```
 """
 
@@ -93,7 +93,7 @@ def write_picture(store: Path, slide_id: str) -> None:
 
 
 def draw(slide: SlideStore, longest_px: int = PICTURE_PX) -> RGB:
-    """Return the picture ``(h, w, 3)`` of a slide: tissue outlined, ink red, what is out of focus hatched orange.
+    """Return the picture ``(h, w, 3)`` of a slide: tissue outlined, ink red, out-of-focus areas hatched orange.
 
     Raises:
         StoreError: The slide is damaged.

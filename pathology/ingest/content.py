@@ -1,6 +1,6 @@
-"""What is written of a slide: its pixels resampled to a pyramid, or its JPEG tiles as they are.
+"""The content written for a slide: its pixels resampled to a pyramid, or its JPEG tiles unchanged.
 
-Tiles that are copied are not decoded; what is found out about such a slide comes from elsewhere:
+Copied tiles are not decoded; such a slide is measured separately:
 
 ```
 finest level     tiles are copied, none is decoded
@@ -42,11 +42,11 @@ from pathology.tissue.tissue import TissueParameters, find_tissue
 _SAMPLES = 48
 _SAMPLE_PX = 256
 _WIDEST_PX = 2**20
-"""Pixels converted to sRGB at a time: what Pillow copies stays small."""
+"""Pixels converted to sRGB at a time, which limits Pillow's copies."""
 
 
 class SlideContent(Protocol):
-    """What a writer needs, and what is known once it is written."""
+    """The content of a slide, for a writer."""
 
     @property
     def kind(self) -> str:
@@ -54,7 +54,7 @@ class SlideContent(Protocol):
 
     @property
     def frame(self) -> Frame:
-        """Which part of the slide it is."""
+        """The written part of the slide."""
 
     @property
     def levels(self) -> Sequence[StoredLevel]:
@@ -62,18 +62,18 @@ class SlideContent(Protocol):
 
     @property
     def glass(self) -> tuple[Mask, float] | None:
-        """For the writer: the tissue, where the rest is to be left out, and its microns per pixel."""
+        """For the writer: the tissue mask outside of which chunks are omitted, and its microns per pixel."""
 
     @property
     def bad_tiles(self) -> int:
-        """Tiles that could not be read."""
+        """Number of tiles that could not be read."""
 
     @property
     def tiles(self) -> int:
-        """Tiles that were asked for."""
+        """Number of tiles requested."""
 
     def write(self, writer: SlideWriter, progress: Callable[[float], None]) -> Quality:
-        """Write pixels and tissue label; return what was found out on the way.
+        """Write pixels and tissue label; return the measurements.
 
         Raises:
             SlideError: The slide cannot be read.
@@ -82,10 +82,10 @@ class SlideContent(Protocol):
 
 
 def content_of(slide: SlideSource, mpp: SourceMpp, options: IngestOptions) -> SlideContent:
-    """Return what is to be written of an open slide.
+    """Return the content to write for an open slide.
 
     Raises:
-        SlideError: It does not have what is asked for.
+        SlideError: The slide cannot be ingested with these options.
     """
     if options.lossless:
         return LosslessContent(slide, mpp, options)
@@ -126,7 +126,7 @@ class ResampledContent:
             nonlocal done_px
             progress(done_px / all_px)
             done_px += box.area
-            # Shards of a run that was killed are read back, unless tiles may be bad: those must be counted again.
+            # Shards of a killed run are reused, unless bad tiles are allowed: these must be counted again.
             kept = writer.read_back(0, box) if self._options.max_bad == 0 else None
             if kept is not None:
                 return kept
@@ -156,7 +156,7 @@ class LosslessContent:
         self.levels = self._copy.stored_levels(mpp.um)
         self.glass: tuple[Mask, float] | None = None
         self._quality: Quality | None = None
-        if options.glass == "blank":  # what is to be left out must be known before
+        if options.glass == "blank":  # the omitted chunks must be known first
             self._quality = self._survey()
             self.glass = (self._quality.masks.tissue, self._quality.mpp_um)
         self.bad_tiles = self.tiles = 0
@@ -177,7 +177,7 @@ class LosslessContent:
 
 
 def survey_lossless(slide: SlideSource, mpp: tuple[float, float], parameters: TissueParameters) -> Quality:
-    """Measure a slide that is to be copied; what cannot be decoded is white here and found by the copy.
+    """Measure a slide that is copied; tiles that cannot be decoded are white here and reported by the copy.
 
     Memory: the slide at about 8 µm per pixel and what is decoded for it.
 
@@ -205,13 +205,13 @@ def survey_lossless(slide: SlideSource, mpp: tuple[float, float], parameters: Ti
         def measure(box: Box) -> None:
             survey.see(0, box.y0, box.x0, reader.read(box))
 
-        # One thread reads a block and measures it: blocks do not touch.
+        # Blocks do not overlap, so each is read and measured by one thread.
         run_in_pool(measure, _samples(masks.tissue, 2**level, Box.of_size(fine.height_px, fine.width_px)))
     return survey.result(masks)
 
 
 def _samples(tissue: Mask, scale: int, whole: Box) -> list[Box]:
-    """Return blocks with tissue in their middle, evenly chosen from all that there are, row by row."""
+    """Return blocks with tissue in their middle, evenly distributed, row by row."""
     step = _SAMPLE_PX // scale
     rows, columns = np.nonzero(tissue[step // 2 :: step, step // 2 :: step])
     chosen = np.unique(np.linspace(0, max(0, len(rows) - 1), _SAMPLES).astype(int))[: len(rows)]
@@ -226,12 +226,12 @@ class ToSrgb:
         profile: The bytes of the slide's profile.
 
     Raises:
-        SlideError: They are no profile of RGB pixels.
+        SlideError: They are not an RGB profile.
     """
 
     def __init__(self, profile: bytes) -> None:
         self._profile = profile
-        # A transform of Little CMS remembers its last colour: it is not for two threads.
+        # Little CMS transforms cache the last colour and are not thread-safe.
         self._transforms = PerThread(self._build, lambda transform: None)
         self._transforms.get()
 

@@ -1,4 +1,4 @@
-"""Which slides are meant, and what each is called in the store."""
+"""Discovery of slides, and their names in the store."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class SlideJob:
         source: Its file.
         slide_id: Its name in the store.
         row: Of the user's manifest.
-        secret: Not empty: the name is a pseudonym, and the store is not to know name, place or time of the file.
-        seen: Which state of the slide's record the job was planned on, see `data.store.manifest.record_state`.
+        secret: Not empty: the name is a pseudonym, and name, path and time of the file are not stored.
+        seen: State of the slide's record when the job was planned, see `data.store.manifest.record_state`.
     """
 
     source: Path
@@ -41,15 +41,15 @@ class SlideJob:
 
 
 def find_jobs(paths: Sequence[Path], records: Mapping[str, SlideRecord]) -> list[SlideJob]:
-    """Return the slides that ``paths`` mean, each once, each with its own name.
+    """Return the slides in ``paths``, without duplicates, with unique names.
 
     Args:
         paths: Slides, folders (searched, links to folders followed once) and manifest CSVs.
-        records: What the store holds already: a slide keeps the name that it has there.
+        records: Of the store: slides keep their names there.
 
     Raises:
-        RequestError: A path does not exist, a folder holds no slide, a manifest is wrong, a name is given twice, or
-            two rows say different things of one slide.
+        RequestError: A path does not exist, a folder has no slide, a manifest is invalid, a name is used twice, or two
+            rows contradict each other.
     """
     rows: dict[Path, dict[str, str]] = {}
     for path in paths:
@@ -59,12 +59,12 @@ def find_jobs(paths: Sequence[Path], records: Mapping[str, SlideRecord]) -> list
 
 
 def user_columns(row: Mapping[str, str]) -> dict[str, str]:
-    """Return what a manifest row says beyond where the slide lies."""
+    """Return a manifest row without the path columns."""
     return {k: v for k, v in row.items() if k not in ("path", "source_path")}
 
 
 def is_gone(path: Path) -> bool:
-    """Whether there is no longer a file in this place; one that cannot be looked at may be there still."""
+    """Whether the file no longer exists; inaccessible ones may still exist."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -75,7 +75,7 @@ def is_gone(path: Path) -> bool:
 
 
 def _merged(path: Path, source: Path, one: Mapping[str, str], other: Mapping[str, str]) -> dict[str, str]:
-    """Return what two rows say of one slide, if they do not contradict each other."""
+    """Merge two rows of one slide, unless they contradict each other."""
     for column in sorted(one.keys() & other.keys() - {"source_path"}):
         if one[column] != other[column]:
             raise RequestError(
@@ -108,7 +108,7 @@ def _expand(path: Path) -> Iterator[tuple[Path, dict[str, str]]]:
 
 
 def _one_of_each_series(rows: Mapping[Path, dict[str, str]]) -> dict[Path, dict[str, str]]:
-    """Leave out DICOM files that a manifest says nothing of and whose slide is meant by another file already."""
+    """Remove DICOM files that are not in a manifest and whose slide is represented by another file."""
     series = {source: _series_of(source) for source in rows}
     kept, meant = {}, {series[source] for source, row in rows.items() if row}
     for source, row in rows.items():
@@ -128,7 +128,7 @@ def _dicom_head(source: Path) -> DicomHead | None:
         return None
     with suppress(OSError):
         return dicom_head(source)
-    return None  # what is wrong with it, its reader will say
+    return None  # the reader reports the error
 
 
 def _is_slide(source: Path) -> bool:
@@ -137,22 +137,22 @@ def _is_slide(source: Path) -> bool:
 
 
 def _tidy(path: Path) -> Path:
-    """Return the absolute path without ``.`` and ``..``, links kept: one file, one text."""
+    """Return the absolute path without ``.`` and ``..``, without resolving links, so that each file has one path."""
     tidy = Path(os.path.normpath(path.absolute()))
-    # Behind a link to a folder, `..` is not what the text says.
+    # After a link to a folder, `..` differs from the text.
     try:
         return tidy if tidy.samefile(path) else path.absolute()
-    except OSError:  # what is wrong with it, its reader will say
+    except OSError:  # the reader reports the error
         return tidy if is_gone(path) else path.absolute()
 
 
 def _search(folder: Path) -> Iterator[Path]:
-    """Yield the slides, and the folders that cannot be searched: these fail like a slide that cannot be read."""
+    """Yield slides, and folders that cannot be searched, which fail like unreadable slides."""
     visited: set[str] = set()
     closed: list[Path] = []
 
     def note(error: OSError) -> None:
-        if not isinstance(error, FileNotFoundError):  # one that was removed meanwhile
+        if not isinstance(error, FileNotFoundError):  # removed in the meantime
             closed.append(Path(error.filename))
 
     for here, folders, files in os.walk(_tidy(folder), onerror=note, followlinks=True):
@@ -174,7 +174,7 @@ def _named(rows: Mapping[Path, dict[str, str]], records: Mapping[str, SlideRecor
     twice = [name for name, count in Counter(given.values()).items() if count > 1]
     if twice:
         raise RequestError(f"slide_id {twice[0]!r} is used for two slides; it must be unique")
-    others = cache(series_in)  # a folder may hold thousands
+    others = cache(series_in)  # a folder may have thousands
     plain = {source: _plain_name(source, others) for source in rows if source not in given}
     shared = Counter([*plain.values(), *given.values()])
     jobs = []
@@ -189,12 +189,12 @@ def _named(rows: Mapping[Path, dict[str, str]], records: Mapping[str, SlideRecor
 
 
 def name_with_place(name: str, source: Path) -> str:
-    """Return a name that slides of the same file name in other folders do not have."""
+    """Return a name that is unique among slides with the same file name in other folders."""
     return f"{name}-{_short_digest(str(source.parent))}"
 
 
 def _is_anothers(record: SlideRecord | None) -> bool:
-    """Whether the name belongs to a slide in another place; one that is no longer there has been moved here."""
+    """Whether the name belongs to a slide at another path that still exists; otherwise it was moved."""
     return record is not None and (not record.source_path or not is_gone(Path(record.source_path)))
 
 
@@ -208,7 +208,7 @@ def _checked(name: str) -> str:
 
 
 def _plain_name(source: Path, series_in: Callable[[Path], Mapping[DicomHead, Path]]) -> str:
-    """Return what a slide is called by its file; a DICOM series by its folder, or where others lie there by its UID."""
+    """Return the name of a slide from its file; of a DICOM series from its folder, or its UID if there are several."""
     stem, head = re.sub(r"\.ome$", "", source.stem, flags=re.IGNORECASE), _dicom_head(source)
     if head is not None and head.whole_slide and head.series:
         with suppress(OSError):

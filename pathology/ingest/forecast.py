@@ -1,4 +1,4 @@
-"""What an ingest would cost, from the slides' headers alone, and whether the disk has room for it."""
+"""Cost estimate of an ingest from slide headers, and checks of disk space."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _BYTES_PER_PX = {"zstd": 1.2, "jpeg": 0.2}
 """Stained tissue and glass mixed, pyramid included; zstd: from 0.3 (glass) to 2.4 (tissue all over)."""
 _PX_PER_CORE_S = 25e6
 LEAST_BYTES_PER_PX = 0.15
-"""What a slide takes at the very least, pyramid included: mostly glass, zstd."""
+"""Lower bound of a slide's size, pyramid included: mostly glass, zstd."""
 RESERVE_BYTES = 64 * 2**20
 _SAMPLED = 8
-"""Slides that are opened to tell whether all of them can fit."""
+"""Number of slides opened to estimate whether all fit."""
 
 
 @dataclass(slots=True)
@@ -41,14 +41,14 @@ class Forecast:
 
     @property
     def core_hours(self) -> float:
-        """Hours on one core of today."""
+        """Hours on one core."""
         return self.source_px / _PX_PER_CORE_S / 3600
 
 
 def forecast(
     jobs: Sequence[SlideJob], options: IngestOptions, progress: Callable[[str], None] = lambda name: None
 ) -> Forecast:
-    """Open every slide, decode nothing, and add up.
+    """Open every slide without decoding and add up the estimates.
 
     Args:
         jobs: The slides.
@@ -83,7 +83,7 @@ def forecast(
 
 
 def sampled_least_bytes(jobs: Sequence[SlideJob], options: IngestOptions) -> float:
-    """Return what all slides take at the very least, judged from a few of them; 0 where parts may be left out."""
+    """Return a lower bound of the size of all slides, extrapolated from a few; 0 if parts may be omitted."""
     may_be_less = options.crop_tissue or options.lossless or options.glass != "keep" or not options.pixel_codec.exact
     if not jobs or may_be_less:
         return 0.0
@@ -93,21 +93,21 @@ def sampled_least_bytes(jobs: Sequence[SlideJob], options: IngestOptions) -> flo
 
 
 def free_bytes(folder: Path) -> int:
-    """Return what may still be written into ``folder``, or into the nearest folder above it that exists."""
+    """Return the free bytes at ``folder``, or at its nearest existing parent."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return shutil.disk_usage(folder).free
 
 
 def require_room(store: Path, finest_px: int) -> None:
-    """Check before a slide is written that its pixels may fit at all.
+    """Check that a slide can fit before it is written.
 
     Args:
         store: The store's folder.
         finest_px: Pixels of the slide's finest level.
 
     Raises:
-        OSError: They cannot (`errno.ENOSPC`); says what is needed and what is free.
+        OSError: It cannot (`errno.ENOSPC`); the message has the needed and the free bytes.
     """
     needed, free = int(finest_px * LEAST_BYTES_PER_PX) + RESERVE_BYTES, free_bytes(store)
     if needed > free:

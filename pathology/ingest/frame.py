@@ -1,4 +1,4 @@
-"""Which part of a slide becomes a store: all of it, or the box around its tissue."""
+"""The part of a slide that is ingested: all of it, or the bounding box of its tissue."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from pathology.tissue.quality import mask_level
 from pathology.tissue.tissue import Mask, TissueMasks, find_tissue
 
 CROP_ALIGN_PX = 512
-"""Crops start at multiples of this: their pyramid has the pixels that the whole slide's would have."""
+"""Crops start at multiples of this, so that their pyramid has the same pixels as the whole slide's."""
 CROP_MARGIN_UM = 100.0
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What is written of a slide.
+    """The part of a slide to write.
 
     Attributes:
         choice: The source's level that is read, and the size of the whole slide.
         mpp: Microns per pixel (y, x) of the store's finest level.
         box: The part that is written, in pixels of that level of the whole slide.
-        masks: Tissue and pen of that part, where the writer has to know them before; else None.
+        masks: Tissue and pen masks of that part, if the writer needs them; else None.
         mask_mpp: Microns per pixel of the masks.
     """
 
@@ -42,7 +42,7 @@ class Frame:
 
     @property
     def cropped(self) -> bool:
-        """Whether the part is not the whole."""
+        """Whether it is not the whole slide."""
         return self.box != Box.of_size(self.choice.height_px, self.choice.width_px)
 
     def sizes(self, options: IngestOptions) -> tuple[LevelSize, ...]:
@@ -51,9 +51,9 @@ class Frame:
 
 
 def find_frame(slide: SlideSource, mpp: SourceMpp, options: IngestOptions) -> Frame:
-    """Return what of a slide is to be written.
+    """Return the part of a slide to write.
 
-    Where the tissue must be known before (`--crop-tissue`, `--glass blank`), a coarse level is looked at first.
+    If the tissue must be known first (`--crop-tissue`, `--glass blank`), a coarse level is read.
 
     Raises:
         SlideError: No level is fine enough, or the coarse level cannot be read.
@@ -87,7 +87,7 @@ def _masks(slide: SlideSource, mpp: SourceMpp, options: IngestOptions, size: Lev
 
 
 def _around(tissue: Mask, scale: int, whole: Box, mpp_um: float) -> Box:
-    """Return the box around the tissue with a margin, aligned; the whole where there is none."""
+    """Return the box around the tissue with a margin, aligned; the whole slide if there is none."""
     rows, columns = np.flatnonzero(tissue.any(1)), np.flatnonzero(tissue.any(0))
     if not rows.size:
         return whole

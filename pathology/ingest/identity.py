@@ -1,4 +1,4 @@
-"""Whether a slide in the store is the slide that is asked for: parameters, size, mtime, and digest in doubt."""
+"""Comparison of a stored slide with its source: parameters, size, mtime, and digest if necessary."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ class SourceStamp:
 
     Attributes:
         size_bytes: Of all together.
-        mtime_ns: The file's; of several a number that changes with the name, size or time of any of them: the newest
-            time alone would not see that an older one was replaced.
+        mtime_ns: The file's; for several files a number that changes with the name, size or time of any of them.
     """
 
     size_bytes: int
@@ -34,7 +33,7 @@ class SourceStamp:
         """Stat the slide's files.
 
         Raises:
-            SlideError: The slide is not there or cannot be read.
+            SlideError: The slide does not exist or cannot be read.
         """
         try:
             found = [(f.name, f.stat()) for f in files_of(path)]
@@ -50,7 +49,7 @@ class SourceStamp:
         """Return both numbers.
 
         Args:
-            secret: Not empty: the time, which is a date, becomes a number that says nothing without this.
+            secret: Not empty: the time is replaced by a keyed digest.
         """
         return {"size_bytes": self.size_bytes, "mtime_ns": _disguised(self.mtime_ns, secret)}
 
@@ -69,10 +68,10 @@ def source_digest(path: Path) -> str:
 
 
 class RunningDigest:
-    """The SHA-256 of a slide's files, taken by a thread while the slide is decoded.
+    """The SHA-256 of a slide's files, computed by a thread while the slide is decoded.
 
-    It reads the file from front to end, a little ahead of the decoder at best: an archive's disk is read once. To be
-    used as a context manager; leaving it stops the thread.
+    It reads the file sequentially, slightly ahead of the decoder if possible, so that the disk is read once. A context
+    manager that stops the thread on exit.
 
     Args:
         path: The slide's file.

@@ -15,21 +15,21 @@ from pathology.readers.source_level import RGB, BadTile
 from pathology.readers.threads import decode_threads, run_in_pool
 
 FINE_ENOUGH = 1.02
-"""A level this much coarser than asked still counts as fine enough."""
+"""A level may be coarser than requested by this factor."""
 UPSAMPLED_TO = 1.05
 """The finest level may be this much coarser than asked; it is upsampled and flagged."""
 AS_IT_IS = 0.01
-"""A level this near to what is asked, by either side, is taken as it is: 0.499 is not resampled to 0.5."""
+"""A level within this tolerance is not resampled: 0.499 for 0.5."""
 _BAND_PX = 2**22
-"""Source pixels that are asked for at a time: enough tiles to keep the threads busy, 12 MiB."""
+"""Source pixels read at a time: enough tiles for all threads, 12 MiB."""
 _WIDEST_PX = 16_384
-"""Source columns that are held at a time."""
+"""Source columns kept at a time."""
 _GLASS = 255
 
 
 @dataclass(frozen=True, slots=True)
 class LevelChoice:
-    """Which level is read, and how many of its pixels lie under one pixel of the store, (y, x)."""
+    """The level to read, and its pixels per pixel of the store, (y, x)."""
 
     level: int
     mpp: tuple[float, float]
@@ -45,10 +45,10 @@ def choose_level(source: SlideSource, source_mpp: tuple[float, float], mpp_um: f
     Args:
         source: The slide.
         source_mpp: Microns per pixel (y, x) of its finest level.
-        mpp_um: What the store is to have.
+        mpp_um: Microns per pixel of the store.
 
     Raises:
-        SlideError: The finest level is more than 5 % coarser than asked.
+        SlideError: The finest level is more than 5 % coarser than requested.
     """
     finest = sum(source_mpp) / 2
     fits = [k for k, level in enumerate(source.levels) if finest * max(level.downsample) <= FINE_ENOUGH * mpp_um]
@@ -61,22 +61,22 @@ def choose_level(source: SlideSource, source_mpp: tuple[float, float], mpp_um: f
     level = source.levels[index]
     mpp = (source_mpp[0] * level.downsample[0], source_mpp[1] * level.downsample[1])
     ratio = (mpp_um / mpp[0], mpp_um / mpp[1])
-    # The size follows from the finest level: a scanner's coarse level may have lost its last row.
+    # Computed from the finest level, because a scanner's coarse level may lack its last row.
     height = target_size(source.levels[0].height_px, mpp_um / source_mpp[0])
     width = target_size(source.levels[0].width_px, mpp_um / source_mpp[1])
     return LevelChoice(index, mpp, ratio, height, width, upsampled=not fits)
 
 
 def own_mpp(source: SlideSource, source_mpp: tuple[float, float], mpp_um: float | None) -> float:
-    """Return the microns per pixel that a store of this slide gets where ``mpp_um`` is asked for.
+    """Return the microns per pixel of the stored slide for a requested ``mpp_um``.
 
     Args:
         source: The slide.
         source_mpp: Microns per pixel (y, x) of its finest level.
-        mpp_um: What is asked for; None: those of the finest level.
+        mpp_um: Requested; None: those of the finest level.
 
     Returns:
-        Those of the nearest level where that is as good as what was asked for (`AS_IT_IS`), else what was asked for.
+        Those of the nearest level if within tolerance (`AS_IT_IS`), else the requested ones.
     """
     finest = sum(source_mpp) / 2
     if mpp_um is None:
@@ -87,7 +87,7 @@ def own_mpp(source: SlideSource, source_mpp: tuple[float, float], mpp_um: float 
 
 
 class LevelReader:
-    """Boxes of the store's finest level out of a source, and the count of tiles that could not be read.
+    """Reads boxes of the store's finest level from a source, and counts unreadable tiles.
 
     Each source tile under a box is decoded once for it. Memory: the box itself, and bands of its source pixels of
     about 30 MiB, whatever the box and the ratio.
@@ -95,7 +95,7 @@ class LevelReader:
     Args:
         source: The open slide.
         choice: From `choose_level`.
-        max_bad: Share of the level's tiles that may fail; those are white. 0: the first ends the slide.
+        max_bad: Fraction of the level's tiles that may fail and are then white. 0: the first raises.
     """
 
     def __init__(self, source: SlideSource, choice: LevelChoice, max_bad: float) -> None:
@@ -105,19 +105,19 @@ class LevelReader:
 
     @property
     def bad_tiles(self) -> int:
-        """How many tiles of the level could not be read so far."""
+        """Number of unreadable tiles so far."""
         return len(self._bad)
 
     @property
     def tiles(self) -> int:
-        """How many tiles the level has."""
+        """Number of tiles of the level."""
         return self._level.tiles
 
     def read(self, box: Box) -> Planes:
         """Return ``(3, h, w)`` uint8 of a box of the store's finest level.
 
         Raises:
-            SlideError: More tiles cannot be decoded than are allowed.
+            SlideError: More tiles cannot be decoded than allowed.
         """
         out: Planes = np.empty((3, *box.shape), np.uint8)
         ry, rx = self._choice.ratio
@@ -163,7 +163,7 @@ class LevelReader:
 
 
 class _RowWindow:
-    """Rows of some source columns, from the top down; what two steps share is kept, so no tile is decoded twice.
+    """Rows of some source columns, from top to bottom; rows shared by two steps are kept, so no tile is decoded twice.
 
     ```
     step 1    ████████████▒▒▒▒        ▒ read to the end of its tiles and kept

@@ -1,9 +1,9 @@
-"""A scanner's JPEG tiles into a store as they are: nothing is decoded or encoded, every pixel is the source's.
+"""Lossless ingest: copies a scanner's JPEG tiles into a store without decoding.
 
-Levels are those that the scanner made, and a chunk is a tile. Whether the stored tiles show what the slide's reader
-shows is compared on some tiles of every level before anything is written.
+Levels are those of the scanner, and each chunk is a tile. Before anything is written, some tiles of every level are
+compared with the pixels of the slide's reader.
 
-A JPEG tile of a TIFF is made to stand alone: with its tables, and a marker that says what its colours are.
+A JPEG tile of a TIFF becomes a standalone JPEG with its tables and a colour marker.
 
 ```
 tile      SOI [APP0 …]     SOF [DHT …] SOS coded … EOI
@@ -11,7 +11,7 @@ whole     SOI APP14 tables SOF [DHT …] SOS coded … EOI
           └─── prefix ───┘
 ```
 
-What was coded is copied byte by byte. Source: ISO/IEC 10918-1, annex B.
+Coded data is copied byte by byte. Source: ISO/IEC 10918-1, annex B.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pathology.readers.tiff_level import TiffLevel
 from pathology.readers.tiff_source import TiffSource
 
 _Place = tuple[bytes, int, int]
-"""What was read of a file, and where in it a tile begins and ends."""
+"""Bytes of a file, and the start and end of a tile in them."""
 _COMPARED = 5
 """Tiles of each level that are decoded and compared before the copy begins."""
 _SOI, _EOI = b"\xff\xd8", b"\xff\xd9"
@@ -47,7 +47,7 @@ _NO_HEADER = "its JPEG has no readable header"
 
 @dataclass(slots=True)
 class TileJoiner:
-    """Makes tiles of one level stand alone, as the slide's decoder sees them.
+    """Converts tiles of one level to standalone JPEGs.
 
     Attributes:
         prefix: Start, colours and tables, from `pathology.readers.jpeg_tile.jpeg_prefix`.
@@ -60,21 +60,21 @@ class TileJoiner:
     _made: bytes = field(default=b"", repr=False)
 
     def join(self, block: bytes, start: int = 0, end: int | None = None) -> tuple[bytes, int]:
-        """Return what the JPEG of its own begins with, and where in ``block`` the rest of it is, up to ``end``.
+        """Return the first bytes of the standalone JPEG, and the position in ``block`` of the rest, up to ``end``.
 
-        Nothing is copied: what was coded is most of the tile.
+        Coded data is not copied.
 
         Args:
-            block: Bytes of the file that hold the tile.
+            block: Bytes of the file that include the tile.
             start: Where in them the tile begins.
             end: Where it ends; default: with the block.
 
         Raises:
-            TileError: It is no JPEG of this size with three colours, or it does not end.
+            TileError: It is not a complete JPEG of this size with three colours.
         """
         end = len(block) if end is None else end
         if not (self._seen and block.startswith(self._seen, start, end)):
-            # Nearly all tiles of a level begin alike: what is true of one's header is true of theirs.
+            # Cached: nearly all tiles of a level have the same header.
             tile = block[start:end]
             kept, coded = self._header(tile)
             self._seen, self._made = tile[:coded], self.prefix + kept
@@ -84,7 +84,7 @@ class TileJoiner:
         return self._made, coded
 
     def _header(self, tile: bytes) -> tuple[bytes, int]:
-        """Return the tile's own segments but those that state colours, and where its coded data begins."""
+        """Return the tile's own segments without those for colours, and the start of its coded data."""
         if not tile.startswith(_SOI):
             raise TileError("its JPEG has no start marker")
         kept, at, frames = [], len(_SOI), 0
@@ -116,7 +116,7 @@ class TileJoiner:
 
 @dataclass(slots=True)
 class Copied:
-    """What a copy did: tiles of the finest level, and the damaged tiles of any level, left out and white."""
+    """Result of a copy: tiles of the finest level, and damaged tiles of any level, which are omitted and white."""
 
     tiles: int
     bad: list[str] = field(default_factory=list)
@@ -129,7 +129,7 @@ class LosslessSlide:
         slide: The slide, open for reading; stays open.
 
     Raises:
-        SlideError: Its pixels are not in JPEG tiles, or these cannot stand alone; says what they are.
+        SlideError: Its pixels are not in JPEG tiles that can be copied; the message says what they are.
     """
 
     def __init__(self, slide: SlideSource) -> None:
@@ -161,14 +161,14 @@ class LosslessSlide:
                 self._compare(k, index)
 
     def copy(self, writer: SlideWriter, max_bad: float = 0.0) -> Copied:
-        """Copy every tile of every level; what the scanner left out stays out and reads as white.
+        """Copy every tile of every level; tiles omitted by the scanner are omitted and read as white.
 
         Memory: the tiles of three shards.
 
         Args:
             writer: Made for `stored_levels`.
-            max_bad: Share of tiles that may be damaged, in the number of the finest level's; those are left out, too.
-                0: the first ends the slide.
+            max_bad: Largest fraction of damaged tiles, relative to the finest level; these are omitted, too. 0: the
+                first raises.
 
         Raises:
             SlideError: More tiles are damaged.
@@ -182,7 +182,7 @@ class LosslessSlide:
         return copied
 
     def _chunks(self, k: int, indices: Sequence[int], copied: Copied, max_bad: float) -> Iterator[Buffers | None]:
-        """Yield the tiles as chunks: views of what was read, their headers before them; None for what is left out."""
+        """Yield the tiles as chunks: views of what was read, their headers before them; None for omitted ones."""
         join = self._joiners[k].join
         for index, place in self._tiles(self._levels[k], indices):
             if place is None:
@@ -199,7 +199,7 @@ class LosslessSlide:
                 yield head, np.frombuffer(block, np.uint8, end - at, at)
 
     def _tiles(self, level: TiffLevel, indices: Sequence[int]) -> Iterator[tuple[int, _Place | None]]:
-        """Yield (index, where its bytes are) in the order asked, None for tiles that were left out; few, long reads."""
+        """Yield (index, where its bytes are) in the order asked, None for omitted tiles; with few, long reads."""
         present = [index for index in indices if level.lengths[index]]
         offsets, lengths = level.offsets[present].tolist(), level.lengths[present].tolist()
         found: dict[int, _Place] = {}
@@ -222,7 +222,7 @@ class LosslessSlide:
                 head, at = self._joiners[k].join(block, start, end)
                 stored = simplejpeg.decode_jpeg(head + block[at:end], "RGB", strict=True)
         except (TileError, ValueError):
-            return  # damaged: the copy finds it, names it and counts it
+            return  # damaged: reported and counted by the copy
         if not np.array_equal(stored[: box.height, : box.width], shown):
             raise SlideError(
                 f"--lossless: a copy of tile {index} of level {k} would differ from what the slide's reader shows. "
@@ -257,7 +257,7 @@ def _joiner(level: TiffLevel) -> TileJoiner:
 
 
 def _layout(level: TiffLevel) -> ArrayLayout:
-    """Return where a level's tiles go: a chunk each, in shards of about the usual size."""
+    """Return the array layout of a level: one chunk per tile, in shards of about the usual size."""
     tile = (level.tile_height_px, level.tile_width_px)
     height, width = (side * max(1, round(SHARD_PX / side)) for side in tile)
     return ArrayLayout((3, level.height_px, level.width_px), tile, (height, width), codec=PixelCodec("jpeg", None))

@@ -1,4 +1,4 @@
-"""What the user asks of an ingest, and which of it belongs to a slide's identity."""
+"""Options of an ingest, and those that belong to a slide's identity."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ ICC = ("keep", "apply")
 
 @dataclass(frozen=True, slots=True)
 class IngestOptions:
-    """How slides become a store; checked when it is built.
+    """Options of an ingest, validated on creation.
 
     Attributes:
-        mpp: Microns per pixel of the store's finest level; a level within 1 % of it is taken as it is.
-        native: Whether each slide keeps the microns per pixel of its finest level; ``mpp`` says nothing then.
-        slide_mpp: Microns per pixel of the finest level of slides that do not state them, or state nonsense.
-        force_mpp: ``slide_mpp`` and the manifest win over a sensible value of the file, too.
+        mpp: Microns per pixel of the store's finest level; a level within 1 % of it is not resampled.
+        native: Whether each slide keeps the microns per pixel of its finest level; ``mpp`` is then ignored.
+        slide_mpp: Microns per pixel of the finest level of slides that do not state a plausible value.
+        force_mpp: ``slide_mpp`` and the manifest override even a plausible value of the file.
         codec: ``zstd:N``, N from 1 (fast) to 22 (small), or ``jpeg:Q``, Q from 1 to 100 (lossy).
-        max_bad: Share of a slide's tiles that may be undecodable (white, and counted).
-        glass: ``keep`` writes the whole slide; ``blank`` leaves out what lies far from tissue.
+        max_bad: Fraction of a slide's tiles that may be undecodable (white, and counted).
+        glass: ``keep`` writes the whole slide; ``blank`` omits chunks far from tissue.
         sharded: Files are shards of 8 × 8 chunks; otherwise every chunk is a file.
-        crop_tissue: Write the box around the tissue only.
-        lossless: Keep the scanner's JPEG tiles and levels as they are; ``mpp`` says nothing then.
-        icc: ``keep`` leaves pixels as they are and the profile beside them; ``apply`` converts them to sRGB.
-        cache: Folder on a local disk where each slide is copied to while it is read; None reads it where it is.
+        crop_tissue: Write only the bounding box of the tissue.
+        lossless: Keep the scanner's JPEG tiles and levels as they are; ``mpp`` is then ignored.
+        icc: ``keep`` stores pixels unchanged with the profile; ``apply`` converts them to sRGB.
+        cache: Folder on a local disk to which each slide is copied before reading; None: no copy.
         tissue: Parameters of the tissue mask.
 
     Raises:
@@ -87,18 +87,18 @@ class IngestOptions:
         """How chunks are compressed.
 
         Raises:
-            RequestError: `codec` is something else.
+            RequestError: `codec` is invalid.
         """
         return PixelCodec.parse(self.codec)
 
     def at(self, mpp_um: float) -> IngestOptions:
-        """Return the options for one slide whose store gets these microns per pixel."""
+        """Return the options for one slide with these microns per pixel."""
         return replace(self, mpp=mpp_um, native=False)
 
     def parameters(self) -> dict[str, Any]:
-        """Return what decides a slide's pixels and mask: the same parameters and source give the same store.
+        """Return the parameters that determine a slide's pixels and mask.
 
-        What was not asked for is left out, so that a store stays the same when options are added.
+        Default values of newer options are omitted, so that existing stores stay valid.
         """
         asked = {
             "glass": None if self.glass == "keep" else self.glass,

@@ -1,4 +1,4 @@
-"""Slides in worker processes: one that kills its worker fails alone, one that another run works on is left to it."""
+"""Ingest in worker processes: a slide that crashes its worker does not affect others; those of other runs are skipped."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from pathology.ingest.work import CLAIMS, Outcome, do_job
 from pathology.readers.threads import set_decode_threads
 
 _LOOK_EVERY_S = 0.5
-"""How often progress is reported, and whether slides of other runs have become free."""
+"""Interval of progress reports and of checks for slides released by other runs."""
 
 _shares: Any = None
-"""In a worker: shared memory where it writes how much of each job is done; no lock that a dying worker could keep."""
+"""In a worker: shared memory for the progress of jobs, without a lock that a dying worker could hold."""
 
 
 @dataclass(slots=True)
@@ -43,8 +43,8 @@ class SlidePool:
         store: The store's folder.
         options: How to ingest; see `IngestOptions`.
         workers: Processes; 1 works in this process.
-        finished: Called in this process with each outcome as it comes.
-        progress: Called in this process with the share of each job that is done, now and then; jobs in the given order.
+        finished: Called in this process with each result.
+        progress: Called periodically in this process with the completed fraction of each job, in the given order.
     """
 
     store: Path
@@ -58,7 +58,7 @@ class SlidePool:
     _elsewhere: deque[int] = field(default_factory=deque, init=False)
 
     def run(self, jobs: Sequence[SlideJob]) -> None:
-        """Ingest every job once, here or by another run that has it already.
+        """Ingest every job once, here or in another run that works on it.
 
         Raises:
             OSError: The store cannot be written.
@@ -76,7 +76,7 @@ class SlidePool:
                     self._take(number, self._alone(number))
 
     def _wait_for_others(self) -> None:
-        """Return abandoned slides to the queue; sleep while there are none."""
+        """Return abandoned slides to the queue; sleep if there are none."""
         for _ in range(len(self._elsewhere)):
             number = self._elsewhere.popleft()
             held = is_held(self.store / CLAIMS, self._jobs[number].slide_id)
@@ -103,7 +103,7 @@ class SlidePool:
         self.progress(self._done)
 
     def _until_broken(self) -> list[int]:
-        """Work off what waits until none is left or a worker dies; return the jobs that were under way then."""
+        """Process the queue until it is empty or a worker dies; return the interrupted jobs."""
         running: dict[Future[Outcome | None], int] = {}
         with _pool(self.workers, self._done, self._threads) as pool:
             try:
@@ -126,16 +126,16 @@ class SlidePool:
         return []
 
     def _submit(self, pool: ProcessPoolExecutor, number: int) -> Future[Outcome | None]:
-        with _interrupts_blocked():  # the first one starts the workers
+        with _interrupts_blocked():  # the first submission starts the workers
             return pool.submit(_work, number, self._jobs[number], self.store, self.options, self._threads)
 
     @property
     def _threads(self) -> int:
-        """Threads for each worker: all together, as many as there are cores."""
+        """Threads of each worker: the cores divided by the workers."""
         return max(1, usable_cores() // self.workers)
 
     def _alone(self, number: int) -> Outcome | None:
-        """Ingest one slide in a process of its own."""
+        """Ingest one slide in a separate process."""
         job = self._jobs[number]
         with _pool(1, self._done, self._threads) as pool:
             try:
@@ -152,7 +152,7 @@ class SlidePool:
 
 @contextlib.contextmanager
 def _pool(workers: int, shares: Any, threads: int) -> Iterator[ProcessPoolExecutor]:
-    # Spawned, not forked: readers and their threads do not survive a fork.
+    # Spawned, because readers and their threads do not survive a fork.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(shares, threads)) as pool:
         yield pool
@@ -160,7 +160,7 @@ def _pool(workers: int, shares: Any, threads: int) -> Iterator[ProcessPoolExecut
 
 @contextlib.contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Let processes that are started here not hear Ctrl-C before they can ignore it: they would tell where it hit."""
+    """Block Ctrl-C while processes start, until they ignore it: they would print a traceback."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -176,7 +176,7 @@ def _start_worker(shares: Any, threads: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
     parent = multiprocessing.parent_process()
-    if parent is not None and not parent.is_alive():  # it ended before it could be watched
+    if parent is not None and not parent.is_alive():  # it ended before it was watched
         os._exit(1)
 
 

@@ -1,4 +1,4 @@
-"""What a slide in the store says about itself: where its pixels come from, and its record for the table."""
+"""Provenance attributes of a stored slide, and its record for the manifest."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pathology.readers.slide_source import SlideSource
 
 _LARGEST_ICC_BYTES = 2**20
 IDENTITY = ("parameters", "size_bytes", "mtime_ns", "sha256")
-"""Attributes that a slide is recognised by."""
+"""Attributes by which a slide is recognised."""
 
 
 def provenance(slide: SlideSource, mpp: SourceMpp, frame: Frame) -> dict[str, Any]:
-    """Return what is kept of the slide's own metadata: an allow-list, nothing that names a person, a day or a path."""
+    """Return the slide's metadata to store: an allow-list without names of persons, dates and paths."""
     bounds, choice = slide.bounds, frame.choice
     scale = [kept / stated for kept, stated in zip(frame.mpp, mpp.um, strict=True)]
     icc = slide.icc if slide.icc and len(slide.icc) <= _LARGEST_ICC_BYTES else None
@@ -58,7 +58,7 @@ def record_of(attributes: dict[str, Any], name: str, source_path: str) -> SlideR
     Args:
         attributes: Of the slide's group.
         name: The slide's name.
-        source_path: Its file; empty where the store is not to know it.
+        source_path: Its file; empty with pseudonyms.
     """
     stains = attributes.get("stains") or {}
     return SlideRecord(
@@ -86,7 +86,7 @@ def record_of(attributes: dict[str, Any], name: str, source_path: str) -> SlideR
 
 @cache
 def versions() -> dict[str, str]:
-    """Return the versions of what makes a slide's pixels."""
+    """Return the versions of the libraries that determine a slide's pixels."""
     readers = ("openslide-python", "openslide-bin", "tifffile", "imagecodecs", "pydicom", "simplejpeg")
     packages = ("hyfi", *readers, "zarr", "scikit-image", "scipy", "numpy")
     return {"python": platform.python_version(), **{name: _version(name) for name in packages}}

@@ -1,13 +1,12 @@
-"""Random names for slides and cases; the key that leads back stays in one file, outside the store.
+"""Pseudonyms for slides and cases; the key with the real names is a file outside of the store.
 
 ```
-KEY.csv   slide_id, case_id      the random names, which the store knows
-          secret                 what they are drawn from, the same in each row; it also disguises the files' times
-          source_path, real_slide_id, real_case_id, and the user's other columns: here alone
+KEY.csv   slide_id, case_id      the pseudonyms, which are in the store
+          secret                 the HMAC key, the same in each row; also used to hide the files' times
+          source_path, real_slide_id, real_case_id, and the user's other columns: only here
 ```
 
-Names are keyed digests (HMAC-SHA-256) of the real ones: random to all who do not have the secret, and the same
-again for all who have.
+Names are keyed digests (HMAC-SHA-256) of the real ones: random without the secret, and reproducible with it.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from pathology.ingest.discover import SlideJob, is_gone
 from pathology.readers.mpp import is_sensible, parse_mpp
 
 KEPT_COLUMNS = ("source_mpp", "label", "split")
-"""Columns of the user's manifest that the store gets as they are; all others stay in the key."""
+"""Columns of the user's manifest that are copied to the store; all others stay in the key."""
 _QUOTED = re.compile(r"""b?'[^']*'|b?"[^"]*\"""")
 _COLUMNS = ("slide_id", "case_id", "secret", "source_path", "real_slide_id", "real_case_id")
 
 
 @dataclass(frozen=True, slots=True)
 class KeyRow:
-    """One slide's way back; see the module."""
+    """One row of the key; see the module."""
 
     slide_id: str
     case_id: str
@@ -58,11 +57,11 @@ class KeyFile:
     """The pseudonyms of an archive.
 
     Args:
-        path: ``KEY.csv``; made by `commit`.
-        store: Where the slides go.
+        path: ``KEY.csv``; created by `commit`.
+        store: Store of the slides.
 
     Raises:
-        RequestError: The file would lie inside the store, cannot be written, or is there and no key.
+        RequestError: The file is inside the store, cannot be written, or exists and is not a key.
     """
 
     def __init__(self, path: Path, store: Path) -> None:
@@ -76,14 +75,15 @@ class KeyFile:
         self._secret = next((row.secret for row in self._rows.values()), secrets.token_hex(32))
 
     def disguise(self, jobs: Sequence[SlideJob]) -> list[SlideJob]:
-        """Return the jobs under their random names, with what of their rows the store may know."""
+        """Return the jobs with pseudonyms, and rows without private columns."""
         return [self._disguised(job) for job in jobs]
 
     def commit(self) -> bool:
-        """Save the names that `disguise` gave, readable by their owner alone.
+        """Save the names of `disguise`, readable only by the owner.
 
         Returns:
-            False when another run made the key meanwhile: its names count now, and the jobs must be disguised again.
+            False if another run has created the key in the meantime: its names are valid, and `disguise` must be
+            repeated.
 
         Raises:
             OSError: The key cannot be written.
@@ -94,7 +94,7 @@ class KeyFile:
             if any(row.secret != self._secret for row in there.values()):
                 self._rows, self._secret = there, next(iter(there.values())).secret
                 return False
-            ours = {row.slide_id for row in self._rows.values()}  # a slide that moved has another path there
+            ours = {row.slide_id for row in self._rows.values()}  # a moved slide has another path there
             self._rows = {path: row for path, row in there.items() if row.slide_id not in ours} | self._rows
             _save(self._path, self._rows.values())
         with suppress(OSError):
@@ -106,13 +106,13 @@ class KeyFile:
         self._rows[row.source_path] = row
         shown = {"slide_id": row.slide_id, **{k: v for k, v in job.row.items() if k in KEPT_COLUMNS}}
         if not _may_be_mpp(shown.get("source_mpp", "")):
-            shown["source_mpp"] = "…"  # it still fails the slide, and tells nothing of what stood there
+            shown["source_mpp"] = "…"  # still invalid, without revealing the value
         if row.case_id:
             shown["case_id"] = row.case_id
         return replace(job, slide_id=row.slide_id, row=shown, secret=row.secret)
 
     def _row(self, job: SlideJob) -> KeyRow:
-        """Return the job's row, brought up to date with the user's manifest."""
+        """Return the job's row, updated from the user's manifest."""
         path, given = str(job.source), job.row
         row = self._rows.get(path) or self._moved(job.source)
         if row is None:
@@ -123,7 +123,7 @@ class KeyFile:
         return replace(row, others=row.others | others)
 
     def _moved(self, source: Path) -> KeyRow | None:
-        """Return the row of a slide of this file name that is no longer where it was, if there is just one."""
+        """Return the row of a moved slide with this file name, if there is exactly one."""
         alike = [row for row in self._rows.values() if Path(row.source_path).name == source.name]
         gone = [row for row in alike if is_gone(Path(row.source_path))]
         if len(gone) != 1:
@@ -156,7 +156,7 @@ def _may_be_mpp(text: str) -> bool:
 
 
 def scrubbed(reason: str, source: Path, name: str) -> str:
-    """Return a failed slide's reason without its file's name and place, and without what was quoted from the file."""
+    """Return a failed slide's reason without the file's name and path, and without quotes from the file."""
     plain = _QUOTED.sub("…", reason)
     places = {str(source), str(source.absolute()), str(source.resolve()), source.name, source.stem}
     places |= {str(parent) for parent in (*source.absolute().parents, *source.resolve().parents) if parent.name}
@@ -167,7 +167,7 @@ def scrubbed(reason: str, source: Path, name: str) -> str:
 
 
 def _load(path: Path) -> dict[str, KeyRow]:
-    """Return the rows by source path; none where there is no file yet."""
+    """Return the rows by source path; empty if there is no file yet."""
     try:
         text = path.read_bytes().decode("utf-8-sig", "surrogateescape")
     except FileNotFoundError:
@@ -194,7 +194,7 @@ def _save(path: Path, rows: Iterable[KeyRow]) -> None:
     writer.writerows(table)
     beside = temporary_beside(path)
     try:
-        # Never readable by others, not for a moment: the mode is given when the file is made.
+        # The mode is set on creation, so that others can never read the file.
         handle = os.open(beside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         with os.fdopen(handle, "wb") as file:
             file.write(text.getvalue().encode("utf-8", "surrogateescape"))

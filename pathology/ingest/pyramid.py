@@ -1,13 +1,13 @@
 """The pyramid in one pass and bounded memory: depth first, from the shards of level 0 upwards.
 
 ```
-level 2                 ┌───┐  made of four halved shards of level 1, when the last of them is there
+level 2                 ┌───┐  computed from four halved shards of level 1, after the last of them
 level 1           ┌───┬─┴─┐
 level 0     ┌──┬──┤ 1 │ 2 │ …      order: 0.0 0.1 0.2 0.3 → 1.0, 0.4 … → 1.1, … → 2.0
 ```
 
-Shards have an even size, so each half lies whole inside one quarter of its parent: no halo, no second pass. At any
-time one shard of each level is held, whatever the slide's size; those of the coarse levels, which wait longest, packed.
+Shards have an even size, so each half is one quarter of its parent: no halo, no second pass. At any time one shard of
+each level is in memory, for any slide size; those of coarse levels, which wait longest, are compressed.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from data.store.layout import SHARD_PX, LevelSize
 from hyfi_core.plan.box import Box
 from pathology.readers.resample import Planes, halve
 
-_codecs: Any = imagecodecs  # its annotations know bytes alone; arrays are taken, too
+_codecs: Any = imagecodecs  # annotated for bytes only, but takes arrays
 
 SMALLEST_PX = 512
 _PACKED_FROM = 3
-"""Level from which the halves that wait are packed: few of them are made, and they wait for long."""
+"""Level from which waiting halves are compressed: they are few and wait long."""
 
 
 def level_sizes(height_px: int, width_px: int, at_least: int) -> tuple[LevelSize, ...]:
@@ -36,7 +36,7 @@ def level_sizes(height_px: int, width_px: int, at_least: int) -> tuple[LevelSize
     Args:
         height_px: Rows of level 0.
         width_px: Columns of level 0.
-        at_least: Levels to make; more until the longer side is ``SMALLEST_PX`` or less.
+        at_least: Smallest number of levels; more until the longer side is ``SMALLEST_PX`` or less.
     """
     sizes = [LevelSize(height_px, width_px)]
     while len(sizes) < at_least or max(sizes[-1].height_px, sizes[-1].width_px) > SMALLEST_PX:
@@ -54,12 +54,12 @@ def fitted(pixels: Planes, size: LevelSize) -> Planes:
 
 @dataclass(frozen=True, slots=True)
 class PyramidBuilder:
-    """Makes all levels from the boxes of level 0.
+    """Builds all levels from boxes of level 0.
 
     Attributes:
         sizes: From `level_sizes`.
-        read: Gives the ``(3, h, w)`` uint8 pixels of a box of level 0, called once for every shard.
-        write: Takes (level, y0, x0, block) for every shard of every level.
+        read: Returns the ``(3, h, w)`` uint8 pixels of a box of level 0; called once for every shard.
+        write: Called with (level, y0, x0, block) for every shard of every level.
         shard_px: Side of a shard, even.
     """
 
@@ -69,7 +69,7 @@ class PyramidBuilder:
     shard_px: int = SHARD_PX
 
     def build(self) -> None:
-        """Make and write every shard of every level once."""
+        """Build and write every shard of every level once."""
         top = self.sizes[-1]
         for row in range(-(-top.height_px // self.shard_px)):
             for column in range(-(-top.width_px // self.shard_px)):
@@ -82,7 +82,7 @@ class PyramidBuilder:
         return block
 
     def _from_below(self, level: int, box: Box, row: int, column: int) -> Planes:
-        # The quarters are put together when all are there: a block that waits for its last one holds three, not four.
+        # Quarters are assembled when all exist, so that an incomplete block needs memory for three, not four.
         quarters: dict[tuple[int, int], Planes | _Packed] = {}
         for y in (0, 1):
             for x in (0, 1):
@@ -107,7 +107,7 @@ class PyramidBuilder:
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """Pixels that wait, as zstd."""
+    """Waiting pixels, compressed with zstd."""
 
     shape: tuple[int, ...]
     data: bytes

@@ -1,4 +1,4 @@
-"""One slide into a store: all of it or nothing."""
+"""Ingest of one slide, atomically."""
 
 from __future__ import annotations
 
@@ -44,26 +44,26 @@ def ingest_slide(
     threads: int = 0,
     progress: Callable[[float], None] = lambda share: None,
 ) -> SlideRecord:
-    """Ingest one slide and write its record; a slide that fails leaves nothing but the record with the reason.
+    """Ingest one slide and write its record; a failed slide leaves only its record with the reason.
 
     Memory: one shard (48 MiB) of each level, bands of decoded tiles, and the slide at about 8 µm per pixel.
 
     Args:
         source: The slide's file.
-        store: The store's folder; made where it does not exist.
+        store: The store's folder; created if it does not exist.
         options: How to ingest; see `IngestOptions`.
         manifest_row: The slide's row of the user's manifest; its own columns are kept.
         slide_id: The slide's name; default the row's, else the file's name without its suffix.
-        secret: Not empty: the store is not to know the file's name, place or time (see `pathology.ingest.pseudonyms`).
+        secret: Not empty: name, path and time of the file are not stored (see `pathology.ingest.pseudonyms`).
         threads: Chunks encoded at a time; 0: as many as there are cores.
-        progress: Called with the share that is done, before each shard and before the slide is given its name; it may
-            raise `ClaimLostError` to end the work.
+        progress: Called with the completed fraction, before each shard and before the final rename; it may raise
+            `ClaimLostError`.
 
     Returns:
-        The record, ``done`` or ``failed``. An earlier, finished form of the slide survives a failure.
+        The record, ``done`` or ``failed``. On failure, an earlier finished version of the slide is kept.
 
     Raises:
-        OSError: The store cannot be written (full disk, no permission): the others could not be either.
+        OSError: The store cannot be written (full disk, no permission), which affects all slides.
         ClaimLostError: From ``progress``.
     """
     row = dict(manifest_row or {})
@@ -82,8 +82,8 @@ def ingest_slide(
     except ClaimLostError:
         raise
     except Exception as error:
-        # A reader met a file that its authors did not foresee. The slide fails, the archive continues.
-        # What it says may quote the file: not where the store is to know nothing of it.
+        # An unexpected error in a reader: the slide fails, the archive continues.
+        # The message may quote the file, which is not allowed with pseudonyms.
         record = work.failed(type(error).__name__ if secret else f"{type(error).__name__}: {error}")
     record = replace(record, extra=user_columns(row))
     save_outcome(record, store)
@@ -91,7 +91,7 @@ def ingest_slide(
 
 
 def save_outcome(record: SlideRecord, store: Path) -> None:
-    """Save a slide's record; an earlier, finished form keeps its own, in which the reason of a failure is noted."""
+    """Save a slide's record; an earlier finished version keeps its record, with the reason of the failure."""
     path = record_path(store, record.slide_id)
     if record.status == FAILED and path.exists() and slide_path(store, record.slide_id).exists():
         with suppress(StoreError):
@@ -105,7 +105,7 @@ def save_outcome(record: SlideRecord, store: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _SlideIngest:
-    """What `ingest_slide` was given."""
+    """The arguments of `ingest_slide`."""
 
     source: Path
     store: Path
@@ -127,8 +127,8 @@ class _SlideIngest:
         return "" if self.secret else str(self.source.absolute())
 
     def run(self) -> SlideRecord:
-        """Ingest the slide; raises what `ingest_slide` turns into a record."""
-        check_file(self.source)  # before it is copied or digested: reading a pipe would wait forever
+        """Ingest the slide; `ingest_slide` turns exceptions into a record."""
+        check_file(self.source)  # before it is copied or hashed: reading a pipe would block
         stamp = SourceStamp.of(self.source)
         with self._at_hand() as file, RunningDigest(file) as digest, closing(open_source(file)) as slide:
             mpp = resolve_mpp(slide.mpp, self.manifest_mpp, self.options.slide_mpp, self.options.force_mpp)
@@ -140,7 +140,7 @@ class _SlideIngest:
         return record_of(found, self.name, self._shown)
 
     def _at_hand(self) -> AbstractContextManager[Path]:
-        """Give the slide's file, or its copy on a local disk."""
+        """Context that yields the slide's file, or its copy on a local disk."""
         return nullcontext(self.source) if self.options.cache is None else staged(self.source, self.options.cache)
 
     def _written(
@@ -185,7 +185,7 @@ class _SlideIngest:
         return attributes
 
     def _published_before(self, identity: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the attributes of a slide that was published just before a crash kept its record from being saved."""
+        """Return the attributes of a slide that was published by a run that crashed before it saved the record."""
         path = slide_path(self.store, self.name)
         if record_path(self.store, self.name).exists() or not path.exists():
             return None
@@ -201,7 +201,7 @@ def _unchanged(source: Path, stamp: SourceStamp, digest: RunningDigest) -> str:
     """Return the digest of the slide's files.
 
     Raises:
-        SlideError: They changed while they were read.
+        SlideError: They changed during reading.
     """
     found = digest.result()
     if SourceStamp.of(source) != stamp:
@@ -210,7 +210,7 @@ def _unchanged(source: Path, stamp: SourceStamp, digest: RunningDigest) -> str:
 
 
 def _is_stores_fault(error: OSError, store: Path) -> bool:
-    """Whether an error is about the disk that is written to, not about the slide that is read."""
+    """Whether an error concerns the store's disk and not the slide."""
     if error.errno in _FULL:
         return True
     names = [name for name in (error.filename, error.filename2) if isinstance(name, str)]

@@ -1,11 +1,11 @@
-"""A slide on a local disk for as long as it is read: copied with large reads, gone afterwards.
+"""Staging: a temporary copy of a slide on a local disk, made with large reads.
 
 ```
 CACHE/hyfi-stage-HOST-PID-xxxx/slide.mrxs        the copy, and for formats of several files the others beside it
                               /slide/Data0000.dat
 ```
 
-A folder whose process is gone (killed) is removed by the next one that stages on the same host.
+The folder of a killed process is removed by the next one that stages on the same host.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from pathology.readers.dicom_files import series_files
 
 _BLOCK_BYTES = 16 * 2**20
 _SPARE_BYTES = 2**30
-"""What must stay free on the local disk: others write there, too."""
+"""Bytes that stay free on the local disk for other processes."""
 _PREFIX = "hyfi-stage-"
 
 
 @contextmanager
 def staged(source: Path, cache: Path, spare_bytes: int = _SPARE_BYTES) -> Iterator[Path]:
-    """Give the path of a local copy of a slide, removed on leaving; the slide itself where it does not fit.
+    """Context that yields the path of a local copy of a slide, or of the slide itself if the copy does not fit.
 
     Args:
-        source: The slide, wherever it is.
-        cache: A folder on a local disk; made where it does not exist.
-        spare_bytes: Space that must stay free there.
+        source: The slide.
+        cache: A folder on a local disk; created if it does not exist.
+        spare_bytes: Bytes that must stay free there.
 
     Raises:
-        SlideError: The slide cannot be read, or changed while it was copied.
-        OSError: The folder cannot be written for another reason than being full.
+        SlideError: The slide cannot be read, or changed during the copy.
+        OSError: The folder cannot be written for a reason other than a full disk.
     """
     cache.mkdir(parents=True, exist_ok=True)
     _remove_left_behind(cache)
@@ -62,7 +62,7 @@ def staged(source: Path, cache: Path, spare_bytes: int = _SPARE_BYTES) -> Iterat
 
 
 def files_of(source: Path) -> list[Path]:
-    """Return all files that a slide consists of, itself first.
+    """Return all files of a slide, itself first.
 
     MRXS has a folder of its name, VMS and VMU name theirs, the levels of a DICOM slide are the files of one series.
 
@@ -85,14 +85,14 @@ def _named_in(index: Path) -> list[Path]:
     try:
         parser.read_string(index.read_text(encoding="utf-8-sig", errors="replace"))
     except configparser.Error:
-        return []  # whatever is wrong with it, the reader will say
+        return []  # the reader reports the error
     values = {value for section in parser.sections() for value in parser[section].values() if value}
     plain = sorted(value for value in values if Path(value).name == value)
     return [index.parent / name for name in plain if (index.parent / name).is_file() and name != index.name]
 
 
 def _fits(files: list[Path], root: Path, folder: Path) -> bool:
-    """Copy all, or nothing where the disk turns out to be full: others write there, too."""
+    """Copy all files, or none if the disk becomes full."""
     try:
         for file in files:
             _copy(file, folder / file.relative_to(root))

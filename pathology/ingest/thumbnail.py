@@ -1,4 +1,4 @@
-"""Small pictures of slides with the tissue outlined, for people to look at."""
+"""Thumbnails of slides with outlined tissue."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _STRIP_SOURCE_PX = 32_000_000
 
 @dataclass(frozen=True, slots=True)
 class Thumbnail:
-    """A picture ``(h, w, 3)`` uint8 and the tissue mask of the whole slide, of any resolution; None if not known."""
+    """A picture ``(h, w, 3)`` uint8 and the tissue mask of the whole slide, of any resolution; None if unknown."""
 
     image: RGB
     tissue: Mask | None
@@ -51,7 +51,7 @@ def thumbnail_of_store(slide: SlideStore, longest_px: int = 1600) -> Thumbnail:
     size = slide.levels[level]
     image = slide.read(Box.of_size(size.height_px, size.width_px), level)
     mask, mpp = slide.tissue()
-    # The mask's last row may hang over the slide's end.
+    # The mask's last row may extend beyond the slide.
     rows, columns = size.height_px * size.mpp[0] / mpp[0], size.width_px * size.mpp[1] / mpp[1]
     return Thumbnail(_shrunk(image, longest_px), mask[: max(1, round(rows)), : max(1, round(columns))])
 
@@ -59,11 +59,11 @@ def thumbnail_of_store(slide: SlideStore, longest_px: int = 1600) -> Thumbnail:
 def thumbnail_of_source(
     source: SlideSource, mpp: tuple[float, float] | None, longest_px: int = 1600
 ) -> tuple[Thumbnail, float | None]:
-    """Return the picture of a slide's file, and its share of tissue where the microns per pixel are known.
+    """Return the picture of a slide's file, and its tissue fraction if the microns per pixel are known.
 
     Args:
         source: The open slide.
-        mpp: Microns per pixel (y, x) of its finest level, None if not known.
+        mpp: Microns per pixel (y, x) of its finest level, None if unknown.
         longest_px: Longer side of the picture.
 
     Raises:
@@ -95,7 +95,7 @@ def contact_sheet(slides: Sequence[tuple[str, Thumbnail]], columns: int = 6, sid
 
 
 def save_png(image: RGB, path: Path) -> None:
-    """Write a picture, whole or not at all."""
+    """Write a picture, atomically."""
     encoded = io.BytesIO()
     Image.fromarray(image).save(encoded, "PNG")
     write_atomically(path, encoded.getvalue())

@@ -1,4 +1,4 @@
-"""One job of an ingest: claimed, compared with what other runs did, ingested."""
+"""One job of an ingest: claim the slide, compare it with other runs, ingest it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from pathology.ingest.options import IngestOptions
 from pathology.ingest.slide import ingest_slide
 
 CLAIMS = ".claims"
-"""Folder of the store where claims on slides lie."""
+"""Folder of the store with the claims."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a job.
+    """Result of a job.
 
     Attributes:
         record: Of its slide.
-        job: As it was done; its name may have changed.
-        ours: Whether this run did it; otherwise another run did, meanwhile.
+        job: The job as executed; its name may have changed.
+        ours: Whether this run did it, and not another one in the meantime.
     """
 
     record: SlideRecord
@@ -36,7 +36,7 @@ class Outcome:
 
 
 def sweep_claims(store: Path) -> None:
-    """Remove the claims on slides that killed runs left behind."""
+    """Remove claims of killed runs."""
     sweep(store / CLAIMS)
 
 
@@ -46,14 +46,14 @@ def do_job(
     """Ingest a slide, unless another process works on it.
 
     Args:
-        job: What to do.
+        job: The slide to ingest.
         store: The store's folder.
         options: How to ingest; see `IngestOptions`.
         threads: Chunks encoded at a time; 0: as many as there are cores.
-        progress: Called with the share that is done.
+        progress: Called with the completed fraction.
 
     Returns:
-        What became of it; None while another process works on it.
+        The result; None while another process works on it.
 
     Raises:
         OSError: The store cannot be written.
@@ -105,7 +105,7 @@ def _another_name(
     threads: int,
     progress: Callable[[float], None],
 ) -> Outcome | None:
-    """Do a job whose name was given meanwhile to a slide of the same file name in another folder."""
+    """Run a job whose name is now used for a slide with the same file name in another folder."""
     if job.row.get("slide_id"):
         reason = f"slide_id {job.slide_id!r} is used for {found.source_path} by another run; it must be unique"
         return Outcome(SlideRecord(job.slide_id, str(job.source), FAILED, reason=reason), job)
@@ -114,7 +114,7 @@ def _another_name(
 
 
 def _as_asked(record: SlideRecord, options: IngestOptions) -> SlideRecord:
-    """Return a record that another run made meanwhile; as failed, if it was made with other parameters."""
+    """Return the record of another run; as failed, if its parameters differ."""
     made = {k: v for k, v in record.identity.get("parameters", {}).items() if k != "given_mpp"}
     changed = differences(made, options.parameters()) if record.status == DONE else []
     if not changed:

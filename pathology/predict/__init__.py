@@ -1,1 +1,1 @@
-"""A checkpoint reads new slides: predictions, heatmaps, regions, reports."""
+"""Prediction of slides: probabilities, heatmaps, regions, reports."""

@@ -1,4 +1,4 @@
-"""Prediction of slides: each is computed by all ranks, written by one, and fails alone.
+"""Prediction of slides: each is computed by all ranks and written by one; failures are isolated.
 
 ```
 rank 0            slide file ── ingest ──> OUT/.ingest.tmp-…/<slide_id>.zarr   (removed when the slide is done)
@@ -45,11 +45,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PredictionReport:
-    """What a run did; the same on every rank.
+    """Result of a run; the same on every rank.
 
     Attributes:
         done, incomplete, failed: slides of this run, in order; the latter two carry their reasons.
-        skipped: names of slides that were finished before.
+        skipped: names of slides that were finished earlier.
         stopped: whether it ended early on request.
     """
 
@@ -72,20 +72,20 @@ def predict_slides(
 ) -> PredictionReport:
     """Predict ``inputs`` and write their results under ``out``. Collective over ``comm``.
 
-    A slide that cannot be read, has no tissue or cannot be written fails alone. A slide whose results are there, from
-    the same checkpoints and the same file, is skipped unless ``options.overwrite``.
+    A slide that cannot be read, has no tissue or cannot be written does not affect others. A slide with existing
+    results of the same checkpoints and file is skipped unless ``options.overwrite``.
 
     Args:
         members: the model, or the models of an ensemble; the same on every rank.
         inputs: from :func:`pathology.predict.inputs.find_inputs`; the same on every rank.
-        out: made where it does not exist; on a file system that all ranks see.
-        comm: ranks that share every slide.
+        out: created if it does not exist; on a shared file system.
+        comm: ranks among which every slide is divided.
         options: see `PredictOptions`.
-        progress: called on rank 0 after every slide, with its name and what became of it.
-        stop_wanted: asked on every rank between slides.
+        progress: called on rank 0 after every slide, with its name and result.
+        stop_wanted: called on every rank between slides.
 
     Raises:
-        RequestError: checkpoints that do not go together, or an ``out`` that holds something else; nothing is written.
+        RequestError: checkpoints are not compatible, or ``out`` has other contents; nothing is written.
     """
     options = options or PredictOptions()
     spec = common_input_spec(members)
@@ -120,7 +120,7 @@ def predict_slides(
 
 
 class _Run:
-    """One run on one rank."""
+    """A run on one rank."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class _Run:
         self._min_coverage = max(member.min_coverage for member in members)
 
     def predict(self, one: SlideInput, ensemble: Ensemble | None) -> Prediction:
-        """Return what became of a slide; its results are written. Collective."""
+        """Predict a slide and write its results. Collective."""
         known = Prediction(one.slide_id, one.case_id, str(one.path), FAILED)
         if one.reason or ensemble is None:
             return replace(known, reason=one.reason)
@@ -169,7 +169,7 @@ class _Run:
         )
 
     def _with_coverage(self, known: Prediction, views: Sequence[View]) -> Prediction:
-        """Return what is known once the images are: how much of the tissue is seen, and whether that is enough."""
+        """Return the prediction with coverage, flags and status from the images."""
         coverage = coverage_of(views)
         flags = _merged(known.flags, *(view.flags for view in views), ("several_images",) * (len(views) > 1))
         if coverage >= self._min_coverage:
@@ -182,7 +182,7 @@ class _Run:
 
     @contextmanager
     def _prepared(self, one: SlideInput) -> Iterator[tuple[Path, tuple[str, ...]]]:
-        """Give the folder of a store that holds the slide, and the slide's flags; what was made for it is removed."""
+        """Context that yields the folder of a store with the slide, and its flags; temporary stores are removed."""
         if one.stored:
             yield one.path.parent, _flags_of(one.row.get("flags", ""))
             return
@@ -202,7 +202,7 @@ class _Run:
         return record
 
     def _on_rank_0(self, action: Callable[[], T]) -> T | None:
-        """Run ``action`` on rank 0 alone; if it fails, the slide fails on all ranks. Collective."""
+        """Run ``action`` on rank 0; if it fails, the slide fails on all ranks. Collective."""
         return together(self._comm, lambda: action() if self._comm.rank == 0 else None)
 
     def _dataset(self, store: Path, one: SlideInput) -> SlideDataset:
@@ -262,10 +262,10 @@ class _Run:
 
 
 def _ingest_options(members: Sequence[Member], spec: InputSpec, options: PredictOptions) -> IngestOptions:
-    """Return how a slide file becomes a store: as the training slides did."""
+    """Return the ingest options of the training slides."""
     found = members[0].config.get("tissue") or {}
     known = {item.name for item in fields(TissueParameters)}
-    # A model that does not say how pen marks are treated is of a time when they were masked.
+    # Older models do not state the treatment of pen marks: they were masked.
     tissue: dict[str, Any] = {"pen": "mask"} | {
         k: tuple(v) if isinstance(v, list) else v for k, v in found.items() if k in known
     }
@@ -282,7 +282,7 @@ def _merged(*groups: Sequence[str]) -> tuple[str, ...]:
 
 
 def _decided(comm: Communicator, action: Callable[[], T]) -> T:
-    """Run ``action`` on rank 0 and return its value on all ranks; a refusal is raised on all alike. Collective."""
+    """Run ``action`` on rank 0 and return its value on all ranks; refusals are raised on all. Collective."""
     value, refusal = None, ""
     if comm.rank == 0:
         try:
@@ -297,7 +297,7 @@ def _decided(comm: Communicator, action: Callable[[], T]) -> T:
 
 @contextmanager
 def _scratch(folder: OutFolder, comm: Communicator, needed: bool) -> Iterator[Path]:
-    """Give a private store under the results' folder, removed at the end; its name is the same on every rank."""
+    """Context that yields a temporary store in the results' folder, with the same name on every rank."""
     path = Path(comm.broadcast_object(str(temporary_beside(folder.path / "ingest"))))
     if not needed:
         yield path

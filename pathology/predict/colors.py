@@ -1,11 +1,11 @@
-"""Colours that pictures and reports share."""
+"""Colours of classes in pictures and reports."""
 
 from __future__ import annotations
 
-# Classes in reports and annotations: of equal weight, apart also for red-green blind eyes.
+# Of similar lightness, and distinguishable with red-green colour blindness.
 CLASS_COLORS = ((46, 116, 181), (214, 73, 51), (62, 150, 81), (148, 103, 189), (201, 148, 0), (0, 150, 160))
 
 
 def class_color(index: int) -> tuple[int, int, int]:
-    """Return the colour (red, green, blue) of a class; colours repeat where there are more classes."""
+    """Return the colour (red, green, blue) of a class; colours repeat for more classes."""
     return CLASS_COLORS[index % len(CLASS_COLORS)]

@@ -1,4 +1,4 @@
-"""The members of an ensemble, spread over ranks, evaluate one slide after the other."""
+"""Evaluation of slides by the members of an ensemble, distributed over ranks."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ T = TypeVar("T")
 def together(comm: Communicator, action: Callable[[], T]) -> T:
     """Run ``action`` on every rank and return its value; if one of them fails, the slide fails on all. Collective.
 
-    What it does must not be collective itself: a rank that fails in it would leave the others waiting.
+    ``action`` must not be collective: a failing rank would leave the others waiting.
 
     Raises:
-        SlideError: with the reason of the first rank that has one.
+        SlideError: with the reason of the first failing rank.
     """
     return agree(comm, action, (RequestError, SlideError, OSError, ValueError), SlideError)
 
 
 @dataclass(frozen=True, eq=False)
 class Attribution:
-    """What one member says of a slide; the same on every rank.
+    """One member's result for a slide; the same on every rank.
 
     Attributes:
         logits: (classes,) float64, of all images together.
         contributions: of each image, (classes, h, w) float32; over all images they sum to the logits less the bias.
-        scores: of each image, (classes, h, w) float32: what the head says of each position alone, before space is
-            reduced; 0 to 1, over the classes they sum to 1.
+        scores: of each image, (classes, h, w) float32: output of the head at each position, before pooling; 0 to 1, and
+            1 in total over classes.
         temperature: by which logits are divided before the softmax.
     """
 
@@ -59,12 +59,12 @@ class Attribution:
 
     @property
     def uncalibrated(self) -> NDArray[np.float64]:
-        """(classes,): softmax of the logits as they are."""
+        """(classes,): softmax of the uncalibrated logits."""
         return softmax(self.logits)
 
 
 def softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the shares of the exponentials of ``logits`` (classes,)."""
+    """Return the softmax of ``logits`` (classes,)."""
     weights = np.exp(logits - logits.max())
     shares: NDArray[np.float64] = weights / weights.sum()
     return shares
@@ -77,13 +77,13 @@ class Ensemble:
     weights, and one image part and its activations at a time.
 
     Args:
-        members: the networks.
-        spec: what they share.
-        comm: the group; all its ranks work on every slide.
-        cells: rows and columns, where one rank computes every image cell by cell, in the memory of a cell.
+        members: the models.
+        spec: common to all members.
+        comm: the ranks among which each slide is divided.
+        cells: rows and columns of cells for a single rank, to save memory.
 
     Raises:
-        RequestError: a model cannot be spread over the ranks, or more than one rank is to work cell by cell.
+        RequestError: a model cannot be distributed over the ranks, or cells are used with several ranks.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Ensemble:
         self._engines = [SizedEngines(member.model, None, spec.size_px, comm, cells) for member in members]
 
     def views(self, dataset: SlideDataset, index: int) -> tuple[View, ...]:
-        """Return the images in which the members are shown all tissue of a slide.
+        """Return the images that show all tissue of a slide.
 
         Raises:
             SlideError: the slide cannot be read.
@@ -101,7 +101,7 @@ class Ensemble:
         return views_of(dataset, index, self._engines, lambda action: together(self._comm, action))
 
     def attribute(self, dataset: SlideDataset, index: int, views: Sequence[View]) -> list[Attribution]:
-        """Return what every member says of a slide, shown in ``views``.
+        """Return the mean result of all members for a slide.
 
         Raises:
             SlideError: the pixels cannot be read, or a member's output is not finite.
@@ -127,7 +127,7 @@ class Ensemble:
     def _of_image(
         self, member: Member, engines: SizedEngines, dataset: SlideDataset, index: int, view: View
     ) -> Attribution:
-        """Return what one member says of one image."""
+        """Return one member's result for one image."""
         engine = engines.at(view.size_px)
         assert engine is not None, "every view has the size of an engine"
 
@@ -135,7 +135,7 @@ class Ensemble:
             return member.normalisation(torch.from_numpy(dataset.read_view(index, view, box))[None])
 
         if engine.plan.cells is not None:
-            # Each cell reads its own box when its turn comes.
+            # Each cell reads its own box in its turn.
             found = engine.explain(lambda box: together(self._comm, lambda: read(box)))
         else:
             box = engine.input_box
@@ -151,12 +151,12 @@ class Ensemble:
 
 
 def position_scores(found: Explanation, temperature: float = 1.0) -> torch.Tensor:
-    """Return (classes, h, w) float32: the softmax over classes of what the head says of each position alone.
+    """Return (classes, h, w) float32: the softmax over classes of the head's logits at each position.
 
-    As for whole slides, logits are divided by ``temperature`` before.
+    Logits are first divided by ``temperature``, as for slides.
 
-    A head that takes a whole map only is taken as if it averaged the map: then a position's own logits are its
-    contributions times the number of positions, and the bias.
+    A head that needs a whole map is treated as if it averaged the map: then a position's logits are its contributions
+    times the number of positions, plus the bias.
     """
     logits = found.positions
     if logits is None:
@@ -167,7 +167,7 @@ def position_scores(found: Explanation, temperature: float = 1.0) -> torch.Tenso
 
 
 def _given(part: torch.Tensor, box: Box) -> Callable[[Box], torch.Tensor]:
-    """Return images as the engine asks for them: the one box that was read beforehand."""
+    """Return a function that serves boxes of a part that was read in advance."""
 
     def images(asked: Box) -> torch.Tensor:
         if not box.contains(asked):

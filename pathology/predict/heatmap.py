@@ -1,7 +1,7 @@
-"""Where on the slide a logit came from: the network's cells put back in their place.
+"""Heatmaps: contributions and scores of the model's cells, mapped back to the slide.
 
-The network sees a training image that was put together from pieces of the slide; its last map has one cell for every
-``cell_px`` pixels of that image. The heatmap has the same cells on the slide's own grid:
+The model's input is an image composed of pieces of the slide; its last map has one cell for every ``cell_px`` pixels of
+that image. The heatmap has the same cells on the slide's grid:
 
     training image (view)             slide (heatmap)
     +----+--+                         . . . . . . .        .  NaN: the model did not look
@@ -10,8 +10,8 @@ The network sees a training image that was put together from pieces of the slide
     +----+--+   source <- target      . . . . B . .
     |    background                   . . . . . . .
 
-Sources and targets of the pieces begin at multiples of the view's ``align_px``, which the cell divides, so that cells
-map one to one. Where they do not, every cell goes where its centre is, and the heatmap says so (``exact`` is False).
+Sources and targets of pieces begin at multiples of the view's ``align_px``. If this is a multiple of the cell, cells
+map one to one; otherwise every cell is placed by its centre, and ``exact`` is False.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ if TYPE_CHECKING:
     from data.samples.view import Piece, View
 
 SMOOTH_CELLS = 1.0
-"""Scores are smoothed by a Gaussian of this many cells: about what neighbouring cells see in common."""
+"""Scores are smoothed by a Gaussian of this many cells: about the overlap of their receptive fields."""
 
 
 @dataclass(frozen=True, eq=False)
 class Heatmap:
-    """What the network says of each place, on the slide's grid of cells.
+    """Scores and contributions on the slide's grid of cells.
 
     Attributes:
-        scores: (classes, rows, columns) float32: what the head says of each position before space is reduced, smooth,
-            0 to 1, over the classes they sum to 1; NaN where nothing was seen.
+        scores: (classes, rows, columns) float32: output of the head at each position before pooling, smoothed, 0 to 1,
+            and 1 in total over classes; NaN where not seen.
         values: (classes, rows, columns) float32: contributions to the logits; NaN likewise. Cell (i, j) covers
             ``[i * cell_px, (i + 1) * cell_px) x [j * cell_px, (j + 1) * cell_px)`` of the slide at the model's
-            resolution; the last row and column may hang over the slide's border.
+            resolution; the last row and column may extend beyond the slide.
         cell_px: side of a cell in pixels of the slide at the model's resolution.
         mpp: (y, x) micrometres per pixel of the slide at the model's resolution.
         slide_size_px: (height, width) of the slide at the model's resolution.
         class_names: names of the channels.
         logits: of each class.
         bias: of each class, ``logit - sum of the contributions``: the bias of a linear head.
-        shared: of each class, what every cell was given of the background's contribution; part of ``values``.
+        shared: of each class, the part of the background's contribution in every cell; included in ``values``.
         exact: whether cells were mapped one to one; otherwise by their centres.
     """
 
@@ -68,9 +68,9 @@ class Heatmap:
         return self.mpp[0] * self.cell_px, self.mpp[1] * self.cell_px
 
     def speaks_for(self, class_index: int) -> NDArray[np.float64]:
-        """(rows, columns): what each cell adds to a class's logit by itself, 0 where it takes away or was not seen.
+        """(rows, columns): each cell's positive contribution to a class's logit, else 0.
 
-        The share of the background is left out: it is the same everywhere and tells no place from another.
+        The background's part, which is the same in all cells, is not included.
         """
         own = self.values[class_index].astype(np.float64) - self.shared[class_index]
         positive: NDArray[np.float64] = np.maximum(np.nan_to_num(own), 0.0)
@@ -78,7 +78,7 @@ class Heatmap:
 
     @property
     def certainty(self) -> NDArray[np.float64]:
-        """(rows, columns): how far the highest score is above a tie of all classes, 0 to 1; 0 where not seen."""
+        """(rows, columns): the highest score, rescaled so that a tie of all classes is 0; 0 where not seen."""
         tie = 1 / len(self.class_names)
         above: NDArray[np.float64] = (np.nan_to_num(self.scores.max(axis=0), nan=tie) - tie) / (1 - tie)
         return above.clip(0.0, 1.0)
@@ -101,16 +101,16 @@ def place(
     mpp: tuple[float, float],
     class_names: Sequence[str],
 ) -> Heatmap:
-    """Put a network's contributions back on the slide.
+    """Map a model's contributions to the slide.
 
-    What the background of the images contributed (cells in no piece) is shared equally among the cells that were seen.
+    The contribution of the background (cells in no piece) is divided equally among the seen cells.
 
     Args:
         contributions: of each image, (classes, h, w); the sum over (h, w) and all images + bias = logit.
         scores: of each image, (classes, h, w), 0 to 1.
         logits: of each class.
-        views: how each image was put together; all of one size.
-        align_px: what the origins of the view's pieces are multiples of.
+        views: the composition of each image; all of one size.
+        align_px: alignment of the view's pieces.
         slide_size_px: (height, width) of the slide at the model's resolution.
         mpp: (y, x) of the slide at the model's resolution.
         class_names: one for each class.
@@ -119,14 +119,14 @@ def place(
         The heatmap; it owns its memory: ``8 * classes * slide pixels / cell_px**2`` bytes.
 
     Raises:
-        ValueError: the views hold no piece.
+        ValueError: the views have no piece.
     """
     if not (pieces := [piece for view in views for piece in view.pieces]):
         raise ValueError("the views have no piece of the slide")
     cell_px, exact = _cells_of(views[0].size_px, contributions[0].shape[1:], pieces, align_px)
     shape = (math.ceil(slide_size_px[0] / cell_px), math.ceil(slide_size_px[1] / cell_px))
     classes = len(logits)
-    canvas = np.zeros((2 * classes + 1, *shape))  # contributions, scores, how many cells lie there
+    canvas = np.zeros((2 * classes + 1, *shape))  # contributions, scores, number of cells
     seen = np.zeros(shape, dtype=bool)
     totals, background = np.zeros(classes), np.zeros(classes)
     for given, score, view in zip(contributions, scores, views, strict=True):
@@ -163,7 +163,7 @@ def _cells_of(
 
 
 def network_stride(size_px: tuple[int, int], cells: tuple[int, ...], align_px: int) -> int | None:
-    """Return how many pixels one cell stands for, if that divides ``align_px``; None if not.
+    """Return the number of pixels of one cell, if it divides ``align_px``, else None.
 
     Each axis has ceil(size / stride) cells; the smallest such divisor, since a map of a single cell fits many.
     """
@@ -198,7 +198,7 @@ def _copy_cells(
 def _scatter_centres(
     maps: NDArray[np.float64], view: View, cell_px: int, canvas: NDArray[np.float64], seen: NDArray[np.bool_]
 ) -> NDArray[np.bool_]:
-    """Add every cell where its centre lies on the slide; return which cells (h, w) were used."""
+    """Add every cell at the position of its centre; return which cells (h, w) were used."""
     rows, columns = maps.shape[1:]
     centre_y = (np.arange(rows) + 0.5) * view.size_px[0] / rows
     centre_x = (np.arange(columns) + 0.5) * view.size_px[1] / columns
@@ -221,7 +221,7 @@ def _scatter_centres(
 def average(heatmaps: Sequence[Heatmap]) -> Heatmap:
     """Return the mean of an ensemble's heatmaps, on the grid of the finest.
 
-    A coarser cell is cut into equal cells that share its contribution, so that sums stay what they were.
+    A coarser cell is divided into equal cells with equal parts of its contribution, which preserves sums.
 
     Raises:
         ValueError: the cells of one do not divide those of another, or the slides differ.
@@ -277,7 +277,7 @@ def _repeated(values: NDArray[np.floating], times: int, shape: tuple[int, ...]) 
 def smoothed(scores: NDArray[np.floating], sigma: float = SMOOTH_CELLS) -> NDArray[np.float32]:
     """Return maps (classes, rows, columns) smoothed by a Gaussian over what was seen; NaN stays NaN.
 
-    Weights are normalised at the border of what was seen: there, too, classes sum to what they did.
+    Weights are normalised at the border of the seen area, which preserves sums over classes.
 
     Args:
         scores: NaN where nothing was seen.

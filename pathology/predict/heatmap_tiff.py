@@ -38,12 +38,12 @@ def write_heatmap(
 
     Channels are all scores, then all contributions. The upper left corner is ``origin_um`` away from the slide's (as
     PositionX and PositionY); one pixel is one cell, whose size in micrometres is in the metadata (as PhysicalSizeX and
-    PhysicalSizeY). Bias, logits and what else is needed to read it are in a map annotation.
+    PhysicalSizeY). Bias, logits and other metadata are in a map annotation.
     Follows the OME-TIFF specification 6.3, section "Sub-resolutions".
 
     Args:
-        path: the file; what is there is replaced at once, when the new one is whole.
-        heatmap: what to write.
+        path: the file; an existing one is replaced atomically.
+        heatmap: the heatmap.
         name: name of the image, the slide's.
         provenance: further keys of the annotation; values are written as JSON unless they are text.
         origin_um: (y, x) of the heatmap's corner on the slide.
@@ -119,12 +119,12 @@ def ome_metadata(
 def write_score_picture(path: Path, heatmap: Heatmap) -> None:
     """Write the scores in the classes' colours as a pyramidal RGB TIFF that OpenSlide and QuPath open as a slide.
 
-    Levels are directories of their own, as OpenSlide reads them, and have resolution tags; what was not seen is white,
-    what is undecided is pale.
+    Levels are separate directories, as OpenSlide expects, with resolution tags; areas not seen are white, undecided
+    ones pale.
 
     Args:
-        path: the file; what is there is replaced at once, when the new one is whole.
-        heatmap: whose scores are drawn; one pixel is one cell.
+        path: the file; an existing one is replaced atomically.
+        heatmap: with the scores; one pixel is one cell.
 
     Raises:
         OSError: the file cannot be written.

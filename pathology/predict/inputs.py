@@ -1,4 +1,4 @@
-"""What a user asks to predict: slide files, folders, manifests, slides of a store, whole stores."""
+"""Inputs of a prediction: slide files, folders, manifests, slides of a store, stores."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SlideInput:
         path: the slide file, or ``STORE/<slide_id>.zarr``.
         stored: whether it is already in a store.
         row: the user's or the store's manifest row.
-        reason: why it cannot be predicted, known before it is tried; empty otherwise.
+        reason: why it cannot be predicted, if known in advance; else empty.
     """
 
     slide_id: str
@@ -35,14 +35,14 @@ class SlideInput:
 
 
 def find_inputs(paths: Sequence[Path]) -> list[SlideInput]:
-    """Return the slides that are meant: those of stores first, then files, folders and manifests as they are given.
+    """Return all slides: those of stores first, then files, folders and manifests in the given order.
 
-    Slide files are named as an ingest would name them.
+    Slide files are named as by an ingest.
 
     Raises:
-        RequestError: a path is missing, a folder holds no slide, a manifest is wrong, or two slides have one name.
+        RequestError: a path is missing, a folder has no slide, a manifest is invalid, or two slides have the same name.
     """
-    # Unlike those of paths, these say no to what the system cannot look at; it is reported with the other files.
+    # os.path returns False for inaccessible paths, where Path raises; they are reported with the other files.
     folders = [path for path in paths if os.path.isdir(path)]  # noqa: PTH112
     stored = [one for path in folders for one in _stored(path)]
     jobs = find_jobs([path for path in paths if not (path in folders and _is_stored(path))], {})
@@ -64,7 +64,7 @@ def _is_stored(folder: Path) -> bool:
 
 
 def _stored(folder: Path) -> list[SlideInput]:
-    """Return the slides of a store, or the one slide; those that the ingest failed on carry the reason."""
+    """Return the slides of a store, or the one slide; failed ones with the reason."""
     if not _is_stored(folder):
         return []
     if folder.name.endswith(".zarr"):

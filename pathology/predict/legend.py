@@ -1,4 +1,4 @@
-"""The strip under a picture that says what its colours mean."""
+"""The legend below a picture."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STRIP_RGB = (255, 255, 255)
 
 @dataclass(frozen=True)
 class Key:
-    """A sample of a colour or line, and what it means."""
+    """A sample of a colour or line, and its label."""
 
     kind: Literal["class", "outline", "region", "unseen"]
     text: str
@@ -37,8 +37,8 @@ Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 def typeset(text: str, size_px: int) -> tuple[str, Font]:
     """Return ``text`` and a font that has all its letters.
 
-    That is the font that comes with Pillow, which has little beyond ASCII; for other texts DejaVu Sans, where the
-    system has it; else accents are dropped, and letters that are still unknown become question marks.
+    Pillow's own font covers little beyond ASCII; other texts use DejaVu Sans if installed; otherwise accents are
+    dropped, and unknown letters become question marks.
     """
     own = ImageFont.load_default(size_px)
     if all(_has(own, letter) for letter in text):

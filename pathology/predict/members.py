@@ -1,4 +1,4 @@
-"""The members of an ensemble, and what images they all take."""
+"""The members of an ensemble, and their common input."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from data.loading.normalise import Normalisation
 from hyfi_core.errors import RequestError
 
 MIN_COVERAGE = 0.9
-"""Of checkpoints that do not state theirs."""
+"""Default for checkpoints without this value."""
 
 
 def temperature_of(config: Mapping[str, Any]) -> float:
-    """Return by what a checkpoint's logits are divided before the softmax; 1 where nothing was fitted."""
+    """Return the temperature by which a checkpoint's logits are divided; 1 if not fitted."""
     return float((config.get("calibration") or {}).get("temperature", 1.0))
 
 
@@ -41,12 +41,12 @@ class Member:
 
     @property
     def pooling(self) -> Literal["mean", "max"]:
-        """How its head reduces space, and so how the logits of several images of one slide are combined."""
+        """How its head pools, and so how the logits of several images of one slide are combined."""
         return "max" if self.config.get("model", {}).get("pool") == "max" else "mean"
 
     @property
     def min_coverage(self) -> float:
-        """Share of a slide's tissue that it must be shown for its answer to count, as in training."""
+        """Smallest fraction of a slide's tissue that it must see, as in training."""
         return float(self.config.get("min_coverage", MIN_COVERAGE))
 
     @property
@@ -56,21 +56,21 @@ class Member:
 
     @property
     def normalisation(self) -> Normalisation:
-        """How its images are normalised."""
+        """Normalisation of its images."""
         return Normalisation.from_json(self.config["normalisation"])
 
 
 @dataclass(frozen=True)
 class InputSpec:
-    """What all members must share.
+    """Input properties that all members must have in common.
 
     Attributes:
         task: ``multiclass``.
         class_names: in the order of the logits.
         mpp: micrometres per pixel of the image.
         size_px: (height, width) of the image.
-        view: how the image is made of a slide.
-        align_px: grid on which pieces of tissue are moved.
+        view: how the image is made from a slide.
+        align_px: grid to which pieces of tissue are aligned.
     """
 
     task: str
@@ -85,7 +85,7 @@ class InputSpec:
         """Read ``model.json``.
 
         Raises:
-            RequestError: a key is missing, or it is not about one class of several.
+            RequestError: a key is missing or invalid, or the task is not supported.
         """
         try:
             height, width = (int(side) for side in config["size_px"])
@@ -105,10 +105,10 @@ class InputSpec:
 
 
 def common_input_spec(members: Sequence[Member]) -> InputSpec:
-    """Return what the members of an ensemble share.
+    """Return the common input of an ensemble's members.
 
     Raises:
-        RequestError: two of them differ; names what, and both values.
+        RequestError: two of them differ; the message has both values.
     """
     first = InputSpec.of(members[0].config)
     for member in members[1:]:

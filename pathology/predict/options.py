@@ -1,4 +1,4 @@
-"""How slides are predicted."""
+"""Options of a prediction."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ Image = Literal["whole", "trained"]
 
 @dataclass(frozen=True)
 class PredictOptions:
-    """How slides are predicted; checked when it is built.
+    """Options of a prediction, validated on creation.
 
     Attributes:
         mpp: micrometres per pixel of the images; None: the checkpoint's.
         slide_mpp: of slide files that do not state their own.
-        overwrite: do finished slides again; replace what another checkpoint has left.
-        cells: rows and columns in which one process computes every image; None: as large images need it.
-        image: ``whole`` shows all tissue of a slide, ``trained`` what one image of the trained size holds.
-        tissue: what counts as tissue: ``off``: all; a GeoJSON of one slide, or a folder with ``<slide_id>.geojson``:
-            its polygons; None: what was found.
-        device: where ranks compute: each on a GPU of its own (``cuda``), so where each has one (``auto``), or ``cpu``.
-        allow_partial: give a class also where less of the tissue was seen than the checkpoint asks for.
+        overwrite: predict finished slides again, and replace results of other checkpoints.
+        cells: rows and columns in which one process computes every image; None: only for large images.
+        image: ``whole`` shows all tissue of a slide, ``trained`` what one image of the trained size shows.
+        tissue: the tissue mask: ``off``: the whole slide; a GeoJSON of one slide, or a folder with
+            ``<slide_id>.geojson``; None: the detected one.
+        device: ``cuda``: one GPU for each rank; ``auto``: GPUs if there are enough; or ``cpu``.
+        allow_partial: predict slides of which less tissue was seen than the checkpoint requires.
 
     Raises:
-        RequestError: ``image`` is something else.
+        RequestError: ``image`` is not allowed.
     """
 
     mpp: float | None = None
@@ -48,7 +48,7 @@ class PredictOptions:
     device: DeviceRequest = "auto"
 
     def tissue_file(self, slide_id: str) -> Path | None:
-        """Return the GeoJSON that says where a slide's tissue is; None where none does."""
+        """Return the GeoJSON of a slide's tissue, None if there is none."""
         if self.tissue is None or self.tissue == OFF:
             return None
         path = Path(self.tissue)
@@ -58,7 +58,7 @@ class PredictOptions:
         return path if path.exists() else None
 
     def tissue_given(self, slide_id: str) -> str | None:
-        """Return what says where a slide's tissue is: ``off``, or the sha256 of the file; None where it is found.
+        """Return the source of a slide's tissue mask: ``off``, or the sha256 of the file; None if detected.
 
         Raises:
             RequestError: the file cannot be read.
@@ -72,11 +72,11 @@ class PredictOptions:
             raise RequestError(f"--tissue {path}: cannot be read ({error.strerror or error})") from error
 
     def opened(self, path: Path) -> SlideStore:
-        """Open a stored slide, with the tissue that is asked for.
+        """Open a stored slide with the requested tissue mask.
 
         Raises:
             StoreError: as `SlideStore.open`.
-            RequestError: the file of its tissue is no GeoJSON with polygons.
+            RequestError: the tissue file is not a GeoJSON with polygons.
         """
         slide = SlideStore.open(path)
         file = self.tissue_file(slide.slide_id)
@@ -89,7 +89,7 @@ class PredictOptions:
         return slide.with_tissue(mask_of_geojson(file, grid, mask.shape))
 
     def check_tissue(self, slide_ids: Sequence[str]) -> None:
-        """Check ``tissue`` against the slides before anything is done.
+        """Check ``tissue`` against the slides.
 
         Raises:
             RequestError: the file or folder is missing, no slide has a file in it, or one file is for several slides.

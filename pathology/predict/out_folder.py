@@ -1,4 +1,4 @@
-"""The folder that predictions are written to: what is there already, what may be replaced, what is left to do."""
+"""The output folder of a prediction: existing results, and what may be replaced."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class OutFolder:
 
     ```
     DIR/predictions.csv      one row a slide
-    DIR/predictions.json     which checkpoints made them, at which resolution
+    DIR/predictions.json     their checkpoints and resolution
     DIR/<slide_id>/          see pathology.predict.results
     ```
 
     Args:
         path: the folder; need not exist.
-        members: who predicts.
-        spec: how they look.
-        options: with ``overwrite`` finished slides are done again, also those of other checkpoints.
+        members: the models.
+        spec: their common input.
+        options: with ``overwrite``, finished slides are predicted again, also those of other checkpoints.
     """
 
     def __init__(self, path: Path, members: Sequence[Member], spec: InputSpec, *, options: PredictOptions) -> None:
@@ -47,15 +47,16 @@ class OutFolder:
             "image": options.image,
         }
         temperatures = [member.temperature for member in members]
-        if any(value != 1 for value in temperatures):  # left out, else what older versions made would be done again
+        if any(value != 1 for value in temperatures):  # omitted if 1, so that results of older versions stay valid
             self._made_by["temperatures"] = temperatures
         self._table: PredictionTable | None = None
 
     def open(self, inputs: Sequence[SlideInput]) -> list[int]:
-        """Return the indices of the slides that are left to do. Writes nothing.
+        """Return the indices of the slides to predict, without writing.
 
         Raises:
-            RequestError: the folder holds predictions of other checkpoints, or a slide's folder is somebody else's.
+            RequestError: the folder has predictions of other checkpoints, or a slide's folder was not written by a
+                prediction.
         """
         others = self._made_by_others()
         if others is not None and not self._overwrite:
@@ -88,7 +89,7 @@ class OutFolder:
         self._table.put(prediction)
 
     def _made_by_others(self) -> str | None:
-        """Return what else the folder's predictions were made with, in words; None if nothing differs."""
+        """Return how the folder's predictions differ in checkpoints or settings; None if not."""
         path = self.path / RUN_FILE
         if not path.exists():
             if (self.path / FILE_NAME).exists():
@@ -117,7 +118,7 @@ class OutFolder:
         return as_asked and _read(path).get("key") == self._key(one)
 
     def _key(self, one: SlideInput) -> dict[str, Any]:
-        """Return what a slide's results depend on; the same key, the same results."""
+        """Return a key of everything that a slide's results depend on."""
         source = one.path / "zarr.json" if one.stored else one.path
         try:
             status = source.stat()

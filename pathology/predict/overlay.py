@@ -1,4 +1,4 @@
-"""A picture of the slide that shows what the network says of each place: each class in its colour."""
+"""The overlay: a picture of the slide with the score of each position in the colour of its class."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from pathology.tissue.outlines import outline
 
 OUTLINE_RGB = (52, 64, 84)
 REGION_RGB = (17, 24, 39)
-SATURATION = 0.35  # of the tissue under the colours, so that stain and score cannot be confused
+SATURATION = 0.35  # of the tissue under the colours, to distinguish stain and score
 STRONGEST_ALPHA = 0.62
 
 
 @dataclass(frozen=True, eq=False)
 class Overlay:
-    """What is drawn.
+    """The contents of an overlay.
 
     Attributes:
         thumbnail: (h, w, 3) uint8, the whole slide.
         heatmap: on the same slide.
-        shown: whether classes are shown; else only the tissue that was not seen.
-        tissue: bool mask of the slide; its first pixel is the slide's, its last may hang over the slide's end.
+        shown: whether to show classes; else only the tissue that was not seen.
+        tissue: bool mask of the slide; aligned with the slide's first pixel; the last may extend beyond the slide.
         tissue_mpp: (y, x) micrometres per pixel of the mask.
         regions: numbered outlines.
     """
