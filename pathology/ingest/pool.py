@@ -1,4 +1,4 @@
-"""Ingest in worker processes: a slide that crashes its worker does not affect others; those of other runs are skipped."""
+"""Ingest in worker processes: a slide that crashes its worker does not affect others."""
 
 from __future__ import annotations
 
