@@ -16,7 +16,7 @@ def exit_code_of(body: Callable[[], int], prepare: Callable[[], None] | None = N
 
     Args:
         body: does the work.
-        prepare: called before it; what it raises is reported alike.
+        prepare: called before it; its errors are reported in the same way.
     """
     try:
         if prepare is not None:

@@ -1,9 +1,9 @@
-"""Running out of memory ends with what would need less, not with a traceback.
+"""Out-of-memory errors end with advice instead of a traceback.
 
 ::
 
     before the run   the forecast   ──►  remember_advice(…), on every rank and beside the launcher's status files
-    MemoryError, torch's allocator  ──►  told(error): how much was wanted, and the advice
+    MemoryError, torch's allocator  ──►  told(error): the requested amount, and the advice
     killed by the kernel            ──►  the launcher sees its count of such kills rise, and adds the advice
 """
 
@@ -25,7 +25,7 @@ _advice = ""
 
 
 def remember_advice(text: str) -> None:
-    """Keep what to say if memory runs out in this process, or in a rank of this launch."""
+    """Store the advice for this process and the ranks of this launch."""
     global _advice
     _advice = text
     status = RunStatus.of_environment()
@@ -34,12 +34,12 @@ def remember_advice(text: str) -> None:
 
 
 def advice() -> str:
-    """Return what would need less memory."""
+    """Return the advice."""
     return _advice or GENERAL_ADVICE
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error, or one that it follows from, says that memory ran out: Python's, NumPy's or torch's."""
+    """Whether an error, or its cause, is an out-of-memory error of Python, NumPy or torch."""
     seen: BaseException | None = error
     while seen is not None:
         no_memory = isinstance(seen, OSError) and seen.errno == errno.ENOMEM
@@ -51,7 +51,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def told(error: BaseException) -> str | None:
-    """Return what to say of an error by which memory ran out; None for other errors."""
+    """Return the message for an out-of-memory error; None for other errors."""
     if not is_out_of_memory(error):
         return None
     found = _WANTED.search(str(error))
@@ -64,7 +64,7 @@ def _amount(text: str) -> str:
 
 
 def kernel_kills() -> int:
-    """Return how many processes this machine's kernel has ended for want of memory; 0 where it does not say."""
+    """Return the number of processes killed by this machine's kernel for lack of memory; 0 if unknown."""
     try:
         found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
     except OSError:

@@ -10,7 +10,7 @@ from hyfi_core.errors import RequestError
 
 
 def require_writable(target: Path) -> None:
-    """Check that ``target``, a file or a folder, can be made or written; leaves nothing behind.
+    """Check that ``target``, a file or a folder, can be created or written; leaves nothing behind.
 
     Raises:
         RequestError: a part of the path is a file, its nearest existing folder refuses new files, or it cannot be.
@@ -36,8 +36,8 @@ def require_folder(target: Path, purpose: str) -> None:
     """Check that ``target`` is a folder or can become one.
 
     Args:
-        target: what was given.
-        purpose: what the folder is for, as shown to the user.
+        target: the path.
+        purpose: purpose of the folder, for messages.
 
     Raises:
         RequestError: it is a file, or a path that cannot be.
@@ -48,7 +48,7 @@ def require_folder(target: Path, purpose: str) -> None:
 
 
 def _look(target: Path) -> None:
-    """Check that the system can say whether a path is there.
+    """Check that a path can be accessed.
 
     Raises:
         RequestError: it cannot: the name is too long, or a folder on the way is closed.

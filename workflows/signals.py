@@ -32,7 +32,7 @@ def requested() -> bool:
 
 
 def request() -> None:
-    """Act as if a signal to stop had come."""
+    """Act as if a signal to stop had been received."""
     global _requested
     _requested = True
 
@@ -43,7 +43,7 @@ def listen_from_start() -> None:
 
 
 def interrupt_on_request() -> None:
-    """Raise KeyboardInterrupt in the main thread when a request comes: for a process that is alone."""
+    """Raise KeyboardInterrupt in the main thread on a request; for single processes."""
     _handle(_interrupt)
 
 

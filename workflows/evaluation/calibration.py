@@ -1,4 +1,4 @@
-"""One temperature that makes a network's probabilities mean what they say (Guo et al., 2017, arXiv:1706.04599).
+"""Temperature scaling, which calibrates a model's probabilities (Guo et al., 2017, arXiv:1706.04599).
 
 Logits are divided by it before the softmax. It is chosen for the least cross entropy on slides that were not trained
 on, and changes no order: neither the class of a slide nor the area under a curve.
@@ -24,7 +24,7 @@ _REFINEMENTS = 40
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was found on some slides.
+    """A temperature and its effect on some slides.
 
     Attributes:
         temperature: by which logits are divided.
@@ -43,7 +43,7 @@ class Calibration:
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
     def describe(self) -> str:
-        """Return the change in words."""
+        """Return a summary of the change."""
         errors = ["undefined" if value is None else f"{value:.3f}" for value in self.calibration_error]
         return (
             f"temperature {self.temperature:.3f}: calibration error {errors[0]} → {errors[1]}, cross entropy "
@@ -78,7 +78,7 @@ def fit_temperature(logits: torch.Tensor, labels: torch.Tensor) -> Calibration |
 
 
 def judge_temperature(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> Calibration:
-    """Return what a temperature does on some slides."""
+    """Return the effect of a temperature on some slides."""
     both = [logits.double(), logits.double() / temperature]
     losses = [float(torch.nn.functional.cross_entropy(one, labels)) for one in both]
     errors = [metrics_of_logits(one, labels)["calibration_error"] for one in both]

@@ -13,7 +13,7 @@ Aggregate = Literal["mean", "max", "none"]
 
 @dataclass(frozen=True, eq=False)
 class Cases:
-    """What is known of M cases, in the order in which their first slides stand.
+    """M cases, in the order of their first slides.
 
     Attributes:
         of_slide: (N,) the case of each slide.

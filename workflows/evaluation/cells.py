@@ -9,7 +9,7 @@ def parse_cells(text: str | None) -> tuple[int, int] | None:
     """Return (rows, columns), None where the option was left out.
 
     Raises:
-        RequestError: it is not two whole numbers from 1.
+        RequestError: it is not two whole numbers ≥ 1.
     """
     if text is None:
         return None

@@ -42,15 +42,15 @@ class CohortSlide:
     Attributes:
         slide_id, case_id: the slide.
         status: ``done``, ``incomplete`` or ``failed``.
-        prediction: class; empty where none is given.
+        prediction: class; empty without a prediction.
         probabilities: of each class; empty with it.
         label: true class; empty where unknown.
         coverage: share of the tissue that was seen; None where unknown.
-        flags: what a reader must know.
+        flags: of the slide.
         reason: why it failed or is incomplete.
         thumbnail: a JPEG; empty for none.
         link: relative address of its report; empty for none.
-        uncalibrated: probabilities before calibration; empty where there was none.
+        uncalibrated: probabilities before calibration; empty without calibration.
     """
 
     slide_id: str
@@ -128,7 +128,7 @@ def evaluated_slides(
         logits: index of a slide → its logits.
         class_names: in their order.
         least: share of its tissue that a slide must show; with less it is ``incomplete``.
-        whole: whether all tissue was shown, also where the dataset's images have no room for it.
+        whole: whether all tissue was shown, even if it does not fit the dataset's images.
         temperature: of the checkpoint, by which logits are divided.
     """
     found = []
@@ -215,7 +215,7 @@ def write_cohort_page(folder: Path, slides: Sequence[CohortSlide], class_names: 
 
 
 def worst_errors(labelled: Sequence[CohortSlide], class_names: Sequence[str]) -> list[CohortSlide]:
-    """Return the slides that are predicted wrongly, those first whose true class was given the least probability."""
+    """Return wrongly predicted slides, in ascending order of the probability of the true class."""
     place = {name: index for index, name in enumerate(class_names)}
     wrong = [slide for slide in labelled if slide.wrong]
     return sorted(wrong, key=lambda slide: slide.probabilities[place[slide.label]])[:WORST]
@@ -287,12 +287,12 @@ def _evaluation(labelled: Sequence[CohortSlide], class_names: Sequence[str]) -> 
 
 
 def _draws(slides: int) -> int:
-    """Return how many draws a page of so many slides waits for: 1000 where it is quick, fewer beyond 1000 slides."""
+    """Return the number of bootstrap draws: 1000, fewer beyond 1000 slides."""
     return max(200, min(1000, 1_000_000 // max(1, slides)))
 
 
 def _metrics(probabilities: NDArray[np.float64], targets: NDArray[np.int64], draws: Any) -> list[tuple[str, str]]:
-    """Return the names of metrics and their values with intervals, for people."""
+    """Return the names of metrics and their formatted values with intervals."""
     import torch
 
     from workflows.evaluation.bootstrap import intervals

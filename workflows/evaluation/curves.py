@@ -23,7 +23,7 @@ class RateCurve:
 
     Attributes:
         x, y: corners of the curve, each (n,).
-        low, high: of the band, at ``GRID``; None where no draw defines it.
+        low, high: of the band, at ``GRID``; None if no draw defines it.
         area: under the curve (average precision for precision over recall).
     """
 
@@ -36,7 +36,7 @@ class RateCurve:
 
 @dataclass(frozen=True)
 class ThresholdRow:
-    """What a threshold on the probability of a class does; rates are None where there is nothing to divide by."""
+    """Rates of a threshold on the probability of a class; undefined ones are None."""
 
     threshold: float
     positives: int
@@ -47,7 +47,7 @@ class ThresholdRow:
 
 
 def roc_curve(score: Array, positive: NDArray[np.bool_], draws: Array) -> RateCurve | None:
-    """Return the true over the false positive rate of a class; None where only one kind of slide is there.
+    """Return the true over the false positive rate of a class; None if only one kind of slide exists.
 
     Args:
         score: (N,) of the class.

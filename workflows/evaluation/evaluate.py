@@ -50,7 +50,7 @@ class InferenceEngine(Protocol):
 
 
 class DatasetImages:
-    """How a slide's stored pixels become what the engine eats.
+    """Conversion of a slide's stored pixels to engine inputs.
 
     Args:
         dataset: the slides.
@@ -73,14 +73,14 @@ class DatasetImages:
         return self.prepared(partial(self._dataset.read, index), box)
 
     def prepared(self, read: Callable[[Box], NDArray[np.uint8]], box: Box) -> torch.Tensor:
-        """Return a box of an image as the engine takes it, (1, 3, h, w), from what ``read`` gives: (3, h, w) uint8."""
+        """Return a box of an image as engine input, (1, 3, h, w), from (3, h, w) uint8."""
         pixels = torch.from_numpy(read(box)).unsqueeze(0)
         return self._normalisation(pixels, self._dtype, self._memory_format)
 
 
 @dataclass(frozen=True)
 class OneImage:
-    """A batch of one image, read by boxes, whatever batches the engine was made for.
+    """A batch of one image, read box by box, for an engine of any batch size.
 
     Attributes:
         of_box: box → (1, 3, h, w).
@@ -126,7 +126,7 @@ class EvaluationSet:
     def metrics_of(self, logits: Logits) -> Metrics:
         """Return the loss Σ w_y · ℓ / N, normalised as in training, and the metrics, by slide and by case.
 
-        The intervals come from drawing cases, the same draws at every call: what changes is due to the weights.
+        Intervals are bootstrapped over cases with the same draws in every call, so that changes are due to the weights.
         """
         outputs = torch.tensor([logits[index] for index in range(len(self.targets))], dtype=torch.float64)
         labels, of_case = torch.tensor(self.targets), places_of(self.cases)
@@ -152,12 +152,12 @@ class EvaluationSet:
         }
 
 
-class Interrupted(Exception):  # noqa: N818 (not an error: somebody asked for it)
+class Interrupted(Exception):  # noqa: N818 (a request, not an error)
     """The evaluation was interrupted before its end; nothing is known about these weights."""
 
 
 class SlideImages(Protocol):
-    """What an engine takes for each slide."""
+    """The engine's input for each slide."""
 
     def of(self, index: int) -> Any:
         """Return a slide's images, in whatever form the engine takes."""
@@ -198,7 +198,7 @@ def predict_slides(
 
 
 def gather_logits(comm: Communicator, mine: Logits | None) -> Logits | None:
-    """Return all logits on rank 0, None elsewhere (collective); one rank of each replica gives its own."""
+    """Return all logits on rank 0, None elsewhere (collective); one rank of each replica contributes."""
     parts = comm.gather_objects([] if mine is None else [[index, values] for index, values in mine.items()])
     if parts is None:
         return None

@@ -60,11 +60,11 @@ class Evaluator:
 
     Attributes:
         evaluation_set: the slides.
-        engine: of this rank's replica, for images of the trained size; its module holds the weights evaluated last.
+        engine: of this rank's replica, for images of the trained size; its module has the weights evaluated last.
         module: the network.
         plan: how the group is divided.
         group: the ranks.
-        whole: evaluates all tissue of slides that do not fit the trained size; None: only what fits is shown.
+        whole: evaluates all tissue of slides that do not fit the trained size; None: only what fits is evaluated.
     """
 
     evaluation_set: EvaluationSet
@@ -86,15 +86,15 @@ class Evaluator:
         whole: bool = False,
         device: torch.device | None = None,
     ) -> Evaluator:
-        """Build the network of a ``model.json``, spread as ``plan`` says; its weights are anything.
+        """Build the model of a ``model.json``, distributed by ``plan``, with arbitrary weights.
 
         Args:
-            model: what the network is.
+            model: content of ``model.json``.
             dataset: the slides.
             plan: how the group is divided.
             group: the ranks.
             cells: rows and columns, where every rank is a replica of the plan and evaluates images cell by cell.
-            whole: whether slides whose tissue does not fit the trained size are shown whole all the same.
+            whole: whether to show all tissue of slides that do not fit the trained size.
             device: where this rank computes; None: on the CPU.
 
         Raises:

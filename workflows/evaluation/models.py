@@ -18,7 +18,7 @@ _RESNETS = ("resnet6", "resnet10", "resnet18", "resnet34", "resnet50", "resnet_v
 BUILT_IN = {name: f"hyfi_core.models.resnet:{name}" for name in _RESNETS} | {
     "amoebanet_d": "hyfi_core.models.amoebanet:amoebanet_d"
 }
-"""Name -> where its factory is."""
+"""Name -> path of its factory."""
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.float32, "float64": torch.float64}
@@ -40,7 +40,8 @@ def build_model(model: Mapping[str, Any]) -> nn.Module:
 
     Args:
         model: ``name``, ``classes`` (their number), ``norm``, ``pool``, ``options`` (further arguments by name). A
-            factory of the user's is called with ``classes=…``, with ``norm`` and ``pool`` where it takes them, and
+            factory of the user's is called with ``classes=…``, with ``norm`` and ``pool`` if it has these parameters,
+            and
             with the options.
 
     Raises:
@@ -86,7 +87,7 @@ def _factory(name: str) -> Callable[..., Any]:
 
 
 def _parameters(factory: Callable[..., Any]) -> set[str] | None:
-    """Return the names that ``factory`` takes, None where it takes any."""
+    """Return the parameter names of ``factory``, None if it takes any."""
     parameters = inspect.signature(factory).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None

@@ -1,4 +1,4 @@
-"""Plots of a cohort as SVG, to stand inside a page."""
+"""Plots of a cohort as inline SVG."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SIDE_INCHES = 4.3
 
 @dataclass(frozen=True)
 class Plot:
-    """A picture: its title, the SVG element, and what it shows in words."""
+    """A plot: title, SVG element and caption."""
 
     title: str
     svg: str
@@ -84,7 +84,7 @@ def confusion_plot(probabilities: Array, targets: NDArray[np.int64], class_names
 
 
 def reliability_plots(probabilities: Array, targets: NDArray[np.int64], before: Array | None) -> list[Plot]:
-    """Return the reliability of probabilities; where they were calibrated, that before calibration first."""
+    """Return the reliability of probabilities; if they were calibrated, first that before calibration."""
     if before is None:
         return [reliability_plot(probabilities, targets)]
     return [

@@ -25,7 +25,7 @@ class SharedBuffer:
 
 
 class SharedBuffers:
-    """A fixed number of them. Memory: what was asked for most, times how many were taken at once.
+    """A fixed number of shared buffers. Memory: the largest request times the number in use at once.
 
     Args:
         count: how many; children that are started later share all of them.
@@ -46,11 +46,11 @@ class SharedBuffers:
         return SharedBuffer(descriptor, size_bytes)
 
     def give(self, buffer: SharedBuffer) -> None:
-        """Take back one that is no longer read."""
+        """Release a buffer that is no longer read."""
         self._free.append(buffer.descriptor)
 
     def close(self) -> None:
-        """Give the memory back; what is mapped stays until it is forgotten."""
+        """Free the memory; existing mappings stay valid."""
         for descriptor in self.descriptors:
             os.close(descriptor)
 

@@ -1,4 +1,4 @@
-"""Weights as one row of bytes: what a trainer hands over without waiting, and how it is read again.
+"""Weights as flat bytes: an asynchronous copy for validation, and its inverse.
 
 ::
 
@@ -42,15 +42,15 @@ def unflatten(flat: torch.Tensor, like: State) -> dict[str, torch.Tensor]:
 
 
 class Snapshot:
-    """A private copy of weights on the host, being made or whole.
+    """A private copy of weights on the host, complete or in progress.
 
-    From a GPU it is copied on a stream of its own into pinned memory: training continues meanwhile, and ``ready`` tells
-    when the copy is whole. On a host it is whole at once. Memory: one copy of the weights, given back by ``Pool.give``.
+    From a GPU it is copied on a separate stream into pinned memory while training continues, until ``ready``. On the
+    host it is complete at once. Memory: one copy of the weights, released by ``Pool.give``.
 
     Args:
         step: whose weights they are.
-        state: the weights; they may be overwritten as soon as this returns where they are on the host, and must be
-            left alone until ``ready`` where they are on a GPU (a gathered ``state_dict`` is such a private copy).
+        state: the weights; on the host they may be overwritten when this returns, on a GPU they must not change until
+            ``ready`` (a gathered ``state_dict`` is such a private copy).
         flat: ``snapshot_bytes(state)`` bytes on the host, pinned for a GPU.
     """
 
@@ -72,14 +72,14 @@ class Snapshot:
         self._done.record(stream)
 
     def ready(self) -> bool:
-        """Return whether the bytes are whole; never blocks."""
+        """Return whether the copy is complete; does not block."""
         if self._done is not None and not self._done.query():
             return False
         self._done = self._state = None
         return True
 
     def wait(self) -> None:
-        """Return when the bytes are whole."""
+        """Wait until the copy is complete."""
         if self._done is not None:
             self._done.synchronize()
         self.ready()
@@ -100,13 +100,13 @@ class Pool:
         """Begin a snapshot of ``state``."""
         size, pinned = snapshot_bytes(state), any(value.is_cuda for value in state.values())
         fitting = [flat for flat in self._free if flat.numel() == size and flat.is_pinned() == pinned]
-        # Zeros: what stands between the tensors travels, too.
+        # Zeros, because padding between tensors is sent, too.
         flat = fitting[0] if fitting else torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
         self._free = [other for other in self._free if other is not flat]
         return Snapshot(step, state, flat)
 
     def give(self, snapshot: Snapshot) -> None:
-        """Take the memory of a snapshot back that is in use no more."""
+        """Release the memory of a snapshot that is no longer used."""
         self._free.append(snapshot.flat)
 
 

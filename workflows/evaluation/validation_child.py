@@ -41,7 +41,7 @@ def start_child(
 ) -> ChildProcess:
     """Start the child of one validator.
 
-    It is given everything it needs: a child that is started again after hours must not find other slides in the store.
+    It gets all data from its parent: a child restarted after hours must not find different slides in the store.
 
     Args:
         network: of the run, as ``model.json`` describes it.
@@ -49,8 +49,8 @@ def start_child(
         slides: those that validate, all labelled.
         plan: of the validators.
         seat: see :data:`workflows.evaluation.validator.Start`.
-        descriptors: files that hold snapshots.
-        device: where it computes; where several evaluate an image together, that is the CPU.
+        descriptors: files with snapshots.
+        device: for computation; the CPU if several children evaluate an image together.
     """
     import torch
 
@@ -74,11 +74,11 @@ def validation_plan(config: Config, plan: ParallelPlan, validators: int) -> Para
 
     Args:
         config: of the run.
-        plan: of the trainers; its cuts serve where there are as many stages.
+        plan: of the trainers; its cuts are used if the number of stages is equal.
         validators: how many ranks validate.
 
     Raises:
-        RequestError: the number of ranks is no multiple of what the grids need.
+        RequestError: the number of ranks is not a multiple of that of the grids.
     """
     from hyfi_core.errors import RequestError
     from hyfi_core.plan.parallel_plan import ParallelPlan
@@ -105,12 +105,12 @@ def main() -> None:
     except RequestError as error:
         parent.say("refused", reason=str(error))
     except BaseException as error:
-        if "/gloo/" in str(error):  # the cause is another child's, whose parent tells it
+        if "/gloo/" in str(error):  # caused by another child, whose parent reports it
             parent.say("died", how=LOST_PEER)
         else:
             parent.say("raised", error=traceback.format_exc().rstrip())
     while True:
-        parent.hear()  # not to leave before it is told to: the other children would take it for a death
+        parent.hear()  # wait for the parent's request: the other children would take an exit for a crash
 
 
 def _serve(parent: Parent) -> None:
@@ -135,7 +135,7 @@ def _serve(parent: Parent) -> None:
 
 
 def _connect(parent: Parent, seat: Mapping[str, Any]) -> Communicator:
-    """Return the group of all children; child 0 finds a free port and says it."""
+    """Return the group of all children; child 0 finds a free port and reports it."""
     from hyfi_core.comm.alone import AloneCommunicator
 
     if seat["size"] == 1:

@@ -76,17 +76,17 @@ class ValidationClient:
         return True
 
     def collect(self) -> list[tuple[int, Metrics]]:
-        """Return the results that have come since the last call; never blocks."""
+        """Return new results since the last call; does not block."""
         self._progress()
         results, self._results = self._results, []
         return results
 
     def drain(self, impatient: Callable[[], bool]) -> bool:
-        """Wait until all results are in, or the validators give up; False where ``impatient`` returned True before."""
+        """Wait for all results, or until the validators give up; return False if ``impatient`` returned True first."""
         return self._wait(lambda: self.gave_up or not self.waiting, impatient)
 
     def forget(self) -> None:
-        """Expect no results any more: somebody else validates these steps."""
+        """Stop expecting results: the trainers validate these steps."""
         self._kept.clear()
         self._away.clear()
 
@@ -94,7 +94,7 @@ class ValidationClient:
         """End the service. Returns when the validators have ended.
 
         Args:
-            stopped: the run ends before its time; what is open is given up.
+            stopped: the run ends early; open validations are dropped.
             needless: open results are not wanted any more.
         """
         self._kept.clear()
@@ -113,7 +113,7 @@ class ValidationClient:
         return True
 
     def _progress(self) -> None:
-        """Send what can be sent, take what has come."""
+        """Make progress on sends and receives."""
         still_open = []
         for pending, snapshot in self._sending:
             if not pending.test():

@@ -1,4 +1,4 @@
-"""Validation while training continues: the side of the validator ranks, which only watch over those who compute.
+"""Validation while training continues: the validator ranks, which supervise child processes that compute.
 
 ::
 
@@ -36,7 +36,7 @@ from workflows.launch.child_process import LOST_PEER, ChildProcess, Word
 
 ORDER_TAG, DEATH_TAG = 113, 114
 MOST_DEATHS = 3
-"""Deaths without a finished validation in between after which the validators give up."""
+"""Number of crashes without a finished validation after which the validators give up."""
 
 Start = Callable[[Mapping[str, Any], Sequence[int]], ChildProcess]
 """(seat, descriptors) → a child that was just started; seat: rank, size, and where child 0 is found."""
@@ -84,7 +84,7 @@ class ValidationService:
         """Start the children and return when they are ready (collective over the group).
 
         Raises:
-            RequestError: they cannot do what the run asks for.
+            RequestError: the validators do not support the run's configuration.
             ValidationChildError: one of them raised.
         """
         hosts = self._group.broadcast_object(self._group.gather_objects(socket.gethostname()))
@@ -136,7 +136,7 @@ class ValidationService:
         return heard
 
     def _advance_child(self) -> bool:
-        """Let the child go on with what there is to do; whether anything happened."""
+        """Give the child its next work; return whether anything happened."""
         if self._gave_up or (self._end is not None and (self._end["stopped"] or self._end["needless"])):
             self._kill()
             return self._discard_snapshots()
@@ -174,14 +174,14 @@ class ValidationService:
             self._fail(word)
 
     def _on_death_notice(self, notice: Word) -> None:
-        """Take in that the child of another validator died; the cause is reported even where its effect came first."""
+        """Handle the crash of another validator's child; its cause is reported even if its effects were seen first."""
         if notice["round"] == self._round and not self._gave_up:
             self._on_death(notice["rank"], notice["how"])
         elif notice["how"] != LOST_PEER:
             warn(f"hyfi: the validation process of validator {notice['rank']} ended with {notice['how']}")
 
     def _on_death(self, rank: int, how: str) -> None:
-        """Report the death of the child of one validator, and start all children again, or give up."""
+        """Report the crash of a validator's child, and restart all children, or give up."""
         self._deaths += 1
         step = self._queue[0].step if self._queue else None
         what = f"the validation process of validator {rank} ended with {how}"
@@ -199,7 +199,7 @@ class ValidationService:
         self._replace_child(None)
 
     def _discard_snapshots(self) -> bool:
-        """Forget the snapshots that have arrived: what is under way must be received before this rank may leave."""
+        """Discard received snapshots: pending ones must be received before this rank may exit."""
         before = len(self._queue)
         while self._queue and self._queue[0].arriving.test():
             self._buffers.give(self._queue.popleft().place)
@@ -222,7 +222,7 @@ class ValidationService:
     # -- the others
 
     def _run_follower(self) -> bool:
-        """Do as validator 0 says until the children are ready, or to the end; return whether the run was stopped."""
+        """Follow validator 0 until the children are ready, or to the end; return whether the run was stopped."""
         backoff = Backoff()
         while True:
             self._watch()
@@ -252,7 +252,7 @@ class ValidationService:
     # -- both
 
     def _replace_child(self, port: int | None) -> None:
-        """Start this rank's child; ``port``: where child 0 listens, None for child 0 itself, which will say so."""
+        """Start this rank's child; ``port``: of child 0, None for child 0 itself, which reports it."""
         self._kill()
         seat = {"rank": self._group.rank, "size": self._group.size, "host": self._host, "port": port}
         self._child = self._start(seat, self._buffers.descriptors)

@@ -1,6 +1,6 @@
 """A process that may die alone, and the words between it and the rank that watches over it.
 
-An MPI rank that is killed ends the job, whatever the launcher's options; a child of it does not. It is started anew as
+A killed MPI rank ends the job, regardless of the launcher's options; a killed child does not. It is restarted as
 a program (a process that has called MPI must not fork), knows nothing of MPI, and ends with its parent.
 """
 
@@ -21,7 +21,7 @@ from data.children import die_with_parent, environment_of_a_child
 
 Word = dict[str, Any]
 LOST_PEER = "a lost connection to another child"
-"""How a child says that it ended which another one's end took with it."""
+"""Reported by a child that ended because of another one."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -37,7 +37,7 @@ class ChildProcess:
 
     def __init__(self, program: Sequence[str], description: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
         ours, theirs = socket.socketpair()
-        # A request to stop is for ranks: the child keeps the mask, so signals do not reach it before it can say so.
+        # Requests to stop are for ranks: the child inherits the mask, so signals do not reach it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             self._process = subprocess.Popen(
@@ -59,7 +59,7 @@ class ChildProcess:
         return self._process.pid
 
     def say(self, word: Mapping[str, Any]) -> None:
-        """Send a small word; to a dead child it is lost, and ``hear`` tells that it is dead."""
+        """Send a small message; to a dead child it is lost, and ``hear`` reports the death."""
         with contextlib.suppress(OSError):
             self._words.send_bytes(json.dumps(word).encode())
 
@@ -84,7 +84,7 @@ class ChildProcess:
 
 
 class Parent:
-    """A child's side: what it hears from and says to the rank that started it."""
+    """A child's connection to the rank that started it."""
 
     def __init__(self, words: Connection) -> None:
         self._words = words
@@ -99,7 +99,7 @@ class Parent:
         return cls(Connection(descriptor))
 
     def say(self, kind: str, **values: Any) -> None:
-        """Send a small word."""
+        """Send a small message."""
         self._words.send_bytes(json.dumps({"kind": kind, **values}).encode())
 
     def hear(self) -> Word:

@@ -53,7 +53,7 @@ def own_rank() -> int:
 
 
 def launch(argv: Sequence[str], ranks: int) -> int:
-    """Run ``hyfi argv…`` on ``ranks`` processes of this node and return the exit code of the whole.
+    """Run ``hyfi argv…`` on ``ranks`` processes of this node and return the exit code of the job.
 
     SIGTERM, SIGINT and SIGUSR1 reach every rank as SIGUSR1, a request to save and stop; a second one ends them at once.
 
@@ -102,7 +102,7 @@ def _refuse_several_nodes(command: str, ranks: int) -> None:
 def _environment(ranks: int) -> dict[str, str]:
     """Return the ranks' environment: cores are shared out, unless the user has set it.
 
-    What Slurm says of the job is left out: by it the process manager would start ranks through ``srun``, as steps of
+    Slurm's variables are removed: with them the process manager would start ranks through ``srun``, as steps of
     their own, and a rank would take itself for a task.
     """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PMI_", "PMIX_"))}
@@ -110,7 +110,7 @@ def _environment(ranks: int) -> dict[str, str]:
 
 
 class _Watch:
-    """One running mpiexec: signals go in, output comes out, the end is seen to."""
+    """One running mpiexec: forwards signals and output, and handles its end."""
 
     def __init__(self, process: subprocess.Popen[bytes], status: RunStatus, ranks: int) -> None:
         self._process, self._status, self._ranks = process, status, ranks
@@ -119,7 +119,7 @@ class _Watch:
         self._kills_before = kernel_kills()
 
     def until_all_have_ended(self) -> int:
-        """Wait, then return the exit code of the whole."""
+        """Wait, then return the exit code of the job."""
         numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
         before = {number: signal.signal(number, self._stop) for number in numbers}
         output = mpiexec.Output(self._process)
@@ -179,7 +179,7 @@ class _Watch:
         return self._say_what_died(output)
 
     def _say_what_died(self, output: mpiexec.Output) -> int:
-        """Name the rank that ended without a message; where it is not known, give what the process manager said."""
+        """Report the rank that ended without a message, or the process manager's output if it is unknown."""
         ended = self._status.codes()
         ranks = {pid: rank for rank, pid in self._status.pids().items() if rank not in ended}
         died, lost = output.died, self._lost()
@@ -232,7 +232,7 @@ def run_as_rank(body: Callable[[], int]) -> int:
 
 
 def _speaks(status: RunStatus | None, rank: int) -> bool:
-    """Whether this rank is the one that tells a refusal which all ranks have."""
+    """Whether this rank is the one that reports a refusal of all ranks."""
     if status is None:
         return rank == 0
     try:
@@ -243,18 +243,19 @@ def _speaks(status: RunStatus | None, rank: int) -> bool:
 
 
 PEER_LOST_S = 2.0
-"""How long a rank whose message failed waits before it tells of it; the launcher sees a dead peer at once."""
+"""Delay before a rank reports a failed message; the launcher sees a dead peer at once."""
 
 
 def _fail(status: RunStatus | None, rank: int) -> None:
-    """Tell the error in hand if it is the first, and end every rank of the job."""
+    """Report the current error if it is the first, and end every rank of the job."""
     raised = sys.exc_info()[1]
     memory = told(raised) if raised is not None else None
     error = memory or traceback.format_exc().rstrip()
     if type(sys.exc_info()[1]).__module__.startswith("mpi4py") or "closed by peer" in error:
-        time.sleep(PEER_LOST_S)  # most likely a peer died, and that is the first error: it is reported meanwhile
+        time.sleep(PEER_LOST_S)  # most likely a peer died, which is the first error and is reported in the meantime
     peer_watch.fail()
-    if status is not None:  # the launcher tells it: what a rank prints now may be lost with the process manager's pipes
+    # the launcher reports it, because a rank's output may be lost with the process manager's pipes
+    if status is not None:
         status.claim_failure(rank, error)
     else:
         warn(FAILED.format(rank=rank, error=error) if inside_launcher() else f"hyfi: {memory}" if memory else error)

@@ -23,7 +23,7 @@ NO_MPI = (
 
 @dataclass(frozen=True)
 class MpiExec:
-    """A process manager: where it is and whose."""
+    """A process manager: its path and MPI."""
 
     path: Path
     flavour: str
@@ -32,7 +32,7 @@ class MpiExec:
         """Return the words that start ``ranks`` processes on this node; the program follows."""
         words = [str(self.path), "-n", str(ranks)]
         if self.flavour == "Open MPI":
-            # It refuses more ranks than cores, and root, unless told; a loader needs no core of its own.
+            # By default it refuses more ranks than cores, and root; a loader needs no core of its own.
             words.append("--oversubscribe")
             if os.geteuid() == 0:
                 words.append("--allow-run-as-root")
@@ -71,7 +71,7 @@ class Died:
     how: str
 
 
-# What Hydra prints when a rank ends with anything but 0; the launcher says it better.
+# Hydra's output when a rank ends with a non-zero code, which the launcher replaces.
 _BANNER = re.compile(
     r"^(={20,}|=   .*|YOUR APPLICATION TERMINATED WITH.*|This typically refers to a problem with your application\.|"
     r"Please see the FAQ page for debugging suggestions)$"
@@ -82,7 +82,7 @@ _EXIT = re.compile(r"^=   EXIT CODE: (\d+)")
 
 
 class Output:
-    """What mpiexec's ranks write, passed on line by line; what mpiexec itself says is held back."""
+    """Forwards the output of ranks line by line, and holds back that of mpiexec itself."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None and process.stderr is not None
@@ -114,7 +114,7 @@ class Output:
             pump.join(timeout=5)
 
     def _pump(self, source: IO[bytes], target: TextIO) -> None:
-        blank = False  # the banner comes with an empty line before it
+        blank = False  # the banner begins with an empty line
         for raw in source:
             line = raw.decode("utf-8", errors="replace").rstrip("\n")
             if self._is_noise(line):

@@ -1,6 +1,6 @@
-"""A folder has one writer at a time: who it is, and a refusal for all others.
+"""Exclusive ownership of a folder by one writer; others are refused.
 
-The lock is the kernel's (``flock``), so it ends with its process, however that ends; on a network file system it holds
+The lock is the kernel's (``flock``), so it is released when its process ends; on a network file system it is valid
 between nodes where the system supports such locks.
 """
 
@@ -24,7 +24,7 @@ class FolderOwner:
     """Keeps a folder for this process until ``release``, or until the process ends.
 
     Args:
-        folder: to write to; it is made where it is missing.
+        folder: to write to; created if missing.
         other: what a second writer should do instead, as shown to the user.
         part: of work that several processes share: each part has one writer, and the whole has none meanwhile.
 
@@ -68,7 +68,7 @@ class FolderOwner:
 
 
 def owner_of(folder: Path, name: str = NAME) -> dict[str, Any] | None:
-    """Return ``pid``, ``host``, ``job`` and ``since`` (seconds since 1970) of who writes to a folder now, or None."""
+    """Return ``pid``, ``host``, ``job`` and ``since`` (seconds since 1970) of a folder's current writer, or None."""
     try:
         with (folder / name).open("r+", encoding="utf-8") as file:
             try:
@@ -81,7 +81,7 @@ def owner_of(folder: Path, name: str = NAME) -> dict[str, Any] | None:
 
 
 def describe_owner(owner: dict[str, Any] | None) -> str:
-    """Return who it is, for people."""
+    """Return a description of the owner."""
     if not owner or "pid" not in owner:
         return "another process"
     job = f", Slurm job {owner['job']}" if owner.get("job") else ""

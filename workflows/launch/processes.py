@@ -1,4 +1,4 @@
-"""Linux processes: who is alive in a session, killing all of it, being told who ends."""
+"""Linux processes: list and kill those of a session, and watch their ends."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _pids() -> list[int]:
 
 
 def _state_and_session(pid: int) -> tuple[str, int]:
-    """Return (state, session) of /proc/<pid>/stat; the name in it may hold spaces and brackets."""
+    """Return (state, session) of /proc/<pid>/stat; the process name may contain spaces and brackets."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -41,10 +41,10 @@ def _state_and_session(pid: int) -> tuple[str, int]:
 
 
 class Ends:
-    """Tells in which order some processes ended.
+    """Records the order in which processes end.
 
     A process manager that loses one rank kills the others within milliseconds and may name any of them. The kernel
-    queues the ends of watched processes as they come, however late one asks.
+    queues the ends of watched processes in order.
 
     Attributes:
         pids: those that have ended so far, the first first.
@@ -75,7 +75,7 @@ class Ends:
             self.pids.append(self._open.pop(descriptor))
 
     def close(self) -> None:
-        """Give back what is still open."""
+        """Close all handles."""
         for descriptor in self._open:
             os.close(descriptor)
         self._open.clear()

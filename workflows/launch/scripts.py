@@ -1,6 +1,6 @@
 """Scripts that start a run or an ingest on a cluster: written from templates.
 
-What differs from site to site (account, modules, container, MPI) is in one ``site.yaml``; the templates lie in
+Settings of a cluster (account, modules, container, MPI) are in one ``site.yaml``; the templates are in
 ``workflows/launch/templates``, and a folder of edited ones may be named there.
 """
 
@@ -26,7 +26,7 @@ SIGNAL_S = 120
 
 @dataclass(frozen=True)
 class Site:
-    """What a cluster wants.
+    """Settings of a cluster.
 
     Attributes:
         partition, account: for Slurm.
@@ -53,7 +53,7 @@ class Site:
 
     @classmethod
     def load(cls, path: Path | None) -> Site:
-        """Read ``site.yaml``: the one given, or that of the working directory where there is one.
+        """Read ``site.yaml``: the given one, or that of the working directory if it exists.
 
         Raises:
             RequestError: it is missing, no YAML, or has a key or a value that is not known.
@@ -82,7 +82,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Resources:
-    """What a job asks for.
+    """Resources of a job.
 
     Attributes:
         nodes: how many.
@@ -107,12 +107,12 @@ def script_of(
 
     Args:
         template: ``slurm``, ``slurm_array``, ``mpiexec`` or ``torchrun``.
-        path: where it will stand.
+        path: of the script.
         words: the command behind ``hyfi``.
         ranks: processes.
         resources: of the job.
         site: of the cluster.
-        more: what this template takes beside these.
+        more: further variables of the template.
 
     Raises:
         RequestError: more nodes than ranks are asked for.

@@ -1,12 +1,12 @@
-"""The folder through which ranks tell their launcher how they ended.
+"""A folder in which ranks report to their launcher how they ended.
 
 Signals and exit codes do not survive every process manager: some send one code for all ranks, some kill the others as
 soon as one leaves with anything but 0. A few small files do.
 
     pid-<rank>     written when a rank begins
     exit-<rank>    its exit code, written when it ends by itself
-    stop           made when all ranks are to save and stop: whichever begins later finds it
-    advice         what to say if memory runs out
+    stop           created when all ranks shall save and stop; also found by ranks that start later
+    advice         advice if memory runs out
     failure.json   rank and error of the first that failed; only one rank can create it
 """
 
@@ -23,14 +23,14 @@ FAILURE, STOP = "failure.json", "stop"
 
 
 class RunStatus:
-    """The files of one launch; cheap to make, holds no state of its own."""
+    """The files of one launch; stateless."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     @classmethod
     def of_environment(cls) -> RunStatus | None:
-        """Return the folder that a launcher on this node named; None where there is none."""
+        """Return the folder of this node's launcher; None if there is none."""
         folder = os.environ.get(VARIABLE)
         return cls(Path(folder)) if folder and Path(folder).is_dir() else None
 
@@ -47,12 +47,12 @@ class RunStatus:
         (self.folder / STOP).touch()
 
     def note_advice(self, text: str) -> None:
-        """Note what to say if memory runs out; by whichever rank."""
+        """Store the advice if memory runs out."""
         self._write("advice", text)
 
     @property
     def advice(self) -> str:
-        """What was noted for that; empty where nothing was."""
+        """The stored advice, or ""."""
         file = self.folder / "advice"
         return file.read_text(encoding="utf-8") if file.exists() else ""
 
@@ -62,7 +62,7 @@ class RunStatus:
         return (self.folder / STOP).exists()
 
     def claim_failure(self, rank: int, error: str) -> bool:
-        """Note a failure; whether it is the first. A later one returns when the first has been noted whole."""
+        """Record a failure and return whether it is the first; later ones wait until the first is complete."""
         try:
             descriptor = os.open(self.folder / FAILURE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
@@ -100,7 +100,7 @@ class RunStatus:
         return {int(file.name.removeprefix(prefix)): int(file.read_text()) for file in files}
 
     def _write(self, name: str, text: str) -> None:
-        # Whole or not at all: the launcher may look at any moment.
+        # Atomic: the launcher may read at any time.
         beside = self.folder / f".{name}.{os.getpid()}.tmp"
         beside.write_text(text, encoding="utf-8")
         beside.replace(self.folder / name)

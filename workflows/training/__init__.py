@@ -1,1 +1,1 @@
-"""The parts of `hyfi train`: its job, its loop, what it writes."""
+"""Training: job, loop, output."""

@@ -27,12 +27,12 @@ Records = Mapping[int, Mapping[str, Any]]
 
 
 def merit(record: Mapping[str, Any], metric: str) -> tuple[float, float]:
-    """Return what makes one validation better than another: the metric, then the lower loss; undefined is worst."""
+    """Return the sort key of a validation: the metric, then the lower loss; undefined is worst."""
     return _higher(record.get(metric), metric in LOWER_IS_BETTER), _higher(record.get("loss"), True)
 
 
 def best_step(records: Records, metric: str, among: Iterable[int]) -> int | None:
-    """Return the best of the steps ``among`` that were validated, the earliest of equals; None where none was."""
+    """Return the best of the steps ``among`` that were validated, the earliest of equals; None if none was."""
     steps = [step for step in sorted(set(among)) if step in records]
     return max(steps, key=lambda step: (*merit(records[step], metric), -step), default=None)
 

@@ -109,7 +109,7 @@ class RunSetup:
 
 
 def shares(spent: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return what part of an epoch each kind takes, from every trainer's seconds; 0 for all where there are none."""
+    """Return each kind's fraction of an epoch, from the seconds of all trainers; 0 for all if there are none."""
     totals = [sum(one.values()) or math.inf for one in spent]
 
     def parts(kind: str) -> list[float]:
@@ -132,9 +132,9 @@ def shares(spent: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def percentages(spent: Sequence[Mapping[str, float]]) -> dict[str, int]:
-    """Return the split of an epoch in whole percent that sum to 100: of each kind the mean over trainers.
+    """Return the split of an epoch in whole percent that sum to 100: the mean of each kind over trainers.
 
-    What one rank spends on messages beyond the least delayed one is waiting for slower ranks.
+    Time for messages beyond that of the least delayed rank is waiting for slower ranks.
     """
     whole = [one for one in spent if sum(one.values())]
     if not whole:
@@ -153,7 +153,7 @@ def percentages(spent: Sequence[Mapping[str, float]]) -> dict[str, int]:
 
 
 def bound_by(spent: Sequence[Mapping[str, float]], setup: RunSetup) -> str:
-    """Return what bounds training, how much, what would help, and the whole split."""
+    """Return what bounds training, by how much, advice, and the whole split."""
     found = shares(spent)
     most = max((kind for kind in found if kind != "compute"), key=lambda kind: found[kind])
     kind = most if found[most] >= LEAST_SHARE else "compute"
@@ -184,7 +184,7 @@ def _loaders(share: float, setup: RunSetup) -> str:
         return "let spare ranks load (roles.design=offload_data) or simpler data.augment"
     if setup.loaders == 0:
         return "add a loader (roles.loaders=1) or simpler data.augment"
-    # So many loaders fill the whole time with the images of a shorter one; so many more fill what is left of it.
+    # The loaders are busy all the time but provide images for (1 - share) of it: scale their number accordingly.
     more = max(1, math.ceil(setup.loaders / max(1 - share, 0.1)) - setup.loaders)
     return f"add {more} loader{'s' * (more > 1)} (roles.loaders={setup.loaders + more}) or simpler data.augment"
 

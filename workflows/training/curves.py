@@ -43,7 +43,7 @@ class RunCurve:
 
 
 def write_curves(path: Path, title: str, records: Sequence[Mapping[str, Any]]) -> None:
-    """Write the page of a run from the records of its ``metrics.jsonl``; whole or not at all.
+    """Write the page of a run from the records of its ``metrics.jsonl``; atomically.
 
     Raises:
         OSError: it cannot be written.
@@ -90,7 +90,7 @@ def _summary(train: Sequence[Mapping[str, Any]], validation: Sequence[Mapping[st
 
 
 def _chart(name: str, curves: Sequence[RunCurve]) -> str:
-    """Return one figure with its axes; empty where there is nothing to draw."""
+    """Return one figure with its axes; empty without data."""
     points = [point for curve in curves for point in curve.points]
     if not points:
         return ""

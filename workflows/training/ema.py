@@ -16,7 +16,7 @@ import torch
 
 
 class MovingAverage:
-    """The average on one rank: of the tensors that live there, where they live, so no plan changes a bit of it.
+    """The moving average of one rank's tensors, bitwise independent of the plan.
 
     Memory: one more copy of the weights.
 
@@ -31,7 +31,7 @@ class MovingAverage:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take in the weights that ``step`` made."""
+        """Update the average with the weights of ``step``."""
         decay = min(self._decay, (1 + step) / (10 + step))
         weights = self._floats()
         torch._foreach_lerp_(list(self._average.values()), [weights[name] for name in self._average], 1 - decay)
@@ -44,7 +44,7 @@ class MovingAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Put the average in the place of the weights for a while; they come back as they were, bit for bit."""
+        """Context in which the average replaces the weights; these are restored bitwise."""
         weights = self._floats()
         kept = {name: value.clone() for name, value in weights.items()}
         self._copy(self._average, weights)

@@ -1,4 +1,4 @@
-"""How a run's images come to its trainers: the feeds, the loaders, and what they say when they are done."""
+"""Feeds and loaders of a run, and their final report."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def make_feed(job: TrainingJob, roles: Roles, engine: Engine, start_step: int, d
 
 
 def preparation(run: RunConfig) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return what makes of uint8 pixels what the run's model takes."""
+    """Return the function from uint8 pixels to the model's input."""
     return partial(Normalisation(), dtype=DTYPES[run.precision], memory_format=FORMATS[run.memory_format])
 
 
@@ -73,7 +73,7 @@ def make_loader(job: TrainingJob, roles: Roles, watch: Callable[[], None]) -> Lo
 
 
 def loading_report(trainers: Communicator, feed: Feed) -> dict[str, Any] | None:
-    """Return what all loaders did and what each trainer was sent; on trainer 0, None elsewhere (collective)."""
+    """Return statistics of loaders and the bytes sent to each trainer; on trainer 0, None elsewhere (collective)."""
     mine = [[rank, report] for rank, report in feed.reports.items()]
     gathered = trainers.gather_objects(mine)
     if gathered is None or not any(gathered):
@@ -88,7 +88,7 @@ def loading_report(trainers: Communicator, feed: Feed) -> dict[str, Any] | None:
 
 
 def loading_text(report: dict[str, Any]) -> str:
-    """Return the report in a line for people."""
+    """Return the report as one line of text."""
     replaced = report["replaced"]
     return (
         f"{report['loaders']} loader{'s' * (report['loaders'] > 1)}: {report['samples']} images, "

@@ -1,4 +1,4 @@
-"""What a run is, before anything starts: slides, classes, sizes, order; built alike on every rank, written nowhere."""
+"""The job of a run: slides, classes, sizes, order; built on every rank before anything starts, without writing."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class TrainingJob:
         class_weights: one for each class, mean 1 over the training split.
         labels: how the labels and the slides of the store fit together.
         draw_weights: how often each training slide is drawn, against the others; None: each once an epoch.
-        shares: slides of one step for each replica, where they are not alike; spare ranks are replicas, too.
-        pace_s: seconds that each replica took for a slide of each micro-batch, where that decided the shares.
+        shares: slides of one step for each replica, if they differ; spare ranks are replicas, too.
+        pace_s: seconds of each replica for one slide of each micro-batch, if shares were chosen by speed.
     """
 
     config: Config
@@ -91,11 +91,11 @@ class TrainingJob:
         return (step - 1) * self.step_samples // len(self.train)
 
     def validates_after(self, step: int) -> bool:
-        """Whether the weights that ``step`` made are validated."""
+        """Whether the weights after ``step`` are validated."""
         return len(self.val) > 0 and (step % self.every_steps == 0 or step == self.steps)
 
     def saves_after(self, step: int) -> bool:
-        """Whether the weights that ``step`` made become a checkpoint."""
+        """Whether a checkpoint is saved after ``step``."""
         every = self.config.run.checkpoint_every_steps or self.every_steps
         return self.validates_after(step) or step % every == 0 or step == self.steps
 
@@ -109,7 +109,7 @@ class TrainingJob:
         return [_label(sample) for sample in self.val.samples]
 
     def doubts(self) -> list[str]:
-        """Return what a user should know about the slides before waiting for the run's end."""
+        """Return warnings about the slides."""
         doubts = []
         trained = {sample.label for sample in self.train.samples}
         absent = [name for index, name in enumerate(self.classes) if index not in trained]
@@ -129,7 +129,7 @@ class TrainingJob:
         return doubts
 
     def model_json(self) -> dict[str, Any]:
-        """Return what ``model.json`` says apart from the step: all that prediction needs."""
+        """Return the content of ``model.json`` for prediction, without the step."""
         data, model = self.config.data, self.config.model
         described = {
             "name": model.name,
@@ -195,7 +195,7 @@ def prepare(config: Config) -> TrainingJob:
 
 
 def dataset_of(config: Config, slides: tuple[SlideRef, ...], augment: Augment | None) -> SlideDataset:
-    """Return the training images of ``slides`` as the run makes them."""
+    """Return the dataset of ``slides`` with the run's settings."""
     data = config.data
     return SlideDataset(
         data.store,
@@ -247,7 +247,7 @@ def read_labels(config: Config, path: Path) -> Labels:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that a checkpoint was made with."""
+    """Return the library versions for a checkpoint."""
     import platform
     from importlib.metadata import version
 

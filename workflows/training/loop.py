@@ -31,7 +31,7 @@ class TrainingLoop:
 
     Args:
         job: the run.
-        roles: who is who.
+        roles: of all ranks.
         engine: of the trainers.
         model: the module that the engine spreads.
         recorder: on rank 0; None elsewhere.
@@ -96,7 +96,7 @@ class TrainingLoop:
         loss, first = 0.0, (step - 1) * accumulate
         for turn in range(first, first + accumulate):
             if turn > first:
-                self._time.add(self._engine.seconds())  # each call counts anew
+                self._time.add(self._engine.seconds())  # each call resets the counts
             pixels = self._feed.batch(turn)
             labels = torch.tensor(self._job.batch_labels(turn, self._replica))
             loss += self._engine.accumulate(BatchImages(pixels, self._prepare), labels)
@@ -117,7 +117,7 @@ class TrainingLoop:
             self._recorder.trained(step, loss, lr, seconds, waited_s, split)
 
     def _tell_epoch(self, step: int) -> None:
-        """At the end of an epoch, say what bounds it (collective)."""
+        """At the end of an epoch, print what bounds it (collective)."""
         if self._job.epoch_of(step + 1) == self._job.epoch_of(step) and step < self._job.steps:
             return
         self._time.add({"validation": self._validating.new_seconds()})
@@ -132,7 +132,7 @@ class TrainingLoop:
             say(loading_text(report))
 
     def _save(self, step: int) -> State:
-        """Save a checkpoint; return the weights that are evaluated, on rank 0, where they are validated now."""
+        """Save a checkpoint; return the weights to validate on rank 0, if they are validated now."""
         due = self._job.validates_after(step)
         with self._average.applied() if self._average is not None else nullcontext():
             evaluated = self._engine.gather_state_dict() if due else None
@@ -148,7 +148,7 @@ class TrainingLoop:
         return evaluated
 
     def _where(self, step: int) -> dict[str, Any]:
-        """Return what a run needs to go on behind ``step``, beside weights and optimiser."""
+        """Return the state for resuming after ``step``, besides weights and optimizer."""
         return {
             "step": step,
             "epoch": step * self._job.step_samples // len(self._job.train),
@@ -161,7 +161,7 @@ class TrainingLoop:
 
 
 def make_average(decay: float | None, model: torch.nn.Module, saved: SavedRun | None) -> MovingAverage | None:
-    """Return the weights' moving average where one is asked for, as it stood where the run stopped."""
+    """Return the moving average of the weights if configured, restored when resuming."""
     if decay is None:
         return None
     average = MovingAverage(model, decay)

@@ -1,4 +1,4 @@
-"""Whether a run has room: what its trainers will need, host by host, against what is free there, before it begins."""
+"""Memory check before a run: the forecast of its trainers against the free memory of each host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from workflows.training.start import Roles
 
 PROCESS_BYTES = 400_000_000
-"""What a rank holds before its first step: Python, torch and the libraries."""
+"""Memory of a rank before its first step: Python, torch and the libraries."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def hosts_of(ranks: Sequence[tuple[str, int | None, int, int]]) -> list[Host]:
 def rank_bytes(plan: ParallelPlan, stages: Sequence[MemoryForecast], least: bool = False) -> list[int]:
     """Return the bytes that each trainer needs; ``least``: whatever the operators do.
 
-    A rank that holds stages of two directions holds the weights and the activations of both.
+    A rank with stages of two directions has the weights and the activations of both.
     """
     placement = Placement.of(plan)
     found = []
@@ -67,7 +67,7 @@ def rank_bytes(plan: ParallelPlan, stages: Sequence[MemoryForecast], least: bool
 
 
 def describe_memory(needed: Sequence[int], hosts: Sequence[Host]) -> str:
-    """Return a line for people: each trainer's peak, and the fullest machine's."""
+    """Return one line of text: the peak of each trainer and of the fullest machine."""
     totals = {host.name: sum(needed[rank] for rank in host.trainers) for host in hosts}
     fullest = max(hosts, key=lambda host: totals[host.name] / max(1, host.free_bytes))
     spread = f"{min(needed) / 1e9:.2g} to " * (max(needed) > 1.1 * min(needed))
@@ -78,7 +78,7 @@ def describe_memory(needed: Sequence[int], hosts: Sequence[Host]) -> str:
 
 
 def crowded(hosts: Sequence[Host]) -> list[str]:
-    """Return what a user should know about machines with more ranks than cores."""
+    """Return warnings about machines with more ranks than cores."""
     return [
         f"{host.ranks} ranks share {host.cores} cores on {host.name}: they slow each other down, and fewer ranks "
         f"would be as fast"
@@ -93,7 +93,7 @@ def check_room(needed: Sequence[int], hosts: Sequence[Host], others: Mapping[str
     Args:
         needed: the least bytes of each trainer.
         hosts: of the run.
-        others: changes of the configuration, as on the command line, to what each trainer would need with them.
+        others: changes of the configuration, as on the command line -> bytes of each trainer with them.
 
     Raises:
         RequestError: names the machine, both amounts, and the first change that would fit.
@@ -115,7 +115,7 @@ def check_room(needed: Sequence[int], hosts: Sequence[Host], others: Mapping[str
 
 
 def cheaper_plans(plan: ParallelPlan, batch: int) -> dict[str, ParallelPlan]:
-    """Return changes that take less memory and give the same result, mildest first.
+    """Return changes that need less memory and give the same result, the smallest first.
 
     Args:
         plan: of the run.
@@ -137,7 +137,7 @@ def fits(needed: Sequence[int], hosts: Sequence[Host]) -> bool:
 
 
 def check_memory(job: TrainingJob, roles: Roles) -> list[str]:
-    """Return, on rank 0, what a user should know of memory and cores before the run; empty elsewhere (collective).
+    """Return, on rank 0, messages about memory and cores; empty elsewhere (collective).
 
     Raises:
         RequestError: on rank 0: a machine has not even room for weights and saved activations of its trainers.
@@ -151,7 +151,7 @@ def check_memory(job: TrainingJob, roles: Roles) -> list[str]:
         return []
     hosts = hosts_of(ranks)
     if job.plan.cells is not None:
-        return crowded(hosts)  # cells bound what is held at a time; this forecast is of whole parts
+        return crowded(hosts)  # cells limit memory; this forecast is for whole parts
     forecast = _Forecaster(job)
     needed = forecast.bytes_of(job.plan, least=True)
     cheaper = {} if fits(needed, hosts) else forecast.cheaper()
@@ -160,7 +160,7 @@ def check_memory(job: TrainingJob, roles: Roles) -> list[str]:
 
 
 def advice_of(job: TrainingJob, forecast: Sequence[str]) -> str:
-    """Return what to say if memory runs out after all: the forecast, and the changes that take less."""
+    """Return the advice if memory runs out: the forecast, and changes that need less."""
     batch = max(job.layout.batch_of(replica) for replica in range(job.plan.replicas))
     cheaper = list(cheaper_plans(job.plan, batch)) if job.plan.cells is None else []
     changes = f"{' or '.join(cheaper[:3])} needs less and gives the same result. Otherwise, " if cheaper else ""

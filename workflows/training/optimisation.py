@@ -21,7 +21,7 @@ def make_optimizer(
 
 
 def describe_updates(config: OptimizerConfig, batch: int) -> str:
-    """Return what one update learns from and how fast, in a line for people; ``batch``: its slides."""
+    """Return effective batch and learning rate as one line of text; ``batch``: slides of an update."""
     made = f" ({batch // config.accumulate} × {config.accumulate} accumulated)" if config.accumulate > 1 else ""
     text = f"effective batch {batch}{made}, learning rate {config.scaled_lr(batch):g}"
     if config.lr_scaling == "none":

@@ -1,6 +1,6 @@
 """How fast each replica is, measured on its own ranks before the first step; the shares of a batch follow from it.
 
-What is timed is what a step will do: read slides, forward, backward, with one slide in each micro-batch. It is done on
+It times what a step does: read slides, forward, backward, with one slide in each micro-batch. It runs on
 a model of its own, which is then forgotten: no weight, statistic or random number of the run is touched.
 """
 
@@ -26,10 +26,10 @@ TIMED = 3
 
 
 def with_shares(job: TrainingJob, roles: Roles) -> TrainingJob:
-    """Return the job with the shares of its replicas, where it asks for shares and does not say which (collective).
+    """Return the job with the shares of its replicas, if they are to be chosen by speed (collective).
 
     Raises:
-        RequestError: the ranks are no whole replicas, or not those of the shares; the batch is too small for them.
+        RequestError: the ranks are not a multiple of a replica, or do not match the shares; or the batch is too small.
     """
     trainers, of_one = roles.trainers, job.config.plan.build().ranks_per_replica
     if job.config.roles.design != "offload_naive" or trainers is None:
@@ -74,7 +74,7 @@ def measured(trainers: Communicator, replica: int, turn: Callable[[int], None]) 
 
 
 def describe_pace(job: TrainingJob) -> str:
-    """Return what was measured in a line for people; nothing where nothing was."""
+    """Return the measured pace as one line of text, or ""."""
     if job.pace_s is None:
         return ""
     rounds, paces = job.plan.microbatches, ", ".join(f"{pace_s:.3g}" for pace_s in job.pace_s)

@@ -20,7 +20,7 @@ Metrics = Mapping[str, Any]
 
 
 def format_metrics(metrics: Metrics) -> dict[str, str]:
-    """Return loss and metrics for people: ``0.8123 (0.7001 to 0.9012)``, ``0.8123`` or ``undefined``."""
+    """Return loss and metrics as text: ``0.8123 (0.7001 to 0.9012)``, ``0.8123`` or ``undefined``."""
     found = metrics.get("intervals", {})
     numbers = {
         k: v for k, v in metrics.items() if isinstance(v, float) or (v is None and k not in ("case", "calibration"))
@@ -39,7 +39,7 @@ class Recorder:
 
     Args:
         job: the run.
-        plan: as it is run: with the cuts that were chosen.
+        plan: with resolved cuts.
         start: the step after which the run continues; later lines of the log are dropped.
         coverage: rows of ``coverage.csv``.
 
@@ -87,9 +87,9 @@ class Recorder:
         self._show("train", step, values)
 
     def validated(self, step: int, metrics: Metrics, spare: Iterable[int] = ()) -> None:
-        """Record the metrics of the weights of ``step``, point ``best`` anew, and remove what is not needed now.
+        """Record the metrics of the weights of ``step``, update ``best``, and prune checkpoints.
 
-        Steps come in ascending order. Those after ``last`` are not looked at: without delay there were none.
+        Steps come in ascending order. Those after ``last`` are ignored: without delay they would not exist.
         """
         if self.last is not None:
             return
@@ -108,11 +108,11 @@ class Recorder:
         say(f"step {step}: validation {named}{' (best)' if self.best == step else ''}")
 
     def line(self) -> str:
-        """Return how training stands, for the progress line: loss, learning rate, speed, the newest validation."""
+        """Return the text of the progress line: loss, learning rate, speed, latest validation."""
         return self._newest + self._judged
 
     def take_back(self) -> None:
-        """Make the run end with the step ``last``: later checkpoints, records and events go."""
+        """End the run at step ``last``: later checkpoints, records and events are removed."""
         assert self.last is not None
         self.folder.take_back(self.last)
         self._log.cut(self.last)
@@ -126,7 +126,7 @@ class Recorder:
         )
 
     def choose_best(self) -> None:
-        """Point ``best`` at the best of what has been validated and saved; without validation, at the latest."""
+        """Point ``best`` to the best validated checkpoint; without validation, to the latest."""
         metric = self._job.config.validation.metric
         self.best = self.folder.choose_best(self._log.validations(), metric)
 

@@ -33,7 +33,7 @@ def check_run(config: Config, resume: bool) -> int:
 
 
 def own_run(config: Config, resume: bool, start: int) -> FolderOwner:
-    """Make this process the only one that writes to the run's folder.
+    """Acquire exclusive ownership of the run's folder.
 
     Raises:
         RequestError: another one does, or has since ``start`` was read from it.
@@ -52,10 +52,10 @@ def own_run(config: Config, resume: bool, start: int) -> FolderOwner:
 
 
 def check_ranks(config: Config, size: int) -> None:
-    """Check that the job has as many ranks as the run needs; where hosts say who does what, that they are there.
+    """Check the number of ranks, and that hosts named in roles exist.
 
     Raises:
-        RequestError: it has not; names the number that would be right, and where it comes from.
+        RequestError: the number is wrong; the message has the right one.
     """
     roles = config.roles
     if roles.by_host:

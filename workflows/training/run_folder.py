@@ -22,13 +22,13 @@ class RunFolder:
         self.checkpoints = folder / "checkpoints"
 
     def begin(self, config: Config, plan: Mapping[str, Any]) -> None:
-        """Write ``config.yaml`` and ``plan.json`` (roles beside the plan's fields), each whole or not at all."""
+        """Write ``config.yaml`` and ``plan.json`` (with roles in addition to the plan's fields), atomically."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self.folder / "config.yaml", dump_resolved(config).encode())
         write_atomically(self.folder / "plan.json", (json.dumps(plan, indent=2) + "\n").encode())
 
     def note_state(self, state: str, steps: int) -> None:
-        """Write ``status.json``: ``running``, ``stopped`` or ``done``, and the steps of the whole run."""
+        """Write ``status.json``: ``running``, ``stopped`` or ``done``, and the total number of steps."""
         write_atomically(self.folder / "status.json", (json.dumps({"state": state, "steps": steps}) + "\n").encode())
 
     def saved(self, step: int) -> None:
@@ -36,7 +36,7 @@ class RunFolder:
         checkpoints.point_link(self.checkpoints / "latest", checkpoints.step_folder(self.checkpoints, step).name)
 
     def calibrate(self, step: int, found: Mapping[str, Any]) -> None:
-        """Note in the checkpoint of a step, where there is one, how its probabilities become calibrated."""
+        """Store the calibration in the checkpoint of a step, if it exists."""
         folder = checkpoints.step_folder(self.checkpoints, step)
         if "temperature" in found and folder.is_dir():
             checkpoints.amend_model_json(folder, {"calibration": dict(found)})
@@ -49,9 +49,9 @@ class RunFolder:
             shutil.rmtree(checkpoints.step_folder(self.checkpoints, other))
 
     def choose_best(self, validations: Records, metric: str) -> int | None:
-        """Point ``best`` at the best of the validated steps and return it; None where none has a checkpoint.
+        """Point ``best`` to the best validated step and return it; None if none has a checkpoint.
 
-        The same records give the same answer, whenever they came in.
+        The result does not depend on the order of records.
         """
         best = best_step(validations, metric, checkpoints.saved_steps(self.checkpoints))
         if best is not None:

@@ -37,7 +37,7 @@ from workflows.training.weights import load_weights
 
 @dataclass(frozen=True)
 class Roles:
-    """Who this rank is among the run's.
+    """The role of this rank in the run.
 
     ::
 
@@ -63,10 +63,10 @@ class Roles:
 
     @classmethod
     def of(cls, world: Communicator, config: Config) -> Roles:
-        """Divide the ranks by what is asked for and where they run (collective).
+        """Assign roles to ranks by configuration and host (collective).
 
         Raises:
-            RequestError: on all ranks: they do not come out even.
+            RequestError: on all ranks: the number of ranks does not match.
         """
         hosts = gather_hosts(world)
         if isinstance(config.roles.spare, str):
@@ -94,7 +94,7 @@ def check_images(job: TrainingJob) -> list[dict[str, Any]]:
     """Return the rows of ``coverage.csv``; reads every slide's tissue mask, so one rank does it for all.
 
     Raises:
-        RequestError: the model cannot be built, an image would hold too little of its slide's tissue, or a slide is
+        RequestError: the model cannot be built, an image would show too little of its slide's tissue, or a slide is
             damaged.
     """
     build_model(job.model_json()["model"])  # a wrong name or option is answered before every slide is looked at
@@ -105,7 +105,7 @@ def check_images(job: TrainingJob) -> list[dict[str, Any]]:
 
 
 def make_model(job: TrainingJob, tell: bool) -> torch.nn.Module:
-    """Return the model as the run begins with it, in its precision; ``tell``: say what a file of weights gave."""
+    """Return the initial model in the run's precision; ``tell``: report loaded weights."""
     torch.manual_seed(job.config.run.seed)
     model = build_model(job.model_json()["model"])
     path = job.config.model.weights
@@ -145,12 +145,12 @@ def make_engine(
         optimizer=lambda parameters: make_optimizer(optimizer, parameters, job.step_samples),
         autocast=torch.bfloat16 if job.config.run.precision == "bfloat16" else None,
         memory_format="as_given",  # run.memory_format lays out images and weights
-        verify=":" in job.config.model.name,  # what is built in, the tests hold against one process
+        verify=":" in job.config.model.name,  # built-in models are covered by tests
     )
 
 
 def make_evaluation_set(job: TrainingJob) -> EvaluationSet:
-    """Return what the run's weights are evaluated by."""
+    """Return the evaluation set of the run."""
     run = job.config.run
     images = DatasetImages(job.val, Normalisation(), DTYPES[run.precision], FORMATS[run.memory_format])
     return EvaluationSet.of(images, job.val.samples, job.class_weights, job.config.data.case_aggregate)
@@ -158,7 +158,7 @@ def make_evaluation_set(job: TrainingJob) -> EvaluationSet:
 
 @dataclass(frozen=True)
 class SavedRun:
-    """Where a run stood; read whole before anything is written."""
+    """The saved state of a run, read completely before anything is written."""
 
     checkpoint: Checkpoint
     training: TrainingState

@@ -27,7 +27,7 @@ class StopFlag:
         self._passed_on = False
 
     def pass_on(self, world: Communicator) -> None:
-        """Report a request that arrived here to trainer 0, once: what a loader or a validator does with it."""
+        """Forward a request from a loader or validator to trainer 0, once."""
         if self.here() and not self._passed_on:
             self._passed_on = True
             world.send_object("stop", 0, STOP_TAG)

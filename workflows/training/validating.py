@@ -29,7 +29,7 @@ class Validating:
 
     Args:
         job: the run.
-        roles: who is who.
+        roles: of all ranks.
         engine: of the trainers.
         model: the module that the engine spreads.
         average: of the weights, which is evaluated in their place; None: they are themselves.
@@ -78,8 +78,8 @@ class Validating:
         """Have the weights of ``step`` evaluated: now, by the trainers; or later, by the validators.
 
         Args:
-            step: that made them.
-            weights: on rank 0: the engine's, or their average where one is kept.
+            step: of the weights.
+            weights: on rank 0: the engine's, or their moving average if kept.
         """
         with self._timed():
             if not self._remote:
@@ -89,7 +89,7 @@ class Validating:
                 self._client.submit(step, weights, self._impatient)
 
     def agreed(self) -> bool:
-        """Take in what has come; return whether a stop was asked for, the same on every trainer."""
+        """Process results; return whether a stop was requested, the same on every trainer."""
         with self._timed():
             self._collect()
         vote = torch.tensor([int(self._stop.asked(self._world)), int(self._gave_up), self._recorded_last])
@@ -102,7 +102,7 @@ class Validating:
         return stopped
 
     def catch_up(self) -> bool:
-        """Validate checkpoints that a stop left without numbers; return whether a stop was asked for meanwhile."""
+        """Validate checkpoints that a stop left without results; return whether a stop was requested since."""
         missed = self._trainers.broadcast_object(self._recorder.unvalidated() if self._recorder else None)
         self._validate_saved(missed)
         return self.agreed()
@@ -117,7 +117,7 @@ class Validating:
         return self.agreed()
 
     def close(self, stopped: bool) -> None:
-        """Let the validators go; where the run ends before its time, what was made after its last step goes, too."""
+        """Release the validators; if the run ends early, remove everything after its last step."""
         if self._client is not None:
             self._client.close(stopped, needless=self.last is not None)
             if not stopped:
@@ -160,7 +160,7 @@ class Validating:
             self._recorder.validated(step, self._evaluation_set.metrics_of(logits), self.open_steps)
 
     def _take_over(self) -> None:
-        """Validate what the validators did not come to, and everything from now on, in the trainers."""
+        """Validate open checkpoints, and all later ones, in the trainers."""
         left = self._trainers.broadcast_object(list(self.open_steps))
         self._remote = False
         if self._client is not None:
@@ -169,7 +169,7 @@ class Validating:
         self._validate_saved(left)
 
     def _validate_saved(self, steps: list[int]) -> None:
-        """Validate checkpoints; the engine's weights are afterwards what they were, bit for bit."""
+        """Validate checkpoints; the engine's weights are restored bitwise."""
         if not steps:
             return
         held = shared_weights(self._trainers, self._engine.gather_state_dict(), self._model.state_dict())
@@ -190,7 +190,7 @@ class Validating:
         try:
             yield
         finally:
-            self._seconds = before_s + time.perf_counter() - start_s  # what was timed inside is in it
+            self._seconds = before_s + time.perf_counter() - start_s  # includes times measured inside
 
 
 def shared_weights(comm: Communicator, weights: Weights | None, like: Weights) -> dict[str, torch.Tensor]:

@@ -42,7 +42,7 @@ class WeightsReport:
 
 
 def load_weights(model: nn.Module, path: Path) -> WeightsReport:
-    """Copy what fits of a ``.safetensors`` or ``.pth`` file into ``model``, in place.
+    """Copy matching tensors of a ``.safetensors`` or ``.pth`` file into ``model``, in place.
 
     A ``.pth`` is read with ``weights_only=True``: no code in it is run.
 
