@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,11 +51,7 @@ def run(
     Raises:
         RequestError: the request is wrong, or no plan fits; nothing is written then.
     """
-    from hyfi_core.cost.planner import PlanRequest, best_plans
-    from workflows.evaluation.programs import ModelPrograms
-    from workflows.training.memory import PROCESS_BYTES
-
-    settings = load_config(config, overrides)
+    settings = load_config(config, overrides, ignore_plan=True)
     model = machine_of(settings, machine)
     images = settings.data.batch_size if batch is None else batch
     if write and images != settings.data.batch_size:
@@ -62,26 +59,93 @@ def run(
             f"--batch {batch} with --write: {config} has data.batch_size {settings.data.batch_size}; change it there "
             "first"
         )
-    programs = ModelPrograms(settings, classes_of(settings))
-    request = PlanRequest(
-        ranks=ranks or model.devices_per_node,
-        batch=images,
-        machine=model,
-        memory_bytes=model.memory_bytes if memory is None else bytes_of(memory),
-        held_bytes=PROCESS_BYTES,
-        dtype=programs.computed_in,
-        base=replace(settings.plan.build(), grids=((1, 1),), cuts="auto", interleave=1, recompute=False),
-        spill="memory" if model.device == "cuda" else ".",
-    )
-    found = best_plans(programs.of, request, top)
+    model = model if memory is None else replace(model, memory_bytes=bytes_of(memory))
+    ranks = ranks or model.devices_per_node
+    found = _found(settings, model, ranks, images, top)
     _tell(found, settings, images, model)
     if write:
         write_plan(config, found.plans[0].plan)
         say(f"{config}: plan written")
     if as_json:
         plans = [told(one, images) for one in found.plans]
-        emit_json({"machine": model.name, "ranks": request.ranks, "plans": plans, "alternatives": _others(found)})
+        emit_json({"machine": model.name, "ranks": ranks, "plans": plans, "alternatives": _others(found)})
     return DONE
+
+
+def _found(settings: Config, machine: MachineModel, ranks: int, images: int, top: int) -> PlanSearch:
+    from hyfi_core.cost.planner import PlanRequest, best_plans
+    from workflows.evaluation.programs import ModelPrograms
+    from workflows.training.memory import PROCESS_BYTES
+
+    programs = ModelPrograms(settings, classes_of(settings))
+    request = PlanRequest(
+        ranks=ranks,
+        batch=images,
+        machine=machine,
+        memory_bytes=machine.memory_bytes,
+        held_bytes=PROCESS_BYTES,
+        dtype=programs.computed_in,
+        base=replace(settings.plan.build(), grids=((1, 1),), cuts="auto", interleave=1, recompute=False),
+        spill="memory" if machine.device == "cuda" else ".",
+    )
+    return best_plans(programs.of, request, top)
+
+
+def chosen_plan(config: Path, overrides: list[str], ranks: int | None, resume: bool) -> list[str]:
+    """Return overrides that put the best plan for this node in place of ``plan: auto``.
+
+    A run that is resumed keeps the plan that it began with: other micro-batches would be another run.
+
+    Args:
+        config: the YAML of the run.
+        overrides: of the command line.
+        ranks: of the whole run, loaders and validators among them; None: one for each core or GPU.
+        resume: whether the run may have begun.
+
+    Raises:
+        RequestError: no plan fits, or roles leave no rank to train.
+    """
+    settings = load_config(config, overrides, ignore_plan=True)
+    saved = settings.run.dir / "config.yaml"
+    if resume and saved.is_file():
+        return _as_overrides(load_config(saved).plan.build())
+    machine, devices = _this_node(settings)
+    if settings.roles.by_host or settings.roles.design == "offload_naive":
+        raise RequestError("plan: auto needs roles by number, and no spare ranks; write the plan: hyfi plan … --write")
+    others = settings.ranks - settings.trainers
+    trainers = (ranks or max(devices, others + 1)) - others
+    if trainers < 1:
+        raise RequestError(f"--ranks {ranks}: loaders and validators take {others}, and none is left to train")
+    machine = replace(machine, memory_bytes=machine.memory_bytes // max(1, -(-trainers // devices)))
+    found = _found(settings, machine, trainers, settings.data.batch_size, 1)
+    _tell(found, settings, settings.data.batch_size, machine)
+    return _as_overrides(found.plans[0].plan)
+
+
+def _this_node(settings: Config) -> tuple[MachineModel, int]:
+    """Return a machine with this node's devices and free memory, and how many devices there are."""
+    import torch
+
+    from data.cores import usable_cores
+    from hyfi_core.process_memory import available_bytes
+
+    machine = machine_of(settings, None)
+    if machine.device == "cuda" and torch.cuda.is_available():
+        devices, memory_bytes = torch.cuda.device_count(), torch.cuda.mem_get_info()[0]
+    else:
+        devices = usable_cores()
+        memory_bytes = available_bytes() // devices
+    return replace(machine, devices_per_node=devices, memory_bytes=memory_bytes), devices
+
+
+def _as_overrides(plan: ParallelPlan) -> list[str]:
+    return [f"plan.{key}={json.dumps(value)}" for key, value in _chosen(plan).items()]
+
+
+def _chosen(plan: ParallelPlan) -> dict[str, Any]:
+    """Return the fields of a plan that a configuration has to state, as a section of its YAML would."""
+    defaults = type(plan)(grids=((1, 1),)).to_json()
+    return {k: v for k, v in plan.to_json().items() if k == "grids" or v != defaults[k]}
 
 
 def bytes_of(text: str) -> int:
@@ -118,9 +182,7 @@ def write_plan(config: Path, plan: ParallelPlan) -> None:
         after += 1
     while after > first + 1 and after <= len(lines) and not lines[after - 1].strip():
         after -= 1  # an empty line before the next section
-    defaults = type(plan)(grids=((1, 1),)).to_json()
-    chosen = {k: v for k, v in plan.to_json().items() if k == "grids" or v != defaults[k]}
-    section = "plan: " + yaml.safe_dump(chosen, default_flow_style=True, sort_keys=False, width=10**6).strip()
+    section = "plan: " + yaml.safe_dump(_chosen(plan), default_flow_style=True, sort_keys=False, width=10**6).strip()
     text = "\n".join([*lines[:first], section, *lines[after:]]) + "\n"
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as trial:
         trial.write(text)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.launch import inside_launcher, made_current
-from workflows.config.load import Config, load_config
+from workflows.config.load import Config, asks_for_plan, load_config
 from workflows.console import emit_json, progress, say, warn
 from workflows.exit_codes import DONE, STOPPED
 
@@ -48,6 +48,10 @@ def run(config: Path, overrides: list[str], ranks: int | None, resume: bool, as_
     """
     from workflows.launch.launch import launch, run_as_rank
 
+    if inside_launcher() is None and asks_for_plan(config, overrides):
+        from workflows.commands.plan import chosen_plan
+
+        overrides = [*overrides, *chosen_plan(config, overrides, ranks, resume)]
     settings = load_config(config, overrides)
     if inside_launcher() is None:
         from workflows.training.request import check_ranks, check_run

@@ -56,6 +56,10 @@ MAY_CHANGE_ON_RESUME = frozenset(
 )
 
 
+AUTO_PLAN = "auto"
+"""Instead of the section ``plan``: the best plan is chosen at start."""
+
+
 class _Loader(yaml.SafeLoader):
     """YAML without tags, and without a key written twice (plain YAML keeps the last in silence)."""
 
@@ -71,19 +75,45 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: Path, overrides: Sequence[str] = (), ignore_plan: bool = False) -> Config:
     """Read a run's YAML and put ``section.key=value`` over it.
 
     Relative paths in it are relative to the working directory, as on a command line.
+
+    Args:
+        path: of the YAML.
+        overrides: ``section.key=value``.
+        ignore_plan: whether ``plan: auto`` is read as the default plan; else it is refused.
 
     Raises:
         RequestError: no such file, not YAML, an unknown key, a value that is not allowed; every fault is named
             with its key, what was given and what is allowed.
     """
+    tree = _overridden(path, overrides)
+    if tree.get("plan") == AUTO_PLAN and ignore_plan:
+        tree["plan"] = {}
+    elif tree.get("plan") == AUTO_PLAN:
+        raise RequestError(
+            f"{path}: plan: auto is chosen where `hyfi train` starts the ranks itself; elsewhere write the plan first: "
+            f"hyfi plan {path} --ranks N --write"
+        )
+    return _check(tree, str(path))
+
+
+def asks_for_plan(path: Path, overrides: Sequence[str] = ()) -> bool:
+    """Return whether the run's plan is ``auto``: to be chosen when it starts.
+
+    Raises:
+        RequestError: no such file, or not YAML.
+    """
+    return bool(_overridden(path, overrides).get("plan") == AUTO_PLAN)
+
+
+def _overridden(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     tree = _read(path)
     for override in overrides:
         _override(tree, override)
-    return _check(tree, str(path))
+    return tree
 
 
 def dump_resolved(config: Config) -> str:

@@ -7,8 +7,8 @@ import pytest
 
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
-from workflows.commands import plan
-from workflows.config.load import load_config
+from workflows.commands import plan, train
+from workflows.config.load import asks_for_plan, dump_resolved, load_config
 
 TEXT = """# a comment at the top
 data: {store: STORE, target: label, size_px: 64, mpp: 1.0, batch_size: 2}
@@ -70,3 +70,39 @@ def test_amounts_of_memory(text: str, length: float) -> None:
 def test_what_is_no_amount_is_refused(text: str) -> None:
     with pytest.raises(RequestError, match="not an amount"):
         plan.bytes_of(text)
+
+
+def auto(config: Path) -> Path:
+    plan.write_plan(config, ParallelPlan(grids=((1, 1),)))
+    config.write_text(config.read_text().replace("plan: {grids: [[1, 1]]}", "plan: auto"))
+    assert asks_for_plan(config)
+    return config
+
+
+def test_plan_auto_is_refused_where_nobody_chooses(config: Path) -> None:
+    with pytest.raises(RequestError, match=r"hyfi plan .* --ranks N --write"):
+        load_config(auto(config))
+    assert load_config(config, ["plan.grids=[[1, 2]]"]).plan.grids == ((1, 2),)
+    assert not asks_for_plan(config, ["plan.grids=[[1, 2]]"])
+
+
+def test_training_chooses_its_plan(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[list[str], int]] = []
+    monkeypatch.setattr("workflows.launch.launch.launch", lambda words, ranks: started.append((words, ranks)) or 0)
+    monkeypatch.setattr("workflows.training.request.check_run", lambda settings, resume: 0)
+    assert train.run(auto(config), ["roles.loaders=1"], 3, False, False) == 0
+    ((words, ranks),) = started
+    chosen = load_config(config, [word for word in words if "=" in word])
+    assert ranks == 3 and chosen.plan.ranks == 2 and chosen.roles.loaders == 1
+    with pytest.raises(RequestError, match="loaders and validators take 1, and none is left to train"):
+        train.run(config, ["roles.loaders=1"], 1, False, False)
+
+
+def test_a_resumed_run_keeps_the_plan_that_was_chosen(config: Path) -> None:
+    auto(config)
+    folder = load_config(config, ignore_plan=True).run.dir
+    folder.mkdir()
+    begun = load_config(config, ["plan.grids=[[2, 1]]", "plan.microbatches=2"])
+    (folder / "config.yaml").write_text(dump_resolved(begun))
+    words = plan.chosen_plan(config, [], 4, resume=True)
+    assert load_config(config, words).plan.build() == begun.plan.build()
