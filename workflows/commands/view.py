@@ -108,7 +108,8 @@ def _listening(port: int) -> socket.socket:
     Raises:
         RequestError: the port is taken, or not for this user.
     """
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    # asyncio sends at once (TCP_NODELAY) only where the protocol is named; else every tile waits 40 ms for a receipt.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         if os.name != "nt":
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
