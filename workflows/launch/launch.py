@@ -251,7 +251,7 @@ def _fail(status: RunStatus | None, rank: int) -> None:
     raised = sys.exc_info()[1]
     memory = told(raised) if raised is not None else None
     error = memory or traceback.format_exc().rstrip()
-    if type(sys.exc_info()[1]).__module__.startswith("mpi4py") or "closed by peer" in error:
+    if raised is not None and peer_watch.is_lost_peer(raised):
         time.sleep(PEER_LOST_S)  # most likely a peer died, which is the first error and is reported in the meantime
     peer_watch.fail()
     # the launcher reports it, because a rank's output may be lost with the process manager's pipes

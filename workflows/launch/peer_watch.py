@@ -45,6 +45,13 @@ def fail() -> None:
         _watch.fail()
 
 
+def is_lost_peer(error: BaseException) -> bool:
+    """Return whether an error says that another rank has gone: most likely that one failed first."""
+    from hyfi_core.comm.supervision.peer_watch import is_lost_peer
+
+    return is_lost_peer(error)
+
+
 def _tell_lost(rank: int) -> None:
     warn(
         f"hyfi: rank {rank} was killed or crashed (by a signal, out of memory, or with its node); all ranks were "

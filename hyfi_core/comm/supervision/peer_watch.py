@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import os
+import re
 import secrets
 import selectors
 import socket
@@ -24,8 +25,10 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from hyfi_core.comm.base import Communicator
+if TYPE_CHECKING:  # the watch itself needs no torch
+    from hyfi_core.comm.base import Communicator
 
 FAULT = 70
 """What a rank ends with that ends because of another one."""
@@ -34,6 +37,17 @@ _TOKEN_BYTES = 16
 _CONNECT_S = 20.0
 _LOST_MS = 7000
 """A peer that acknowledges nothing for so long is lost: its node has failed, or the network."""
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Return whether an error, or one that it follows from, says that another rank has gone: that one failed first."""
+    seen: BaseException | None = error
+    while seen is not None:
+        by_mpi = type(seen).__module__.startswith("mpi4py")
+        if by_mpi or re.search(r"(closed|reset) by peer|Broken pipe", str(seen)):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
 
 
 class PeerWatch:

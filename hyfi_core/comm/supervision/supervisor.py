@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 from hyfi_core.comm.activity import ACTIVITY, Wait, named_ranks
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.supervision.board import Board, RankStatus, open_board
-from hyfi_core.comm.supervision.peer_watch import FAULT, PeerWatch, watch_peers
+from hyfi_core.comm.supervision.peer_watch import FAULT, PeerWatch, is_lost_peer, watch_peers
 from hyfi_core.errors import RequestError
 
 LIMIT_VARIABLE = "HYFI_TIMEOUT_S"
@@ -123,7 +123,7 @@ class Supervisor:
         words = "".join(traceback.format_exception(error)).rstrip()
         if isinstance(error, RequestError):
             words = str(error)
-        elif type(error).__module__.startswith("mpi4py") or "closed by peer" in str(error):
+        elif is_lost_peer(error):
             time.sleep(PEER_LOST_S)
             words = "\n".join([words, *self._who_ended()])
         self._end_all(f"hyfi: rank {self._comm.rank} failed, all ranks stop:\n{words}")

@@ -55,6 +55,8 @@ FAILURES = {
 }
 
 
+NOT_TRIED = [("torchrun", "another call")]  # gloo itself crashes by a message of another length
+
 OPEN_MPI = shutil.which("mpiexec.openmpi")
 OPEN_MPI_SETTINGS = {
     "MPI4PY_MPIABI": "openmpi",  # what mpi4py loads
@@ -125,6 +127,8 @@ def main() -> None:
     print(f"{'way':15} {'launcher':9} {'s':>5} {'code':>4}  right  said")
     for how in ways:
         for name in names:
+            if (name, how) in NOT_TRIED:
+                continue
             with tempfile.TemporaryDirectory() as folder:
                 code, said, seconds = case(name, how, Path(folder))
             try:

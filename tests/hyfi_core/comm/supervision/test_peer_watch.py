@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from hyfi_core.comm.supervision.peer_watch import is_lost_peer
+
 ROOT = Path(__file__).parents[4]
 RANK = """
 import os, signal, socket, sys, time
@@ -51,6 +53,20 @@ def ranks(what: str) -> tuple[list[int], list[str], float]:
             end.close()
     said = [process.communicate(timeout=60)[1] for process in processes]
     return [process.returncode for process in processes], said, time.monotonic() - began_s
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (RuntimeError("Read error [127.0.0.1]:1: Connection reset by peer. This is typically"), True),
+        (RuntimeError("Connection closed by peer [127.0.0.1]:1"), True),
+        (BrokenPipeError(32, "Broken pipe"), True),
+        (ValueError("shapes differ"), False),
+    ],
+)
+def test_an_error_by_a_lost_peer_is_known(error: Exception, lost: bool) -> None:
+    """One of gloo's two messages was not, so that a second rank told of its own failure."""
+    assert is_lost_peer(error) is lost
 
 
 @pytest.mark.parametrize(("lost", "speaks"), [(2, 0), (1, 0), (0, 1)])

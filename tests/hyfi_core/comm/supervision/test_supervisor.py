@@ -18,6 +18,7 @@ from hyfi_core.errors import RequestError
 from tests.conftest import MPIEXEC
 from tests.hyfi_core.comm.supervision.failing_ranks import (
     FAILURES,
+    NOT_TRIED,
     OPEN_MPI,
     OPEN_MPI_SETTINGS,
     case,
@@ -34,7 +35,8 @@ QUICK = {
 
 def cases(launcher: str) -> list[object]:
     """Return all cases; those that few others resemble are among the quick tests."""
-    return [how if how in QUICK[launcher] else pytest.param(how, marks=pytest.mark.soak) for how in FAILURES]
+    ways = [how for how in FAILURES if (launcher, how) not in NOT_TRIED]
+    return [how if how in QUICK[launcher] else pytest.param(how, marks=pytest.mark.soak) for how in ways]
 
 
 @pytest.mark.mpi
