@@ -73,7 +73,7 @@ def fill_small_holes(mask: Mask, largest_px: int) -> None:
 
 
 def joined_to(seeds: Mask, mask: Mask) -> Mask:
-    """Return those components of ``mask``, corners counted, that hold a pixel of ``seeds``, which lie inside it."""
+    """Return the 8-connected components of ``mask`` that contain a pixel of ``seeds``."""
     runs = Runs.of(mask)
     components = runs.components(corners=True)
     held = np.zeros(len(components), bool)

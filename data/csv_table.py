@@ -28,17 +28,17 @@ class Table:
         """Check that ``column`` exists.
 
         Raises:
-            RequestError: it does not; names it, what it should hold, and the columns that exist.
+            RequestError: it does not; the message has its purpose and the existing columns.
         """
         if column not in self.columns:
             raise RequestError(f"{self.name}: no column {column!r} ({what}); it has: {', '.join(self.columns)}")
 
     @property
     def key(self) -> str:
-        """The column that says whom a row is about: ``slide_id`` where there is one, else ``case_id``.
+        """The key column: ``slide_id`` if it exists, else ``case_id``.
 
         Raises:
-            RequestError: neither is there.
+            RequestError: neither exists.
         """
         for key in KEYS:
             if key in self.columns:
@@ -54,7 +54,7 @@ def read_table(path: Path, what: str) -> Table:
 
     Args:
         path: the file.
-        what: what the file is to the user, for messages ("labels", "splits", "manifest").
+        what: purpose of the file, for messages ("labels", "splits", "manifest").
 
     Raises:
         RequestError: it is missing, not text, or has no rows, two columns of one name or a value in no column.
@@ -110,10 +110,10 @@ def _row(path: Path, line: int, columns: list[str], values: list[str]) -> dict[s
 
 
 def write_table(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> None:
-    """Write a CSV that is there whole or not at all: beside, synced, renamed. None becomes an empty value.
+    """Write a CSV atomically. None becomes an empty value.
 
     Raises:
-        OSError: the folder cannot be made or written.
+        OSError: the folder cannot be created or written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     text = io.StringIO()

@@ -57,7 +57,7 @@ def publish_directory(prepared: Path, final: Path) -> None:
 
 
 def remove_leftovers(final: Path) -> None:
-    """Remove what processes of this host that no longer run left beside ``final``; put back what a crash displaced."""
+    """Remove temporary files of ended processes of this host next to ``final``; restore what a crash has displaced."""
     host = socket.gethostname()
     for kind in ("tmp", "old"):
         prefix = f".{final.name}.{kind}-{host}-"

@@ -1,6 +1,6 @@
 """The one entry point: declares every command and hands its options, typed, to the module that does it.
 
-Nothing heavy is imported here: a command imports what it needs when it runs, so that ``--help`` answers at once.
+Nothing heavy is imported here: commands import what they need when they run, so that ``--help`` is fast.
 """
 
 from __future__ import annotations
@@ -371,7 +371,7 @@ def _exit(command: Callable[[], int], writes: Path | None = None, as_ranks: bool
 
     Args:
         command: does the work and returns the exit code.
-        writes: where it will write; refused here if that cannot be.
+        writes: its output path, which is checked first.
         as_ranks: whether a launcher may start this command as several ranks, which stop together only.
     """
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class Backoff:
-    """A pause that doubles from ``first_s`` to ``most_s`` and starts anew after every success."""
+    """A pause that doubles from ``first_s`` to ``most_s`` and is reset after every success."""
 
     def __init__(self, first_s: float = 1e-3, most_s: float = 10e-3) -> None:
         self._first_s = first_s

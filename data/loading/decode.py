@@ -15,28 +15,28 @@ Pixels = npt.NDArray[np.uint8]
 
 
 class Samples(Protocol):
-    """Images that are read as they are and varied afterwards; :class:`data.samples.dataset.SlideDataset` is one.
+    """Images that are read first and augmented afterwards; :class:`data.samples.dataset.SlideDataset` is one.
 
     ``vary(i, epoch, read_plain(i, source(i, box, epoch)))`` are the pixels of ``box`` of the varied image. Child
     processes get a pickled copy.
     """
 
     def source(self, index: int, box: Box, epoch: int | None) -> Box:
-        """Return the box of the image as it is that becomes ``box``."""
+        """Return the source box that augmentation turns into ``box``."""
         ...
 
     def read_plain(self, index: int, box: Box) -> Pixels:
-        """Return ``(3, h, w)`` of the image as it is."""
+        """Return ``(3, h, w)`` of the image without augmentation."""
         ...
 
     def vary(self, index: int, epoch: int | None, pixels: Pixels) -> Pixels:
-        """Return the varied pixels, a new array; ``pixels`` stay as they are."""
+        """Return the augmented pixels, a new array; ``pixels`` are not changed."""
         ...
 
 
 @dataclass(frozen=True)
 class Lease:
-    """One sample to be made ready, and where it goes.
+    """One sample to prepare, and its destination.
 
     Attributes:
         number: in the stream.
@@ -44,7 +44,7 @@ class Lease:
         index: in the dataset.
         boxes: parts of the varied image, written one after the other.
         at: the first byte of its slot.
-        source: the box of the image as it is that the parts are made of.
+        source: the source box of all parts.
         kept_at: the first byte of its place in the cache; None: it has none.
         kept: whether the cache has its pixels already.
     """
@@ -62,11 +62,11 @@ class Lease:
 def decode(samples: Samples, lease: Lease, slots: Pixels, cache: Pixels) -> int:
     """Write a lease's parts into its slot, and its image into its place of the cache if it has one.
 
-    One read covers all parts. Memory: the image as it is and varied, beside the slot.
+    One read covers all parts. Memory: the source and the augmented image, in addition to the slot.
 
     Args:
         samples: where pixels come from.
-        lease: what is wanted, and where.
+        lease: the sample and its destination.
         slots: bytes that ``lease.at`` counts in.
         cache: bytes that ``lease.kept_at`` counts in.
 
@@ -91,7 +91,7 @@ def part_bytes(box: Box) -> int:
 
 
 def _plain(samples: Samples, lease: Lease, cache: Pixels) -> tuple[Pixels, int]:
-    """Return the image as it is, and the bytes that were read for it."""
+    """Return the source image, and the number of bytes read."""
     if lease.kept_at is None:
         plain = samples.read_plain(lease.index, lease.source)
         return plain, plain.size

@@ -1,4 +1,4 @@
-"""Workers that are kept busy and replaced when they die, the slots that they fill, and what was counted."""
+"""A pool of decoding workers, which are replaced when they die, their slots, and statistics."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ class Leases:
         self._waiting.append(lease)
 
     def issue(self, worker: int) -> Lease | None:
-        """Lend the first in the row to an idle worker; None where none waits."""
+        """Lease the first waiting sample to an idle worker; None if none waits."""
         if not self._waiting:
             return None
         self._held[worker] = self._waiting.popleft()
         return self._held[worker]
 
     def finish(self, worker: int) -> Lease:
-        """Return what the worker held: it is done."""
+        """Return the finished lease of a worker."""
         lease = self._held.pop(worker)
         self._deaths.pop(lease.number, None)
         return lease
 
     def lose(self, worker: int) -> None:
-        """Take back what a dead worker held, if anything.
+        """Queue the lease of a dead worker again, if it had one.
 
         Raises:
             RuntimeError: it is not the first worker that this sample has cost.
@@ -70,7 +70,7 @@ class Leases:
 
 @dataclass
 class Counts:
-    """What a pool has done so far.
+    """Statistics of a pool.
 
     Attributes:
         samples: made ready.
@@ -86,15 +86,15 @@ class Counts:
 
 
 class DecodePool:
-    """Samples made ready by several workers, into slots of shared memory.
+    """Prepares samples in several workers, into slots of shared memory.
 
-    Memory: ``slots × slot_bytes + cache_bytes``, taken from the system as it is first written; beside it each worker
-    has one image as it is and one varied.
+    Memory: ``slots × slot_bytes + cache_bytes``, allocated on first use; in addition each worker has one source image
+        and one augmented image.
 
     Args:
         samples: where pixels come from.
         workers: how many decode at a time.
-        slots: samples that are being made ready or wait to be released.
+        slots: number of samples being prepared or not yet released.
         slot_bytes: the most that the parts of one sample need.
         place_bytes: the most that one image needs in the cache.
         cache_bytes: of decoded images kept for later epochs; 0: none.
@@ -134,7 +134,7 @@ class DecodePool:
         return tuple(self._workers)
 
     def ask(self, number: int, epoch: int, index: int, boxes: tuple[Box, ...]) -> None:
-        """Have a sample made ready, after those asked for before; there must be room.
+        """Queue a sample; there must be a free slot.
 
         Args:
             number: by which it is asked for again.
@@ -153,7 +153,7 @@ class DecodePool:
     def parts(self, number: int) -> tuple[Pixels, ...] | None:
         """Return the parts of a sample, each ``(3, h, w)`` contiguous in shared memory; None while it is not ready.
 
-        They stay as they are until it is released.
+        They are valid until it is released.
         """
         if number not in self._ready:
             return None

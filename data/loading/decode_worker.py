@@ -34,7 +34,7 @@ import numpy.typing as npt
 from data.children import die_with_parent, environment_of_a_child
 from data.loading.decode import Pixels, Samples, decode
 
-# Not ``-m``: what is pickled must be found under this module's own name, not under __main__.
+# Not ``-m``: pickled classes must be found under this module's name, not under __main__.
 _PROGRAM = "from data.loading.decode_worker import main; main()"
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -104,7 +104,7 @@ class SharedBytes:
     """
 
     def __init__(self, descriptor: int, size_bytes: int) -> None:
-        """Map what ``descriptor`` stands for, which another process made with ``create``."""
+        """Map the memory of ``descriptor``, which another process has created."""
         self.descriptor = descriptor
         self.array: npt.NDArray[np.uint8] = np.frombuffer(mmap.mmap(descriptor, max(1, size_bytes)), np.uint8)
 
@@ -158,7 +158,7 @@ StartWorker = Callable[[Memory], Worker]
 
 
 def work(connection: Connection, samples: Samples, slots: Pixels, cache: Pixels) -> None:
-    """Decode what comes in until the other side is gone."""
+    """Decode leases until the connection is closed."""
     with contextlib.suppress(EOFError, OSError):
         connection.send(WorkerReady())
         while True:
@@ -211,7 +211,7 @@ class ChildWorker:
 
 
 def _portable(error: Exception) -> Exception:
-    """Return the error, or, where it cannot travel between processes, its words."""
+    """Return the error, or its text if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

@@ -1,4 +1,4 @@
-"""Where a trainer's images come from, and the feed that reads them where it trains.
+"""The source of a trainer's images, and the feed that reads them in the trainer.
 
 The other one, :class:`data.loading.remote_feed.RemoteFeed`, receives the same pixels from loader ranks.
 """
@@ -21,7 +21,7 @@ from data.loading.sample_cache import SampleCache
 from hyfi_core.plan.box import Box
 
 Report = dict[str, int]
-"""What a loader did: ``samples``, ``cached``, ``read_bytes``, ``replaced``, ``sent_bytes``, ``to_you_bytes``."""
+"""Report of a loader: ``samples``, ``cached``, ``read_bytes``, ``replaced``, ``sent_bytes``, ``to_you_bytes``."""
 
 
 class Readable(Protocol):
@@ -48,7 +48,7 @@ class Feed(Protocol):
 
     Attributes:
         wait_s: seconds that the trainer has waited for images so far.
-        reports: what each loader did, by rank; complete when the feed is closed, empty without loaders.
+        reports: report of each loader, by rank; complete when the feed is closed, empty without loaders.
     """
 
     wait_s: float
@@ -83,11 +83,11 @@ class FeedSpec:
 
 
 class InlineFeed:
-    """Reads the samples where it trains, when asked: the baseline, and the measure for all others.
+    """Reads samples in the trainer on demand: the baseline.
 
     Args:
         samples: the training split.
-        spec: what this trainer wants.
+        spec: the parts that this trainer needs.
         cache_bytes: of decoded images kept in memory for later epochs.
         device: where images go.
     """

@@ -1,11 +1,11 @@
-"""The service of a loader rank: has made ready what trainers ask for, ahead of time, and sends each only its parts.
+"""The service of a loader rank: prepares requested samples ahead of time, and sends each trainer only its parts.
 
 The rank itself only talks: workers in child processes read, vary and cut (see :mod:`data.loading.decode_pool`),
 and MPI sends from the memory that they wrote.
 
 One sample is read once, over the hull of the boxes that this loader's trainers want of it. It is begun when all of
 them have asked for it and have nothing older waiting: so the oldest sample in a slot can always be sent, and slots
-come free however far trainers drift apart. What is in memory is bounded by what trainers have asked for: their credits.
+come free however far trainers drift apart. Memory is bounded by the number of requests of trainers: their credits.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class LoaderService:
 
     @property
     def counts(self) -> Counts:
-        """What has been done so far."""
+        """Statistics so far."""
         return self._pool.counts if self._pool is not None else Counts()
 
     def serve(self) -> bool:
@@ -119,7 +119,7 @@ class LoaderService:
         return self._stopped
 
     def _greet(self) -> None:
-        """Wait until every trainer has sent its request: they decide what is read."""
+        """Wait for the request of every trainer, which determine what is read."""
         backoff = Backoff()
         while len(self._trainers) < len(self._ranks):
             self._watch()
@@ -190,7 +190,7 @@ class LoaderService:
         return False
 
     def _send(self, pool: DecodePool) -> bool:
-        """Send what is ready, in the order in which each trainer asked; whether anything was."""
+        """Send prepared samples, in each trainer's order of requests; return whether there were any."""
         happened = False
         for rank, trainer in self._trainers.items():
             while trainer.begun and (ready := pool.parts(trainer.wanted[0])) is not None:
@@ -219,7 +219,7 @@ class LoaderService:
         return arrived
 
     def _send_blanks(self) -> None:
-        """Answer what was asked for and is not wanted any more: the receives stand, and must be met."""
+        """Answer cancelled requests with blanks, because their receives are already posted."""
         sending = [pending for pending, _, _ in self._sending]
         for rank, trainer in self._trainers.items():
             boxes = [box for number in trainer.wanted for box in trainer.boxes(self._layout, number)]
@@ -229,7 +229,7 @@ class LoaderService:
             pending.wait()
 
     def _report(self, pool: DecodePool) -> None:
-        """Tell each trainer what was done for all of them."""
+        """Send the report to each trainer."""
         sent = {rank: trainer.sent_bytes for rank, trainer in self._trainers.items()}
         report = {**asdict(pool.counts), "sent_bytes": sum(sent.values())}
         for rank in self._ranks:

@@ -1,4 +1,4 @@
-"""From stored bytes to what a network sees; done on the trainer, so that only bytes travel."""
+"""Normalisation of stored bytes for the model; in the trainer, so that only bytes are sent."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def step_samples(n: int, batch_size: int, replicas: int, seed: int, epoch: int) 
 
 
 def balanced_weights(slides: Sequence[SlideRef]) -> tuple[float, ...]:
-    """Return a weight for each slide so that every class that is there is drawn alike often."""
+    """Return a weight for each slide so that every existing class is drawn equally often."""
     counts = Counter(slide.label for slide in slides)
     return tuple(1.0 / counts[slide.label] for slide in slides)
 

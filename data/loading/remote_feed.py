@@ -6,7 +6,7 @@
       hello {parts, replica, …}       ─────────►    knows which part of each image to send
       request {numbers}               ─────────►    has them decoded ahead, by child processes
       (buffer posted beforehand)      ◄─────────    uint8 (3, h, w), in the order of the requests
-      goodbye {stopped}               ─────────►    answers what is open with blanks, forgets the trainer
+      goodbye {stopped}               ─────────►    answers open requests with blanks, removes the trainer
                                       ◄─────────    report {samples, bytes, …}
 
 A request is a credit: it is sent only when its buffers are posted, so nothing ever waits in a queue without a bound.
@@ -40,7 +40,7 @@ class RemoteFeed:
     Args:
         comm: the world.
         loaders: ranks of the loaders that serve this trainer.
-        spec: what this trainer wants.
+        spec: the parts that this trainer needs.
         prefetch: turns on their way while one is worked on.
         device: where images go.
         watch: called while waiting, for signals; may raise.
@@ -87,7 +87,7 @@ class RemoteFeed:
         return slot
 
     def close(self, stopped: bool) -> None:
-        """Say goodbye to the loaders and take what is still on its way, their reports last."""
+        """Close the connection to loaders: receive pending messages, and finally their reports."""
         self._tell({loader: {"kind": "goodbye", "stopped": stopped} for loader in self._loaders})
         self._receive(lambda: bool(self._open))
         for pending in self._told:
@@ -159,7 +159,7 @@ class _TurnBuffers:
             self._images = [buffer.to(self._device) for buffer in self.buffers]
 
     def reuse(self) -> None:
-        """Give the copies up, once they have been made: the buffers may be overwritten from now on."""
+        """Wait for copies, after which the buffers may be overwritten."""
         if self._copied is not None:
             self._copied.synchronize()
             self._copied = None

@@ -1,4 +1,4 @@
-"""Which decoded images are kept in memory, and where; the pixels themselves are somebody else's."""
+"""Bookkeeping of the cache of decoded images; the pixels are stored elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Key = tuple[int, Box]
 
 @dataclass
 class Place:
-    """One image's place: where it begins, whether its pixels are there, how many read or write it now."""
+    """One image's place: its offset, whether its pixels are valid, and the number of current readers or writers."""
 
     at: int
     kept: bool = False
@@ -36,7 +36,7 @@ class SampleCache:
     def borrow(self, index: int, box: Box) -> Place | None:
         """Return the place of an image, for reading where it is ``kept``, else for writing.
 
-        None where there is no room, or where somebody is writing it just now. What is borrowed is given back.
+        None if there is no room, or while another worker writes it. Call ``give_back`` afterwards.
         """
         key = index, box
         place = self._places.get(key)
@@ -52,7 +52,7 @@ class SampleCache:
         return place
 
     def give_back(self, index: int, box: Box) -> None:
-        """Say that a borrowed image is done with: its pixels are there now."""
+        """Release a borrowed image, whose pixels are now valid."""
         place = self._places[index, box]
         place.users -= 1
         place.kept = True

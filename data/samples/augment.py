@@ -28,7 +28,7 @@ class Augment:
     """How much training images are varied; 0 and False turn a part off.
 
     Attributes:
-        flips: mirror, and turn by quarters where the image is square, by halves where it is not.
+        flips: flip, and rotate by multiples of 90° if the image is square, else of 180°.
         stain: spread of the amounts of haematoxylin and eosin: factors in 1 ± ``stain``.
         colour: spread of brightness and contrast: factors in 1 ± ``colour``.
     """
@@ -117,7 +117,7 @@ class Variation:
     def _mix(self) -> NDArray[np.float32]:
         """Return the matrix, row vectors on its left, that scales the stains' amounts in a pixel's density.
 
-        What neither stain explains (the third row, at right angles to both) stays as it is.
+        The residual (the third row, orthogonal to both stains) is not changed.
         """
         stains = np.array([HAEMATOXYLIN, EOSIN, np.cross(HAEMATOXYLIN, EOSIN)])
         unit = stains / np.linalg.norm(stains, axis=1, keepdims=True)

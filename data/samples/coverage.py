@@ -1,4 +1,4 @@
-"""How much of its tissue each training image holds, and what would hold all of it."""
+"""Coverage: the fraction of tissue that each training image shows, and the size that would show all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST_NAMED = 50
 
 @dataclass(frozen=True)
 class Coverage:
-    """What one training image holds.
+    """Coverage of one training image.
 
     Attributes:
         slide_id, case_id: the slide.
@@ -84,7 +84,7 @@ class Covered(Protocol):
         ...
 
     def coverage(self, index: int) -> Coverage:
-        """Return a sample's coverage, with what would fit."""
+        """Return a sample's coverage, with the sizes that would fit."""
         ...
 
 
@@ -96,7 +96,7 @@ def coverage_of(
     align_px: int,
     holds_all: Callable[[tuple[int, int], float], bool],
 ) -> Coverage:
-    """Return what an image holds; what would hold all is searched where it does not.
+    """Return the coverage of an image, and search the size that shows all if it does not.
 
     Args:
         slide_id: the slide.

@@ -1,4 +1,4 @@
-"""The training images of a list of slides: any box of any of them, varied for an epoch or as it is."""
+"""The training images of a list of slides: any box of any of them, with or without augmentation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MPP_TOLERANCE = 0.02
 
 
 class SlideReader(Protocol):
-    """What a dataset needs of an open slide; :class:`data.store.slide_store.SlideStore` is one."""
+    """Interface of an open slide for a dataset; :class:`data.store.slide_store.SlideStore` is one."""
 
     @property
     def levels(self) -> tuple[StoreLevel, ...]:
@@ -56,7 +56,7 @@ class SlideRef:
 class SlideDataset:
     """Training images of one size, one for each slide. Any number of threads may read at once.
 
-    Slides are opened, and their views made, when they are first asked for; both are small and kept.
+    Slides are opened and views created on first use, and cached.
 
     Attributes:
         samples: the slides, in the order given.
@@ -76,7 +76,7 @@ class SlideDataset:
         augment: Augment | None = None,
         opener: Callable[[Path], SlideReader] = SlideStore.open,
     ) -> None:
-        """Name the slides and how images are made of them; reads nothing but the names in ``store``.
+        """Set slides and options; reads only names in ``store``.
 
         Args:
             store: the folder of ``<slide_id>.zarr``.
@@ -105,7 +105,7 @@ class SlideDataset:
         return len(self.samples)
 
     def view(self, index: int) -> View:
-        """Return what of its slide the image shows; :meth:`level` is what its sources are pixels of.
+        """Return the view of an image; its sources are pixels of :meth:`level`.
 
         Raises:
             RequestError: the slide has no level of the dataset's mpp, or the image is smaller than a block.
@@ -115,7 +115,7 @@ class SlideDataset:
         return self._views[index]
 
     def whole_views(self, index: int, *, several: bool) -> tuple[View, ...]:
-        """Return images that show all tissue of a slide; :meth:`view` alone where that does.
+        """Return views that show all tissue of a slide; only :meth:`view` if it does.
 
         Args:
             index: of the sample.
@@ -167,7 +167,7 @@ class SlideDataset:
         return self._augment.draw(self.seed, epoch, self.samples[index].slide_id, self.size_px)
 
     def read(self, index: int, box: Box, epoch: int | None = None) -> NDArray[np.uint8]:
-        """Return a box of a training image, (3, h, w) uint8 that the caller owns; what is not slide is 255.
+        """Return a box of a training image, (3, h, w) uint8 that the caller owns; 255 outside of the slide.
 
         Boxes fit together: every partition of the image gives the pixels of the whole. Only the pieces in the box are
         read. Memory: twice the box.
@@ -175,7 +175,7 @@ class SlideDataset:
         Args:
             index: of the sample.
             box: pixels of the (varied) image; may hang over its border.
-            epoch: key of the variation, with seed and slide; None: as it is.
+            epoch: key of the augmentation, with seed and slide; None: no augmentation.
 
         Raises:
             StoreError: a shard is missing or damaged.
@@ -183,14 +183,14 @@ class SlideDataset:
         return self.vary(index, epoch, self.read_plain(index, self.source(index, box, epoch)))
 
     def source(self, index: int, box: Box, epoch: int | None) -> Box:
-        """Return the box of the image as it is that becomes ``box`` of the image varied for an epoch."""
+        """Return the source box that augmentation turns into ``box``."""
         variation = self.variation(index, epoch)
         return box if variation is None else variation.source(box)
 
     def vary(self, index: int, epoch: int | None, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Return the varied pixels of a box, of those of its :meth:`source`, which stay as they are; (3, h, w) uint8.
+        """Return the augmented pixels of a box from those of its :meth:`source`, unchanged; (3, h, w) uint8.
 
-        A new array; where nothing is varied (no epoch, no augmentation), ``pixels`` itself.
+        A new array, or ``pixels`` itself without augmentation.
         """
         variation = self.variation(index, epoch)
         return pixels if variation is None else variation.apply(pixels)
@@ -203,7 +203,7 @@ class SlideDataset:
         return [self.coverage(index).row() for index in range(len(self))]
 
     def coverage(self, index: int) -> Coverage:
-        """Return how much of a slide's tissue its image holds, and what would hold all."""
+        """Return the coverage of a slide's tissue, and the size that would show all."""
         sample = self.samples[index]
         view_at = cache(lambda: self._viewer(index))
 
@@ -217,7 +217,7 @@ class SlideDataset:
         return self._viewer(index)(size_px, 1.0).coverage
 
     def read_plain(self, index: int, box: Box) -> NDArray[np.uint8]:
-        """Return a box of a training image as it is, (3, h, w) uint8 that the caller owns."""
+        """Return a box of a training image without augmentation, (3, h, w) uint8 that the caller owns."""
         return self.read_view(index, self.view(index), box)
 
     def read_view(self, index: int, view: View, box: Box) -> NDArray[np.uint8]:

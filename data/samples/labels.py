@@ -18,11 +18,11 @@ class Labels:
 
     Attributes:
         target: the column that held the class.
-        key: ``slide_id`` or ``case_id``: what the labels are keyed by.
+        key: ``slide_id`` or ``case_id``: the key of the labels.
         classes: names in the order of their indices.
         indices: slide or case to the index of its class; None: known, but unlabelled.
         cases: slide to case, where the CSV has both columns.
-        rows: the CSV's rows as they are (splits may stand in another of their columns).
+        rows: the rows of the CSV (splits may be in another column).
     """
 
     target: str
@@ -33,7 +33,7 @@ class Labels:
     rows: tuple[dict[str, str], ...] = ()
 
     def of(self, slide_id: str, case_id: str | None = None) -> int | None:
-        """Return the class index of a slide; None where it is unlabelled or not in the CSV."""
+        """Return the class index of a slide; None if it is unlabelled or not in the CSV."""
         return self.indices.get(slide_id if self.key == "slide_id" else (case_id or ""))
 
     def case_of(self, slide_id: str, default: str = "") -> str:
@@ -102,7 +102,7 @@ def _found(table: Table, key: str, target: str) -> dict[str, str]:
 
 
 def _refuse_lookalikes(table: Table, key: str, classes: Mapping[str, str]) -> None:
-    """Refuse two classes that differ in case and white space only; ``classes``: class to somebody who has it."""
+    """Refuse classes that differ only in case and white space; ``classes``: class -> an example of a slide or case."""
     seen: dict[str, str] = {}
     for name, who in classes.items():
         other = seen.setdefault(_plain_class(name), name)

@@ -1,4 +1,4 @@
-"""Whether labels and the slides of a store are about the same slides: counted, shown, refused where they are not."""
+"""Matching of labels with the slides of a store: a table, and a refusal of labels without slides."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SUFFIXES = re.compile(
 
 
 def plain_name(text: str) -> str:
-    """Return a name without folders, slide suffix, case and white space: what is left when it is written otherwise."""
+    """Return a name without folders, slide suffix, case and white space: to find names that are written differently."""
     name = _SUFFIXES.sub("", re.split(r"[/\\]", text)[-1].strip())
     return "".join(c for c in name.casefold() if not c.isspace() and unicodedata.category(c) != "Cf")
 
@@ -28,7 +28,7 @@ class LabelMatch:
     """How the rows of the labels and the slides of a store fit together.
 
     Attributes:
-        key: ``slide_id`` or ``case_id``: what the labels are keyed by.
+        key: ``slide_id`` or ``case_id``: the key of the labels.
         slides: to class name, of the slides that are ingested and labelled, in the manifest's order.
         classes: all of them, in the order of the logits.
         failed: labelled slides whose ingest failed.
@@ -46,7 +46,7 @@ class LabelMatch:
     similar: Mapping[str, str]
 
     def describe(self) -> str:
-        """Return a table for people: what matched, what did not, and how many slides each class has."""
+        """Return a table as text: matches, rows without slides, and slides of each class."""
         rows = [
             ("slides with a label", len(self.slides), ""),
             ("slides without a label", len(self.unlabelled), _some(self.unlabelled)),

@@ -29,7 +29,7 @@ class Shelves:
         self._below = 0
 
     def place(self, height: int, width: int) -> tuple[int, int] | None:
-        """Take room for a rectangle; return the (y, x) of its first pixel, None where there is no room."""
+        """Reserve a rectangle; return the (y, x) of its first pixel, None if it does not fit."""
         for shelf in self._shelves:
             top, tall, x = shelf
             if height <= tall and x + width <= self._width and top + height <= self._height:

@@ -24,7 +24,7 @@ from hyfi_core.plan.box import Box, hull
 Kind = Literal["pack", "crop"]
 BACKGROUND = 255
 SMALLEST_CUT_PX = 256
-"""Pieces are not cut smaller than this: what a pathologist reads in tissue (a gland, its neighbours) is this large."""
+"""Smallest size of pieces: about that of structures a pathologist examines (a gland and its surroundings)."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class View:
-    """How one training image is made of a slide. Pieces overlap neither in the slide nor in the image.
+    """The composition of a training image. Pieces overlap neither in the slide nor in the image.
 
     Attributes:
-        size_px: (height, width) of the image; where no piece lies it is white (255).
+        size_px: (height, width) of the image; white (255) outside of pieces.
         pieces: sorted by their place in the image.
         coverage: tissue pixels in pieces / tissue pixels; 0.0 without tissue.
         tissue_px: tissue pixels of the slide.
@@ -95,7 +95,7 @@ class View:
 
 
 def make_view(tissue: TissueGrid, size_px: tuple[int, int], kind: Kind = "pack", align_px: int = 64) -> View:
-    """Choose what the training image shows of a slide. Deterministic.
+    """Choose the parts of a slide that the training image shows. Deterministic.
 
     ``pack``: the tissue as it lies, where its hull fits; else its pieces moved together, cut into ever smaller squares
     (down to 256 px) until all fit; else those with most tissue. ``crop``: the window with most tissue.

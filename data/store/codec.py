@@ -42,7 +42,7 @@ class PixelCodec:
 
     Attributes:
         name: ``zstd`` (exact) or ``jpeg``.
-        level: zstd's level 1–22 or JPEG's quality 1–100; None for JPEG streams that somebody else made.
+        level: zstd's level 1–22 or JPEG's quality 1–100; None for JPEG streams of other encoders.
     """
 
     name: str = "zstd"
@@ -147,7 +147,7 @@ def scratch(name: str, size_bytes: int) -> Pixels:
 
 
 ZSTD = PixelCodec("zstd", 1)
-"""What is used where nothing else is asked for."""
+"""Default codec."""
 
 
 def with_checksum(*body: bytes | Pixels) -> Buffers:

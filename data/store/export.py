@@ -1,7 +1,7 @@
 """A copy of a slide for viewers that know only NGFF 0.4: zarr format 2, no shards, blosc with zstd inside.
 
 ```
-DIR/<slide_id>.zarr/   .zgroup .zattrs        multiscales, omero, and under `hyfi` what it is a copy of
+DIR/<slide_id>.zarr/   .zgroup .zattrs        multiscales, omero, and under `hyfi` the source of the copy
     0/ 1/ …            .zarray 0/0/0 …        (3, y, x) uint8, chunks (1, 1024, 1024)
     labels/tissue/     .zattrs 0/ 1/ …        (y, x) uint8
 ```
@@ -43,7 +43,7 @@ def export_ngff04(slide: Path, folder: Path, threads: int, progress: Callable[[i
         progress: Called with pixels that were copied.
 
     Returns:
-        False where a copy of just this slide is there already.
+        False if a copy of this version of the slide exists already.
 
     Raises:
         RequestError: Something else has the name of the copy.
@@ -68,7 +68,7 @@ def export_ngff04(slide: Path, folder: Path, threads: int, progress: Callable[[i
 
 
 def pixels_of(slide: Path) -> int:
-    """Return how many pixels an export of a slide copies; 0 where it cannot be opened."""
+    """Return the number of pixels to copy; 0 if the slide cannot be opened."""
     try:
         return sum(level.height_px * level.width_px for level in SlideStore.open(slide).levels)
     except StoreError:

@@ -1,4 +1,4 @@
-"""Where the pixels of one array lie: which file, which slot of it, under which codec.
+"""The layout of an array: file, slot and codec of each chunk.
 
 ```
 array    ┌──────────────┬─────── …   cut into shards, each a file `c/0/<row>/<column>`
@@ -6,7 +6,7 @@ array    ┌──────────────┬─────── �
          │ 8 9 …        │            without shards a chunk is a file: one slot each
 ```
 
-What a file holds beyond the array's border is never read; slots wholly beyond it are empty.
+Pixels beyond the array's border are never read; slots completely beyond it are empty.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ SHARD_PX = 4096
 
 @dataclass(frozen=True, slots=True)
 class ArrayLayout:
-    """The layout of a uint8 array ``(y, x)`` or ``(c, y, x)``; all channels lie in every chunk.
+    """The layout of a uint8 array ``(y, x)`` or ``(c, y, x)``; all channels are in every chunk.
 
     Attributes:
         shape: The array's.
         chunk_px: Height and width of a chunk.
-        shard_px: Height and width of what one file holds, multiples of those of a chunk; a chunk's without shards.
+        shard_px: Height and width of a file, multiples of those of a chunk; equal without shards.
         sharded: Whether files are shards with an index, or bare chunks.
         codec: Of every chunk.
     """
@@ -54,7 +54,7 @@ class ArrayLayout:
 
     @property
     def fill(self) -> int:
-        """What an absent chunk stands for: white in images, 0 in labels."""
+        """Value of an absent chunk: white in images, 0 in labels."""
         return BACKGROUND if len(self.shape) > 2 else 0
 
     @property
@@ -89,7 +89,7 @@ class ArrayLayout:
         return Box(row * sh, (row + 1) * sh, column * sw, (column + 1) * sw).intersect(self.box)
 
     def chunk_box(self, file: tuple[int, int], slot: int) -> Box:
-        """Return the pixels of a chunk; what of them lies beyond the array's border is not in the array."""
+        """Return the box of a chunk, which may extend beyond the array."""
         (ch, cw), (row, column) = self.chunk_px, divmod(slot, self.slots[1])
         y, x = file[0] * self.shard_px[0] + row * ch, file[1] * self.shard_px[1] + column * cw
         return Box(y, y + ch, x, x + cw)
@@ -162,7 +162,7 @@ class LevelSize:
 
 @dataclass(frozen=True, slots=True)
 class StoredLevel:
-    """One level to write: where its pixels go, and its microns per pixel (y, x)."""
+    """One level to write: its layout and microns per pixel (y, x)."""
 
     layout: ArrayLayout
     mpp: tuple[float, float]

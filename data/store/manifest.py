@@ -1,4 +1,4 @@
-"""What a store holds: one record per slide, which are the truth, and the table compiled from them.
+"""The contents of a store: one authoritative record per slide, and the table compiled from them.
 
 ```
 STORE/.records/<slide_id>.json     one slide, done or failed; replaced atomically
@@ -102,7 +102,7 @@ class SlideRecord:
     extra: dict[str, str] = field(default_factory=dict)
 
     def row(self) -> dict[str, str]:
-        """Return the record as a row of ``manifest.csv``; what is not known is empty."""
+        """Return the record as a row of ``manifest.csv``; unknown values are empty."""
         values = asdict(self)
         own = {name: _text(values[name]) for name in COLUMNS}
         return own | {k: v for k, v in self.extra.items() if k not in own}
@@ -128,7 +128,7 @@ class SlideRecord:
 
 
 def record_path(store: Path, slide_id: str) -> Path:
-    """Return where the record of this slide lies."""
+    """Return the path of a slide's record."""
     return store / ".records" / f"{slide_id}.json"
 
 
@@ -169,7 +169,7 @@ def _states(store: Path) -> list[str]:
 
 
 def load_manifest(store: Path) -> list[dict[str, str]]:
-    """Return one row a slide, done and failed, from the records, or from ``manifest.csv`` where they are not kept.
+    """Return one row for each slide, done and failed, from the records, or from ``manifest.csv`` without them.
 
     Raises:
         StoreError: There is no store in this folder.
@@ -187,7 +187,7 @@ def read_user_manifest(path: Path) -> list[dict[str, str]]:
     """Return the rows of a user's manifest, each with ``source_path`` resolved against the CSV's own folder.
 
     The separator may be a comma, a semicolon or a tab. Column names lose surrounding blanks, empty lines are skipped.
-    The table of a store will do, too; what it says of the slides in that store is left out.
+    The table of a store is accepted, too, without its columns about the stored slides.
 
     Raises:
         RequestError: The file is unreadable, has no path column, no rows, an empty path, a slide id twice, a column

@@ -17,7 +17,7 @@ def group_json(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def encoded(value: dict[str, Any]) -> bytes:
-    """Return JSON as it is written."""
+    """Return the encoded JSON."""
     return (json.dumps(value, ensure_ascii=False, indent=1) + "\n").encode("utf-8", "surrogateescape")
 
 

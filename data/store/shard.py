@@ -18,17 +18,17 @@ from data.store.layout import ArrayLayout
 from data.store.sharded_array import ABSENT
 
 BESIDE = ".tmp-"
-"""Stands in the name of a file that is not whole yet."""
+"""Part of the name of an incomplete file."""
 _TOGETHER_BYTES = 2**18
 """Small chunks are written and digested together: threads that take turns for each lose more than that takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """What the store's list says of one file.
+    """Entry of the store's file list.
 
     Attributes:
-        size: In bytes; None where there is no file because all of it was left out on purpose.
+        size: In bytes; None if the file was omitted because it is blank.
         sha256: Of the file.
         blank: Slots that were left out on purpose; they read as background.
     """
@@ -66,7 +66,7 @@ def write_file(
     """Write one shard, or one bare chunk, so that it appears whole and on the disk or not at all.
 
     Args:
-        path: Where it is to appear; its folder exists.
+        path: Final path; its folder exists.
         layout: Of the array.
         chunks: (slot, bytes in parts, with their checksum) of each used slot in rising order; None leaves the slot out.
         written: Called when the system has all bytes; what follows waits for the disk, and holds no memory.

@@ -39,7 +39,7 @@ Index = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class _ChunkRun:
-    """Chunks of one file that lie next to each other in it, in a row of the array."""
+    """Chunks that are adjacent in a file and in a row of the array."""
 
     file: tuple[int, int]
     slots: tuple[int, ...]
@@ -183,7 +183,7 @@ class ShardedArray:
 
 
 def read_index(handle: int, path: Path, layout: ArrayLayout) -> Index:
-    """Return (offset, length) of each slot of an open file, ``ABSENT`` twice where there is no chunk.
+    """Return (offset, length) of each slot of an open file, ``ABSENT`` twice for a missing chunk.
 
     Raises:
         StoreError: The file is too short or its index altered.

@@ -40,7 +40,7 @@ class StoreLevel:
 
 
 def slide_path(store: Path, slide_id: str) -> Path:
-    """Return where the slide of this name lies in ``store``."""
+    """Return the path of a slide in ``store``."""
     return store / f"{slide_id}.zarr"
 
 
@@ -65,7 +65,7 @@ class SlideStore:
 
     @classmethod
     def open(cls, path: Path) -> SlideStore:
-        """Open ``STORE/<slide_id>.zarr`` and check that every listed shard is there with its size.
+        """Open ``STORE/<slide_id>.zarr`` and check that every listed shard exists with its size.
 
         Raises:
             StoreError: The slide is missing, of another version, or a shard is missing or of another size.
@@ -88,7 +88,7 @@ class SlideStore:
         Memory: the result, and for each thread one chunk and a read of at most a few MB.
 
         Args:
-            box: Rectangle in pixels of that level; what lies outside it is 255.
+            box: Rectangle in pixels of that level; 255 outside of it.
             level: 0 is the finest.
             threads: Chunks decoded at a time.
             out: Memory of the caller to fill and return, ``(3, h, w)`` uint8 of any strides; default new.
@@ -165,7 +165,7 @@ def group_attributes(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def listed_files(path: Path, attributes: dict[str, Any]) -> dict[str, FileEntry]:
-    """Return what a slide's list says of each file of pixels, by its name inside the slide.
+    """Return the entry of each file of pixels, by its name inside the slide.
 
     Raises:
         StoreError: There is no such list.

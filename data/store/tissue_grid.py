@@ -1,4 +1,4 @@
-"""How much tissue lies in the blocks of a slide, counted exactly in the slide's own pixels.
+"""Tissue in blocks of a slide, counted exactly in the slide's pixels.
 
 The tissue mask is coarser than the image (seldom finer). A pixel of the image is tissue where the mask's pixel under
 its *centre* is: both grids begin at the slide's corner, so pixel y of the image lies on mask row

@@ -1,4 +1,4 @@
-"""A slide before it has its name: the folder where it is prepared, and the journal of its finished files.
+"""An unfinished slide: the folder in which it is prepared, and the journal of finished files.
 
 ```
 STORE/.<slide_id>.zarr.part-<digest>         with an identity: the next writer of the same identity resumes there
@@ -26,7 +26,7 @@ JOURNAL = "journal.jsonl"
 
 
 def unfinished_folder(final: Path, identity: list[Any] | None) -> Path:
-    """Return where ``final`` is prepared; what is there of another identity, or of processes that died, is removed.
+    """Return the folder in which ``final`` is prepared; folders of other identities or ended processes are removed.
 
     Args:
         final: Name of the finished slide.

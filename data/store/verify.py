@@ -36,7 +36,7 @@ Progress = Callable[[int, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One difference from what was written: where, and what."""
+    """One difference from the written data: path and reason."""
 
     slide_id: str
     path: Path
@@ -45,13 +45,13 @@ class Fault:
 
 @dataclass(slots=True)
 class VerifyReport:
-    """What a verification looked at and what it found.
+    """Result of a verification.
 
     Attributes:
         slides: Slides looked at, damaged ones too.
         files: Files read.
         size_bytes: Their size.
-        faults: What is wrong, slide by slide.
+        faults: Faults, slide by slide.
     """
 
     slides: int = 0
@@ -150,7 +150,7 @@ def size_of_store(paths: Iterable[Path]) -> int:
 
 
 def _known_metadata(path: Path, attributes: dict[str, Any], fault: Callable[[Path, str], None]) -> set[str]:
-    """Check the slide's JSON; return the names of what it lists, its own left out."""
+    """Check the slide's JSON; return the names of all files that it lists."""
     stated = attributes.get("metadata_sha256")
     listed = attributes.get("metadata")
     if stated is None or not isinstance(listed, dict):
@@ -188,7 +188,7 @@ def _files(
                 continue
             layout = ArrayLayout.from_json(meta)
         except (StoreError, KeyError, TypeError, ValueError, IndexError):
-            # Its digest has been reported; what its files should be is not known.
+            # Its wrong digest has been reported; its files are unknown.
             seen.update(file for file in entries if file.startswith(f"{folder.as_posix()}/c/"))
             continue
         for place in layout.files():
@@ -208,7 +208,7 @@ def _foreign(path: Path, names: set[str]) -> list[Path]:
 
 
 def _reasons(file: _File) -> list[str]:
-    """Return what is wrong with one file of pixels."""
+    """Return the faults of one file of pixels."""
     if file.entry.size is None:
         return ["it exists, but was omitted when the slide was written"] if file.path.exists() else []
     try:
@@ -272,7 +272,7 @@ def _reasons_of_index(index: Index, file: _File) -> list[str]:
 
 
 def _pieces(chunks: Sequence[tuple[int, int, int]], size: int) -> Iterator[tuple[int, int, int | None]]:
-    """Yield (start, end, slot) that cover a file once, in order: its chunks, and what lies between (slot None)."""
+    """Yield (start, end, slot) that cover a file once, in order: its chunks, and the gaps between (slot None)."""
     at = 0
     for start, end, slot in [*chunks, (size, size, -1)]:
         for begin in range(at, min(start, size), _PIECE_BYTES):

@@ -48,7 +48,7 @@ class SlideWriter:
     Args:
         store: The folder of the store; must exist.
         slide_id: Name of the slide.
-        levels: Finest first, from `pyramid_levels` or as a scanner made them.
+        levels: Finest first, from `pyramid_levels` or those of a scanner.
         glass: Tissue mask from the slide's corner and its microns per pixel: chunks without tissue are left out, and
             listed as such. None: all are written.
         identity: JSON that says what decides the slide's pixels (parameters, the source's size and time): a writer
@@ -94,7 +94,7 @@ class SlideWriter:
         for pool in (self._encoders, self._disk):
             pool.shutdown(wait=True, cancel_futures=True)
         self._journal.close()
-        # What was stopped on request (not an Exception) can be gone on with; what failed would fail again.
+        # A stopped run (not an Exception) can be continued; a failed one would fail again.
         stopped = kind is not None and not issubclass(kind, Exception)
         if not (self._resumable and stopped):
             shutil.rmtree(self.path, ignore_errors=True)
@@ -108,7 +108,7 @@ class SlideWriter:
     def read_back(self, level: int, box: Box) -> Pixels | None:
         """Return the pixels of ``box`` ``(3, h, w)`` as they were written, by an earlier run or this one.
 
-        None where that is not possible: not all is finished, or what is stored is not exactly what was given.
+        None if it is not complete, or not stored losslessly.
         """
         layout = self.levels[level].layout
         names = [f"{level}/{layout.file_name(file)}" for file in layout.files(box)]
@@ -123,7 +123,7 @@ class SlideWriter:
             level: 0 is the finest.
             y0: Row where the block starts, a multiple of ``SHARD_PX``.
             x0: Column likewise.
-            block: ``(3, h, w)``, ``SHARD_PX`` squared or what is left of the level; not to be changed any more.
+            block: ``(3, h, w)``, ``SHARD_PX`` squared or the rest of the level; must not be changed afterwards.
 
         Raises:
             OSError: An earlier block could not be written.
@@ -176,7 +176,7 @@ class SlideWriter:
             mask = halve_mask(mask)
 
     def publish(self, attributes: dict[str, Any]) -> None:
-        """Wait for what is under way, list and sync it, then give the slide its name.
+        """Wait for pending writes, write the file list, sync, then rename the slide to its final name.
 
         Args:
             attributes: The `hyfi` attributes; ``format``, ``shards`` and ``metadata`` (the arrays' own JSON, with size

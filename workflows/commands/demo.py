@@ -31,7 +31,7 @@ SECONDS_TO_STOP = 30.0
 
 @dataclass(frozen=True)
 class Archive:
-    """The slides of the demo; what is trained on them is in the recipe."""
+    """The slides of the demo; for the training see the recipe."""
 
     slides: int = 110
     size_px: int = 2048
@@ -50,7 +50,7 @@ class StageError(Exception):
 
 
 def run(out: Path, as_json: bool, archive: Archive | None = None, overrides: Sequence[str] = ()) -> int:
-    """Do every stage in ``out``; an interrupted demo continues where it stopped, a finished one is made anew.
+    """Run every stage in ``out``; an interrupted demo is continued, a finished one started again.
 
     Args:
         out: the demo's own folder.
@@ -155,7 +155,7 @@ class _Demo:
         return [row for row in _rows(self.slides / "manifest.csv") if row["split"] == "test"]
 
     def summary(self) -> dict[str, Any]:
-        """Return the metrics of the held-out slides, the most telling report and the seconds of each stage."""
+        """Return the metrics of the held-out slides, the clearest report and the seconds of each stage."""
         import torch
 
         from workflows.evaluation.metrics import metrics_of_probabilities

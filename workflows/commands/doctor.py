@@ -1,4 +1,4 @@
-"""``hyfi doctor``: try everything that the other commands need, and say how to mend what is missing."""
+"""``hyfi doctor``: check everything that other commands need, and print how to fix problems."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ LEAST_SHARED_MEMORY_BYTES = 64 << 20  # MPI's ranks on one node talk through it
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found.
+    """Result of one check.
 
     Attributes:
-        name: what was tried.
+        name: of the check.
         ok: whether it works.
         detail: version, device, or what went wrong.
-        mend: the command that mends it; empty when there is nothing to mend.
+        mend: the command that fixes it; empty without a problem.
         essential: whether nothing works without it.
     """
 
@@ -176,7 +176,7 @@ def _packages() -> str:
 
 
 def _threads() -> str:
-    """Report what decides speed; nothing here is wrong, so there is nothing to mend."""
+    """Report settings that affect speed; never a problem."""
     from workflows.launch.launch import RANK_SETTINGS
 
     names = ("OMP_NUM_THREADS", "THP_MEM_ALLOC_ENABLE", "MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "LD_PRELOAD")
@@ -189,7 +189,7 @@ def _threads() -> str:
 
 
 def _huge_pages() -> str:
-    """Return what the kernel has chosen; with "never" the ranks' setting does nothing."""
+    """Return the kernel's setting; with "never" that of the ranks has no effect."""
     try:
         text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
     except OSError:

@@ -17,7 +17,7 @@ _DONE, _BEFORE, _FAILED = "done", "before", "failed"
 
 
 def run(store: Path, ngff: str, out: Path, as_json: bool) -> int:
-    """Copy the slides of a store, or one slide of it, into ``out``; what is there already is left as it is.
+    """Copy the slides of a store, or one slide of it, into ``out``; existing copies are kept.
 
     Returns:
         0, or 1 when slides could not be copied: named on standard error and in ``DIR/export.csv``.

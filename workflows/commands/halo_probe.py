@@ -1,4 +1,4 @@
-"""Two ranks do what one does: a 3×3 convolution over an image whose halves live in two processes.
+"""Check that two ranks agree with one: a 3×3 convolution of an image split over two processes.
 
 Run as a program it starts itself on two ranks; rank 0 prints one JSON object.
 """

@@ -144,7 +144,7 @@ class Pace:
         return sum(size * share for size, share in zip(self._bytes, shares, strict=False)) / total if total else 1.0
 
     def text(self, done: float) -> str:
-        """Return the rate so far and the time that is left, for people."""
+        """Return the rate so far and the remaining time as text."""
         elapsed_s = time.monotonic() - self._started_s
         if done <= 0 or elapsed_s <= 0:
             return ""
@@ -153,7 +153,7 @@ class Pace:
 
 
 def duration(seconds: float) -> str:
-    """Return a time for people: ``40 s``, ``12 min``, ``3 h 20 min``."""
+    """Return a duration as text: ``40 s``, ``12 min``, ``3 h 20 min``."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

@@ -1,4 +1,4 @@
-"""``hyfi inspect``: what is in a store, in one of its slides, or in a slide's file."""
+"""``hyfi inspect``: contents of a store, a stored slide, or a slide file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MOST_PICTURES = 120
 def run(
     path: Path, png: Path | None, as_json: bool, slide_mpp: float | None = None, geojson: Path | None = None
 ) -> int:
-    """Tell levels, microns per pixel, tissue share and provenance; with ``png`` draw a thumbnail.
+    """Print levels, microns per pixel, tissue fraction and provenance; with ``png`` write a thumbnail.
 
     With ``geojson`` the tissue of a stored slide is written as polygons, of a store those of each slide into a folder.
 
@@ -227,7 +227,7 @@ def _store(path: Path, png: Path | None) -> dict[str, Any]:
         _save(contact_sheet(pictures), png)
     bad = [s for s in slides if s["status"] != DONE]
     lines.insert(0, f"{path}: {len(slides)} slides, {len(slides) - len(bad)} usable, {len(bad)} not")
-    # What failed to be ingested is on record; what was ingested and is now damaged is news.
+    # Failed slides have a record already; damaged ones are new.
     status = "damaged" if any(s["status"] == "damaged" for s in slides) else "done"
     return {"kind_of_path": "store", "status": status, "store": str(path), "slides": slides, "lines": lines}
 

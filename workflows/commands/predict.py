@@ -166,7 +166,7 @@ def _predict(request: PredictionRequest) -> int:
 
 
 def load_member(checkpoint: Path) -> Member:
-    """Return a checkpoint's model in evaluation mode, with the moving average of its weights where there is one.
+    """Return a checkpoint's model in evaluation mode, with the moving average of its weights if it exists.
 
     Raises:
         RequestError: the checkpoint is damaged, or its weights are not those of its model.

@@ -1,4 +1,4 @@
-"""``hyfi status``: where a running or ended run stands."""
+"""``hyfi status``: the progress of a run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(folder: Path, as_json: bool) -> int:
 
 
 def read_status(folder: Path) -> dict[str, Any]:
-    """Return where a run stands.
+    """Return the status of a run.
 
     ``state`` is ``running`` (a process holds the folder), ``done``, ``stopped`` (on request) or ``interrupted`` (it
     ended without a word: ``--resume`` continues it from its latest checkpoint).
@@ -77,7 +77,7 @@ def _by(found: dict[str, Any]) -> str:
 
 
 def _last_lines(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the last training record and the last validation record; empty where there is none."""
+    """Return the last training record and the last validation record; empty if there is none."""
     last: dict[str, dict[str, Any]] = {"train": {}, "validation": {}}
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def run(config: Path, overrides: list[str], ranks: int | None, resume: bool, as_json: bool) -> int:
-    """Train as ``config`` says; starts ``mpiexec`` where the run needs several ranks and no launcher is there.
+    """Train as ``config`` says; starts ``mpiexec`` if the run needs several ranks and was not started by a launcher.
 
     Args:
         config: the YAML of the run.
@@ -87,7 +87,7 @@ def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, s
     """Do this rank's part of a run whose ranks are ``world`` and return the exit code.
 
     Raises:
-        RequestError: on all ranks, where one of them refuses; nothing is written then.
+        RequestError: on all ranks if one of them refuses; nothing is written.
     """
     from hyfi_core.comm.agree import agree
     from workflows.out_of_memory import remember_advice

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """What is to be evaluated.
+    """The arguments of an evaluation.
 
     Attributes:
         checkpoint: its folder.
@@ -35,10 +35,10 @@ class EvaluationRequest:
         split: train, val or test.
         split_column: the column of splits; None: the one that the checkpoint was trained with.
         cells: "R,C": rows and columns of cells that a process computes one after the other; None: whole images.
-        image: ``whole``: all tissue of every slide is shown; ``trained``: what an image of the trained size holds.
+        image: ``whole``: all tissue of every slide is shown; ``trained``: what an image of the trained size shows.
         out: folder for ``index.html`` and ``predictions.csv`` of the slides; None: neither.
         as_json: print the numbers as one JSON object.
-        device: where it computes: ``auto``, ``cpu`` or ``cuda``.
+        device: of the computation: ``auto``, ``cpu`` or ``cuda``.
         calibrate: put the temperature that suits these slides into the checkpoint.
     """
 
@@ -142,7 +142,7 @@ def validate_rank(request: EvaluationRequest) -> int:
 
 
 def _calibration(model: Mapping[str, Any], evaluator: Evaluator, seen: Logits) -> dict[str, Any] | None:
-    """Say what the checkpoint's temperature does on the slides evaluated, and return it; None where it has none."""
+    """Print the effect of the checkpoint's temperature on these slides, and return it; None without one."""
     import torch
 
     from pathology.predict.members import temperature_of
@@ -186,7 +186,7 @@ def _write_page(
 
 
 def _say_enlarged(whole: WholeSlides, model: Mapping[str, Any], slides: int) -> None:
-    """Say which slides did not fit the trained size, how they were shown nevertheless, and what that does."""
+    """Print which slides did not fit the trained size and how they were shown."""
     height, width = model["size_px"]
     cropped = sum("cropped" in whole.dataset.view(index).flags for index in range(slides))
     if cropped:

@@ -19,7 +19,7 @@ _LIST = "verify.csv"
 def run(store: Path, as_json: bool) -> int:
     """Re-check a store, or one slide of it (``STORE/<slide_id>.zarr``).
 
-    What is wrong is named on standard error and in ``STORE/verify.csv``.
+    Faults are listed on standard error and in ``STORE/verify.csv``.
 
     Returns:
         0, or 1 when anything is not as it was written.

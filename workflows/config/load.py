@@ -1,4 +1,4 @@
-"""The YAML of a run: read, overridden, checked, answered where it is wrong, written back whole."""
+"""The YAML of a run: reading, overrides, validation, error messages, writing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workflows.config.run import Config
 
 __all__ = ["MAY_CHANGE_ON_RESUME", "Config", "changed_keys", "dump_resolved", "load_config", "refuse_changes"]
 
-# Checkpoints depend on neither plan nor roles, and none of these decides what the next step computes from.
+# Checkpoints do not depend on plan and roles, and none of these keys affects the result of a step.
 # Model, data, seed, precision and optimiser do: with another value it is another run.
 MAY_CHANGE_ON_RESUME = frozenset(
     {
@@ -131,7 +131,7 @@ def refuse_changes(before: Config, now: Config) -> None:
     """Check that a run may go on with ``now``.
 
     Raises:
-        RequestError: a key differs that decides what a step computes.
+        RequestError: a key differs that affects the result of a step.
     """
     fixed = _fixed_design(before, now)
     changed = {k: pair for k, pair in changed_keys(before, now).items() if k not in MAY_CHANGE_ON_RESUME or k == fixed}
@@ -146,7 +146,7 @@ def refuse_changes(before: Config, now: Config) -> None:
 
 
 def _fixed_design(before: Config, now: Config) -> str | None:
-    """Return the key of the design where it decides what a step computes.
+    """Return the key of the design if it affects the result of a step.
 
     Several plain replicas cut a batch into pieces before micro-batches, spare ranks after: micro-batches are others.
     """

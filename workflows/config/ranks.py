@@ -1,4 +1,4 @@
-"""The sections ``plan`` and ``roles`` of a run's YAML: which ranks there are, and what each does."""
+"""The sections ``plan`` and ``roles`` of a run's YAML."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class RolesConfig(Section):
 
     @property
     def by_host(self) -> bool:
-        """Whether how many ranks there are is known only where they run."""
+        """Whether the number of ranks depends on the hosts."""
         return any(isinstance(role, str) for role in (self.loaders, self.validators, self.spare))
 
     @model_validator(mode="after")

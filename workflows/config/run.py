@@ -120,7 +120,7 @@ def _check_sharing(config: Config) -> None:
     How many spare ranks there are is not known here where hosts decide it.
 
     Raises:
-        ValueError: something of it does not fit the rest; names the key, what was given and what is allowed.
+        ValueError: keys are not compatible; the message has the key, what was given and what is allowed.
     """
     plan, roles, batch = config.plan, config.roles, config.data.batch_size
     of_one, rounds, known = plan.ranks // plan.replicas, plan.microbatches, not isinstance(roles.spare, str)
