@@ -16,7 +16,7 @@ import hyfi_core
 from hyfi_core import ParallelPlan
 from hyfi_core.models.resnet import resnet18
 from hyfi_core.runtime.checkpoint import load_checkpoint, load_training_state
-from hyfi_core.runtime.checkpoint_together import Share, save_together
+from hyfi_core.runtime.checkpoint_together import CheckpointPart, save_together
 from hyfi_core.runtime.ownership import load_optimizer_state
 from tests.harness import run_copies
 from tests.steps import Factory, adamw, make_batches, sgd
@@ -39,7 +39,7 @@ def train(comm: Any, module: nn.Module, plan: ParallelPlan, factory: Factory, fo
         load_optimizer_state(engine.optimizer, module.named_parameters(), load_training_state(folder).optimizer)
     losses = [engine.train_step(*step[0]) for step in make_batches(SHAPE, 10, 1)[first : first + 5]]
     if not first:
-        share = Share(engine.owned_state(), engine.owned_optimizer())
+        share = CheckpointPart(engine.owned_state(), engine.owned_optimizer())
         save_together(folder, comm, share, model={"step": 5}, state={"step": 5})
     return losses
 

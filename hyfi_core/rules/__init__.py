@@ -1,1 +1,1 @@
-"""One operator, one rule: what it does to a layout."""
+"""Rules: how each operator is computed on split values."""

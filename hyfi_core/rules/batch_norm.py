@@ -93,7 +93,7 @@ def batch_norm_on_features(op: Operator) -> tuple[Callable[..., Any], tuple[str,
 def native_batch_norm(has_weight: bool, has_bias: bool, momentum: float, eps: float) -> Callable[..., Any]:
     """Return the outputs of the functional batch norm, by the native kernel on copies of the running statistics.
 
-    The function takes map, running mean, running variance and, where there are, weight and bias.
+    The function takes map, running mean, running variance and, if they exist, weight and bias.
     """
 
     def call(x: Any, mean: Any, variance: Any, *rest: Any) -> tuple[Any, ...]:
@@ -125,7 +125,7 @@ def _pixels(builder: Builder, name: str) -> int:
 
 
 def _collective(builder: Builder, split: Split, count: int, eps: float) -> BatchNorm:
-    """Return the collective for what ranks own, or, in a fused run, for what they compute."""
+    """Return the collective for owned parts, or, in a fused run, for computed boxes."""
     if split.boxes is None:
         return BatchNorm(count, eps)
     owned, held = split.layout.parts[builder.rank], split.held[builder.rank]

@@ -1,7 +1,7 @@
-"""The builder: what rules ask about a program, and what they write one rank's instructions through.
+"""The builder: the interface through which rules read a program and emit one rank's instructions.
 
-Every value is *split* (each rank holds its part) or *replicated* (each holds it whole). Only the builder writes which,
-and adds values and instructions; it emits what moves a value from one layout to another.
+Every value is *split* (each rank has its part) or *replicated* (each has it whole). Only the builder sets this, adds
+values and instructions, and emits the communication between layouts.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from hyfi_core.plan.transfer import Transfer, plan_transfer
 from hyfi_core.rules.instructions import CollectiveCall, CustomCall, Instruction, LocalCall, RankProgram, Split, Traffic
 
 Rule = Callable[["Builder", Operator], None]
-"""What one operator does to layouts: it reads them from the builder and writes instructions through it."""
+"""The rule of an operator: reads layouts from the builder and emits instructions through it."""
 
 Splits = Split | Sequence[Split | None] | None
-"""How the outputs of a call are split: all alike, one by one, or not at all."""
+"""How the outputs of a call are split: all in the same way, individually, or not at all."""
 
 
 @dataclass(frozen=True)
 class _ImageRead:
-    """Stands for a box of the image until all of them, and so what the rank reads, are known."""
+    """Placeholder for a box of the image, until all boxes that the rank reads are known."""
 
     name: str
     need: Box
@@ -45,7 +45,7 @@ class _ImageRead:
 
 @dataclass(frozen=True)
 class Mark:
-    """A place in a builder to which it can be taken back."""
+    """A state of a builder to which it can be rewound."""
 
     steps: int
     made: int
@@ -60,9 +60,9 @@ class Builder:
     Args:
         program: the captured model.
         grid: rows and columns of ranks.
-        rank: whose instructions.
-        entries: values that come from other stages -> how they are split here, None for a replicated one.
-        runs: where ranks compute more than they own.
+        rank: of the instructions.
+        entries: values from other stages -> how they are split here, None for a replicated one.
+        runs: fused runs, in which ranks compute margins.
         replicas: over how many times the samples of this replica batch norms take their statistics.
         gather_bytes: of the largest map that every rank may gather for an operator.
 
@@ -73,7 +73,7 @@ class Builder:
         runs: the same.
         replicas: the same.
         gather_bytes: the same.
-        splits: how each split value is laid out; read only.
+        splits: the layout of each split value; read only.
         values: global shape and type of every value; read only.
     """
 
@@ -107,7 +107,7 @@ class Builder:
         self._shared: dict[str, str] = {}
         self._cuts: dict[tuple[str, tuple[Box, ...], float], str] = {}
 
-    # -- what rules ask
+    # -- queries
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the global shape of a value."""
@@ -118,7 +118,7 @@ class Builder:
         return self.splits.get(argument.name) if isinstance(argument, Ref) else None
 
     def computed(self, op: Operator, split: Split) -> Split:
-        """Return a layout of an operator's results with what each rank computes of them: in a fused run, more.
+        """Return the layout of an operator's results with the boxes that ranks compute: in a fused run, with margins.
 
         Flat values, and those with several maps in a dim, take no part in fused runs.
         """
@@ -128,7 +128,7 @@ class Builder:
         return replace(split, boxes=self.runs.computed.get(op.name))
 
     def seen(self, op: Operator, name: str) -> Split:
-        """Return how a map must be held for an operator whose results have the same pixels."""
+        """Return the layout that a map needs for an operator whose results have the same pixels."""
         return self.computed(op, self.splits[name])
 
     def refuse(self, op: Operator, what: str, alternative: str) -> NoReturn:
@@ -140,10 +140,10 @@ class Builder:
         where = f" in module {op.module!r}" if op.module else ""
         raise RequestError(f"{op.text}{where} {what}; what works: {alternative}")
 
-    # -- what rules write
+    # -- emission
 
     def fresh(self, name: str, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None) -> str:
-        """Return a new name for something made from ``name``; global shape and type are taken over unless given."""
+        """Return a new name for a value derived from ``name``; global shape and dtype are copied unless given."""
         like = self.values[name]
         result = f"{name}~{len(self._made) + 1}"
         self._made.append(result)
@@ -163,9 +163,9 @@ class Builder:
         Args:
             function: takes the inputs, returns one tensor or as many as there are outputs.
             inputs: value names.
-            outputs: value names; None for a result that nothing uses.
+            outputs: value names; None for an unused result.
             split: how the outputs are split.
-            source: says that the call is this operator of the model, so that it may be made in place.
+            source: the operator of the model that this call is, so that it may become in place.
         """
         given = self._lay_out(outputs, split)
         empty = None
@@ -181,7 +181,7 @@ class Builder:
         outputs: tuple[str | None, ...],
         split: Splits = None,
     ) -> None:
-        """Emit an operator with a backward of its own that sends nothing."""
+        """Emit an operator with its own backward and without communication."""
         self._lay_out(outputs, split)
         self._steps.append(CustomCall(operator, inputs, outputs))
 
@@ -199,7 +199,7 @@ class Builder:
         self._steps.append(CollectiveCall(operator, inputs, outputs, traffic, all_replicas))
 
     def _lay_out(self, outputs: Sequence[str | None], split: Splits) -> Sequence[Split | None]:
-        """Note how outputs are split; return it one by one."""
+        """Record how outputs are split; return it for each."""
         given = [split] * len(outputs) if split is None or isinstance(split, Split) else split
         for output, item in zip(outputs, given, strict=True):
             if output is not None and item is not None:
@@ -207,7 +207,7 @@ class Builder:
         return given
 
     def _local_info(self, name: str | None, split: Split | None) -> ValueInfo:
-        """Return shape and type of what this rank holds of an output."""
+        """Return shape and dtype of this rank's part of an output."""
         if name is None or split is None:
             return ValueInfo((), torch.float32) if name is None else self.values[name]
         return ValueInfo(split.local_shape(self.shape(name), self.rank), self.values[name].dtype)
@@ -215,10 +215,10 @@ class Builder:
     # -- moving values
 
     def part(self, name: str, split: Split) -> str:
-        """Return the name of the value laid out as ``split``, moved there if it is laid out otherwise.
+        """Return the name of the value in the layout ``split``, redistributed if necessary.
 
         Raises:
-            RequestError: its pixels are others, or lie in other dims.
+            RequestError: its pixels differ, or are in other dims.
         """
         here = self.splits[name]
         if here == split and name != self.program.image:
@@ -231,7 +231,7 @@ class Builder:
         return self.moved(name, split.held, split)
 
     def moved(self, name: str, need: Sequence[Box], split: Split | None = None, fill: float = 0.0) -> str:
-        """Return the name of a value that holds, on each rank, the box that it needs.
+        """Return the name of a value that has, on each rank, the needed box.
 
         Args:
             name: a split value.
@@ -275,7 +275,7 @@ class Builder:
         return result
 
     def _read(self, name: str, need: Box, split: Split | None, fill: float) -> str:
-        """Return the name of a box of the image: it is read, no rank sends it."""
+        """Return the name of a box of the image, which is read without communication."""
         result = self.fresh(name)
         self._lay_out((result,), split)
         self._steps.append(_ImageRead(result, need, fill))
@@ -298,12 +298,12 @@ class Builder:
         return self._shared[name]
 
     def owned(self, name: str) -> str:
-        """Return the name of what each rank owns of a value; margins are cut off."""
+        """Return the name of the owned parts of a value, without margins."""
         here = self.splits[name]
         return name if here.boxes is None else self._cut(name, here.layout.parts, here.owned, 0.0)
 
     def _cut(self, name: str, need: tuple[Box, ...], split: Split | None, fill: float) -> str:
-        """Return the name of a smaller or padded box of what each rank holds; nothing is sent."""
+        """Return the name of a smaller or padded box of the local tensors, without communication."""
         key = (name, need, fill)
         if key not in self._cuts:
             here = self.splits[name]
@@ -320,7 +320,7 @@ class Builder:
             return name
         ranks = len(split.layout.parts)
         result = self.moved(name, [split.layout.map] * ranks)
-        if result == name:  # one rank holds all of it anyway
+        if result == name:  # one rank already has all of it
             result = self.fresh(name)
             self.compute(_itself, (name,), (result,))
         return result
@@ -346,17 +346,17 @@ class Builder:
         return self.whole(name)
 
     def draws(self, op: Operator) -> None:
-        """Take note of an operator that draws from torch's own generator: other numbers when it is computed again."""
+        """Record an operator that draws from torch's generator, which recomputation would not reproduce."""
         self._drawn.append(op)
 
     # -- the program
 
     def mark(self) -> Mark:
-        """Return a place to which ``rewind`` takes the builder back."""
+        """Return the current state, for ``rewind``."""
         return Mark(len(self._steps), len(self._made), len(self._gathered), len(self._drawn), self._fusible)
 
     def rewind(self, mark: Mark) -> None:
-        """Forget all that was written since ``mark``."""
+        """Discard everything emitted since ``mark``."""
         gone = set(self._made[mark.made :])
         for step in self._steps[mark.steps :]:
             gone.update((step.name,) if isinstance(step, _ImageRead) else (o for o in step.outputs if o is not None))
@@ -369,13 +369,13 @@ class Builder:
         self._cuts = {key: name for key, name in self._cuts.items() if name not in gone}
 
     def finish(self, outputs: tuple[Any, ...], exits: tuple[str, ...] = ()) -> RankProgram:
-        """Return what was built, with ``outputs`` as the leaves of the answer and ``exits`` for other stages."""
+        """Return the program, with ``outputs`` as the leaves of the output and ``exits`` for other stages."""
         instructions, read_box = self._read_image()
         made = (self._splits, outputs, self.program, self._values, exits)
         return RankProgram(instructions, read_box, *made, self._fusible, tuple(self._gathered), tuple(self._drawn))
 
     def _read_image(self) -> tuple[tuple[Instruction, ...], Box]:
-        """Fix what is read of the image, and turn boxes of the image into local copies."""
+        """Determine the box of the image to read, and turn its sub-boxes into local copies."""
         image = self.program.image
         whole = self.splits[image].layout.map
         reads = [step.need.intersect(whole) for step in self._steps if isinstance(step, _ImageRead)]
@@ -391,4 +391,4 @@ class Builder:
 
 
 def _itself(tensor: Any) -> Any:
-    return torch.ops.aten.alias.default(tensor)  # keeps strides, which a view makes up anew for a batch of one
+    return torch.ops.aten.alias.default(tensor)  # keeps strides, which a view would change for a batch of one

@@ -1,10 +1,10 @@
-"""The lowered program: what one rank does, in the order that all ranks share.
+"""The lowered program: the instructions of one rank, in the same order on all ranks.
 
-An instruction says what it is:
+There are three types of instruction:
 
     LocalCall         a function of this rank's values; autograd differentiates it
-    CustomCall        a function with a backward of its own; no message
-    CollectiveCall    the same with messages: every rank of the stage is there, whatever it owns
+    CustomCall        a function with its own backward, without communication
+    CollectiveCall    the same with communication: every rank of the stage takes part
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from hyfi_core.plan.box import Box
 from hyfi_core.plan.layout import Layout
 
 Traffic = Literal["halo", "reduce"]
-"""What messages are counted as: pixels of neighbours, or sums over the map."""
+"""Kind of traffic in the counts: pixels of neighbours, or sums over the map."""
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A value of which every rank holds its part.
+    """A value of which every rank has its part.
 
     A *flat* value has height and width in one tensor dim, row after row, as ``x.flatten(2)`` leaves it: there each rank
     holds the pixels of its part, row after row of the part. A dim of space may also hold several maps, one after the
     other, as ``x.view(B * H * W, C)`` does: of each of them a rank holds its part.
 
     Attributes:
-        layout: who holds what.
+        layout: the part of each rank.
         dims: which tensor dims are (y, x); the same one twice where the value is flat.
-        boxes: what each rank holds, where a fused run has it compute more than its part; None: its part.
+        boxes: the box of each rank, if a fused run computes margins; None: its part.
         leads: how many maps follow each other in these dims; (n, 1) for n maps in a flat dim.
     """
 
@@ -51,17 +51,17 @@ class Split:
 
     @property
     def flat(self) -> bool:
-        """Whether height and width lie in one tensor dim."""
+        """Whether height and width are one tensor dim."""
         return self.dims[0] == self.dims[1]
 
     @property
     def plain(self) -> bool:
-        """Whether height and width are tensor dims of their own and nothing else."""
+        """Whether height and width are separate tensor dims."""
         return not self.flat and self.leads == (1, 1)
 
     @property
     def space(self) -> tuple[Box, tuple[int, int], bool]:
-        """What the dims of space hold, wherever they are: equal for values whose pixels stand beside each other."""
+        """The contents of the spatial dims, independent of their position; equal for values with matching pixels."""
         return self.layout.map, self.leads, self.flat
 
     @property
@@ -130,7 +130,7 @@ class LocalCall:
         outputs: value names; None for a result that nothing uses.
         empty: what to return, of which shape and type, without a call where this rank owns nothing of the result; None:
             always call.
-        source: the operator of the model that this call is, where it is one; its values may have other names here.
+        source: the corresponding operator of the model, if any; its values may have other names here.
     """
 
     function: Callable[..., Any]
@@ -142,11 +142,11 @@ class LocalCall:
 
 @dataclass(frozen=True, slots=True)
 class CustomCall:
-    """An operator with a backward of its own that sends nothing.
+    """An operator with its own backward and without communication.
 
     Attributes:
-        operator: what it does.
-        inputs: value names; None for an input that it does without.
+        operator: the implementation.
+        inputs: value names; None for a missing input.
         outputs: value names; None for a result that nothing uses.
     """
 
@@ -157,13 +157,13 @@ class CustomCall:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCall:
-    """An operator with a backward of its own that talks to other ranks.
+    """An operator with its own backward and with communication.
 
     Attributes:
-        operator: what it does.
-        inputs: value names; None for an input that it does without.
+        operator: the implementation.
+        inputs: value names; None for a missing input.
         outputs: value names; None for a result that nothing uses.
-        traffic: what its messages are counted as.
+        traffic: kind of its messages in the counts.
         all_replicas: whether the ranks of the stage in all replicas take part, not only those of one.
     """
 
@@ -179,19 +179,19 @@ Instruction = LocalCall | CustomCall | CollectiveCall
 
 @dataclass(frozen=True)
 class RankProgram:
-    """One rank's share of a program.
+    """The program of one rank.
 
     Attributes:
-        instructions: what it does.
+        instructions: in order.
         read_box: the box of the image that it starts from, clipped to the image.
-        splits: how each split value is laid out; a value that is not in it is replicated.
-        outputs: the leaves of the model's answer, gathered where they were split.
-        program: what it was lowered from.
+        splits: the layout of each split value; other values are replicated.
+        outputs: the leaves of the model's output, gathered if they were split.
+        program: the captured program.
         values: shapes of the program's values and of those that lowering made.
         exits: values that other stages need; a split one leaves as its parts.
-        fusible: operators whose rules can compute more than what a rank owns: they may be part of a fused run.
-        gathered: what ranks gather whole for operators that cannot be computed by parts, as text for people.
-        drawn: operators that draw from torch's own generator; computed again they would draw other numbers.
+        fusible: operators whose rules can compute margins: they may be part of a fused run.
+        gathered: descriptions of the maps that ranks gather.
+        drawn: operators that draw from torch's generator, which recomputation would not reproduce.
     """
 
     instructions: tuple[Instruction, ...]
@@ -207,7 +207,7 @@ class RankProgram:
 
     @property
     def results(self) -> tuple[str, ...]:
-        """Names of all values that are needed after the run: answer, exits and new buffers."""
+        """Names of all values that are needed after the run: outputs, exits and new buffers."""
         return (*refs_in(self.outputs), *self.exits, *self.program.mutations.values())
 
     def floating(self, name: str) -> bool:

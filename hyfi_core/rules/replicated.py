@@ -1,4 +1,4 @@
-"""Rules for values that every rank holds whole: there from the start, or gathered for one operator."""
+"""Rules for replicated values: replicated from the start, or gathered for one operator."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def replicated(builder: Builder, op: Operator) -> None:
     elif op.text == "aten._native_batch_norm_legit.no_stats":
         function, inputs = batch_norm_alone(op)
     elif op.text in ("aten.view.default", "aten._unsafe_view.default"):
-        # Values may lie otherwise in memory here than where the model was captured, attention's for one.
+        # Memory formats may differ from those at capture, for example in attention.
         function, inputs = bound(replace(op, target=torch.ops.aten.reshape.default))
     else:
         function, inputs = bound(op)
@@ -117,7 +117,7 @@ def _cut_of_folded(split: Split, rank: int, shape: tuple[int, ...]) -> Callable[
 
 
 def draws_numbers(op: Operator) -> bool:
-    """Whether the operator takes numbers from a generator; attention does only where it drops something."""
+    """Whether the operator draws random numbers; attention does only with dropout."""
     tags = getattr(op.target, "tags", ())
     if op.text == "aten.scaled_dot_product_attention.default":
         return bool(op.args[4] if len(op.args) > 4 else op.kwargs.get("dropout_p", 0.0))

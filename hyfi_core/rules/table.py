@@ -1,4 +1,4 @@
-"""Rules: what each operator does to a map that is split over ranks. A new operator is one entry more.
+"""The table of rules for operators on split maps. A new operator needs one more entry.
 
 A rule says how the output is laid out, which box of the input each rank needs for its part of it, and what to call
 locally.
@@ -88,7 +88,7 @@ _DIM_ARGUMENT = {
 
 
 def adaptive_avg_pool(builder: Builder, op: Operator) -> None:
-    """Adaptive pooling to one pixel is a mean over space; to the size that is there it does nothing."""
+    """Adaptive pooling to one pixel is a mean over space; to the current size it is the identity."""
     size, name = tuple(op.args[1]), op.args[0].name
     if size == (1, 1):
         rules_reduction.mean_over_space(builder, name, op.outputs[0], keepdim=True)

@@ -31,7 +31,7 @@ from hyfi_core.rules.window_arguments import Sliding, arguments, pair
 
 @dataclass(frozen=True)
 class _WindowPlan:
-    """A window operator on a grid: what each rank needs, and the padding that is left to the native call."""
+    """A window operator on a grid: the boxes that ranks need, and the padding that is left to the native call."""
 
     split: Split
     need: tuple[Box, ...]
@@ -39,7 +39,7 @@ class _WindowPlan:
 
 
 def _sliding(builder: Builder, op: Operator, sliding: Sliding) -> _WindowPlan:
-    """Lay a window operator's output out and say what each rank needs of the input.
+    """Choose the layout of a window operator's output and the input boxes that ranks need.
 
     Args:
         builder: of the rank's program.
@@ -66,7 +66,7 @@ def _sliding(builder: Builder, op: Operator, sliding: Sliding) -> _WindowPlan:
 
 
 def _native(builder: Builder, op: Operator) -> bool:
-    """Emit the operator as it is where one rank owns the whole map; whether that was so."""
+    """Emit the native operator if one rank owns the whole map; return whether it does."""
     output = op.outputs[0]
     if builder.grid != (1, 1) or output is None:
         return False

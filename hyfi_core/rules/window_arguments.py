@@ -1,4 +1,4 @@
-"""What an operator's window is, read from its arguments: for the rules of windows and for the planning of runs."""
+"""The windows of operators, from their arguments; for rules and for planning fused runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Sliding:
     Attributes:
         window: along (y, x).
         symmetric: along which of both the native call can do the padding, being the same at both ends.
-        fill: what stands outside the map.
+        fill: value outside of the map.
     """
 
     window: Window

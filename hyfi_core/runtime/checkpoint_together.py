@@ -15,7 +15,7 @@ from hyfi_core.runtime.checkpoint import WEIGHTS_FILE, make_beside, publish, wri
 
 
 @dataclass(frozen=True)
-class Share:
+class CheckpointPart:
     """What one rank writes of a checkpoint; every tensor is in one share.
 
     Attributes:
@@ -30,7 +30,12 @@ class Share:
 
 
 def save_together(
-    folder: Path, comm: Communicator, share: Share, *, model: Mapping[str, Any], state: Mapping[str, Any] | None
+    folder: Path,
+    comm: Communicator,
+    share: CheckpointPart,
+    *,
+    model: Mapping[str, Any],
+    state: Mapping[str, Any] | None,
 ) -> None:
     """Write a checkpoint of which each rank has a part (collective; needs a shared file system).
 

@@ -1,4 +1,4 @@
-"""Actions and schedules: what each rank of a replica does, in its order, as data that is also text."""
+"""Actions and schedules: ordered lists of actions for each rank of a replica, with a text form."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hyfi_core.errors import RequestError
 
 
 class Verb(StrEnum):
-    """What an action does.
+    """The type of an action.
 
     F and B of a stage are gang actions: all ranks of the stage must be there. Receives are posted and sends are
     started without waiting for the other side; F and B wait for the data that they need.
@@ -106,7 +106,7 @@ def act(verb: Verb, stage: int, direction: int, microbatch: int | None = None, p
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every rank of one replica does.
+    """The actions of all ranks of one replica.
 
     Attributes:
         name: of the algorithm.

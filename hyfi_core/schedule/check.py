@@ -1,4 +1,4 @@
-"""What each rank's list must hold, and what must be before what in it: all that one list alone can have wrong."""
+"""Checks of single lists: the actions that each rank must have, and their order."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hyfi_core.schedule.fault import Blame
 from hyfi_core.schedule.routes import Edges
 
 Needs = Mapping[Action, Sequence[Action]]
-"""For each action of a rank, what has to come before it in the rank's list."""
+"""For each action of a rank, the actions that must precede it in its list."""
 
 
 def expected(
     placement: Placement, edges: Edges, microbatches: Sequence[Sequence[int]], point_to_point: bool
 ) -> list[Needs]:
-    """Return what each rank has to do; ``microbatches`` are those of each direction."""
+    """Return the required actions of each rank; ``microbatches`` are those of each direction."""
     ranks: list[dict[Action, Sequence[Action]]] = [{} for _ in range(placement.size)]
     backwards: list[dict[int, list[Action]]] = [{} for _ in range(placement.size)]
     for direction in range(placement.directions):
@@ -63,7 +63,7 @@ def _of_stage(
 
 
 def find_faults(schedule: Schedule, needs: Sequence[Needs]) -> list[Blame]:
-    """Return what the lists have too much, too little, or in the wrong order; too much first."""
+    """Return extra, missing and misplaced actions, in this order."""
     extra, missing, misplaced = [], [], []
     for rank, (row, wanted) in enumerate(zip(schedule.actions, needs, strict=True)):
         if _is_right(row, wanted):
@@ -87,7 +87,7 @@ def find_faults(schedule: Schedule, needs: Sequence[Needs]) -> list[Blame]:
 
 
 def _is_right(row: Sequence[Action], wanted: Needs) -> bool:
-    """Whether a list has all that is wanted, once, each behind what it needs: without saying what is wrong."""
+    """Whether a list has all required actions once, in a valid order; faster than finding faults."""
     if len(row) != len(wanted):
         return False
     done: set[Action] = set()
@@ -99,7 +99,7 @@ def _is_right(row: Sequence[Action], wanted: Needs) -> bool:
 
 
 def _missing(rank: int, end: int, action: Action, wanted: Needs, places: Mapping[Action, int]) -> Blame:
-    """Blame what needs the missing action, else what it should follow, else the end of the list."""
+    """Blame the action that needs the missing one, else its predecessor, else the end of the list."""
     for other, index in places.items():
         if action in wanted[other]:
             return Blame(rank, index, f"needs {action}, which is missing")

@@ -1,4 +1,4 @@
-"""Why a machine stands still: who waits for whom, and the circle in it.
+"""Analysis of deadlocks: which ranks wait for each other in a circle.
 
 Every list is complete, so a rank that waits does so for a rank that waits, too: there is always a circle, and each
 circle goes through a list whose order is wrong.
@@ -18,7 +18,7 @@ Wait = tuple[int, str]
 
 
 def find(machine: Machine) -> FaultFound | None:
-    """Return what keeps a machine that stands still from having ended, None if it has.
+    """Return the fault of a machine that has stopped before its end, None if it has ended.
 
     Of ranks that wait for each other in a circle, all are blamed.
     """
@@ -77,7 +77,7 @@ def _unsent(machine: Machine, sender: int, receiver: int, receive: object) -> bo
 
 
 def _circle(machine: Machine, waits: dict[int, list[Wait]]) -> list[Blame]:
-    """Follow who waits for whom until a rank comes again."""
+    """Follow the waits until a rank occurs twice."""
     path: list[int] = []
     number = min(waits)
     while number not in path:

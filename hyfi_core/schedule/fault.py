@@ -1,4 +1,4 @@
-"""What is wrong with a schedule, and where."""
+"""Faults of a schedule and their positions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hyfi_core.schedule.action import Action, Schedule
 
 MARK = "<-- ERROR HERE"
-_SHOWN = 8  # faulty places that a message tells; one wrong action may leave many others wrong
+_SHOWN = 8  # faults in a message; one wrong action may cause many others
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Blame:
     Attributes:
         rank: of the replica.
         index: of the action in the rank's list; its length where an action lacks at the end.
-        why: what the action waits for, or what is wrong with it.
+        why: what the action waits for, or its fault.
     """
 
     rank: int

@@ -59,7 +59,7 @@ class Durations:
 
 @dataclass(slots=True)
 class Half:
-    """One side of a message whose other side has not come yet: a receive, and who posted it or sends to it."""
+    """One side of a message whose other side has not been posted yet."""
 
     is_send: bool
     receive: Action
@@ -85,13 +85,13 @@ class Batch:
 
 @dataclass(slots=True)
 class RankState:
-    """Where one rank is."""
+    """The state of one rank."""
 
     row: tuple[Action, ...]
     needs: Needs
     at: int = 0
     clock_s: float = 0.0
-    in_gang: bool = False  # its data are there; it waits for the other ranks of its stage
+    in_gang: bool = False  # its data have arrived; it waits for the other ranks of its stage
     open: dict[Action, int] = field(default_factory=dict)  # receives posted: messages that each still waits for
     come_s: dict[Action, float] = field(default_factory=dict)  # when the last of them came
     own_s: dict[Action, float] = field(default_factory=dict)  # when this rank sent something to itself
@@ -141,11 +141,11 @@ class Machine:
 
     @property
     def events(self) -> tuple[TraceEvent, ...]:
-        """What was run so far, with names for people."""
+        """Events so far, with readable names."""
         return tuple(TraceEvent(n, str(action), start, end, action.verb) for n, action, start, end in self.spans)
 
     def run(self) -> None:
-        """Run until every rank is at its end or waits forever; ``deadlock.find`` tells which.
+        """Run until every rank has ended or waits forever, see ``deadlock.find``.
 
         Raises:
             FaultFound: the two sides of a pair of ranks have different messages in the same place.
@@ -241,7 +241,7 @@ class Machine:
                 pass
 
     def _moved(self, stream: deque[Batch]) -> bool:
-        """Begin and end what can be in one stream; whether there was anything."""
+        """Begin and end operations of one stream; return whether there were any."""
         moved = False
         while stream:
             batch = stream[0]

@@ -1,4 +1,4 @@
-"""One order of all gang actions of a replica: what the lists of its ranks have in common."""
+"""A common order of all gang actions of a replica."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def common_order(schedule: Schedule, placement: Placement, edges: Edges) -> list
         action = rows[rank][cursor[rank]]
         gang = placement.group(action.stage, action.direction)
         if any(_current(rows[other], cursor[other]) != action for other in gang):
-            continue  # the last rank of the gang to come here goes on
+            continue  # the last rank of the gang continues
         needs = _needs(action, edges)
         missing = next((need for need in needs if need not in ended), None)
         if missing is not None:

@@ -1,4 +1,4 @@
-"""A trace as a picture: which rank does what and when, as SVG text.
+"""A trace as an SVG picture.
 
 rank 0  ┃ 0 ┃ 1 ┃       ┃   0   ┃   1   ┃     forwards and backwards, with the number of the micro-batch
         ╺━╸ ╺━╸                 ╺━━━━━━╸      messages, reductions and the rest

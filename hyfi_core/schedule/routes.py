@@ -1,4 +1,4 @@
-"""Who sends what to whom: stages exchange values along edges, every rank of one with every rank of the other."""
+"""Routes of messages: stages exchange values along edges, every rank of one with every rank of the other."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Edges:
 
 
 def counterpart(send: Action) -> Action:
-    """Return the receive that takes what a send sends."""
+    """Return the receive that matches a send."""
     verb = _RECEIVES[send.verb]
     if send.peer is None:
         raise ValueError(f"{send} has no peer")
@@ -39,7 +39,7 @@ def counterpart(send: Action) -> Action:
 
 
 def receivers(placement: Placement, rank: int, send: Action) -> tuple[int, ...]:
-    """Return the ranks that a send of a rank may go to; the rank itself where it holds both sides."""
+    """Return the possible receivers of a rank's send; the rank itself if it holds both stages."""
     receive = counterpart(send)
     group = placement.group(receive.stage, receive.direction)
     if send.verb is not Verb.SEND_G:
@@ -48,7 +48,7 @@ def receivers(placement: Placement, rank: int, send: Action) -> tuple[int, ...]:
 
 
 def senders(placement: Placement, rank: int, receive: Action) -> tuple[int, ...]:
-    """Return the ranks that a receive of a rank may be from; the rank itself where it holds both sides."""
+    """Return the possible senders of a rank's receive; the rank itself if it holds both stages."""
     if receive.peer is None:
         raise ValueError(f"{receive} has no peer")
     if receive.verb is not Verb.RECV_G:

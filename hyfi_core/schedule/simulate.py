@@ -49,10 +49,10 @@ class Costs:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a dry run found.
+    """Result of a simulation.
 
     Attributes:
-        schedule: what was run.
+        schedule: the lowered schedule.
         events: every forward, backward, send (from its start to its arrival) and reduction, in no order.
         makespan_s: from the beginning to the end of the last event.
         busy_s: for each rank, the time of its forwards and backwards.

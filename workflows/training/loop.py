@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hyfi_core.runtime.checkpoint import step_folder
-from hyfi_core.runtime.checkpoint_together import Share, save_together
+from hyfi_core.runtime.checkpoint_together import CheckpointPart, save_together
 from hyfi_core.runtime.engine import Engine
 from workflows.console import say
 from workflows.training.bound_by import RunSetup, StepTime, bound_by
@@ -139,7 +139,7 @@ class TrainingLoop:
             averaged = None
             if self._average is not None:
                 averaged = {name: value.clone() for name, value in self._engine.owned_state().items()}
-        share = Share(self._engine.owned_state(), self._engine.owned_optimizer(), averaged)
+        share = CheckpointPart(self._engine.owned_state(), self._engine.owned_optimizer(), averaged)
         model = {**self._job.model_json(), "step": step}
         folder = step_folder(self._job.config.run.dir / "checkpoints", step)
         save_together(folder, self._trainers, share, model=model, state=self._where(step))

@@ -1,1 +1,1 @@
-"""Rules of operators that put pixels in other places."""
+"""Rules of operators that move pixels."""

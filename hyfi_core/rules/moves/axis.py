@@ -1,9 +1,9 @@
-"""Axes: for operators whose outputs look at an interval of the input along y and along x, each axis by itself.
+"""Axes: for operators whose outputs read an interval of the input along y and x, independently.
 
     nearest ×1.5   input    0   1   2   3
-                   output   0 1 2 3 4 5          output 3 looks at input 2: interval(3, 4) = (2, 3)
+                   output   0 1 2 3 4 5          output 3 reads input 2: interval(3, 4) = (2, 3)
 
-From the interval follows everything else: where to cut the output so that fewest pixels move, and what each rank needs.
+The interval determines where to cut the output so that the fewest pixels move, and the box that each rank needs.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ _MOST_CANDIDATES = 64
 
 @dataclass(frozen=True)
 class Axis:
-    """What an operator does along one axis.
+    """The access pattern of an operator along one axis.
 
     Attributes:
         outputs: how many there are.
-        interval: (start, stop) of outputs, not empty -> half-open input interval that they look at; it may hang over.
+        interval: (start, stop) of outputs, not empty -> half-open input interval that they read; may extend beyond the
+            input.
     """
 
     outputs: int
@@ -36,7 +37,7 @@ class Axis:
 
     @classmethod
     def of_table(cls, table: Sequence[int]) -> Axis:
-        """Return the axis on which output ``i`` looks at input ``table[i]`` alone."""
+        """Return the axis on which output ``i`` reads only input ``table[i]``."""
 
         def interval(start: int, stop: int) -> tuple[int, int]:
             return min(table[start:stop]), max(table[start:stop]) + 1
@@ -45,7 +46,7 @@ class Axis:
 
     @classmethod
     def shifted(cls, outputs: int, by: int) -> Axis:
-        """Return the axis on which output ``i`` looks at input ``i + by``."""
+        """Return the axis on which output ``i`` reads input ``i + by``."""
         return cls(outputs, lambda start, stop: (start + by, stop + by))
 
     def through(self, cuts: tuple[int, ...]) -> tuple[int, ...]:
@@ -75,21 +76,21 @@ class Axis:
         )
 
     def _needed_before(self, out: int, cut: int, inputs: int) -> int:
-        """Return how many inputs from ``cut`` on the outputs before ``out`` look at."""
+        """Return how many inputs from ``cut`` on are read by the outputs before ``out``."""
         return max(0, min(self.interval(0, out)[1], inputs) - cut) if out > 0 else 0
 
     def _needed_behind(self, out: int, cut: int) -> int:
-        """Return how many inputs before ``cut`` the outputs from ``out`` on look at."""
+        """Return how many inputs before ``cut`` are read by the outputs from ``out`` on."""
         return max(0, cut - max(self.interval(out, self.outputs)[0], 0)) if out < self.outputs else 0
 
 
 @dataclass(frozen=True)
 class Reach:
-    """An operator's output laid out, and what this rank holds to compute its part of it.
+    """The layout of an operator's output, and the input that this rank needs for its part.
 
     Attributes:
         split: of the output, space in the same dims as the input's.
-        canvas: name of the value that holds what this rank needs.
+        canvas: name of the value with the needed input.
         need: the box of the input that the canvas covers; may hang over the map.
         part: the box of the output that this rank owns.
     """
@@ -101,7 +102,7 @@ class Reach:
 
 
 def reach(builder: Builder, name: str, axes: tuple[Axis, Axis], fill: float = 0.0) -> Reach:
-    """Lay out an operator's output and bring each rank what it needs of the input.
+    """Choose the layout of an operator's output and emit the redistribution of its input.
 
     Args:
         builder: of the rank's program.

@@ -18,7 +18,7 @@ from hyfi_core.rules.moves.axis import Axis, reach, taken
 
 @dataclass(frozen=True)
 class _Neighbours:
-    """What each output along one axis looks at.
+    """The inputs of each output along one axis.
 
     Attributes:
         places: (outputs, taps) numbers of inputs, rising along both dims.
@@ -29,7 +29,7 @@ class _Neighbours:
     weights: torch.Tensor
 
     def axis(self) -> Axis:
-        """Return which inputs an interval of outputs looks at."""
+        """Return the inputs that an interval of outputs reads."""
         first, last = self.places.amin(1).tolist(), self.places.amax(1).tolist()
         return Axis(len(first), lambda start, stop: (first[start], last[stop - 1] + 1))
 
