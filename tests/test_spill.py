@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from collections.abc import Callable
@@ -11,14 +12,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 import hyfi_core
 from hyfi_core import ParallelPlan
-from hyfi_core.cells import pager
+from hyfi_core.cells import pager, paging
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.errors import RequestError
+from hyfi_core.models.amoebanet import amoebanet_d
 from hyfi_core.models.resnet import resnet18
-from hyfi_core.runtime import engine as engines
 from tests.harness import captured_once  # noqa: F401 (what follows captures each model once)
 from tests.hyfi_core.cells.small_models import Dense
 from tests.steps import assert_plan_equals_one_process, sgd
@@ -36,7 +38,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every map be a page, and a pager hold 60 KB of them."""
     monkeypatch.setattr(pager, "SMALLEST_BYTES", 1)
-    monkeypatch.setattr(engines, "page_limit", lambda *given: 60_000)
+    monkeypatch.setattr(paging, "page_limit", lambda *given: 60_000)
 
 
 def step(name: str, plan: ParallelPlan, **others: Any) -> tuple[float, list[torch.Tensor], Any]:
@@ -76,6 +78,25 @@ def test_a_step_that_spills_gives_the_same_bits(
 
 
 @pytest.mark.usefixtures("small_pages")
+@pytest.mark.parametrize("name", ["resnet", "mixed"])
+def test_an_answer_whose_maps_leave_memory_is_the_same(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    model, images = MODELS[name]().double().eval(), torch.randn(4, 3, 67, 53, dtype=torch.float64)
+    plan = ParallelPlan(((1, 1),), cells=(2, 2), spill=str(tmp_path), microbatches=2)
+    engine = hyfi_core.parallelize(model, (4, 3, 67, 53), plan, AloneCommunicator(), optimizer=sgd)
+    before = [engine.predict(images) for _ in range(2)]
+    counts = engine.spilled()
+    assert min(counts.written_bytes, counts.read_bytes) > 10_000 and counts.recomputed_bytes == 0
+    with torch.no_grad():
+        torch.testing.assert_close(before[1], model(images), rtol=1e-10, atol=1e-10)
+    assert torch.equal(*before)
+    engine.explain(images)
+    engine.train_step(images, torch.tensor([0, 1, 1, 0]))
+    with torch.no_grad():
+        torch.testing.assert_close(engine.predict(images), model(images), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.usefixtures("small_pages")
 def test_bfloat16_steps_spill_the_same_bits(tmp_path: Path) -> None:
     plans = [ParallelPlan(((1, 1),), cells=(2, 2), spill=spill) for spill in (None, str(tmp_path))]
     (loss, tensors, _), (spilled_loss, spilled, counts) = (step("dense", p, autocast=torch.bfloat16) for p in plans)
@@ -92,6 +113,55 @@ def test_ranks_of_any_plan_spill(grids: Any, cuts: Any, others: dict[str, Any], 
     plan = ParallelPlan(grids, cuts, cells=(2, 1), spill=str(tmp_path), **others)
     torch.manual_seed(3)
     assert_plan_equals_one_process(Dense(), (2, 3, 67, 53), plan, factory=sgd, steps=2, strict=False)
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("small_pages")
+@pytest.mark.parametrize(
+    ("name", "grids", "cuts", "others"),
+    [
+        ("resnet", ((2, 2),), (), {"cells": (2, 1)}),
+        ("resnet", ((1, 2), (1, 1)), ("layer2",), {"cells": (2, 2), "microbatches": 2, "schedule": "chimera"}),
+        ("dense", ((1, 2),), (), {"cells": (4, 4), "microbatches": 2, "fused_halo": 2}),
+        (
+            "resnet",
+            ((2, 1), (1, 1)),
+            ("layer2",),
+            {"cells": (1, 3), "microbatches": 2, "schedule": "gems_master", "recompute": True},
+        ),
+        ("amoebanet", ((1, 1),), (), {"cells": (2, 3)}),
+    ],
+)
+def test_many_steps_that_spill_are_those_of_one_process(
+    name: str, grids: Any, cuts: Any, others: dict[str, Any], tmp_path: Path
+) -> None:
+    torch.manual_seed(3)
+    model = amoebanet_d(2, 3, 16) if name == "amoebanet" else MODELS[name]()
+    plan = ParallelPlan(grids, cuts, spill=str(tmp_path), **others)
+    shape = (2, 3, 97, 113) if name == "amoebanet" else (2, 3, 67, 53)
+    assert_plan_equals_one_process(model, shape, plan, factory=sgd, steps=20, strict=False)
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_bfloat16_that_spills_is_at_most_twice_as_far_from_float64_as_plain_bfloat16() -> None:
+    torch.manual_seed(7)
+    exact = Dense().double()
+    images, labels = torch.randn(2, 3, 67, 53), torch.tensor([0, 1])
+    cross_entropy(exact(images.double()), labels).backward()
+    plain, spilled = (copy.deepcopy(exact).float() for _ in range(2))
+    plain.zero_grad()
+    spilled.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        answer = plain(images)
+    cross_entropy(answer.float(), labels).backward()
+    plan = ParallelPlan(((1, 1),), cells=(2, 3), spill="memory")
+    engine = hyfi_core.parallelize(spilled, (2, 3, 67, 53), plan, AloneCommunicator(), autocast=torch.bfloat16)
+    engine.accumulate(images, labels)
+    far = [
+        torch.cat([(p.grad - q.grad).flatten() for p, q in zip(model.parameters(), exact.parameters(), strict=True)])
+        for model in (spilled, plain)
+    ]
+    assert far[0].norm() <= 2 * far[1].norm()
 
 
 def test_the_callers_images_and_all_weights_stay_where_they_are(
@@ -122,7 +192,7 @@ def test_what_cannot_work_is_refused_before_the_first_step(tmp_path: Path, monke
     plan = ParallelPlan(((1, 1),), cells=(2, 2), spill=str(tmp_path), memory_bytes=10_000)
     with pytest.raises(RequestError, match=r"plan\.memory_bytes is 10,000, .* a rank needs [\d,]{9,} at least"):
         step("dense", plan)
-    monkeypatch.setattr(engines, "page_limit", lambda *given: 60_000)
+    monkeypatch.setattr(paging, "page_limit", lambda *given: 60_000)
     monkeypatch.setattr(os, "posix_fallocate", _full)
     monkeypatch.setattr("hyfi_core.cells.spill_store.shutil.disk_usage", lambda path: _Usage(1000))
     plan = ParallelPlan(((1, 1),), cells=(2, 2), spill=str(tmp_path))

@@ -1,24 +1,28 @@
-"""Memory budget of cells: their number, and the part of a rank's memory limit that is left for feature maps."""
+"""Memory budget of cells: their number, the part of a rank's memory left for feature maps, and what is spilled."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
 
 from hyfi_core.capture.program import Program
-from hyfi_core.cells.recipe import cheap_calls
+from hyfi_core.cells.recipe import DEEPEST, cheap_calls, is_cheap
 from hyfi_core.cost.memory import FORECAST_OFF, forecast_memory
 from hyfi_core.errors import RequestError
-from hyfi_core.lowering.segments import OperatorStep, Tape, made_by, taken_by
-from hyfi_core.ops.base import Recomputable
+from hyfi_core.lowering.segments import OperatorStep, Step, Tape, made_by, taken_by
+from hyfi_core.ops.convolution import Convolution
 from hyfi_core.ops.max_pool import MaxPool
+from hyfi_core.ops.relu import Relu
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.process_memory import available_bytes
-from hyfi_core.rules.instructions import RankProgram
+from hyfi_core.rules.instructions import CollectiveCall, RankProgram
 
+EARLY = 0.75
+"""Share of a pager's limit above which pages are written early, so that they can be dropped at once."""
+_ALONE = 0.3  # of the limit: maps that are only in memory when most is kept, besides recomputed ones; measured
 _SHARE = 0.5
 _PAGES = 2  # times the inputs and outputs of the largest step: its pages, and those being transferred
 _BESIDE = 3  # times the same: workspace of operators (kernels reorder maps), messages, allocators
@@ -91,40 +95,133 @@ def least_bytes(held_bytes: int, working_bytes: int) -> int:
     return held_bytes + (_PAGES + _BESIDE) * working_bytes
 
 
-def working_bytes(ranked: RankProgram, tape: Tape, position: int) -> int:
-    """Return the bytes of inputs and outputs of the largest step of a cell, without weights."""
-    fixed = {*ranked.program.parameters, *ranked.program.buffers, *ranked.program.constants}
-    return max((_bytes(ranked, {*taken_by(s), *made_by(s)} - fixed, position) for s in tape.steps), default=0)
+def spilled_bytes(kept_bytes: int, limit_bytes: int) -> int:
+    """Return how many of the kept bytes are spilled."""
+    return max(0, kept_bytes - int(_ALONE * limit_bytes))
 
 
-def kept_bytes(ranked: RankProgram, tape: Tape, position: int) -> int:
-    """Return an upper bound of what a cell keeps of a micro-batch for backward, in memory or spilled.
+@dataclass(frozen=True)
+class PagedForecast:
+    """What a cell needs for a stage and a micro-batch.
 
-    Recomputed values are not counted, and cotangents only for one step: as they are computed, kept values are freed.
+    Attributes:
+        working_bytes: inputs and outputs of its largest step, without weights.
+        kept_bytes: peak of what it keeps while cells wait for each other, in memory or spilled, without recomputed
+            maps.
     """
-    kept = {ranked.program.image} & set(ranked.splits)
-    places = 0
+
+    working_bytes: int
+    kept_bytes: int
+
+
+def forecast_pages(
+    ranked: RankProgram, tape: Tape, position: int, dtypes: Mapping[str, torch.dtype], trains: bool
+) -> PagedForecast:
+    """Return what a cell needs for a stage.
+
+    Args:
+        ranked: the cell's program.
+        tape: its steps.
+        position: of the cell in the stage's grid.
+        dtypes: types of values under autocast.
+        trains: whether backward follows.
+    """
+    sizes = _Sizes(ranked, position, dtypes)
+    working = max((sum(map(sizes.of, {*taken_by(s), *made_by(s)})) for s in tape.steps), default=0)
+    return PagedForecast(working, _peak(tape, sizes, trains))
+
+
+class _Sizes:
+    """Bytes of a cell's parts; weights and values such as sums over whole maps are not counted."""
+
+    def __init__(self, ranked: RankProgram, position: int, dtypes: Mapping[str, torch.dtype]) -> None:
+        self.ranked, self._position, self._dtypes = ranked, position, dtypes
+        self._fixed = {*ranked.program.parameters, *ranked.program.buffers, *ranked.program.constants}
+
+    def of(self, name: str) -> int:
+        """Return the bytes of a value."""
+        if name in self._fixed or not (name in self.ranked.splits or name in self.ranked.program.values):
+            return 0
+        dtype = self._dtypes.get(name.split("~")[0], self.ranked.values[name].dtype)
+        return self.values(name) * dtype.itemsize
+
+    def values(self, name: str) -> int:
+        """Return how many values it has."""
+        shape, split = self.ranked.values[name].shape, self.ranked.splits.get(name)
+        return prod(shape if split is None else split.local_shape(shape, self._position))
+
+    def beside(self, step: Step) -> int:
+        """Return the bytes that an operator saves besides program values: strips, canvases, indices of maxima."""
+        if not isinstance(step, OperatorStep):
+            return 0
+        operator = step.call.operator
+        if isinstance(operator, MaxPool):
+            return sum(map(self.values, made_by(step)))
+        if not isinstance(operator, Convolution) or operator.halo.transfer.have.empty:
+            return 0
+        transfer = operator.halo.transfer
+        pixels = transfer.received_px if operator.own is not None else 0 if transfer.idle else transfer.need.area
+        return self.of(str(step.call.inputs[0])) * pixels // transfer.have.area
+
+
+def _peak(tape: Tape, sizes: _Sizes, trains: bool) -> int:
+    """Return the peak of kept bytes: values used after a wait and, in training, what backward needs."""
+    maker: dict[str, int] = {}
+    last: dict[str, int] = {}
+    image = sizes.ranked.program.image
+    if image in sizes.ranked.splits:
+        maker[image] = -1
+    for at, step in enumerate(tape.steps):
+        last.update((name, at) for name in taken_by(step))
+        maker.update((name, at) for name in made_by(step))
+    kept = _kept(tape, sizes) if trains else {}
+    waits = [
+        at for at, s in enumerate(tape.steps) if isinstance(s, OperatorStep) and isinstance(s.call, CollectiveCall)
+    ]
+    # Changes at each step; their running sums are the bytes alive.
+    saved, passing, cotangents = ([0] * (len(tape.steps) + 2) for _ in range(3))
+    for name, at in maker.items():
+        size, end = sizes.of(name), last.get(name, at)
+        if name in kept:
+            saved[at + 1] += size
+        elif not trains:
+            passing[at + 1] += size
+            passing[end + 1] -= size
+        if trains and name in tape.active:
+            cotangents[at + 1] += size
+            cotangents[end + 1] -= size
+    for at, step in enumerate(tape.steps) if trains else ():
+        saved[at + 1] += sizes.beside(step)
+    saved, passing, cotangents = map(_summed, (saved, passing, cotangents))
+    end = saved[-1]
+    return max([end, *(saved[at] + passing[at] + cotangents[at] for at in waits)])
+
+
+def _summed(changes: list[int]) -> list[int]:
+    total, found = 0, []
+    for change in changes:
+        total += change
+        found.append(total)
+    return found
+
+
+def _kept(tape: Tape, sizes: _Sizes) -> Mapping[str, int]:
+    """Return the values that are kept for backward and not recomputed; see ``cells.recipe``."""
+    image = sizes.ranked.program.image
+    kept = {image: 0} if image in sizes.ranked.splits else {}
+    depth = dict(kept)
     for step in tape.steps:
-        if isinstance(step, OperatorStep):
-            if isinstance(step.call.operator, Recomputable):
-                continue
-            if isinstance(step.call.operator, MaxPool):
-                places += 4 * sum(_elements(ranked, name, position) for name in made_by(step))
-            kept.update(made_by(step))
-        else:
-            kept.update(name for name in made_by(step) if cheap_calls(step, name) is None)
-    return _bytes(ranked, kept, position) + places + working_bytes(ranked, tape, position)
-
-
-def _bytes(ranked: RankProgram, names: Iterable[str], position: int) -> int:
-    """Return the bytes of a cell's parts; other values, such as sums over whole maps, are small."""
-    known = (name for name in names if name in ranked.splits or name in ranked.program.values)
-    return sum(_elements(ranked, name, position) * ranked.values[name].dtype.itemsize for name in known)
-
-
-def _elements(ranked: RankProgram, name: str, position: int) -> int:
-    shape, split = ranked.values[name].shape, ranked.splits.get(name)
-    return prod(shape if split is None else split.local_shape(shape, position))
+        sources = [depth[name] for name in taken_by(step) if name in depth and sizes.of(name)]
+        over = isinstance(step, OperatorStep) and isinstance(step.call.operator, Relu) and step.call.operator.over
+        for name in made_by(step):
+            if isinstance(step, OperatorStep):
+                cheap = name == made_by(step)[0] and is_cheap(step.call, lambda n: sizes.ranked.values[n].shape)
+            else:
+                cheap = cheap_calls(step, name, lambda n: sizes.ranked.values[n].shape) is not None
+            depth[name] = max(sources, default=DEEPEST) + (not over) if cheap else 0
+            if depth[name] > DEEPEST or not cheap:
+                kept[name], depth[name] = 0, 0
+    return kept
 
 
 def free_bytes(device: torch.device) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hyfi_core.cells.recipe import Recipe
+from hyfi_core.cells.spill_store import Place
 
 NEVER = 1 << 40
 """Next use of a page without a known use."""
@@ -31,7 +32,7 @@ class Page:
         uses: future uses, latest first; past ones are removed from the end. A use is a count of waits and, in its last
             ``PLACES`` bits, the index of the step.
         here: whether it is in memory, or being read.
-        place: position of its bytes in the store; −1: none.
+        place: position of its bytes in the store.
         written: whether the bytes in the store equal those in memory, or will once ``work`` is done.
         tensor: whose version shows whether a step has changed the memory.
         version: version of the tensor when the bytes were written.
@@ -39,6 +40,7 @@ class Page:
         reading: whether ``work`` reads.
         work: pending read or write.
         recipe: recomputes it.
+        stays: whether it must stay in memory until the pager is reset.
     """
 
     memory: StorageWeakRef
@@ -47,13 +49,14 @@ class Page:
     tensor: weakref.ref[torch.Tensor]
     uses: list[int] = field(default_factory=list)
     here: bool = True
-    place: int = -1
+    place: Place | None = None
     written: bool = False
     version: int = -1
     ready: bool = False
     reading: bool = False
     work: Future[None] | None = None
     recipe: Recipe | None = None
+    stays: bool = False
 
     @property
     def next(self) -> When:
@@ -91,7 +94,7 @@ class PagerCounts:
         written_bytes: to the store.
         read_bytes: from the store.
         recomputed_bytes: recomputed.
-        store_bytes: peak use of the store.
+        store_bytes: peak size of the store.
         wait_s: time that cells waited for the store.
     """
 

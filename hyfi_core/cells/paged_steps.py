@@ -126,10 +126,17 @@ class PagedSteps:
         pager: of all cells of the process.
         order: of the stage's tape.
         context: creates the autocast context.
+        recomputes: whether cheap maps are recomputed; in evaluation that would keep their inputs alive.
     """
 
-    def __init__(self, pager: Pager, order: UseOrder, context: Callable[[], Any] = contextlib.nullcontext) -> None:
-        self._pager, self._order, self._context = pager, order, context
+    def __init__(
+        self,
+        pager: Pager,
+        order: UseOrder,
+        context: Callable[[], Any] = contextlib.nullcontext,
+        recomputes: bool = True,
+    ) -> None:
+        self._pager, self._order, self._context, self._recomputes = pager, order, context, recomputes
         self._taken: dict[str, torch.Tensor] = {}
         self._saving = -1
 
@@ -177,7 +184,8 @@ class PagedSteps:
         for tensor in tensors_in(saved):
             self._pager.track(tensor, [self._order.at(step, back=True)])
         self._pager.rooms[self._room_key(step, back=False)] = made_bytes
-        self._note_recipe(step, values, saved)
+        if self._recomputes:
+            self._note_recipe(step, values, saved)
         self._taken = {}
         self._pager.end(self._order.at(step))
 

@@ -22,15 +22,15 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from hyfi_core.cells.budget import EARLY
 from hyfi_core.cells.page import NEVER, PLACES, Page, PagerCounts, When
 from hyfi_core.cells.recipe import Recipe, tensors_in
-from hyfi_core.cells.spill_store import FreeBlocks, SpillStore
+from hyfi_core.cells.spill_store import SpillStore
 
 SMALLEST_BYTES = 1 << 16
 """Smaller maps stay in memory: small reads and writes are slow."""
 _THREADS = 2
 _AHEAD = 0.25  # of the limit: how much is read ahead
-_EARLY = 0.5  # of the limit: above it pages are written early, so that they can be dropped at once
 _LOW = 0.95  # of the limit: how much stays when it is full
 
 
@@ -49,7 +49,6 @@ class Pager:
         self.counts = PagerCounts()
         self.rooms: dict[Any, int] = {}  # step -> bytes that it allocated in the previous cell
         self._cell = cell
-        self._places = FreeBlocks()
         self._fixed: set[int] = set()
         self._pages: dict[int, Page] = {}
         self._pinned: dict[int, list[Page]] = {}
@@ -65,8 +64,13 @@ class Pager:
     # -- around each step of a cell
 
     def fix(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Keep tensors (weights and buffers) in memory until ``reset``."""
-        self._fixed.update(tensor.untyped_storage()._cdata for tensor in tensors)
+        """Keep tensors (weights, buffers, answers) in memory until ``reset``."""
+        found = list(tensors)
+        self._fixed.update(tensor.untyped_storage()._cdata for tensor in found)
+        pages = self._of(found)
+        self._bring(pages)
+        for page in pages:
+            page.stays = True
 
     def begin(self, held: Any, room_bytes: int = 0) -> None:
         """Load the inputs of a step, keep them in memory during this cell's turn, and make room for the results."""
@@ -144,7 +148,7 @@ class Pager:
             page = self._pop(self._farthest)
             if page is None:
                 continue
-            if id(page) in pinned or page.reading:
+            if id(page) in pinned or page.reading or page.stays:
                 later.append(page)
                 continue
             if not page.can_leave:
@@ -291,7 +295,7 @@ class Pager:
             if page is None:
                 continue
             writing = page.work is not None and not page.work.done()
-            if id(page) in pinned or page.reading or writing or not page.can_leave:
+            if id(page) in pinned or page.reading or page.stays or writing or not page.can_leave:
                 self._enter(page)
                 return False
             self._finish(page)
@@ -300,7 +304,7 @@ class Pager:
 
     def _write_early(self) -> None:
         """Start writing the pages with the latest use, so that they can be dropped at once when memory is full."""
-        wanted = self._here_bytes - _EARLY * self.limit_bytes - self._ready_bytes
+        wanted = self._here_bytes - EARLY * self.limit_bytes - self._ready_bytes
         while wanted > 0 and self._dirty:
             page = self._pop(self._dirty)
             if page is not None and not page.can_leave and page.work is None:
@@ -313,17 +317,17 @@ class Pager:
         storage, tensor = page.storage(), page.tensor()
         if storage is None:
             return
-        if page.place < 0:
-            page.place = self._places.take(page.size)
+        if page.place is None:
+            page.place = self.store.take(storage)
         page.version, page.written = -1 if tensor is None else tensor._version, True
         self._count(page)
         page.work = self._threads.submit(self.store.write, storage, page.place)
         self.counts.written_bytes += page.size
-        self.counts.store_bytes = max(self.counts.store_bytes, self._places.used_bytes)
+        self.counts.store_bytes = max(self.counts.store_bytes, self.store.held_bytes)
 
     def _read(self, page: Page) -> None:
         storage = page.storage()
-        if storage is None:
+        if storage is None or page.place is None:
             return
         storage.resize_(page.size)
         page.here = page.reading = True
@@ -342,6 +346,6 @@ class Pager:
         self.counts.wait_s += time.perf_counter() - begin_s
 
     def _release(self, page: Page) -> None:
-        if page.place >= 0:
-            self._places.give_back(page.place, page.size)
-            page.place, page.written = -1, False
+        if page.place is not None:
+            self.store.give_back(page.place)
+            page.place, page.written = None, False

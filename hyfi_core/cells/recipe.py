@@ -4,6 +4,7 @@
                            ▲                             x and z are kept for backward anyway
     kept      z ───────────┘
 
+Convolutions of few input channels or with 1 x 1 kernels are cheap, too: recomputing takes less time than a file does.
 Saved results such as a batch norm's statistics are reused, so nothing is sent again.
 """
 
@@ -11,18 +12,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from math import prod
 from typing import Any
 
 import torch
 
+from hyfi_core.cost.machine import DEFAULT_MACHINE
 from hyfi_core.lowering.segments import OperatorStep, Segment
 from hyfi_core.ops.base import Recomputable
-from hyfi_core.rules.instructions import LocalCall
+from hyfi_core.ops.redistribute import Redistribute
+from hyfi_core.rules.instructions import CollectiveCall, CustomCall, LocalCall
 
+Shapes = Callable[[str], Sequence[int]]
+"""Returns the shape of a value."""
 Call = Callable[[torch.Tensor | None], torch.Tensor]
 """Computes a map; an in-place call gets the result so far."""
 DEEPEST = 3
 """Largest depth of recipes that depend on each other."""
+_VALUE_BYTES = 4
+_CONVOLUTIONS = ("aten.conv2d.default", "aten.conv2d.padding")
 _CHEAP = frozenset(
     f"aten.{name}"
     for name in (
@@ -100,8 +108,9 @@ def call_of(made: Made) -> tuple[Call, tuple[torch.Tensor, ...], bool] | None:
 def _operator_call(made: Made, over: Sequence[str]) -> Call | None:
     assert isinstance(made.step, OperatorStep)
     operator, names, saved = made.step.call.operator, made.step.call.inputs, made.saved
-    if not isinstance(operator, Recomputable) or saved is None:
+    if not is_cheap(made.step.call, lambda name: made.inputs[name].shape) or saved is None:
         return None
+    assert isinstance(operator, Recomputable)
     kept = {name: tensor for name, tensor in made.inputs.items() if name not in over}
     if isinstance(saved, torch.Tensor):
         saved = None  # it is the map itself: the recipe must not keep it alive
@@ -114,7 +123,7 @@ def _operator_call(made: Made, over: Sequence[str]) -> Call | None:
 
 
 def _segment_call(segment: Segment, made: Made, over: Sequence[str]) -> Call | None:
-    calls = cheap_calls(segment, made.name)
+    calls = cheap_calls(segment, made.name, lambda name: made.inputs[name].shape)
     if calls is None:
         return None
     kept = {name: tensor.detach() for name, tensor in made.inputs.items() if name not in over}
@@ -132,16 +141,38 @@ def _segment_call(segment: Segment, made: Made, over: Sequence[str]) -> Call | N
     return call
 
 
-def cheap_calls(segment: Segment, name: str) -> tuple[LocalCall, ...] | None:
-    """Return the calls of a segment that compute a value, in order; None if they are not cheap."""
+def is_cheap(call: CollectiveCall | CustomCall, shape_of: Shapes) -> bool:
+    """Whether recomputing the first output of an operator is faster than spilling it."""
+    if not isinstance(call.operator, Recomputable):
+        return False
+    shapes = [() if name is None else shape_of(name) for name in call.inputs]
+    return DEFAULT_MACHINE.recomputes(call.operator.flops_of_value(shapes), _VALUE_BYTES)
+
+
+def cheap_calls(segment: Segment, name: str, shape_of: Shapes) -> tuple[LocalCall, ...] | None:
+    """Return the calls of a segment that compute a value, in order; None if they are not cheap.
+
+    Args:
+        segment: the calls.
+        name: of the value.
+        shape_of: returns the shape of an input of the segment.
+    """
     needed, chosen = {name}, []
     for call in reversed(segment.calls):
         if needed.intersection(call.outputs):
-            if call.empty is not None or call.source is None or call.source.text not in _CHEAP:
+            if call.empty is not None or not _is_cheap_call(call, segment, shape_of):
                 return None
             chosen.append(call)
             needed.update(call.inputs)
     return tuple(reversed(chosen))
+
+
+def _is_cheap_call(call: LocalCall, segment: Segment, shape_of: Shapes) -> bool:
+    if call.source is None:
+        return isinstance(getattr(call.function, "__self__", None), Redistribute)  # it lays out what a cell has read
+    if call.source.text in _CONVOLUTIONS and call.inputs[1] in segment.inputs:
+        return DEFAULT_MACHINE.recomputes(2.0 * prod(shape_of(call.inputs[1])[1:]), _VALUE_BYTES)
+    return call.source.text in _CHEAP
 
 
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

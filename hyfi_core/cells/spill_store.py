@@ -1,17 +1,20 @@
 """Stores for spilled maps: blocks of an unnamed file, or blocks of host memory.
 
-    file    │ map │ map │ free │ map …     aligned blocks
+    file    │ map 0 │ map 1 … │ free │ … map 1 │ …     aligned blocks; a map may lie in several runs of them
 
-The file is unlinked when it is created, so nothing remains of it however the process ends.
+Free blocks are reused before the file grows, whatever the sizes of the maps, so it is never longer than the most that
+it once held. It is unlinked when it is created, so nothing remains of it however the process ends.
 """
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import errno
 import os
 import shutil
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -19,17 +22,43 @@ import torch
 
 from hyfi_core.errors import RequestError
 
-BLOCK_BYTES = 4096
+BLOCK_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Place:
+    """Where a store keeps a map.
+
+    Attributes:
+        runs: (start, stop) of blocks, in order.
+        memory: the same in host memory.
+    """
+
+    runs: tuple[tuple[int, int], ...] = ()
+    memory: torch.Tensor | None = None
 
 
 class SpillStore(Protocol):
-    """Stores the bytes of storages; methods may be called by several threads for different places."""
+    """Stores the bytes of storages; several threads may call ``write`` and ``read`` for different places."""
 
-    def write(self, storage: torch.UntypedStorage, place: int) -> None:
+    @property
+    def held_bytes(self) -> int:
+        """Its size on disk, or in host memory."""
+        ...
+
+    def take(self, storage: torch.UntypedStorage) -> Place:
+        """Return a place for as many bytes as a storage has."""
+        ...
+
+    def give_back(self, place: Place) -> None:
+        """Let a place be taken again."""
+        ...
+
+    def write(self, storage: torch.UntypedStorage, place: Place) -> None:
         """Write a storage's bytes to a place."""
         ...
 
-    def read(self, storage: torch.UntypedStorage, place: int) -> None:
+    def read(self, storage: torch.UntypedStorage, place: Place) -> None:
         """Fill a storage with the bytes of a place."""
         ...
 
@@ -54,6 +83,7 @@ class SpillFile:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._blocks = FreeBlocks()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 (open as long as this object)
@@ -61,6 +91,19 @@ class SpillFile:
             raise RequestError(
                 f"plan.spill is {folder}, where no file can be created: {error.strerror}; use another folder"
             ) from error
+
+    @property
+    def held_bytes(self) -> int:
+        """Length of what has been written of the file; see ``SpillStore``."""
+        return self._blocks.end_bytes
+
+    def take(self, storage: torch.UntypedStorage) -> Place:
+        """Return free blocks; see ``SpillStore``."""
+        return Place(self._blocks.take(storage.nbytes()))
+
+    def give_back(self, place: Place) -> None:
+        """Let blocks be taken again; see ``SpillStore``."""
+        self._blocks.give_back(place.runs)
 
     def require(self, needed_bytes: int) -> None:
         """Reserve room on the disk, so that a running step cannot run out of it; see ``SpillStore``."""
@@ -81,81 +124,120 @@ class SpillFile:
                 f"smaller images"
             ) from error
 
-    def write(self, storage: torch.UntypedStorage, place: int) -> None:
+    def write(self, storage: torch.UntypedStorage, place: Place) -> None:
         """Write a storage's bytes; see ``SpillStore``.
 
         Raises:
             RequestError: the disk is full.
         """
-        view, done = _bytes_of(storage), 0
+        view = _bytes_of(storage)
         try:
-            while done < len(view):
-                done += os.pwrite(self._file.fileno(), view[done:], place + done)
+            for start, stop in place.runs:
+                piece, view, done = view[: stop - start], view[stop - start :], 0
+                while done < len(piece):
+                    done += os.pwrite(self._file.fileno(), piece[done:], start + done)
         except OSError as error:
             raise RequestError(
                 f"cannot write to {self._folder} (plan.spill): {error.strerror}; free some space there and resume "
                 f"from the last checkpoint, or use another folder"
             ) from error
 
-    def read(self, storage: torch.UntypedStorage, place: int) -> None:
+    def read(self, storage: torch.UntypedStorage, place: Place) -> None:
         """Read a storage's bytes; see ``SpillStore``."""
-        view, done = _bytes_of(storage), 0
-        while done < len(view):
-            count = os.preadv(self._file.fileno(), [view[done:]], place + done)
-            if count <= 0:
-                raise OSError("the file of plan.spill is shorter than what was written to it")
-            done += count
+        view = _bytes_of(storage)
+        for start, stop in place.runs:
+            piece, view, done = view[: stop - start], view[stop - start :], 0
+            while done < len(piece):
+                count = os.preadv(self._file.fileno(), [piece[done:]], start + done)
+                if count <= 0:
+                    raise OSError("the file of plan.spill is shorter than what was written to it")
+                done += count
 
 
 class SpillMemory:
     """Blocks of host memory; for maps of a GPU, pinned."""
 
     def __init__(self) -> None:
-        self._blocks: dict[int, torch.Tensor] = {}
+        self._free: dict[int, list[Place]] = {}
+        self._held_bytes = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all blocks; see ``SpillStore``."""
+        return self._held_bytes
+
+    def take(self, storage: torch.UntypedStorage) -> Place:
+        """Return a block of a storage's size; see ``SpillStore``."""
+        free = self._free.get(storage.nbytes())
+        if free:
+            return free.pop()
+        self._held_bytes += storage.nbytes()
+        pinned = storage.device.type == "cuda"
+        return Place(memory=torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned))
+
+    def give_back(self, place: Place) -> None:
+        """Keep a pinned block for a map of its size, for pinning takes long; free any other; see ``SpillStore``."""
+        assert place.memory is not None
+        if place.memory.is_pinned():
+            self._free.setdefault(place.memory.numel(), []).append(place)
+        else:
+            self._held_bytes -= place.memory.numel()
 
     def require(self, needed_bytes: int) -> None:
         """Do nothing: the system allocates memory on first use; see ``SpillStore``."""
 
-    def write(self, storage: torch.UntypedStorage, place: int) -> None:
+    def write(self, storage: torch.UntypedStorage, place: Place) -> None:
         """Copy a storage's bytes; see ``SpillStore``."""
-        block = self._blocks.get(place)
-        if block is None or block.numel() != storage.nbytes():
-            block = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
-            self._blocks[place] = block
-        block.copy_(_tensor_of(storage))
+        assert place.memory is not None
+        place.memory.copy_(_tensor_of(storage))
 
-    def read(self, storage: torch.UntypedStorage, place: int) -> None:
+    def read(self, storage: torch.UntypedStorage, place: Place) -> None:
         """Copy them back; see ``SpillStore``."""
-        _tensor_of(storage).copy_(self._blocks[place])
+        assert place.memory is not None
+        _tensor_of(storage).copy_(place.memory)
 
 
 class FreeBlocks:
-    """Allocator of blocks."""
+    """Allocator of blocks of a file.
+
+    Attributes:
+        end_bytes: length of the file.
+    """
 
     def __init__(self) -> None:
-        self._free: dict[int, list[int]] = {}
-        self._end = 0
-        self.used_bytes = 0
+        self._free: list[tuple[int, int]] = []  # (start, stop), rising, no two of which touch
+        self.end_bytes = 0
 
-    @property
-    def end_bytes(self) -> int:
-        """Length of the file."""
-        return self._end
+    def take(self, size: int) -> tuple[tuple[int, int], ...]:
+        """Return runs of blocks for so many bytes: one free run if there is any that is long enough, else several."""
+        missing = blocks_bytes(size)
+        for at, (start, stop) in enumerate(self._free):
+            if stop - start >= missing:
+                self._free[at : at + 1] = [(start + missing, stop)] if stop - start > missing else []
+                return ((start, start + missing),)
+        runs = []
+        while missing and self._free:
+            start, stop = self._free.pop(0)
+            if stop - start > missing:
+                self._free.insert(0, (start + missing, stop))
+                stop = start + missing
+            runs.append((start, stop))
+            missing -= stop - start
+        if missing:
+            runs.append((self.end_bytes, self.end_bytes + missing))
+            self.end_bytes += missing
+        return tuple(runs)
 
-    def take(self, size: int) -> int:
-        """Return a place for this many bytes."""
-        rounded = blocks_bytes(size)
-        self.used_bytes += rounded
-        if self._free.get(rounded):
-            return self._free[rounded].pop()
-        place, self._end = self._end, self._end + rounded
-        return place
-
-    def give_back(self, place: int, size: int) -> None:
-        """Free a place."""
-        rounded = blocks_bytes(size)
-        self.used_bytes -= rounded
-        self._free.setdefault(rounded, []).append(place)
+    def give_back(self, runs: tuple[tuple[int, int], ...]) -> None:
+        """Let blocks be taken again."""
+        for start, stop in runs:
+            at = bisect.bisect(self._free, (start, stop))
+            if at < len(self._free) and self._free[at][0] == stop:
+                stop = self._free.pop(at)[1]
+            if at and self._free[at - 1][1] == start:
+                at -= 1
+                start = self._free.pop(at)[0]
+            self._free.insert(at, (start, stop))
 
 
 def blocks_bytes(size: int) -> int:

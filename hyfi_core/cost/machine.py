@@ -111,6 +111,10 @@ class MachineModel:
             return max(compute * flops / (share * self.peak_flops_per_s[dtype]), moved_s)
         return memory * touched_bytes / (share * self.memory_bytes_per_s)
 
+    def recomputes(self, flops: float, map_bytes: float) -> bool:
+        """Whether recomputing a map by a convolution takes less time than writing it to disk and reading it back."""
+        return self.operator_s(flops, map_bytes, "thin_convolution") <= 2 * map_bytes / self.disk_bytes_per_s
+
     def link(self, ranks: int) -> DeviceLink:
         """Return the slowest link among so many neighbouring ranks."""
         return self.node if ranks <= self.devices_per_node else self.network

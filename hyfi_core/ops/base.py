@@ -11,7 +11,7 @@ that it may overwrite) has the class attribute ``own_cotangents = True``: these 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -63,7 +63,15 @@ class Collective(Protocol):
 
 
 class Recomputable(ABC):
-    """An operator whose first output is cheap to recompute."""
+    """An operator whose first output may be cheaper to recompute than to keep."""
+
+    def flops_of_value(self, shapes: Sequence[Sequence[int]]) -> float:
+        """Return the operations per value of the output, besides reading and writing maps.
+
+        Args:
+            shapes: of the inputs.
+        """
+        return 0.0
 
     @abstractmethod
     def again(self, inputs: Tensors, saved: Any) -> torch.Tensor:

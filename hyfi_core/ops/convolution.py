@@ -11,8 +11,10 @@ large: then everything is first copied to one canvas, as in plain redistribution
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +22,7 @@ import torch
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.progress import polled
 from hyfi_core.ops import taps
-from hyfi_core.ops.base import Cotangents, HoldsBuffers, Rest, SplitBackward, Tensors, Wanted
+from hyfi_core.ops.base import Cotangents, HoldsBuffers, Recomputable, Rest, SplitBackward, Tensors, Wanted
 from hyfi_core.ops.cut import at
 from hyfi_core.ops.redistribute import PendingStrips, Redistribute, like
 from hyfi_core.plan.box import Box
@@ -83,7 +85,7 @@ class _ReachingStrip:
 
 
 @dataclass(frozen=True)
-class Convolution(SplitBackward, HoldsBuffers):
+class Convolution(SplitBackward, HoldsBuffers, Recomputable):
     """``conv2d`` on a part. Inputs: map, weight, bias or None.
 
     Attributes:
@@ -135,13 +137,33 @@ class Convolution(SplitBackward, HoldsBuffers):
         with polled(pending_strips.pending):
             result = self._convolve(seen, kernel, offset, self.own.padding)
         strips = pending_strips.wait()
+        self._add_reached(result, kernel, seen, strips)
+        return (result,), _SavedConvolution(seen, strips, weight, given.dtype, given.shape)
+
+    def again(self, inputs: Tensors, saved: _SavedConvolution) -> torch.Tensor:
+        """Return the convolved part once more, of what is saved; see ``ops.base.Recomputable``."""
+        seen, kernel = saved.seen, saved.weight.to(saved.seen.dtype)
+        offset = None if inputs[2] is None else inputs[2].to(seen.dtype)
+        if self.own is None:
+            return self._convolve(seen, kernel, offset, self.canvas_padding)
+        result = self._convolve(seen, kernel, offset, self.own.padding)
+        self._add_reached(result, kernel, seen, saved.strips)
+        return result
+
+    def flops_of_value(self, shapes: Sequence[Sequence[int]]) -> float:
+        """Return two for each weight of an output channel; see ``ops.base.Recomputable``."""
+        return 2.0 * prod(shapes[1][1:])
+
+    def _add_reached(
+        self, result: torch.Tensor, kernel: torch.Tensor, seen: torch.Tensor, strips: tuple[torch.Tensor, ...]
+    ) -> None:
+        """Add to the outputs that strips reach what these give."""
         for piece in self._pieces:
-            canvas, tapped, outputs = _canvas(piece, strips, own), _tapped(kernel, piece), self._outputs(result, piece)
+            canvas, tapped, outputs = _canvas(piece, strips, seen), _tapped(kernel, piece), self._outputs(result, piece)
             if taps.in_place(kernel, self.groups):
                 taps.add_outputs(outputs, canvas, tapped, *self._steps)
             else:
                 outputs.add_(self._convolve(canvas, tapped, None, (0, 0)))
-        return (result,), _SavedConvolution(seen, strips, weight, given.dtype, given.shape)
 
     def _convolve(
         self, tensor: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor | None, padding: tuple[int, int]

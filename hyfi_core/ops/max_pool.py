@@ -17,6 +17,7 @@ from hyfi_core.comm.progress import polled
 from hyfi_core.ops.bands import AT_ONCE, Banded
 from hyfi_core.ops.base import Cotangents, Tensors, Wanted
 from hyfi_core.ops.cut import at
+from hyfi_core.ops.window_places import WindowPlaces
 from hyfi_core.plan.window import Window
 
 
@@ -38,7 +39,7 @@ class MaxPool(Banded):
     """``max_pool2d`` on a part; outside of the map its halo is -inf.
 
     Attributes:
-        holds_map: whether the map's memory is kept for its cotangent; else only its shape, and indices in 32 bits.
+        holds_map: whether the map's memory is kept for its cotangent; else only its shape, and indices in a byte.
         over_map: whether the map's memory may be overwritten by its cotangent.
     """
 
@@ -55,7 +56,7 @@ class MaxPool(Banded):
             if self.output.empty:
                 return (own.new_empty((*own.shape[:2], *self.output.shape)),), (back, canvas, None, ())
             result, indices = self._pool(canvas, self.canvas_padding)
-            return (result,), (back, self._held(canvas), self._narrow(indices), ())
+            return (result,), (back, self._held(canvas), self._narrow(canvas, indices, self.canvas_padding), ())
         pending_strips = self.halo.start(comm, own)
         with polled(pending_strips.pending):
             result, indices = self._pool(self.seen(own), self.own.padding)
@@ -65,7 +66,7 @@ class MaxPool(Banded):
             at(result, band, self.output).copy_(found)
             places.append(_Places(canvas, where))
         self.halo.give_back(pending_strips.strips)
-        return (result,), (self._held(own), self._narrow(indices), tuple(places))
+        return (result,), (self._held(own), self._narrow(self.seen(own), indices, self.own.padding), tuple(places))
 
     def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
         """Return (the cotangent of the map,): each output's cotangent goes to the position of its maximum."""
@@ -98,8 +99,13 @@ class MaxPool(Banded):
         shape_alone.untyped_storage().resize_(0)
         return shape_alone
 
-    def _narrow(self, indices: torch.Tensor) -> torch.Tensor:
-        return indices if self.holds_map else indices.to(torch.int32)
+    def _narrow(self, seen: torch.Tensor, indices: torch.Tensor, padding: tuple[int, int]) -> torch.Tensor:
+        places = self._places(seen, padding)
+        return indices if self.holds_map or not places.fits else places.narrow(indices)
+
+    def _places(self, seen: torch.Tensor, padding: tuple[int, int]) -> WindowPlaces:
+        kernel, stride, dilation = self.steps
+        return WindowPlaces(seen.shape[3], kernel, stride, padding, dilation)
 
     def _back_of_own(
         self, dy: torch.Tensor, whole: torch.Tensor, indices: torch.Tensor, over: torch.Tensor | None
@@ -132,8 +138,10 @@ class MaxPool(Banded):
     ) -> torch.Tensor:
         """Return the cotangent of ``tensor``, of which the native call needs only the shape."""
         result = torch.empty_like(tensor) if over is None else over
+        if indices.dtype == torch.uint8:
+            indices = self._places(tensor, padding).wide(indices)
         call = torch.ops.aten.max_pool2d_with_indices_backward.grad_input
-        call(dy, tensor, *self.steps[:2], padding, self.steps[2], False, indices.long(), grad_input=result)
+        call(dy, tensor, *self.steps[:2], padding, self.steps[2], False, indices, grad_input=result)
         return result
 
 

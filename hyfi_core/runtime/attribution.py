@@ -136,7 +136,7 @@ def position_logits(program: Program, name: str, part: torch.Tensor, values: Val
         return None  # the head needs a map of the captured size
     if found.shape[1] != program.values[answer].shape[-1]:
         return None
-    return found.float().reshape(batch, height, width, -1).permute(0, 3, 1, 2)
+    return found.float().reshape(batch, height, width, found.shape[1]).permute(0, 3, 1, 2)
 
 
 def _logits(ranked: RankProgram, values: Values) -> tuple[torch.Tensor, str]:

@@ -101,6 +101,7 @@ def compile_model(
     runs_for_memory: dict[Any, FusedRuns] | None = None,
     cells: int = 1,
     channels_last: bool = False,
+    spills: bool = False,
 ) -> Compiled:
     """Cut and lower a captured model (collective over the replica; ranks compare their programs first).
 
@@ -115,6 +116,7 @@ def compile_model(
         runs_for_memory: cache of fused runs for cells; in evaluation mode these are chosen by memory.
         cells: number of cells of one process.
         channels_last: whether maps are channels-last although weights are not.
+        spills: whether maps are spilled, so that cells cannot read each other's memory.
 
     Raises:
         RequestError: the model cannot be captured, has an operator without a rule, or differs between ranks.
@@ -135,7 +137,7 @@ def compile_model(
             only = pool_before_relu(stages[0].program, refs_in(stages[0].outputs))
             runs_for_memory[key] = runs_for_cells(only, plan.grids[0])[0]
         runs = runs_for_memory[key]
-    lowered = _Lowered(stages, placement, comm.rank, frozenset(trained), active, plan, together, runs, cells)
+    lowered = _Lowered(stages, placement, comm.rank, frozenset(trained), active, plan, together, runs, cells, spills)
     last = channels_last or any(_is_channels_last(p) for p in model.parameters())
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
     dtypes = dtypes_under_autocast(program, autocast, device) if autocast is not None and plan.stages > 1 else {}
@@ -172,10 +174,11 @@ class _Lowered:
         replicas: Fraction,
         runs: FusedRuns | None,
         cells: int,
+        spills: bool,
     ) -> None:
         self._runs = runs
         self._cells = cells
-        self._shares_memory = plan.ranks_per_replica == cells
+        self._shares_memory = plan.ranks_per_replica == cells and not spills
         self._stages = stages
         self._placement = placement
         self._active = active
@@ -220,8 +223,8 @@ class _Lowered:
             target = Target(grid, position, entries=entries, replicas=self._replicas, gather_bytes=wide)
             runs = fused_runs(program, target, stage.outputs, exits, self._plan.fused_halo)
             ranked = lower(program, target, stage.outputs, exits, runs)
-            if self._cells > 1:
-                ranked = replace(ranked, instructions=tuple(map(for_training, ranked.instructions)))
+        if self._cells > 1 and not (self._runs is not None and self._shares_memory):
+            ranked = replace(ranked, instructions=tuple(map(for_training, ranked.instructions)))
         if self._plan.recomputes(index):
             _refuse_drawn(ranked)
         sources = {*self._trained, *self._entries[index]} & self._active

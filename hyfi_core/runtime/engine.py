@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from hyfi_core.cells.budget import kept_bytes, page_limit, with_cells, working_bytes
+from hyfi_core.capture.autocast import dtypes_under_autocast
+from hyfi_core.cells.budget import PagedForecast, forecast_pages, with_cells
 from hyfi_core.cells.communicator import cell_communicators
 from hyfi_core.cells.page import PagerCounts
-from hyfi_core.cells.pager import Pager
-from hyfi_core.cells.spill_store import SpillFile, SpillMemory
+from hyfi_core.cells.paging import Paging
 from hyfi_core.cells.turns import Turns
 from hyfi_core.comm.activity import ACTIVITY
 from hyfi_core.comm.agree import CallConsensus
@@ -24,7 +23,7 @@ from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box, hull
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
-from hyfi_core.process_memory import resident_bytes, return_what_is_freed
+from hyfi_core.process_memory import resident_bytes
 from hyfi_core.runtime.attribution import Explanation
 from hyfi_core.runtime.batch_reader import Images, InputPart, MemoryFormat, check_labels, lays_channels_last
 from hyfi_core.runtime.bindings import Bindings, RandomKey
@@ -87,7 +86,7 @@ class Engine:
         self.random.seed = int(comm.broadcast_object(self.random.seed))
         self.random.first, self.random.share = self._groups.index * plan.microbatches, self._share()
         self.events: list[tuple[Action, float, float]] = []
-        self._pager: Pager | None = None
+        self._paging: Paging | None = None
         self._turns, self._runners = self._make_runners(comm)
         # Captures the model, or refuses it.
         compiled = self._compiled()
@@ -136,7 +135,7 @@ class Engine:
         """
         with evaluating(self._model, self._device):
             self._reset_traffic()
-            self._check_evaluation("predict", images)
+            self._begin_paging(self._check_evaluation("predict", images), trains=False)
             return self._each(lambda runner: runner.predict(images))[0]
 
     def attribute(self, images: Images) -> tuple[torch.Tensor, torch.Tensor]:
@@ -163,7 +162,7 @@ class Engine:
                 f"columns),)"
             )
         with evaluating(self._model, self._device):
-            self._check_evaluation("attribute", images)
+            self._begin_paging(self._check_evaluation("attribute", images), trains=False)
             return self._each(lambda runner: runner.explain(images))[0]
 
     def accumulate(self, images: Images, labels: torch.Tensor) -> float:
@@ -195,7 +194,7 @@ class Engine:
         hooks = ParameterHooks(dict(self._model.named_parameters()), self.plan.microbatches * self.plan.replicas)
         try:
             gradients.begin()
-            self._begin_paging(micro)
+            self._begin_paging(micro, trains=True)
             done = self._each(lambda runner: runner.train(images, local, labels, taken, self._arrived))
             self._runners[0].publish()
             gradients.finish(hooks)
@@ -268,8 +267,8 @@ class Engine:
         return self._groups.seconds()
 
     def spilled(self) -> PagerCounts | None:
-        """Return the bytes that the last step wrote, read and recomputed; None if ``plan.spill`` is not set."""
-        return None if self._pager is None else self._pager.counts
+        """Return the bytes that the last call wrote, read and recomputed; None if ``plan.spill`` is not set."""
+        return None if self._paging is None else self._paging.pager.counts
 
     def settle(self) -> None:
         """Wait for weights that are being sent to this rank; then they may be read or changed."""
@@ -282,9 +281,8 @@ class Engine:
             line for stage in self._compiled().hosted.values() for line in stage.ranked.gathered
         )  # in the model's current mode
         lines = [f"gathered on every rank: {line}" for line in gathered]
-        if self._pager is not None:
-            largest, kept = self._paged_bytes(self._micro)
-            lines.append(f"kept for backward: up to {kept:,} bytes; the largest step of a cell needs {largest:,}")
+        if self._paging is not None:
+            lines.append(self._paging.describe((self._micro, True), self._forecasts(self._micro, trains=True)))
         return "\n".join([self.plan.describe().rstrip("\n"), *lines])
 
     def schedule(self) -> Schedule:
@@ -309,37 +307,34 @@ class Engine:
         members = [(rank, cell) for rank in range(plan.ranks) for cell in range(turns.size)]
         comms = cell_communicators(comm, turns, members)
         if plan.spill is not None:
-            return_what_is_freed()
-            store = SpillMemory() if plan.spill == "memory" else SpillFile(Path(plan.spill))
-            self._pager = Pager(store, 0, lambda: turns.cell)
-        return turns, turns.run(lambda cell: StageRunner(subject, plan, comms[cell], cell=True, pager=self._pager))
+            self._paging = Paging(plan.spill, plan.memory_bytes, self._device, lambda: turns.cell)
+        pager = None if self._paging is None else self._paging.pager
+        return turns, turns.run(lambda cell: StageRunner(subject, plan, comms[cell], cell=True, pager=pager))
 
-    def _begin_paging(self, micro: tuple[int, int, int, int]) -> None:
-        """Set the pager's limit before the first step; refuse a limit that is too small."""
-        pager, plan = self._pager, self.plan
-        if pager is None:
+    def _begin_paging(self, micro: tuple[int, int, int, int], trains: bool) -> None:
+        """Set the pager's limit; refuse a limit that is too small."""
+        if self._paging is None:
             return
-        pager.reset()
-        if pager.limit_bytes:
-            return
-        largest, kept = self._paged_bytes(micro)
         weights = sum(p.nbytes for p in self._model.parameters() if p.requires_grad)
         new = STATE_COPIES if self._optimizer is not None and not self._optimizer.state else 1
-        held = resident_bytes() + new * weights  # gradients, and optimizer state that the first update creates
-        pager.limit_bytes = page_limit(plan.memory_bytes, held, largest, self._device)
-        pager.store.require(max(0, kept - pager.limit_bytes))
+        self._paging.begin((micro, trains), lambda: self._forecasts(micro, trains), new * weights if trains else 0)
 
-    def _paged_bytes(self, micro: tuple[int, int, int, int]) -> tuple[int, int]:
-        """Return the bytes of the largest step of a cell, and an upper bound of what all cells keep, spilled or not."""
-        found = [stage for stages in self._each(lambda r: list(r.compiled(micro).hosted.values())) for stage in stages]
-        flights = max(microbatches_in_flight(self.plan, stage) for stage in range(self.plan.stages))
-        kept = sum(kept_bytes(stage.ranked, stage.tape, stage.position) for stage in found)
-        return max(working_bytes(stage.ranked, stage.tape, stage.position) for stage in found), kept * flights
+    def _forecasts(self, micro: tuple[int, int, int, int], trains: bool) -> list[PagedForecast]:
+        """Return what every stage needs in every cell, with all micro-batches in flight."""
+        subject, stages = self._subject, self._each(lambda r: list(r.compiled(micro).hosted.values()))
+        flights = max(microbatches_in_flight(self.plan, stage) for stage in range(self.plan.stages)) if trains else 1
+        found, kinds = [], dict[str, torch.dtype]()
+        if subject.autocast is not None:
+            kinds.update(dtypes_under_autocast(subject.program(micro), subject.autocast, self._device.type))
+        for stage in (stage for of_cell in stages for stage in of_cell):
+            one = forecast_pages(stage.ranked, stage.tape, stage.position, kinds, trains)
+            found.append(PagedForecast(one.working_bytes, one.kept_bytes * flights))
+        return found
 
     def _switched(self, cell: int) -> None:
         """Called when a cell's turn begins again."""
-        if self._pager is not None:
-            self._pager.resume(cell)
+        if self._paging is not None:
+            self._paging.pager.resume(cell)
 
     def _each(self, call: Callable[[StageRunner], T]) -> list[T]:
         """Call each runner of this process (one, or cells in turn) and return the results."""
@@ -351,10 +346,13 @@ class Engine:
         shape = self._micro if micro is None else micro
         return self._each(lambda runner: runner.compiled(shape))[0]
 
-    def _check_evaluation(self, call: str, images: Images) -> None:
+    def _check_evaluation(self, call: str, images: Images) -> tuple[int, int, int, int]:
+        """Return the shape of a micro-batch, on which all ranks agree."""
         reader = self._runners[0].reader
         shape = reader.batch_shape(images)
-        self._consensus.check_evaluation(call, shape, self._runners[0].known(reader.micro_shape(shape)))
+        micro = reader.micro_shape(shape)
+        self._consensus.check_evaluation(call, shape, self._runners[0].known(micro))
+        return micro
 
     def _changes(self) -> dict[tuple[str, str], str]:
         return self._runners[0].changes()

@@ -208,6 +208,7 @@ class Pipeline:
         flight.exits = {name: values[name] for name in stage.ranked.exits}
         flight.leaves = self._compiled.leaves(stage, values)
         if self._gradients is None and key[0] == len(self._compiled.parameters) - 1:
+            flight.memory.stay(flight.leaves)
             self.answers[microbatch] = flight.leaves
         return flight
 

@@ -141,6 +141,7 @@ class StageRunner:
                 subject.runs if self._cell else None,
                 self._cells,
                 subject.channels_last,
+                self._pager is not None,
             )
         return self._cache[key]
 
@@ -257,17 +258,17 @@ class StageRunner:
             gradients,
             self._autocasting,
             self._plan.recomputes,
-            None if self._pager is None or gradients is None else self._memory,
+            None if self._pager is None else lambda stage, stays: self._memory(stage, stays, gradients is not None),
         )
 
-    def _memory(self, stage: HostedStage, stays: Values) -> StepMemory:
+    def _memory(self, stage: HostedStage, stays: Values, recomputes: bool) -> StepMemory:
         """Return the paging callbacks of a micro-batch; existing tensors except the image stay in memory."""
         assert self._pager is not None
         if stage not in self._orders:
             self._orders[stage] = UseOrder(stage.tape)
         image = stage.ranked.program.image
         self._pager.fix(tensor for name, tensor in stays.items() if name != image)
-        return PagedSteps(self._pager, self._orders[stage], self._autocasting)
+        return PagedSteps(self._pager, self._orders[stage], self._autocasting, recomputes)
 
     def _forwards(self, compiled: Compiled, microbatches: int) -> Any:
         edges = tuple(compiled.boundaries)

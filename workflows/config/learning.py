@@ -91,7 +91,7 @@ class ValidationConfig(Section):
     cells: tuple[Positive, Positive] | None = Field(
         None,
         description="[rows, columns], as in [4, 4]: each validator evaluates its own images, one cell after the "
-        "other, to save memory; default: each image is divided as grids says",
+        "other, to save memory, spilling as plan.spill says; default: each image is divided as grids says",
     )
 
     @model_validator(mode="after")

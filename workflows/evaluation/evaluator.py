@@ -93,7 +93,8 @@ class Evaluator:
             dataset: the slides.
             plan: how the group is divided.
             group: the ranks.
-            cells: rows and columns, where every rank is a replica of the plan and evaluates images cell by cell.
+            cells: rows and columns, where every rank is a replica of the plan and evaluates images cell by cell,
+                spilling as the plan says.
             whole: whether to show all tissue of slides that do not fit the trained size.
             device: where this rank computes; None: on the CPU.
 
@@ -110,7 +111,7 @@ class Evaluator:
             engine = parallelize(module, shape, plan, group, autocast=autocast, verify=False)  # by training
         else:
             return_what_is_freed()  # else the heap keeps as much again as a cell needs
-            alone = ParallelPlan(grids=((1, 1),), cells=cells)
+            alone = ParallelPlan(((1, 1),), cells=cells, spill=plan.spill, memory_bytes=plan.memory_bytes)
             engine = parallelize(module, shape, alone, AloneCommunicator(), autocast=autocast)
         slides = evaluation_set_of(model, dataset)
         if not whole:

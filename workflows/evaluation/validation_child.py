@@ -9,6 +9,7 @@ import mmap
 import os
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,7 +71,7 @@ def start_child(
 def validation_plan(config: Config, plan: ParallelPlan, validators: int) -> ParallelPlan:
     """Return how the validators share the work: the grids asked for, as often as there are ranks for.
 
-    With ``validation.cells`` every validator evaluates images of its own.
+    With ``validation.cells`` every validator evaluates images of its own, and maps leave memory as the trainers' do.
 
     Args:
         config: of the run.
@@ -92,7 +93,10 @@ def validation_plan(config: Config, plan: ParallelPlan, validators: int) -> Para
             f"the number of validators ({validators}, roles.validators)"
         )
     cuts = plan.cuts if len(grids) == len(plan.grids) else "auto"
-    return ParallelPlan(grids, cuts, replicas=validators // of_one, fused_halo=plan.fused_halo)
+    found = ParallelPlan(grids, cuts, replicas=validators // of_one, fused_halo=plan.fused_halo)
+    if not alone:
+        return found
+    return replace(found, cells=config.validation.cells, spill=plan.spill, memory_bytes=plan.memory_bytes)
 
 
 def main() -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import resource
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import workflows
-from hyfi_core.cells import pager
-from hyfi_core.runtime import engine as engines
+from hyfi_core.cells import pager, paging
 from tests.workflows.archive import make_config, make_store
 from tests.workflows.runs import assert_same_run, in_this_process, run_here
 
@@ -32,7 +34,7 @@ def test_a_run_that_spills_is_the_same_to_the_last_bit(tmp_path: Path, monkeypat
         "recipe": [f"plan.spill={disk}"],  # all fits in 12 GiB: no cells
     }
     monkeypatch.setattr(pager, "SMALLEST_BYTES", 1)
-    monkeypatch.setattr(engines, "page_limit", lambda *given: 100_000)
+    monkeypatch.setattr(paging, "page_limit", lambda *given: 100_000)
     with in_this_process(monkeypatch):
         for way, plan in ways.items():
             assert run_here(RECIPE, *small, *plan, f"run.dir={tmp_path / way}") == 0
@@ -42,24 +44,51 @@ def test_a_run_that_spills_is_the_same_to_the_last_bit(tmp_path: Path, monkeypat
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-def test_a_run_that_is_killed_leaves_nothing_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    sections = {
+def test_a_run_whose_disk_is_full_in_mid_step_ends_with_one_line_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    disk, store = tmp_path / "disk", make_store(tmp_path)
+    config = make_config(tmp_path, store, **_spilling(disk))
+    command = [sys.executable, "-m", "workflows.cli", "train", str(config)]
+    calm, full = (f"run.dir={tmp_path / name}" for name in ("calm", "full"))
+    subprocess.run([*command, calm], check=True, capture_output=True, timeout=600)
+    with subprocess.Popen([*command, full], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        _wait_for_steps(process, tmp_path / "full", 4)
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (1 << 18, 1 << 18))
+        _, told = process.communicate(timeout=600)
+    assert process.returncode not in (0, 1, 3)
+    assert "Traceback" not in told
+    assert re.search(r"\(plan\.spill\): File too large; free some space there and resume", told)
+    assert list(disk.iterdir()) == []
+    subprocess.run([*command, full, "--resume"], check=True, capture_output=True, timeout=600)
+    assert_same_run(tmp_path / "calm", tmp_path / "full", 8)
+
+
+def _spilling(disk: Path) -> dict[str, Any]:
+    return {
         "model": {"name": "tests.workflows.commands.small_pages:tiny"},
         "plan": {"cells": [2, 2], "spill": str(disk)},
         "run": {"steps": 8, "checkpoint_every_steps": 2},
         "validation": {"every_steps": 100},
     }
-    config = make_config(tmp_path, make_store(tmp_path), **sections)
+
+
+def _wait_for_steps(process: subprocess.Popen[Any], run: Path, steps: int) -> None:
+    metrics = run / "metrics.jsonl"
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= steps):
+        assert process.poll() is None
+        time.sleep(0.01)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_a_run_that_is_killed_leaves_nothing_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    config = make_config(tmp_path, make_store(tmp_path), **_spilling(disk))
     command = [sys.executable, "-m", "workflows.cli", "train", str(config)]
     calm, killed = (f"run.dir={tmp_path / name}" for name in ("calm", "killed"))
     subprocess.run([*command, calm], check=True, capture_output=True, timeout=600)
     with subprocess.Popen([*command, killed], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        metrics = tmp_path / "killed" / "metrics.jsonl"
-        while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 4):
-            assert process.poll() is None
-            time.sleep(0.01)
+        _wait_for_steps(process, tmp_path / "killed", 4)
         process.send_signal(signal.SIGKILL)
     assert list(disk.iterdir()) == []
     subprocess.run([*command, killed, "--resume"], check=True, capture_output=True, timeout=600)

@@ -264,6 +264,8 @@ def test_validators_share_the_work_as_the_grids_say(tmp_path: Path) -> None:
     row = planned("validation.grids=null")
     assert (row.grids, row.replicas) == (((1, 3),), 1)
     alone = ["validation.grids=null", "validation.cells=[4,2]"]
+    spilling = planned(*alone, "plan.cells=[2,2]", "plan.spill=.", "plan.memory_bytes=5000000000")
+    assert (spilling.cells, spilling.spill, spilling.memory_bytes) == ((4, 2), ".", 5_000_000_000)
     each = planned(*alone)
     assert (each.grids, each.replicas) == (((1, 1),), 3)
     with pytest.raises(RequestError, match=r"cells: \[4, 2\] and grids: \[\[1, 2\]\]"):
