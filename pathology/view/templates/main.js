@@ -59,7 +59,8 @@ function shown(pane) {
   remember();
 }
 
-// Linked panes keep the distances and the ratio of sizes that they had when they were linked.
+// Linked panes show the same micrometres per pixel and keep the distance that they had when they were linked;
+// where a slide's pixel size is not known, they keep the ratio of their zooms.
 function link() {
   origins = by("linked").checked ? new Map(panes.filter(pane => pane.map).map(pane => [pane, state(pane)])) : null;
 }
@@ -75,7 +76,7 @@ function moved(pane) {
   following = true;
   for (const [other, at] of origins) {
     if (other === pane || !other.map) continue;
-    const zoom = other.zoomFor(at.per * now.per / from.per);
+    const zoom = other.zoomFor(pane.about.mpp && other.about.mpp ? now.per : at.per * now.per / from.per);
     other.map.setView([(at.y + now.y - from.y) / other.unit, (at.x + now.x - from.x) / other.unit], zoom, {animate: false});
   }
   following = false;

@@ -216,6 +216,7 @@ def test_slides_side_by_side_move_together(page: Any) -> None:
     for old, new in zip(before, after, strict=True):
         assert [new[0] - old[0], new[1] - old[1]] == pytest.approx([80, -40], abs=0.5)  # µm
         assert old[2] / new[2] == pytest.approx(2)
+    assert after[0][2] == pytest.approx(after[1][2])  # 0.5 and 0.25 µm under a pixel: the same on the screen
     page.wait_for_function(SETTLED)
     page.keyboard.press("x")
     assert page.evaluate("() => viewer.panes.length") == 1
