@@ -10,7 +10,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hyfi_core.cells.recipe import Recipe
-from hyfi_core.cells.spill_store import Place
+from hyfi_core.cells.spill_store import SpillPlace
 
 NEVER = 1 << 40
 """Next use of a page without a known use."""
@@ -49,7 +49,7 @@ class Page:
     tensor: weakref.ref[torch.Tensor]
     uses: list[int] = field(default_factory=list)
     here: bool = True
-    place: Place | None = None
+    place: SpillPlace | None = None
     written: bool = False
     version: int = -1
     ready: bool = False

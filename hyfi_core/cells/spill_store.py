@@ -26,7 +26,7 @@ BLOCK_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Place:
+class SpillPlace:
     """Where a store keeps a map.
 
     Attributes:
@@ -46,19 +46,19 @@ class SpillStore(Protocol):
         """Its size on disk, or in host memory."""
         ...
 
-    def take(self, storage: torch.UntypedStorage) -> Place:
+    def take(self, storage: torch.UntypedStorage) -> SpillPlace:
         """Return a place for as many bytes as a storage has."""
         ...
 
-    def give_back(self, place: Place) -> None:
+    def give_back(self, place: SpillPlace) -> None:
         """Let a place be taken again."""
         ...
 
-    def write(self, storage: torch.UntypedStorage, place: Place) -> None:
+    def write(self, storage: torch.UntypedStorage, place: SpillPlace) -> None:
         """Write a storage's bytes to a place."""
         ...
 
-    def read(self, storage: torch.UntypedStorage, place: Place) -> None:
+    def read(self, storage: torch.UntypedStorage, place: SpillPlace) -> None:
         """Fill a storage with the bytes of a place."""
         ...
 
@@ -97,11 +97,11 @@ class SpillFile:
         """Length of what has been written of the file; see ``SpillStore``."""
         return self._blocks.end_bytes
 
-    def take(self, storage: torch.UntypedStorage) -> Place:
+    def take(self, storage: torch.UntypedStorage) -> SpillPlace:
         """Return free blocks; see ``SpillStore``."""
-        return Place(self._blocks.take(storage.nbytes()))
+        return SpillPlace(self._blocks.take(storage.nbytes()))
 
-    def give_back(self, place: Place) -> None:
+    def give_back(self, place: SpillPlace) -> None:
         """Let blocks be taken again; see ``SpillStore``."""
         self._blocks.give_back(place.runs)
 
@@ -124,7 +124,7 @@ class SpillFile:
                 f"smaller images"
             ) from error
 
-    def write(self, storage: torch.UntypedStorage, place: Place) -> None:
+    def write(self, storage: torch.UntypedStorage, place: SpillPlace) -> None:
         """Write a storage's bytes; see ``SpillStore``.
 
         Raises:
@@ -142,7 +142,7 @@ class SpillFile:
                 f"from the last checkpoint, or use another folder"
             ) from error
 
-    def read(self, storage: torch.UntypedStorage, place: Place) -> None:
+    def read(self, storage: torch.UntypedStorage, place: SpillPlace) -> None:
         """Read a storage's bytes; see ``SpillStore``."""
         view = _bytes_of(storage)
         for start, stop in place.runs:
@@ -158,7 +158,7 @@ class SpillMemory:
     """Blocks of host memory; for maps of a GPU, pinned."""
 
     def __init__(self) -> None:
-        self._free: dict[int, list[Place]] = {}
+        self._free: dict[int, list[SpillPlace]] = {}
         self._held_bytes = 0
 
     @property
@@ -166,16 +166,16 @@ class SpillMemory:
         """Bytes of all blocks; see ``SpillStore``."""
         return self._held_bytes
 
-    def take(self, storage: torch.UntypedStorage) -> Place:
+    def take(self, storage: torch.UntypedStorage) -> SpillPlace:
         """Return a block of a storage's size; see ``SpillStore``."""
         free = self._free.get(storage.nbytes())
         if free:
             return free.pop()
         self._held_bytes += storage.nbytes()
         pinned = storage.device.type == "cuda"
-        return Place(memory=torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned))
+        return SpillPlace(memory=torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned))
 
-    def give_back(self, place: Place) -> None:
+    def give_back(self, place: SpillPlace) -> None:
         """Keep a pinned block for a map of its size, for pinning takes long; free any other; see ``SpillStore``."""
         assert place.memory is not None
         if place.memory.is_pinned():
@@ -186,12 +186,12 @@ class SpillMemory:
     def require(self, needed_bytes: int) -> None:
         """Do nothing: the system allocates memory on first use; see ``SpillStore``."""
 
-    def write(self, storage: torch.UntypedStorage, place: Place) -> None:
+    def write(self, storage: torch.UntypedStorage, place: SpillPlace) -> None:
         """Copy a storage's bytes; see ``SpillStore``."""
         assert place.memory is not None
         place.memory.copy_(_tensor_of(storage))
 
-    def read(self, storage: torch.UntypedStorage, place: Place) -> None:
+    def read(self, storage: torch.UntypedStorage, place: SpillPlace) -> None:
         """Copy them back; see ``SpillStore``."""
         assert place.memory is not None
         _tensor_of(storage).copy_(place.memory)

@@ -132,11 +132,7 @@ def compile_model(
     together = _taken_together(plan, program.values[program.image].shape[0]) if model.training else Fraction(1)
     runs = None
     if runs_for_memory is not None and not model.training and plan.stages == 1:
-        key = (id(program), plan.grids)
-        if key not in runs_for_memory:
-            only = pool_before_relu(stages[0].program, refs_in(stages[0].outputs))
-            runs_for_memory[key] = runs_for_cells(only, plan.grids[0])[0]
-        runs = runs_for_memory[key]
+        runs = _known_runs(runs_for_memory, program, plan, stages[0])
     lowered = _Lowered(stages, placement, comm.rank, frozenset(trained), active, plan, together, runs, cells, spills)
     last = channels_last or any(_is_channels_last(p) for p in model.parameters())
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
@@ -151,6 +147,15 @@ def compile_model(
         pick,
         digest,
     )
+
+
+def _known_runs(known: dict[Any, FusedRuns], program: Program, plan: ParallelPlan, stage: Stage) -> FusedRuns:
+    """Return the fused runs of cells in evaluation mode, chosen once."""
+    key = (id(program), plan.grids)
+    if key not in known:
+        only = pool_before_relu(stage.program, refs_in(stage.outputs))
+        known[key] = runs_for_cells(only, plan.grids[0])[0]
+    return known[key]
 
 
 def _taken_together(plan: ParallelPlan, images: int) -> Fraction:

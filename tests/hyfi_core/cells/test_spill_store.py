@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from hyfi_core.cells.spill_store import BLOCK_BYTES, FreeBlocks, Place, SpillFile, SpillMemory, SpillStore
+from hyfi_core.cells.spill_store import BLOCK_BYTES, FreeBlocks, SpillFile, SpillMemory, SpillPlace, SpillStore
 
 
 def test_blocks_of_any_sizes_are_taken_again_before_the_file_grows() -> None:
@@ -46,4 +46,4 @@ def test_maps_in_several_runs_are_read_as_they_were_written(tmp_path: Path) -> N
             found = torch.empty_like(tensor)
             store.read(found.untyped_storage(), place)
             assert torch.equal(found, tensor)
-        assert store.held_bytes > 0 and isinstance(places[0], Place)
+        assert store.held_bytes > 0 and isinstance(places[0], SpillPlace)
