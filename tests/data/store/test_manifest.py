@@ -79,7 +79,7 @@ def test_paths_count_from_the_manifests_folder(tmp_path: Path, separator: str, c
         ("path,label,label\na.svs,1,2\n", "two columns are named 'label'"),
         ("path,label,status,reason\na.svs,1,ill,none\n", "'status', 'reason'.*rename the column"),
         ('path,label\n"a.svs,1\nb.svs,2\n', "line 3 is not valid CSV"),
-        (f"path,note\na.svs,{'y' * 140_000}\n", "is not a CSV"),
+        (f"path,note\na.svs,{'y' * 140_000}\n", "is not valid CSV"),
         ("path,label\na.svs,1\nb\0.svs,2\n", "line 3 has a NUL"),
     ],
 )

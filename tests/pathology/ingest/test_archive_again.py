@@ -178,7 +178,7 @@ def pipe(path: Path) -> None:
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "garbage": (garbage_in_a_tile, "decode"),
     "zeros": (zeroed_tail, "decode"),
-    "cut": (cut, "cut off|damaged|cannot"),
+    "cut": (cut, "truncated|damaged|cannot"),
     "text": (only_text, "not|no reader|cannot"),
     "folderless": (index_without_its_folder, "folder|cannot|not"),
     "looped": (link_to_itself, "symbolic links"),

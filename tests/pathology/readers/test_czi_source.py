@@ -164,7 +164,7 @@ def changed(path: Path, what: str) -> None:
 
 
 REASONS = {
-    "cut": "cut off",
+    "cut": "truncated",
     "no directory": "no complete ZISRAWDIRECTORY at byte",
     "no XML": "metadata cannot be read",
     "grey": "only 8-bit colour",
@@ -191,7 +191,7 @@ def test_pixels_of_the_wrong_size_are_an_error(tmp_path: Path) -> None:
     directory = struct.unpack_from("<q", content, 84)[0]
     struct.pack_into("<i", content, directory + 160 + 32 + 16, 127)  # columns as stored
     path.write_bytes(content)
-    with pytest.raises(TileError, match="49152 bytes, 48768 are expected"):
+    with pytest.raises(TileError, match="49152 bytes; expected 48768"):
         whole(CziSource(path), 0)
     struct.pack_into("<i", content, directory + 160 + 18, 6)  # the other zstd, with a head that is none
     path.write_bytes(content)

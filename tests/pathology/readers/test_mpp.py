@@ -179,7 +179,7 @@ def test_flag_and_manifest_win_over_nonsense_and_over_sense_only_by_force(nonsen
     assert (
         resolve_mpp(right, "0.4", 0.5, force=True).um == (0.4, 0.4) and resolve_mpp(right, "", None, True).um == right
     )
-    with pytest.raises(SlideError, match=r"5 % apart.*--force-mpp"):
+    with pytest.raises(SlideError, match=r"by more than 5 %.*--force-mpp"):
         resolve_mpp(right, "0.4", None)
     with pytest.raises(SlideError) as caught:
         resolve_mpp(wrong, "", None)

@@ -60,7 +60,7 @@ def test_polygons_of_the_class_tissue_count_or_all_where_there_is_none(tmp_path:
     [
         ({"type": "FeatureCollection", "features": []}, "no polygon"),
         (feature([1.0, 2.0], kind="Point"), "no polygon"),
-        (feature([[["x", 0], [1, 2], [3, 4]]]), "damaged"),
+        (feature([[["x", 0], [1, 2], [3, 4]]]), "invalid polygon"),
         ("text", "no polygon"),
     ],
 )
