@@ -58,7 +58,7 @@ def made(comm: Communicator, **given: Any) -> hyfi_core.Engine:
         ({"autocast": torch.bfloat16}, "autocast is None on rank 0; torch.bfloat16 on rank 1"),
         ({"optimizer": torch.optim.SGD}, "optimizer is none on rank 0; given on rank 1"),
         ({"plan": hyfi_core.ParallelPlan(grids=((1, 3),))}, "the plan needs 3 ranks, but 2 are running"),
-        ({"shape": (16, 24)}, r"shape is \(16, 24\); give"),
+        ({"shape": (16, 24)}, r"shape is \(16, 24\); pass"),
     ],
 )
 def test_what_one_rank_is_given_differently_is_named(given: dict[str, Any], words: str) -> None:
