@@ -19,6 +19,27 @@ def resident_bytes() -> int:
     return 0
 
 
+def peak_bytes() -> int:
+    """Return the most that was resident since the process began, or since ``forget_peak``; Linux only.
+
+    Raises:
+        OSError: this system does not tell it.
+    """
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/self/status has no VmHWM: the peak is known on Linux only")
+
+
+def forget_peak() -> None:
+    """Let the peak be what is resident now; Linux only.
+
+    Raises:
+        OSError: this system cannot.
+    """
+    Path("/proc/self/clear_refs").write_text("5")
+
+
 def return_what_is_freed() -> None:
     """Configure glibc to return large freed blocks to the system, and to share heaps.
 

@@ -21,7 +21,7 @@ from hyfi_core.cost.fused_depth import fused_runs
 from hyfi_core.lowering.lower import Target, lower
 from hyfi_core.lowering.segments import build_tape
 from hyfi_core.models import amoebanet, resnet
-from workflows.benchmarks.resident import peak_bytes
+from hyfi_core.process_memory import peak_bytes
 
 
 def main() -> None:

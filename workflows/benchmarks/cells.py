@@ -21,8 +21,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from hyfi_core.process_memory import resident_bytes
-from workflows.benchmarks.resident import forget_peak, peak_bytes
+from hyfi_core.process_memory import forget_peak, peak_bytes, resident_bytes
 
 if TYPE_CHECKING:
     import torch

@@ -19,8 +19,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from hyfi_core.process_memory import resident_bytes
-from workflows.benchmarks.resident import peak_bytes
+from hyfi_core.process_memory import peak_bytes, resident_bytes
 
 TILE_PX = 256
 _PATTERN_PX = 4096

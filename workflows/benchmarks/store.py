@@ -30,12 +30,12 @@ from data.store.layout import pyramid_levels
 from data.store.slide_store import SlideStore, slide_path
 from data.store.writer import SlideWriter
 from hyfi_core.plan.box import Box
+from hyfi_core.process_memory import forget_peak, peak_bytes
 from pathology.ingest.options import IngestOptions
 from pathology.ingest.pyramid import PyramidBuilder, level_sizes
 from pathology.ingest.slide import ingest_slide
 from pathology.readers.resample import Planes
 from pathology.readers.sources import open_source
-from workflows.benchmarks.resident import forget_peak, peak_bytes
 
 READ_PX = 8192
 THREADS = usable_cores()
