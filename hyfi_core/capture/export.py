@@ -23,7 +23,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from hyfi_core.capture.changed import PATCHING
 from hyfi_core.capture.guards import refuse_fake_constants, trace_guards
-from hyfi_core.capture.places import explained
+from hyfi_core.capture.places import explained, traced_line
 from hyfi_core.capture.program import Operator, Program, Ref, ValueInfo
 from hyfi_core.errors import RequestError
 
@@ -112,6 +112,7 @@ def _operator(node: torch.fx.Node, values: dict[str, ValueInfo]) -> Operator:
     else:
         names = [node.name]
         _declare(values, node.name, result)
+    _refuse_numbers(node)
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     return Operator(
         name=node.name,
@@ -121,6 +122,17 @@ def _operator(node: torch.fx.Node, values: dict[str, ValueInfo]) -> Operator:
         outputs=tuple(names),
         module=stack[-1][0] if stack else "",
     )
+
+
+def _refuse_numbers(node: torch.fx.Node) -> None:
+    """Refuse to compute with a number that was taken out of a tensor."""
+    for given in node.all_input_nodes:
+        if isinstance(given.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            place = traced_line(node.meta.get("stack_trace") or "")
+            raise RequestError(
+                "it takes a value out of a tensor (.item(), float(), int()) and computes with it, which differs from "
+                f"image to image{f' ({place})' if place else ''}; compute with the tensor itself"
+            )
 
 
 def _says_where(node: torch.fx.Node, key: str) -> bool:

@@ -61,6 +61,7 @@ def trace_guards(model: nn.Module) -> Iterator[None]:
             plain_checkpoints(inside),
             changed(nn.Module, "__setattr__", _assign),
             changed(_BatchNorm, "forward", _normalise),
+            changed(torch, "manual_seed", _seed),
         ):
             yield
     finally:
@@ -108,7 +109,7 @@ def _watched_forward(model: nn.Module, calls: WatchedCalls) -> Iterator[None]:
         calls.end()
         make_known(answer)
         _refuse_changed(before, attributes(model))
-        calls.refuse_functions(torch.utils._pytree.tree_leaves(answer))
+        calls.refuse_functions(torch.utils._pytree.tree_leaves(answer), answered=True)
         calls.refuse_host_randomness()
 
     handles = (
@@ -155,6 +156,20 @@ def _refuse_backward_hooks(model: nn.Module) -> None:
                 f"module {name or 'the model itself'} ({type(module).__name__}) has backward hooks, which would not "
                 f"be called; remove them, or change the gradients that engine.gather_gradients() returns"
             )
+
+
+_PLAIN_SEED: Any = torch.manual_seed
+
+
+def _seed(seed: int) -> torch.Generator:
+    """``torch.manual_seed``; also with the seed that there is, by which a change of it cannot be seen."""
+    if _traces():
+        raise RequestError(
+            f"the model seeds torch's generator as it runs, at {calling_line()}; random numbers are keyed by the "
+            "engine's seed and step instead"
+        )
+    generator: torch.Generator = _PLAIN_SEED(seed)
+    return generator
 
 
 _PLAIN_NORM: Any = _BatchNorm.forward

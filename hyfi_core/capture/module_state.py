@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from hyfi_core.capture.outside_names import outside_values
+
 _REGISTRIES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
 _PLAIN = (bool, int, str, bytes, complex, enum.Enum, torch.dtype, torch.device, torch.memory_format)
 _PLAIN_TYPES = frozenset({bool, int, str, bytes, complex, type(None), torch.dtype, torch.device, torch.memory_format})
@@ -27,6 +29,8 @@ _ITEMS = 4096
 """Longer containers and arrays are compared by identity."""
 
 Attributes = dict[tuple[str, str], Hashable]
+OUTSIDE = "outside of the model"
+"""Stands for the path of what is read there."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +66,13 @@ def module_state(model: nn.Module) -> ModuleState:
     tensors = tuple((path, n, p.requires_grad) for path, m in paths for n, p in m._parameters.items() if p is not None)
     buffers = tuple((path, n) for path, m in paths for n, b in m._buffers.items() if b is not None)
     modules = tuple((path, _Same(module)) for path, module in paths)
-    return ModuleState((tensors, buffers, modules, tuple(attributes(model).items())))
+    return ModuleState((tensors, buffers, modules, tuple((attributes(model) | _outside(model)).items())))
+
+
+def _outside(model: nn.Module) -> Attributes:
+    """Return what functions of the model read outside of it, told apart from attributes by their path."""
+    seen: dict[int, Hashable] = {}
+    return {(OUTSIDE, name): _comparable(value, _DEPTH, seen) for name, value in outside_values(model)}
 
 
 def attributes(model: nn.Module) -> Attributes:
@@ -93,6 +103,9 @@ def changed_since(before: Hashable, now: Hashable) -> list[tuple[str, str]]:
 
 def told(model: nn.Module, path: str, name: str) -> str:
     """Return a short description of an attribute's value, or of the type of a module if no attribute is named."""
+    if path == OUTSIDE:
+        value = dict(outside_values(model)).get(name, "not there")
+        return repr(value)[:60] if isinstance(value, (*_PLAIN, float)) else f"a {type(value).__name__}"
     try:
         holder = model.get_submodule(path)
     except AttributeError:

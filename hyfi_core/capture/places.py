@@ -21,9 +21,16 @@ _INSTALLED = "/site-packages/"
 def calling_line() -> str:
     """Return the innermost line of the user's code in the current stack, ``FILE:LINE (source)``."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not _is_users(frame.f_code):
+    while frame is not None and not is_users(frame.f_code):
         frame = frame.f_back
     return "an unknown line" if frame is None else _line(frame.f_code.co_filename, frame.f_lineno)
+
+
+def traced_line(stack: str) -> str:
+    """Return the innermost line of the user's code in the text of a stack, "" where there is none."""
+    places = [(file, int(number)) for file, number in re.findall(r'File "(.+?)", line (\d+)', stack)]
+    users = [place for place in places if _is_users_file(place[0])]
+    return _line(*users[-1]) if users else ""
 
 
 def explained(error: Exception, model: nn.Module) -> str:
@@ -31,7 +38,8 @@ def explained(error: Exception, model: nn.Module) -> str:
     line, path = _failing_place(error, model)
     found = dict(model.named_modules()).get(path or "")
     place = f"in {path} ({type(found).__name__}), " if path else ""
-    return f"{place}at {line or 'an unknown line'}: {_what(error)}"
+    where = place + (f"at {line}" if line else "")
+    return f"{where.removesuffix(', ') or 'at an unknown line'}: {_what(error)}"
 
 
 def _what(error: Exception) -> str:
@@ -59,14 +67,18 @@ def _failing_place(error: BaseException, model: nn.Module) -> tuple[str | None, 
     while trace is not None:
         frame = trace.tb_frame
         path = names.get(id(frame.f_locals.get("self"))) or path
-        if _is_users(frame.f_code):
+        if is_users(frame.f_code):
             line = _line(frame.f_code.co_filename, trace.tb_lineno)
         trace = trace.tb_next
     return line, path
 
 
-def _is_users(code: CodeType) -> bool:
-    name = code.co_filename
+def is_users(code: CodeType) -> bool:
+    """Whether code is the user's, or of a package of networks: not PyTorch's, Python's or the engine's."""
+    return _is_users_file(code.co_filename)
+
+
+def _is_users_file(name: str) -> bool:
     if name.startswith(_MODELS):
         return True
     pythons = name.startswith(_PYTHON) and _INSTALLED not in name

@@ -5,8 +5,11 @@ Arguments are compared before the first message that depends on them, and by one
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import re
+import types
 import zlib
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -114,8 +117,45 @@ def compare_requests(
     compare(comm, facts | _flags(model))
 
 
+def told_labels(labels: torch.Tensor) -> str:
+    """Return labels as text: the first ones, and a digest of all."""
+    flat = labels.detach().cpu().contiguous().flatten()
+    first = ", ".join(f"{value:.6g}" for value in flat[:8].tolist())
+    digest = zlib.crc32(flat.view(torch.uint8).numpy())
+    return f"{tuple(labels.shape)} {first}{' …' if flat.numel() > 8 else ''} (digest {digest:08x})"
+
+
+def told_function(given: object) -> str:
+    """Return a function, a module or None as text that is equal where ranks were given the same."""
+    if given is None:
+        return "none"
+    if isinstance(given, nn.Module):
+        return re.sub(r" at 0x[0-9a-f]+", "", repr(given))
+    if isinstance(given, functools.partial):
+        return f"partial of {told_function(given.func)}"
+    code = getattr(given, "__code__", None)
+    name = getattr(given, "__qualname__", type(given).__qualname__)
+    return name if code is None else f"{name} (digest {zlib.crc32(_told_code(code).encode()):08x})"
+
+
+def _told_code(code: types.CodeType) -> str:
+    constants = [_told_code(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
+    return f"{code.co_code.hex()} {code.co_names} {constants}"
+
+
 Changes = Mapping[tuple[str, str], str]
 """(path of a module, attribute) -> value, of attributes changed since the last call."""
+
+
+def _told_settings(optimizer: torch.optim.Optimizer | None) -> str:
+    """Return an optimizer's class and the settings of its groups as text; tensors among them are left out."""
+    if optimizer is None:
+        return "none"
+    groups = [
+        ", ".join(f"{key}={value}" for key, value in sorted(group.items()) if isinstance(value, (int, float, str)))
+        for group in optimizer.param_groups
+    ]
+    return f"{type(optimizer).__name__}({'; '.join(groups)})"
 
 
 class CallConsensus:
@@ -129,29 +169,48 @@ class CallConsensus:
         everyone: all ranks.
         replica: the ranks of this replica, which are given the same images.
         changes: returns the changes since the last call, for the message.
+        stages: of the plan; between several the optimizer's groups may differ.
     """
 
     def __init__(
-        self, model: nn.Module, everyone: Communicator, replica: Communicator, changes: Callable[[], Changes]
+        self,
+        model: nn.Module,
+        everyone: Communicator,
+        replica: Communicator,
+        changes: Callable[[], Changes],
+        stages: int = 1,
     ) -> None:
+        self._stages = stages
+        self._updates = 0
+        self._max_norm: float | None = None
         self._model = model
         self._everyone = everyone
         self._replica = everyone if replica.size == everyone.size else replica
         self._changes = changes
 
-    def check_training(self, shape: Shape, program: str) -> None:
+    def updated(self, max_norm: float | None) -> None:
+        """Count an optimizer step, clipped to this norm."""
+        self._updates, self._max_norm = self._updates + 1, max_norm
+
+    def check_training(
+        self, shape: Shape, program: str, labels: torch.Tensor, optimizer: torch.optim.Optimizer | None
+    ) -> None:
         """Refuse training calls that differ between ranks (collective over all ranks).
 
         Args:
             shape: of the replica's batch.
             program: digest of the captured program to run; "" or "new" if there is none yet.
+            labels: of the replica's batch.
+            optimizer: its settings, and what was done with it, must be the same on all ranks.
 
         Raises:
             RequestError: on every rank; names what differs and on which ranks.
         """
+        settings = _told_settings(optimizer) if self._stages == 1 else type(optimizer).__name__
+        facts = {"the optimizer": f"{settings}, {self._updates} updates, max_norm={self._max_norm}"}
         if self._replica is not self._everyone:  # replicas may have images of different shapes
-            self._check(self._everyone, "training", None, str(program == "new"))
-        self._check(self._replica, "training", shape, program)
+            self._check(self._everyone, "training", None, str(program == "new"), facts)
+        self._check(self._replica, "training", shape, program, facts | {"labels": told_labels(labels)})
 
     def check_evaluation(self, call: str, shape: Shape, program: str) -> None:
         """Refuse evaluation calls that differ between the ranks of a replica (collective over them).
@@ -161,18 +220,20 @@ class CallConsensus:
         """
         self._check(self._replica, call, shape, program)
 
-    def _check(self, comm: Communicator, call: str, shape: Shape | None, program: str) -> None:
+    def _check(
+        self, comm: Communicator, call: str, shape: Shape | None, program: str, facts: Mapping[str, str] | None = None
+    ) -> None:
         if comm.size == 1:
             return
         modules, parameters = self._model.modules(), self._model.parameters()
         flags = bytes(m.training for m in modules) + bytes(p.requires_grad for p in parameters)
-        number = zlib.crc32(f"{call} {shape} {program}".encode() + flags)
+        number = zlib.crc32(f"{call} {shape} {program} {facts}".encode() + flags)
         extremes = torch.tensor([number, -number])
         comm.all_reduce(extremes, "max")
         if int(extremes[0]) != -int(extremes[1]):
             compare(comm, {"the call": call, "the images' shape": str(shape)} | _flags(self._model))
             compare(comm, self._told_changes())
-            compare(comm, {"the program that will run": program or "new"})
+            compare(comm, {"the program that will run": program or "new"} | dict(facts or {}))
 
     def _told_changes(self) -> dict[str, str]:
         return {

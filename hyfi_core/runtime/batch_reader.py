@@ -122,7 +122,8 @@ def read_part(images: Images, part: InputPart, channels: int, dtype: torch.dtype
     if isinstance(images, ImageParts):
         local, name = images.read(box, part.first, part.stop), f"images.read({box}, {part.first}, {part.stop})"
     else:
-        local, name = images(box)[part.first : part.stop], f"images({box})"
+        local, name = images(box), f"images({box})"
+        local = local[part.first : part.stop] if isinstance(local, torch.Tensor) else local
     if not isinstance(local, torch.Tensor):
         raise RequestError(f"{name} returned a {_type_name(local)}; it must return a tensor (B, C, h, w)")
     wanted = (part.stop - part.first, channels, *box.shape)

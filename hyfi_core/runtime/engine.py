@@ -82,7 +82,7 @@ class Engine:
         self.plan = plan
         self._groups = Groups(comm, plan, Placement.of(plan))
         self._gradients: list[tuple[Compiled, StepGradients]] = []
-        self._consensus = CallConsensus(model, comm, self._groups.replica, self._changes)
+        self._consensus = CallConsensus(model, comm, self._groups.replica, self._changes, plan.stages)
         self.random.seed = int(comm.broadcast_object(self.random.seed))
         self.random.first, self.random.share = self._groups.index * plan.microbatches, self._share()
         self.events: list[tuple[Action, float, float]] = []
@@ -185,7 +185,7 @@ class Engine:
         check_labels(labels, shape[0])
         ACTIVITY.step += 1
         ACTIVITY.action = "comparing this call"
-        self._consensus.check_training(shape, self._runners[0].known(micro))
+        self._consensus.check_training(shape, self._runners[0].known(micro), labels, self._optimizer)
         compiled = self._compiled(micro)
         local = self._runners[0].read(images, compiled, shape[0])
         self._choose_mirror(compiled)
@@ -217,6 +217,7 @@ class Engine:
             clip(owned, counted, max_norm, None if alone else self._groups.replica)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        self._consensus.updated(max_norm)
         if self._mirror is not None:
             self._mirror.send_weights()
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hyfi_core.capture.verify import verify_capture
-from hyfi_core.comm.agree import Shape, agree, compare_requests
+from hyfi_core.comm.agree import Shape, agree, compare_requests, told_function
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
@@ -60,13 +60,15 @@ def parallelize(
         RequestError: plan, ranks, shape or model are not compatible, or differ between ranks: the same error on every
             rank, before anything is changed.
     """
-    plan = agree(comm, lambda: _checked(model, shape, plan, comm, strategy, optimizer))
+    plan = agree(comm, lambda: _checked(model, shape, plan, comm, strategy, optimizer, loss, output))
     settings = {
         "autocast": autocast,
         "image_dtype": image_dtype,
         "memory_format": memory_format,
         "verify": verify,
         "optimizer": "given" if optimizer is not None else "none",
+        "loss": told_function(loss),
+        "output": told_function(output),
     }
     compare_requests(comm, model, shape, plan, settings)
     engine = Engine(model, shape, plan, comm, loss, optimizer, output, autocast, image_dtype, memory_format)
@@ -83,14 +85,18 @@ def _checked(
     comm: Communicator,
     strategy: Strategy | None,
     optimizer: OptimizerFactory | None,
+    loss: Loss,
+    output: Callable[[Any], Any] | None,
 ) -> ParallelPlan:
     """Return the plan; check the arguments of this rank."""
     if not isinstance(model, nn.Module):
         raise RequestError(f"model is {type(model).__name__}; pass a torch.nn.Module that takes one image tensor")
-    if len(shape) != 4 or any(side < 1 for side in shape):
+    if len(shape) != 4 or any(not isinstance(side, int) or side < 1 for side in shape):
         raise RequestError(f"shape is {shape}; pass (B, C, H, W) of the whole batch of one replica")
     if (plan is None) == (strategy is None):
         raise RequestError("parallelize needs either a plan or a strategy; strategies are data, model, spatial, hybrid")
+    if plan is not None and not isinstance(plan, ParallelPlan):
+        raise RequestError(f"plan is a {type(plan).__name__}; pass a hyfi_core.ParallelPlan(grids=((rows, columns),))")
     if plan is None:
         assert strategy is not None
         plan = plan_for(strategy, comm.size, shape[0])
@@ -105,6 +111,7 @@ def _checked(
             f"use plan.microbatches={divisor(shape[0], plan.microbatches)}"
         )
     _check_model(model)
+    _check_functions(loss, output, optimizer)
     if isinstance(optimizer, torch.optim.Optimizer):
         raise RequestError(
             f"optimizer is a {type(optimizer).__name__}; pass a function that creates one for this rank's parameters: "
@@ -113,8 +120,26 @@ def _checked(
     return plan
 
 
+def _check_functions(loss: object, output: object, optimizer: object) -> None:
+    if isinstance(loss, type) and issubclass(loss, nn.Module):
+        raise RequestError(f"loss is the class {loss.__name__}; pass an object of it: {loss.__name__}()")
+    if not callable(loss):
+        raise RequestError(f"loss is {loss!r}; pass a function of (answer, labels), such as cross_entropy")
+    if output is not None and not callable(output):
+        raise RequestError(f"output is {output!r}; pass a function of what the model returns, or None")
+    if optimizer is not None and not callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+        raise RequestError(
+            f"optimizer is {optimizer!r}; pass a function of a list of parameters: "
+            "lambda params: torch.optim.SGD(params, lr=0.1)"
+        )
+
+
 def _check_model(model: nn.Module) -> None:
+    if isinstance(model, torch.jit.ScriptModule):
+        raise RequestError("the model is scripted; pass the torch.nn.Module that it was made of")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+            raise RequestError(f"{name!r} of the model has no shape yet; run the model once, on a small image")
         if tensor.is_meta:
             raise RequestError(
                 f"{name!r} of the model is on the meta device and has no data; call model.to_empty(device='cpu') and "

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from hyfi_core.capture.export import capture
@@ -301,6 +302,11 @@ class StageRunner:
             return subject.bindings.begin(compiled.hosted[key], part, microbatch)
 
         def loss(answer: Any, microbatch: int) -> torch.Tensor:
+            if subject.loss is F.cross_entropy and not isinstance(answer, torch.Tensor):
+                raise RequestError(
+                    f"the model's answer is a {type(answer).__name__}, of which cross_entropy cannot be computed; say "
+                    "which part of it are the logits: parallelize(..., output=lambda answer: answer.logits)"
+                )
             with NoTracedValues():
                 value = subject.loss(answer, targets[microbatch])
             if not isinstance(value, torch.Tensor) or value.numel() != 1:

@@ -387,6 +387,7 @@ def test_drawn_forwards_equal_one_process_or_are_refused() -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)  # forty captures of several kinds on a machine that may be busy
 @pytest.mark.parametrize("block", range(1, 11))
 def test_many_drawn_forwards(block: int) -> None:
     found = run(range(100 * block, 100 * block + 40))

@@ -33,8 +33,19 @@ class Counted(nn.Module):
         return x
 
 
+class Scaled(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * x.mean().item()
+
+
+class Seeded(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(torch.initial_seed())
+        return x * torch.rand(())
+
+
 CASES = [
-    (nn.Sequential(nn.Flatten(), nn.Linear(5, 2)), r"in 1 \(Linear\), at .*"),
+    (nn.Sequential(nn.Flatten(), nn.Linear(5, 2)), r"in 1 \(Linear\): .*"),
     (
         nn.Sequential(nn.Conv2d(3, 3, 1), Branch()),
         r"in 1 \(Branch\), at .*test_places.py:\d+ \(if x.mean\(\) > 0:\): it ",
@@ -43,6 +54,8 @@ CASES = [
         nn.Sequential(nn.Conv2d(3, 3, 1), Counted()),
         r"in 1 \(Counted\), at .*int\(x.abs\(\).max\(\)\)\):\): it reads a value from a tensor",
     ),
+    (nn.Sequential(nn.Conv2d(3, 3, 1), Scaled()), r"computes with it, .*test_places.py:\d+ \(return x \* x.mean"),
+    (Seeded(), r"seeds torch's generator as it runs, at .*test_places.py:\d+ "),
     (Masked(), r"the forward requires arguments besides the image: 'mask'"),
     (nn.Sequential(nn.Conv2d(4, 3, 1)), r"in 0 \(Conv2d\), at .*channels"),
 ]

@@ -221,3 +221,42 @@ def test_images_and_labels_are_checked_on_arrival(images: Any, labels: Any, word
     engine = hyfi_core.parallelize(network(), SHAPE, hyfi_core.ParallelPlan(grids=((1, 1),)), hyfi_core.init())
     with pytest.raises(RequestError, match=words):
         engine.accumulate(images, labels)
+
+
+def shifted(answer: torch.Tensor) -> torch.Tensor:
+    return answer + 1
+
+
+def stepped(comm: Communicator, case: str) -> None:
+    """Train two steps, with something special on rank 1."""
+    special = comm.rank == 1
+    plan = hyfi_core.ParallelPlan(grids=((1, comm.size),))
+    engine = hyfi_core.parallelize(
+        network(), SHAPE, plan, comm, verify=False,
+        optimizer=torch.optim.Adam if special and case == "kind" else torch.optim.SGD,
+        output=shifted if special and case == "output" else None,
+        loss=(lambda a, y: 2 * a.sum()) if special and case == "loss" else torch.nn.functional.cross_entropy,
+    )  # fmt: skip
+    for step in range(2):
+        engine.accumulate(torch.ones(SHAPE), torch.tensor([0, 1 - (special and case == "labels")]))
+        if not (special and case == "update"):
+            engine.update(max_norm=1e-3 if special and case == "max_norm" else None)
+        if special and case == "lr" and step == 0:
+            engine.optimizer.param_groups[0]["lr"] = 0.5
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("labels", r"labels is \(2,\) 0, 1 .* on rank 0; \(2,\) 0, 0 .* on rank 1"),
+        ("loss", "loss is cross_entropy .* on rank 0; .*lambda.* on rank 1"),
+        ("output", "output is none on rank 0; shifted .* on rank 1"),
+        ("kind", r"the optimizer is SGD\(.* on rank 0; Adam\("),
+        ("lr", r"lr=0.001.* on rank 0; .*lr=0.5.* on rank 1"),
+        ("update", "1 updates.* on rank 0; .* 0 updates.* on rank 1"),
+        ("max_norm", "max_norm=None on rank 0; .*max_norm=0.001 on rank 1"),
+    ],
+)
+def test_steps_that_differ_are_named(case: str, words: str) -> None:
+    (said,) = refusals(2, lambda comm: stepped(comm, case))
+    assert re.search(words, said), said
