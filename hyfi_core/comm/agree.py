@@ -121,7 +121,7 @@ def told_labels(labels: torch.Tensor) -> str:
     """Return labels as text: the first ones, and a digest of all."""
     flat = labels.detach().cpu().contiguous().flatten()
     first = ", ".join(f"{value:.6g}" for value in flat[:8].tolist())
-    digest = zlib.crc32(flat.view(torch.uint8).numpy())
+    digest = zlib.crc32(flat.view(torch.uint8).numpy().tobytes())
     return f"{tuple(labels.shape)} {first}{' …' if flat.numel() > 8 else ''} (digest {digest:08x})"
 
 

@@ -138,7 +138,7 @@ def _check_model(model: nn.Module) -> None:
     if isinstance(model, torch.jit.ScriptModule):
         raise RequestError("the model is scripted; pass the torch.nn.Module that it was made of")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        if nn.parameter.is_lazy(tensor):
             raise RequestError(f"{name!r} of the model has no shape yet; run the model once, on a small image")
         if tensor.is_meta:
             raise RequestError(
