@@ -57,7 +57,7 @@ CASES = [
     (nn.Sequential(nn.Conv2d(3, 3, 1), Scaled()), r"computes with it, .*test_places.py:\d+ \(return x \* x.mean"),
     (Seeded(), r"seeds torch's generator as it runs, at .*test_places.py:\d+ "),
     (Masked(), r"the forward requires arguments besides the image: 'mask'"),
-    (nn.Sequential(nn.Conv2d(4, 3, 1)), r"in 0 \(Conv2d\), at .*channels"),
+    (nn.Sequential(nn.Conv2d(4, 3, 1)), r"in 0 \(Conv2d\): .*channels"),
 ]
 
 
