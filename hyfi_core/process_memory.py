@@ -20,10 +20,10 @@ def resident_bytes() -> int:
 
 
 def peak_bytes() -> int:
-    """Return the most that was resident since the process began, or since ``forget_peak``; Linux only.
+    """Return the peak of resident memory since the process began, or since ``forget_peak``; Linux only.
 
     Raises:
-        OSError: this system does not tell it.
+        OSError: the peak is unknown on this system.
     """
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
@@ -32,7 +32,7 @@ def peak_bytes() -> int:
 
 
 def forget_peak() -> None:
-    """Let the peak be what is resident now; Linux only.
+    """Reset the peak to the current resident memory; Linux only.
 
     Raises:
         OSError: this system cannot.
