@@ -303,10 +303,8 @@ class StageRunner:
 
         def loss(answer: Any, microbatch: int) -> torch.Tensor:
             if subject.loss is F.cross_entropy and not isinstance(answer, torch.Tensor):
-                raise RequestError(
-                    f"the model's answer is a {type(answer).__name__}, of which cross_entropy cannot be computed; say "
-                    "which part of it are the logits: parallelize(..., output=lambda answer: answer.logits)"
-                )
+                kind = type(answer).__name__
+                raise RequestError(f"the model's answer is a {kind}; pass output=lambda answer: ... to pick its logits")
             with NoTracedValues():
                 value = subject.loss(answer, targets[microbatch])
             if not isinstance(value, torch.Tensor) or value.numel() != 1:
