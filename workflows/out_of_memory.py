@@ -4,6 +4,7 @@
 
     before the run   the forecast   ──►  remember_advice(…), on every rank and beside the launcher's status files
     MemoryError, torch's allocator  ──►  told(error): the requested amount, and the advice
+    a disk of plan.spill is full    ──►  told(error): the message of the store
     killed by the kernel            ──►  the launcher sees its count of such kills rise, and adds the advice
 """
 
@@ -13,6 +14,7 @@ import errno
 import re
 from pathlib import Path
 
+from hyfi_core.errors import RequestError
 from workflows.launch.status import RunStatus
 
 GENERAL_ADVICE = (
@@ -33,6 +35,9 @@ def remember_advice(text: str) -> None:
         status.note_advice(text)
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 def advice() -> str:
     """Return the advice."""
     return _advice or GENERAL_ADVICE
@@ -51,7 +56,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def told(error: BaseException) -> str | None:
-    """Return the message for an out-of-memory error; None for other errors."""
+    """Return the message for an out-of-memory error, or for a full disk of ``plan.spill``; None for other errors."""
+    cause = error.__cause__
+    if isinstance(error, RequestError) and isinstance(cause, OSError) and cause.errno in _FULL:
+        return str(error)
     if not is_out_of_memory(error):
         return None
     found = _WANTED.search(str(error))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from hyfi_core.errors import RequestError
 from workflows import out_of_memory
 from workflows.exit_codes import FAULT, exit_code_of
 
@@ -52,3 +53,10 @@ def test_other_errors_keep_their_traceback(capsys: pytest.CaptureFixture[str]) -
 
     assert exit_code_of(fails) == FAULT
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_full_disk_of_spilled_maps_is_told_in_one_line() -> None:
+    error = RequestError("cannot write to disk (plan.spill): No space left on device")
+    assert out_of_memory.told(error) is None
+    error.__cause__ = OSError(errno.ENOSPC, "No space left on device")
+    assert out_of_memory.told(error) == "cannot write to disk (plan.spill): No space left on device"
