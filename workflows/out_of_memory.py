@@ -23,6 +23,7 @@ GENERAL_ADVICE = (
 )
 _ALLOCATOR = re.compile(r"can't allocate memory|not enough memory|out of memory|Cannot allocate memory|bad_alloc")
 _WANTED = re.compile(r"[Aa]llocate ([\d.]+ \w+)")
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _advice = ""
 
 
@@ -33,9 +34,6 @@ def remember_advice(text: str) -> None:
     status = RunStatus.of_environment()
     if status is not None:
         status.note_advice(text)
-
-
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def advice() -> str:
@@ -57,13 +55,24 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def told(error: BaseException) -> str | None:
     """Return the message for an out-of-memory error, or for a full disk of ``plan.spill``; None for other errors."""
-    cause = error.__cause__
-    if isinstance(error, RequestError) and isinstance(cause, OSError) and cause.errno in _FULL:
-        return str(error)
+    full_disk = _full_disk(error)
+    if full_disk is not None:
+        return full_disk
     if not is_out_of_memory(error):
         return None
     found = _WANTED.search(str(error))
     return f"out of memory{f' (when {_amount(found[1])} more were requested)' if found else ''}; {advice()}"
+
+
+def _full_disk(error: BaseException) -> str | None:
+    """Return what the store of ``plan.spill`` says of its full disk, as an error or as the cause of one."""
+    seen: BaseException | None = error
+    while seen is not None:
+        cause = seen.__cause__
+        if isinstance(seen, RequestError) and isinstance(cause, OSError) and cause.errno in _FULL:
+            return str(error)
+        seen = cause
+    return None
 
 
 def _amount(text: str) -> str:

@@ -143,10 +143,10 @@ def test_pool_is_the_mean_or_the_maximum_of_the_last_map() -> None:
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda: resnet_v1(21), ["21", "6n + 2", "20 and 26"]),
-        (lambda: resnet_v1(2), ["2", "8 and 14"]),
-        (lambda: resnet_v2(165), ["165", "9n + 2", "164 and 173"]),
-        (lambda: resnet_v2(30, block="basic"), ["30", "26 and 32"]),
+        (lambda: resnet_v1(21), ["21", "6n + 2", "20 or 26"]),
+        (lambda: resnet_v1(2), ["2", "8 or 14"]),
+        (lambda: resnet_v2(165), ["165", "9n + 2", "164 or 173"]),
+        (lambda: resnet_v2(30, block="basic"), ["30", "26 or 32"]),
         (lambda: resnet_v2(20, block="wide"), ["wide", "bottleneck"]),
         (lambda: resnet18(pool="median"), ["median", "avg", "max"]),
         (lambda: resnet18(norm="batch"), ["batch", "train", "frozen", "group"]),
