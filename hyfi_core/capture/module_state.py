@@ -19,7 +19,8 @@ from torch import nn
 
 from hyfi_core.capture.outside_names import outside_values
 
-_REGISTRIES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
+REGISTRIES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
+"""What of a module's attributes counts in another way than by its value."""
 _PLAIN = (bool, int, str, bytes, complex, enum.Enum, torch.dtype, torch.device, torch.memory_format)
 _PLAIN_TYPES = frozenset({bool, int, str, bytes, complex, type(None), torch.dtype, torch.device, torch.memory_format})
 _CONTAINERS = frozenset({list, tuple, set, frozenset, dict, OrderedDict})
@@ -66,10 +67,10 @@ def module_state(model: nn.Module) -> ModuleState:
     tensors = tuple((path, n, p.requires_grad) for path, m in paths for n, p in m._parameters.items() if p is not None)
     buffers = tuple((path, n) for path, m in paths for n, b in m._buffers.items() if b is not None)
     modules = tuple((path, _Same(module)) for path, module in paths)
-    return ModuleState((tensors, buffers, modules, tuple((attributes(model) | _outside(model)).items())))
+    return ModuleState((tensors, buffers, modules, tuple((attributes(model) | outside_attributes(model)).items())))
 
 
-def _outside(model: nn.Module) -> Attributes:
+def outside_attributes(model: nn.Module) -> Attributes:
     """Return what functions of the model read outside of it, told apart from attributes by their path."""
     seen: dict[int, Hashable] = {}
     return {(OUTSIDE, name): _comparable(value, _DEPTH, seen) for name, value in outside_values(model)}
@@ -81,16 +82,32 @@ def attributes(model: nn.Module) -> Attributes:
     found: Attributes = {}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if name in _REGISTRIES:
-                continue
-            kind = type(value)  # called for every attribute of every module in each step: the common cases must be fast
-            if kind in _PLAIN_TYPES:
-                found[path, name] = (kind, value)
-            elif kind in _CONTAINERS and not value:
-                found[path, name] = (kind,)
-            else:
-                found[path, name] = _comparable(value, _DEPTH, seen)
+            if name not in REGISTRIES:
+                found[path, name] = comparable(value, seen)
     return found
+
+
+def comparable(value: Any, seen: dict[int, Hashable]) -> Hashable:
+    """Return a hashable value that changes when an attribute's value does; ``seen`` are objects met before, by id."""
+    kind = type(value)  # called for every attribute of every module: the common cases must be fast
+    if kind in _PLAIN_TYPES:
+        return (kind, value)
+    if is_empty(value):
+        return (kind,)
+    return _comparable(value, _DEPTH, seen)
+
+
+def is_empty(value: Any) -> bool:
+    """Whether a value is an empty container, as the registries of hooks are in most modules."""
+    return type(value) in _CONTAINERS and not value
+
+
+def is_constant(value: Any) -> bool:
+    """Whether a value cannot change in itself, so that the same object is the same value."""
+    kind = type(value)
+    if kind is tuple or kind is frozenset:
+        return all(is_constant(item) for item in value)
+    return kind in _PLAIN_TYPES or kind is float or isinstance(value, enum.Enum)
 
 
 def changed_since(before: Hashable, now: Hashable) -> list[tuple[str, str]]:

@@ -24,32 +24,36 @@ from torch import nn
 from hyfi_core.capture.places import is_users
 
 _VALUES = (bool, int, float, str, type(None), list, tuple, dict, set)
+_FUNCTIONS = frozenset({types.FunctionType, types.MethodType})
+_LISTS = frozenset({list, tuple})
 _DEPTH = 6
 """How many calls deep functions of the user's are followed."""
 
 
 def outside_values(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield (name, value) of what functions of the model's classes read outside of it and is no object of its own."""
-    for kind in dict.fromkeys(type(module) for module in model.modules()):
-        yield from _of_class(kind)
+    for holder in dict.fromkeys(holder for kind in {type(m): None for m in model.modules()} for holder in kind.__mro__):
+        yield from _of_class(holder)
     for module in model.modules():
         for value in vars(module).values():
-            for function in value if type(value) in (list, tuple) else (value,):
-                if isinstance(function, (types.FunctionType, types.MethodType)):
-                    yield from _of_function(function)
+            if type(value) in _FUNCTIONS:
+                yield from _of_function(value)
+            elif type(value) in _LISTS:
+                for function in value:
+                    if type(function) in _FUNCTIONS:
+                        yield from _of_function(function)
 
 
-def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
-    for holder in kind.__mro__:
-        methods = [value for value in vars(holder).values() if _is_users(value)]
-        if methods:
-            yield from (
-                (f"{holder.__qualname__}.{name}", value)
-                for name, value in vars(holder).items()
-                if isinstance(value, _VALUES) and not name.startswith("__")
-            )
-        for method in methods:
-            yield from _of_function(method)
+def _of_class(holder: type) -> Iterator[tuple[str, Any]]:
+    methods = [value for value in vars(holder).values() if _is_users(value)]
+    if methods:
+        yield from (
+            (f"{holder.__qualname__}.{name}", value)
+            for name, value in vars(holder).items()
+            if isinstance(value, _VALUES) and not name.startswith("__")
+        )
+    for method in methods:
+        yield from _of_function(method)
 
 
 def _of_function(

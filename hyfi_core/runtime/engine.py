@@ -33,7 +33,8 @@ from hyfi_core.runtime.gradients import GradientsOfCells, ParameterHooks, StepGr
 from hyfi_core.runtime.groups import Groups
 from hyfi_core.runtime.mirror import Mirror
 from hyfi_core.runtime.ownership import ParameterOwnership, made_optimizer, optimizer_state, restricted
-from hyfi_core.runtime.runner import CAPTURES_KEPT, Loss, StageRunner, Subject
+from hyfi_core.runtime.runner import StageRunner
+from hyfi_core.runtime.subject import CAPTURES_KEPT, Loss, Subject
 from hyfi_core.schedule.action import Action, Schedule
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

@@ -18,7 +18,7 @@ from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.strategy import Strategy, plan_for
 from hyfi_core.runtime.batch_reader import MemoryFormat, check_share, divisor
 from hyfi_core.runtime.engine import Engine, OptimizerFactory
-from hyfi_core.runtime.runner import Loss
+from hyfi_core.runtime.subject import Loss
 
 
 def parallelize(

@@ -3,84 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from hyfi_core.capture.export import capture
 from hyfi_core.capture.guards import NoTracedValues
-from hyfi_core.capture.module_state import changed_since, module_state, told
-from hyfi_core.capture.program import Program
+from hyfi_core.capture.module_state import changed_since, told
 from hyfi_core.cells.paged_steps import PagedSteps, StepMemory, UseOrder
 from hyfi_core.cells.pager import Pager
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
-from hyfi_core.plan.fused_runs import FusedRuns
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
 from hyfi_core.runtime.attribution import Explanation, attribute
 from hyfi_core.runtime.backward import Values
 from hyfi_core.runtime.batch_reader import Images, InputPart, Reader, Shape
-from hyfi_core.runtime.bindings import Bindings
 from hyfi_core.runtime.compiled import Compiled, HostedStage, compile_model
 from hyfi_core.runtime.executor import autocasting
 from hyfi_core.runtime.groups import Groups
 from hyfi_core.runtime.pipeline import Gradients, Key, Pipeline, Step
 from hyfi_core.runtime.stage_exchange import StageExchange
 from hyfi_core.runtime.statistics import FoldedStatistics, FollowingStatistics
+from hyfi_core.runtime.subject import CAPTURES_KEPT, Subject
 from hyfi_core.schedule.action import Schedule
 from hyfi_core.schedule.generate import forward_only, generate
 from hyfi_core.schedule.lower import lower
 from hyfi_core.schedule.simulate import validate
-
-Loss = Callable[[Any, torch.Tensor], torch.Tensor]
-Output = Callable[[Any], Any]
-CAPTURES_KEPT = 16
-"""Number of cached programs, for different shapes and states of the module."""
-
-
-@dataclass(frozen=True)
-class Subject:
-    """The model and settings shared by all runners of a process.
-
-    Attributes:
-        model: the user's module.
-        shape: of the whole batch of one replica.
-        loss: of one micro-batch, a mean over its samples.
-        output: selects the logits from the model's output.
-        autocast: dtype of autocast.
-        device: of the model.
-        dtype: of images: that of the parameters by default.
-        bindings: the model's tensors by the values of a stage's program.
-        programs: captured programs, by shape and flags.
-        runs: fused runs chosen by memory, for cells in evaluation mode.
-        channels_last: whether images are converted to this format.
-    """
-
-    model: nn.Module
-    shape: Shape
-    loss: Loss
-    output: Output | None
-    autocast: torch.dtype | None
-    device: torch.device
-    dtype: torch.dtype
-    bindings: Bindings
-    programs: dict[Any, Program]
-    runs: dict[Any, FusedRuns]
-    channels_last: bool = False
-
-    def program(self, shape: Shape) -> Program:
-        """Return the captured model for a shape of micro-batches, in its current state."""
-        key = (shape, module_state(self.model))
-        if key not in self.programs:
-            while len(self.programs) >= CAPTURES_KEPT:
-                self.programs.pop(next(iter(self.programs)))
-                self.runs.clear()  # they are keyed by the identity of programs
-            self.programs[key] = capture(self.model, shape, self.dtype)
-        return self.programs[key]
 
 
 class StageRunner:
@@ -118,7 +67,7 @@ class StageRunner:
         self.reader = Reader(plan, subject.shape, self.groups, subject.device, subject.dtype, subject.channels_last)
         self._cache: dict[Any, Compiled] = {}
         self._used: Hashable = None
-        self._state: Hashable = None  # of the model in this call: comparing it takes 14 ms for a ResNet
+        self._state: Hashable = None  # of the model in this call
         self._schedules: dict[Any, Schedule] = {}
         self._trained: FollowingStatistics | FoldedStatistics | None = None
 
@@ -126,7 +75,7 @@ class StageRunner:
         """Return the compiled model for micro-batches of a shape, in its current modes."""
         subject = self._subject
         subject.bindings.refuse_replaced()
-        key = (shape, module_state(subject.model) if self._state is None else self._state)
+        key = (shape, subject.watch.state() if self._state is None else self._state)
         self._used = key[1]
         if key not in self._cache:
             while len(self._cache) >= CAPTURES_KEPT:
@@ -148,7 +97,7 @@ class StageRunner:
 
     def known(self, shape: Shape) -> str:
         """Return the digest of the program for micro-batches of a shape; "" for a new shape, "new" for a new state."""
-        self._state = module_state(self._subject.model)
+        self._state = self._subject.watch.state()
         key = (shape, self._state)
         if key in self._cache:
             return self._cache[key].digest
@@ -156,8 +105,8 @@ class StageRunner:
 
     def changes(self) -> dict[tuple[str, str], str]:
         """Return the attributes that have changed since the last call: (module, attribute) -> current value."""
-        model = self._subject.model
-        return {place: told(model, *place) for place in changed_since(self._used, module_state(model))}
+        subject = self._subject
+        return {place: told(subject.model, *place) for place in changed_since(self._used, subject.watch.state())}
 
     def schedule(self, compiled: Compiled) -> Schedule:
         """Return the lowered schedule of a training step: every action of every rank of a replica."""

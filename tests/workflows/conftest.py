@@ -28,4 +28,4 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def captures_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models are captured once for all runs: an export takes a second."""
-    monkeypatch.setattr("hyfi_core.runtime.runner.capture", captured_once)
+    monkeypatch.setattr("hyfi_core.runtime.subject.capture", captured_once)

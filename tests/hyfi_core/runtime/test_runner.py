@@ -87,7 +87,7 @@ def images_of(shape: tuple[int, int, int, int]) -> torch.Tensor:
 @pytest.fixture(autouse=True)
 def _captured_once() -> Iterator[None]:
     """Share captures, which take most of the time, between cases and with the engine of one piece."""
-    with mock.patch("hyfi_core.runtime.runner.capture", captured_once):
+    with mock.patch("hyfi_core.runtime.subject.capture", captured_once):
         yield
 
 
