@@ -78,9 +78,7 @@ class IngestOptions:
         }
         found = [name for name, is_asked in changes.items() if is_asked]
         if found:
-            raise RequestError(
-                f"--lossless copies the scanner's tiles unchanged and cannot be combined with {' and '.join(found)}"
-            )
+            raise RequestError(f"--lossless copies the scanner's tiles unchanged: leave {' and '.join(found)} out")
 
     @property
     def pixel_codec(self) -> PixelCodec:

@@ -136,7 +136,7 @@ def test_records_and_slides_must_be_the_same_ones(tmp_path: Path) -> None:
     found = verify_store(store, 1)
     assert {fault.slide_id for fault in found.faults} == {"changed", "unknown", "lost", "torn"}
     text = said(found)
-    assert "another file" in text and "no record" in text and "is missing" in text and "not valid JSON" in text
+    assert "a different file" in text and "no record" in text and "is missing" in text and "not valid JSON" in text
 
 
 def test_a_folder_that_is_no_store_is_refused(tmp_path: Path) -> None:
