@@ -190,13 +190,13 @@ def test_what_cannot_work_is_refused_before_the_first_step(tmp_path: Path, monke
     with pytest.raises(RequestError, match=r"plan\.spill is .*file, where no file can be created"):
         step("dense", ParallelPlan(((1, 1),), cells=(2, 2), spill=str(tmp_path / "file")))
     plan = ParallelPlan(((1, 1),), cells=(2, 2), spill=str(tmp_path), memory_bytes=10_000)
-    with pytest.raises(RequestError, match=r"plan\.memory_bytes is 10,000, .* a rank needs [\d,]{9,} at least"):
+    with pytest.raises(RequestError, match=r"plan\.memory_bytes is 10,000, .* a rank needs at least [\d,]{9,}"):
         step("dense", plan)
     monkeypatch.setattr(paging, "page_limit", lambda *given: 60_000)
     monkeypatch.setattr(os, "posix_fallocate", _full)
     monkeypatch.setattr("hyfi_core.cells.spill_store.shutil.disk_usage", lambda path: _Usage(1000))
     plan = ParallelPlan(((1, 1),), cells=(2, 2), spill=str(tmp_path))
-    with pytest.raises(RequestError, match=r"a step spills up to [\d,]{7,} bytes to .*\(plan\.spill\), where 1,000"):
+    with pytest.raises(RequestError, match=r"a step spills up to [\d,]{7,} bytes to .*\(plan\.spill\), which has 1,000"):
         step("dense", plan)
 
 

@@ -118,7 +118,7 @@ def script_of(
         RequestError: more nodes than ranks are asked for.
     """
     if resources.nodes > ranks:
-        raise RequestError(f"--nodes {resources.nodes}: the run has only {ranks} ranks; use at most {ranks} nodes")
+        raise RequestError(f"--nodes {resources.nodes}: the run has ranks for {ranks} at most; give fewer nodes")
     asked = {key: value for key, value in asdict(resources).items() if value is not None}
     values: dict[str, Any] = {"gpus_per_node": None, "cpus_per_task": None, "time": None, **asdict(site), **asked}
     values |= {

@@ -65,7 +65,7 @@ def test_edited_templates_come_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "refusal"),
     [
-        (["slurm", "run.yaml", "--nodes", "9"], "--nodes 9: the run has 1 ranks"),
+        (["slurm", "run.yaml", "--nodes", "9"], "--nodes 9: the run has ranks for 1 at most"),
         (["slurm", "run.yaml", "--ranks", "3"], "--ranks 3: the run needs 1"),
         (["slurm", "none.yaml"], "no such file"),
         (["slurm-array", "verify", "x"], "slurm-array: given 'verify'"),
