@@ -196,7 +196,9 @@ def test_what_cannot_work_is_refused_before_the_first_step(tmp_path: Path, monke
     monkeypatch.setattr(os, "posix_fallocate", _full)
     monkeypatch.setattr("hyfi_core.cells.spill_store.shutil.disk_usage", lambda path: _Usage(1000))
     plan = ParallelPlan(((1, 1),), cells=(2, 2), spill=str(tmp_path))
-    with pytest.raises(RequestError, match=r"a step spills up to [\d,]{7,} bytes to .*\(plan\.spill\), which has 1,000"):
+    with pytest.raises(
+        RequestError, match=r"a step spills up to [\d,]{7,} bytes to .*\(plan\.spill\), which has 1,000"
+    ):
         step("dense", plan)
 
 
