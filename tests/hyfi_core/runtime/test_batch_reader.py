@@ -41,7 +41,7 @@ def test_images_of_another_kind_are_refused(engine: Any, images: Any, named: str
 def test_a_function_of_a_box_returns_a_tensor(engine: Any) -> None:
     wanted = NET(IMAGES)
     torch.testing.assert_close(engine.predict(lambda box: IMAGES[..., box.y0 : box.y1, box.x0 : box.x1]), wanted)
-    with pytest.raises(RequestError, match=r"returned a numpy.ndarray; return a tensor \(B, C, h, w\)"):
+    with pytest.raises(RequestError, match=r"returned a numpy.ndarray; it must return a tensor \(B, C, h, w\)"):
         engine.predict(lambda box: np.ones((2, 3, *box.shape), np.float32))
 
 

@@ -95,8 +95,8 @@ def test_one_json_object_comes_last(labels, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ((61, "case_id", None), "60 groups cannot fill 61 parts"),
-        ((13, "case_id", "label"), "class 'tumour' is in 12 groups, which cannot fill 13 parts"),
+        ((61, "case_id", None), "60 groups cannot fill 61 splits"),
+        ((13, "case_id", "label"), "class 'tumour' is in 12 groups, which cannot fill 13 splits"),
         ((1, "case_id", None), "--folds: given 1"),
         ((None, "patient", None), "no column 'patient' .--group.*hospital"),
         ((None, "case_id", "grade"), "no column 'grade' .--stratify."),
