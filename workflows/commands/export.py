@@ -28,7 +28,7 @@ def run(store: Path, ngff: str, out: Path, as_json: bool) -> int:
     from data.store.export import pixels_of
 
     if ngff not in _FORMATS:
-        raise RequestError(f"--ngff {ngff}: use one of {', '.join(_FORMATS)} (stores themselves are 0.5)")
+        raise RequestError(f"--ngff {ngff}: {', '.join(_FORMATS)} can be written (stores themselves are 0.5)")
     slides = _slides(store)
     if out.absolute() in (store.absolute(), slides[0].absolute().parent):
         raise RequestError(f"--out {out}: the copies would overwrite the slides; choose another folder")

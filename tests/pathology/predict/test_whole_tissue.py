@@ -167,7 +167,7 @@ def test_what_lacks_a_little_tissue_is_done_and_flagged(store: Path, tmp_path: P
 
 
 def test_an_image_is_whole_or_trained() -> None:
-    with pytest.raises(RequestError, match="--image half: whole or trained"):
+    with pytest.raises(RequestError, match="--image half: expected whole or trained"):
         PredictOptions(image="half")  # type: ignore[arg-type]
 
 

@@ -211,7 +211,7 @@ def test_a_pool_waits_for_all_before_it_raises_the_first_error() -> None:
     finally:
         set_decode_threads(threads)
         source_threads._threads = None
-    with pytest.raises(ValueError, match="0 threads"):
+    with pytest.raises(ValueError, match="decoding threads is 0"):
         set_decode_threads(0)
 
 
