@@ -44,7 +44,7 @@ def test_too_little_room_is_refused_with_the_first_change_that_fits() -> None:
     check_room([2 * GB, 3 * GB], hosts)
     changes = {"plan.microbatches=2": [3 * GB] * 2, "plan.microbatches=4": [GB] * 2}
     with pytest.raises(
-        RequestError, match=r"trainers on a \(2\) need at least 8 GB, 5 GB are free; plan.microbatches=4"
+        RequestError, match=r"trainers on a \(2\) need at least 8 GB, but 5 GB are free; plan.microbatches=4"
     ):
         check_room([4 * GB, 4 * GB], hosts, changes)
     with pytest.raises(RequestError, match="use more machines"):
