@@ -2,8 +2,7 @@
 
 It counts the weights with their gradients and optimizer state, activations saved for backward, and the working set of
 the largest operator. Measured on ResNets of 6 to 50 layers at 512 to 1024 px in float32, a step's real peak is 0.75 to
-1.15
-times the sum; `at_least_bytes`, the first two alone, never exceeded the measured peak.
+1.15 times the sum; `at_least_bytes`, the first two alone, never exceeded the measured peak.
 """
 
 from __future__ import annotations

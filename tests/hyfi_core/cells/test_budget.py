@@ -8,6 +8,7 @@ import torch
 import hyfi_core
 from hyfi_core import ParallelPlan
 from hyfi_core.capture.export import capture
+from hyfi_core.cells import paging
 from hyfi_core.cells.budget import with_cells
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.cost.memory import forecast_memory
@@ -42,7 +43,8 @@ def test_less_memory_means_more_cells() -> None:
 
 
 def test_an_engine_tells_the_cells_that_it_chose(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "resident_bytes", lambda: 0)
+    for module in (engines, paging):
+        monkeypatch.setattr(module, "resident_bytes", lambda: 0)
     model = Dense()
     plan = ParallelPlan(((1, 1),), cells="auto", spill="memory", memory_bytes=500_000)
     engine = hyfi_core.parallelize(model, SHAPE, plan, AloneCommunicator())
