@@ -6,7 +6,7 @@ Prints a JSON line for each size: seconds of a training step (shortest, on a bus
 shortest and of median steps. Batch 1, float32, channels-last, batch norm in training mode, no optimiser step on any
 side. All sides have the memory settings that ``hyfi`` gives its ranks; ``as_started`` is plain PyTorch without them.
 ``as_written`` and ``as_written_two_ranks`` begin with contiguous images and weights, as a user writes them.
-A size of 32 px shows what the engine itself costs: ``--size 32 --model resnet50 --steps 30 --sides plain one_rank``.
+A small size shows what the engine itself costs: ``--size 64 --model resnet50 --steps 30 --sides plain one_rank``.
 With ``--keep-memory`` all sides but that keep what they free from the system: faster, and larger.
 """
 

@@ -111,7 +111,7 @@ CASES = [
     ("resnet18", (2, 3)),
     ("resnet18", (6, 5)),
     pytest.param("amoebanet", (3, 2), marks=pytest.mark.soak),
-    ("amoebanet", (5, 1)),
+    pytest.param("amoebanet", (5, 1), marks=pytest.mark.soak),
     ("awkward", (2, 2)),
     ("awkward", (3, 7)),
     ("shifting", (2, 3)),
