@@ -26,7 +26,6 @@ from hyfi_core.plan.placement import Placement
 from hyfi_core.process_memory import resident_bytes
 from hyfi_core.runtime.attribution import Explanation
 from hyfi_core.runtime.batch_reader import Images, InputPart, MemoryFormat, check_labels, lays_channels_last
-from hyfi_core.runtime.bindings import Bindings, RandomKey
 from hyfi_core.runtime.compiled import Compiled
 from hyfi_core.runtime.executor import evaluating
 from hyfi_core.runtime.gradients import GradientsOfCells, ParameterHooks, StepGradients, clip
@@ -34,7 +33,7 @@ from hyfi_core.runtime.groups import Groups
 from hyfi_core.runtime.mirror import Mirror
 from hyfi_core.runtime.ownership import ParameterOwnership, made_optimizer, optimizer_state, restricted
 from hyfi_core.runtime.runner import StageRunner
-from hyfi_core.runtime.subject import CAPTURES_KEPT, Loss, Subject
+from hyfi_core.runtime.subject import CAPTURES_KEPT, Bindings, Loss, RandomKey, Subject
 from hyfi_core.schedule.action import Action, Schedule
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

@@ -1,4 +1,4 @@
-"""What all runners of a process share: the model, how it is called, and what was captured of it."""
+"""What all runners of a process share: the model, its tensors by the values of a program, and its captured programs."""
 
 from __future__ import annotations
 
@@ -11,16 +11,105 @@ import torch
 from torch import nn
 
 from hyfi_core.capture.export import capture
-from hyfi_core.capture.program import Program
+from hyfi_core.capture.program import KEY, Program
 from hyfi_core.capture.state_watch import StateWatch
+from hyfi_core.errors import RequestError
 from hyfi_core.plan.fused_runs import FusedRuns
+from hyfi_core.runtime.backward import Values
 from hyfi_core.runtime.batch_reader import Shape
-from hyfi_core.runtime.bindings import Bindings
+from hyfi_core.runtime.compiled import HostedStage
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 Output = Callable[[Any], Any]
 CAPTURES_KEPT = 16
 """Number of programs that are kept, for different shapes and states of the module."""
+
+
+@dataclass
+class RandomKey:
+    """The part of the random key that changes between runs and steps.
+
+    Attributes:
+        seed: rank 0's ``torch.initial_seed()`` when the engine was created.
+        step: number of gradient computations so far; restore it to continue from a checkpoint.
+        first: this replica's first micro-batch, counted over all replicas.
+        share: if replicas share each micro-batch: (samples before this replica's, all samples).
+    """
+
+    seed: int
+    step: int = 0
+    first: int = 0
+    share: tuple[int, int] | None = None
+
+    def words(self, microbatch: int, images: int) -> torch.Tensor:
+        """Return (seed, step, first sample) of a micro-batch, as int64 on the host."""
+        if self.share is None:
+            sample = (self.first + microbatch) * images
+        else:
+            before, whole = self.share
+            sample = microbatch * whole + before
+        return torch.tensor([self.seed, self.step, sample], dtype=torch.int64)
+
+
+class Bindings:
+    """The model's tensors for the values of a stage's program, cached for each stage.
+
+    Args:
+        model: the user's module. Its tensors must be changed in place only, as by optimizers and ``load_state_dict``.
+        random: the key of random operators.
+    """
+
+    def __init__(self, model: nn.Module, random: RandomKey) -> None:
+        self._model = model
+        self._parameters: Values = dict(model.named_parameters(remove_duplicate=False))
+        self._buffers: Values = dict(model.named_buffers(remove_duplicate=False))
+        self._random = random
+        self._found: dict[HostedStage, tuple[Values, Values]] = {}
+
+    def refuse_replaced(self) -> None:
+        """Refuse a model whose parameters or buffers were replaced.
+
+        Raises:
+            RequestError: one is new or was replaced; the message names the first.
+        """
+        for kind, known, now in (
+            ("parameter", self._parameters, self._model.named_parameters(remove_duplicate=False)),
+            ("buffer", self._buffers, self._model.named_buffers(remove_duplicate=False)),
+        ):
+            for name, tensor in now:
+                if known.get(name) is not tensor:
+                    raise RequestError(
+                        f"{kind} {name!r} of the model was {'replaced' if name in known else 'added'} after "
+                        f"parallelize; change values in place (copy_, load_state_dict), or call parallelize again"
+                    )
+
+    def begin(self, stage: HostedStage, part: torch.Tensor | None, microbatch: int = 0) -> Values:
+        """Return the values before the first instruction, in a new dict.
+
+        Args:
+            stage: one that this rank holds.
+            part: the rank's part of the image, None if the stage does not read it.
+            microbatch: its number in the step.
+        """
+        program = stage.ranked.program
+        parameters, buffers = self._of(stage)
+        key = self._random.words(microbatch, program.values[program.image].shape[0])
+        values = {**program.constants, **parameters, **buffers, KEY: key}
+        if part is not None:
+            values[program.image] = part
+        return values
+
+    def parameters(self, stage: HostedStage) -> Values:
+        """Return value name -> parameter; do not change it."""
+        return self._of(stage)[0]
+
+    def _of(self, stage: HostedStage) -> tuple[Values, Values]:
+        if stage not in self._found:
+            program = stage.ranked.program
+            parameters = {value: self._parameters[name] for value, name in program.parameters.items()}
+            buffers = {value: self._buffers[name] for value, name in program.buffers.items()}
+            self._found[stage] = (parameters, buffers)
+        return self._found[stage]
 
 
 @dataclass(frozen=True)
