@@ -214,7 +214,7 @@ def test_bfloat16_autocast_stays_near_float32() -> None:
     [
         ({"plan": hyfi_core.ParallelPlan(grids=((2, 2),))}, "needs 4 ranks, but 1 are running"),
         ({"plan": hyfi_core.ParallelPlan(grids=((1, 1),), microbatches=2), "shape": (3, 3, 8, 8)}, "microbatches=1"),
-        ({"shape": (3, 8, 8)}, r"as \(B, C, H, W\)"),
+        ({"shape": (3, 8, 8)}, r"pass \(B, C, H, W\)"),
         ({"model": torch.relu}, "builtin_function_or_method; pass a torch.nn.Module"),
     ],
 )
