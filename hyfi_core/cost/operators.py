@@ -68,7 +68,10 @@ class OperatorCost:
 
 
 def operator_costs(
-    program: Program, machine: MachineModel = DEFAULT_MACHINE, dtype: str | None = None
+    program: Program,
+    machine: MachineModel = DEFAULT_MACHINE,
+    dtype: str | None = None,
+    active: frozenset[str] | None = None,
 ) -> tuple[OperatorCost, ...]:
     """Return the cost of every operator, in order: products by flops or bytes, all else by the bytes they touch.
 
@@ -76,8 +79,10 @@ def operator_costs(
         program: the captured model.
         machine: what things cost.
         dtype: that products compute in, where autocast casts; None: that of their values.
+        active: the values that carry gradients; None: all between the parameters and the program's outputs.
     """
-    active = active_values(program, program.outputs, program.parameters)
+    if active is None:
+        active = active_values(program, program.outputs, program.parameters)
     return tuple(_cost(program, op, machine, active, dtype) for op in program.operators)
 
 

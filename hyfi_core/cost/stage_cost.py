@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from hyfi_core.capture.program import Operator, Program, refs_in
+from hyfi_core.capture.program import Operator, Program, Ref, refs_in
 from hyfi_core.capture.stages import Stage, active_values, cut_program, edges
 from hyfi_core.cost.fused_depth import fused_runs
 from hyfi_core.cost.machine import MachineModel
@@ -115,7 +115,7 @@ class StageCosts:
             entries.append(entries_of(piece, splits, grids[index]))
             ranked, operators = self._lowered(piece, grids[index], entries[-1])
             splits.append(ranked.splits)
-            found.append(self._stage(index, piece, ranked, operators, dtype))
+            found.append(self._stage(index, piece, ranked, operators, dtype, active))
         self.stages = tuple(found)
         between = {
             (a, b): boundary(pieces[a], b, splits[a], entries[b], (grids[a], grids[b]), active, {}, False)
@@ -140,14 +140,22 @@ class StageCosts:
         return ranked, lowered_operators(program, piece.outputs, exits)
 
     def _stage(
-        self, index: int, piece: Stage, ranked: RankProgram, operators: Sequence[Operator], dtype: str | None
+        self,
+        index: int,
+        piece: Stage,
+        ranked: RankProgram,
+        operators: Sequence[Operator],
+        dtype: str | None,
+        active: frozenset[str],
     ) -> StageCost:
         ranks = prod(self._plan.grids[index % len(self._plan.grids)])
         program = ranked.program
-        costs = {
-            op.name: cost
-            for op, cost in zip(program.operators, operator_costs(program, self._machine, dtype), strict=True)
-        }
+        # gradients enter a stage where its values leave it, and leave it where others' values enter
+        leaving = tuple(Ref(name) for names in piece.exits.values() for name in names if name in active)
+        entering = [name for names in piece.entries.values() for name in names if name in active]
+        own = active_values(program, (piece.outputs, leaving), (*program.parameters, *entering))
+        found = operator_costs(program, self._machine, dtype, own)
+        costs = {op.name: cost for op, cost in zip(program.operators, found, strict=True)}
         clock = self._computed(ranked, operators, costs, ranks)
         waits = self._waits(ranked, clock.each_s, ranks)
         again_s = clock.forward_s if self._plan.recomputes(index) else 0.0

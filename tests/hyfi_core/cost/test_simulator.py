@@ -68,6 +68,15 @@ def test_the_first_operator_has_no_gradient_of_the_image() -> None:
     assert costs["thin_convolution"] == 1 and costs["convolution"] == 2 and costs["product"] == 2
 
 
+@pytest.mark.parametrize("cuts", [("first",), ("first", "second.0"), ("second",)])
+def test_stages_together_compute_what_one_stage_does(cuts: tuple[str, ...]) -> None:
+    machine = replace(DEFAULT_MACHINE, devices_per_node=1)  # nobody takes anything from another one
+    (whole,) = StageCosts(program(), ParallelPlan(grids=((1, 1),)), machine).stages
+    stages = StageCosts(program(), ParallelPlan(grids=((1, 1),) * (len(cuts) + 1), cuts=cuts), machine).stages
+    assert sum(stage.forward_s for stage in stages) == pytest.approx(whole.forward_s, rel=1e-6)
+    assert sum(stage.backward_s for stage in stages) == pytest.approx(whole.backward_s, rel=1e-6)
+
+
 def test_halos_are_those_that_are_sent() -> None:
     plan = ParallelPlan(grids=((1, 2),), fused_halo=1)
     (stage,) = StageCosts(program(), plan, DEFAULT_MACHINE).stages
