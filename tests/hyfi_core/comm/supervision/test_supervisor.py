@@ -107,7 +107,7 @@ def test_a_child_that_outlives_its_rank_does_not_hide_its_end(tmp_path: Path) ->
         said = process.stderr.readline()
         seconds = time.time() - began_s
         process.kill()
-    assert said.startswith("hyfi: rank 1 was killed") and said.endswith("all ranks stop\n") and seconds < 10
+    assert said.startswith("hyfi: rank 1 was killed") and "all ranks stop" in said and seconds < 10
 
 
 class TwoQuietRanks:
