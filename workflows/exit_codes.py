@@ -33,9 +33,9 @@ def exit_code_of(body: Callable[[], int], prepare: Callable[[], None] | None = N
         sys.stdout = None
         return FAULT
     except Exception as error:
-        from workflows.out_of_memory import told
+        from workflows.out_of_memory import message_of
 
-        memory = told(error)
+        memory = message_of(error)
         _warn(f"hyfi: {memory}" if memory else traceback.format_exc().rstrip())
         return FAULT
 

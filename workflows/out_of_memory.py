@@ -3,8 +3,8 @@
 ::
 
     before the run   the forecast   ──►  remember_advice(…), on every rank and beside the launcher's status files
-    MemoryError, torch's allocator  ──►  told(error): the requested amount, and the advice
-    a disk of plan.spill is full    ──►  told(error): the message of the store
+    MemoryError, torch's allocator  ──►  message_of(error): the requested amount, and the advice
+    a disk of plan.spill is full    ──►  message_of(error): the message of the store
     killed by the kernel            ──►  the launcher sees its count of such kills rise, and adds the advice
 """
 
@@ -53,7 +53,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return False
 
 
-def told(error: BaseException) -> str | None:
+def message_of(error: BaseException) -> str | None:
     """Return the message for an out-of-memory error, or for a full disk of ``plan.spill``; None for other errors."""
     full_disk = _full_disk(error)
     if full_disk is not None:

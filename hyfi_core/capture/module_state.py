@@ -71,7 +71,7 @@ def module_state(model: nn.Module) -> ModuleState:
 
 
 def outside_attributes(model: nn.Module) -> Attributes:
-    """Return what functions of the model read outside of it, told apart from attributes by their path."""
+    """Return what functions of the model read outside of it, under a path that no attribute has."""
     seen: dict[int, Hashable] = {}
     return {(OUTSIDE, name): _comparable(value, _DEPTH, seen) for name, value in outside_values(model)}
 
@@ -118,7 +118,7 @@ def changed_since(before: Hashable, now: Hashable) -> list[tuple[str, str]]:
     return names + [(name, "") for (name, module), was in zip(now[2], before[2], strict=False) if (name, module) != was]
 
 
-def told(model: nn.Module, path: str, name: str) -> str:
+def describe_value(model: nn.Module, path: str, name: str) -> str:
     """Return a short description of an attribute's value, or of the type of a module if no attribute is named."""
     if path == OUTSIDE:
         value = dict(outside_values(model)).get(name, "not there")

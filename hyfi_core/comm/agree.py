@@ -117,29 +117,34 @@ def compare_requests(
     compare(comm, facts | _flags(model))
 
 
-def told_labels(labels: torch.Tensor) -> str:
-    """Return labels as text: the first ones, and a digest of all."""
+def describe_labels(labels: torch.Tensor) -> str:
+    """Return labels as text: the first ones, and a digest of all; of labels on a device only their shape.
+
+    Reading those would make every step wait for the device.
+    """
+    if labels.device.type != "cpu":
+        return f"{tuple(labels.shape)} on {labels.device.type}"
     flat = labels.detach().cpu().contiguous().flatten()
     first = ", ".join(f"{value:.6g}" for value in flat[:8].tolist())
     digest = zlib.crc32(flat.view(torch.uint8).numpy().tobytes())
     return f"{tuple(labels.shape)} {first}{' …' if flat.numel() > 8 else ''} (digest {digest:08x})"
 
 
-def told_function(given: object) -> str:
+def describe_function(given: object) -> str:
     """Return a function, a module or None as text that is equal where ranks were given the same."""
     if given is None:
         return "none"
     if isinstance(given, nn.Module):
         return re.sub(r" at 0x[0-9a-f]+", "", repr(given))
     if isinstance(given, functools.partial):
-        return f"partial of {told_function(given.func)}"
+        return f"partial of {describe_function(given.func)}"
     code = getattr(given, "__code__", None)
     name = getattr(given, "__qualname__", type(given).__qualname__)
-    return name if code is None else f"{name} (digest {zlib.crc32(_told_code(code).encode()):08x})"
+    return name if code is None else f"{name} (digest {zlib.crc32(_describe_code(code).encode()):08x})"
 
 
-def _told_code(code: types.CodeType) -> str:
-    constants = [_told_code(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
+def _describe_code(code: types.CodeType) -> str:
+    constants = [_describe_code(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
     return f"{code.co_code.hex()} {code.co_names} {constants}"
 
 
@@ -147,7 +152,7 @@ Changes = Mapping[tuple[str, str], str]
 """(path of a module, attribute) -> value, of attributes changed since the last call."""
 
 
-def _told_settings(optimizer: torch.optim.Optimizer | None) -> str:
+def _describe_settings(optimizer: torch.optim.Optimizer | None) -> str:
     """Return an optimizer's class and the settings of its groups as text; tensors among them are left out."""
     if optimizer is None:
         return "none"
@@ -206,11 +211,13 @@ class CallConsensus:
         Raises:
             RequestError: on every rank; names what differs and on which ranks.
         """
-        settings = _told_settings(optimizer) if self._stages == 1 else type(optimizer).__name__
+        if self._everyone.size == 1:
+            return
+        settings = _describe_settings(optimizer) if self._stages == 1 else type(optimizer).__name__
         facts = {"the optimizer": f"{settings}, {self._updates} updates, max_norm={self._max_norm}"}
         if self._replica is not self._everyone:  # replicas may have images of different shapes
             self._check(self._everyone, "training", None, str(program == "new"), facts)
-        self._check(self._replica, "training", shape, program, facts | {"labels": told_labels(labels)})
+        self._check(self._replica, "training", shape, program, facts | {"labels": describe_labels(labels)})
 
     def check_evaluation(self, call: str, shape: Shape, program: str) -> None:
         """Refuse evaluation calls that differ between the ranks of a replica (collective over them).
@@ -232,10 +239,10 @@ class CallConsensus:
         comm.all_reduce(extremes, "max")
         if int(extremes[0]) != -int(extremes[1]):
             compare(comm, {"the call": call, "the images' shape": str(shape)} | _flags(self._model))
-            compare(comm, self._told_changes())
+            compare(comm, self._describe_changes())
             compare(comm, {"the program that will run": program or "new"} | dict(facts or {}))
 
-    def _told_changes(self) -> dict[str, str]:
+    def _describe_changes(self) -> dict[str, str]:
         return {
             f"{'.'.join(part for part in place if part)} (changed since the last call)": text
             for place, text in self._changes().items()

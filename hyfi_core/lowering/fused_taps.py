@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hyfi_core.capture.program import Operator
-from hyfi_core.plan.window import Window, Window1d
+from hyfi_core.plan.window import AxisWindow, Window
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def _slice(op: Operator, shape: tuple[int, ...], dims: tuple[int, int]) -> Tap |
     kept = range(shape[dim])[start:stop:step]
     if dim not in dims or not kept:
         return None
-    return _tap({dim: Window1d(1, kept.step, -kept.start)}, dims, 0.0)
+    return _tap({dim: AxisWindow(1, kept.step, -kept.start)}, dims, 0.0)
 
 
 def _pad(op: Operator, rank: int, dims: tuple[int, int]) -> Tap | None:
@@ -55,10 +55,10 @@ def _pad(op: Operator, rank: int, dims: tuple[int, int]) -> Tap | None:
     around = {rank - 1 - at: (widths[2 * at], widths[2 * at + 1]) for at in range(len(widths) // 2)}
     if mode != "constant" or any(pair != (0, 0) for dim, pair in around.items() if dim not in dims):
         return None
-    windows = {dim: Window1d(1, 1, before) for dim, (before, _) in around.items()}
+    windows = {dim: AxisWindow(1, 1, before) for dim, (before, _) in around.items()}
     return _tap(windows, dims, 0.0 if value is None else float(value))
 
 
-def _tap(windows: dict[int, Window1d], dims: tuple[int, int], fill: float) -> Tap:
-    y, x = (windows.get(dim, Window1d(1)) for dim in dims)
+def _tap(windows: dict[int, AxisWindow], dims: tuple[int, int], fill: float) -> Tap:
+    y, x = (windows.get(dim, AxisWindow(1)) for dim in dims)
     return Tap(Window(y, x), fill)

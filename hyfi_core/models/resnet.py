@@ -109,7 +109,7 @@ class ResNet(Residual):
         return self.fc(pool_map(x, self.pool))  # type: ignore[no-any-return]
 
 
-class ResNetV1(Residual):
+class CifarResNet(Residual):
     """Three stages of basic blocks after a 3×3 stem: ``(B, in_channels, H, W) -> (B, classes)``, stride 4."""
 
     def __init__(
@@ -137,7 +137,7 @@ class ResNetV1(Residual):
         return self.fc(pool_map(x, self.pool))  # type: ignore[no-any-return]
 
 
-class ResNetV2(Residual):
+class PreActivationResNet(Residual):
     """Three pre-activation stages after a bare 3×3 stem: ``(B, in_channels, H, W) -> (B, classes)``, stride 4."""
 
     def __init__(
@@ -202,7 +202,7 @@ def resnet50(
 
 def resnet_v1(
     depth: int, classes: int = 10, pool: str = "avg", norm: str = "train", width: int = 16, in_channels: int = 3
-) -> ResNetV1:
+) -> CifarResNet:
     """Return the v1 network of ``depth`` = 6n + 2 layers (20: 0.27 million parameters, 110: 1.7 million).
 
     Shortcuts that change shape are projections (option B of the paper).
@@ -210,7 +210,7 @@ def resnet_v1(
     Raises:
         RequestError: there is no such depth; the message names the nearest ones.
     """
-    return ResNetV1(_blocks(depth, 6, "resnet_v1"), classes, pool, norm, width, in_channels)
+    return CifarResNet(_blocks(depth, 6, "resnet_v1"), classes, pool, norm, width, in_channels)
 
 
 def resnet_v2(
@@ -221,7 +221,7 @@ def resnet_v2(
     width: int = 16,
     in_channels: int = 3,
     block: str = "auto",
-) -> ResNetV2:
+) -> PreActivationResNet:
     """Return the v2 network of ``depth`` layers (164: 1.7 million parameters, 1001: 10.3 million).
 
     Depth 9n + 2 is made of bottlenecks, 6n + 2 of basic blocks. A depth that is both (110, 164) is made of bottlenecks
@@ -235,7 +235,7 @@ def resnet_v2(
     bottleneck = block == "bottleneck" or (block == "auto" and (_legal(depth, 9) or not _legal(depth, 6)))
     kind: type[Block] = PreactBottleneck if bottleneck else PreactBasicBlock
     blocks = _blocks(depth, 9 if bottleneck else 6, "resnet_v2")
-    return ResNetV2(kind, blocks, classes, pool, norm, width, in_channels)
+    return PreActivationResNet(kind, blocks, classes, pool, norm, width, in_channels)
 
 
 def _legal(depth: int, step: int) -> bool:

@@ -18,7 +18,7 @@ from hyfi_core.ops.bands import AT_ONCE, Banded
 from hyfi_core.ops.base import Cotangents, Tensors, Wanted
 from hyfi_core.ops.cut import at
 from hyfi_core.ops.redistribute import like
-from hyfi_core.plan.window import Window1d
+from hyfi_core.plan.window import AxisWindow
 
 _PATTERN = [1, 2, 2, 2]  # the smallest map that shows its memory format
 
@@ -111,7 +111,7 @@ class AvgPool(Banded):
         )
 
 
-def counts(window: Window1d, start: int, stop: int, length: int, include_pad: bool) -> list[int]:
+def counts(window: AxisWindow, start: int, stop: int, length: int, include_pad: bool) -> list[int]:
     """Return how many positions of a map of this length, and of its padding if that counts, each window covers."""
     beyond = window.padding if include_pad else 0
     found = []

@@ -4,6 +4,6 @@ from hyfi_core.plan.box import Box
 from hyfi_core.plan.layout import Layout
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.transfer import Strip, Transfer, plan_transfer
-from hyfi_core.plan.window import Window, Window1d
+from hyfi_core.plan.window import AxisWindow, Window
 
-__all__ = ["Box", "Layout", "ParallelPlan", "Strip", "Transfer", "Window", "Window1d", "plan_transfer"]
+__all__ = ["AxisWindow", "Box", "Layout", "ParallelPlan", "Strip", "Transfer", "Window", "plan_transfer"]

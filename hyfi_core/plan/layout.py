@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from hyfi_core.plan.box import Box
-from hyfi_core.plan.window import Window, Window1d
+from hyfi_core.plan.window import AxisWindow, Window
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def _even(length: int, count: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1024)  # networks repeat their blocks
-def _through(cuts: tuple[int, ...], window: Window1d, outputs: int) -> tuple[int, ...]:
+def _through(cuts: tuple[int, ...], window: AxisWindow, outputs: int) -> tuple[int, ...]:
     balanced = _even(outputs, len(cuts) - 1)
     inner = [window.cut(cut, cuts[-1], outputs, even) for cut, even in zip(cuts[1:-1], balanced[1:-1], strict=True)]
     result = [0]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.transfer import Transfer
-from hyfi_core.plan.window import Window, Window1d
+from hyfi_core.plan.window import AxisWindow, Window
 
 Interval = tuple[int, int]
 _OWN_TO_STRIPS = 4
@@ -66,7 +66,7 @@ def own_call(window: Window, have: Box, outputs: Box) -> OwnCall | None:
     return OwnCall((y[0], x[0]), (y[1], x[1]))
 
 
-def _share_along(window: Window1d, strip: Interval, outputs: Interval) -> tuple[Interval, Interval, Interval] | None:
+def _share_along(window: AxisWindow, strip: Interval, outputs: Interval) -> tuple[Interval, Interval, Interval] | None:
     """Return (outputs, taps, inputs) along one axis."""
     first = max(outputs[0], -((window.extent - 1 - window.padding - strip[0]) // window.stride))
     last = min(outputs[1] - 1, (strip[1] - 1 + window.padding) // window.stride)
@@ -79,14 +79,14 @@ def _share_along(window: Window1d, strip: Interval, outputs: Interval) -> tuple[
     return (first, last + 1), (taps[0], taps[-1] + 1), inputs
 
 
-def _hits(window: Window1d, tap: int, strip: Interval, outputs: Interval) -> bool:
+def _hits(window: AxisWindow, tap: int, strip: Interval, outputs: Interval) -> bool:
     """Whether some output's tap lies in the strip."""
     shift = window.padding - tap * window.dilation
     first = max(outputs[0], -((-strip[0] - shift) // window.stride))
     return first < outputs[1] and first * window.stride - shift < strip[1]
 
 
-def _own_along(window: Window1d, have: Interval, outputs: Interval) -> tuple[int, int] | None:
+def _own_along(window: AxisWindow, have: Interval, outputs: Interval) -> tuple[int, int] | None:
     """Return (start, padding) along one axis."""
     count = outputs[1] - outputs[0]
     before = have[0] - outputs[0] * window.stride + window.padding  # positions of the first window before the part
@@ -111,7 +111,7 @@ def worth_it(transfer: Transfer) -> bool:
     return transfer.have.area >= _OWN_TO_STRIPS * max(1, transfer.received_px)
 
 
-def _inner_along(window: Window1d, have: Interval, length: int, outputs: Interval) -> Interval:
+def _inner_along(window: AxisWindow, have: Interval, length: int, outputs: Interval) -> Interval:
     first, last = outputs
     while first < last and max(0, window.input_interval(first, first + 1)[0]) < have[0]:
         first += 1

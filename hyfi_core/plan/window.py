@@ -17,7 +17,7 @@ from hyfi_core.plan.box import Box
 
 
 @dataclass(frozen=True, slots=True)
-class Window1d:
+class AxisWindow:
     """A sliding window along one axis.
 
     Attributes:
@@ -76,8 +76,8 @@ class Window1d:
 class Window:
     """A sliding window over a map: one along each axis."""
 
-    y: Window1d
-    x: Window1d
+    y: AxisWindow
+    x: AxisWindow
 
     def input_box(self, output: Box) -> Box:
         """Return the input box that ``output`` needs; it extends beyond the map by the padding."""

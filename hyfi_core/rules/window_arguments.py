@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hyfi_core.capture.program import Operator
-from hyfi_core.plan.window import Window, Window1d
+from hyfi_core.plan.window import AxisWindow, Window
 
 Shape = Callable[[str], tuple[int, ...]]
 
@@ -65,7 +65,7 @@ def avg_pool2d(op: Operator, shape: Shape) -> Sliding:
 
 
 def _window(kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]) -> Window:
-    return Window(*(Window1d(k, s, p, d) for k, s, p, d in zip(kernel, stride, padding, dilation, strict=True)))
+    return Window(*(AxisWindow(k, s, p, d) for k, s, p, d in zip(kernel, stride, padding, dilation, strict=True)))
 
 
 WINDOWS: dict[str, Callable[[Operator, Shape], Sliding]] = {

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hyfi_core.capture.verify import verify_capture
-from hyfi_core.comm.agree import Shape, agree, compare_requests, told_function
+from hyfi_core.comm.agree import Shape, agree, compare_requests, describe_function
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
@@ -67,8 +67,8 @@ def parallelize(
         "memory_format": memory_format,
         "verify": verify,
         "optimizer": "given" if optimizer is not None else "none",
-        "loss": told_function(loss),
-        "output": told_function(output),
+        "loss": describe_function(loss),
+        "output": describe_function(output),
     }
     compare_requests(comm, model, shape, plan, settings)
     engine = Engine(model, shape, plan, comm, loss, optimizer, output, autocast, image_dtype, memory_format)

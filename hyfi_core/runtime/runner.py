@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from hyfi_core.capture.guards import NoTracedValues
-from hyfi_core.capture.module_state import changed_since, told
+from hyfi_core.capture.module_state import changed_since, describe_value
 from hyfi_core.cells.paged_steps import PagedSteps, StepMemory, UseOrder
 from hyfi_core.cells.pager import Pager
 from hyfi_core.comm.base import Communicator
@@ -105,8 +105,8 @@ class StageRunner:
 
     def changes(self) -> dict[tuple[str, str], str]:
         """Return the attributes that have changed since the last call: (module, attribute) -> current value."""
-        subject = self._subject
-        return {place: told(subject.model, *place) for place in changed_since(self._used, subject.watch.state())}
+        model, places = self._subject.model, changed_since(self._used, self._subject.watch.state())
+        return {place: describe_value(model, *place) for place in places}
 
     def schedule(self, compiled: Compiled) -> Schedule:
         """Return the lowered schedule of a training step: every action of every rank of a replica."""

@@ -57,9 +57,9 @@ def test_other_errors_keep_their_traceback(capsys: pytest.CaptureFixture[str]) -
 
 def test_a_full_disk_of_spilled_maps_is_told_in_one_line() -> None:
     error = RequestError("cannot write to disk (plan.spill): No space left on device")
-    assert out_of_memory.told(error) is None
+    assert out_of_memory.message_of(error) is None
     error.__cause__ = OSError(errno.ENOSPC, "No space left on device")
-    assert out_of_memory.told(error) == "cannot write to disk (plan.spill): No space left on device"
+    assert out_of_memory.message_of(error) == "cannot write to disk (plan.spill): No space left on device"
     run = RuntimeError(f"the run cannot continue: {error}")
     run.__cause__ = error
-    assert out_of_memory.told(run) == str(run)
+    assert out_of_memory.message_of(run) == str(run)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from hyfi_core.errors import RequestError
-from workflows.commands.simulate import classes_of, describe, drawn, machine_of, told
+from workflows.commands.simulate import classes_of, describe, drawn, forecast_json, machine_of
 from workflows.config.load import Config, load_config
 from workflows.console import emit_json, say, warn
 from workflows.exit_codes import DONE
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from hyfi_core.cost.planner import PlanSearch
     from hyfi_core.cost.simulator import StepForecast
     from hyfi_core.plan.parallel_plan import ParallelPlan
-
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 def run(
@@ -67,7 +65,7 @@ def run(
         write_plan(config, found.plans[0].plan)
         say(f"{config}: plan written")
     if as_json:
-        plans = [told(one, images) for one in found.plans]
+        plans = [forecast_json(one, images) for one in found.plans]
         emit_json({"machine": model.name, "ranks": ranks, "plans": plans, "alternatives": _others(found)})
     return DONE
 
@@ -154,15 +152,15 @@ def bytes_of(text: str) -> int:
     Raises:
         RequestError: it is no amount.
     """
-    plain = text.strip().upper().removesuffix("B")
-    unit = plain[-1:] if plain[-1:] in "KMGT" else ""
+    from pydantic import ByteSize, TypeAdapter, ValidationError
+
     try:
-        amount = float(plain.removesuffix(unit) if unit else plain)
-    except ValueError:
-        amount = 0.0
-    if not 0 < amount < 1e18:
+        amount = int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError:
+        amount = 0
+    if amount < 1:
         raise RequestError(f"--memory {text!r}: not an amount; write it like 16GB, 800MB or 16000000000")
-    return int(amount * _UNITS[unit])
+    return amount
 
 
 def write_plan(config: Path, plan: ParallelPlan) -> None:

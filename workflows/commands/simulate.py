@@ -56,7 +56,7 @@ def run(
         write_atomically(trace, to_json(forecast.events()).encode())
         say(f"trace: {trace} (open it with https://ui.perfetto.dev)")
     if as_json:
-        emit_json({"machine": model.name, "ranks": plan.ranks, **told(forecast, batch)})
+        emit_json({"machine": model.name, "ranks": plan.ranks, **forecast_json(forecast, batch)})
     return DONE
 
 
@@ -136,7 +136,7 @@ def describe(forecast: StepForecast, batch: int, machine: MachineModel) -> list[
     return lines
 
 
-def told(forecast: StepForecast, batch: int) -> dict[str, Any]:
+def forecast_json(forecast: StepForecast, batch: int) -> dict[str, Any]:
     """Return the forecast for machines."""
     from workflows.training.memory import PROCESS_BYTES
 

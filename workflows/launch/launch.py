@@ -35,7 +35,7 @@ from workflows.exit_codes import FAULT, STOPPED, WRONG_REQUEST
 from workflows.launch import mpiexec, peer_watch
 from workflows.launch.processes import Ends, kill_session
 from workflows.launch.status import VARIABLE, RunStatus
-from workflows.out_of_memory import GENERAL_ADVICE, kernel_kills, told
+from workflows.out_of_memory import GENERAL_ADVICE, kernel_kills, message_of
 
 __all__ = ["inside_launcher", "launch", "launch_program", "own_rank", "run_as_rank"]
 
@@ -249,7 +249,7 @@ PEER_LOST_S = 2.0
 def _fail(status: RunStatus | None, rank: int) -> None:
     """Report the current error if it is the first, and end every rank of the job."""
     raised = sys.exc_info()[1]
-    memory = told(raised) if raised is not None else None
+    memory = message_of(raised) if raised is not None else None
     error = memory or traceback.format_exc().rstrip()
     if raised is not None and peer_watch.is_lost_peer(raised):
         time.sleep(PEER_LOST_S)  # most likely a peer died, which is the first error and is reported in the meantime

@@ -69,14 +69,14 @@ class Board:
         """Return whether a rank has failed."""
         return bool(self._store.check(["failures"]))
 
-    def set_told(self) -> None:
+    def set_reported(self) -> None:
         """Record that the first failure has been printed."""
-        self._store.set("told", "1")
+        self._store.set("reported", "1")
 
     @property
-    def told(self) -> bool:
+    def reported(self) -> bool:
         """Return whether the first failure has been printed."""
-        return bool(self._store.check(["told"]))
+        return bool(self._store.check(["reported"]))
 
 
 def open_board(comm: Communicator) -> Board | None:

@@ -147,7 +147,7 @@ class Supervisor:
         print(words, file=sys.stderr, flush=True)
         if self._board is not None:
             with contextlib.suppress(RuntimeError):
-                self._board.set_told()
+                self._board.set_reported()
         time.sleep(0.2)  # on abort, a process manager may drop output that it has not forwarded
         self._abort()
 
@@ -155,7 +155,7 @@ class Supervisor:
         """Stop because another rank has failed, which reports the cause."""
         deadline_s = time.monotonic() + PEER_LOST_S
         with contextlib.suppress(RuntimeError):
-            while not board.told and time.monotonic() < deadline_s:
+            while not board.reported and time.monotonic() < deadline_s:
                 time.sleep(0.02)
         time.sleep(0.3)
         self._abort()

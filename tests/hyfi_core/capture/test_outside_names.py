@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hyfi_core.capture.module_state import OUTSIDE, changed_since, module_state, told
+from hyfi_core.capture.module_state import OUTSIDE, changed_since, describe_value, module_state
 
 NUMBER = 1.0
 UNREAD = 1.0
@@ -51,7 +51,7 @@ def test_what_functions_read_outside_counts(name: str, monkeypatch: pytest.Monke
     CHANGES[name](monkeypatch)
     ((path, what),) = changed_since(before, module_state(model))
     assert path == OUTSIDE and what.endswith(name)
-    assert told(model, path, what) != "not there"
+    assert describe_value(model, path, what) != "not there"
 
 
 def test_names_that_only_attributes_have_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:

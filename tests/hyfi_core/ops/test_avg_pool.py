@@ -19,7 +19,7 @@ from hyfi_core.lowering.lower import Target, lower
 from hyfi_core.ops.avg_pool import AvgPool
 from hyfi_core.ops.redistribute import Redistribute
 from hyfi_core.plan import Layout, plan_transfer
-from hyfi_core.plan.window import Window, Window1d
+from hyfi_core.plan.window import AxisWindow, Window
 from hyfi_core.rules.instructions import CollectiveCall
 from tests.harness import assert_equal_to_one_process, captured_once
 
@@ -31,7 +31,7 @@ def pools(
 ) -> tuple[Layout, Layout, list[AvgPool]]:
     """Return how input and output are laid out, and the pool of each rank."""
     (ky, kx), (sy, sx), (py, px) = pool.kernel_size, pool.stride, pool.padding
-    window = Window(Window1d(ky, sy, py), Window1d(kx, sx, px))
+    window = Window(AxisWindow(ky, sy, py), AxisWindow(kx, sx, px))
     have = Layout.even(*size, grid)
     out = have.through(window, *outputs)
     need = [window.input_box(part) for part in out.parts]

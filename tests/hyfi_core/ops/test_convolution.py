@@ -17,7 +17,7 @@ from hyfi_core.comm.threads import run_ranks
 from hyfi_core.ops.convolution import Convolution
 from hyfi_core.ops.redistribute import Redistribute
 from hyfi_core.plan import Box, Layout, plan_transfer
-from hyfi_core.plan.window import Window, Window1d
+from hyfi_core.plan.window import AxisWindow, Window
 
 Settings = dict[str, Any]
 
@@ -29,7 +29,7 @@ def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> tor
 def operators(size: tuple[int, int], grid: tuple[int, int], how: Settings, apart: bool) -> tuple[Layout, Layout, list]:
     """Return the layouts of input and output, and every rank's operator."""
     axes = zip(how["kernel"], how["stride"], how["padding"], how["dilation"], strict=True)
-    window = Window(*(Window1d(*axis) for axis in axes))
+    window = Window(*(AxisWindow(*axis) for axis in axes))
     have = Layout.even(*size, grid)
     sides = [(n + 2 * w.padding - w.extent) // w.stride + 1 for n, w in zip(size, (window.y, window.x), strict=True)]
     out = have.through(window, *sides)

@@ -15,7 +15,7 @@ from hyfi_core.comm.threads import run_ranks
 from hyfi_core.ops.max_pool import MaxPool
 from hyfi_core.ops.redistribute import Redistribute
 from hyfi_core.plan import Layout, plan_transfer
-from hyfi_core.plan.window import Window, Window1d
+from hyfi_core.plan.window import AxisWindow, Window
 
 
 def check(size: Any, grid: Any, kernel: int, stride: int, padding: int, order: torch.memory_format) -> int:
@@ -27,7 +27,7 @@ def check(size: Any, grid: Any, kernel: int, stride: int, padding: int, order: t
     wanted = F.max_pool2d(leaf, kernel, stride, padding)
     dy = torch.randn(wanted.shape, dtype=torch.float64, generator=generator)
     wanted.backward(dy)
-    window = Window(Window1d(kernel, stride, padding), Window1d(kernel, stride, padding))
+    window = Window(AxisWindow(kernel, stride, padding), AxisWindow(kernel, stride, padding))
     have = Layout.even(*size, grid)
     out = have.through(window, *wanted.shape[2:])
     need = [window.input_box(part) for part in out.parts]

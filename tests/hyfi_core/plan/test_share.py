@@ -7,25 +7,25 @@ from hypothesis import strategies as st
 
 from hyfi_core.plan import Box
 from hyfi_core.plan.share import inner_outputs, own_call, share_of
-from hyfi_core.plan.window import Window, Window1d
+from hyfi_core.plan.window import AxisWindow, Window
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Window1d, tuple[int, int], tuple[int, int]]:
-    window = Window1d(
+def cases(draw: st.DrawFn) -> tuple[AxisWindow, tuple[int, int], tuple[int, int]]:
+    window = AxisWindow(
         *(draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(0, 3)), draw(st.integers(1, 3)))
     )
     start, first = draw(st.integers(0, 8)), draw(st.integers(0, 6))
     return window, (start, start + draw(st.integers(1, 8))), (first, first + draw(st.integers(1, 6)))
 
 
-def taps(window: Window1d, output: int) -> list[int]:
+def taps(window: AxisWindow, output: int) -> list[int]:
     return [output * window.stride - window.padding + tap * window.dilation for tap in range(window.kernel)]
 
 
 @settings(max_examples=300, deadline=None)
 @given(cases())
-def test_a_strips_share_is_all_that_reaches_it(case: tuple[Window1d, tuple[int, int], tuple[int, int]]) -> None:
+def test_a_strips_share_is_all_that_reaches_it(case: tuple[AxisWindow, tuple[int, int], tuple[int, int]]) -> None:
     window, piece, outputs = case
     hits = {
         (output, tap)
@@ -33,7 +33,7 @@ def test_a_strips_share_is_all_that_reaches_it(case: tuple[Window1d, tuple[int, 
         for tap, at in enumerate(taps(window, output))
         if piece[0] <= at < piece[1]
     }
-    share = share_of(Window(window, Window1d(1)), Box(*piece, 0, 1), Box(*outputs, 0, 1))
+    share = share_of(Window(window, AxisWindow(1)), Box(*piece, 0, 1), Box(*outputs, 0, 1))
     if not hits:
         assert share is None
         return
@@ -47,9 +47,11 @@ def test_a_strips_share_is_all_that_reaches_it(case: tuple[Window1d, tuple[int, 
 
 @settings(max_examples=300, deadline=None)
 @given(cases())
-def test_a_call_on_the_own_part_gives_just_its_outputs(case: tuple[Window1d, tuple[int, int], tuple[int, int]]) -> None:
+def test_a_call_on_the_own_part_gives_just_its_outputs(
+    case: tuple[AxisWindow, tuple[int, int], tuple[int, int]],
+) -> None:
     window, have, outputs = case
-    call = own_call(Window(window, Window1d(1)), Box(*have, 0, 1), Box(*outputs, 0, 1))
+    call = own_call(Window(window, AxisWindow(1)), Box(*have, 0, 1), Box(*outputs, 0, 1))
     if call is None:
         return
     start, padding = call.start[0], call.padding[0]
@@ -66,11 +68,11 @@ def test_a_call_on_the_own_part_gives_just_its_outputs(case: tuple[Window1d, tup
 @settings(max_examples=300, deadline=None)
 @given(cases(), st.integers(8, 24))
 def test_inner_outputs_look_at_nobody_elses_pixels(
-    case: tuple[Window1d, tuple[int, int], tuple[int, int]], length: int
+    case: tuple[AxisWindow, tuple[int, int], tuple[int, int]], length: int
 ) -> None:
     window, have, outputs = case
     have = have[0], min(have[1], length)
-    inner = inner_outputs(Window(window, Window1d(1)), Box(*have, 0, 1), Box(0, length, 0, 1), Box(*outputs, 0, 1))
+    inner = inner_outputs(Window(window, AxisWindow(1)), Box(*have, 0, 1), Box(0, length, 0, 1), Box(*outputs, 0, 1))
     for output in range(inner.y0, inner.y1):
         start, stop = window.input_interval(output, output + 1)
         assert max(0, start) >= have[0] and min(length, stop) <= have[1]
