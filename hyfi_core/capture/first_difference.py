@@ -57,21 +57,21 @@ def first_module(model: nn.Module, program: Program, image: torch.Tensor) -> str
     parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
     with torch.no_grad(), RepeatableDraws():
         interpret(program, parameters, {n: b.clone() for n, b in buffers.items()}, image, keep)
-        answers = _answers(model, image)
-    for path, answer in answers:
+        outputs = _outputs(model, image)
+    for path, output in outputs:
         own = (value for at, values in made.items() if at == path or at.startswith(f"{path}.") for value in values)
-        if made.keys() & {path} and not any(_close(answer, value) for value in own):
+        if made.keys() & {path} and not any(_close(output, value) for value in own):
             return f"; the first module that differs is {path} ({type(model.get_submodule(path)).__name__})"
     return ""
 
 
-def _answers(model: nn.Module, image: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+def _outputs(model: nn.Module, image: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     """Return (module, output) in the order in which modules finish."""
-    answers: list[tuple[str, torch.Tensor]] = []
+    outputs: list[tuple[str, torch.Tensor]] = []
 
     def hook(path: str) -> Any:
-        return lambda module, given, answer: (
-            answers.append((path, answer.detach().clone())) if isinstance(answer, torch.Tensor) else None
+        return lambda module, given, output: (
+            outputs.append((path, output.detach().clone())) if isinstance(output, torch.Tensor) else None
         )
 
     handles = [module.register_forward_hook(hook(path)) for path, module in model.named_modules() if path]
@@ -80,7 +80,7 @@ def _answers(model: nn.Module, image: torch.Tensor) -> list[tuple[str, torch.Ten
     finally:
         for handle in handles:
             handle.remove()
-    return answers
+    return outputs
 
 
 def _close(one: torch.Tensor, other: torch.Tensor) -> bool:

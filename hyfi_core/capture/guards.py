@@ -105,11 +105,11 @@ def _watched_forward(model: nn.Module, calls: WatchedCalls) -> Iterator[None]:
         before.update(attributes(model))
         calls.begin()
 
-    def end(module: nn.Module, given: Any, answer: Any) -> None:
+    def end(module: nn.Module, given: Any, output: Any) -> None:
         calls.end()
-        make_known(answer)
+        make_known(output)
         _refuse_changed(before, attributes(model))
-        calls.refuse_functions(torch.utils._pytree.tree_leaves(answer), answered=True)
+        calls.refuse_functions(torch.utils._pytree.tree_leaves(output), returned=True)
         calls.refuse_host_randomness()
 
     handles = (
@@ -223,26 +223,26 @@ def _is_traced(value: torch.Tensor) -> bool:
     return isinstance(value, FakeTensor) or torch._is_functional_tensor(value)
 
 
-def make_known(answer: Any) -> None:
+def make_known(output: Any) -> None:
     """Register the class of an output as a pytree node, if it is not."""
-    kind = type(answer)
-    plain = _pytree.SUPPORTED_NODES.get(kind) is None and not isinstance(answer, (torch.Tensor, tuple, list, dict))
-    if answer is None or not plain or not (dataclasses.is_dataclass(answer) or hasattr(answer, "__dict__")):
+    kind = type(output)
+    plain = _pytree.SUPPORTED_NODES.get(kind) is None and not isinstance(output, (torch.Tensor, tuple, list, dict))
+    if output is None or not plain or not (dataclasses.is_dataclass(output) or hasattr(output, "__dict__")):
         return
     _pytree.register_pytree_node(kind, _attributes, lambda values, names: _put_together(kind, values, names))
 
 
-def _attributes(answer: Any) -> tuple[list[Any], tuple[str, ...]]:
-    fields = dataclasses.fields(answer) if dataclasses.is_dataclass(answer) else ()
-    names = tuple(field.name for field in fields) or tuple(vars(answer))
-    return [getattr(answer, name) for name in names], names
+def _attributes(output: Any) -> tuple[list[Any], tuple[str, ...]]:
+    fields = dataclasses.fields(output) if dataclasses.is_dataclass(output) else ()
+    names = tuple(field.name for field in fields) or tuple(vars(output))
+    return [getattr(output, name) for name in names], names
 
 
 def _put_together(kind: type, values: Any, names: Any) -> Any:
-    answer: Any = object.__new__(kind)
+    output: Any = object.__new__(kind)
     for name, value in zip(names, values, strict=True):
-        object.__setattr__(answer, name, value)  # frozen dataclasses, too
-    return answer
+        object.__setattr__(output, name, value)  # frozen dataclasses, too
+    return output
 
 
 class NoTracedValues(TorchFunctionMode):

@@ -1,8 +1,8 @@
 """Comparison of a module with its capture, on small images in one process: finds differences that no guard knows.
 
 ```
-module   ── image 1 ── answer, gradients ── image 2 ── answer, gradients, buffers
-program  ── image 1 ── answer, gradients ── image 2 ── answer, gradients, buffers      equal to rounding?
+module   ── image 1 ── output, gradients ── image 2 ── output, gradients, buffers
+program  ── image 1 ── output, gradients ── image 2 ── output, gradients, buffers      equal to rounding?
 ```
 
 There are two steps, because a forward may keep state between them. Random operators draw the same numbers on both
@@ -62,10 +62,10 @@ def verify_capture(model: nn.Module, shape: Shape, dtype: torch.dtype, output: O
     Raises:
         RequestError: they differ; the message says where, and names the first module that differs.
     """
-    unseen = _compare(model, shape, dtype, output or (lambda answer: answer), "")
+    unseen = _compare(model, shape, dtype, output or (lambda value: value), "")
     if unseen is None and any(module.training for module in model.modules()):
         with _evaluating(model):  # a failing capture is reported when this mode is used
-            _compare(model, shape, dtype, output or (lambda answer: answer), ", in evaluation mode")
+            _compare(model, shape, dtype, output or (lambda value: value), ", in evaluation mode")
     return unseen
 
 
@@ -83,7 +83,7 @@ def _compare(model: nn.Module, shape: Shape, dtype: torch.dtype, pick: Output, m
         return f"it cannot be captured for images of {small[2]} x {small[3]} px ({error})"
     computed = next((p.dtype for p in model.parameters() if p.is_floating_point()), dtype)
     difference = equal(wanted, _of_program(model, program, small, dtype, pick), _TOLERANCE.get(computed, _COARSE))
-    if difference is None or not _is_real(model, small, dtype, pick, wanted, program):
+    if difference is None or not _exceeds_rounding(model, small, dtype, pick, wanted, program):
         return None
     with undisturbed(model):
         first = first_module(model, program, _image(small, dtype, model, 0))
@@ -152,7 +152,9 @@ def _of_program(model: nn.Module, program: Program, shape: Shape, dtype: torch.d
         return _steps(model, shape, dtype, run, lambda: buffers)
 
 
-def _is_real(model: nn.Module, shape: Shape, dtype: torch.dtype, pick: Output, wanted: Found, program: Program) -> bool:
+def _exceeds_rounding(
+    model: nn.Module, shape: Shape, dtype: torch.dtype, pick: Output, wanted: Found, program: Program
+) -> bool:
     """Whether a difference is more than rounding: it occurs in float64, too, or is large if float64 is not possible."""
     exact_dtype = torch.float64 if dtype.is_floating_point else dtype  # of images
     if all(p.dtype == torch.float64 for p in model.parameters()):
@@ -182,12 +184,12 @@ def _steps(
     for step in range(1, _STEPS + 1):
         with torch.enable_grad():
             leaves = [leaf for leaf in _pytree.tree_leaves(run(_image(shape, dtype, model, step)))]
-        answers = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        found.update({f"output {n} of step {step}": leaf.detach().clone() for n, leaf in enumerate(answers)})
-        ends = [leaf for leaf in answers if leaf.requires_grad]
-        if ends and trained:
-            weights = [_noise(leaf.shape, leaf.dtype, leaf.device, step) for leaf in ends]
-            gradients = torch.autograd.grad(ends, list(trained.values()), weights, allow_unused=True)
+        outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        found.update({f"output {n} of step {step}": leaf.detach().clone() for n, leaf in enumerate(outputs)})
+        differentiable = [leaf for leaf in outputs if leaf.requires_grad]
+        if differentiable and trained:
+            weights = [_noise(leaf.shape, leaf.dtype, leaf.device, step) for leaf in differentiable]
+            gradients = torch.autograd.grad(differentiable, list(trained.values()), weights, allow_unused=True)
             named = reversed([*zip(trained, gradients, strict=True)])  # in the order of backward
             found.update({f"gradient of {name} in step {step}": gradient for name, gradient in named})
     cumulative = _cumulative(model)

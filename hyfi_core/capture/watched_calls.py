@@ -89,7 +89,7 @@ class WatchedCalls(TorchFunctionMode):
             return result
         return _pytree.tree_map_only(torch.Tensor, lambda item: _detached(item, tensors), result)
 
-    def refuse_functions(self, tensors: Sequence[Any], answered: bool = False) -> None:
+    def refuse_functions(self, tensors: Sequence[Any], returned: bool = False) -> None:
         """Refuse values computed by a custom ``autograd.Function``.
 
         Raises:
@@ -99,7 +99,7 @@ class WatchedCalls(TorchFunctionMode):
             made: Any = tensor.grad_fn if isinstance(tensor, torch.Tensor) else None
             if isinstance(made, BackwardCFunction):
                 owner: Any = type(made)._forward_cls  # type: ignore[attr-defined]
-                used = "answered" if answered else f"used at {calling_line()}"
+                used = "returned" if returned else f"used at {calling_line()}"
                 raise RequestError(
                     f"the model calls {owner.__module__}.{owner.__qualname__}, an autograd.Function, whose own "
                     f"backward would be lost (its result is {used}); write it with PyTorch "

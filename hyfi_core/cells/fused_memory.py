@@ -1,6 +1,6 @@
 """Choice of fused runs for cells: a trade-off between memory and redundant work.
 
-    image ── run ── map ── run ── map ── run ── answer        four cells, three runs
+    image ── run ── map ── run ── map ── run ── output        four cells, three runs
     cell 0   ════╗       ╔═════╗       ╔══                    within a run: maps of one cell;
     cell 1       ╚═══╗   ║     ║       ║                      between two runs: every cell's part of the map
     …                ╚═══╝     ╚══…

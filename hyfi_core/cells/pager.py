@@ -64,7 +64,7 @@ class Pager:
     # -- around each step of a cell
 
     def fix(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Keep tensors (weights, buffers, answers) in memory until ``reset``."""
+        """Keep tensors (weights, buffers, outputs) in memory until ``reset``."""
         found = list(tensors)
         self._fixed.update(tensor.untyped_storage()._cdata for tensor in found)
         pages = self._of(found)

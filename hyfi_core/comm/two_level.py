@@ -6,7 +6,7 @@
              3 ─┴─▶ 2 ══╝    ╚═▶ 2 ┬─▶ 2
                                    └─▶ 3
 
-Several tensors may be pending at once; every level has its own communicator (see ``comm.staged``).
+Several tensors may be pending at once; every level has its own communicator (see ``comm.phased``).
 
 Sums of 16-bit floats can be sent as 16 bits: each rank adds one part of the tensor in float32 and rounds once.
 
@@ -24,7 +24,7 @@ from collections.abc import Sequence
 import torch
 
 from hyfi_core.comm.base import Communicator, ForwardingCommunicator, Message, Pending, ReduceOp
-from hyfi_core.comm.staged import StagedQueue, Stages
+from hyfi_core.comm.phased import PhasedQueue, Phases
 from hyfi_core.comm.wire import reduced
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -64,17 +64,17 @@ class TwoLevelCommunicator(ForwardingCommunicator):
     ) -> None:
         super().__init__(comm)
         self._inside, self._across, self._back = inside, across, back
-        self._queue = StagedQueue()
+        self._queue = PhasedQueue()
 
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
         """Start reducing in place; see the protocol."""
-        return self._queue.start(self._stages(tensor, op))
+        return self._queue.start(self._phases(tensor, op))
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
         """Reduce in place."""
         self.start_all_reduce(tensor, op).wait()
 
-    def _stages(self, tensor: torch.Tensor, op: ReduceOp) -> Stages:
+    def _phases(self, tensor: torch.Tensor, op: ReduceOp) -> Phases:
         yield self._inside.start_all_reduce(tensor, op)
         if self._across is None:
             yield self._back.exchange([], [Message(0, tensor)])
@@ -98,36 +98,36 @@ class NarrowCommunicator(ForwardingCommunicator):
 
     Args:
         comm: the group.
-        scatter: the same ranks, for the first stage.
+        scatter: the same ranks, for the first phase.
         gather: the same ranks, for the second.
     """
 
     def __init__(self, comm: Communicator, scatter: Communicator, gather: Communicator) -> None:
         super().__init__(comm)
         self._scatter, self._gather = scatter, gather
-        self._queue = StagedQueue()
+        self._queue = PhasedQueue()
 
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
         """Start reducing in place; see the protocol."""
         if op != "sum" or tensor.dtype not in NARROW:
             return self._comm.start_all_reduce(tensor, op)
-        return self._queue.start(self._stages(tensor))
+        return self._queue.start(self._phases(tensor))
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
         """Reduce in place."""
         self.start_all_reduce(tensor, op).wait()
 
-    def _stages(self, tensor: torch.Tensor) -> Stages:
+    def _phases(self, tensor: torch.Tensor) -> Phases:
         flat = tensor.reshape(-1)
         parts = list(flat.tensor_split(self.size))
         others = [peer for peer in range(self.size) if peer != self.rank]
         own = parts[self.rank]
-        came = {peer: torch.empty_like(own) for peer in others}
+        received = {peer: torch.empty_like(own) for peer in others}
         yield self._scatter.exchange(
             [Message(peer, parts[peer]) for peer in others if parts[peer].numel()],
-            [Message(peer, box) for peer, box in came.items() if own.numel()],
+            [Message(peer, tensor) for peer, tensor in received.items() if own.numel()],
         )
-        total = reduced([came.get(rank, own) for rank in range(self.size)], "sum")
+        total = reduced([received.get(rank, own) for rank in range(self.size)], "sum")
         yield self._gather.exchange(
             [Message(peer, total) for peer in others if own.numel()],
             [Message(peer, parts[peer]) for peer in others if parts[peer].numel()],

@@ -66,14 +66,14 @@ class TapeFacts:
     Attributes:
         active: values that carry a gradient.
         parameters: values whose gradients stay, with the parameter.
-        answer: output values, whose cotangents come from the user's loss.
+        outputs: of the program, whose cotangents come from the user's loss.
         exits: values whose cotangents come from other stages, in memory that is handed over.
         values: shape and type of every value.
     """
 
     active: Collection[str]
     parameters: Collection[str]
-    answer: Collection[str]
+    outputs: Collection[str]
     exits: Collection[str]
     values: Mapping[str, ValueInfo]
 
@@ -106,7 +106,7 @@ class BackwardMemory:
         self._held: dict[str, _Cotangent] = {}
         for name in facts.exits:
             self._held[name] = _Cotangent(self._new(), False)
-        for name in facts.answer:
+        for name in facts.outputs:
             self._held[name] = _Cotangent(self._given_to_others(self._new()), False)
 
     def operator(self, call: CustomCall | CollectiveCall) -> tuple[bool, dict[str, Over]]:

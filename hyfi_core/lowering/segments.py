@@ -106,8 +106,8 @@ def build_tape(ranked: RankProgram, sources: Iterable[str], start: int = 0, stop
 
 def _writing_over(ranked: RankProgram, steps: list[Step], active: set[str]) -> tuple[Step, ...]:
     """Return the steps with what their backward may overwrite; see ``lowering.reuse``."""
-    answer, exits = active.intersection(refs_in(ranked.outputs)), active.intersection(ranked.exits)
-    memory = BackwardMemory(TapeFacts(active, ranked.program.parameters, answer, exits, ranked.values))
+    outputs, exits = active.intersection(refs_in(ranked.outputs)), active.intersection(ranked.exits)
+    memory = BackwardMemory(TapeFacts(active, ranked.program.parameters, outputs, exits, ranked.values))
     calls = [call for step in steps for call in (step.calls if isinstance(step, Segment) else (step.call,))]
     made = {name for call in calls for name in call.outputs}
     done: list[Step] = []

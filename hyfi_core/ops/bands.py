@@ -22,8 +22,8 @@ from hyfi_core.ops.base import Tensors
 from hyfi_core.ops.cut import at
 from hyfi_core.ops.redistribute import Redistribute, like
 from hyfi_core.plan.box import Box
-from hyfi_core.plan.share import OwnCall, inner_outputs, own_call, worth_it
 from hyfi_core.plan.window import Window
+from hyfi_core.plan.window_calls import OwnCall, faster_apart, inner_outputs, own_call
 
 AT_ONCE = (0, 0)
 """Padding of a call on a canvas, which includes all pixels of its windows."""
@@ -52,7 +52,7 @@ class Banded:
         """The call on the own part; None if one canvas is better or necessary."""
         transfer = self.halo.transfer
         call = own_call(self.window, transfer.have, self.output)
-        if not self.apart or not worth_it(transfer) or call is None or self.inner.empty:
+        if not self.apart or not faster_apart(transfer) or call is None or self.inner.empty:
             return None
         kernels = (self.window.y.kernel, self.window.x.kernel)  # the native call pads by half a window at most
         return call if all(p <= k // 2 for p, k in zip(call.padding, kernels, strict=True)) else None

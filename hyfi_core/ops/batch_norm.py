@@ -132,16 +132,16 @@ class BatchNorm(AsyncBackward, Recomputable):
         local = self._sums(dy, own, mean, variance)
         sums = local.clone()
         pending = comm.start_all_reduce(sums)
-        kind = mean.dtype if weight is None else weight.dtype
-        shares = local[1].to(kind), local[0].to(kind)
+        dtype = mean.dtype if weight is None else weight.dtype
+        d_affine = local[1].to(dtype), local[0].to(dtype)
 
         def finish() -> Cotangents:
             if wanted and not wanted[0]:
-                return None, *shares
+                return None, *d_affine
             gain, slope, shift = self._terms(weight, mean, variance, sums / self.count, own.dim())
             dx = dy.mul_(gain) if self.over_cotangent else torch.mul(dy, gain, out=torch.empty_like(dy))
             self._counted(dx).addcmul_(self._centred(own, mean), slope).add_(shift)
-            return dx, *shares
+            return dx, *d_affine
 
         return pending, finish
 

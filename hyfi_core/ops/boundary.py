@@ -9,7 +9,7 @@
 
 Pieces are planned by a ``Transfer`` over the ranks of both stages, first those of the first stage. A replicated value
 is sent to rank j of the second stage by rank j mod m of the first; its cotangent is a sum over ranks, so each rank
-returns its share to the sender, where they are added.
+returns its partial cotangent to the sender, which adds them.
 """
 
 from __future__ import annotations

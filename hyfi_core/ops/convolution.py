@@ -1,7 +1,7 @@
 """Convolution of a part, overlapped with its halo exchange.
 
-    forward    start ──▶ own part, padded with zeros          ──▶ finish ──▶ each strip's share added to the outputs
-                                                                            that it reaches
+    forward    start ──▶ own part, padded with zeros          ──▶ finish ──▶ each strip's contribution added to the
+                                                                            outputs that it reaches
     backward   cotangents of the strips ──▶ start ──▶ cotangents of own part and weight ──▶ finish, add received
 
 A convolution is linear, so the own part and each strip can be convolved separately and added, without a padded copy:
@@ -26,11 +26,11 @@ from hyfi_core.ops.base import Cotangents, HoldsBuffers, Recomputable, Rest, Spl
 from hyfi_core.ops.cut import at
 from hyfi_core.ops.redistribute import PendingStrips, Redistribute, like
 from hyfi_core.plan.box import Box
-from hyfi_core.plan.share import OwnCall, StripShare, own_call, share_of, worth_it
 from hyfi_core.plan.window import Window
+from hyfi_core.plan.window_calls import OwnCall, StripCall, faster_apart, own_call, strip_call
 
 Mask = tuple[bool, bool, bool]
-_Shares = tuple[torch.Tensor | None, torch.Tensor | None]
+_WeightBack = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,12 @@ class _ReachingStrip:
     Attributes:
         index: among the received strips.
         box: of the strip.
-        share: the outputs that it reaches.
+        call: the call that gives its contribution.
     """
 
     index: int
     box: Box
-    share: StripShare
+    call: StripCall
 
 
 @dataclass(frozen=True)
@@ -110,15 +110,15 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
     def own(self) -> OwnCall | None:
         """The call on the own part; None if a canvas is better or necessary."""
         transfer = self.halo.transfer
-        if not self.apart or not worth_it(transfer):
+        if not self.apart or not faster_apart(transfer):
             return None
         return own_call(self.window, transfer.have, self.output)
 
     @cached_property
     def _pieces(self) -> tuple[_ReachingStrip, ...]:
         strips = enumerate(self.halo.transfer.receives)
-        reaching = ((index, strip.box, share_of(self.window, strip.box, self.output)) for index, strip in strips)
-        return tuple(_ReachingStrip(index, box, share) for index, box, share in reaching if share is not None)
+        reaching = ((index, strip.box, strip_call(self.window, strip.box, self.output)) for index, strip in strips)
+        return tuple(_ReachingStrip(index, box, call) for index, box, call in reaching if call is not None)
 
     # -- forward
 
@@ -180,16 +180,16 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
     def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
         """Return the cotangents of map, weight and bias; the latter two as this rank's partial sums."""
         back = self._begun(saved, cotangents, wanted)
-        d_own, shares = self._map_back(comm, back, now=True)
-        return d_own, *(shares or self._weight_back(back))
+        d_own, weight_back = self._map_back(comm, back, now=True)
+        return d_own, *(weight_back or self._weight_back(back))
 
     def backward_of_map(
         self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()
     ) -> tuple[Cotangents, Rest]:
         """Return (cotangent of the map, None, None), and the rest of the backward; see ``ops.base.SplitBackward``."""
         back = self._begun(saved, cotangents, wanted)
-        d_own, shares = self._map_back(comm, back, now=False)
-        return (d_own, None, None), lambda: (None, *(shares or self._weight_back(back)))
+        d_own, weight_back = self._map_back(comm, back, now=False)
+        return (d_own, None, None), lambda: (None, *(weight_back or self._weight_back(back)))
 
     def give_back(self, saved: _SavedConvolution) -> None:
         """Release the strips."""
@@ -202,7 +202,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
         mask = (wanted[0], wanted[1], wanted[2]) if wanted else (True, True, True)
         return _Back(saved, dy.to(seen.dtype), saved.weight.to(seen.dtype), mask)
 
-    def _map_back(self, comm: Communicator, back: _Back, now: bool) -> tuple[torch.Tensor | None, _Shares | None]:
+    def _map_back(self, comm: Communicator, back: _Back, now: bool) -> tuple[torch.Tensor | None, _WeightBack | None]:
         """Return the cotangent of the own part and, if computed during the exchange, those of weight and bias.
 
         Args:
@@ -219,18 +219,18 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
             d_own = self.halo.backward(comm, given, (d_canvas,))[0]
             assert d_own is not None
             return d_own.to(back.saved.dtype), None
-        pending_strips, shares = self._send_back(comm, back), None
+        pending_strips, weight_back = self._send_back(comm, back), None
         pending = pending_strips.pending
         with polled(pending):
             d_seen = self._differentiate(back, only)[0]
         if pending is not None and (now or not pending.test()):
             with polled(pending):
-                shares = self._weight_back(back)
+                weight_back = self._weight_back(back)
         d_own = self._widened(d_seen, back.saved)
         self.halo.add_back(d_own, pending_strips)
-        return d_own, shares
+        return d_own, weight_back
 
-    def _weight_back(self, back: _Back) -> _Shares:
+    def _weight_back(self, back: _Back) -> _WeightBack:
         """Return this rank's partial sums of the cotangents of weight and bias."""
         if not (back.mask[1] or back.mask[2]):
             return None, None
@@ -250,8 +250,8 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
                 d_canvas = taps.back(canvas, tapped, part, *self._steps)
             else:
                 d_canvas = self._native_back(part, canvas, tapped, (0, 0), only)[0]
-            both = piece.share.inputs.intersect(piece.box)
-            at(backs[piece.index], both, piece.box).copy_(at(d_canvas, both, piece.share.inputs))
+            both = piece.call.inputs.intersect(piece.box)
+            at(backs[piece.index], both, piece.box).copy_(at(d_canvas, both, piece.call.inputs))
         return self.halo.start_back(comm, saved.seen, backs)
 
     def _add_strips(self, d_weight: torch.Tensor, back: _Back) -> None:
@@ -296,7 +296,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
         return (y.stride, x.stride), (y.dilation, x.dilation)
 
     def _outputs(self, tensor: torch.Tensor, piece: _ReachingStrip) -> torch.Tensor:
-        return at(tensor, piece.share.outputs, self.output)
+        return at(tensor, piece.call.outputs, self.output)
 
 
 def _computed_in(tensor: torch.Tensor) -> torch.dtype:
@@ -308,13 +308,13 @@ def _computed_in(tensor: torch.Tensor) -> torch.dtype:
 
 
 def _tapped(kernel: torch.Tensor, piece: _ReachingStrip) -> torch.Tensor:
-    y, x = piece.share.taps.slices()
+    y, x = piece.call.taps.slices()
     return kernel[:, :, y, x]
 
 
 def _canvas(piece: _ReachingStrip, strips: tuple[torch.Tensor, ...], own: torch.Tensor) -> torch.Tensor:
     """Return the strip on a canvas of zeros that its taps cover, in the format of ``own``."""
-    strip, inputs = strips[piece.index], piece.share.inputs
+    strip, inputs = strips[piece.index], piece.call.inputs
     canvas = like(own, [*own.shape[:2], *inputs.shape])
     if inputs != piece.box:
         canvas.zero_()

@@ -49,7 +49,7 @@ class Redistribute:
     """Redistributes a map from the boxes that ranks have to those that they need.
 
     Attributes:
-        transfer: this rank's share.
+        transfer: of this rank.
         dims: which tensor dims are (y, x).
         fill: value outside the map (0 for a convolution, -inf for a maximum).
     """
@@ -93,7 +93,7 @@ class Redistribute:
         pending_strips = self.start_back(
             comm, cotangent, [self._view(cotangent, s.box, transfer.need) for s in transfer.receives]
         )
-        result = self._own_share(cotangent, shape)
+        result = self._own_cotangent(cotangent, shape)
         self.add_back(result, pending_strips)
         return (result,)
 
@@ -150,8 +150,8 @@ class Redistribute:
     def _landing(self, like: torch.Tensor, box: Box) -> torch.Tensor:
         return self._buffers.take(self._sized(like.shape, box), like.dtype, like.device)
 
-    def _own_share(self, cotangent: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Return this rank's share of the cotangent of its own part; zero for pixels that it does not need."""
+    def _own_cotangent(self, cotangent: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Return this rank's contribution to the cotangent of its own part; zero for pixels that it does not need."""
         transfer = self.transfer
         kept = self._view(cotangent, transfer.kept, transfer.need)
         if transfer.kept == transfer.have and not transfer.have.empty:

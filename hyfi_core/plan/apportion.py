@@ -43,8 +43,8 @@ def apportion(samples: int, seconds: Sequence[float], unit: int = 1) -> tuple[in
             f"{unit} for each; use a batch of {max(replicas, units) * unit}, fewer micro-batches or fewer replicas"
         )
     taken = [Fraction(one) for one in seconds]
-    shares = [1] * replicas
+    counts = [1] * replicas
     for _ in range(units - replicas):
-        first = min(range(replicas), key=lambda replica: (shares[replica] + 1) * taken[replica])
-        shares[first] += 1
-    return tuple(share * unit for share in shares)
+        first = min(range(replicas), key=lambda replica: (counts[replica] + 1) * taken[replica])
+        counts[first] += 1
+    return tuple(count * unit for count in counts)

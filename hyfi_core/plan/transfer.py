@@ -24,7 +24,7 @@ class Strip:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One rank's share of a redistribution.
+    """What one rank sends, receives and keeps in a redistribution.
 
     Attributes:
         have: the box that this rank owns.

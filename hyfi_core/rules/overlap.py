@@ -12,9 +12,9 @@ from hyfi_core.ops.convolution import Convolution
 from hyfi_core.ops.max_pool import MaxPool, WholeMaxPool
 from hyfi_core.ops.redistribute import Redistribute
 from hyfi_core.plan.box import Box
-from hyfi_core.plan.share import own_call
 from hyfi_core.plan.transfer import plan_transfer
 from hyfi_core.plan.window import Window
+from hyfi_core.plan.window_calls import own_call
 from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.instructions import Split
 from hyfi_core.rules.window_arguments import arguments

@@ -309,7 +309,7 @@ def _channels_only(builder: Builder, op: Operator, dims: tuple[int, ...], keepdi
 
 
 def _through_sum(builder: Builder, part: str, outputs: tuple[str | None, ...], local: Any, finish: Any) -> None:
-    """Emit a local reduction, the sum over ranks, and what makes the answer of it."""
+    """Emit a local reduction, the sum over ranks, and a local finish."""
     partial, summed = (builder.fresh(part, (), torch.float64) for _ in range(2))
     builder.compute(local, (part,), (partial,))
     builder.communicate(SumOverRanks(), (partial,), (summed,), "reduce")

@@ -82,14 +82,14 @@ def attribute_head(
     positions = position_logits(ranked.program, name, activation, values)
     executor = Executor(head, stage)
     records = executor.forward(values, record=True)
-    logits, answer = _logits(ranked, values)
+    logits, output = _logits(ranked, values)
     maps = []
     for index in range(logits.shape[1]):
         seed = torch.zeros_like(logits)
         seed[:, index] = float(stage.rank == 0)  # a replicated output: its cotangent is a sum over ranks
-        found = executor.backward(records, {answer: seed}, {}, keep=True).get(name)
-        share = torch.zeros_like(activation) if found is None else activation * found
-        maps.append(share.float().sum(1, keepdim=True))
+        found = executor.backward(records, {output: seed}, {}, keep=True).get(name)
+        contribution = torch.zeros_like(activation) if found is None else activation * found
+        maps.append(contribution.float().sum(1, keepdim=True))
     return Explanation(logits.float(), torch.cat(maps, 1), positions)
 
 
@@ -112,8 +112,8 @@ def position_logits(program: Program, name: str, part: torch.Tensor, values: Val
     for op in program.operators:
         if made.intersection(op.inputs):
             steps.append(op)
-            made.update(output for output in op.outputs if output is not None)
-    answer = next(item.name for item in program.outputs if isinstance(item, Ref))
+            made.update(name for name in op.outputs if name is not None)
+    output = next(item.name for item in program.outputs if isinstance(item, Ref))
 
     def head(place: torch.Tensor) -> torch.Tensor:
         known = {**values, name: place[None, :, None, None]}
@@ -122,7 +122,7 @@ def position_logits(program: Program, name: str, part: torch.Tensor, values: Val
             found = op.target(*substitute(op.args, known), **kwargs)
             outputs = found if isinstance(found, (tuple, list)) else (found,)
             known.update((o, out) for o, out in zip(op.outputs, outputs, strict=False) if o is not None)
-        logits: torch.Tensor = known[answer].reshape(-1)
+        logits: torch.Tensor = known[output].reshape(-1)
         return logits
 
     batch, channels, height, width = part.shape
@@ -134,7 +134,7 @@ def position_logits(program: Program, name: str, part: torch.Tensor, values: Val
             found = torch.vmap(head, chunk_size=POSITIONS_AT_ONCE)(asked)[: len(places)]
     except (RuntimeError, ValueError, IndexError, KeyError, TypeError):
         return None  # the head needs a map of the captured size
-    if found.shape[1] != program.values[answer].shape[-1]:
+    if found.shape[1] != program.values[output].shape[-1]:
         return None
     return found.float().reshape(batch, height, width, found.shape[1]).permute(0, 3, 1, 2)
 

@@ -182,9 +182,9 @@ class Reader:
 
     def training_parts(self, compiled: Compiled, batch: int) -> dict[Key, InputPart]:
         """Return the box of each stage that reads the image in training, for its direction's samples."""
-        share = batch // self._plan.directions
+        count = batch // self._plan.directions
         return {
-            key: InputPart(stage.ranked.read_box, key[1] * share, (key[1] + 1) * share)
+            key: InputPart(stage.ranked.read_box, key[1] * count, (key[1] + 1) * count)
             for key, stage in sorted(compiled.hosted.items(), key=lambda item: item[0])
             if stage.reads_image
         }
@@ -207,11 +207,11 @@ class Reader:
                 found[part] = local.to(device=self._device, dtype=self._dtype, memory_format=self._order)
         return {key: found[part] for key, part in parts.items()}
 
-    def as_given(self, images: Images, answer: Any) -> Any:
+    def as_given(self, images: Images, output: Any) -> Any:
         """Return an output in the memory format that contiguous images would give, unless images were channels-last."""
         if self._order != torch.channels_last or (isinstance(images, torch.Tensor) and is_channels_last(images)):
-            return answer
-        return _pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.contiguous(), answer)
+            return output
+        return _pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.contiguous(), output)
 
     def batch_shape(self, images: Images) -> Shape:
         """Return the shape of the batch; of one read by boxes its ``samples``, else those the engine is made for."""

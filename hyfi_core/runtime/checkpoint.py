@@ -124,7 +124,7 @@ def write_tensors(
     weights: Mapping[str, torch.Tensor],
     optimizer: Mapping[str, torch.Tensor] | None,
     averaged: Mapping[str, torch.Tensor] | None,
-    share: tuple[int, int] = (0, 1),
+    number: tuple[int, int] = (0, 1),
 ) -> dict[str, Any]:
     """Write and sync the tensors of one rank.
 
@@ -133,7 +133,7 @@ def write_tensors(
         weights: those of this rank.
         optimizer: its tensors, "<parameter name>/<key>".
         averaged: its moving average.
-        share: (index, number) of this file.
+        number: (index of this file, number of files).
 
     Returns:
         File name -> size and sha256.
@@ -141,7 +141,7 @@ def write_tensors(
     files = {}
     for name, tensors in ((WEIGHTS_FILE, weights), (AVERAGE_FILE, averaged), (OPTIMIZER_TENSORS_FILE, optimizer)):
         if tensors is not None:
-            path = beside / _share_name(name, share)
+            path = beside / _file_name(name, number)
             save_file(_storable(tensors), path)
             sync_file(path)
             files[path.name] = _fingerprint(path)
@@ -186,11 +186,11 @@ def _beside(folder: Path) -> Path:
     return folder.parent / f".{folder.name}.tmp-{uuid.uuid4().hex[:8]}"
 
 
-def _share_name(name: str, share: tuple[int, int]) -> str:
+def _file_name(name: str, number: tuple[int, int]) -> str:
     """Return ``model.safetensors`` for one file, ``model-00002-of-00003.safetensors`` for several."""
-    which, count = share
+    index, count = number
     stem, dot, suffix = name.partition(".")
-    return name if count == 1 else f"{stem}-{which + 1:05d}-of-{count:05d}{dot}{suffix}"
+    return name if count == 1 else f"{stem}-{index + 1:05d}-of-{count:05d}{dot}{suffix}"
 
 
 def load_checkpoint(path: Path) -> Checkpoint:

@@ -1,4 +1,8 @@
-"""Checkpoints written by all stages together: the first rank of each writes its part, rank 0 publishes it."""
+"""Checkpoints of which several ranks each write a part; rank 0 publishes them.
+
+rank 0   weights, optimizer of stage 0 ──▶ model-00001-of-00002.safetensors ──▶ JSON files, rename: published
+rank 1   weights, optimizer of stage 1 ──▶ model-00002-of-00002.safetensors ──╯
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from hyfi_core.runtime.checkpoint import WEIGHTS_FILE, make_beside, publish, wri
 
 @dataclass(frozen=True)
 class CheckpointPart:
-    """What one rank writes of a checkpoint; every tensor is in one share.
+    """What one rank writes of a checkpoint; every tensor is in the part of one rank.
 
     Attributes:
         weights: under the names of the user's model.
@@ -32,7 +36,7 @@ class CheckpointPart:
 def save_together(
     folder: Path,
     comm: Communicator,
-    share: CheckpointPart,
+    part: CheckpointPart,
     *,
     model: Mapping[str, Any],
     state: Mapping[str, Any] | None,
@@ -41,38 +45,38 @@ def save_together(
 
     Args:
         folder: final name of the checkpoint.
-        comm: the ranks that have shares; a share without weights writes nothing.
-        share: this rank's.
-        model: goes to ``model.json``; rank 0's counts.
-        state: goes to ``state.json``; rank 0's counts.
+        comm: all ranks with parts; a rank whose part has no weights writes nothing.
+        part: this rank's.
+        model: goes to ``model.json``; only used on rank 0.
+        state: goes to ``state.json``; only used on rank 0.
 
     Raises:
         OSError: on the rank that cannot write; nothing is left at ``folder``.
     """
-    writers = comm.broadcast_object(comm.gather_objects(bool(share.weights)))
+    writers = comm.broadcast_object(comm.gather_objects(bool(part.weights)))
     beside = Path(comm.broadcast_object(str(make_beside(folder)) if comm.rank == 0 else None))
     try:
-        told: dict[str, Any] = {}
-        if share.weights:
-            where = (sum(writers[: comm.rank]), sum(writers))
-            tensors = share.optimizer["tensors"] if share.optimizer is not None else None
-            files = write_tensors(beside, share.weights, tensors, share.averaged, where)
-            groups = share.optimizer["groups"] if share.optimizer is not None else None
-            told = {"files": files, "groups": groups, "names": {n: t.nbytes for n, t in share.weights.items()}}
-        shares = comm.gather_objects(told)
-        if shares is not None:
-            written = [item for item in shares if item]
-            files = {name: print_ for item in written for name, print_ in item["files"].items()}
-            publish(beside, folder, files, model, _merged([i["groups"] for i in written]), state, _index(written))
+        written: dict[str, Any] = {}
+        if part.weights:
+            number = (sum(writers[: comm.rank]), sum(writers))
+            tensors = part.optimizer["tensors"] if part.optimizer is not None else None
+            files = write_tensors(beside, part.weights, tensors, part.averaged, number)
+            groups = part.optimizer["groups"] if part.optimizer is not None else None
+            written = {"files": files, "groups": groups, "names": {n: t.nbytes for n, t in part.weights.items()}}
+        gathered = comm.gather_objects(written)
+        if gathered is not None:
+            parts = [item for item in gathered if item]
+            files = {name: fingerprint for item in parts for name, fingerprint in item["files"].items()}
+            publish(beside, folder, files, model, _merged([item["groups"] for item in parts]), state, _index(parts))
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
     comm.barrier()  # no rank uses or removes it before it is published
 
 
-def _merged(shares: Sequence[Sequence[Mapping[str, Any]] | None]) -> list[dict[str, Any]] | None:
-    """Return the optimiser's groups with the parameters of all shares."""
-    known = [groups for groups in shares if groups is not None]
+def _merged(parts: Sequence[Sequence[Mapping[str, Any]] | None]) -> list[dict[str, Any]] | None:
+    """Return the optimiser's groups with the parameters of all parts."""
+    known = [groups for groups in parts if groups is not None]
     if not known:
         return None
     return [
@@ -85,10 +89,10 @@ def _merged(shares: Sequence[Sequence[Mapping[str, Any]] | None]) -> list[dict[s
     ]
 
 
-def _index(shares: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return the index of tensors for other tools, None for a single file."""
-    if len(shares) == 1:
+def _index(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return the index that says which file has each tensor, as transformers writes it; None for a single file."""
+    if len(parts) == 1:
         return None
     stem = WEIGHTS_FILE.partition(".")[0] + "-"
-    where = {name: next(f for f in share["files"] if f.startswith(stem)) for share in shares for name in share["names"]}
-    return {"metadata": {"total_size": sum(sum(share["names"].values()) for share in shares)}, "weight_map": where}
+    where = {name: next(f for f in part["files"] if f.startswith(stem)) for part in parts for name in part["names"]}
+    return {"metadata": {"total_size": sum(sum(part["names"].values()) for part in parts)}, "weight_map": where}

@@ -205,7 +205,7 @@ class Engine:
         self.random.step += 1
         if self.plan.stages * self.plan.directions * self.plan.replicas == 1:
             return float(done[0].loss)
-        total = torch.stack([pipeline.share.to(self._device) for pipeline in done]).sum()
+        total = torch.stack([pipeline.loss_of_stage.to(self._device) for pipeline in done]).sum()
         self._groups.all.of("reduce").all_reduce(total)
         return float(total) / self.plan.mean_over
 

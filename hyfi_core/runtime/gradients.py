@@ -268,10 +268,10 @@ def clip(
     total = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
     if comm is not None:
         comm.of("reduce").all_reduce(total)
-    share = max_norm / (float(total) ** 0.5 + 1e-6)
+    scale = max_norm / (float(total) ** 0.5 + 1e-6)
     gradients = [p.grad for p in owned if p.grad is not None]
-    if share < 1.0 and gradients:
-        torch._foreach_mul_(gradients, share)
+    if scale < 1.0 and gradients:
+        torch._foreach_mul_(gradients, scale)
 
 
 @dataclass

@@ -68,15 +68,15 @@ class ParameterOwnership:
                     found[name] = grad
         elsewhere = self._groups.all.gather_objects([name for name in found if self._owner(name) != 0])
         wanted = [name for part in elsewhere for name in part] if elsewhere is not None else list(found)
-        return self._together(wanted, found, {name: p for name, p in self._named.items()}, names)
+        return self._gather(wanted, found, {name: p for name, p in self._named.items()}, names)
 
     def gather_state_dict(self) -> dict[str, torch.Tensor] | None:
         """Return a copy of the user's model's own ``state_dict`` on rank 0, None elsewhere."""
         state = self._model.state_dict()
         names = [name for name in state if self._owner(name) != 0]
-        return self._together(names, state, state, list(state))
+        return self._gather(names, state, state, list(state))
 
-    def _together(
+    def _gather(
         self, names: Iterable[str], mine: dict[str, torch.Tensor], like: dict[str, torch.Tensor], order: list[str]
     ) -> dict[str, torch.Tensor] | None:
         """Gather ``names`` from their owners on rank 0, which returns them in order."""
@@ -85,10 +85,10 @@ class ParameterOwnership:
             sends = [Message(0, mine[n].detach().contiguous()) for n in names if self._owner(n) == comm.rank]
             comm.exchange(sends, []).wait()
             return None
-        boxes = {n: torch.empty(like[n].shape, dtype=like[n].dtype, device=like[n].device) for n in names}
-        comm.exchange([], [Message(self._owner(n), box) for n, box in boxes.items()]).wait()
+        received = {n: torch.empty(like[n].shape, dtype=like[n].dtype, device=like[n].device) for n in names}
+        comm.exchange([], [Message(self._owner(n), tensor) for n, tensor in received.items()]).wait()
         own = {n: tensor.detach().clone() for n, tensor in mine.items() if self._owner(n) == 0}
-        return {n: boxes[n] if n in boxes else own[n] for n in order if n in boxes or n in own}
+        return {n: received[n] if n in received else own[n] for n in order if n in received or n in own}
 
     def _owner(self, name: str) -> int:
         """Return the rank of replica 0 that owns an entry."""
@@ -185,7 +185,7 @@ def load_optimizer_state(
     ):
         raise RequestError(
             "the checkpoint's optimizer has other parameters than the model: "
-            "{sum(len(group['names']) for group in groups)} saved, {sum(map(len, here))} now; "
+            f"{sum(len(group['names']) for group in groups)} saved, {sum(map(len, here))} now; "
             "resume with the same model"
         )
     for group, wanted in zip(optimizer.param_groups, groups, strict=True):

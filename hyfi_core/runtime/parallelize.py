@@ -124,7 +124,7 @@ def _check_functions(loss: object, output: object, optimizer: object) -> None:
     if isinstance(loss, type) and issubclass(loss, nn.Module):
         raise RequestError(f"loss is the class {loss.__name__}; pass an object of it: {loss.__name__}()")
     if not callable(loss):
-        raise RequestError(f"loss is {loss!r}; pass a function of (answer, labels), such as cross_entropy")
+        raise RequestError(f"loss is {loss!r}; pass a function of (output, labels), such as cross_entropy")
     if output is not None and not callable(output):
         raise RequestError(f"output is {output!r}; pass a function of what the model returns, or None")
     if optimizer is not None and not callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):

@@ -125,9 +125,9 @@ class Pipeline:
         self._recomputes = recomputes
         self._memory = (lambda stage, values: AllStays()) if memory is None else memory
         self._flights: dict[tuple[Key, int], _MicroBatch] = {}
-        self.answers: dict[int, list[Any]] = {}
+        self.outputs: dict[int, list[Any]] = {}
         self.loss = torch.zeros((), dtype=torch.float64)
-        self.share = torch.zeros((), dtype=torch.float64)
+        self.loss_of_stage = torch.zeros((), dtype=torch.float64)
         self._begin_s = 0.0
         self._last: dict[Key, int | None] = {}
         self.events: list[tuple[Action, float, float]] = []
@@ -135,9 +135,9 @@ class Pipeline:
     def run(self, actions: Sequence[Action], step: Step) -> None:
         """Execute the actions.
 
-        Afterwards ``loss`` is that of the last stages on this rank, ``share`` the same on the first rank of such a
-        stage and zero on others, and ``events`` has every action with its begin (after waiting for data) and end. For
-        prediction, ``answers`` has the leaves of each micro-batch's output, on ranks of the last stage.
+        Afterwards, ``loss`` is that of the last stages on this rank; ``loss_of_stage`` is the same on the first rank of
+        such a stage and zero on others; ``events`` has every action with its begin (after waiting for data) and end. In
+        prediction, ``outputs`` has the leaves of each micro-batch's output, on ranks of the last stage.
         """
         self._last = {(a.stage, a.direction): a.microbatch for a in actions if a.verb is Verb.B}
         for action in actions:
@@ -209,7 +209,7 @@ class Pipeline:
         flight.leaves = self._compiled.leaves(stage, values)
         if self._gradients is None and key[0] == len(self._compiled.parameters) - 1:
             flight.memory.stay(flight.leaves)
-            self.answers[microbatch] = flight.leaves
+            self.outputs[microbatch] = flight.leaves
         return flight
 
     def _backward(self, key: Key, microbatch: int, step: Step) -> None:
@@ -258,7 +258,7 @@ class Pipeline:
         loss.backward(torch.ones_like(loss) if first else torch.zeros_like(loss))
         self.loss = self.loss.to(loss.device) + loss.detach().double()
         if first:
-            self.share = self.share.to(loss.device) + loss.detach().double()
+            self.loss_of_stage = self.loss_of_stage.to(loss.device) + loss.detach().double()
         flight.leaves = []
         return {
             item.name: leaf.grad

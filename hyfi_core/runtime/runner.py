@@ -170,7 +170,7 @@ class StageRunner:
             pipeline = self._pipeline(compiled, None, None)
             step = self._step(compiled, images, parts, local, None, micro[0])
             pipeline.run(self._forwards(compiled, shape[0] // micro[0]), step)
-            return self.reader.as_given(images, self._joined_answer(compiled, pipeline, shape[0] // micro[0]))
+            return self.reader.as_given(images, self._joined_output(compiled, pipeline, shape[0] // micro[0]))
 
     def explain(self, images: Images) -> Explanation:
         """Return the logits and their contributions, the same in every runner; see ``Engine.explain``."""
@@ -250,12 +250,14 @@ class StageRunner:
                 part = self._part(images, parts, local, key, (microbatch - first) * size, size)
             return subject.bindings.begin(compiled.hosted[key], part, microbatch)
 
-        def loss(answer: Any, microbatch: int) -> torch.Tensor:
-            if subject.loss is F.cross_entropy and not isinstance(answer, torch.Tensor):
-                kind = type(answer).__name__
-                raise RequestError(f"the model's answer is a {kind}; pass output=lambda answer: ... to pick its logits")
+        def loss(output: Any, microbatch: int) -> torch.Tensor:
+            if subject.loss is F.cross_entropy and not isinstance(output, torch.Tensor):
+                kind = type(output).__name__
+                raise RequestError(
+                    f"the model's output is a {kind}; pass output=lambda output: ... to select its logits"
+                )
             with NoTracedValues():
-                value = subject.loss(answer, targets[microbatch])
+                value = subject.loss(output, targets[microbatch])
             if not isinstance(value, torch.Tensor) or value.numel() != 1:
                 given = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"the value {value!r}"
                 raise RequestError(f"the loss has {given}; return a scalar tensor, the mean over the samples")
@@ -293,13 +295,13 @@ class StageRunner:
         }
         return FoldedStatistics(model, compiled.hosted, peers, self.groups.replica, self._plan.microbatches, self._cell)
 
-    def _joined_answer(self, compiled: Compiled, pipeline: Pipeline, microbatches: int) -> Any:
+    def _joined_output(self, compiled: Compiled, pipeline: Pipeline, microbatches: int) -> Any:
         """Return the concatenated outputs of all micro-batches, on every rank of the replica."""
-        answers = []
+        outputs = []
         for microbatch in range(microbatches):
-            leaves = self._shared(pipeline.answers.pop(microbatch, None))
-            answers.append(compiled.pick(leaves))
-        return _joined(answers)
+            leaves = self._shared(pipeline.outputs.pop(microbatch, None))
+            outputs.append(compiled.pick(leaves))
+        return _joined(outputs)
 
     def _shared(self, leaves: list[Any] | None) -> list[Any]:
         """Broadcast the leaves of an output from the last stage to every rank of the replica."""
@@ -336,11 +338,11 @@ def _undescribed(known: list[Any], leaves: list[Any] | None, device: torch.devic
     ]
 
 
-def _joined(answers: list[Any]) -> Any:
+def _joined(outputs: list[Any]) -> Any:
     """Concatenate the outputs of micro-batches, in any structure."""
-    if len(answers) == 1:
-        return answers[0]
-    leaves = [torch.utils._pytree.tree_flatten(answer) for answer in answers]
+    if len(outputs) == 1:
+        return outputs[0]
+    leaves = [torch.utils._pytree.tree_flatten(output) for output in outputs]
     joined = [
         torch.cat(parts) if isinstance(parts[0], torch.Tensor) and parts[0].dim() else parts[0]
         for parts in zip(*(flat for flat, _ in leaves), strict=True)

@@ -166,12 +166,12 @@ class FoldedStatistics:
         for microbatch in range(self._microbatches):
             if count in names:
                 self._buffers[count].add_(self._added[count, microbatch])
-            share = 1.0 / float(self._buffers[count]) if module.momentum is None else module.momentum
+            factor = 1.0 / float(self._buffers[count]) if module.momentum is None else module.momentum
             for key in ("running_mean", "running_var"):
                 name = f"{path}.{key}" if path else key
                 if name in names:
                     added = self._added[name, microbatch]
-                    self._buffers[name].mul_(1.0 - share).add_(added * share if module.momentum is None else added)
+                    self._buffers[name].mul_(1.0 - factor).add_(added * factor if module.momentum is None else added)
 
 
 def _buffers(model: nn.Module, apart: bool) -> dict[str, torch.Tensor]:

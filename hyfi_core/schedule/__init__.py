@@ -1,4 +1,4 @@
-"""When things happen: schedules as data, made, lowered, tried dry and drawn; standard library only."""
+"""Schedules as data: generated, lowered, simulated and drawn; standard library only."""
 
 from hyfi_core.schedule.action import Action, Schedule, Verb
 

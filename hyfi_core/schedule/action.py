@@ -13,14 +13,14 @@ from hyfi_core.errors import RequestError
 class Verb(StrEnum):
     """The type of an action.
 
-    F and B of a stage are gang actions: all ranks of the stage must be there. Receives are posted and sends are
-    started without waiting for the other side; F and B wait for the data that they need.
+    F and B are *gang actions*: all ranks of the stage run them together. Receives are posted and sends are started
+    without waiting for the other side; F and B wait for the data that they need.
     """
 
     F = "F"
     """Forward of one micro-batch through one stage."""
     B = "B"
-    """Backward of it."""
+    """Backward of one micro-batch through one stage."""
     SEND_F = "SEND_F"
     """Start sending the values that ``peer``, a later stage, takes from this one."""
     RECV_F = "RECV_F"
@@ -36,7 +36,7 @@ class Verb(StrEnum):
     RECV_G = "RECV_G"
     """Post the receives of a stage's gradients from the ranks that hold it in direction ``peer``."""
 
-    __hash__ = str.__hash__  # that of Enum runs Python code, and actions are keys of every dry run
+    __hash__ = str.__hash__  # Enum's runs Python code: slow for keys of dicts
 
 
 COMPUTE = frozenset({Verb.F, Verb.B})
@@ -51,11 +51,11 @@ class Action:
     """One action of a rank.
 
     Attributes:
-        verb: what.
+        verb: type of the action.
         stage: the stage that does it.
-        direction: 0, or 1 for the pipeline that runs the other way; 0 for REDUCE, which is of both.
-        microbatch: counted over both directions; None for REDUCE, SEND_G and RECV_G.
-        peer: the other stage of a SEND or RECV of F or B, the other direction of SEND_G and RECV_G, else None.
+        direction: 0, or 1 for the opposite pipeline; 0 for REDUCE, which belongs to both.
+        microbatch: index over both directions; None for REDUCE, SEND_G and RECV_G.
+        peer: other stage of SEND_F, RECV_F, SEND_B and RECV_B; other direction of SEND_G and RECV_G; else None.
     """
 
     verb: Verb
@@ -77,10 +77,10 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Return the action of its text form.
+        """Parse the text form.
 
         Raises:
-            RequestError: the text is not one of an action.
+            RequestError: the text is not an action.
         """
         if found := _COUNTED.fullmatch(text):
             action = cls(Verb(found[1]), int(found[3]), int(found[4]), int(found[2]))
@@ -100,7 +100,7 @@ class Action:
 
 @lru_cache(maxsize=1 << 16)
 def act(verb: Verb, stage: int, direction: int, microbatch: int | None = None, peer: int | None = None) -> Action:
-    """Return the action of these fields, the same object each time: as a key it is then found by identity."""
+    """Return the action with these fields, always the same object, so that dict lookups compare by identity."""
     return Action(verb, stage, direction, microbatch, peer)
 
 
@@ -117,17 +117,17 @@ class Schedule:
     actions: tuple[tuple[Action, ...], ...]
 
     def to_text(self) -> str:
-        """Return one line for the name and one for each rank; ``from_text`` gives the schedule back."""
+        """Return one line for the name and one for each rank; the inverse of ``from_text``."""
         lines = [f"schedule {self.name}"]
         lines += [" ".join([f"{rank}:", *map(str, row)]) for rank, row in enumerate(self.actions)]
         return "\n".join(lines) + "\n"
 
     @classmethod
     def from_text(cls, text: str) -> Schedule:
-        """Return the schedule of ``to_text``.
+        """Parse the result of ``to_text``.
 
         Raises:
-            RequestError: the text is not one of a schedule; the message names the line.
+            RequestError: the text is not a schedule; the message names the line.
         """
         lines = text.splitlines()
         if not lines or not lines[0].startswith("schedule "):

@@ -1,4 +1,4 @@
-"""Checks of single lists: the actions that each rank must have, and their order."""
+"""Checks of each rank's list of actions by itself: which actions it must have, and in which order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ Needs = Mapping[Action, Sequence[Action]]
 def expected(
     placement: Placement, edges: Edges, microbatches: Sequence[Sequence[int]], point_to_point: bool
 ) -> list[Needs]:
-    """Return the required actions of each rank; ``microbatches`` are those of each direction."""
+    """Return the required actions of each rank.
+
+    Args:
+        placement: which ranks hold which stage.
+        edges: stages that exchange values.
+        microbatches: of each direction.
+        point_to_point: whether direction 1 sends its gradients to direction 0.
+    """
     ranks: list[dict[Action, Sequence[Action]]] = [{} for _ in range(placement.size)]
     backwards: list[dict[int, list[Action]]] = [{} for _ in range(placement.size)]
     for direction in range(placement.directions):
@@ -41,7 +48,7 @@ def expected(
 def _of_stage(
     stage: int, direction: int, microbatches: Sequence[int], edges: Edges
 ) -> tuple[dict[Action, Sequence[Action]], list[Action]]:
-    """Return the needs of all that one stage does, and its backwards."""
+    """Return the needs of all actions of one stage, and its backwards."""
     needs: dict[Action, Sequence[Action]] = {}
     backwards = []
     sources, targets = edges.sources[stage], edges.targets[stage]
@@ -63,7 +70,7 @@ def _of_stage(
 
 
 def find_faults(schedule: Schedule, needs: Sequence[Needs]) -> list[Blame]:
-    """Return extra, missing and misplaced actions, in this order."""
+    """Return extra, then missing, then misplaced actions."""
     extra, missing, misplaced = [], [], []
     for rank, (row, wanted) in enumerate(zip(schedule.actions, needs, strict=True)):
         if _is_right(row, wanted):

@@ -1,7 +1,10 @@
-"""Analysis of deadlocks: which ranks wait for each other in a circle.
+"""Analysis of deadlocks: which ranks wait for each other in a cycle.
 
-Every list is complete, so a rank that waits does so for a rank that waits, too: there is always a circle, and each
-circle goes through a list whose order is wrong.
+    rank 0   F1 waits for data that rank 1 has not sent ──▶ rank 1
+    rank 1   B0 waits for data that rank 0 has not sent ──▶ rank 0
+
+No list lacks an action, so a rank that waits forever waits for a rank that also waits: there is always a cycle, and at
+least one of its ranks has a list in a wrong order.
 """
 
 from __future__ import annotations
@@ -9,74 +12,74 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hyfi_core.schedule.action import Verb
+from hyfi_core.schedule.dry_run import DryRun, FaultFound
 from hyfi_core.schedule.fault import Blame
-from hyfi_core.schedule.machine import FaultFound, Machine
 from hyfi_core.schedule.routes import senders
 
 Wait = tuple[int, str]
-"""The rank that is waited for, and what for."""
+"""The rank that is waited for, and a description of what it has to do."""
 
 
-def find(machine: Machine) -> FaultFound | None:
-    """Return the fault of a machine that has stopped before its end, None if it has ended.
+def find(run: DryRun) -> FaultFound | None:
+    """Return the fault of a dry run that has stopped before its end, None if it has ended.
 
-    Of ranks that wait for each other in a circle, all are blamed.
+    In a deadlock, all ranks of the cycle are blamed.
     """
-    if any(rank.stream for rank in machine.ranks):
-        return FaultFound("deadlock of messages in one stream per rank", list(_streams(machine)))
-    waits = {number: list(_waits(machine, number)) for number, rank in enumerate(machine.ranks) if rank.current}
+    if any(rank.stream for rank in run.ranks):
+        return FaultFound("deadlock of messages in one stream per rank", list(_streams(run)))
+    waits = {number: list(_waits(run, number)) for number, rank in enumerate(run.ranks) if rank.current}
     if waits:
-        return FaultFound("deadlock", _circle(machine, waits))
+        return FaultFound("deadlock", _cycle(run, waits))
     blames = [
-        Blame(number, rank.reduces[0][1], f"waits for {_reduce_waits(machine, rank.reduces[0][0])}")
-        for number, rank in enumerate(machine.ranks)
+        Blame(number, rank.reduces[0][1], f"waits for {_reduce_waits(run, rank.reduces[0][0])}")
+        for number, rank in enumerate(run.ranks)
         if rank.reduces
     ]
     return FaultFound("the ranks start their reductions in different orders", blames) if blames else None
 
 
-def _streams(machine: Machine) -> Iterator[Blame]:
-    """Blame the first message of every stream: none of them can begin before another one has ended."""
-    for number, rank in enumerate(machine.ranks):
+def _streams(run: DryRun) -> Iterator[Blame]:
+    """Blame the first message of every stream: none of them can start before another one has ended."""
+    for number, rank in enumerate(run.ranks):
         if rank.stream:
             peers = [
                 pair[0] if pair[1] == number else pair[1]
-                for pair, lane in machine.lanes.items()
+                for pair, lane in run.lanes.items()
                 if any(half.batch is rank.stream[0] for half in lane)
             ]
-            firsts = [f"rank {peer}, whose stream is at {_first(machine, peer)}" for peer in peers]
+            firsts = [f"rank {peer}, whose stream is at {_first(run, peer)}" for peer in peers]
             yield Blame(number, rank.stream[0].index, "blocks its stream and waits for " + ", ".join(firsts))
 
 
-def _first(machine: Machine, number: int) -> str:
-    rank = machine.ranks[number]
+def _first(run: DryRun, number: int) -> str:
+    rank = run.ranks[number]
     return str(rank.row[rank.stream[0].index]) if rank.stream else f"its end, and the rank at {rank.current}"
 
 
-def _waits(machine: Machine, number: int) -> Iterator[Wait]:
-    rank = machine.ranks[number]
+def _waits(run: DryRun, number: int) -> Iterator[Wait]:
+    rank = run.ranks[number]
     action = rank.current
     if action is None:
         return
     missing = None if rank.in_gang else rank.missing()
     if missing is not None:
-        for sender in senders(machine.placement, number, missing):
-            if _unsent(machine, sender, number, missing):
-                yield sender, f"rank {sender} to send for {missing}; it is at {machine.ranks[sender].current}"
+        for sender in senders(run.placement, number, missing):
+            if _unsent(run, sender, number, missing):
+                yield sender, f"rank {sender} to send for {missing}; it is at {run.ranks[sender].current}"
         return
-    for other in machine.placement.group(action.stage, action.direction):
-        state = machine.ranks[other]
+    for other in run.placement.group(action.stage, action.direction):
+        state = run.ranks[other]
         if other != number and not (state.in_gang and state.current == action):
             yield other, f"rank {other} of its stage, which is at {state.current}"
 
 
-def _unsent(machine: Machine, sender: int, receiver: int, receive: object) -> bool:
+def _unsent(run: DryRun, sender: int, receiver: int, receive: object) -> bool:
     if sender == receiver:
-        return receive not in machine.ranks[receiver].own_s
-    return any(half.receive == receive for half in machine.lanes.get((sender, receiver), ()))
+        return receive not in run.ranks[receiver].own_s
+    return any(half.receive == receive for half in run.lanes.get((sender, receiver), ()))
 
 
-def _circle(machine: Machine, waits: dict[int, list[Wait]]) -> list[Blame]:
+def _cycle(run: DryRun, waits: dict[int, list[Wait]]) -> list[Blame]:
     """Follow the waits until a rank occurs twice."""
     path: list[int] = []
     number = min(waits)
@@ -84,16 +87,16 @@ def _circle(machine: Machine, waits: dict[int, list[Wait]]) -> list[Blame]:
         path.append(number)
         number = waits[number][0][0]
     return [
-        Blame(rank, machine.ranks[rank].at, "waits for " + "; ".join(text for _, text in waits[rank]))
+        Blame(rank, run.ranks[rank].at, "waits for " + "; ".join(text for _, text in waits[rank]))
         for rank in path[path.index(number) :]
     ]
 
 
-def _reduce_waits(machine: Machine, stage: int) -> str:
-    """Say which ranks have started another reduction before this one."""
+def _reduce_waits(run: DryRun, stage: int) -> str:
+    """Return a description of the ranks that have started another reduction before this one."""
     others = []
-    for number in machine.owners[stage]:
-        first = machine.ranks[number].reduces[0][0]
+    for number in run.owners[stage]:
+        first = run.ranks[number].reduces[0][0]
         if first != stage:
             others.append(f"rank {number}, which is at {Verb.REDUCE}.s{first}")
     return ", ".join(others)

@@ -1,4 +1,4 @@
-"""Faults of a schedule and their positions."""
+"""Errors in schedules, with the rank and action of each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hyfi_core.schedule.action import Action, Schedule
 
 MARK = "<-- ERROR HERE"
-_SHOWN = 8  # faults in a message; one wrong action may cause many others
+_SHOWN = 8  # places in a message; one wrong action may cause many others
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,8 @@ class Blame:
 
     Attributes:
         rank: of the replica.
-        index: of the action in the rank's list; its length where an action lacks at the end.
-        why: what the action waits for, or its fault.
+        index: of the action in the rank's list; the length of the list if an action is missing at its end.
+        why: what is wrong with the action, or what it waits for.
     """
 
     rank: int
@@ -27,10 +27,10 @@ class Blame:
 
 
 class ScheduleError(Exception):
-    """A schedule cannot be run: it deadlocks, or lacks, repeats or misdirects an action.
+    """A schedule cannot be run: it deadlocks, or an action is missing, repeated or misplaced.
 
     Attributes:
-        blames: the faulty places, the first one first; of a deadlock all that wait for each other in a circle.
+        blames: the faulty places; of a deadlock, one for each rank of the cycle.
     """
 
     def __init__(self, schedule: Schedule, problem: str, blames: Sequence[Blame], grid: str = "") -> None:
@@ -44,6 +44,6 @@ class ScheduleError(Exception):
 
 
 def name_at(schedule: Schedule, blame: Blame) -> str:
-    """Return the text of the action that a blame points at, "end" behind the last one."""
+    """Return the text of the action at the place of a blame, "end" after the last one."""
     row: Sequence[Action] = schedule.actions[blame.rank]
     return str(row[blame.index]) if blame.index < len(row) else "end"

@@ -1,8 +1,9 @@
 """Generators: the order of forwards and backwards of each algorithm, as a pure function of the plan.
 
-Each returns **one** order of all gang actions of a replica; a rank does those of its own stages in that order. Two
-gangs that share ranks are therefore met in one common order by all of them, whatever the grids. The order goes from
-cause to effect (of interleaved stages, which share no ranks, on each grid alone): what is generated cannot deadlock.
+Each generator returns **one** order of all forwards and backwards of a replica; a rank runs those of its own stages in
+that order. So all ranks run the gang actions of stages with common ranks in the same order, for any grids, and an
+action comes after those whose results it needs: generated schedules cannot deadlock. (Interleaved stages are ordered
+for each grid separately; grids have no common ranks.)
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from hyfi_core.schedule.action import Action, Schedule, Verb, act
 
 
 def generate(plan: ParallelPlan, placement: Placement) -> Schedule:
-    """Return the schedule of a plan: only F and B; an action of a stage is in the list of each of its ranks.
+    """Return the schedule of a plan, with only F and B, each in the lists of all ranks of its stage.
 
-    Of two directions, 0 has the first half of the micro-batches, 1 the second.
+    With two directions, direction 0 has the first half of the micro-batches, direction 1 the second.
 
     Raises:
-        RequestError: the algorithm cannot be run with this number of micro-batches; the message names one that can.
+        RequestError: the algorithm does not work with this number of micro-batches; the message names one that works.
     """
     order: Iterable[Action]
     if plan.interleave > 1:
@@ -36,7 +37,7 @@ def generate(plan: ParallelPlan, placement: Placement) -> Schedule:
 
 
 def forward_only(placement: Placement, microbatches: int) -> Schedule:
-    """Return the schedule of a prediction: the forwards of all micro-batches, in direction 0."""
+    """Return the schedule of a prediction: the forwards of all micro-batches in direction 0."""
     order = [action for m in range(microbatches) for action in _forward(placement.stages, 0, m)]
     rows = [[a for a in order if rank in placement.group(a.stage)] for rank in range(placement.size)]
     return Schedule("forward", tuple(map(tuple, rows)))
@@ -74,25 +75,25 @@ def _gpipe(stages: int, microbatches: int) -> Iterator[Action]:
 
 
 def _gems(stages: int, microbatches: int, repetitions: int) -> Iterator[Action]:
-    """GEMS (Jain et al., SC'20): where a backward of direction 0 frees a place, a forward of direction 1 takes it.
+    """GEMS (Jain et al., SC'20): each backward of direction 0 is followed by a forward of direction 1.
 
-    Both go from the last rank to the first, so they follow one another without waiting; then forwards of direction 0
-    follow backwards of direction 1 from the first rank to the last. Two repetitions of one micro-batch per direction:
+    Both run from the last rank to the first, so the forward never waits; then, from the first rank to the last,
+    forwards of direction 0 follow backwards of direction 1. Two repetitions of one micro-batch per direction:
 
         rank 0  F0 .  .  .  .  B0 F2 B2 F1 .  .  .  .  B1 F3 B3 .  .
         rank 1  .  F0 .  .  B0 F2 .  .  B2 F1 .  .  B1 F3 .  .  B3 .
         rank 2  .  .  F0 B0 F2 .  .  .  .  B2 F1 B1 F3 .  .  .  .  B3
     """
     half = microbatches // 2
-    share = half // repetitions
-    for first in range(0, half, share):
-        down = range(first, first + share)
-        for microbatch in down:
+    count = half // repetitions
+    for first in range(0, half, count):
+        block = range(first, first + count)
+        for microbatch in block:
             yield from _forward(stages, 0, microbatch)
-        for microbatch in down:
+        for microbatch in block:
             yield from _backward(stages, 0, microbatch)
             yield from _forward(stages, 1, half + microbatch)
-        for microbatch in down:
+        for microbatch in block:
             yield from _backward(stages, 1, half + microbatch)
 
 
@@ -105,10 +106,10 @@ def _gems_master(stages: int, microbatches: int) -> Iterator[Action]:
 
 
 def _one_f_one_b(stages: int, microbatches: int) -> list[Action]:
-    """1F1B (PipeDream-Flush): stage s runs D − s forwards ahead, then one backward for each forward.
+    """1F1B (PipeDream-Flush): stage s of D runs D − s forwards ahead, then alternates one forward and one backward.
 
-    In slots of one forward or one backward, B(m) of stage s is in slot 2D − 1 − s + 2m; the first D − s forwards are
-    as early as they can be, each further one is just before the backward that follows it.
+    Time is divided into slots of one forward or one backward. B(m) of stage s is in slot 2D − 1 − s + 2m. The first
+    D − s forwards are as early as possible, each later one is just before the next backward.
     """
     slots = []
     for stage in range(stages):
@@ -119,13 +120,13 @@ def _one_f_one_b(stages: int, microbatches: int) -> list[Action]:
 
 
 def _chimera(stages: int, microbatches: int) -> list[Action]:
-    """Chimera (Li and Hoefler, SC'21): two 1F1B pipelines in opposite order that fill each other's gaps.
+    """Chimera (Li and Hoefler, SC'21): two 1F1B pipelines of D stages in opposite order fill each other's gaps.
 
     A unit has D micro-batches, half of them in each direction. In slots of one forward or one backward, F(m) of stage
-    s is in slot s + 2m and B(m) in 2D − 1 − s + 2m; for an even D the mirrored stage D − 1 − s falls exactly into the
-    slots between. Units follow each other every 2D slots, the next one's forwards in the gaps that the last one's
-    drain leaves. With an odd D direction 1 starts one slot later; some slots collide all the same: the order stays
-    right, and the bubbles are more than the paper's.
+    s is in slot s + 2m and B(m) in slot 2D − 1 − s + 2m. For an even D, the mirrored stage D − 1 − s uses exactly the
+    slots between. A unit starts every 2D slots: its forwards fill the gaps at the end of the previous unit. With an odd
+    D, direction 1 starts one slot later and some slots still collide: the order is valid, but there are more bubbles
+    than in the paper.
 
         rank 0  F0 .  F1 F2 B2 F3 B3 B0 .  B1
         rank 1  .  F0 F2 F1 F3 B2 B0 B3 B1 .
@@ -149,10 +150,10 @@ def _by_slot(slots: Iterable[tuple[int, Action]]) -> list[Action]:
 
 
 def _interleaved(grids: int, interleave: int, microbatches: int) -> list[Action]:
-    """Interleaved 1F1B (Narayanan et al., SC'21): each grid has ``interleave`` stages, D stages apart.
+    """Interleaved 1F1B (Narayanan et al., SC'21): each of D grids has v = ``interleave`` stages, D stages apart.
 
-    Micro-batches go in groups of D through one round of stages after the other; grid g runs 2(D − 1 − g) + (v − 1)D
-    forwards ahead, then one backward for each forward.
+    Groups of D micro-batches pass through the first stage of every grid, then through the second, and so on. Grid g
+    runs 2(D − 1 − g) + (v − 1)D forwards ahead, then alternates one forward and one backward.
     """
     if microbatches % grids:
         right = grids * max(1, round(microbatches / grids))
@@ -165,11 +166,11 @@ def _interleaved(grids: int, interleave: int, microbatches: int) -> list[Action]
     for grid in range(grids):
         forwards, backwards = [], []
         for index in range(total):
-            block, place = divmod(index, grids * interleave)
-            step, member = divmod(place, grids)
-            microbatch = block * grids + member
-            forwards.append(act(Verb.F, step * grids + grid, 0, microbatch))
-            backwards.append(act(Verb.B, (interleave - 1 - step) * grids + grid, 0, microbatch))
+            group, place = divmod(index, grids * interleave)
+            turn, member = divmod(place, grids)
+            microbatch = group * grids + member
+            forwards.append(act(Verb.F, turn * grids + grid, 0, microbatch))
+            backwards.append(act(Verb.B, (interleave - 1 - turn) * grids + grid, 0, microbatch))
         ahead = min(total, 2 * (grids - 1 - grid) + (interleave - 1) * grids)
         order += forwards[:ahead]
         for forward, backward in zip(forwards[ahead:], backwards, strict=False):

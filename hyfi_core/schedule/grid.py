@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from hyfi_core.schedule.fault import MARK
 from hyfi_core.schedule.trace import TraceEvent
 
-_COLUMNS = 8  # what a terminal shows of long schedules before an error
+_COLUMNS = 8  # shown of long schedules before an error
 
 
 def time_grid(events: Iterable[TraceEvent], ranks: int) -> str:
-    """Return forwards and backwards: one line for each rank, one column for each moment at which one starts.
+    """Return forwards and backwards: one line for each rank, one column for each time at which one starts.
 
     rank 0 │ F0.s0.d0  F1.s0.d0            B0.s0.d0
     rank 1 │           F0.s1.d0  B0.s1.d0
@@ -21,11 +21,11 @@ def time_grid(events: Iterable[TraceEvent], ranks: int) -> str:
 
 
 def error_grid(events: Iterable[TraceEvent], current: Sequence[str], blamed: Collection[int], ranks: int) -> str:
-    """Return what was run until ranks stood still, and behind it what each is at, marked where it is at fault.
+    """Return the events until all ranks waited, then the current action of each, with a mark on ranks at fault.
 
     Args:
-        events: what was run.
-        current: for each rank, the action that it is at, "" at its end.
+        events: forwards and backwards that have run.
+        current: for each rank, its current action, "" after the last.
         blamed: ranks at fault.
         ranks: number of ranks.
     """
@@ -37,7 +37,12 @@ def error_grid(events: Iterable[TraceEvent], current: Sequence[str], blamed: Col
 
 
 def list_grid(rows: Sequence[Sequence[object]], places: Mapping[int, int]) -> str:
-    """Return the ends of lists of actions, each faulty one up to its fault and marked (``places``: rank to index)."""
+    """Return the last actions of each list up to a fault, and a mark on it.
+
+    Args:
+        rows: the list of each rank.
+        places: rank -> index of its faulty action.
+    """
     last = max(places.values())
     ends = [1 + places.get(rank, last) for rank in range(len(rows))]
     shown = [[str(action) for action in row[:end][-_COLUMNS:]] for row, end in zip(rows, ends, strict=True)]

@@ -1,15 +1,15 @@
-"""Lowering: passes that add to a schedule of forwards and backwards the communication between them.
+"""Lowering: adds communication to a schedule of forwards and backwards.
 
-Messages between two ranks have no tags, and a send may end only when its receive is posted. So on every ordered pair
-of ranks receives are posted in the order of the sends. Nothing that posts or starts waits: where the computations have
-an order that all ranks can follow, so has the whole. A receive is posted before the computation that precedes the one
-that needs it, or earlier where the order of the pair asks for that (1F1B, two stages, three micro-batches):
+Messages between two ranks have no tags, and a send may complete only after its receive has been posted. So, for every
+ordered pair of ranks, receives are posted in the order of the sends. Posting and starting never wait, so if the
+computations have a common order, the lowered schedule has one, too. A receive is posted one computation before the one
+that needs it, or earlier if the order of the pair requires it (1F1B, two stages, three micro-batches):
 
     rank 0  F0 SEND_F0 RECV_B0 F1 SEND_F1 B0 RECV_B1 F2 SEND_F2 RECV_B2 B1 B2 REDUCE.s0
     rank 1  RECV_F0 F0 RECV_F1 B0 SEND_B0 F1 RECV_F2 B1 SEND_B1 F2 B2 SEND_B2 REDUCE.s1
 
-The messages inside of a stage (halos, sums) are not in here; as receives are posted ahead, they need a communicator of
-their own, one for each stage and direction.
+Messages within a stage (halos, sums) are not part of a schedule. Since receives are posted ahead, these need separate
+communicators, one for each stage and direction.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def lower(
     Args:
         schedule: only F and B.
         placement: which ranks hold which stage.
-        edges: pairs (from, to) of stages, from < to, that exchange values; skips over several stages too.
-        mirror: of two directions, whether REDUCE sums the gradients of both, or those of direction 1 are first sent
-            to the ranks of direction 0, which alone reduce them: part i of the stage's grid to part i.
-        overlap_reduce: start each REDUCE as soon as the stage's last local backward is done, which must then not
-            block; or all of them at the end, where they may.
+        edges: pairs (from, to) of stages that exchange values, from < to; also of stages that are not neighbours.
+        mirror: with two directions: "all_reduce": REDUCE sums the gradients of both; "point_to_point": each rank of
+            direction 1 first sends its gradients to the rank with the same part in direction 0, which reduces them.
+        overlap_reduce: whether REDUCE starts after the stage's last backward on the rank, which requires that it does
+            not block; else all start at the end.
 
     Raises:
-        ScheduleError: the lists of the ranks have no common order.
+        ScheduleError: the ranks' lists have no common order.
     """
     links = Edges(edges, placement.stages)
     order = common_order(schedule, placement, links)
@@ -65,7 +65,7 @@ def lower(
 
 @dataclass(slots=True)
 class _Slot:
-    """What stands between two computations of a rank."""
+    """The communication between two computations of a rank."""
 
     sends: list[Action] = field(default_factory=list)
     reduces: list[Action] = field(default_factory=list)
@@ -82,7 +82,7 @@ def _joined(row: tuple[Action, ...], slots: list[_Slot]) -> Iterator[Action]:
 
 
 class _Lowering:
-    """What the passes share: the common order, and when each stage has its last backward."""
+    """Placement of sends, receives and reductions, from the common order of all computations."""
 
     def __init__(
         self, schedule: Schedule, placement: Placement, edges: Edges, order: list[Timed], point_to_point: bool
@@ -104,7 +104,7 @@ class _Lowering:
         self._over = {stage: end for stage, (end, _) in ends.items()}
 
     def sends(self, action: Action) -> Iterator[Action]:
-        """Return what a computation sends, in the order in which all of its ranks send it."""
+        """Return the sends after a computation, in the same order on all its ranks."""
         stage, direction, microbatch = action.stage, action.direction, action.microbatch
         if action.verb is Verb.F:
             for target in self._edges.targets[stage]:
@@ -116,7 +116,7 @@ class _Lowering:
             yield act(Verb.SEND_G, stage, 1, None, 0)
 
     def reduces(self, rank: int, overlap: bool) -> list[tuple[int, int]]:
-        """Return (stage, slot) for the reductions of a rank, in the order that all ranks share."""
+        """Return (stage, slot) of the reductions of a rank, in the same order on all ranks."""
         row = self._rows[rank]
         found, slot = [], 0
         for stage in self._reduce_order:
@@ -129,15 +129,15 @@ class _Lowering:
 
     def _reduce_slot(self, row: tuple[Action, ...], stage: int) -> int:
         if self._point_to_point:
-            # It waits for gradients from elsewhere: behind all that starts before they are there, so nothing that
-            # they depend on is behind it on any rank.
+            # It waits for gradients of other ranks. It is after everything that starts before these are ready, so
+            # nothing that they depend on is after it on any rank.
             return max(index + 1 for index, action in enumerate(row) if self._start[action] < self._over[stage])
         return max(index + 1 for index, action in enumerate(row) if action.stage == stage)
 
     def receives(self, rank: int, reduces: dict[int, int]) -> list[tuple[int, Action]]:
-        """Return (slot, receive) for a rank: on each pair of ranks in the order of the sends."""
+        """Return (slot, receive) of a rank; from each sender in the order of its sends."""
         wanted = sorted(self._wanted(rank, reduces), key=lambda item: item[0])
-        latest: dict[int, int] = {}  # for each sending rank, the slot of the earliest of the receives that follow
+        latest: dict[int, int] = {}  # sender -> slot of its earliest receive so far; earlier sends must not be after it
         placed = []
         for key, slot, action in reversed(wanted):
             others = [sender for sender in senders(self._placement, rank, action) if sender != rank]
@@ -147,7 +147,7 @@ class _Lowering:
         return [(slot, action) for slot, _, action in sorted(placed, key=lambda item: item[:2])]
 
     def _wanted(self, rank: int, reduces: dict[int, int]) -> Iterator[tuple[tuple[int, int], int, Action]]:
-        """Return ((place of what sends it, place among what that sends), slot at the latest, receive)."""
+        """Yield (order of the send, latest slot, receive); sends are ordered by computation, then within it."""
         for index, action in enumerate(self._rows[rank]):
             forward = action.verb is Verb.F
             stage, direction, microbatch = action.stage, action.direction, action.microbatch

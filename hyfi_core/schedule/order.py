@@ -1,4 +1,4 @@
-"""A common order of all gang actions of a replica."""
+"""The common order of all gang actions of a replica: the ranks' lists merged into one."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hyfi_core.schedule.fault import Blame, ScheduleError
 from hyfi_core.schedule.grid import list_grid
 from hyfi_core.schedule.routes import Edges
 
-_NOMINAL = {Verb.F: 1, Verb.B: 2}  # a backward is about two forwards: gradients of inputs and of weights
+_NOMINAL = {Verb.F: 1, Verb.B: 2}  # durations: a backward computes gradients of inputs and of weights
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A gang action and when it would run if a forward took 1, a backward 2, and messages nothing."""
+    """A gang action and when it runs, if a forward takes 1, a backward 2 and a message 0."""
 
     action: Action
     start: int
@@ -23,10 +23,10 @@ class Timed:
 
 
 def common_order(schedule: Schedule, placement: Placement, edges: Edges) -> list[Timed]:
-    """Return the gang actions of a schedule of only F and B, by their time: from cause to effect, each once.
+    """Return the gang actions of a schedule with only F and B, sorted by start, each once.
 
     Raises:
-        ScheduleError: the ranks' lists have no common order, or an action comes before what it needs.
+        ScheduleError: the ranks' lists have no common order, or an action is before one that it needs.
     """
     rows = schedule.actions
     cursor = [0] * len(rows)
@@ -67,7 +67,7 @@ def _current(row: tuple[Action, ...], cursor: int) -> Action | None:
 
 
 def _needs(action: Action, edges: Edges) -> list[Action]:
-    """Return the gang actions whose results a gang action takes."""
+    """Return the gang actions whose results a gang action needs."""
     stage, direction, microbatch = action.stage, action.direction, action.microbatch
     if action.verb is Verb.F:
         return [act(Verb.F, source, direction, microbatch) for source in edges.sources[stage]]

@@ -1,4 +1,4 @@
-"""A trace as an SVG picture.
+"""A trace drawn as SVG.
 
 rank 0  ┃ 0 ┃ 1 ┃       ┃   0   ┃   1   ┃     forwards and backwards, with the number of the micro-batch
         ╺━╸ ╺━╸                 ╺━━━━━━╸      messages, reductions and the rest
@@ -15,7 +15,7 @@ from hyfi_core.errors import RequestError
 from hyfi_core.schedule.action import Action
 from hyfi_core.schedule.trace import TraceEvent
 
-# Colours that the colour-blind tell apart (Okabe and Ito): blue for direction 0, orange for 1; backwards are darker.
+# Distinguishable by the colour-blind (Okabe and Ito): blue for direction 0, orange for 1; backwards are darker.
 _COMPUTE = {("F", 0): "#9ccbe8", ("B", 0): "#2f7fb5", ("F", 1): "#f6cf7f", ("B", 1): "#d98a00"}
 _OTHER = {"REDUCE": "#009e73", "SEND": "#999999"}
 _REST = "#cc79a7"
@@ -28,7 +28,7 @@ def draw(events: Iterable[TraceEvent], title: str, width_px: int = 1200) -> str:
 
     Args:
         events: simulated or measured.
-        title: above the picture.
+        title: printed above.
         width_px: of the whole picture.
 
     Raises:
@@ -70,7 +70,7 @@ def _event(event: TraceEvent, x: float, px_per_s: float) -> str:
 
 
 def _action(event: TraceEvent) -> Action | None:
-    """Return the action that an event is named by, None where a measured trace names it otherwise."""
+    """Return the action in an event's name, None for other names in measured traces."""
     try:
         return Action.parse(event.name)
     except RequestError:
@@ -90,7 +90,7 @@ def _colour(event: TraceEvent) -> str:
 
 
 def _legend(events: Sequence[TraceEvent]) -> list[str]:
-    """Return a box and a word for each sort of event that there is."""
+    """Return a coloured box and a label for each type of event in the trace."""
     names = {
         colour: f"{'forward' if verb == 'F' else 'backward'}, direction {d}" for (verb, d), colour in _COMPUTE.items()
     }
@@ -105,7 +105,7 @@ def _legend(events: Sequence[TraceEvent]) -> list[str]:
 
 
 def _axis(span_s: float, px_per_s: float, y: float) -> list[str]:
-    """Return the numbers of the time axis: from 5 to 12 of them, at 1, 2 or 5 times a power of ten."""
+    """Return the labels of the time axis: 5 to 12 of them, at multiples of 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(span_s / 5))
     step_s = max(step * power for step in (1, 2, 5) if step * power <= span_s / 5)
     ticks = [index * step_s for index in range(int(span_s / step_s + 1e-9) + 1)]

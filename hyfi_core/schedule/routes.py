@@ -1,4 +1,4 @@
-"""Routes of messages: stages exchange values along edges, every rank of one with every rank of the other."""
+"""Routes of messages: for two stages that exchange values, any rank of one may send to any rank of the other."""
 
 from __future__ import annotations
 

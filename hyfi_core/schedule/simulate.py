@@ -1,4 +1,4 @@
-"""The dry run: whether a lowered schedule can be run at all, and how long it takes with given durations."""
+"""Simulation of a lowered schedule: whether it can be run, and how long it takes with given durations."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from hyfi_core.plan.placement import Placement
 from hyfi_core.schedule import deadlock
 from hyfi_core.schedule.action import Schedule
 from hyfi_core.schedule.check import expected, find_faults
+from hyfi_core.schedule.dry_run import DryRun, Durations, FaultFound
 from hyfi_core.schedule.fault import Blame, ScheduleError
 from hyfi_core.schedule.grid import error_grid, list_grid, time_grid
-from hyfi_core.schedule.machine import Durations, FaultFound, Machine
 from hyfi_core.schedule.routes import Edges
 from hyfi_core.schedule.trace import TraceEvent, bubble
 
@@ -22,14 +22,14 @@ Seconds = float | Callable[[int], float]
 
 @dataclass(frozen=True)
 class Costs:
-    """Durations in seconds; a backward is about two forwards.
+    """Durations in seconds. By default a backward takes as long as two forwards, and messages take no time.
 
     Attributes:
-        forward_s: one forward of a stage, its ranks together.
-        backward_s: one backward.
-        message_s: one message of what a stage sends, from the moment at which both sides are there.
-        reduce_s: the reduction of a stage's gradients.
-        edge_s: (from, to) of stages -> one message between them, in either direction, instead of ``message_s``.
+        forward_s: of one forward of a stage, on all its ranks at once.
+        backward_s: of one backward.
+        message_s: of one message that a stage sends, from the moment at which both sides have been posted.
+        reduce_s: of the reduction of a stage's gradients.
+        edge_s: (from, to) of stages -> duration of a message in either direction, instead of ``message_s``.
     """
 
     forward_s: Seconds = 1.0
@@ -53,11 +53,11 @@ class Simulation:
 
     Attributes:
         schedule: the lowered schedule.
-        events: every forward, backward, send (from its start to its arrival) and reduction, in no order.
-        makespan_s: from the beginning to the end of the last event.
+        events: every forward, backward, send (from its start to its arrival) and reduction, in any order.
+        makespan_s: time until the last event ends.
         busy_s: for each rank, the time of its forwards and backwards.
-        peak_live: for each rank, the most forwards at a time whose backward is not done: of all stages and
-            directions of the rank together.
+        peak_live: for each rank, the largest number of forwards whose backward is not done, of all its stages and
+            directions together.
     """
 
     schedule: Schedule
@@ -68,7 +68,7 @@ class Simulation:
 
     @property
     def bubble(self) -> float:
-        """Share of all ranks' time, until the last forward or backward ends, in which they run neither."""
+        """Fraction of all ranks' time, until the last forward or backward ends, in which they run neither."""
         return bubble(self.events)
 
     @property
@@ -92,28 +92,28 @@ def simulate(
     costs: Costs | None = None,
     one_stream: bool = False,
 ) -> Simulation:
-    """Run a lowered schedule dry.
+    """Simulate a lowered schedule.
 
     Args:
         schedule: lowered.
         placement: which ranks hold which stage.
         edges: as for ``lower``.
         mirror: as for ``lower``.
-        microbatches: of both directions together; None = those that are there.
-        costs: durations; by default forward 1, backward 2, the rest nothing.
-        one_stream: whether all messages of a rank go through one stream, where each begins when the last has ended.
+        microbatches: of both directions together; None: those in the schedule.
+        costs: durations; by default 1 for a forward, 2 for a backward, 0 for the rest.
+        one_stream: whether all messages of a rank go through one stream, each after the previous one.
 
     Raises:
-        ScheduleError: it deadlocks, or a list lacks, repeats or misplaces an action, or two ranks disagree about
-            their messages; the error names ranks, actions and what they wait for, and draws all ranks.
+        ScheduleError: it deadlocks; an action is missing, repeated or misplaced; or two ranks send and receive in
+            different orders. The error names ranks, actions and what they wait for, and draws all ranks.
     """
-    machine = _run(schedule, placement, edges, mirror, microbatches, costs or Costs(), one_stream)
+    run = _run(schedule, placement, edges, mirror, microbatches, costs or Costs(), one_stream)
     return Simulation(
         schedule,
-        machine.events,
-        max((rank.end_s for rank in machine.ranks), default=0.0),
-        tuple(rank.busy_s for rank in machine.ranks),
-        tuple(rank.peak_live for rank in machine.ranks),
+        run.events,
+        max((rank.end_s for rank in run.ranks), default=0.0),
+        tuple(rank.busy_s for rank in run.ranks),
+        tuple(rank.peak_live for rank in run.ranks),
     )
 
 
@@ -125,7 +125,7 @@ def validate(
     mirror: Mirror = "all_reduce",
     microbatches: int | None = None,
 ) -> None:
-    """Raise what ``simulate`` raises, and return nothing: faster where only that is asked."""
+    """Raise what ``simulate`` raises; faster if nothing else is needed."""
     _run(schedule, placement, edges, mirror, microbatches, Costs())
 
 
@@ -137,7 +137,7 @@ def _run(
     microbatches: int | None,
     costs: Costs,
     one_stream: bool = False,
-) -> Machine:
+) -> DryRun:
     point_to_point = mirror == "point_to_point" and placement.directions == 2
     needs = expected(
         placement, Edges(edges, placement.stages), _split(schedule, placement, microbatches), point_to_point
@@ -149,15 +149,15 @@ def _run(
     if blames := find_faults(schedule, needs):
         raise ScheduleError(schedule, "its lists of actions are wrong", blames, _drawn_lists(schedule, blames))
     durations = costs.of(placement.stages)
-    machine = Machine(schedule, placement, needs, durations, not point_to_point, one_stream)
+    dry_run = DryRun(schedule, placement, needs, durations, not point_to_point, one_stream)
     try:
-        machine.run()
-        fault = deadlock.find(machine)
+        dry_run.run()
+        fault = deadlock.find(dry_run)
     except FaultFound as found:
         fault = found
     if fault is not None:
-        raise ScheduleError(schedule, fault.problem, fault.blames, _drawn(machine, fault.blames))
-    return machine
+        raise ScheduleError(schedule, fault.problem, fault.blames, _drawn(dry_run, fault.blames))
+    return dry_run
 
 
 def _split(schedule: Schedule, placement: Placement, microbatches: int | None) -> Sequence[Sequence[int]]:
@@ -178,9 +178,9 @@ def _drawn_lists(schedule: Schedule, blames: Sequence[Blame]) -> str:
     return list_grid(schedule.actions, places)
 
 
-def _drawn(machine: Machine, blames: Sequence[Blame]) -> str:
-    current = ["" if rank.current is None else str(rank.current) for rank in machine.ranks]
+def _drawn(run: DryRun, blames: Sequence[Blame]) -> str:
+    current = ["" if rank.current is None else str(rank.current) for rank in run.ranks]
     for blame in blames:
-        row = machine.ranks[blame.rank].row
+        row = run.ranks[blame.rank].row
         current[blame.rank] = str(row[blame.index]) if blame.index < len(row) else ""
-    return error_grid(machine.events, current, {blame.rank for blame in blames}, len(machine.ranks))
+    return error_grid(run.events, current, {blame.rank for blame in blames}, len(run.ranks))

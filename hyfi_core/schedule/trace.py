@@ -1,4 +1,4 @@
-"""What happened when, on which rank: simulated or measured; as JSON that Perfetto and chrome://tracing open."""
+"""Traces: events of ranks over time, simulated or measured, and their JSON form for Perfetto and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class TraceEvent:
     """One event of one rank.
 
     Attributes:
-        rank: who.
-        name: what, e.g. the text of an action.
-        start_s: seconds since a moment that all ranks share.
+        rank: of the event.
+        name: for example the text of an action.
+        start_s: seconds since a time that is the same for all ranks.
         end_s: likewise; not before ``start_s``.
-        kind: what it is: a ``Verb``, or any other word of a measured trace.
+        kind: a ``Verb``, or any other word in a measured trace.
     """
 
     rank: int
@@ -30,7 +30,7 @@ class TraceEvent:
 
 
 def to_chrome(events: Iterable[TraceEvent]) -> dict[str, Any]:
-    """Return a trace in the Chrome format: a process for each rank, one lane that computes and one that communicates.
+    """Return a trace in the Chrome format: a process for each rank, with lanes for computation and communication.
 
     Source: "Trace Event Format", complete ("X") and metadata ("M") events, microseconds.
     """
@@ -57,12 +57,12 @@ def to_chrome(events: Iterable[TraceEvent]) -> dict[str, Any]:
 
 
 def to_json(events: Iterable[TraceEvent]) -> str:
-    """Return ``to_chrome`` as text, ready for a file."""
+    """Return ``to_chrome`` as text."""
     return json.dumps(to_chrome(events))
 
 
 def bubble(events: Iterable[TraceEvent]) -> float:
-    """Return the share of all ranks' time in which they neither run a forward nor a backward.
+    """Return the fraction of all ranks' time in which they run neither a forward nor a backward.
 
     Time counts from the first to the last forward or backward of any rank. A rank's own events must not overlap.
     """

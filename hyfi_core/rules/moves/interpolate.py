@@ -72,10 +72,10 @@ def interpolated(find: _Find) -> Rule:
 def _summed(tensor: torch.Tensor, dim: int, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     sides = [1] * tensor.dim()
     sides[dim] = -1
-    shares = weights.to(tensor)
-    result = taken(tensor, dim, places[:, 0]) * shares[:, 0].view(sides)
+    weights = weights.to(tensor)
+    result = taken(tensor, dim, places[:, 0]) * weights[:, 0].view(sides)
     for tap in range(1, places.shape[1]):
-        result = result + taken(tensor, dim, places[:, tap]) * shares[:, tap].view(sides)
+        result = result + taken(tensor, dim, places[:, tap]) * weights[:, tap].view(sides)
     return result
 
 
@@ -91,10 +91,10 @@ def bicubic(size: int, outputs: int, align: bool, scale: torch.Tensor) -> _Neigh
     out = torch.arange(outputs, dtype=scale.dtype)
     position = out * scale if align else scale * (out + 0.5) - 0.5
     first = position.floor()
-    share = position - first
-    away = torch.stack([share + 1, share, 1 - share, 2 - share], 1)
+    offset = position - first
+    distances = torch.stack([offset + 1, offset, 1 - offset, 2 - offset], 1)
     places = (first.long()[:, None] + torch.arange(-1, 3)).clamp(0, size - 1)
-    return _Neighbours(places, _cubic(away, -0.75))
+    return _Neighbours(places, _cubic(distances, -0.75))
 
 
 def antialiased(support: float, weigh: Callable[[torch.Tensor], torch.Tensor]) -> _Find:

@@ -62,8 +62,8 @@ def upsample_bilinear(builder: Builder, op: Operator) -> None:
     plan = reach(builder, name, axes)  # type: ignore[arg-type]
     part, need = plan.part, plan.need
     own = [
-        (low[a:b] - start, high[a:b] - start, share[a:b])
-        for (low, high, share), a, b, start in zip(
+        (low[a:b] - start, high[a:b] - start, weight[a:b])
+        for (low, high, weight), a, b, start in zip(
             blends, (part.y0, part.x0), (part.y1, part.x1), (need.y0, need.x0), strict=True
         )
     ]
@@ -71,11 +71,11 @@ def upsample_bilinear(builder: Builder, op: Operator) -> None:
     def call(tensor: torch.Tensor) -> torch.Tensor:
         kind = torch.promote_types(tensor.dtype, torch.float32)
         result = tensor.to(kind)
-        for dim, (low, high, share) in zip(dims, own, strict=True):
+        for dim, (low, high, weight) in zip(dims, own, strict=True):
             sides = [1] * tensor.dim()
             sides[dim] = -1
-            weight = share.to(result).view(sides)
-            result = taken(result, dim, low) * (1 - weight) + taken(result, dim, high) * weight
+            high_weight = weight.to(result).view(sides)
+            result = taken(result, dim, low) * (1 - high_weight) + taken(result, dim, high) * high_weight
         return result.to(tensor.dtype)
 
     builder.compute(call, (plan.canvas,), op.outputs, plan.split)

@@ -25,7 +25,7 @@ from hyfi_core.rules.instructions import Split
 
 
 def strips(builder: Builder, split: Split, dim: int) -> Split:
-    """Return the layout in which ``dim`` of space is whole on every rank, and all ranks share the other."""
+    """Return the layout in which ``dim`` of space is whole on every rank, and the other is divided over all ranks."""
     ranks, whole = len(split.layout.parts), split.layout.map
     if split.dims[0] == dim:
         layout = Layout((0, whole.height), Layout.even(1, whole.width, (1, ranks)).columns)

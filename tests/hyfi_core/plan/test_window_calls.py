@@ -1,4 +1,4 @@
-"""Shares of windows against brute force: every tap of every output belongs to the own part, a strip, or nobody."""
+"""Calls on parts of the input against brute force: every tap reads the own part, a strip, or nothing."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hyfi_core.plan import Box
-from hyfi_core.plan.share import inner_outputs, own_call, share_of
 from hyfi_core.plan.window import AxisWindow, Window
+from hyfi_core.plan.window_calls import inner_outputs, own_call, strip_call
 
 
 @st.composite
@@ -25,7 +25,9 @@ def taps(window: AxisWindow, output: int) -> list[int]:
 
 @settings(max_examples=300, deadline=None)
 @given(cases())
-def test_a_strips_share_is_all_that_reaches_it(case: tuple[AxisWindow, tuple[int, int], tuple[int, int]]) -> None:
+def test_the_call_on_a_strip_covers_its_outputs(
+    case: tuple[AxisWindow, tuple[int, int], tuple[int, int]],
+) -> None:
     window, piece, outputs = case
     hits = {
         (output, tap)
@@ -33,16 +35,16 @@ def test_a_strips_share_is_all_that_reaches_it(case: tuple[AxisWindow, tuple[int
         for tap, at in enumerate(taps(window, output))
         if piece[0] <= at < piece[1]
     }
-    share = share_of(Window(window, AxisWindow(1)), Box(*piece, 0, 1), Box(*outputs, 0, 1))
+    call = strip_call(Window(window, AxisWindow(1)), Box(*piece, 0, 1), Box(*outputs, 0, 1))
     if not hits:
-        assert share is None
+        assert call is None
         return
-    assert share is not None
-    assert all(share.outputs.y0 <= output < share.outputs.y1 for output, _ in hits)
-    assert (share.taps.y0, share.taps.y1) == (min(tap for _, tap in hits), max(tap for _, tap in hits) + 1)
-    count = (share.inputs.height - (share.taps.height - 1) * window.dilation - 1) // window.stride + 1
-    assert count == share.outputs.height
-    assert share.inputs.y0 == taps(window, share.outputs.y0)[share.taps.y0]
+    assert call is not None
+    assert all(call.outputs.y0 <= output < call.outputs.y1 for output, _ in hits)
+    assert (call.taps.y0, call.taps.y1) == (min(tap for _, tap in hits), max(tap for _, tap in hits) + 1)
+    count = (call.inputs.height - (call.taps.height - 1) * window.dilation - 1) // window.stride + 1
+    assert count == call.outputs.height
+    assert call.inputs.y0 == taps(window, call.outputs.y0)[call.taps.y0]
 
 
 @settings(max_examples=300, deadline=None)

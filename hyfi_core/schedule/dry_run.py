@@ -1,12 +1,16 @@
-"""The machine that runs lists of actions dry: gangs, messages that pair in order, reductions.
+"""The dry run of a schedule: every rank goes through its list of actions, in modelled time.
 
-Every rank goes through its list. Posting a receive and starting a send or a reduction never wait. On each ordered
-pair of ranks the n-th send pairs with the n-th receive, and the message starts when both are there. F and B wait for
-what their rank receives for them and for all ranks of their stage; a REDUCE waits for gradients of the other direction
-where they are sent. Reductions run in the order in which their ranks start them.
+Posting a receive and starting a send or a reduction never wait. For each ordered pair of ranks, the n-th send pairs
+with the n-th receive; the message starts when both have been posted::
 
-With ``one_stream`` all sends and receives of a rank go through one stream besides, as on a GPU whose ranks have one
-communicator for all of them: a message begins when all that the rank posted or started before it has ended.
+    rank 0   F0 ── SEND ╌╌╌╌╌╌╌╌╌╮                       SEND has started, rank 0 goes on
+    rank 1        …        RECV ─┴═══════▶ F0            RECV is posted: the message starts; F0 waits for its end
+
+F and B wait for what their rank receives for them, and for all ranks of their stage (the *gang*). A REDUCE waits for
+the gradients of the other direction if these are sent. Reductions run in the order in which their ranks start them.
+
+With ``one_stream``, all sends and receives of a rank also go through one stream, as on a GPU with one communicator for
+all of them: a message starts when all that its rank posted before has ended.
 """
 
 from __future__ import annotations
@@ -26,8 +30,8 @@ _F, _B, _REDUCE = Verb.F, Verb.B, Verb.REDUCE  # looked up once: the tests run t
 _SENDS = (Verb.SEND_F, Verb.SEND_B, Verb.SEND_G)
 
 
-class FaultFound(Exception):  # noqa: N818 - a note to the caller, who turns it into the error
-    """The lists cannot be run to their end."""
+class FaultFound(Exception):  # noqa: N818 - the caller turns it into a ScheduleError
+    """The schedule cannot be run to its end."""
 
     def __init__(self, problem: str, blames: Sequence[Blame]) -> None:
         super().__init__(problem)
@@ -37,10 +41,10 @@ class FaultFound(Exception):  # noqa: N818 - a note to the caller, who turns it 
 
 @dataclass(frozen=True)
 class Durations:
-    """Seconds of a forward, a backward, a message that the stage sends, and a reduction: one for each stage.
+    """Seconds of a forward, of a backward, of a message that the stage sends and of a reduction, for each stage.
 
     Attributes:
-        edge_s: (from, to) of stages -> seconds of a message between them, in either direction, where it is known.
+        edge_s: (from, to) of stages -> seconds of a message in either direction; by default ``message_s``.
     """
 
     forward_s: Sequence[float]
@@ -65,17 +69,17 @@ class Half:
     receive: Action
     index: int
     time_s: float
-    batch: Batch | None = None  # of a rank that has one stream
+    batch: Batch | None = None  # with one stream
 
 
 @dataclass(slots=True)
 class Batch:
-    """The messages of one send or receive, in the stream of their rank.
+    """The messages of one send or receive action, in the stream of their rank.
 
     Attributes:
         index: of the action in the rank's list.
-        halves: (sender, receiver, half) of each; empty once they have begun.
-        open: messages that have not met their other side.
+        halves: (sender, receiver, half) of each; empty once they have started.
+        open: number of messages whose other side has not started.
     """
 
     index: int
@@ -91,12 +95,12 @@ class RankState:
     needs: Needs
     at: int = 0
     clock_s: float = 0.0
-    in_gang: bool = False  # its data have arrived; it waits for the other ranks of its stage
-    open: dict[Action, int] = field(default_factory=dict)  # receives posted: messages that each still waits for
-    come_s: dict[Action, float] = field(default_factory=dict)  # when the last of them came
-    own_s: dict[Action, float] = field(default_factory=dict)  # when this rank sent something to itself
-    stream: deque[Batch] = field(default_factory=deque)  # messages that have not ended, where all go through one stream
-    reduces: deque[tuple[int, int, float]] = field(default_factory=deque)  # stage, index, time: not yet run
+    in_gang: bool = False  # its data has arrived; it waits for the other ranks of its stage
+    open: dict[Action, int] = field(default_factory=dict)  # posted receive -> messages that have not arrived
+    arrived_s: dict[Action, float] = field(default_factory=dict)  # receive -> arrival of its last message
+    own_s: dict[Action, float] = field(default_factory=dict)  # receive -> time at which this rank sent to itself
+    stream: deque[Batch] = field(default_factory=deque)  # pending messages, with one stream
+    reduces: deque[tuple[int, int, float]] = field(default_factory=deque)  # (stage, index, time) of pending reductions
     reduced_s: float = 0.0
     live: int = 0
     peak_live: int = 0
@@ -105,16 +109,32 @@ class RankState:
 
     @property
     def current(self) -> Action | None:
-        """The action that the rank is at, None at its end."""
+        """The current action, None after the last."""
         return self.row[self.at] if self.at < len(self.row) else None
 
     def missing(self) -> Action | None:
-        """Return a receive that the current action waits for, None if all has come."""
+        """Return a receive that the current action waits for, None if all data has arrived."""
         return next((need for need in self.needs[self.row[self.at]] if self.open.get(need)), None)
 
 
-class Machine:
-    """One dry run of lists that are right each for itself (``check.find_faults``)."""
+class DryRun:
+    """One dry run of lists of actions that ``check.find_faults`` has accepted.
+
+    Args:
+        schedule: lowered.
+        placement: which ranks hold which stage.
+        needs: for each rank, the actions that must precede each of its actions.
+        durations: of actions.
+        sum_directions: whether a reduction sums the gradients of both directions.
+        one_stream: whether all messages of a rank go through one stream.
+
+    Attributes:
+        placement: the same.
+        ranks: the state of each rank.
+        lanes: (sender, receiver) -> sides of messages that wait for their other side, in order.
+        spans: (rank, action, start, end) of each event.
+        owners: for each stage, the ranks that reduce its gradients.
+    """
 
     def __init__(
         self,
@@ -131,7 +151,7 @@ class Machine:
         self.lanes: dict[tuple[int, int], deque[Half]] = {}
         self.spans: list[tuple[int, Action, float, float]] = []
         self._durations = durations
-        self._come: dict[Action, int] = {}
+        self._in_gang: dict[Action, int] = {}
         self._ready = list(range(len(self.ranks)))
         directions = range(placement.directions if sum_directions else 1)
         self.owners = [
@@ -145,10 +165,10 @@ class Machine:
         return tuple(TraceEvent(n, str(action), start, end, action.verb) for n, action, start, end in self.spans)
 
     def run(self) -> None:
-        """Run until every rank has ended or waits forever, see ``deadlock.find``.
+        """Run until every rank has ended or waits forever; see ``deadlock.find``.
 
         Raises:
-            FaultFound: the two sides of a pair of ranks have different messages in the same place.
+            FaultFound: two ranks send and receive their messages in different orders.
         """
         while self._ready:
             self._advance(self._ready.pop())
@@ -160,10 +180,10 @@ class Machine:
             action = rank.row[rank.at]
             verb = action.verb
             if (verb is _F or verb is _B or verb is _REDUCE) and rank.missing() is not None:
-                return  # the arrival wakes it
+                return  # resumed by the arrival
             if verb is _F or verb is _B:
-                self._meet(number, action)
-                return  # the last rank of the gang wakes all
+                self._join_gang(number, action)
+                return  # all are resumed by the last rank of the gang
             if verb is _REDUCE:
                 self._start_reduce(number, action)
             elif verb in _SENDS:
@@ -172,17 +192,17 @@ class Machine:
                 self._post(number, action)
             rank.at += 1
 
-    def _meet(self, number: int, action: Action) -> None:
-        """Join the gang of a stage; the last rank to come runs the action for all."""
+    def _join_gang(self, number: int, action: Action) -> None:
+        """Join the gang of a stage; the last rank to arrive runs the action for all."""
         self.ranks[number].in_gang = True
         gang = self.placement.group(action.stage, action.direction)
-        self._come[action] = self._come.get(action, 0) + 1
-        if self._come[action] < len(gang):
+        self._in_gang[action] = self._in_gang.get(action, 0) + 1
+        if self._in_gang[action] < len(gang):
             return
         start_s = 0.0
         for n in gang:
             rank = self.ranks[n]
-            start_s = max(start_s, rank.clock_s, *(rank.come_s.get(need, 0.0) for need in rank.needs[action]))
+            start_s = max(start_s, rank.clock_s, *(rank.arrived_s.get(need, 0.0) for need in rank.needs[action]))
         seconds = self._durations.forward_s if action.verb is _F else self._durations.backward_s
         for n in gang:
             self._compute(n, action, start_s, start_s + seconds[action.stage])
@@ -213,7 +233,7 @@ class Machine:
                 self._deliver(number, receive, rank.clock_s)
             else:
                 rank.own_s[receive] = rank.clock_s
-        self._begin(number, halves)
+        self._start(number, halves)
 
     def _post(self, number: int, action: Action) -> None:
         rank = self.ranks[number]
@@ -225,10 +245,10 @@ class Machine:
                 halves.append((sender, number, Half(False, action, rank.at, rank.clock_s)))
             elif action in rank.own_s:
                 self._deliver(number, action, rank.own_s[action])
-        self._begin(number, halves)
+        self._start(number, halves)
 
-    def _begin(self, number: int, halves: list[tuple[int, int, Half]]) -> None:
-        """Begin one side of some messages, or let them wait for their turn in the rank's stream."""
+    def _start(self, number: int, halves: list[tuple[int, int, Half]]) -> None:
+        """Start one side of messages, or queue them in the rank's stream."""
         if not self._one_stream:
             for sender, receiver, half in halves:
                 self._pair(sender, receiver, half)
@@ -237,11 +257,11 @@ class Machine:
             for _, _, half in halves:
                 half.batch = batch
             self.ranks[number].stream.append(batch)
-            while any([self._moved(rank.stream) for rank in self.ranks]):
+            while any([self._moved(rank.stream) for rank in self.ranks]):  # a list: every stream is tried
                 pass
 
     def _moved(self, stream: deque[Batch]) -> bool:
-        """Begin and end operations of one stream; return whether there were any."""
+        """Start and end messages of one stream while possible; return whether there were any."""
         moved = False
         while stream:
             batch = stream[0]
@@ -256,7 +276,7 @@ class Machine:
         return moved
 
     def _pair(self, sender: int, receiver: int, half: Half) -> None:
-        """Join the first half that waits on this pair of ranks, or wait behind the others."""
+        """Pair with the first half that waits between these ranks, or wait behind the others."""
         lane = self.lanes.setdefault((sender, receiver), deque())
         if not lane or lane[0].is_send == half.is_send:
             lane.append(half)
@@ -283,18 +303,18 @@ class Machine:
     def _deliver(self, number: int, receive: Action, time_s: float) -> None:
         rank = self.ranks[number]
         rank.open[receive] -= 1
-        rank.come_s[receive] = max(rank.come_s.get(receive, 0.0), time_s)
+        rank.arrived_s[receive] = max(rank.arrived_s.get(receive, 0.0), time_s)
         if not rank.open[receive]:
             self._ready.append(number)
 
     def _start_reduce(self, number: int, action: Action) -> None:
         rank = self.ranks[number]
-        start_s = max(rank.clock_s, *(rank.come_s.get(need, 0.0) for need in rank.needs[action]))
+        start_s = max(rank.clock_s, *(rank.arrived_s.get(need, 0.0) for need in rank.needs[action]))
         rank.reduces.append((action.stage, rank.at, start_s))
         self._reduce(action.stage)
 
     def _reduce(self, stage: int) -> None:
-        """Run a stage's reduction if it is the next one on all of its ranks; then what it held up."""
+        """Run a stage's reduction if it is the next one on all of its ranks, and those that waited for it."""
         owners = [self.ranks[number] for number in self.owners[stage]]
         if not all(rank.reduces and rank.reduces[0][0] == stage for rank in owners):
             return

@@ -1,11 +1,11 @@
-"""Contributions of parts of the input to the output of a linear sliding window, such as a convolution.
+"""A linear sliding window, such as a convolution, as separate calls on the own part and on each received strip.
 
-A sum over a window can be computed separately for the own part and for each received strip, with zeros elsewhere, and
-added. So only the few outputs that a strip reaches have to wait for it.
+The results are added: each call takes zeros for the pixels of the others. So only the few outputs that a strip reaches
+have to wait for its message.
 
-    3 taps, stride 1        own            strip
-    input             … 4 5 6 7           8          own part: every output, zeros beyond 7
-    output            … 4 5 6 7           └──▶ 7     strip: only output 7, through its last tap
+    3 taps, stride 1        own part       strip
+    input             … 4 5 6 7           8          own call: every output, zeros beyond 7
+    output            … 4 5 6 7           └──▶ 7     strip call: only output 7, through its last tap
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from hyfi_core.plan.window import AxisWindow, Window
 
 Interval = tuple[int, int]
 _OWN_TO_STRIPS = 4
+"""Smallest ratio of own to received pixels for which separate calls are faster."""
 
 
 @dataclass(frozen=True, slots=True)
-class StripShare:
-    """The outputs that a strip of the input reaches.
+class StripCall:
+    """A call on a received strip that gives its contribution to the outputs that it reaches.
 
     Attributes:
         outputs: box of the outputs whose windows touch it.
@@ -48,13 +49,13 @@ class OwnCall:
     padding: tuple[int, int]
 
 
-def share_of(window: Window, strip: Box, outputs: Box) -> StripShare | None:
-    """Return the outputs of a rank that a strip reaches; None if all taps skip it."""
-    y = _share_along(window.y, (strip.y0, strip.y1), (outputs.y0, outputs.y1))
-    x = _share_along(window.x, (strip.x0, strip.x1), (outputs.x0, outputs.x1))
+def strip_call(window: Window, strip: Box, outputs: Box) -> StripCall | None:
+    """Return the call on a strip; None if no output of the rank reads the strip."""
+    y = _strip_along(window.y, (strip.y0, strip.y1), (outputs.y0, outputs.y1))
+    x = _strip_along(window.x, (strip.x0, strip.x1), (outputs.x0, outputs.x1))
     if y is None or x is None:
         return None
-    return StripShare(*(Box(*along_y, *along_x) for along_y, along_x in zip(y, x, strict=True)))
+    return StripCall(*(Box(*along_y, *along_x) for along_y, along_x in zip(y, x, strict=True)))
 
 
 def own_call(window: Window, have: Box, outputs: Box) -> OwnCall | None:
@@ -66,11 +67,11 @@ def own_call(window: Window, have: Box, outputs: Box) -> OwnCall | None:
     return OwnCall((y[0], x[0]), (y[1], x[1]))
 
 
-def _share_along(window: AxisWindow, strip: Interval, outputs: Interval) -> tuple[Interval, Interval, Interval] | None:
+def _strip_along(window: AxisWindow, strip: Interval, outputs: Interval) -> tuple[Interval, Interval, Interval] | None:
     """Return (outputs, taps, inputs) along one axis."""
     first = max(outputs[0], -((window.extent - 1 - window.padding - strip[0]) // window.stride))
     last = min(outputs[1] - 1, (strip[1] - 1 + window.padding) // window.stride)
-    taps = [tap for tap in range(window.kernel) if _hits(window, tap, strip, (first, last + 1))]
+    taps = [tap for tap in range(window.kernel) if _is_read(window, tap, strip, (first, last + 1))]
     if not taps:
         return None
     begin = first * window.stride - window.padding
@@ -79,8 +80,8 @@ def _share_along(window: AxisWindow, strip: Interval, outputs: Interval) -> tupl
     return (first, last + 1), (taps[0], taps[-1] + 1), inputs
 
 
-def _hits(window: AxisWindow, tap: int, strip: Interval, outputs: Interval) -> bool:
-    """Whether some output's tap lies in the strip."""
+def _is_read(window: AxisWindow, tap: int, strip: Interval, outputs: Interval) -> bool:
+    """Whether some output reads the strip through this tap."""
     shift = window.padding - tap * window.dilation
     first = max(outputs[0], -((-strip[0] - shift) // window.stride))
     return first < outputs[1] and first * window.stride - shift < strip[1]
@@ -102,11 +103,10 @@ def inner_outputs(window: Window, have: Box, whole: Box, outputs: Box) -> Box:
     return Box(*y, *x)
 
 
-def worth_it(transfer: Transfer) -> bool:
-    """Whether computing own part and strips separately is faster than on one canvas.
+def faster_apart(transfer: Transfer) -> bool:
+    """Whether separate calls on own part and strips are faster than one call on a padded copy of all of them.
 
-    The own part must have at least four times the pixels of the strips; otherwise many small calls cost more than the
-    copy.
+    If strips are large relative to the own part, many small calls cost more than the copy.
     """
     return transfer.have.area >= _OWN_TO_STRIPS * max(1, transfer.received_px)
 
