@@ -11,6 +11,8 @@ import torch
 from hyfi_core.comm.base import Communicator, ForwardingCommunicator, Message, Pending, ReduceOp
 
 KINDS = ("halo", "stage", "reduce", "input")
+Span = tuple[str, float, float]
+"""Kind, begin and end by ``time.perf_counter``."""
 
 
 class TrafficCounts:
@@ -20,9 +22,11 @@ class TrafficCounts:
         messages: sent since the last reset.
         sent_bytes: the same in bytes.
         seconds: time spent on starting and waiting for messages.
+        spans: these times one by one, appended to this list, which ``reset`` leaves alone; None: not recorded.
     """
 
     def __init__(self) -> None:
+        self.spans: list[Span] | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -35,6 +39,13 @@ class TrafficCounts:
         """Add to the count of one kind."""
         self.messages[kind] += messages
         self.sent_bytes[kind] += sent_bytes
+
+    def spend(self, kind: str, begin_s: float) -> None:
+        """Add the time since ``begin_s`` to one kind."""
+        end_s = perf_counter()
+        self.seconds[kind] += end_s - begin_s
+        if self.spans is not None:
+            self.spans.append((kind, begin_s, end_s))
 
 
 class KindCommunicator(Communicator, Protocol):
@@ -77,7 +88,7 @@ class CountedCommunicator(ForwardingCommunicator):
         self.counts.count(self.kind, len(sends), sum(m.tensor.numel() * m.tensor.element_size() for m in sends))
         start_s = perf_counter()
         pending = self._comm.exchange(sends, receives)
-        self.counts.seconds[self.kind] += perf_counter() - start_s
+        self.counts.spend(self.kind, start_s)
         return _TimedPending(pending, self.counts, self.kind)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
@@ -85,7 +96,7 @@ class CountedCommunicator(ForwardingCommunicator):
         self._count_reduction(tensor)
         start_s = perf_counter()
         self._comm.all_reduce(tensor, op)
-        self.counts.seconds[self.kind] += perf_counter() - start_s
+        self.counts.spend(self.kind, start_s)
 
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
         """Start reducing in place; counts as one message of the tensor's bytes."""
@@ -115,4 +126,4 @@ class _TimedPending:
     def wait(self) -> None:
         start_s = perf_counter()
         self._pending.wait()
-        self._counts.seconds[self._kind] += perf_counter() - start_s
+        self._counts.spend(self._kind, start_s)

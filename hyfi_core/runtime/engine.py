@@ -17,6 +17,7 @@ from hyfi_core.cells.turns import Turns
 from hyfi_core.comm.activity import ACTIVITY
 from hyfi_core.comm.agree import CallConsensus
 from hyfi_core.comm.base import Communicator
+from hyfi_core.comm.counted import Span
 from hyfi_core.cost.cuts import with_cuts
 from hyfi_core.cost.memory import STATE_COPIES, microbatches_in_flight
 from hyfi_core.errors import RequestError
@@ -82,7 +83,9 @@ class Engine:
         self.plan = plan
         self._groups = Groups(comm, plan, Placement.of(plan))
         self._gradients: list[tuple[Compiled, StepGradients]] = []
-        self._consensus = CallConsensus(model, comm, self._groups.replica, self._changes, plan.stages)
+        self._consensus = CallConsensus(
+            model, comm, self._groups.replica, lambda: self._runners[0].changes(), plan.stages
+        )
         self.random.seed = int(comm.broadcast_object(self.random.seed))
         self.random.first, self.random.share = self._groups.index * plan.microbatches, self._share()
         self.events: list[tuple[Action, float, float]] = []
@@ -267,6 +270,10 @@ class Engine:
         """Return how long this rank waited for messages in the last step, by kind: ``halo``, ``stage``, ``reduce``."""
         return self._groups.seconds()
 
+    def record_spans(self, spans: list[Span] | None) -> None:
+        """Append (kind, begin, end) of each time spent on messages to ``spans`` from now on; None: no longer."""
+        self._groups.record_spans(spans)
+
     def spilled(self) -> PagerCounts | None:
         """Return the bytes that the last call wrote, read and recomputed; None if ``plan.spill`` is not set."""
         return None if self._paging is None else self._paging.pager.counts
@@ -304,12 +311,12 @@ class Engine:
                 f"plan.cells is {plan.cells} on {comm.size} ranks, but cells need messages with tags, which NCCL "
                 f"does not have; use one rank, or plan.cells=null"
             )
-        turns = Turns(cells[0] * cells[1], self._switched)
-        members = [(rank, cell) for rank in range(plan.ranks) for cell in range(turns.size)]
-        comms = cell_communicators(comm, turns, members)
         if plan.spill is not None:
             self._paging = Paging(plan.spill, plan.memory_bytes, self._device, lambda: turns.cell)
         pager = None if self._paging is None else self._paging.pager
+        turns = Turns(cells[0] * cells[1], pager.resume if pager is not None else lambda cell: None)
+        members = [(rank, cell) for rank in range(plan.ranks) for cell in range(turns.size)]
+        comms = cell_communicators(comm, turns, members)
         return turns, turns.run(lambda cell: StageRunner(subject, plan, comms[cell], cell=True, pager=pager))
 
     def _begin_paging(self, micro: tuple[int, int, int, int], trains: bool) -> None:
@@ -332,11 +339,6 @@ class Engine:
             found.append(PagedForecast(one.working_bytes, one.kept_bytes * flights))
         return found
 
-    def _switched(self, cell: int) -> None:
-        """Called when a cell's turn begins again."""
-        if self._paging is not None:
-            self._paging.pager.resume(cell)
-
     def _each(self, call: Callable[[StageRunner], T]) -> list[T]:
         """Call each runner of this process (one, or cells in turn) and return the results."""
         if self._turns is None:
@@ -354,9 +356,6 @@ class Engine:
         micro = reader.micro_shape(shape)
         self._consensus.check_evaluation(call, shape, self._runners[0].known(micro))
         return micro
-
-    def _changes(self) -> dict[tuple[str, str], str]:
-        return self._runners[0].changes()
 
     def _choose_mirror(self, compiled: Compiled) -> None:
         """Choose the mirror for the currently trained parameters, after weights in transit have arrived."""

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Iterable
 
 from hyfi_core.comm.base import Communicator
-from hyfi_core.comm.counted import KINDS, CountedCommunicator
+from hyfi_core.comm.counted import KINDS, CountedCommunicator, Span
 from hyfi_core.comm.pair_channels import with_pair_channels
 from hyfi_core.comm.two_level import two_level
 from hyfi_core.plan.parallel_plan import ParallelPlan
@@ -70,6 +70,7 @@ class Groups:
             members = [rank for rank in range(self.all.size) if (rank % size in holders) == inside]
             levels = two_level(group, [self._nodes[rank] for rank in members], self._plan.reduce_dtype == "bfloat16")
             self._reductions[holders] = CountedCommunicator(levels)
+            self._reductions[holders].counts.spans = self.all.counts.spans
         return self._reductions[holders] if self.replica.rank in holders else None
 
     def counted(self) -> list[CountedCommunicator]:
@@ -81,6 +82,11 @@ class Groups:
         """Reset all counts."""
         for comm in self.counted():
             comm.counts.reset()
+
+    def record_spans(self, spans: list[Span] | None) -> None:
+        """Append the times of all messages to ``spans`` from now on; None: no longer."""
+        for comm in self.counted():
+            comm.counts.spans = spans
 
     def traffic(self) -> dict[str, dict[str, int]]:
         """Return messages and bytes sent by this rank since the last reset, by kind."""

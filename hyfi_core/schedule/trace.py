@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_LANES = ("compute", "communication")
+_LANES = ("compute", "communication", "data")
+_LANE_OF = {"F": 0, "B": 0, "update": 0, "data": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class TraceEvent:
         name: for example the text of an action.
         start_s: seconds since a time that is the same for all ranks.
         end_s: likewise; not before ``start_s``.
-        kind: a ``Verb``, or any other word in a measured trace.
+        kind: a ``Verb``; in measured traces also ``update``, ``data`` or a kind of traffic.
     """
 
     rank: int
@@ -29,18 +30,23 @@ class TraceEvent:
     kind: str
 
 
-def to_chrome(events: Iterable[TraceEvent]) -> dict[str, Any]:
-    """Return a trace in the Chrome format: a process for each rank, with lanes for computation and communication.
+def to_chrome(events: Iterable[TraceEvent], names: Mapping[int, str] | None = None) -> dict[str, Any]:
+    """Return a trace in the Chrome format: a process for each rank, with a lane for each kind of work.
 
     Source: "Trace Event Format", complete ("X") and metadata ("M") events, microseconds.
+
+    Args:
+        events: of all ranks; kinds other than ``F``, ``B``, ``update`` and ``data`` are communication.
+        names: rank -> name of its process; by default ``rank 3``.
     """
-    events = sorted(events, key=lambda event: (event.rank, event.start_s, event.end_s))
+    events = sorted(events, key=lambda event: (event.rank, event.start_s, -event.end_s))
     rows: list[dict[str, Any]] = []
     for rank in sorted({event.rank for event in events}):
-        rows.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+        name = (names or {}).get(rank, f"rank {rank}")
+        rows.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}})
         rows.append({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})
-        for lane, name in enumerate(_LANES):
-            rows.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": lane, "args": {"name": name}})
+        for lane in sorted({_LANE_OF.get(event.kind, 1) for event in events} | {0, 1}):
+            rows.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": lane, "args": {"name": _LANES[lane]}})
     for event in events:
         rows.append(
             {
@@ -48,7 +54,7 @@ def to_chrome(events: Iterable[TraceEvent]) -> dict[str, Any]:
                 "name": event.name,
                 "cat": event.kind,
                 "pid": event.rank,
-                "tid": 0 if event.kind in ("F", "B") else 1,
+                "tid": _LANE_OF.get(event.kind, 1),
                 "ts": event.start_s * 1e6,
                 "dur": (event.end_s - event.start_s) * 1e6,
             }
@@ -56,9 +62,9 @@ def to_chrome(events: Iterable[TraceEvent]) -> dict[str, Any]:
     return {"traceEvents": rows, "displayTimeUnit": "ms"}
 
 
-def to_json(events: Iterable[TraceEvent]) -> str:
+def to_json(events: Iterable[TraceEvent], names: Mapping[int, str] | None = None) -> str:
     """Return ``to_chrome`` as text."""
-    return json.dumps(to_chrome(events))
+    return json.dumps(to_chrome(events, names))
 
 
 def bubble(events: Iterable[TraceEvent]) -> float:

@@ -27,6 +27,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "run.checkpoint_every_steps",
         "run.keep",
         "run.tensorboard",
+        "run.trace",
         "run.device",
         "run.early_stop",
         "plan.grids",

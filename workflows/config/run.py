@@ -52,6 +52,11 @@ class RunConfig(Section):
     keep: Positive = Field(
         3, description="a whole number ≥ 1: number of latest checkpoints to keep; the best is always kept"
     )
+    trace: Count = Field(
+        0,
+        description="a whole number ≥ 0: steps of which RUN/trace.json shows what every trainer did when, for "
+        "Perfetto; the first step, which captures the model, is not among them unless it is the only one",
+    )
     tensorboard: bool = Field(True, description="true or false: whether TensorBoard events are written")
     ema: float | None = Field(
         None,

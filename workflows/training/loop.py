@@ -20,6 +20,7 @@ from workflows.training.job import TrainingJob
 from workflows.training.optimisation import lr_factor
 from workflows.training.recorder import Recorder
 from workflows.training.start import Roles, SavedRun
+from workflows.training.step_trace import StepTrace, traced_steps
 from workflows.training.stop import StopFlag
 from workflows.training.validating import Validating
 
@@ -64,6 +65,8 @@ class TrainingLoop:
         device = next(model.parameters()).device
         self._feed = make_feed(job, roles, engine, self._start, device)
         self._time = StepTime()
+        steps = traced_steps(self._start, job.steps, job.config.run.trace)
+        self._trace = StepTrace(job.config.run.dir / "trace.json", engine, roles.trainers, steps)
         beside = len(roles.loader_ranks), len(roles.validator_ranks)
         spare_train = job.config.roles.design == "offload_naive"
         self._setup = RunSetup(job.plan.ranks, *beside, job.config.validation.policy, spare_train)
@@ -75,7 +78,9 @@ class TrainingLoop:
         step = self._start
         while step < self._job.steps and not stopped and self._validating.last is None:
             step += 1
+            self._trace.begin(step)
             self._step(step)
+            self._trace.end(step)
             progress()
             with self._time.booked("save"):
                 state = self._save(step) if self._job.saves_after(step) else None
@@ -85,6 +90,7 @@ class TrainingLoop:
             self._tell_epoch(step)
             if stopped and not self._job.saves_after(step):
                 self._save(step)
+        self._trace.close()
         stopped = self._validating.drain(stopped)
         self._close_feed(stopped)
         self._validating.close(stopped)
@@ -97,11 +103,14 @@ class TrainingLoop:
         for turn in range(first, first + accumulate):
             if turn > first:
                 self._time.add(self._engine.seconds())  # each call resets the counts
-            pixels = self._feed.batch(turn)
+            with self._trace.span("data", "images"):
+                pixels = self._feed.batch(turn)
             labels = torch.tensor(self._job.batch_labels(turn, self._replica))
             loss += self._engine.accumulate(BatchImages(pixels, self._prepare), labels)
+            self._trace.accumulated()
         lr = float(self._engine.optimizer.param_groups[0]["lr"])
-        self._engine.update(self._job.config.optimizer.max_norm)
+        with self._trace.span("update", "update"):
+            self._engine.update(self._job.config.optimizer.max_norm)
         self._scheduler.step()
         if self._average is not None:
             self._engine.settle()

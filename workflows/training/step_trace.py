@@ -1,0 +1,90 @@
+"""The trace of a few training steps: what every trainer did when, in ``RUN/trace.json``, for Perfetto.
+
+::
+
+    data            |images |                                          |images |
+    compute                 |F0.s0.d0      |B0.s0.d0            |update|
+    communication           |  |halo|        |halo|  |reduce    |
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from data.files import write_atomically
+from hyfi_core.comm.base import Communicator
+from hyfi_core.comm.counted import Span
+from hyfi_core.runtime.engine import Engine
+from hyfi_core.schedule.trace import TraceEvent, to_json
+
+
+def traced_steps(done: int, last: int, count: int) -> range:
+    """Return the steps to trace: ``count`` of them from the second on, because the first captures the model.
+
+    Args:
+        done: steps that were finished before this process began.
+        last: the run's last step.
+        count: number of steps wanted; a run of one step traces that one.
+    """
+    first = min(done + 2, last)
+    return range(first, min(first + count, last + 1))
+
+
+class StepTrace:
+    """One trainer's part of a trace; all trainers call its methods together.
+
+    Args:
+        path: file that rank 0 writes.
+        engine: whose steps are traced.
+        trainers: its ranks.
+        steps: to trace; may be empty.
+    """
+
+    def __init__(self, path: Path, engine: Engine, trainers: Communicator, steps: range) -> None:
+        self._path, self._engine, self._trainers, self._steps = path, engine, trainers, steps
+        self._origin_s: float | None = None
+        self._spans: list[Span] = []
+        self._named: list[tuple[str, str, float, float]] = []
+
+    def begin(self, step: int) -> None:
+        """Start recording if ``step`` is the first to trace. Time 0 is the end of a barrier of all trainers."""
+        if self._steps and step == self._steps[0]:
+            self._trainers.barrier()
+            self._origin_s = time.perf_counter()
+            self._engine.record_spans(self._spans)
+
+    @contextmanager
+    def span(self, kind: str, name: str) -> Iterator[None]:
+        """Record the time of the body as one event."""
+        begin_s = time.perf_counter()
+        yield
+        if self._origin_s is not None:
+            self._named.append((name, kind, begin_s, time.perf_counter()))
+
+    def accumulated(self) -> None:
+        """Record the actions of the engine's last call of ``accumulate``."""
+        if self._origin_s is not None:
+            self._named += [(str(action), str(action.verb), begin, end) for action, begin, end in self._engine.events]
+
+    def end(self, step: int) -> None:
+        """Write the trace if ``step`` is the last to trace."""
+        if self._steps and step == self._steps[-1]:
+            self.close()
+
+    def close(self) -> None:
+        """Stop recording and write what was recorded, if anything."""
+        if self._origin_s is None:
+            return
+        origin_s, self._origin_s = self._origin_s, None
+        self._engine.record_spans(None)
+        mine = self._named + [(kind, kind, begin, end) for kind, begin, end in self._spans]
+        placed = [(name, kind, begin - origin_s, end - origin_s) for name, kind, begin, end in mine]
+        every = self._trainers.gather_objects((socket.gethostname(), placed))
+        if every is not None:
+            events = [TraceEvent(r, n, b, e, kind) for r, (_, of_rank) in enumerate(every) for n, kind, b, e in of_rank]
+            names = {rank: f"rank {rank} on {host}" for rank, (host, _) in enumerate(every)}
+            write_atomically(self._path, to_json(events, names).encode())
