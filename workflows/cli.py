@@ -307,6 +307,14 @@ def predict(
     out: Annotated[Path, typer.Option("--out", help="Folder for predictions, heatmaps and reports.")],
     more: Ensemble = None,
     ranks: Ranks = None,
+    ranks_per_slide: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Ranks that share a slide; the others predict other slides. Default: all with --ranks; under mpiexec "
+            "or srun as few as keep all ranks busy.",
+        ),
+    ] = None,
     cells: Cells = None,
     mpp: PredictMpp = None,
     slide_mpp: SlideMpp = None,
@@ -344,6 +352,7 @@ def predict(
             tissue=tissue,
             device=device,
             part=part,
+            ranks_per_slide=ranks_per_slide,
         ),
         writes=out,
         as_ranks=True,

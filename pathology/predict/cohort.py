@@ -1,9 +1,9 @@
-"""Prediction of slides: each is computed by all ranks and written by one; failures are isolated.
+"""Prediction of slides: each is computed by a group of ranks and written by its first; failures are isolated.
 
 ```
-rank 0            slide file ── ingest ──> OUT/.ingest.tmp-…/<slide_id>.zarr   (removed when the slide is done)
+first rank        slide file ── ingest ──> OUT/.ingest.tmp-…/<slide_id>.zarr   (removed when the slide is done)
 every rank        the same view of it; reads only the box of the image that its part of the network needs
-rank 0            OUT/<slide_id>/ …, then the slide's row in OUT/predictions.csv
+first rank        OUT/<slide_id>/ …, then the slide's row in OUT/predictions.csv
 ```
 """
 
@@ -28,6 +28,7 @@ from hyfi_core.errors import RequestError
 from hyfi_core.runtime.launch import own_device
 from pathology.errors import SlideError
 from pathology.ingest.options import IngestOptions
+from pathology.predict.dealing import SlideQueue, gathered, group_size
 from pathology.predict.ensemble import Attribution, Ensemble, together
 from pathology.predict.heatmap import average, place
 from pathology.predict.inputs import SlideInput
@@ -67,7 +68,7 @@ def predict_slides(
     comm: Communicator,
     options: PredictOptions | None = None,
     *,
-    progress: Callable[[str], None] = lambda note: None,
+    progress: Callable[[int, str], None] = lambda slides, note: None,
     stop_wanted: Callable[[], bool] = lambda: False,
 ) -> PredictionReport:
     """Predict ``inputs`` and write their results under ``out``. Collective over ``comm``.
@@ -79,13 +80,14 @@ def predict_slides(
         members: the model, or the models of an ensemble; the same on every rank.
         inputs: from :func:`pathology.predict.inputs.find_inputs`; the same on every rank.
         out: created if it does not exist; on a shared file system.
-        comm: ranks among which every slide is divided.
+        comm: ranks that predict; ``options.ranks_per_slide`` of them share a slide.
         options: see `PredictOptions`.
-        progress: called on rank 0 after every slide, with its name and result.
+        progress: called on rank 0 after its slides, with how many all groups have finished since, and its result.
         stop_wanted: called on every rank between slides.
 
     Raises:
-        RequestError: checkpoints are not compatible, or ``out`` has other contents; nothing is written.
+        RequestError: checkpoints are not compatible, ``out`` has other contents, or groups of ``ranks_per_slide``
+            would leave ranks over; nothing is written.
     """
     options = options or PredictOptions()
     spec = common_input_spec(members)
@@ -95,32 +97,46 @@ def predict_slides(
     options.check_tissue([one.slide_id for one in inputs])
     device = own_device(options.device, comm)
     chosen = _decided(comm, lambda: folder.open(inputs))
+    size = group_size(options.ranks_per_slide, comm.size, len(chosen))
+    alone = size == comm.size
+    group = comm if alone else comm.split(comm.rank // size, comm.rank)
+    assert group is not None
+    leads = group.rank == 0
     for member in members:
         member.model.to(device)
-    ensemble = Ensemble(members, spec, comm, options.cells) if any(not inputs[k].reason for k in chosen) else None
-    outcomes: list[Prediction] = []
+    ensemble = Ensemble(members, spec, group, options.cells) if any(not inputs[k].reason for k in chosen) else None
+    outcomes: dict[int, Prediction] = {}
     stopped = False
     with _scratch(folder, comm, bool(chosen)) as scratch:
-        run = _Run(folder, members, spec, options, comm, scratch, flags)
-        for index in chosen:
-            stopped = any(comm.broadcast_object(comm.gather_objects(stop_wanted())))
-            if stopped:
+        if leads and comm.rank != 0:
+            folder.open(inputs)
+        run, queue = (
+            _Run(folder, members, spec, options, group, scratch, flags),
+            SlideQueue(chosen, scratch, group, alone),
+        )
+        while not (stopped := any(group.broadcast_object(group.gather_objects(stop_wanted())))):
+            index = queue.take()
+            if index is None:
                 break
-            outcomes.append(run.predict(inputs[index], ensemble))
+            outcomes[index] = outcome = run.predict(inputs[index], ensemble)
+            if leads:
+                folder.note(outcome)
+                finished = queue.finished(index)
             if comm.rank == 0:
-                folder.note(outcomes[-1])
-                progress(f"{outcomes[-1].slide_id}: {outcomes[-1].prediction or outcomes[-1].status}")
+                progress(finished, f"{outcome.slide_id}: {outcome.prediction or outcome.status}")
+        every = list(gathered(comm, leads, outcomes).values())
+        stopped = any(comm.broadcast_object(comm.gather_objects(stopped)))
     return PredictionReport(
-        done=tuple(one for one in outcomes if one.status == DONE),
-        incomplete=tuple(one for one in outcomes if one.status == INCOMPLETE),
-        failed=tuple(one for one in outcomes if one.status == FAILED),
+        done=tuple(one for one in every if one.status == DONE),
+        incomplete=tuple(one for one in every if one.status == INCOMPLETE),
+        failed=tuple(one for one in every if one.status == FAILED),
         skipped=tuple(one.slide_id for k, one in enumerate(inputs) if k not in set(chosen)),
-        stopped=stopped,
+        stopped=stopped and len(every) < len(chosen),
     )
 
 
 class _Run:
-    """A run on one rank."""
+    """A run on one rank; ``comm`` are the ranks of its group."""
 
     def __init__(
         self,

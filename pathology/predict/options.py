@@ -16,6 +16,7 @@ from hyfi_core.plan.device import DeviceRequest
 from pathology.tissue.outlines import SlideGrid, mask_of_geojson
 
 OFF = "off"
+RanksPerSlide = int | Literal["auto"] | None
 Image = Literal["whole", "trained"]
 
 
@@ -32,6 +33,8 @@ class PredictOptions:
         tissue: the tissue mask: ``off``: the whole slide; a GeoJSON of one slide, or a folder with
             ``<slide_id>.geojson``; None: the detected one.
         device: ``cuda``: one GPU for each rank; ``auto``: GPUs if there are enough; or ``cpu``.
+        ranks_per_slide: ranks that share a slide; the others predict other slides at the same time. ``auto``: as few
+            as keep all ranks busy; None: all ranks.
         allow_partial: predict slides of which less tissue was seen than the checkpoint requires.
 
     Raises:
@@ -46,6 +49,7 @@ class PredictOptions:
     allow_partial: bool = False
     tissue: str | None = None
     device: DeviceRequest = "auto"
+    ranks_per_slide: RanksPerSlide = None
 
     def tissue_file(self, slide_id: str) -> Path | None:
         """Return the GeoJSON of a slide's tissue, None if there is none."""

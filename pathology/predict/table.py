@@ -7,6 +7,7 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
 
 from data.files import write_atomically
 from hyfi_core.errors import RequestError
@@ -45,6 +46,12 @@ class Prediction:
     coverage: float | None = None
     flags: tuple[str, ...] = ()
     reason: str = ""
+
+    @classmethod
+    def of_json(cls, values: Mapping[str, Any]) -> Self:
+        """Return a prediction from its attributes, with lists for tuples."""
+        known: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+        return cls(**known)
 
     def row(self, class_names: Sequence[str], with_spread: bool) -> dict[str, str]:
         """Return the row of ``predictions.csv``; what is not known is empty."""

@@ -66,8 +66,8 @@ class SizedEngines:
     ) -> None:
         if cells is not None and comm.size > 1:
             raise RequestError(
-                f"cells {cells[0]},{cells[1]} with {comm.size} ranks: cells need a single process; use either cells "
-                f"or ranks"
+                f"cells {cells[0]},{cells[1]} with {comm.size} ranks: cells need one rank for each slide; use one "
+                f"rank, --ranks-per-slide 1, or no cells"
             )
         self._module, self._size, self._comm, self._cells = module.eval(), size_px, comm, cells
         self._autocast, self._grid = autocast, grid or squarest(comm.size)

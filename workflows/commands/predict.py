@@ -41,11 +41,13 @@ def run(
     tissue: str | None = None,
     device: str = "auto",
     part: str = "1/1",
+    ranks_per_slide: int | None = None,
 ) -> int:
     """Predict ``inputs`` with one checkpoint, or with several as an ensemble, into ``out``.
 
-    With ``ranks`` above 1 every slide is shared by so many processes, which this one starts; started by ``mpiexec`` or
-    ``srun``, by those that are there. With ``cells`` ("R,C") one process computes each image cell by cell. ``image``
+    With ``ranks`` above 1 so many processes are started, which share every slide; started by ``mpiexec`` or ``srun``,
+    the processes that exist predict different slides where there are enough. ``ranks_per_slide`` of them share a slide;
+    it overrides both. With ``cells`` ("R,C") one process computes each image cell by cell. ``image``
     is ``whole`` (all tissue) or ``trained`` (what one image of the trained size holds); where that is less than the
     checkpoint's ``min_coverage``, no class is given unless ``allow_partial``. ``tissue`` replaces what was found to be
     tissue: see `pathology.predict.options.PredictOptions`. ``part`` ("i/n") leaves the slides of the
@@ -58,6 +60,7 @@ def run(
     Raises:
         RequestError: a checkpoint, an input or ``out`` cannot be used; nothing is written.
     """
+    from pathology.predict.dealing import group_size
     from pathology.predict.options import PredictOptions
 
     options = PredictOptions(
@@ -69,10 +72,16 @@ def run(
         allow_partial=allow_partial,
         tissue=tissue,
         device=device_request(device),
+        ranks_per_slide="auto" if ranks_per_slide is None and ranks is None else ranks_per_slide,
     )
     request = PredictionRequest(checkpoints, inputs, out, ranks, options, parse_part(part), as_json)
-    if options.cells is not None and ranks is not None and ranks > 1:
-        raise RequestError(f"--cells {cells} with --ranks {ranks}: cells need a single process; leave out either")
+    if options.cells is not None and ranks is not None and ranks > 1 and ranks_per_slide != 1:
+        raise RequestError(
+            f"--cells {cells} with --ranks {ranks}: cells need a single process for each slide; add "
+            f"--ranks-per-slide 1, or leave out either"
+        )
+    if ranks is not None and ranks_per_slide is not None:
+        group_size(ranks_per_slide, ranks, 1)
     if inside_launcher():
         return run_as_rank(partial(_predict, request))
     if ranks is not None and ranks > 1:
@@ -128,6 +137,8 @@ def _arguments(request: PredictionRequest, ranks: int) -> list[str]:
     for flag, value in (("--mpp", options.mpp), ("--slide-mpp", options.slide_mpp)):
         words += [] if value is None else [flag, repr(value)]
     words += ["--device", options.device]
+    words += [] if options.ranks_per_slide is None else ["--ranks-per-slide", str(options.ranks_per_slide)]
+    words += [] if options.cells is None else ["--cells", "{},{}".format(*options.cells)]
     words += ["--tissue", options.tissue] if options.tissue is not None else []
     words += ["--overwrite"] * options.overwrite + ["--json"] * request.as_json
     words += ["--image", options.image] + ["--allow-partial"] * options.allow_partial
@@ -187,13 +198,13 @@ def load_member(checkpoint: Path) -> Member:
 
 
 @contextmanager
-def _progress(total: int, comm: Communicator) -> Iterator[Callable[[str], None]]:
-    """Give what rank 0 calls after every slide."""
+def _progress(total: int, comm: Communicator) -> Iterator[Callable[[int, str], None]]:
+    """Give what rank 0 calls after its slides."""
     if comm.rank != 0:
-        yield lambda note: None
+        yield lambda slides, note: None
         return
     with console.progress(total, "predicting") as bar:
-        yield lambda note: bar.advance(1, note)
+        yield lambda slides, note: bar.advance(slides, note)
 
 
 def _write_page(out: Path, members: Sequence[Member]) -> Path:
