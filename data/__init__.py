@@ -1,4 +1,4 @@
-"""Stores, manifests, labels, views and loaders: arrays with a case behind them, not yet slides.
+"""Stores, manifests, labels, training images and loaders; knows arrays and cases, not slide file formats.
 
 To read a store from Python, `open_store` is all that is needed:
 
@@ -36,7 +36,7 @@ def open_store(store: str | os.PathLike[str], slide_id: str | None = None) -> Sl
         the mask. It holds no open file and may be pickled.
 
     Raises:
-        StoreError: There is no such slide, or a file of it is missing or has another size.
+        StoreError: There is no such slide, or one of its files is missing or has the wrong size.
     """
     from data.store.slide_store import SlideStore, slide_path
 
@@ -45,7 +45,7 @@ def open_store(store: str | os.PathLike[str], slide_id: str | None = None) -> Sl
 
 
 def slide_ids(store: str | os.PathLike[str]) -> list[str]:
-    """Return the names of the slides of a store that are finished, sorted.
+    """Return the sorted slide ids of a store's finished slides.
 
     Raises:
         StoreError: There is no store in this folder.

@@ -1,12 +1,13 @@
-"""Connected components of masks, found by their rows' runs: a hundredth of the pixels to look at.
+"""Connected components of masks, computed on runs of set pixels: about a hundred times fewer items than pixels.
 
 ```
 row 0   . 0 0 0 . . 1 1 .        a run is a stretch of set pixels in one row
-row 1   . . 2 2 2 . . . .        0 and 2 lie over each other: one component
-row 2   . . . . . 3 3 . .        2 and 3 touch by their corners: one component where corners count
+row 1   . . 2 2 2 . . . .        0 and 2 share an edge: one component
+row 2   . . . . . 3 3 . .        2 and 3 touch by a corner: one component if corners connect (8-connectivity)
 ```
 
-Places are counted in rows one pixel longer than the mask's, so that no run continues in the next row.
+Positions are flat indices into rows that are one pixel longer than the mask's, so that no run continues in the next
+row.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ _PAINTED_PX = 2**18
 
 
 def label(mask: Mask, corners: bool = False) -> npt.NDArray[np.int32]:
-    """Return ``(h, w)``: 0 outside the mask, else the number of the component, from 1, in the order of first pixels.
+    """Label connected components; returns ``(h, w)``: 0 outside the mask, components from 1 by their first pixel.
 
     Args:
         mask: ``(h, w)``.
-        corners: Whether pixels that touch by a corner belong together.
+        corners: Whether pixels that touch by a corner are connected.
     """
-    runs = Runs.of(mask)
+    runs = Runs.from_mask(mask)
     labels = np.zeros(mask.shape, np.int32)
     runs.paint(labels, runs.components(corners) + 1)
     return labels
@@ -47,50 +48,50 @@ def without_small(mask: Mask, largest_px: int, corners: bool = False) -> Mask:
 
     Args:
         mask: ``(h, w)``.
-        largest_px: Size up to which components go.
-        corners: Whether pixels that touch by a corner belong together.
+        largest_px: Largest component to remove.
+        corners: Whether pixels that touch by a corner are connected.
     """
-    runs = Runs.of(mask)
+    runs = Runs.from_mask(mask)
     small = runs.sizes(runs.components(corners)) <= largest_px
     result = mask.copy()
-    runs.only(small).paint(result, False)
+    runs.select(small).paint(result, False)
     return result
 
 
 def fill_small_holes(mask: Mask, largest_px: int) -> None:
-    """Set the holes of at most ``largest_px`` pixels; what reaches the border, by corners too, is no hole.
+    """Set holes of at most ``largest_px`` pixels; background that is 8-connected to the border is not a hole.
 
     Args:
         mask: ``(h, w)``, changed in place.
-        largest_px: Size up to which holes are filled; their pixels belong together by edges.
+        largest_px: Largest hole to fill; the pixels of a hole are connected by edges.
     """
-    runs = Runs.of(~mask)
-    holes = runs.only(runs.sizes(runs.components(corners=False)) <= largest_px)
+    runs = Runs.from_mask(~mask)
+    holes = runs.select(runs.sizes(runs.components(corners=False)) <= largest_px)
     components = holes.components(corners=True)
     open_to_border = np.zeros(len(components), bool)
     open_to_border[components[holes.at_border]] = True
-    holes.only(~open_to_border[components]).paint(mask, True)
+    holes.select(~open_to_border[components]).paint(mask, True)
 
 
 def joined_to(seeds: Mask, mask: Mask) -> Mask:
     """Return the 8-connected components of ``mask`` that contain a pixel of ``seeds``."""
-    runs = Runs.of(mask)
+    runs = Runs.from_mask(mask)
     components = runs.components(corners=True)
-    held = np.zeros(len(components), bool)
-    held[components[runs.holding(Runs.of(seeds))]] = True
+    with_seed = np.zeros(len(components), bool)
+    with_seed[components[runs.containing(Runs.from_mask(seeds))]] = True
     result: Mask = np.zeros_like(mask)
-    runs.only(held[components]).paint(result, True)
+    runs.select(with_seed[components]).paint(result, True)
     return result
 
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """The set pixels of a mask.
+    """The set pixels of a mask as runs, in rising order; positions as in the module's docstring.
 
     Attributes:
         shape: (height, width) of the mask.
-        starts: ``(n,)`` first place of each run, rising.
-        ends: ``(n,)`` the place behind its last.
+        starts: ``(n,)`` position of each run's first pixel.
+        ends: ``(n,)`` position after its last pixel.
     """
 
     shape: tuple[int, int]
@@ -98,13 +99,14 @@ class Runs:
     ends: Places
 
     @classmethod
-    def of(cls, mask: Mask) -> Runs:
+    def from_mask(cls, mask: Mask) -> Runs:
         """Find the runs of ``mask`` ``(h, w)``."""
         height, width = mask.shape
         found = [np.empty(0, np.int64)]
         step = max(1, _BAND_PX // max(1, width))
         for top in range(0, height, step):
             band = mask[top : top + step]
+            # A run starts or ends where a pixel differs from the one to its left; columns -1 and `width` are unset.
             changes = np.empty((len(band), width + 1), bool)
             changes[:, 0], changes[:, -1] = band[:, 0], band[:, -1]
             np.not_equal(band[:, 1:], band[:, :-1], out=changes[:, 1:-1])
@@ -114,21 +116,21 @@ class Runs:
 
     @property
     def at_border(self) -> Mask:
-        """``(n,)``: runs that touch the mask's border."""
+        """``(n,)``: whether each run touches the mask's border."""
         height, width = self.shape
         row, column = np.divmod(self.starts, width + 1)
         at_end = column + (self.ends - self.starts) == width
         result: Mask = (row == 0) | (row == height - 1) | (column == 0) | at_end
         return result
 
-    def only(self, which: Mask) -> Runs:
-        """Return the runs that are chosen by ``which`` ``(n,)``."""
+    def select(self, which: Mask) -> Runs:
+        """Return the runs where ``which`` ``(n,)`` is set."""
         return Runs(self.shape, self.starts[which], self.ends[which])
 
     def components(self, corners: bool) -> npt.NDArray[np.int32]:
-        """Return ``(n,)`` the component of each run, numbered in the order of first pixels."""
+        """Return the component of each run ``(n,)``, numbered from 0 in the order of first pixels."""
         row = self.shape[1] + 1
-        # The runs of the next row over which a run lies follow each other.
+        # The neighbours of a run in the next row are consecutive: runs first[i] to end[i] (exclusive).
         first = np.searchsorted(self.ends, self.starts + row, "left" if corners else "right")
         end = np.searchsorted(self.starts, self.ends + row, "right" if corners else "left")
         count = end - first
@@ -139,12 +141,12 @@ class Runs:
         return components
 
     def sizes(self, components: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:
-        """Return ``(n,)`` the pixels of each run's component."""
+        """Return the size in pixels of each run's component ``(n,)``."""
         totals: npt.NDArray[np.float64] = np.bincount(components, weights=self.ends - self.starts).astype(np.float64)
         return totals[components]
 
-    def hulls(self, components: npt.NDArray[np.int32]) -> list[Box]:
-        """Return the smallest box around each component, in the order of their numbers."""
+    def bounding_boxes(self, components: npt.NDArray[np.int32]) -> list[Box]:
+        """Return the smallest box around each component, by component number."""
         count = int(components.max(initial=-1)) + 1
         ends = np.zeros((count, 4), np.int64)
         ends[:, 0], ends[:, 2] = self.shape
@@ -155,12 +157,12 @@ class Runs:
         np.maximum.at(ends[:, 3], components, column + self.ends - self.starts)
         return [Box(*map(int, box)) for box in ends]
 
-    def holding(self, inner: Runs) -> Places:
-        """Return the numbers of the runs in which those of ``inner`` lie."""
+    def containing(self, inner: Runs) -> Places:
+        """Return, for each run of ``inner``, the index of the run of this mask that contains it."""
         return np.searchsorted(self.starts, inner.starts, "right") - 1
 
     def paint(self, image: npt.NDArray[Any], value: Any) -> None:
-        """Set the runs' pixels of ``image``, contiguous and of the runs' shape, to one value or to ``(n,)`` values."""
+        """Set the runs' pixels of ``image``, contiguous and of the mask's shape, to one value or ``(n,)`` values."""
         flat, values = image.reshape(-1), np.broadcast_to(value, self.starts.shape)
         for run in self._portions():
             starts, lengths = self.starts[run], self.ends[run] - self.starts[run]
@@ -169,7 +171,7 @@ class Runs:
             flat[np.arange(behind[-1]) + np.repeat(shift, lengths)] = np.repeat(values[run], lengths)
 
     def _portions(self) -> Iterator[slice]:
-        """Yield runs of some thousand pixels at a time."""
+        """Yield slices of runs with about ``_PAINTED_PX`` pixels together, which bounds the memory of `paint`."""
         behind = np.cumsum(self.ends - self.starts)
         start = 0
         while start < len(behind):

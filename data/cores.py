@@ -1,4 +1,4 @@
-"""How many threads this process can keep busy."""
+"""The number of CPU cores of this process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def usable_cores() -> int:
-    """Return the cores that this process may use, at least one."""
+    """Return the number of CPU cores that this process may use (its affinity mask), at least 1."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

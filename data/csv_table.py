@@ -1,4 +1,4 @@
-"""Tables that users hand in as CSV: read whole, with errors that name file, line and column."""
+"""CSV tables given by users, with errors that name file, line and column."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ KEYS = ("slide_id", "case_id")
 
 @dataclass(frozen=True)
 class Table:
-    """A CSV: its columns in order and its rows; values are stripped, a missing value is ``""``."""
+    """The contents of a CSV file.
+
+    Attributes:
+        name: Path of the file, for messages.
+        columns: Column names in the file's order.
+        rows: Values by column name; stripped, ``""`` where a value is missing.
+        lines: Line number of each row in the file, from 1.
+    """
 
     name: str
     columns: tuple[str, ...]
@@ -28,7 +35,7 @@ class Table:
         """Check that ``column`` exists.
 
         Raises:
-            RequestError: it does not; the message has its purpose and the existing columns.
+            RequestError: It does not; the message names its purpose ``what`` and the existing columns.
         """
         if column not in self.columns:
             raise RequestError(f"{self.name}: no column {column!r} ({what}); it has: {', '.join(self.columns)}")
@@ -38,7 +45,7 @@ class Table:
         """The key column: ``slide_id`` if it exists, else ``case_id``.
 
         Raises:
-            RequestError: neither exists.
+            RequestError: Neither exists.
         """
         for key in KEYS:
             if key in self.columns:
@@ -49,15 +56,16 @@ class Table:
 def read_table(path: Path, what: str) -> Table:
     """Read a CSV in UTF-8, with or without a byte order mark; its first line names the columns.
 
-    The separator is a comma, a semicolon or a tab. Cells and column names lose surrounding blanks, empty lines are
-    skipped, and so are the empty cells without a column with which spreadsheets end their lines.
+    The separator is a comma, a semicolon or a tab. Cells and column names are stripped. Empty lines are skipped, and so
+    are the empty cells without a column that spreadsheets write at the end of lines.
 
     Args:
-        path: the file.
-        what: purpose of the file, for messages ("labels", "splits", "manifest").
+        path: The file.
+        what: Purpose of the file, for messages ("labels", "splits", "manifest").
 
     Raises:
-        RequestError: it is missing, not text, or has no rows, two columns of one name or a value in no column.
+        RequestError: The file is missing, not UTF-8 text or not CSV, has no rows, has two columns of the same name, or
+            has a value without a column.
     """
     table = parse_table(path, what)
     if not table.rows:
@@ -66,7 +74,7 @@ def read_table(path: Path, what: str) -> Table:
 
 
 def parse_table(path: Path, what: str) -> Table:
-    """Read a CSV as `read_table` does; it may be without rows."""
+    """Read a CSV as `read_table` does, but accept one without rows."""
     text = _text_of(path, what)
     separator = max(",;\t", key=text.partition("\n")[0].count)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
@@ -97,7 +105,7 @@ def _text_of(path: Path, what: str) -> str:
 
 
 def _row(path: Path, line: int, columns: list[str], values: list[str]) -> dict[str, str]:
-    """Return a row by its columns."""
+    """Return one line's values by column name."""
     padded = values + [""] * (len(columns) - len(values))
     names = columns + [""] * (len(values) - len(columns))
     nameless = [value for name, value in zip(names, padded, strict=True) if value and not name]
@@ -113,7 +121,7 @@ def write_table(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, 
     """Write a CSV atomically. None becomes an empty value.
 
     Raises:
-        OSError: the folder cannot be created or written.
+        OSError: The folder cannot be created or written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     text = io.StringIO()

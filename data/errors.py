@@ -6,4 +6,4 @@ from hyfi_core.errors import RequestError
 
 
 class StoreError(RequestError):
-    """A store, or one slide of it, is missing, damaged or of another version; names file and cause."""
+    """A store or one of its slides is missing, damaged or of another version; the message names file and cause."""

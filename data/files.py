@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written beside, synced, renamed."""
+"""Atomic replacement of files and directories: written under a temporary name, synced, renamed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from hyfi_core.files import swap_directory, sync_file
 
 
 def temporary_beside(path: Path) -> Path:
-    """Return the name under which this process prepares ``path``: ``.name.tmp-<host>-<pid>`` in the same folder."""
+    """Return this process's temporary name for ``path``: ``.name.tmp-<host>-<pid>`` in the same folder."""
     return path.with_name(f".{path.name}.tmp-{socket.gethostname()}-{os.getpid()}")
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace ``path`` by ``data``: a reader sees the old content or the new, also after a crash."""
+    """Replace ``path`` by ``data``: readers see the old content or the new, even after a crash."""
     beside = temporary_beside(path)
     try:
         with beside.open("wb") as file:
@@ -36,28 +36,33 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 def write_json_atomically(path: Path, value: dict[str, Any]) -> None:
     """Replace ``path`` by this object as JSON."""
-    write_atomically(path, (json.dumps(value, ensure_ascii=False, indent=1) + "\n").encode("utf-8", "surrogateescape"))
+    write_atomically(path, json_bytes(value))
+
+
+def json_bytes(value: dict[str, Any]) -> bytes:
+    """Return the object as indented JSON in UTF-8; undecodable bytes of file names are kept."""
+    return (json.dumps(value, ensure_ascii=False, indent=1) + "\n").encode("utf-8", "surrogateescape")
 
 
 def sync_tree(folder: Path, only: str | None = None) -> None:
-    """Bring a folder with everything below it to the disk; ``only``: of the files those of this name."""
+    """Sync a folder and everything below it to disk; with ``only``, of the files just those of this name."""
     found = list(os.walk(folder))
     files = [Path(path) / name for path, _, names in found for name in names if only in (None, name)]
-    # Together, not one after the other: a disk serves many waiting writers at once.
+    # In parallel: a disk serves many waiting writers at once.
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(sync_file, files))
         list(pool.map(sync_file, [Path(path) for path, _, _ in found]))
 
 
 def publish_directory(prepared: Path, final: Path) -> None:
-    """Rename a finished directory to its name, in place of an older one if there is one."""
+    """Rename the finished directory ``prepared`` to ``final``, replacing an older one if there is one."""
     beside = temporary_beside(final)
     old = beside.with_name(beside.name.replace(".tmp-", ".old-"))
     swap_directory(prepared, final, old)
 
 
 def remove_leftovers(final: Path) -> None:
-    """Remove temporary files of ended processes of this host next to ``final``; restore what a crash has displaced."""
+    """Remove what ended processes of this host left beside ``final``; restore a version that a crash left renamed."""
     host = socket.gethostname()
     for kind in ("tmp", "old"):
         prefix = f".{final.name}.{kind}-{host}-"
@@ -78,7 +83,7 @@ def sha256_of(path: Path) -> str:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process of this host, anybody's, has this number."""
+    """Whether a process with this id, of any user, runs on this host."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -89,4 +94,5 @@ def is_running(pid: int) -> bool:
 
 
 def _escape(text: str) -> str:
+    """Return the glob pattern that matches exactly this text."""
     return "".join(f"[{c}]" if c in "*?[" else c for c in text)

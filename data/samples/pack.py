@@ -51,8 +51,8 @@ def components(occupied: NDArray[np.bool_]) -> list[Box]:
 
     Hulls that overlap become one, until none do. Sorted by (y, x).
     """
-    runs = Runs.of(occupied)
-    return sorted(_disjoint(runs.hulls(runs.components(corners=True))))
+    runs = Runs.from_mask(occupied)
+    return sorted(_disjoint(runs.bounding_boxes(runs.components(corners=True))))
 
 
 def _disjoint(boxes: Sequence[Box]) -> list[Box]:

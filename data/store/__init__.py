@@ -1,1 +1,1 @@
-"""One slide as an OME-Zarr image: written, read, verified, exported."""
+"""Write, read, verify and export slides as OME-Zarr images."""

@@ -1,4 +1,4 @@
-"""How the pixels of one chunk become bytes: zstd or JPEG, and under a checksum.
+"""Chunk codecs: pixels to bytes by zstd or JPEG, followed by a checksum.
 
 ```
 zstd    pixels (c, y, x) → zstd → crc32c
@@ -24,25 +24,25 @@ import simplejpeg
 
 from hyfi_core.errors import RequestError
 
-_codecs: Any = imagecodecs  # its annotations know bytes alone; arrays are taken, too
+_codecs: Any = imagecodecs  # its type annotations allow only bytes; it accepts arrays too
 
 Pixels = npt.NDArray[np.uint8]
 Buffers = tuple[bytes | Pixels, ...]
-"""Bytes that follow each other, where joining them would be one copy more."""
+"""Consecutive bytes in several pieces, kept apart to save the copy of joining them."""
 CRC_BYTES = 4
 _CRC32C = {"name": "crc32c"}
-_MOST = {"zstd": 22, "jpeg": 100}
-_FULL_COLOUR_FROM = 90
-"""JPEG quality from which colour is kept at full resolution, as libvips does."""
+_MAX_LEVEL = {"zstd": 22, "jpeg": 100}
+_FULL_COLOUR_QUALITY = 90
+"""JPEG quality from which chroma is not subsampled, as in libvips."""
 
 
 @dataclass(frozen=True, slots=True)
 class PixelCodec:
-    """One way to store chunks.
+    """How chunks are encoded.
 
     Attributes:
-        name: ``zstd`` (exact) or ``jpeg``.
-        level: zstd's level 1–22 or JPEG's quality 1–100; None for JPEG streams of other encoders.
+        name: ``zstd`` (lossless) or ``jpeg``.
+        level: zstd's level 1–22 or JPEG's quality 1–100; None for JPEG streams that another encoder made.
     """
 
     name: str = "zstd"
@@ -53,10 +53,10 @@ class PixelCodec:
         """Return the codec of ``zstd:N`` or ``jpeg:Q``.
 
         Raises:
-            RequestError: It is something else.
+            RequestError: ``text`` is neither.
         """
         name, _, level = text.partition(":")
-        if name not in _MOST or not level.isdecimal() or not 1 <= int(level) <= _MOST[name]:
+        if name not in _MAX_LEVEL or not level.isdecimal() or not 1 <= int(level) <= _MAX_LEVEL[name]:
             raise RequestError(
                 f"--codec {text}: expected zstd:1 (fast) to zstd:22 (small), or jpeg:1 to jpeg:100 (lossy)"
             )
@@ -67,11 +67,11 @@ class PixelCodec:
 
     @property
     def exact(self) -> bool:
-        """Whether decoding gives the pixels that were encoded."""
+        """Whether the codec is lossless."""
         return self.name == "zstd"
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return the chain of zarr codecs."""
+        """Return the codec chain for ``zarr.json``."""
         if self.name == "zstd":
             zstd = {"name": "zstd", "configuration": {"level": self.level, "checksum": False}}
             return [{"name": "bytes"}, zstd, _CRC32C]
@@ -96,41 +96,41 @@ class PixelCodec:
         raise ValueError(f"expected the codecs bytes, zstd, crc32c or transpose, imagecodecs_jpeg, crc32c; got {names}")
 
     def encode(self, pixels: Pixels) -> bytes:
-        """Return the bytes of a whole chunk ``(c, y, x)`` or ``(y, x)`` of any strides, its checksum at their end."""
+        """Encode a whole chunk, ``(c, y, x)`` or ``(y, x)`` of any strides; returns its bytes and then their crc32c."""
         if self.name == "zstd":
             chunk = scratch("pixels", pixels.size).reshape(pixels.shape)
             np.copyto(chunk, pixels)
-            # Fresh memory for what may become as large as the pixels would cost a fifth of the time.
-            room = scratch("coded", pixels.size + pixels.size // 128 + 1024)
+            # Allocating an output that may be as large as the pixels for each chunk would take a fifth of the time.
+            room = scratch("encoded", pixels.size + pixels.size // 128 + 1024)
             size = _codecs.zstd_encode(chunk, level=self.level, out=room).size
             room[size : size + CRC_BYTES] = np.frombuffer(_checksum(room[:size]), np.uint8)
             return room[: size + CRC_BYTES].tobytes()
-        subsampling = "444" if (self.level or 0) >= _FULL_COLOUR_FROM else "420"
+        subsampling = "444" if (self.level or 0) >= _FULL_COLOUR_QUALITY else "420"
         interleaved = np.ascontiguousarray(pixels.transpose(1, 2, 0))
         return joined(with_checksum(_codecs.jpeg8_encode(interleaved, level=self.level, subsampling=subsampling)))
 
     def decode(self, body: Pixels, shape: tuple[int, ...]) -> Pixels:
-        """Return the pixels of a chunk; they are valid until this thread decodes or encodes the next.
+        """Decode a chunk; the pixels are valid until this thread decodes or encodes the next chunk.
 
         Args:
-            body: Its bytes without the checksum.
-            shape: Its ``(c, y, x)`` or ``(y, x)``.
+            body: The chunk's bytes without the checksum.
+            shape: The chunk's shape, ``(c, y, x)`` or ``(y, x)``.
 
         Raises:
-            ValueError, RuntimeError: It does not decode, or to another size.
+            ValueError, RuntimeError: The bytes do not decode, or decode to another shape.
         """
         size = int(np.prod(shape))
         flat = scratch("pixels", size)
         if self.name == "zstd":
-            # The result is the part of ``flat`` that was written.
+            # The result is a view of the part of ``flat`` that was written.
             if _codecs.zstd_decode(body, out=flat).size != size:
-                raise ValueError(f"its pixels are not {size} bytes")
+                raise ValueError(f"it does not decode to {size} bytes")
             return flat.reshape(shape)
         channels, height, width = shape
         interleaved = flat.reshape(height, width, channels)
-        # Strict: what libjpeg only warns of is damage here.
+        # Strict: treat libjpeg's warnings as damage.
         if simplejpeg.decode_jpeg(body, "RGB", buffer=interleaved, strict=True).shape != interleaved.shape:
-            raise ValueError(f"it is not of {height} × {width} px")
+            raise ValueError(f"it is not {height} × {width} px")
         return interleaved.transpose(2, 0, 1)
 
 
@@ -138,7 +138,7 @@ _local = threading.local()
 
 
 def scratch(name: str, size_bytes: int) -> Pixels:
-    """Return this thread's memory of a name, flat: the same every time, so that it stays in the cache."""
+    """Return ``size_bytes`` of this thread's buffer ``name``, reused by each call so that it stays in the CPU cache."""
     found: Pixels | None = getattr(_local, name, None)
     if found is None or found.size < size_bytes:
         found = np.empty(size_bytes, np.uint8)
@@ -151,17 +151,17 @@ ZSTD = PixelCodec("zstd", 1)
 
 
 def with_checksum(*body: bytes | Pixels) -> Buffers:
-    """Return ``body``, in parts, with its crc32c (little-endian) as the last."""
+    """Return the pieces of ``body``, and the crc32c of all of them (little-endian) as the last piece."""
     return *body, _checksum(*body)
 
 
 def joined(parts: Iterable[Any]) -> bytes:
-    """Return parts as one; their annotation knows no arrays, which are taken, too."""
+    """Concatenate bytes and uint8 arrays (`bytes.join` takes arrays, but its annotation does not say so)."""
     return b"".join(parts)
 
 
 def without_checksum(data: bytes | Pixels) -> Pixels:
-    """Return ``data`` without the crc32c at its end, a view.
+    """Check the crc32c at the end of ``data`` and return a view without it.
 
     Raises:
         ValueError: The checksum is wrong.

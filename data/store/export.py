@@ -1,7 +1,7 @@
-"""A copy of a slide for viewers that know only NGFF 0.4: zarr format 2, no shards, blosc with zstd inside.
+"""Export of a slide to NGFF 0.4, for viewers without 0.5: zarr format 2, no shards, blosc with zstd.
 
 ```
-DIR/<slide_id>.zarr/   .zgroup .zattrs        multiscales, omero, and under `hyfi` the source of the copy
+DIR/<slide_id>.zarr/   .zgroup .zattrs        multiscales, omero, and under `hyfi` which slide was copied
     0/ 1/ …            .zarray 0/0/0 …        (3, y, x) uint8, chunks (1, 1024, 1024)
     labels/tissue/     .zattrs 0/ 1/ …        (y, x) uint8
 ```
@@ -28,25 +28,25 @@ from hyfi_core.plan.box import Box
 
 _CHUNK_PX = 1024
 _BLOCK_PX = 4096
-_COPY_OF = "metadata_sha256"
+_SOURCE_DIGEST = "metadata_sha256"
 
 
 def export_ngff04(slide: Path, folder: Path, threads: int, progress: Callable[[int], None] | None = None) -> bool:
-    """Copy one slide of a store into ``folder``, under its own name; it appears whole or not at all.
+    """Copy one slide of a store into ``folder``, under its own name; the copy appears complete or not at all.
 
     Memory: one block of 48 MiB and its encoded form.
 
     Args:
         slide: ``STORE/<slide_id>.zarr``.
-        folder: Where the copy goes; exists.
+        folder: Existing folder of the copy.
         threads: Chunks decoded at a time.
-        progress: Called with pixels that were copied.
+        progress: Called with the number of pixels copied since the last call.
 
     Returns:
         False if a copy of this version of the slide exists already.
 
     Raises:
-        RequestError: Something else has the name of the copy.
+        RequestError: A folder that is not such a copy has its name.
         StoreError: The slide is missing or damaged.
         OSError: The copy cannot be written.
     """
@@ -58,7 +58,7 @@ def export_ngff04(slide: Path, folder: Path, threads: int, progress: Callable[[i
     beside = temporary_beside(final)
     shutil.rmtree(beside, ignore_errors=True)
     try:
-        _write_apart(store, beside, threads, progress or (lambda _: None))
+        _write_in_thread(store, beside, threads, progress or (lambda _: None))
         sync_tree(beside)
         publish_directory(beside, final)
     except BaseException:
@@ -76,31 +76,32 @@ def pixels_of(slide: Path) -> int:
 
 
 def _is_copy(final: Path, store: SlideStore) -> bool:
+    """Whether ``final`` is a copy of this version of the slide."""
     if not final.exists():
         return False
     try:
-        of = read_json(final / ".zattrs")["hyfi"]["copy_of"]
+        source = read_json(final / ".zattrs")["hyfi"]["copy_of"]
     except (StoreError, KeyError, TypeError) as error:
         raise RequestError(f"{final} exists and was not written by hyfi export; choose another --out") from error
-    return bool(of == _identity(store))
+    return bool(source == _identity(store))
 
 
 def _identity(store: SlideStore) -> dict[str, Any]:
-    return {"slide_id": store.slide_id, _COPY_OF: store.attributes.get(_COPY_OF)}
+    return {"slide_id": store.slide_id, _SOURCE_DIGEST: store.attributes.get(_SOURCE_DIGEST)}
 
 
-def _write_apart(store: SlideStore, path: Path, threads: int, progress: Callable[[int], None]) -> None:
-    """Write in a thread of its own, which ends its block: zarr complains at length of work that an interrupt leaves."""
+def _write_in_thread(store: SlideStore, path: Path, threads: int, progress: Callable[[int], None]) -> None:
+    """Write in a thread, so that Ctrl-C acts between blocks: interrupted inside a block, zarr prints long errors."""
     stop = threading.Event()
 
-    def checked(pixels: int) -> None:
+    def progress_or_stop(pixels: int) -> None:
         if stop.is_set():
             raise InterruptedError("the export was stopped")
         progress(pixels)
 
     with ThreadPoolExecutor(1) as pool:
         try:
-            pool.submit(_write, store, path, threads, checked).result()
+            pool.submit(_write, store, path, threads, progress_or_stop).result()
         finally:
             stop.set()
 

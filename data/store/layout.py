@@ -1,9 +1,9 @@
-"""The layout of an array: file, slot and codec of each chunk.
+"""The layout of a zarr array: the file, slot and codec of each chunk.
 
 ```
-array    ┌──────────────┬─────── …   cut into shards, each a file `c/0/<row>/<column>`
-         │ 0 1 2 3 4 …  │            a shard cut into chunks: slot = row · columns + column
-         │ 8 9 …        │            without shards a chunk is a file: one slot each
+array    ┌──────────────┬─────── …   divided into shards, each a file `c/0/<row>/<column>`
+         │ 0 1 2 3 4 …  │            a shard is divided into chunks: slot = row · columns + column
+         │ 8 9 …        │            without shards each chunk is a file with one slot
 ```
 
 Pixels beyond the array's border are never read; slots completely beyond it are empty.
@@ -25,14 +25,14 @@ SHARD_PX = 4096
 
 @dataclass(frozen=True, slots=True)
 class ArrayLayout:
-    """The layout of a uint8 array ``(y, x)`` or ``(c, y, x)``; all channels are in every chunk.
+    """The layout of a uint8 array ``(y, x)`` or ``(c, y, x)``; every chunk has all channels.
 
     Attributes:
-        shape: The array's.
+        shape: The array's shape.
         chunk_px: Height and width of a chunk.
-        shard_px: Height and width of a file, multiples of those of a chunk; equal without shards.
+        shard_px: Height and width of a file: multiples of ``chunk_px``, or equal to it without shards.
         sharded: Whether files are shards with an index, or bare chunks.
-        codec: Of every chunk.
+        codec: How chunks are encoded.
     """
 
     shape: tuple[int, ...]
@@ -43,13 +43,13 @@ class ArrayLayout:
 
     def __post_init__(self) -> None:
         if any(s % c for s, c in zip(self.shard_px, self.chunk_px, strict=True)):
-            raise ValueError("expected shards that are whole multiples of chunks")
+            raise ValueError("expected shard_px to be a multiple of chunk_px")
         if not self.sharded and self.shard_px != self.chunk_px:
-            raise ValueError("expected files of one chunk where there are no shards")
+            raise ValueError("expected shard_px equal to chunk_px in an array without shards")
 
     @property
     def box(self) -> Box:
-        """All of the array."""
+        """The box of the whole array."""
         return Box.of_size(self.shape[-2], self.shape[-1])
 
     @property
@@ -84,7 +84,7 @@ class ArrayLayout:
         return "/".join(["c", *("0" for _ in self.shape[:-2]), str(file[0]), str(file[1])])
 
     def file_box(self, file: tuple[int, int]) -> Box:
-        """Return the pixels of the array in a file."""
+        """Return the box of the array that a file covers."""
         (row, column), (sh, sw) = file, self.shard_px
         return Box(row * sh, (row + 1) * sh, column * sw, (column + 1) * sw).intersect(self.box)
 
@@ -131,19 +131,19 @@ class ArrayLayout:
         """Return the layout of a ``zarr.json``.
 
         Raises:
-            KeyError, TypeError, ValueError, IndexError: It is not one of those that `to_json` makes.
+            KeyError, TypeError, ValueError, IndexError: It is not a layout that `to_json` writes.
         """
         if meta["zarr_format"] != 3 or meta["data_type"] != "uint8":
             raise ValueError("expected a uint8 array of zarr format 3")
         if meta["chunk_key_encoding"].get("configuration", {}).get("separator", "/") != "/":
             raise ValueError("expected chunk keys with slashes")
-        shape = _whole(meta["shape"])
-        outer = _whole(meta["chunk_grid"]["configuration"]["chunk_shape"])
+        shape = _integers(meta["shape"])
+        outer = _integers(meta["chunk_grid"]["configuration"]["chunk_shape"])
         chain, inner = meta["codecs"], outer
         sharded = chain[0]["name"] == "sharding_indexed"
         if sharded:
             sharding = chain[0]["configuration"]
-            chain, inner = sharding["codecs"], _whole(sharding["chunk_shape"])
+            chain, inner = sharding["codecs"], _integers(sharding["chunk_shape"])
             if len(meta["codecs"]) != 1 or sharding.get("index_location", "end") != "end":
                 raise ValueError("expected sharding as the only codec, with the index at the end")
         if inner[:-2] != shape[:-2] or outer[:-2] != shape[:-2]:
@@ -162,7 +162,7 @@ class LevelSize:
 
 @dataclass(frozen=True, slots=True)
 class StoredLevel:
-    """One level to write: its layout and microns per pixel (y, x)."""
+    """One level to write: its layout and its microns per pixel (y, x)."""
 
     layout: ArrayLayout
     mpp: tuple[float, float]
@@ -171,13 +171,13 @@ class StoredLevel:
 def pyramid_levels(
     sizes: Sequence[LevelSize], mpp_um: float, codec: PixelCodec = ZSTD, sharded: bool = True
 ) -> tuple[StoredLevel, ...]:
-    """Return the levels of a pyramid that halves.
+    """Return the levels of a pyramid in which each level is half the size of the one before.
 
     Args:
-        sizes: Finest first; each half of the one before.
-        mpp_um: Microns per pixel of the finest, both axes.
-        codec: Of every chunk; default ``zstd:1``.
-        sharded: Files are shards of 8 × 8 chunks; otherwise every chunk is a file.
+        sizes: Sizes of the levels, finest first.
+        mpp_um: Microns per pixel of the finest level, in both axes.
+        codec: How chunks are encoded; default ``zstd:1``.
+        sharded: Whether files are shards of 8 × 8 chunks; otherwise every chunk is a file.
     """
     side = SHARD_PX if sharded else CHUNK_PX
     found = []
@@ -188,5 +188,5 @@ def pyramid_levels(
     return tuple(found)
 
 
-def _whole(values: list[Any]) -> tuple[int, ...]:
+def _integers(values: list[Any]) -> tuple[int, ...]:
     return tuple(int(n) for n in values)

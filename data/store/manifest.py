@@ -1,8 +1,8 @@
-"""The contents of a store: one authoritative record per slide, and the table compiled from them.
+"""The contents of a store: one authoritative record per slide, and the manifest compiled from the records.
 
 ```
 STORE/.records/<slide_id>.json     one slide, done or failed; replaced atomically
-STORE/manifest.csv                 all of them, one row a slide, sorted by slide_id
+STORE/manifest.csv                 all slides, one row each, sorted by slide_id
 ```
 """
 
@@ -44,10 +44,10 @@ COLUMNS = (
 )
 """Columns of ``manifest.csv`` that this project writes; the user's own follow."""
 
-_PROMISED = COLUMNS[: COLUMNS.index("flags")]
-"""Columns that every store's table has, whatever version wrote it."""
-_GIVEN = ("slide_id", "source_path", "source_mpp")
-"""Columns of ours that a user's manifest may fill."""
+_REQUIRED = COLUMNS[: COLUMNS.index("flags")]
+"""Columns that the manifest of every store has, whatever version wrote it."""
+_USER_COLUMNS = ("slide_id", "source_path", "source_mpp")
+"""Those of `COLUMNS` that a user's manifest may have."""
 
 DONE = "done"
 FAILED = "failed"
@@ -55,28 +55,28 @@ FAILED = "failed"
 
 @dataclass(frozen=True)
 class SlideRecord:
-    """What became of one slide.
+    """The result of ingesting one slide: one JSON file in the store.
 
     Attributes:
         slide_id: Its name in the store.
-        source_path: The file it was read from; empty where the store is not to know it (pseudonyms).
+        source_path: The file it was read from; empty if slides are pseudonymised.
         status: ``done`` or ``failed``.
-        reason: Why it failed; when done, why a later attempt to make it again failed, else empty.
+        reason: Why the slide failed. If done: why a later attempt to ingest it again failed, else empty.
         source_mpp: Microns per pixel of the source's finest level (mean of both axes).
         store_mpp: Microns per pixel of the store's finest level.
         height_px, width_px: Size of the store's finest level.
         tissue_fraction: Share of the slide's area that is tissue.
-        bad_tiles: Source tiles that could not be decoded and are white in the store.
-        flags: Warnings a reader of the table should see, e.g. ``pen``, ``blur``, ``upsampled``.
+        bad_tiles: Number of source tiles that could not be decoded and are white in the store.
+        flags: Warnings, e.g. ``pen``, ``blur``, ``upsampled``.
         sharpness: Median sharpness of the tissue, see `pathology.tissue.blur`.
         blurred_share: Share of the tissue that is out of focus.
-        pen_fraction: Share of the slide's area under ink.
-        tissue_mm2: Area of the tissue.
-        tiles: Source tiles that were asked for, of the size in which the source fails.
-        bad_share: ``bad_tiles`` among them.
+        pen_fraction: Share of the slide's area covered by pen ink.
+        tissue_mm2: Area of the tissue in mm².
+        tiles: Number of source tiles that were read.
+        bad_share: ``bad_tiles / tiles``.
         stain_h, stain_e: Optical density of haematoxylin and eosin in (red, green, blue), of length 1.
-        identity: Parameters, size, mtime and digest that this record belongs to.
-        extra: The user's own columns.
+        identity: Parameters, and the source's size, mtime and digest, for which this record is valid.
+        extra: The other columns of the user's manifest.
     """
 
     slide_id: str
@@ -118,7 +118,7 @@ class SlideRecord:
         """Read a record.
 
         Raises:
-            StoreError: It is unreadable or not a record.
+            StoreError: The file is unreadable or not a record.
         """
         value = read_json(path)
         known = {f.name for f in fields(cls)}
@@ -133,7 +133,7 @@ def record_path(store: Path, slide_id: str) -> Path:
 
 
 def record_state(store: Path, slide_id: str) -> str:
-    """Return a text that changes whenever this slide's record is saved; empty while there is none."""
+    """Return a version string of a slide's record: another one after each save, empty while there is no record."""
     try:
         found = record_path(store, slide_id).stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -142,34 +142,35 @@ def record_state(store: Path, slide_id: str) -> str:
 
 
 def load_records(store: Path) -> dict[str, SlideRecord]:
-    """Return all records of ``store`` by slide id, sorted; none when there is no store yet."""
+    """Return all records of ``store`` by slide id, sorted; empty if there is no store yet."""
     paths = sorted((store / ".records").glob("*.json"))
     records = (SlideRecord.load(p) for p in paths if not p.name.startswith("."))
     return {r.slide_id: r for r in records}
 
 
 def compile_manifest(store: Path) -> Path:
-    """Write ``manifest.csv`` from the records and return its path; replaced atomically.
+    """Write ``manifest.csv`` from the records, atomically, and return its path.
 
-    Many processes may compile at the same time: the one that ends last has seen all records that were there before.
+    Many processes may call this at the same time: each writes again until no record changed while it wrote, so the
+    last one to end has written every record that was saved before.
     """
     path = store / "manifest.csv"
-    seen = None
-    while seen != (now := _states(store)):
-        # A record that came while the table was made is in nobody's table yet, if its own maker was faster.
-        seen = now
+    written = None
+    while written != (current := _states(store)):
+        written = current
         rows = [record.row() for record in load_records(store).values()]
         write_atomically(path, _to_csv(rows))
     return path
 
 
 def _states(store: Path) -> list[str]:
+    """Return the slide id and the version string of every record."""
     names = (p.stem for p in (store / ".records").glob("*.json") if not p.name.startswith("."))
     return sorted(f"{name} {record_state(store, name)}" for name in names)
 
 
 def load_manifest(store: Path) -> list[dict[str, str]]:
-    """Return one row for each slide, done and failed, from the records, or from ``manifest.csv`` without them.
+    """Return one row for each slide, done or failed: from the records, or from ``manifest.csv`` if there are none.
 
     Raises:
         StoreError: There is no store in this folder.
@@ -186,12 +187,12 @@ def load_manifest(store: Path) -> list[dict[str, str]]:
 def read_user_manifest(path: Path) -> list[dict[str, str]]:
     """Return the rows of a user's manifest, each with ``source_path`` resolved against the CSV's own folder.
 
-    The separator may be a comma, a semicolon or a tab. Column names lose surrounding blanks, empty lines are skipped.
-    The table of a store is accepted, too, without its columns about the stored slides.
+    The file is read as by `read_table`. The manifest of a store is accepted, too; its columns that describe the stored
+    slides are dropped.
 
     Raises:
-        RequestError: The file is unreadable, has no path column, no rows, an empty path, a slide id twice, a column
-            twice or one that a store's table fills itself, or a row of more values than columns.
+        RequestError: The file is not a readable CSV, has no path column, no rows, an empty path, a slide id twice, or
+            a column that is reserved for the manifest of a store.
     """
     table = read_table(path, "manifest")
     columns = table.columns
@@ -200,28 +201,28 @@ def read_user_manifest(path: Path) -> list[dict[str, str]]:
         raise RequestError(
             f"{path}: the manifest needs a column `path` (or `source_path`); it has {', '.join(columns)}"
         )
-    ours = _ours(path, columns)
+    reserved = _reserved(path, columns)
     rows = [dict(row) for row in table.rows]
     for line, row in zip(table.lines, rows, strict=True):
         if not row[column]:
             raise RequestError(f"{path}: line {line} has no {column}")
         located = Path(row.pop(column))
-        for name in ("path", *ours):
+        for name in ("path", *reserved):
             row.pop(name, None)
         row["source_path"] = str(located if located.is_absolute() else path.absolute().parent / located)
     _refuse_twice(path, (row.get("slide_id", "") for row in rows))
     return rows
 
 
-def _ours(path: Path, columns: tuple[str, ...]) -> list[str]:
-    """Return the columns that say what became of the slides in a store; only the table of a store may have them."""
-    ours = [name for name in columns if name in COLUMNS and name not in _GIVEN]
-    if ours and not set(_PROMISED) <= set(columns):
+def _reserved(path: Path, columns: tuple[str, ...]) -> list[str]:
+    """Return the columns that describe stored slides; refuse them in a table that is not the manifest of a store."""
+    reserved = [name for name in columns if name in COLUMNS and name not in _USER_COLUMNS]
+    if reserved and not set(_REQUIRED) <= set(columns):
         raise RequestError(
-            f"{path}: the column name {', '.join(map(repr, ours))} is reserved for the store's own manifest; rename "
-            f"the column"
+            f"{path}: the column name {', '.join(map(repr, reserved))} is reserved for the store's own manifest; "
+            f"rename the column"
         )
-    return ours
+    return reserved
 
 
 def _refuse_twice(path: Path, names: Iterable[str]) -> None:

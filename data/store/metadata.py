@@ -1,4 +1,4 @@
-"""The JSON of a slide in a store: groups of zarr 3, and the OME-Zarr 0.5 attributes in them."""
+"""JSON metadata of a stored slide: zarr 3 groups with their OME-Zarr 0.5 attributes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,8 @@ def group_json(attributes: dict[str, Any]) -> dict[str, Any]:
     return {"zarr_format": 3, "node_type": "group", "attributes": attributes}
 
 
-def encoded(value: dict[str, Any]) -> bytes:
-    """Return the encoded JSON."""
-    return (json.dumps(value, ensure_ascii=False, indent=1) + "\n").encode("utf-8", "surrogateescape")
-
-
 def digest_of_group(group: dict[str, Any]) -> str:
-    """Return the SHA-256 of a slide's ``zarr.json``, however its JSON is laid out, without the digest itself."""
+    """Return the SHA-256 of a slide's ``zarr.json``, of its content without the digest itself and not of its format."""
     attributes = dict(group.get("attributes", {}))
     attributes["hyfi"] = {k: v for k, v in attributes.get("hyfi", {}).items() if k != "metadata_sha256"}
     text = json.dumps({**group, "attributes": attributes}, ensure_ascii=False, sort_keys=True)
@@ -30,7 +25,7 @@ def digest_of_group(group: dict[str, Any]) -> str:
 
 
 def image_attributes(mpp: Sequence[Mpp]) -> dict[str, Any]:
-    """Return the `ome` attributes of an RGB image with levels of these microns per pixel, finest first."""
+    """Return the `ome` attributes of an RGB image; ``mpp``: microns per pixel (y, x) of its levels, finest first."""
     halves = all(abs(b[i] / a[i] - 2) < 1e-6 for a, b in pairwise(mpp) for i in (0, 1))
     multiscale = _multiscale("image", ("c", "y", "x"), mpp, mpp[0])
     return {
@@ -41,7 +36,12 @@ def image_attributes(mpp: Sequence[Mpp]) -> dict[str, Any]:
 
 
 def label_attributes(mpp: Sequence[Mpp], image_mpp: Mpp) -> dict[str, Any]:
-    """Return the `ome` attributes of the tissue label of an image whose finest level has ``image_mpp``."""
+    """Return the `ome` attributes of a tissue label.
+
+    Args:
+        mpp: Microns per pixel (y, x) of the label's levels, finest first.
+        image_mpp: Microns per pixel of the finest level of the image that is labelled.
+    """
     colours = [{"label-value": 1, "rgba": [0, 160, 80, 128]}]
     return {
         "version": "0.5",
@@ -51,12 +51,12 @@ def label_attributes(mpp: Sequence[Mpp], image_mpp: Mpp) -> dict[str, Any]:
 
 
 def labels_attributes() -> dict[str, Any]:
-    """Return the `ome` attributes of the group of labels."""
+    """Return the `ome` attributes of the ``labels`` group."""
     return {"version": "0.5", "labels": ["tissue"]}
 
 
 def omero() -> dict[str, Any]:
-    """Return how viewers are to show the three channels."""
+    """Return the `omero` attributes: how viewers display the three channels."""
     window = {"min": 0, "max": 255, "start": 0, "end": 255}
     colours = {"R": "FF0000", "G": "00FF00", "B": "0000FF"}
     channels = [{"label": k, "color": v, "active": True, "window": window} for k, v in colours.items()]
@@ -64,7 +64,7 @@ def omero() -> dict[str, Any]:
 
 
 def _multiscale(name: str, axes: tuple[str, ...], mpp: Sequence[Mpp], origin: Mpp) -> dict[str, Any]:
-    """Return NGFF metadata.
+    """Return one entry of NGFF's ``multiscales``.
 
     All levels begin at the slide's corner, so a level's first pixel centre lies (s − s₀) / 2 from that of the
     image's finest level, which is the origin::

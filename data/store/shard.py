@@ -1,4 +1,4 @@
-"""One file of a store being written: chunks in order, index at the end, digest on the way, synced, renamed."""
+"""Writing of one shard file: chunks in order, then the index; digested while written, then synced and renamed."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from data.store.codec import Buffers, Pixels, joined, with_checksum
 from data.store.layout import ArrayLayout
 from data.store.sharded_array import ABSENT
 
-BESIDE = ".tmp-"
-"""Part of the name of an incomplete file."""
-_TOGETHER_BYTES = 2**18
-"""Small chunks are written and digested together: threads that take turns for each lose more than that takes."""
+TEMPORARY = ".tmp-"
+"""Marks the name of an incomplete file."""
+_BATCH_BYTES = 2**18
+"""Small chunks are written and digested in batches: per chunk, switching threads would cost more than the work."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """Entry of the store's file list.
+    """Entry of a slide's file list.
 
     Attributes:
-        size: In bytes; None if the file was omitted because it is blank.
-        sha256: Of the file.
-        blank: Slots that were left out on purpose; they read as background.
+        size: Bytes; None if the file was omitted because all its chunks are blank.
+        sha256: Digest of the file.
+        blank: Slots of chunks that were left out on purpose; they read as background.
     """
 
     size: int | None
@@ -38,16 +38,16 @@ class FileEntry:
     blank: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the entry; ``blank`` only where there is one, ``size`` and ``sha256`` only where there is a file."""
+        """Return the entry as JSON; ``blank`` only if not empty, ``size`` and ``sha256`` only if there is a file."""
         entry: dict[str, Any] = {} if self.size is None else {"size": self.size, "sha256": self.sha256}
         return {**entry, "blank": list(self.blank)} if self.blank else entry
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> FileEntry:
-        """Return the entry of `to_json`.
+        """Return the entry from what `to_json` gave.
 
         Raises:
-            ValueError: It is none.
+            ValueError: It is not such an entry.
         """
         size, digest, blank = value.get("size"), value.get("sha256"), value.get("blank", [])
         if not isinstance(blank, list) or not all(isinstance(k, int) for k in blank):
@@ -63,20 +63,20 @@ def write_file(
     chunks: Iterable[tuple[int, Buffers | None]],
     written: Callable[[], object] = lambda: None,
 ) -> FileEntry:
-    """Write one shard, or one bare chunk, so that it appears whole and on the disk or not at all.
+    """Write one shard, or one chunk of an array without shards; it appears complete and synced, or not at all.
 
     Args:
         path: Final path; its folder exists.
-        layout: Of the array.
-        chunks: (slot, bytes in parts, with their checksum) of each used slot in rising order; None leaves the slot out.
-        written: Called when the system has all bytes; what follows waits for the disk, and holds no memory.
+        layout: The array's layout.
+        chunks: (slot, encoded bytes with checksum, in pieces) of each used slot in rising order; None omits the chunk.
+        written: Called when the operating system has all bytes. What follows waits for the disk and holds no memory.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     blank: list[int] = []
     places: list[tuple[int, int, int]] = []
-    with _Beside(path) as file:
+    with _TemporaryFile(path) as file:
         for slot, data in chunks:
             if data is None:
                 blank.append(slot)
@@ -103,13 +103,13 @@ def _index(layout: ArrayLayout, places: list[tuple[int, int, int]]) -> bytes:
     return index.tobytes()
 
 
-class _Beside:
-    """A file under another name until it is whole; gone when it is not published."""
+class _TemporaryFile:
+    """A file under a temporary name; `publish` gives it its final name, otherwise leaving the context deletes it."""
 
     def __init__(self, path: Path) -> None:
         self._final = path
-        self._path = path.with_name(f".{path.name}{BESIDE}{os.getpid()}")
-        self._handle = self._path.open("wb", buffering=_TOGETHER_BYTES)
+        self._path = path.with_name(f".{path.name}{TEMPORARY}{os.getpid()}")
+        self._handle = self._path.open("wb", buffering=_BATCH_BYTES)
         self._waiting: list[bytes | Pixels] = []
         self._waiting_bytes = 0
         self.digest = hashlib.sha256()
@@ -120,7 +120,7 @@ class _Beside:
         self._waiting += data
         self._waiting_bytes += length
         self.size += length
-        if self._waiting_bytes >= _TOGETHER_BYTES:
+        if self._waiting_bytes >= _BATCH_BYTES:
             self.flush()
 
     def flush(self) -> None:
@@ -140,6 +140,6 @@ class _Beside:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with contextlib.suppress(OSError):  # what matters was said by publish, or by the error under way
+        with contextlib.suppress(OSError):  # publish has synced it, or an error is being raised already
             self._handle.close()
         self._path.unlink(missing_ok=True)

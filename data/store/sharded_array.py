@@ -1,14 +1,14 @@
-"""Boxes out of a zarr 3 array, by positional reads, with every chunk under its checksum.
+"""Reading of boxes from a zarr 3 array: positional reads, every chunk checked against its checksum.
 
 A shard is one file::
 
     [chunk][chunk][chunk] … [index: one (offset, length) pair for each chunk of the shard][crc32c of the index]
      └ codec(pixels) + crc32c                                  little-endian uint64
 
-Without shards a chunk is a file. Specification: zarr core 3.0 and its `sharding_indexed` codec; only the layouts of
-`data.store.layout` are read. Whatever is missing or altered is an error, never background: a chunk that was left
-out on purpose is listed as such. No file stays open between reads and nothing is shared but a cache of indexes and
-a pool of threads that knows its process, so a reader may be forked or pickled.
+Without shards each chunk is a file. Specification: zarr core 3.0 and its `sharding_indexed` codec; only the layouts of
+`data.store.layout` are supported. Missing or altered data is an error, never background: chunks that were left out on
+purpose are listed. No file stays open between reads, and the only shared state is a cache of indexes and one thread
+pool per process, so a reader may be forked or pickled.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from hyfi_core.plan.box import Box
 ABSENT = np.uint64(2**64 - 1)
 _LONGEST_READ_BYTES = 2**22
 _LONGEST_RUN = 8
-"""Chunks that one task reads and decodes: few enough to keep threads equally busy."""
+"""Most chunks that one task reads and decodes: few, so that threads are equally busy."""
 
 Index = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
 class _ChunkRun:
-    """Chunks that are adjacent in a file and in a row of the array."""
+    """Chunks of one file that are adjacent in a row of the array."""
 
     file: tuple[int, int]
     slots: tuple[int, ...]
@@ -47,12 +47,12 @@ class _ChunkRun:
 
 @dataclass(slots=True)
 class ShardedArray:
-    """A read-only uint8 array ``(y, x)`` or ``(c, y, x)`` of one directory with a ``zarr.json``.
+    """A read-only uint8 array ``(y, x)`` or ``(c, y, x)``: a directory with a ``zarr.json``.
 
     Attributes:
         path: The array's directory.
         layout: Its shape, chunks, shards and codec.
-        blank: For each file by name, the slots that were left out on purpose and read as background.
+        blank: By file name, the slots of chunks that were left out on purpose; they read as background.
     """
 
     path: Path
@@ -65,7 +65,7 @@ class ShardedArray:
         """Read the metadata of the array in ``path``.
 
         Raises:
-            StoreError: There is no readable ``zarr.json`` or it says something that is not read here.
+            StoreError: ``zarr.json`` is missing, unreadable, or describes an unsupported layout.
         """
         meta = read_json(path / "zarr.json")
         try:
@@ -82,11 +82,11 @@ class ShardedArray:
     def read_into(self, box: Box, out: Pixels, threads: int = 1) -> None:
         """Fill ``out`` with the pixels of ``box``, which must lie inside the array.
 
-        Memory: beside ``out``, for each thread one chunk and a read of at most a few MB.
+        Memory beside ``out``: for each thread one chunk and a read of at most a few MB.
 
         Args:
             box: Rectangle of the array.
-            out: Array ``(…, box.height, box.width)`` of the caller; any strides.
+            out: The caller's array ``(…, box.height, box.width)`` of any strides.
             threads: Chunks decoded at a time.
 
         Raises:
@@ -101,16 +101,18 @@ class ShardedArray:
             pass
 
     def read(self, box: Box, threads: int = 1) -> Pixels:
-        """Return the pixels of ``box``, new; see `read_into`."""
+        """Return the pixels of ``box`` as a new array; see `read_into`."""
         out: Pixels = np.empty((*self.shape[:-2], *box.shape), np.uint8)
         self.read_into(box, out, threads)
         return out
 
     def _runs(self, box: Box) -> Iterator[_ChunkRun]:
+        """Yield the chunks that ``box`` overlaps, in runs of at most ``_LONGEST_RUN``."""
         layout = self.layout
         (ch, cw), columns = layout.chunk_px, layout.slots[1]
         for file in layout.files(box):
             inside = layout.file_box(file).intersect(box)
+            # Rows and columns of chunks inside this file.
             y0, x0 = file[0] * layout.shard_px[0], file[1] * layout.shard_px[1]
             first, end = (inside.x0 - x0) // cw, -(-(inside.x1 - x0) // cw)
             for row in range((inside.y0 - y0) // ch, -(-(inside.y1 - y0) // ch)):
@@ -131,11 +133,11 @@ class ShardedArray:
                 target[...] = chunk[(..., *common.relative_to(whole).slices())]
 
     def file_path(self, file: tuple[int, int]) -> Path:
-        """Return the file in this (row, column) of files."""
+        """Return the path of the file at this (row, column)."""
         return self.path / self.layout.file_name(file)
 
     def _read_chunks(self, run: _ChunkRun) -> Iterator[tuple[int, Pixels | None]]:
-        """Yield (slot, bytes) of each chunk; None for one that was left out on purpose."""
+        """Yield (slot, encoded bytes) of each chunk; None for a chunk that was left out on purpose."""
         path = self.file_path(run.file)
         blank = self.blank.get(self.layout.file_name(run.file), ())
         if not self.layout.sharded and 0 in blank:
@@ -147,9 +149,9 @@ class ShardedArray:
             raise StoreError(f"{path}: the shard cannot be read ({error.strerror})") from error
         try:
             index = self._index_of(handle, path, run.file)
-            here = [slot for slot in run.slots if not self._is_blank(index, slot, blank, path)]
-            yield from ((slot, None) for slot in run.slots if slot not in here)
-            for group in _adjacent(index, here):
+            stored = [slot for slot in run.slots if not self._is_blank(index, slot, blank, path)]
+            yield from ((slot, None) for slot in run.slots if slot not in stored)
+            for group in _adjacent(index, stored):
                 yield from _slices(_read(handle, path, index, group), index, group)
         except OSError as error:
             raise StoreError(f"{path}: the shard cannot be read ({error.strerror})") from error
@@ -157,6 +159,7 @@ class ShardedArray:
             os.close(handle)
 
     def _is_blank(self, index: Index, slot: int, blank: Collection[int], path: Path) -> bool:
+        """Whether a chunk was left out on purpose; raise if it is missing without being listed in ``blank``."""
         if index[slot, 0] != ABSENT and index[slot, 1] != ABSENT:
             return False
         if slot not in blank:
@@ -183,10 +186,10 @@ class ShardedArray:
 
 
 def read_index(handle: int, path: Path, layout: ArrayLayout) -> Index:
-    """Return (offset, length) of each slot of an open file, ``ABSENT`` twice for a missing chunk.
+    """Return (offset, length) of each slot of an open file as ``(slots, 2)``; both ``ABSENT`` for a missing chunk.
 
     Raises:
-        StoreError: The file is too short or its index altered.
+        StoreError: The file is too short or its index is altered.
     """
     size = os.fstat(handle).st_size
     if not layout.sharded:
@@ -202,7 +205,7 @@ def read_index(handle: int, path: Path, layout: ArrayLayout) -> Index:
 
 
 def _adjacent(index: Index, slots: list[int]) -> Iterator[list[int]]:
-    """Group slots whose chunks follow each other in the file, up to a few MB: one read for each group."""
+    """Group slots whose chunks are consecutive in the file, up to ``_LONGEST_READ_BYTES``: one read for each group."""
     group: list[int] = []
     length = 0
     for slot in slots:
@@ -218,6 +221,7 @@ def _adjacent(index: Index, slots: list[int]) -> Iterator[list[int]]:
 
 
 def _read(handle: int, path: Path, index: Index, group: list[int]) -> bytes:
+    """Read the bytes of a group of consecutive chunks."""
     start, end = int(index[group[0], 0]), int(index[group[-1]].sum())
     data = os.pread(handle, end - start, start)
     if len(data) != end - start:
@@ -226,6 +230,7 @@ def _read(handle: int, path: Path, index: Index, group: list[int]) -> bytes:
 
 
 def _slices(data: bytes, index: Index, group: list[int]) -> Iterator[tuple[int, Pixels]]:
+    """Yield (slot, bytes) of each chunk in the bytes of a group."""
     start, whole = int(index[group[0], 0]), np.frombuffer(data, np.uint8)
     for slot in group:
         offset, size = (int(n) for n in index[slot])
@@ -236,7 +241,7 @@ _pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
 
 
 def _pool(threads: int) -> ThreadPoolExecutor:
-    """Return the pool of this process: threads do not survive a fork, so a child makes its own."""
+    """Return this process's thread pool; threads do not survive a fork, so a forked child makes its own."""
     key = (os.getpid(), threads)
     pool = _pools.get(key)
     if pool is None:
@@ -248,7 +253,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in ``path``.
 
     Raises:
-        StoreError: The file is missing, unreadable or holds no JSON object.
+        StoreError: The file is missing, unreadable, or not a JSON object.
     """
     try:
         value = json.loads(path.read_bytes().decode("utf-8", "surrogateescape"))

@@ -1,9 +1,9 @@
 """One ingested slide: an OME-Zarr 0.5 image with its pyramid, tissue label and provenance.
 
 ```
-STORE/<slide_id>.zarr/            zarr.json: attributes `ome` (the standard) and `hyfi` (ours)
-    0/ 1/ 2/ …                    (3, y, x) uint8, each level half of the one before, or as the scanner made them
-    labels/tissue/ 0/ 1/ …        (y, x) uint8, 0 glass and 1 tissue, from about 8 µm per pixel upwards
+STORE/<slide_id>.zarr/            zarr.json: attributes `ome` (OME-Zarr) and `hyfi` (this project's)
+    0/ 1/ 2/ …                    (3, y, x) uint8, each level half of the one before, or the scanner's levels
+    labels/tissue/ 0/ 1/ …        (y, x) uint8, 0 glass and 1 tissue, finest level about 8 µm per pixel
 ```
 """
 
@@ -26,7 +26,7 @@ from hyfi_core.plan.box import Box
 __all__ = ["FORMAT", "SlideStore", "StoreError", "StoreLevel", "slide_path"]
 
 FORMAT = 1
-"""Version of the `hyfi` attributes; a store of another one is refused."""
+"""Version of the `hyfi` attributes; stores of other versions are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class SlideStore:
 
     Attributes:
         path: ``STORE/<slide_id>.zarr``.
-        slide_id: Its name.
+        slide_id: The slide's name.
         levels: The pyramid, finest first.
         attributes: The `hyfi` group attributes (source, parameters, tissue, shards, versions …).
     """
@@ -61,14 +61,14 @@ class SlideStore:
     attributes: dict[str, Any]
     _images: tuple[ShardedArray, ...]
     _masks: tuple[tuple[ShardedArray, tuple[float, float]], ...]
-    _given: npt.NDArray[np.bool_] | None = None
+    _tissue_override: npt.NDArray[np.bool_] | None = None
 
     @classmethod
     def open(cls, path: Path) -> SlideStore:
-        """Open ``STORE/<slide_id>.zarr`` and check that every listed shard exists with its size.
+        """Open ``STORE/<slide_id>.zarr`` and check that every listed shard exists and has its size.
 
         Raises:
-            StoreError: The slide is missing, of another version, or a shard is missing or of another size.
+            StoreError: The slide is missing or of another version, or a shard is missing or has the wrong size.
         """
         path = Path(path)
         attributes, ome = group_attributes(path)
@@ -88,14 +88,14 @@ class SlideStore:
         Memory: the result, and for each thread one chunk and a read of at most a few MB.
 
         Args:
-            box: Rectangle in pixels of that level; 255 outside of it.
-            level: 0 is the finest.
+            box: Rectangle in pixels of that level; pixels outside the level are 255.
+            level: Index of the level; 0 is the finest.
             threads: Chunks decoded at a time.
-            out: Memory of the caller to fill and return, ``(3, h, w)`` uint8 of any strides; default new.
+            out: The caller's array to fill and return, ``(3, h, w)`` uint8 of any strides; default: a new one.
 
         Raises:
             StoreError: A shard or a chunk is missing or damaged; names file and cause.
-            ValueError: ``out`` has another shape or type.
+            ValueError: ``out`` has the wrong shape or dtype.
         """
         shape = (3, *box.shape)
         if out is None:
@@ -112,17 +112,17 @@ class SlideStore:
         return out
 
     def tissue(self, mpp_um: float | None = None) -> tuple[npt.NDArray[np.bool_], tuple[float, float]]:
-        """Return the tissue mask ``(h, w)`` and its microns per pixel ``(y, x)``; pixel 0 starts where the slide does.
+        """Return the tissue mask ``(h, w)`` and its microns per pixel ``(y, x)``; its corner is the slide's corner.
 
         Args:
-            mpp_um: The level of the label that is nearest to this; default its finest, about 8 µm per pixel.
+            mpp_um: Choose the level of the label nearest to this; default: the finest, about 8 µm per pixel.
 
         Raises:
             StoreError: A shard or a chunk is missing or damaged.
         """
         masks = self._masks
-        if self._given is not None:
-            return self._given, masks[0][1]
+        if self._tissue_override is not None:
+            return self._tissue_override, masks[0][1]
         nearest = 0
         if mpp_um is not None:
             nearest = min(range(len(masks)), key=lambda k: abs(np.log(masks[k][1][0] / mpp_um)))
@@ -130,19 +130,22 @@ class SlideStore:
         return array.read(array.layout.box) != 0, mpp
 
     def with_tissue(self, mask: npt.NDArray[np.bool_]) -> SlideStore:
-        """Return the slide with another tissue mask, of the shape of its finest, for this process alone.
+        """Return a copy of this object that uses ``mask`` as its tissue; the store on disk is not changed.
+
+        Args:
+            mask: ``(h, w)`` bool, of the shape of the label's finest level; not copied.
 
         Raises:
-            ValueError: It has another shape.
+            ValueError: The mask has another shape.
         """
         expected = self._masks[0][0].shape[-2:]
         if mask.shape != tuple(expected):
             raise ValueError(f"the mask has shape {mask.shape}; expected {tuple(expected)}")
-        return replace(self, _given=mask)
+        return replace(self, _tissue_override=mask)
 
     @property
     def images(self) -> dict[str, ShardedArray]:
-        """The arrays of the levels by their path inside the group."""
+        """The array of each level, by its path inside the group."""
         return {level.path: array for level, array in zip(self.levels, self._images, strict=True)}
 
 
@@ -150,7 +153,7 @@ def group_attributes(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the `hyfi` and the `ome` attributes of a slide.
 
     Raises:
-        StoreError: There is no slide, or it is of another version.
+        StoreError: There is no such slide, or it is of another version.
     """
     if not path.is_dir():
         raise StoreError(f"{path}: no ingested slide of this name")
@@ -165,10 +168,10 @@ def group_attributes(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def listed_files(path: Path, attributes: dict[str, Any]) -> dict[str, FileEntry]:
-    """Return the entry of each file of pixels, by its name inside the slide.
+    """Return the entry of each pixel file (shard or chunk), by its path inside the slide.
 
     Raises:
-        StoreError: There is no such list.
+        StoreError: The slide's file list is missing or damaged.
     """
     shards = attributes.get("shards")
     if not isinstance(shards, dict) or not shards:
@@ -193,7 +196,7 @@ def _check_shards(path: Path, files: dict[str, FileEntry]) -> None:
 
 
 def _blank(files: dict[str, FileEntry]) -> dict[str, dict[str, frozenset[int]]]:
-    """Return the slots left out on purpose, by array and file."""
+    """Return the slots of chunks left out on purpose, by array and file name."""
     found: dict[str, dict[str, frozenset[int]]] = {}
     for name, entry in files.items():
         if entry.blank:
@@ -203,6 +206,7 @@ def _blank(files: dict[str, FileEntry]) -> dict[str, dict[str, frozenset[int]]]:
 
 
 def _datasets(path: Path, ome: dict[str, Any]) -> list[tuple[str, tuple[float, float]]]:
+    """Return the path and the microns per pixel (y, x) of each level, finest first."""
     try:
         datasets = ome["multiscales"][0]["datasets"]
         found = []

@@ -1,8 +1,8 @@
-"""Tissue in blocks of a slide, counted exactly in the slide's pixels.
+"""Exact counts of tissue pixels in blocks of an image, from a mask of another resolution.
 
-The tissue mask is coarser than the image (seldom finer). A pixel of the image is tissue where the mask's pixel under
-its *centre* is: both grids begin at the slide's corner, so pixel y of the image lies on mask row
-⌊(y + ½) · image_mpp / mask_mpp⌋, the last row where that is beyond the mask::
+The tissue mask is usually coarser than the image. A pixel of the image is tissue if the mask's pixel under its *centre*
+is. Both grids start at the slide's corner, so pixel y of the image lies on mask row
+⌊(y + ½) · image_mpp / mask_mpp⌋, or on the last row if that is beyond the mask::
 
     image   |0|1|2|3|4|5|6|7|8|9|      mpp 1.0
     mask    |   0   |   1   |   2 …|   mpp 4.0: pixels 0–3 on row 0, 4–7 on row 1
@@ -26,10 +26,19 @@ LARGEST_DENOMINATOR = 100_000
 
 
 def first_pixels(length_px: int, pixel_mpp: float, mask_length: int, mask_mpp: float) -> NDArray[np.int64]:
-    """Return, for each mask row (or column) and one beyond, the first image pixel that lies on it; int64.
+    """Return the first image pixel that lies on each mask row (or column), and ``length_px`` at the end.
 
-    Exact: the ratio of the two mpp is taken as the nearest fraction with a denominator up to 100 000, and compared as
-    whole numbers. Rows under which no pixel's centre lies begin where the next one does.
+    Exact: the ratio of the two mpp is the nearest fraction with a denominator up to 100 000, compared in integers. A
+    mask row on which no pixel's centre lies has the same first pixel as the next row.
+
+    Args:
+        length_px: Height (or width) of the image.
+        pixel_mpp: Microns per pixel of the image.
+        mask_length: Rows (or columns) of the mask.
+        mask_mpp: Microns per pixel of the mask.
+
+    Returns:
+        ``(mask_length + 1,)`` int64, rising.
     """
     ratio = (Fraction(pixel_mpp) / Fraction(mask_mpp)).limit_denominator(LARGEST_DENOMINATOR)
     rows = np.arange(mask_length + 1, dtype=np.int64)
@@ -42,12 +51,12 @@ def first_pixels(length_px: int, pixel_mpp: float, mask_length: int, mask_mpp: f
 
 @dataclass(frozen=True)
 class TissueGrid:
-    """A tissue mask laid under an image.
+    """A tissue mask aligned with an image.
 
     Attributes:
         mask: (h, w) bool, not owned.
-        rows: (h + 1,) first image row on each mask row; ends with the image's height.
-        columns: (w + 1,) the same for columns.
+        rows: (h + 1,) first image row on each mask row, then the image's height; see `first_pixels`.
+        columns: (w + 1,) likewise for columns.
     """
 
     mask: NDArray[np.bool_]
@@ -62,7 +71,7 @@ class TissueGrid:
         size_px: tuple[int, int],
         mpp: tuple[float, float],
     ) -> TissueGrid:
-        """Lay ``mask`` under an image of ``size_px`` (height, width) with ``mpp`` (y, x) micrometres per pixel."""
+        """Align ``mask`` with an image of ``size_px`` (height, width) with ``mpp`` (y, x) micrometres per pixel."""
         ends = [first_pixels(size_px[i], mpp[i], mask.shape[i], mask_mpp[i]) for i in (0, 1)]
         return cls(np.asarray(mask, dtype=bool), ends[0], ends[1])
 
@@ -77,10 +86,13 @@ class TissueGrid:
         return int(self.counts(np.array([0, height]), np.array([0, width])).sum())
 
     def counts(self, y_ends: NDArray[np.int64], x_ends: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the tissue pixels of each block between consecutive ends, int64 (len(y) − 1, len(x) − 1).
+        """Return the number of tissue pixels in each block of a grid, int64 (len(y_ends) − 1, len(x_ends) − 1).
 
-        Ends rise (two may be equal) and lie within the image. Memory: 64 mask rows, and (blocks down, mask columns), as
-        int64.
+        Memory: 64 mask rows, and (rows of blocks, mask columns), as int64.
+
+        Args:
+            y_ends: Rows where blocks start and end, not falling, inside the image.
+            x_ends: Columns likewise.
         """
         strips = np.zeros((len(y_ends) - 1, self.mask.shape[1]), np.int64)
         for i, (y0, y1) in enumerate(pairwise(y_ends.tolist())):
@@ -91,13 +103,13 @@ class TissueGrid:
         return np.diff(self._until(strips, x_ends), axis=1)
 
     def is_glass(self, box: Box) -> bool:
-        """Whether no pixel of ``box`` (image pixels) is tissue, nor any that is next to it in the mask."""
+        """Whether ``box`` (image pixels) has no tissue, also not in the mask pixels next to it."""
         rows = _rows_around(self.rows, box.y0, box.y1)
         columns = _rows_around(self.columns, box.x0, box.x1)
         return not bool(self.mask[rows, columns].any())
 
     def _weighted_rows(self, weights: NDArray[np.int64], first: int) -> NDArray[np.int64]:
-        """Return Σ of weight · mask row over the rows from ``first`` on, for each mask column."""
+        """Return, for each mask column, Σ weights[i] · mask[first + i]."""
         total = np.zeros(self.mask.shape[1], np.int64)
         for i in range(0, len(weights), 64):
             some = weights[i : i + 64]
@@ -105,7 +117,7 @@ class TissueGrid:
         return total
 
     def _until(self, strips: NDArray[np.int64], x_ends: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return, for each strip, the tissue pixels left of each end."""
+        """Return the number of tissue pixels of each strip to the left of each end."""
         before = np.zeros((len(strips), strips.shape[1] + 1), np.int64)
         np.cumsum(strips * np.diff(self.columns), axis=1, out=before[:, 1:])
         column = np.clip(np.searchsorted(self.columns, x_ends, "right") - 1, 0, strips.shape[1] - 1)
@@ -113,7 +125,7 @@ class TissueGrid:
 
 
 def halve_mask(mask: Mask) -> Mask:
-    """Return the mask at half its size (ceil): set where at least half of the 2 × 2 pixels are."""
+    """Return the mask at half its size (ceil): set where at least two of the 2 × 2 pixels are set."""
     padded = np.pad(mask, ((0, mask.shape[0] % 2), (0, mask.shape[1] % 2)), mode="edge").astype(np.uint8)
     total = padded[0::2, 0::2] + padded[1::2, 0::2] + padded[0::2, 1::2] + padded[1::2, 1::2]
     result: Mask = total >= 2

@@ -1,13 +1,13 @@
-"""An unfinished slide: the folder in which it is prepared, and the journal of finished files.
+"""An unfinished slide: the folder in which it is written, and the journal of its finished files.
 
 ```
-STORE/.<slide_id>.zarr.part-<digest>         with an identity: the next writer of the same identity resumes there
-STORE/.<slide_id>.zarr.tmp-<host>-<pid>      without: removed when its process has ended
-    journal.jsonl                            one line for each file of pixels that is whole
+STORE/.<slide_id>.zarr.part-<digest>         with an identity: a later writer of the same identity resumes it
+STORE/.<slide_id>.zarr.tmp-<host>-<pid>      without: removed once its process has ended
+    journal.jsonl                            one line for each finished pixel file
 ```
 
-A line is written when its file is on the disk under its name; a line that was cut off says nothing, and a line whose
-file is not as it says counts for nothing.
+A line is written after its file is synced and has its final name. Truncated lines are ignored, and so are lines whose
+file has another size or digest.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from pathlib import Path
 from typing import Any
 
 from data.files import remove_leftovers, sha256_of, temporary_beside
-from data.store.shard import BESIDE, FileEntry
+from data.store.shard import TEMPORARY, FileEntry
 
 JOURNAL = "journal.jsonl"
 
 
 def unfinished_folder(final: Path, identity: list[Any] | None) -> Path:
-    """Return the folder in which ``final`` is prepared; folders of other identities or ended processes are removed.
+    """Return the folder in which to write ``final``; remove those of other identities and of ended processes.
 
     Args:
-        final: Name of the finished slide.
-        identity: JSON of all that decides the slide's content; None: a new folder for this process.
+        final: Path of the finished slide.
+        identity: JSON of everything that determines the slide's content; None: a new folder for this process.
     """
     remove_leftovers(final)
     prefix = f".{final.name}.part-"
@@ -43,36 +43,36 @@ def unfinished_folder(final: Path, identity: list[Any] | None) -> Path:
     for path in final.parent.iterdir():
         if path.name.startswith(prefix) and path != folder:
             shutil.rmtree(path, ignore_errors=True)
-    for path in folder.rglob(f".*{BESIDE}*"):  # files that a kill cut off
+    for path in folder.rglob(f".*{TEMPORARY}*"):  # files that were incomplete when a writer was killed
         path.unlink(missing_ok=True)
     return folder
 
 
 class Journal:
-    """The files of one unfinished slide; any number of threads may add to it."""
+    """The finished files of one unfinished slide; safe to use from several threads."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._lock = threading.Lock()
         self._earlier = _load(folder / JOURNAL)
         self.entries: dict[str, FileEntry] = {}
-        """Files of this run, and those of earlier runs that `finished` has found whole."""
+        """Files written by this run, and files of earlier runs that `finished` found intact."""
         self._file = (folder / JOURNAL).open("a", encoding="utf-8")
-        self._file.write("\n")  # ends a line that was cut off
+        self._file.write("\n")  # ends a truncated line
 
     def finished(self, name: str) -> bool:
-        """Whether an earlier run wrote this file and it is still whole; reads it once."""
+        """Whether this run or an earlier one wrote this file; a file of an earlier run is read once to check it."""
         if name in self.entries:
             return True
         entry = self._earlier.pop(name, None)
-        if entry is None or not _is_whole(self._folder / name, entry):
+        if entry is None or not _is_intact(self._folder / name, entry):
             return False
         with self._lock:
             self.entries[name] = entry
         return True
 
     def add(self, name: str, entry: FileEntry) -> None:
-        """Note that a file is on the disk."""
+        """Append a file that is synced to disk."""
         line = json.dumps({"name": name, **entry.to_json()}) + "\n"
         with self._lock:
             self.entries[name] = entry
@@ -80,11 +80,11 @@ class Journal:
             self._file.flush()
 
     def close(self) -> None:
-        """Close the file; the journal stays."""
+        """Close the journal and keep it."""
         self._file.close()
 
     def remove(self) -> None:
-        """Remove the journal: the slide is whole, and its own list takes its place."""
+        """Close and delete the journal of a complete slide, whose own file list replaces it."""
         self._file.close()
         (self._folder / JOURNAL).unlink()
 
@@ -104,7 +104,7 @@ def _load(path: Path) -> dict[str, FileEntry]:
     return found
 
 
-def _is_whole(path: Path, entry: FileEntry) -> bool:
+def _is_intact(path: Path, entry: FileEntry) -> bool:
     if entry.size is None:
         return not path.exists()
     try:

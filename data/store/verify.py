@@ -1,10 +1,10 @@
-"""Verification of a store: every byte is compared with the digests, sizes and checksums noted when it was written.
+"""Verification of a store: every byte is checked against the sizes, digests and checksums recorded when written.
 
 ```
-zarr.json of the slide   its own digest, and the lists:
+zarr.json of the slide   its own digest, and two lists:
   metadata               JSON of groups and arrays   size, sha256
-  shards                 files of pixels             size, sha256, and inside: index, chunks, each under its crc32c
-anything else            foreign, a fault
+  shards                 pixel files                 size, sha256; inside: crc32c of the index and of each chunk
+any other file           a fault
 ```
 """
 
@@ -31,12 +31,12 @@ from data.store.slide_store import group_attributes, listed_files, slide_path
 _PIECE_BYTES = 2**22
 
 Progress = Callable[[int, str], None]
-"""Called with bytes that were read and the slide's name."""
+"""Called with the number of bytes read and the slide's id."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One difference from the written data: path and reason."""
+    """One difference from what was written: slide, path and reason."""
 
     slide_id: str
     path: Path
@@ -48,10 +48,10 @@ class VerifyReport:
     """Result of a verification.
 
     Attributes:
-        slides: Slides looked at, damaged ones too.
-        files: Files read.
-        size_bytes: Their size.
-        faults: Faults, slide by slide.
+        slides: Number of slides checked, damaged ones included.
+        files: Number of files read.
+        size_bytes: Their total size.
+        faults: All faults, slide by slide.
     """
 
     slides: int = 0
@@ -62,18 +62,18 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """A file of pixels to look at."""
+    """A pixel file to check: its (row, column) in the array and its entry in the file list."""
 
     path: Path
     layout: ArrayLayout
-    place: tuple[int, int]
+    position: tuple[int, int]
     entry: FileEntry
 
 
 def verify_store(store: Path, threads: int, progress: Progress | None = None) -> VerifyReport:
-    """Verify every slide of a store, and that its records and its slides are the same ones.
+    """Verify every slide of a store, and that every record has its slide and every slide its record.
 
-    Memory: for each thread one chunk or a few MB.
+    Memory: one chunk or a few MB for each thread.
 
     Args:
         store: The store's folder.
@@ -107,7 +107,7 @@ def verify_slide(
         path: ``STORE/<slide_id>.zarr``.
         threads: Files read at a time.
         progress: Called after each file; see `Progress`.
-        found: What to add to; default new.
+        found: The report to add to; default: a new one.
     """
     found = found if found is not None else VerifyReport()
     slide_id = path.name.removesuffix(".zarr")
@@ -138,7 +138,7 @@ def verify_slide(
 
 
 def size_of_store(paths: Iterable[Path]) -> int:
-    """Return how many bytes of pixels the slides of these paths list; damaged ones count nothing."""
+    """Return the bytes of all pixel files that these slides list; damaged slides count as 0."""
     total = 0
     for path in paths:
         try:
@@ -150,7 +150,7 @@ def size_of_store(paths: Iterable[Path]) -> int:
 
 
 def _known_metadata(path: Path, attributes: dict[str, Any], fault: Callable[[Path, str], None]) -> set[str]:
-    """Check the slide's JSON; return the names of all files that it lists."""
+    """Check the slide's metadata files and return their names."""
     stated = attributes.get("metadata_sha256")
     listed = attributes.get("metadata")
     if stated is None or not isinstance(listed, dict):
@@ -159,13 +159,13 @@ def _known_metadata(path: Path, attributes: dict[str, Any], fault: Callable[[Pat
     if digest_of_group(read_json(path / "zarr.json")) != stated:
         fault(path / "zarr.json", "the slide's metadata was altered (its digest differs)")
     for name, entry in listed.items():
-        reason = _reason_of_plain(path / name, entry.get("size"), entry.get("sha256"))
+        reason = _metadata_fault(path / name, entry.get("size"), entry.get("sha256"))
         if reason:
             fault(path / name, reason)
     return set(listed)
 
 
-def _reason_of_plain(path: Path, size: int | None, sha256: str | None) -> str:
+def _metadata_fault(path: Path, size: int | None, sha256: str | None) -> str:
     try:
         found = path.stat().st_size
         if found != size:
@@ -178,7 +178,7 @@ def _reason_of_plain(path: Path, size: int | None, sha256: str | None) -> str:
 def _files(
     path: Path, entries: dict[str, FileEntry], known: set[str], fault: Callable[[Path, str], None]
 ) -> Iterator[_File]:
-    """Yield every file of pixels that the arrays must have; name those that the list has not, and the reverse."""
+    """Yield every pixel file of the slide's arrays; report those not in the file list, and listed ones of no array."""
     seen: set[str] = set()
     for name in sorted(known):
         folder = Path(name).parent
@@ -188,14 +188,14 @@ def _files(
                 continue
             layout = ArrayLayout.from_json(meta)
         except (StoreError, KeyError, TypeError, ValueError, IndexError):
-            # Its wrong digest has been reported; its files are unknown.
+            # Reported already by its digest. Which files it should have is unknown: accept those that are listed.
             seen.update(file for file in entries if file.startswith(f"{folder.as_posix()}/c/"))
             continue
-        for place in layout.files():
-            file = (folder / layout.file_name(place)).as_posix()
+        for position in layout.files():
+            file = (folder / layout.file_name(position)).as_posix()
             seen.add(file)
             if file in entries:
-                yield _File(path / file, layout, place, entries[file])
+                yield _File(path / file, layout, position, entries[file])
             else:
                 fault(path / file, "this file is missing in the slide's file list")
     for name in sorted(entries.keys() - seen):
@@ -253,7 +253,7 @@ def _reasons_of_chunk(data: bytes, slot: int, layout: ArrayLayout) -> list[str]:
     if layout.codec.exact or layout.codec.level is not None:
         return []
     try:
-        # A scanner's tile was copied without being decoded.
+        # A JPEG tile that was copied from the source without being decoded.
         layout.codec.decode(body, layout.chunk_shape)
     except (ValueError, RuntimeError) as error:
         return [
@@ -264,15 +264,21 @@ def _reasons_of_chunk(data: bytes, slot: int, layout: ArrayLayout) -> list[str]:
 
 
 def _reasons_of_index(index: Index, file: _File) -> list[str]:
-    used = file.layout.used_slots(file.place)
+    used = file.layout.used_slots(file.position)
     absent = {slot for slot in used if index[slot, 0] == ABSENT}
-    lost, back = sorted(absent - set(file.entry.blank)), sorted(set(file.entry.blank) - absent)
-    reasons = [f"chunks {_some(lost)} are missing in their shard"] if lost else []
-    return [*reasons, f"chunks {_some(back)} exist, but were omitted when the slide was written"] if back else reasons
+    blank = set(file.entry.blank)
+    missing, unexpected = sorted(absent - blank), sorted(blank - absent)
+    reasons = [f"chunks {_some(missing)} are missing in their shard"] if missing else []
+    if unexpected:
+        reasons.append(f"chunks {_some(unexpected)} exist, but were omitted when the slide was written")
+    return reasons
 
 
 def _pieces(chunks: Sequence[tuple[int, int, int]], size: int) -> Iterator[tuple[int, int, int | None]]:
-    """Yield (start, end, slot) that cover a file once, in order: its chunks, and the gaps between (slot None)."""
+    """Yield (start, end, slot) that cover a file once, in order: its chunks, and the gaps between them (slot None).
+
+    Overlapping chunks or chunks beyond the file's end, which a damaged index may list, are read as gaps.
+    """
     at = 0
     for start, end, slot in [*chunks, (size, size, -1)]:
         for begin in range(at, min(start, size), _PIECE_BYTES):
@@ -299,6 +305,7 @@ def _records(store: Path) -> tuple[dict[str, SlideRecord], list[Fault]]:
 
 
 def _against_record(record: SlideRecord, path: Path) -> list[Fault]:
+    """Return the faults of a slide that its record calls done."""
     if not path.is_dir():
         return [Fault(record.slide_id, path, "the slide is missing, although its record says it is done")]
     try:

@@ -1,14 +1,14 @@
-"""Write one slide into a store: prepared beside, every file listed with size and digest, synced, renamed.
+"""Write one slide into a store: written under a temporary name, each file listed with its digest, synced, renamed.
 
 ```
-write(level, y, x, block)   the caller continues at once: chunks are encoded by threads, files written by others
-        └ chunks → encoders ─┐ in slot order
-                             └ file: written, digested │ synced, renamed, noted in the journal
-                                                       └ from here on another block may be under way
+write(level, y, x, block)    returns at once
+        └ chunks → encoder threads ─┐ in slot order
+                                    └ disk threads: write, digest │ sync, rename, add to the journal
+                                                                  └ the block is released: `write` accepts another
 ```
 
-A slide whose writer knows its identity is prepared in a folder named after it. After a kill it continues there: files
-that the journal knows and that are still whole are not written again. Unfinished slides of another identity go.
+With an identity, the slide is written in a folder named after it, and a writer that was killed can be continued there:
+files in the journal that are still intact are not written again. Unfinished slides of other identities are removed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, Self
 import numpy as np
 
 from data.cores import usable_cores
-from data.files import publish_directory, sha256_of, sync_tree
+from data.files import json_bytes, publish_directory, sha256_of, sync_tree
 from data.store import metadata
 from data.store.codec import Buffers, Pixels, with_checksum
 from data.store.layout import CHUNK_PX, SHARD_PX, ArrayLayout, StoredLevel
@@ -37,22 +37,22 @@ from hyfi_core.plan.box import Box
 
 _BLOCKS_IN_FLIGHT = 2
 _FILES_IN_FLIGHT = 16
-"""Files that are written or wait for the disk, which takes many waiting writers in one turn."""
+"""Files being written or synced at a time: a disk serves many waiting writers at once."""
 
 
 class SlideWriter:
-    """A slide that is being written; a context manager that publishes nothing unless ``publish`` was called.
+    """A slide being written. A context manager; the slide appears in the store only if `publish` was called.
 
-    To be used by one thread. Memory: two of the caller's blocks under way, and their encoded form.
+    Not thread-safe. Memory: two of the caller's blocks, and their encoded form.
 
     Args:
         store: The folder of the store; must exist.
         slide_id: Name of the slide.
         levels: Finest first, from `pyramid_levels` or those of a scanner.
-        glass: Tissue mask from the slide's corner and its microns per pixel: chunks without tissue are left out, and
-            listed as such. None: all are written.
-        identity: JSON that says what decides the slide's pixels (parameters, the source's size and time): a writer
-            that was killed is continued by the next of the same identity. None: every writer starts afresh.
+        tissue: Tissue mask, whose corner is the slide's corner, and its microns per pixel: chunks without tissue are
+            left out and listed as blank. None: all chunks are written.
+        identity: JSON of what determines the slide's pixels (parameters, the source's size and time). A new writer
+            resumes what a killed one of the same identity left. None: every writer starts from nothing.
         threads: Chunks encoded at a time; 0: as many as this process has cores.
 
     Raises:
@@ -65,7 +65,7 @@ class SlideWriter:
         slide_id: str,
         levels: Sequence[StoredLevel],
         *,
-        glass: tuple[Mask, float] | None = None,
+        tissue: tuple[Mask, float] | None = None,
         identity: Mapping[str, Any] | None = None,
         threads: int = 0,
     ) -> None:
@@ -74,7 +74,7 @@ class SlideWriter:
         self._resumable = identity is not None
         layouts = [[level.layout.to_json(), level.mpp] for level in self.levels]
         self.path = unfinished_folder(self.final, None if identity is None else [dict(identity), layouts, FORMAT])
-        self._glass = [_under(level, glass) for level in self.levels]
+        self._tissue = [_tissue_grid(level, tissue) for level in self.levels]
         for k, level in enumerate(self.levels):
             self._make_array(str(k), level.layout)
         self._journal = Journal(self.path)
@@ -94,72 +94,73 @@ class SlideWriter:
         for pool in (self._encoders, self._disk):
             pool.shutdown(wait=True, cancel_futures=True)
         self._journal.close()
-        # A stopped run (not an Exception) can be continued; a failed one would fail again.
+        # KeyboardInterrupt or SystemExit: the run can be resumed. An Exception would occur again.
         stopped = kind is not None and not issubclass(kind, Exception)
         if not (self._resumable and stopped):
             shutil.rmtree(self.path, ignore_errors=True)
 
     def finished(self, level: int, y0: int, x0: int) -> bool:
-        """Whether the shard that starts at ``(y0, x0)`` was finished by an earlier run: it is not written again."""
+        """Whether an earlier run finished the shard that starts at ``(y0, x0)``; it is not written again."""
         layout = self.levels[level].layout
         row, column = y0 // layout.shard_px[0], x0 // layout.shard_px[1]
         return self._journal.finished(f"{level}/{layout.file_name((row, column))}")
 
     def read_back(self, level: int, box: Box) -> Pixels | None:
-        """Return the pixels of ``box`` ``(3, h, w)`` as they were written, by an earlier run or this one.
+        """Return the pixels of ``box`` ``(3, h, w)`` as this run or an earlier one wrote them.
 
-        None if it is not complete, or not stored losslessly.
+        None if some are not written yet, or not losslessly.
         """
         layout = self.levels[level].layout
         names = [f"{level}/{layout.file_name(file)}" for file in layout.files(box)]
-        if not layout.codec.exact or self._glass[level] is not None or not all(map(self._journal.finished, names)):
+        if not layout.codec.exact or self._tissue[level] is not None or not all(map(self._journal.finished, names)):
             return None
         return ShardedArray(self.path / str(level), layout).read(box, self._threads)
 
     def write(self, level: int, y0: int, x0: int, block: Pixels) -> None:
-        """Take whole files of a level; returns before they are written.
+        """Write a block of whole shards of a level; returns before they are on disk.
 
         Args:
-            level: 0 is the finest.
+            level: Index of the level; 0 is the finest.
             y0: Row where the block starts, a multiple of ``SHARD_PX``.
-            x0: Column likewise.
-            block: ``(3, h, w)``, ``SHARD_PX`` squared or the rest of the level; must not be changed afterwards.
+            x0: Column where the block starts, likewise.
+            block: ``(3, h, w)``, ``SHARD_PX`` squared or up to the level's border. Not copied; do not change it.
 
         Raises:
             OSError: An earlier block could not be written.
         """
         layout = self.levels[level].layout
-        self._write_block(str(level), layout, y0, x0, block, self._glass[level])
+        self._write_block(str(level), layout, y0, x0, block, self._tissue[level])
 
     def write_encoded(self, level: int, file: tuple[int, int], bodies: Sequence[Buffers | None]) -> None:
-        """Take the used chunks of one file of a level as encoded bytes, in parts, without checksum; returns at once.
+        """Write one file of a level from chunks that are encoded already; returns before it is on disk.
 
         Args:
-            level: 0 is the finest.
+            level: Index of the level; 0 is the finest.
             file: (row, column) of the file.
-            bodies: One for each of ``layout.used_slots(file)``; None leaves the chunk out.
+            bodies: Encoded bytes, in pieces and without checksum, for each of ``layout.used_slots(file)``; None leaves
+                the chunk out.
 
         Raises:
             OSError: An earlier file could not be written.
         """
-        layout, glass = self.levels[level].layout, self._glass[level]
+        layout, tissue = self.levels[level].layout, self._tissue[level]
         name = f"{level}/{layout.file_name(file)}"
         if self._journal.finished(name):
             return
 
         def chunks() -> Iterator[tuple[int, Buffers | None]]:
             for slot, body in zip(layout.used_slots(file), bodies, strict=True):
-                left_out = body is None or (glass is not None and glass.is_glass(layout.chunk_box(file, slot)))
+                left_out = body is None or (tissue is not None and tissue.is_glass(layout.chunk_box(file, slot)))
                 yield slot, None if body is None or left_out else with_checksum(*body)
 
-        self._take()
+        self._acquire_block()
         self._submit(name, layout, chunks(), self._free_blocks.release)
 
     def write_tissue(self, mask: Mask, mpp_um: float) -> None:
-        """Write the tissue label from its finest level, with as many levels as the image has (NGFF asks for that).
+        """Write the tissue label with as many levels as the image has, as NGFF requires.
 
         Args:
-            mask: ``(h, w)``; pixel 0 starts where the slide does.
+            mask: ``(h, w)`` finest level; its corner is the slide's corner.
             mpp_um: Microns per pixel of the mask.
         """
         sharded = self.levels[0].layout.sharded
@@ -179,19 +180,19 @@ class SlideWriter:
         """Wait for pending writes, write the file list, sync, then rename the slide to its final name.
 
         Args:
-            attributes: The `hyfi` attributes; ``format``, ``shards`` and ``metadata`` (the arrays' own JSON, with size
-                and digest) are added here, and ``metadata_sha256`` of the slide's own.
+            attributes: The `hyfi` attributes. Added to them: ``format``, ``shards`` (the file list), ``metadata`` (size
+                and digest of the JSON files of groups and arrays) and ``metadata_sha256`` of the slide's own JSON.
 
         Raises:
-            OSError: Something could not be written.
+            OSError: A file could not be written.
         """
         for future in self._pending:
             future.result()
         self._encoders.shutdown()
         self._disk.shutdown()
         self._write_groups(attributes)
-        sync_tree(self.path, only="zarr.json")  # the pixels are on the disk already
-        # The last thing before the name: killed while it syncs, a slide without a journal would be made all over again.
+        sync_tree(self.path, only="zarr.json")  # pixel files are synced already
+        # Not earlier: if the sync above is killed, the slide is resumed by its journal.
         self._journal.remove()
         publish_directory(self.path, self.final)
 
@@ -204,8 +205,8 @@ class SlideWriter:
         files = sorted(f.relative_to(self.path).as_posix() for f in self.path.rglob("zarr.json"))
         listed = {name: _listed(self.path / name) for name in files if name != "zarr.json"}
         shards = {name: entry.to_json() for name, entry in sorted(self._journal.entries.items())}
-        ours = {"format": FORMAT, **attributes, "shards": shards, "metadata": listed}
-        group = metadata.group_json({"ome": metadata.image_attributes([v.mpp for v in self.levels]), "hyfi": ours})
+        hyfi = {"format": FORMAT, **attributes, "shards": shards, "metadata": listed}
+        group = metadata.group_json({"ome": metadata.image_attributes([v.mpp for v in self.levels]), "hyfi": hyfi})
         group["attributes"]["hyfi"]["metadata_sha256"] = metadata.digest_of_group(group)
         self._write_json("", group)
 
@@ -217,36 +218,36 @@ class SlideWriter:
     def _write_json(self, name: str, value: dict[str, Any]) -> None:
         folder = self.path / name
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "zarr.json").write_bytes(metadata.encoded(value))
+        (folder / "zarr.json").write_bytes(json_bytes(value))
 
     def _write_block(
-        self, array: str, layout: ArrayLayout, y0: int, x0: int, block: Pixels, glass: TissueGrid | None
+        self, array: str, layout: ArrayLayout, y0: int, x0: int, block: Pixels, tissue: TissueGrid | None
     ) -> None:
         box = Box(y0, y0 + block.shape[-2], x0, x0 + block.shape[-1])
         names = {file: f"{array}/{layout.file_name(file)}" for file in layout.files(box)}
         new = [file for file, name in names.items() if not self._journal.finished(name)]
         if not new:
             return
-        self._take()
-        left = _Countdown(len(new), self._free_blocks.release)
+        self._acquire_block()
+        release = _Countdown(len(new), self._free_blocks.release)
         for file in new:
             chunks = [
-                (slot, self._encode(layout, layout.chunk_box(file, slot), box, block, glass))
+                (slot, self._encode(layout, layout.chunk_box(file, slot), box, block, tissue))
                 for slot in layout.used_slots(file)
             ]
-            self._submit(names[file], layout, _results(chunks), left)
+            self._submit(names[file], layout, _results(chunks), release)
 
     def _encode(
-        self, layout: ArrayLayout, chunk: Box, box: Box, block: Pixels, glass: TissueGrid | None
+        self, layout: ArrayLayout, chunk: Box, box: Box, block: Pixels, tissue: TissueGrid | None
     ) -> Future[bytes] | None:
-        if glass is not None and glass.is_glass(chunk):
+        if tissue is not None and tissue.is_glass(chunk):
             return None
         return self._encoders.submit(lambda: layout.codec.encode(_whole_chunk(layout, chunk, box, block)))
 
     def _submit(
         self, name: str, layout: ArrayLayout, chunks: Iterator[tuple[int, Buffers | None]], then: Callable[[], object]
     ) -> None:
-        """Have a file written; ``then`` is called when it is, before it is synced, or when it cannot be."""
+        """Write a file in a disk thread; ``then`` is called once, when it is written (not yet synced) or failed."""
         once = _Once(then)
         future = self._disk.submit(self._store, name, layout, chunks, once)
         future.add_done_callback(once)
@@ -257,8 +258,8 @@ class SlideWriter:
     ) -> None:
         self._journal.add(name, write_file(self.path / name, layout, chunks, written))
 
-    def _take(self) -> None:
-        """Wait until another block may be under way; raise what ended an earlier one."""
+    def _acquire_block(self) -> None:
+        """Wait until fewer than ``_BLOCKS_IN_FLIGHT`` blocks are being written; raise the error of an earlier one."""
         self._free_blocks.acquire()
         done = [future for future in self._pending if future.done()]
         self._pending = [future for future in self._pending if not future.done()]
@@ -271,7 +272,7 @@ class SlideWriter:
 
 
 class _Countdown:
-    """Calls a function when it was called ``count`` times, by any threads."""
+    """Calls ``then`` when it has been called ``count`` times; thread-safe."""
 
     def __init__(self, count: int, then: Any) -> None:
         self._count, self._then, self._lock = count, then, threading.Lock()
@@ -285,7 +286,7 @@ class _Countdown:
 
 
 class _Once:
-    """Calls a function the first time that it is called itself; by one thread at a time."""
+    """Calls ``then`` the first time it is called, and does nothing afterwards; not thread-safe."""
 
     def __init__(self, then: Callable[[], object]) -> None:
         self._then: Callable[[], object] | None = then
@@ -297,7 +298,7 @@ class _Once:
 
 
 def _results(chunks: list[tuple[int, Future[bytes] | None]]) -> Iterator[tuple[int, Buffers | None]]:
-    """Yield (slot, bytes) in order as they come, and release each."""
+    """Yield (slot, bytes) in order, waiting for each, and keep no reference to what was yielded."""
     chunks.reverse()
     while chunks:
         slot, future = chunks.pop()
@@ -305,22 +306,22 @@ def _results(chunks: list[tuple[int, Future[bytes] | None]]) -> Iterator[tuple[i
 
 
 def _whole_chunk(layout: ArrayLayout, chunk: Box, box: Box, block: Pixels) -> Pixels:
-    """Return the pixels of a chunk; beyond the array's border they repeat its last ones (JPEG) or are background."""
+    """Return a chunk's pixels, padded beyond the array's border: with background, or for JPEG with the last pixels."""
     inside = chunk.intersect(box)
     pixels = block[(..., *inside.relative_to(box).slices())]
     if inside == chunk:
         return pixels
-    missing = [(0, 0)] * (pixels.ndim - 2) + [(0, chunk.y1 - inside.y1), (0, chunk.x1 - inside.x1)]
+    padding = [(0, 0)] * (pixels.ndim - 2) + [(0, chunk.y1 - inside.y1), (0, chunk.x1 - inside.x1)]
     if layout.codec.exact:
-        return np.pad(pixels, missing, constant_values=layout.fill)
-    return np.pad(pixels, missing, mode="edge")
+        return np.pad(pixels, padding, constant_values=layout.fill)
+    return np.pad(pixels, padding, mode="edge")
 
 
-def _under(level: StoredLevel, glass: tuple[Mask, float] | None) -> TissueGrid | None:
-    shape = level.layout.shape
-    if glass is None:
+def _tissue_grid(level: StoredLevel, tissue: tuple[Mask, float] | None) -> TissueGrid | None:
+    if tissue is None:
         return None
-    mask, mpp_um = glass
+    shape = level.layout.shape
+    mask, mpp_um = tissue
     return TissueGrid.under(mask, (mpp_um, mpp_um), (shape[-2], shape[-1]), level.mpp)
 
 

@@ -155,7 +155,7 @@ class _SlideIngest:
             self.store,
             self.name,
             content.levels,
-            glass=content.glass,
+            tissue=content.glass,
             identity={**identity, "versions": versions()},
             threads=self.threads,
         ) as writer:

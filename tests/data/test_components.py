@@ -20,6 +20,6 @@ def test_labels_and_hulls(shape: tuple[int, int], filled: float, corners: bool) 
     mask = np.random.default_rng(3).random(shape) < filled
     expected = skimage.label(mask, connectivity=2 if corners else 1)
     assert np.array_equal(label(mask, corners), expected)
-    runs = Runs.of(mask)
-    hulls = [(box.y0, box.x0, box.y1, box.x1) for box in runs.hulls(runs.components(corners))]
+    runs = Runs.from_mask(mask)
+    hulls = [(box.y0, box.x0, box.y1, box.x1) for box in runs.bounding_boxes(runs.components(corners))]
     assert hulls == [region.bbox for region in skimage.regionprops(expected)]

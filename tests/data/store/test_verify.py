@@ -24,8 +24,8 @@ def make_slide(store: Path, slide_id: str = "s", sharded: bool = True, blank: bo
     mask = np.ones((65, 138), bool)
     if blank:
         mask[:, 60:] = False
-    glass = (mask, 8.0) if blank else None
-    with SlideWriter(store, slide_id, pyramid_levels(SIZES, 1.0, sharded=sharded), glass=glass) as writer:
+    tissue = (mask, 8.0) if blank else None
+    with SlideWriter(store, slide_id, pyramid_levels(SIZES, 1.0, sharded=sharded), tissue=tissue) as writer:
         for k, size in enumerate(SIZES):
             writer.write(k, 0, 0, rng.integers(0, 256, (3, size.height_px, size.width_px), dtype=np.uint8))
         writer.write_tissue(mask, 8.0)

@@ -108,7 +108,7 @@ def test_ome_zarr_models_accepts_every_zstd_store(tmp_path: Path, sharded: bool)
 
     levels = pixels_of([LevelSize(600, 700), LevelSize(300, 350)])
     slide = write_slide(
-        tmp_path, levels, np.ones((75, 88), bool), sharded=sharded, glass=(np.eye(75, 88, dtype=bool), 8.0)
+        tmp_path, levels, np.ones((75, 88), bool), sharded=sharded, tissue=(np.eye(75, 88, dtype=bool), 8.0)
     )
     image = Image.from_zarr(zarr.open_group(slide.path, mode="r"))
     assert image.labels is not None and len(image.datasets[0]) == 2
@@ -128,7 +128,7 @@ def test_blank_glass_is_left_out_and_what_is_lost_is_still_told(tmp_path: Path, 
     pixels = pixels_of([LevelSize(1024, 2048)])[0]
     mask = np.zeros((128, 256), bool)
     mask[10, 100] = True  # pixels 80–88, 800–808: chunk (0, 1)
-    slide = write_slide(tmp_path, [pixels], mask, glass=(mask, 8.0), sharded=sharded)
+    slide = write_slide(tmp_path, [pixels], mask, tissue=(mask, 8.0), sharded=sharded)
     expected = np.full_like(pixels, 255)
     expected[:, :512, 512:1024] = pixels[:, :512, 512:1024]
     assert np.array_equal(slide.read(Box(0, 1024, 0, 2048), threads=2), expected)
@@ -153,7 +153,7 @@ def test_a_chunk_beside_tissue_is_kept(tmp_path: Path) -> None:
     pixels = pixels_of([LevelSize(512, 1536)])[0]
     mask = np.zeros((64, 192), bool)
     mask[5, 63] = True  # the last mask column of chunk 0: the next chunk touches it
-    slide = write_slide(tmp_path, [pixels], mask, glass=(mask, 8.0))
+    slide = write_slide(tmp_path, [pixels], mask, tissue=(mask, 8.0))
     assert slide.attributes["shards"]["0/c/0/0/0"]["blank"] == [2]
 
 
