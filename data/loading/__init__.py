@@ -1,1 +1,1 @@
-"""The loader service: samples are decoded ahead of time and sent to the ranks that train on them."""
+"""The loader service: decodes samples ahead of time and sends them to the ranks that train on them."""

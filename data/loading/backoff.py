@@ -1,4 +1,4 @@
-"""Waiting without occupying a core: a long wait polls less and less often."""
+"""Exponential backoff for polling: a long wait must not occupy a core."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Callable
 
 
 class Backoff:
-    """A pause that doubles from ``first_s`` to ``most_s`` and is reset after every success."""
+    """Pauses that double from ``first_s`` to ``max_s`` seconds until ``reset``."""
 
-    def __init__(self, first_s: float = 1e-3, most_s: float = 10e-3) -> None:
+    def __init__(self, first_s: float = 1e-3, max_s: float = 10e-3) -> None:
         self._first_s = first_s
-        self._most_s = most_s
+        self._max_s = max_s
         self._next_s = first_s
 
     def pause(self, sleep: Callable[[float], None] = time.sleep) -> None:
-        """Sleep; the next pause is twice as long. ``sleep``: another way to, which may wake up early."""
+        """Sleep; the next pause is twice as long. ``sleep``: called with the seconds; may return early."""
         sleep(self._next_s)
-        self._next_s = min(self._most_s, self._next_s * 2)
+        self._next_s = min(self._max_s, self._next_s * 2)
 
     def reset(self) -> None:
-        """Something has happened: begin with the short pause again."""
+        """Start again with the shortest pause; call it after every success."""
         self._next_s = self._first_s

@@ -1,4 +1,4 @@
-"""Making one sample ready: read, kept, varied, cut. The same lines inline, in a thread and in a child process."""
+"""Preparation of one sample: read, cache, augment, cut into parts. Runs in the trainer or in a child process."""
 
 from __future__ import annotations
 
@@ -15,89 +15,89 @@ Pixels = npt.NDArray[np.uint8]
 
 
 class Samples(Protocol):
-    """Images that are read first and augmented afterwards; :class:`data.samples.dataset.SlideDataset` is one.
+    """Images whose reading and augmentation are separate; :class:`data.samples.dataset.SlideDataset` implements it.
 
-    ``vary(i, epoch, read_plain(i, source(i, box, epoch)))`` are the pixels of ``box`` of the varied image. Child
+    ``vary(i, epoch, read_plain(i, source(i, box, epoch)))`` returns the pixels of ``box`` of the augmented image. Child
     processes get a pickled copy.
     """
 
     def source(self, index: int, box: Box, epoch: int | None) -> Box:
-        """Return the source box that augmentation turns into ``box``."""
+        """Return the box of the original image that augmentation turns into ``box``."""
         ...
 
     def read_plain(self, index: int, box: Box) -> Pixels:
-        """Return ``(3, h, w)`` of the image without augmentation."""
+        """Return ``(3, h, w)`` uint8 of the image without augmentation."""
         ...
 
     def vary(self, index: int, epoch: int | None, pixels: Pixels) -> Pixels:
-        """Return the augmented pixels, a new array; ``pixels`` are not changed."""
+        """Return the augmented pixels; ``pixels`` are not changed."""
         ...
 
 
 @dataclass(frozen=True)
 class Lease:
-    """One sample to prepare, and its destination.
+    """One sample to prepare, and where its pixels go.
 
     Attributes:
-        number: in the stream.
-        epoch: key of its variation.
-        index: in the dataset.
-        boxes: parts of the varied image, written one after the other.
-        at: the first byte of its slot.
-        source: the source box of all parts.
-        kept_at: the first byte of its place in the cache; None: it has none.
-        kept: whether the cache has its pixels already.
+        number: Sample number in the stream.
+        epoch: Key of the augmentation.
+        index: Index in the dataset.
+        boxes: Parts of the augmented image, written one after the other.
+        slot_offset: First byte of its slot.
+        source: Box of the original image from which all parts are made.
+        cache_offset: First byte of its entry in the cache; None: it is not cached.
+        cached: Whether the cache has its pixels already.
     """
 
     number: int
     epoch: int
     index: int
     boxes: tuple[Box, ...]
-    at: int
+    slot_offset: int
     source: Box
-    kept_at: int | None = None
-    kept: bool = False
+    cache_offset: int | None = None
+    cached: bool = False
 
 
 def decode(samples: Samples, lease: Lease, slots: Pixels, cache: Pixels) -> int:
-    """Write a lease's parts into its slot, and its image into its place of the cache if it has one.
+    """Write a sample's parts into its slot, and the original image into its cache entry if it has one.
 
-    One read covers all parts. Memory: the source and the augmented image, in addition to the slot.
+    One read covers all parts. Memory: the original and the augmented image, in addition to the slot.
 
     Args:
-        samples: where pixels come from.
-        lease: the sample and its destination.
-        slots: bytes that ``lease.at`` counts in.
-        cache: bytes that ``lease.kept_at`` counts in.
+        samples: Reads and augments images.
+        lease: The sample and where its pixels go.
+        slots: Memory of all slots; ``lease.slot_offset`` is an index into it.
+        cache: Memory of the cache; ``lease.cache_offset`` is an index into it.
 
     Returns:
-        Bytes of pixels taken from ``samples``: 0 where the cache had them.
+        Bytes of pixels read from ``samples``: 0 if the cache had them.
     """
-    plain, read_bytes = _plain(samples, lease, cache)
-    varied = samples.vary(lease.index, lease.epoch, plain)
+    original, read_bytes = _original(samples, lease, cache)
+    augmented = samples.vary(lease.index, lease.epoch, original)
     whole = hull(lease.boxes)
-    at = lease.at
+    start = lease.slot_offset
     for box in lease.boxes:
-        part = slots[at : at + part_bytes(box)].reshape(BANDS, *box.shape)
+        part = slots[start : start + part_bytes(box)].reshape(BANDS, *box.shape)
         rows, columns = box.relative_to(whole).slices()
-        part[...] = varied[:, rows, columns]
-        at += part.size
+        part[...] = augmented[:, rows, columns]
+        start += part.size
     return read_bytes
 
 
 def part_bytes(box: Box) -> int:
-    """Return the bytes of one part."""
+    """Return the size in bytes of one part of an image."""
     return BANDS * box.area
 
 
-def _plain(samples: Samples, lease: Lease, cache: Pixels) -> tuple[Pixels, int]:
-    """Return the source image, and the number of bytes read."""
-    if lease.kept_at is None:
-        plain = samples.read_plain(lease.index, lease.source)
-        return plain, plain.size
+def _original(samples: Samples, lease: Lease, cache: Pixels) -> tuple[Pixels, int]:
+    """Return the original image, from the cache if it is there, and the number of bytes read."""
+    if lease.cache_offset is None:
+        original = samples.read_plain(lease.index, lease.source)
+        return original, original.size
     size = part_bytes(lease.source)
-    place = cache[lease.kept_at : lease.kept_at + size].reshape(BANDS, *lease.source.shape)
-    if lease.kept:
-        return place, 0
-    place[...] = samples.read_plain(lease.index, lease.source)
-    return place, size
+    entry = cache[lease.cache_offset : lease.cache_offset + size].reshape(BANDS, *lease.source.shape)
+    if lease.cached:
+        return entry, 0
+    entry[...] = samples.read_plain(lease.index, lease.source)
+    return entry, size

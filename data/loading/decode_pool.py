@@ -1,4 +1,4 @@
-"""A pool of decoding workers, which are replaced when they die, their slots, and statistics."""
+"""A pool of decoding workers that write samples into slots of shared memory; workers that die are replaced."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ from data.loading.sample_cache import SampleCache
 from hyfi_core.plan.box import Box, hull
 
 MAX_DEATHS_OF_A_SAMPLE = 5
-"""A sample at which so many workers died is not given to another one."""
+"""After this many workers died at the same sample, the service ends with an error."""
 MAX_DEATHS_IN_A_ROW = 50
-"""So many workers, killed with no sample finished in between, end the service; far fewer that end by themselves do."""
+"""After this many workers were killed with no sample finished in between, the service ends with an error.
+
+A worker that exits with an error by itself counts as several: another one would fail, too.
+"""
 
 
 class Leases:
-    """The leases that are not finished, issued in the order in which they were added.
+    """The queue of samples to prepare, issued in the order in which they were added.
 
     ::
 
         add ──► waiting ──issue──► held by a worker ──finish──► done
                    ▲                      │
-                   └──────── lose ────────┘        the worker died: first in the row again
+                   └────── requeue ───────┘        the worker died: first in the queue again
     """
 
     def __init__(self) -> None:
@@ -34,27 +37,27 @@ class Leases:
         self._deaths: Counter[int] = Counter()
 
     def add(self, lease: Lease) -> None:
-        """Put a lease last in the row."""
+        """Append a lease to the queue."""
         self._waiting.append(lease)
 
     def issue(self, worker: int) -> Lease | None:
-        """Lease the first waiting sample to an idle worker; None if none waits."""
+        """Give the first waiting lease to an idle worker; return None if there is none."""
         if not self._waiting:
             return None
         self._held[worker] = self._waiting.popleft()
         return self._held[worker]
 
     def finish(self, worker: int) -> Lease:
-        """Return the finished lease of a worker."""
+        """Remove and return the lease that a worker has finished."""
         lease = self._held.pop(worker)
         self._deaths.pop(lease.number, None)
         return lease
 
-    def lose(self, worker: int) -> None:
-        """Queue the lease of a dead worker again, if it had one.
+    def requeue(self, worker: int) -> None:
+        """Put the lease of a dead worker, if it had one, first in the queue.
 
         Raises:
-            RuntimeError: it is not the first worker that this sample has cost.
+            RuntimeError: ``MAX_DEATHS_OF_A_SAMPLE`` workers died at this sample.
         """
         lease = self._held.pop(worker, None)
         if lease is None:
@@ -73,10 +76,10 @@ class Counts:
     """Statistics of a pool.
 
     Attributes:
-        samples: made ready.
-        cached: those of them that the cache had.
-        read_bytes: bytes of pixels taken from the store.
-        replaced: workers that died and were replaced.
+        samples: Samples prepared.
+        cached: Of these, samples that were in the cache.
+        read_bytes: Bytes of pixels read from the store.
+        replaced: Workers that died and were replaced.
     """
 
     samples: int = 0
@@ -86,19 +89,19 @@ class Counts:
 
 
 class DecodePool:
-    """Prepares samples in several workers, into slots of shared memory.
+    """Prepares samples in several workers, in slots of shared memory.
 
-    Memory: ``slots × slot_bytes + cache_bytes``, allocated on first use; in addition each worker has one source image
-        and one augmented image.
+    Memory: ``slots × slot_bytes + cache_bytes``, taken from the system when first written; in addition, each worker has
+    one original and one augmented image.
 
     Args:
-        samples: where pixels come from.
-        workers: how many decode at a time.
-        slots: number of samples being prepared or not yet released.
-        slot_bytes: the most that the parts of one sample need.
-        place_bytes: the most that one image needs in the cache.
-        cache_bytes: of decoded images kept for later epochs; 0: none.
-        start: makes a worker.
+        samples: Reads and augments images.
+        workers: Number of workers.
+        slots: Most samples being prepared or not yet released.
+        slot_bytes: Most bytes of the parts of one sample.
+        entry_bytes: Most bytes of one original image in the cache.
+        cache_bytes: Size of the cache of original images for later epochs; 0: no cache.
+        start: Starts a worker.
     """
 
     def __init__(
@@ -107,134 +110,137 @@ class DecodePool:
         workers: int,
         slots: int,
         slot_bytes: int,
-        place_bytes: int = 0,
+        entry_bytes: int = 0,
         cache_bytes: int = 0,
         start: StartWorker = ChildWorker,
     ) -> None:
         self.counts = Counts()
         self._samples, self._start = samples, start
         self._memory = Memory(samples, slots * slot_bytes, cache_bytes)
-        self._cache = SampleCache(0, cache_bytes, place_bytes)
+        self._cache = SampleCache(cache_bytes, entry_bytes)
         self._leases = Leases()
-        self._free = [slot * slot_bytes for slot in reversed(range(slots))]
-        self._slots: dict[int, Lease] = {}
+        self._free_slots = [slot * slot_bytes for slot in reversed(range(slots))]
+        self._in_slots: dict[int, Lease] = {}  # by sample number: being prepared, or ready and not released
         self._ready: set[int] = set()
         self._idle: set[int] = set()
         self._deaths_in_a_row = 0
         self._workers: list[Worker] = [start(self._memory) for _ in range(workers)]
 
     @property
-    def has_room(self) -> bool:
-        """Whether one more sample may be asked for."""
-        return bool(self._free)
+    def has_free_slot(self) -> bool:
+        """Whether another sample may be submitted."""
+        return bool(self._free_slots)
 
     @property
     def workers(self) -> tuple[Worker, ...]:
-        """Those alive, as far as is known."""
+        """The current workers; some may have died since the last `collect`."""
         return tuple(self._workers)
 
-    def ask(self, number: int, epoch: int, index: int, boxes: tuple[Box, ...]) -> None:
+    def submit(self, number: int, epoch: int, index: int, boxes: tuple[Box, ...]) -> None:
         """Queue a sample; there must be a free slot.
 
         Args:
-            number: by which it is asked for again.
-            epoch: key of its variation.
-            index: in the dataset.
-            boxes: parts of the varied image; not empty.
+            number: Names the sample in `parts` and `release`.
+            epoch: Key of its augmentation.
+            index: Index in the dataset.
+            boxes: Parts of the augmented image; not empty.
         """
         source = self._samples.source(index, hull(boxes), epoch)
-        place = self._cache.borrow(index, source)
-        kept = place is not None and place.kept
-        at = place.at if place is not None else None
-        lease = Lease(number, epoch, index, boxes, self._free.pop(), source, at, kept)
-        self._slots[number] = lease
+        entry = self._cache.acquire(index, source)
+        cached = entry is not None and entry.valid
+        cache_offset = entry.offset if entry is not None else None
+        lease = Lease(number, epoch, index, boxes, self._free_slots.pop(), source, cache_offset, cached)
+        self._in_slots[number] = lease
         self._leases.add(lease)
 
     def parts(self, number: int) -> tuple[Pixels, ...] | None:
         """Return the parts of a sample, each ``(3, h, w)`` contiguous in shared memory; None while it is not ready.
 
-        They are valid until it is released.
+        They are valid until the sample is released.
         """
         if number not in self._ready:
             return None
-        lease = self._slots[number]
-        parts, at = [], lease.at
+        lease = self._in_slots[number]
+        parts, start = [], lease.slot_offset
         for box in lease.boxes:
-            end = at + part_bytes(box)
-            parts.append(self._memory.slots.array[at:end].reshape(BANDS, *box.shape))
-            at = end
+            end = start + part_bytes(box)
+            parts.append(self._memory.slots.array[start:end].reshape(BANDS, *box.shape))
+            start = end
         return tuple(parts)
 
     def release(self, number: int) -> None:
-        """Forget a sample that was ready: its slot is free."""
+        """Free the slot of a sample that was ready."""
         self._ready.remove(number)
-        self._free.append(self._slots.pop(number).at)
+        self._free_slots.append(self._in_slots.pop(number).slot_offset)
 
     def collect(self) -> bool:
-        """Take answers, replace the dead, lend what waits to the idle; never blocks. Whether anything happened.
+        """Handle answers, replace dead workers and give leases to idle ones; never blocks.
+
+        Returns:
+            Whether anything happened.
 
         Raises:
-            Exception: what making a sample ready raised, with the worker's traceback as a note.
-            RuntimeError: workers die again and again.
+            Exception: What preparing a sample raised, with the worker's traceback as a note.
+            RuntimeError: Workers die again and again.
         """
         happened = False
-        for place, worker in enumerate(self._workers):
+        for worker_id, worker in enumerate(self._workers):
             answer: Answer | None = None
             try:
                 answer = worker.connection.recv() if worker.connection.poll() else None
             except (EOFError, OSError):
-                self._replace(place)
+                self._replace(worker_id)
                 happened = True
             if answer is not None:
-                self._take(place, answer)
-            happened |= self._lend(place) or answer is not None
+                self._handle(worker_id, answer)
+            happened |= self._issue(worker_id) or answer is not None
         return happened
 
     def wait(self, seconds: float) -> None:
-        """Sleep until a worker answers or dies, at most so long."""
+        """Sleep until a worker answers or dies, at most ``seconds``."""
         wait([worker.connection for worker in self._workers], seconds)
 
     def close(self) -> None:
-        """End all workers and give the memory back."""
+        """End all workers and close the shared memory; arrays that `parts` returned stay usable."""
         for worker in self._workers:
             worker.stop()
         self._memory.close()
 
-    def _take(self, place: int, answer: Answer) -> None:
+    def _handle(self, worker_id: int, answer: Answer) -> None:
         if isinstance(answer, LeaseFailed):
             answer.error.add_note(f"In a decoding worker:\n{answer.text}")
             raise answer.error
-        self._idle.add(place)
+        self._idle.add(worker_id)
         if isinstance(answer, LeaseDone):
-            self._finish(place, answer)
+            self._finish(worker_id, answer)
 
-    def _finish(self, place: int, answer: LeaseDone) -> None:
-        lease = self._leases.finish(place)
-        if lease.kept_at is not None:
-            self._cache.give_back(lease.index, lease.source)
+    def _finish(self, worker_id: int, answer: LeaseDone) -> None:
+        lease = self._leases.finish(worker_id)
+        if lease.cache_offset is not None:
+            self._cache.release(lease.index, lease.source)
         self._ready.add(lease.number)
         self._deaths_in_a_row = 0
         self.counts.samples += 1
-        self.counts.cached += lease.kept
+        self.counts.cached += lease.cached
         self.counts.read_bytes += answer.read_bytes
 
-    def _lend(self, place: int) -> bool:
-        """Give an idle worker the next lease; whether there was one."""
-        lease = self._leases.issue(place) if place in self._idle else None
+    def _issue(self, worker_id: int) -> bool:
+        """Give an idle worker the next lease; return whether there was one."""
+        lease = self._leases.issue(worker_id) if worker_id in self._idle else None
         if lease is not None:
-            self._idle.remove(place)
-            with suppress(OSError):  # it has just died: the next look at it finds out, and takes the lease back
-                self._workers[place].connection.send(lease)
+            self._idle.remove(worker_id)
+            with suppress(OSError):  # it has just died: the next collect replaces it and requeues the lease
+                self._workers[worker_id].connection.send(lease)
         return lease is not None
 
-    def _replace(self, place: int) -> None:
-        by_itself = self._workers[place].stop(patience_s=1.0)
+    def _replace(self, worker_id: int) -> None:
+        by_itself = self._workers[worker_id].stop(patience_s=1.0)
         self.counts.replaced += 1
         self._deaths_in_a_row += MAX_DEATHS_IN_A_ROW // MAX_DEATHS_OF_A_SAMPLE if by_itself else 1
         if self._deaths_in_a_row > MAX_DEATHS_IN_A_ROW:
             raise RuntimeError(
                 "decoding processes keep dying before they finish a sample; see their output above for the cause"
             )
-        self._leases.lose(place)
-        self._idle.discard(place)
-        self._workers[place] = self._start(self._memory)
+        self._leases.requeue(worker_id)
+        self._idle.discard(worker_id)
+        self._workers[worker_id] = self._start(self._memory)

@@ -1,4 +1,4 @@
-"""Workers that decode: each has one lease at a time, in a child process of its own.
+"""Workers that decode samples, one at a time, each in its own child process.
 
 ::
 
@@ -6,9 +6,9 @@
                       ◄──────────────     WorkerReady: it has started
       Lease           ──────────────►       decodes into shared memory
                       ◄──────────────     LeaseDone {bytes read}, or LeaseFailed {the error}
-      end of stream   ──────────────►       leaves
+      closes          ──────────────►       exits
 
-A child is a new interpreter (never a fork: its parent has MPI threads), sees no MPI, and ends with its parent.
+A worker is a new interpreter (not a fork: the parent has MPI threads), does not use MPI, and ends with its parent.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ import numpy.typing as npt
 from data.children import die_with_parent, environment_of_a_child
 from data.loading.decode import Pixels, Samples, decode
 
-# Not ``-m``: pickled classes must be found under this module's name, not under __main__.
+# Not ``-m``: pickled classes must be found under this module's name, not under ``__main__``.
 _PROGRAM = "from data.loading.decode_worker import main; main()"
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""Signals that the parent handles; it ends its workers itself."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class LeaseDone:
     """A lease is finished.
 
     Attributes:
-        read_bytes: bytes of pixels taken from the store for it.
+        read_bytes: Bytes of pixels read from the store.
     """
 
     read_bytes: int
@@ -58,11 +59,11 @@ class LeaseDone:
 
 @dataclass(frozen=True)
 class LeaseFailed:
-    """A lease cannot be finished, by anybody.
+    """Decoding a lease raised an exception; another worker would fail, too.
 
     Attributes:
-        error: what was raised.
-        text: with its traceback.
+        error: The exception.
+        text: The exception with its traceback.
     """
 
     error: Exception
@@ -73,67 +74,67 @@ Answer = WorkerReady | LeaseDone | LeaseFailed
 
 
 class Worker(Protocol):
-    """One worker, as its supervisor sees it."""
+    """One worker, as seen by its supervisor."""
 
     @property
     def connection(self) -> Connection:
-        """Where leases go and answers come from; at its end when the worker is dead."""
+        """Sends leases and receives answers; at end of file when the worker is dead."""
         ...
 
     def stop(self, patience_s: float = 0.0) -> bool:
-        """End the worker, whatever it does, and return when it has ended.
+        """Kill the worker and return when it has ended.
 
         Args:
-            patience_s: how long it may take to end by itself.
+            patience_s: Seconds it is given to end by itself.
 
         Returns:
-            Whether it had ended by itself, with an error: another one would, too.
+            Whether it ended by itself with an error, as another worker probably would, too.
         """
         ...
 
 
 class SharedBytes:
-    """Anonymous memory that several processes map, zero at first; it lasts until its last user is gone. Linux only.
+    """Anonymous shared memory, initially zero; it exists while a process has it mapped. Linux only.
 
-    Pages are taken from the system when they are first written. A name in ``/dev/shm`` would outlive processes that
-    are killed, and is bounded by that file system's size; this is not.
+    Pages are allocated when first written. Unlike a file in ``/dev/shm``, it does not outlive killed processes and is
+    not limited by that file system's size.
 
     Attributes:
-        descriptor: to hand to a child process; closed by ``close``, which leaves this process's view usable.
-        array: this process's view, uint8 ``(size_bytes,)``.
+        descriptor: File descriptor to pass to a child process; ``close`` closes it, and ``array`` stays usable.
+        array: The memory as uint8 ``(size_bytes,)``.
     """
 
     def __init__(self, descriptor: int, size_bytes: int) -> None:
-        """Map the memory of ``descriptor``, which another process has created."""
+        """Map the memory of ``descriptor``; `create` makes new memory."""
         self.descriptor = descriptor
         self.array: npt.NDArray[np.uint8] = np.frombuffer(mmap.mmap(descriptor, max(1, size_bytes)), np.uint8)
 
     @classmethod
     def create(cls, size_bytes: int) -> SharedBytes:
-        """Make new memory."""
+        """Allocate new memory."""
         descriptor = os.memfd_create("hyfi", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, max(1, size_bytes))
         return cls(descriptor, size_bytes)
 
     @classmethod
-    def holding(cls, content: bytes) -> SharedBytes:
-        """Make memory that begins with ``content``."""
+    def from_bytes(cls, content: bytes) -> SharedBytes:
+        """Allocate new memory with a copy of ``content``."""
         shared = cls.create(len(content))
         shared.array[: len(content)] = np.frombuffer(content, np.uint8)
         return shared
 
     def close(self) -> None:
-        """Give the descriptor back; the memory lasts as long as anybody maps it."""
+        """Close the descriptor; the memory exists while a process has it mapped."""
         os.close(self.descriptor)
 
 
 class Memory:
-    """What workers share: the slots that they write, the cache, and the samples as the supervisor has them.
+    """What workers share: the memory of slots and cache, and the samples.
 
     Args:
-        samples: where pixels come from; child processes get a copy.
-        slots_bytes: for parts.
-        cache_bytes: for decoded images.
+        samples: Reads and augments images; child processes get a pickled copy.
+        slots_bytes: Size of all slots.
+        cache_bytes: Size of the cache of original images.
     """
 
     def __init__(self, samples: Samples, slots_bytes: int, cache_bytes: int) -> None:
@@ -143,11 +144,11 @@ class Memory:
 
     @cached_property
     def pickled(self) -> SharedBytes:
-        """The samples, for child processes."""
-        return SharedBytes.holding(pickle.dumps(self.samples))
+        """The pickled samples, made on first use."""
+        return SharedBytes.from_bytes(pickle.dumps(self.samples))
 
     def close(self) -> None:
-        """Give the descriptors back; views of the memory stay usable."""
+        """Close the descriptors; arrays of the memory stay usable."""
         self.slots.close()
         self.cache.close()
         if "pickled" in vars(self):
@@ -172,35 +173,35 @@ def work(connection: Connection, samples: Samples, slots: Pixels, cache: Pixels)
 
 
 class ChildWorker:
-    """A worker in a process of its own, which may die at any moment."""
+    """A worker in a child process."""
 
     def __init__(self, memory: Memory) -> None:
         ours, theirs = socket.socketpair()
         self._connection = Connection(ours.detach())
         shared = (memory.pickled, memory.slots, memory.cache)
-        words = [f"{part.descriptor}:{part.array.size}" for part in shared]
+        mappings = [f"{part.descriptor}:{part.array.size}" for part in shared]
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, str(os.getpid()), str(theirs.fileno()), *words],
+            [sys.executable, "-c", _PROGRAM, str(os.getpid()), str(theirs.fileno()), *mappings],
             stdin=subprocess.DEVNULL,
             stdout=2,  # the run's standard output is the trainers'
             pass_fds=(theirs.fileno(), *(part.descriptor for part in shared)),
             env=environment_of_a_child() | {"OMP_NUM_THREADS": "1"},
-            process_group=0,  # Ctrl-C and the signals of launchers are the parent's to answer
+            process_group=0,  # the parent handles Ctrl-C and the signals of launchers
         )
         theirs.close()
 
     @property
     def pid(self) -> int:
-        """The process."""
+        """Process id."""
         return self._process.pid
 
     @property
     def connection(self) -> Connection:
-        """Where leases go and answers come from."""
+        """Sends leases and receives answers."""
         return self._connection
 
     def stop(self, patience_s: float = 0.0) -> bool:
-        """Kill the process, unless it ends by itself, and wait for its end."""
+        """Kill the process unless it ends by itself in ``patience_s``; see :class:`Worker`."""
         self._connection.close()
         try:
             code = self._process.wait(patience_s)
@@ -219,20 +220,21 @@ def _portable(error: Exception) -> Exception:
     return error
 
 
-def _mapped(word: str) -> Pixels:
-    descriptor, size = word.split(":")
+def _mapped(mapping: str) -> Pixels:
+    """Map the memory of ``descriptor:size``."""
+    descriptor, size = mapping.split(":")
     shared = SharedBytes(int(descriptor), int(size))
     shared.close()
     return shared.array
 
 
 def main() -> None:
-    """Be a child: arguments are the parent's id, the connection's descriptor, and the memory's descriptors:sizes."""
+    """Run a worker process; arguments: parent's id, connection's descriptor, ``descriptor:size`` of each memory."""
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     parent, descriptor = int(sys.argv[1]), int(sys.argv[2])
     die_with_parent()
     if os.getppid() != parent:
-        return  # the parent was gone before it could be watched
-    pickled, slots, cache = (_mapped(word) for word in sys.argv[3:])
+        return  # the parent ended before die_with_parent took effect
+    pickled, slots, cache = (_mapped(mapping) for mapping in sys.argv[3:])
     work(Connection(descriptor), pickle.loads(pickled.tobytes()), slots, cache)

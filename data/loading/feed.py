@@ -1,13 +1,13 @@
-"""The source of a trainer's images, and the feed that reads them in the trainer.
+"""Feeds: the source of a trainer's images; and the feed that reads them in the trainer itself.
 
-The other one, :class:`data.loading.remote_feed.RemoteFeed`, receives the same pixels from loader ranks.
+:class:`data.loading.remote_feed.RemoteFeed` receives the same pixels from loader ranks.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -21,14 +21,14 @@ from data.loading.sample_cache import SampleCache
 from hyfi_core.plan.box import Box
 
 Report = dict[str, int]
-"""Report of a loader: ``samples``, ``cached``, ``read_bytes``, ``replaced``, ``sent_bytes``, ``to_you_bytes``."""
+"""Report of a loader to a trainer: the fields of `Counts`, ``sent_bytes`` to all, and of these ``to_you_bytes``."""
 
 
 class Readable(Protocol):
-    """Whole training images, varied or not; ``SlideDataset`` is one."""
+    """Training images, augmented or not; ``SlideDataset`` implements it."""
 
     def read(self, index: int, box: Box, epoch: int | None = None) -> npt.NDArray[np.uint8]:
-        """Return ``(3, h, w)`` of the training image; ``epoch`` keys the augmentation, None: none."""
+        """Return ``(3, h, w)`` uint8 of a box; ``epoch`` is the key of the augmentation (None: none)."""
         ...
 
 
@@ -36,9 +36,9 @@ class BatchPixels(Protocol):
     """The images of one batch."""
 
     def read(self, box: Box, first: int, stop: int) -> torch.Tensor:
-        """Return ``(stop − first, 3, h, w)`` uint8 of this box of the samples ``[first, stop)``.
+        """Return ``(stop − first, 3, h, w)`` uint8: a box of the samples ``[first, stop)``.
 
-        It is on the trainer's device, and valid until the feed's next ``batch``.
+        The tensor is on the trainer's device, and valid until the feed's next ``batch``.
         """
         ...
 
@@ -47,32 +47,32 @@ class Feed(Protocol):
     """Batches for one trainer, turn after turn.
 
     Attributes:
-        wait_s: seconds that the trainer has waited for images so far.
-        reports: report of each loader, by rank; complete when the feed is closed, empty without loaders.
+        wait_s: Seconds that the trainer has waited for images so far.
+        reports: Report of each loader, by rank; complete after ``close``, empty without loaders.
     """
 
     wait_s: float
     reports: dict[int, Report]
 
     def batch(self, turn: int) -> BatchPixels:
-        """Return the images of a turn. Turns must follow one another."""
+        """Return the images of a turn; turns must be consecutive."""
         ...
 
     def close(self, stopped: bool) -> None:
-        """Release the loaders. ``stopped``: the run ends before its time."""
+        """End the feed and release the loaders; ``stopped``: the run was stopped before its end."""
         ...
 
 
 @dataclass(frozen=True)
 class FeedSpec:
-    """Which part of the stream one trainer wants.
+    """What one trainer needs of the stream of samples.
 
     Attributes:
-        stream: order of all samples.
-        layout: how it is cut into batches.
-        replica: this trainer's.
-        parts: the boxes that this trainer needs, each of some of the batch's samples; none: no pixels at all.
-        turns: the first turn, and the one after the last.
+        stream: Order of all samples.
+        layout: How the stream is divided into batches.
+        replica: The trainer's replica.
+        parts: The boxes that the trainer needs of the batch's samples; empty: it needs no pixels.
+        turns: The turns ``[first, stop)``.
     """
 
     stream: SampleStream
@@ -83,13 +83,13 @@ class FeedSpec:
 
 
 class InlineFeed:
-    """Reads samples in the trainer on demand: the baseline.
+    """Reads samples in the trainer, when they are needed.
 
     Args:
-        samples: the training split.
-        spec: the parts that this trainer needs.
-        cache_bytes: of decoded images kept in memory for later epochs.
-        device: where images go.
+        samples: Images of the training split.
+        spec: The parts that this trainer needs.
+        cache_bytes: Size of the cache of original images for later epochs.
+        device: Device of the images.
     """
 
     def __init__(
@@ -100,11 +100,11 @@ class InlineFeed:
         self._numbers: Sequence[int] = ()
         self._samples, self._spec, self._device = samples, spec, torch.device(device)
         largest = max((part_bytes(part.box) for part in spec.parts), default=0)
-        self._cache = SampleCache(0, cache_bytes, largest)
-        self._kept = np.empty(cache_bytes, np.uint8)
+        self._cache = SampleCache(cache_bytes, largest)
+        self._cache_memory = np.empty(cache_bytes, np.uint8)
 
     def batch(self, turn: int) -> BatchPixels:
-        """Return this feed, which reads the turn's samples when it is asked for them."""
+        """Return this feed, whose ``read`` reads samples of the turn."""
         self._numbers = self._spec.layout.numbers(turn, self._spec.replica)
         return self
 
@@ -112,7 +112,7 @@ class InlineFeed:
         """Nothing to release."""
 
     def read(self, box: Box, first: int, stop: int) -> torch.Tensor:
-        """Return ``(stop − first, 3, h, w)`` of this turn's samples, newly allocated."""
+        """Return ``(stop − first, 3, h, w)`` uint8: a box of this turn's samples ``[first, stop)``, a new tensor."""
         start_s = time.perf_counter()
         numbers = self._numbers[first:stop]
         images = np.empty((len(numbers), BANDS, *box.shape), np.uint8)
@@ -125,9 +125,10 @@ class InlineFeed:
     def _decode(self, number: int, box: Box, target: npt.NDArray[np.uint8]) -> None:
         epoch, index = self._spec.stream.at(number)
         source = self._samples.source(index, box, epoch)
-        place = self._cache.borrow(index, source)
-        if place is None:
-            decode(self._samples, Lease(number, epoch, index, (box,), 0, source), target, self._kept)
-            return
-        decode(self._samples, Lease(number, epoch, index, (box,), 0, source, place.at, place.kept), target, self._kept)
-        self._cache.give_back(index, source)
+        entry = self._cache.acquire(index, source)
+        lease = Lease(number, epoch, index, (box,), 0, source)
+        if entry is not None:
+            lease = replace(lease, cache_offset=entry.offset, cached=entry.valid)
+        decode(self._samples, lease, target, self._cache_memory)
+        if entry is not None:
+            self._cache.release(index, source)

@@ -1,14 +1,14 @@
-"""The order in which samples are learnt: one endless stream, cut into steps that are always full.
+"""The order of training samples: one endless stream, divided into steps that are always full.
 
 ::
 
     epoch          0                1                2
-    stream   | 3 0 4 1 2 | 1 4 2 0 3 | 0 2 ...          five samples, shuffled anew in each epoch
-    steps    |- 0 -|- 1 -|-.2.-|- 3 -|- 4 -|            two replicas, one sample each
+    stream   | 3 0 4 1 2 | 1 4 2 0 3 | 0 2 ...          five samples, shuffled in each epoch
+    steps    |- 0 -|- 1 -|- 2 -|- 3 -|- 4 -|            two replicas, one sample each
 
-Sample ``k`` of the stream is sample ``k mod n`` of epoch ``k div n``. Nothing is dropped and nothing is repeated
-within an epoch; a step that begins in one epoch may end in the next. So the step's number is all that a resumed run
-needs, and how many ranks there are never enters.
+Sample ``k`` of the stream is sample ``k mod n`` of epoch ``k div n``. Within an epoch no sample is dropped or repeated;
+a step that starts in one epoch may end in the next. So a resumed run needs only the step's number, and the order does
+not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -31,17 +31,19 @@ _OCCURRENCE = 2**32
 
 
 def epoch_order(n: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Return the order of ``n`` samples in an epoch: a permutation, int64, of (seed, epoch) alone."""
+    """Return the order of ``n`` samples in an epoch: a permutation (int64) that depends only on (n, seed, epoch)."""
     return keyed_permutation(n, "order", int(seed), int(epoch))
 
 
-def drawn_order(weights: Sequence[float], seed: int, epoch: int) -> NDArray[np.int64]:
-    """Return the order of an epoch of n draws in which sample i comes up ``n · wᵢ / Σw`` times, int64 (n,).
+def weighted_order(weights: Sequence[float], seed: int, epoch: int) -> NDArray[np.int64]:
+    """Return the order of an epoch of n draws in which sample i occurs about ``n · wᵢ / Σw`` times, int64 (n,).
 
-    Systematic sampling: the samples, shuffled anew, lie side by side on a line, each as long as its weight, and n
-    points at equal distances are laid over it from a random start. So each comes up as often as its share says, but for
-    rounding, in every epoch: none that weighs enough is left out, none is repeated without need. In whole numbers
-    throughout: the same on every machine. (Madow, Ann Math Stat 20:333, 1949.)
+    Systematic sampling (Madow, Ann Math Stat 20:333, 1949): the shuffled samples are intervals on a line, each as long
+    as its weight; n equidistant points with a random start draw the samples they fall into. So each sample occurs
+    ``n · wᵢ / Σw`` times, rounded down or up, in every epoch. Computed in integers: the same on every machine::
+
+        weights  |-----2-----|--1--|--------3--------|    2 + 1 + 3 = 6, n = 3
+        points        ·           ·           ·           drawn 1, 1 and 1 times; with another start 1, 0 and 2
     """
     n = len(weights)
     line = keyed_permutation(n, "line", int(seed), int(epoch))
@@ -54,16 +56,16 @@ def drawn_order(weights: Sequence[float], seed: int, epoch: int) -> NDArray[np.i
 
 
 class SampleStream:
-    """The endless stream of ``n`` samples; see the picture above. Keeps the order of the last two epochs asked for.
+    """The endless stream of ``n`` samples, as in this module's docstring. Caches the order of two epochs.
 
-    With ``weights`` an epoch is n draws by :func:`drawn_order` instead of a permutation.
+    With ``weights``, an epoch is n draws by :func:`weighted_order` instead of a permutation.
     """
 
     def __init__(self, n: int, seed: int, weights: Sequence[float] | None = None) -> None:
-        """Make the stream of ``n`` samples.
+        """Create the stream.
 
         Raises:
-            ValueError: there is no sample, or weights are not n numbers ≥ 0, some of them above.
+            ValueError: ``n`` is 0, or ``weights`` are not n finite numbers ≥ 0 with a sum above 0.
         """
         if n < 1:
             raise ValueError(f"a stream needs at least one sample, given {n}")
@@ -73,10 +75,10 @@ class SampleStream:
         self._orders: dict[int, list[tuple[int, int]]] = {}
 
     def at(self, k: int) -> tuple[int, int]:
-        """Return (key, index) of sample ``k`` of the stream.
+        """Return (key of the augmentation, dataset index) of sample ``k`` of the stream.
 
-        The key, of its augmentation, is the epoch; where a sample comes up again in the same epoch, the epoch and how
-        often it has come up, so that it is not varied alike.
+        The key is the epoch. If a sample occurs several times in an epoch, the key also counts its occurrences, so that
+        each is augmented differently.
         """
         epoch, position = divmod(k, self.n)
         order = self._orders.get(epoch)
@@ -91,40 +93,23 @@ class SampleStream:
             return [(epoch, index) for index in epoch_order(self.n, self.seed, epoch).tolist()]
         seen: Counter[int] = Counter()
         order = []
-        for index in drawn_order(self.weights, self.seed, epoch).tolist():
+        for index in weighted_order(self.weights, self.seed, epoch).tolist():
             order.append((epoch + seen[index] * _OCCURRENCE, index))
             seen[index] += 1
         return order
 
 
-def step_samples(n: int, batch_size: int, replicas: int, seed: int, epoch: int) -> list[tuple[tuple[int, ...], ...]]:
-    """Return the steps that begin in ``epoch``: for each replica of each step a tuple of sample indices.
-
-    ``batch_size`` is that of one replica. The last step may end with samples of the next epoch; who augments them asks
-    :meth:`SampleStream.at`, which says the epoch too.
-    """
-    stream, of_step = SampleStream(n, seed), batch_size * replicas
-    first, end = -(-epoch * n // of_step), -(-(epoch + 1) * n // of_step)
-    return [
-        tuple(
-            tuple(stream.at(k)[1] for k in range(start, start + batch_size))
-            for start in range(step * of_step, (step + 1) * of_step, batch_size)
-        )
-        for step in range(first, end)
-    ]
-
-
 def balanced_weights(slides: Sequence[SlideRef]) -> tuple[float, ...]:
-    """Return a weight for each slide so that every existing class is drawn equally often."""
+    """Return a weight for each slide with which all classes that occur are drawn equally often."""
     counts = Counter(slide.label for slide in slides)
     return tuple(1.0 / counts[slide.label] for slide in slides)
 
 
 def column_weights(slides: Sequence[SlideRef], labels: Labels, column: str) -> tuple[float, ...]:
-    """Return each slide's number in a column of the labels: how often it is drawn, against the others.
+    """Return the weight of each slide from a column of the labels: how often it is drawn, relative to the others.
 
     Raises:
-        RequestError: there is no such column, a slide's value is no number ≥ 0, or all are 0.
+        RequestError: There is no such column, a slide's value is not a number ≥ 0, or all values are 0.
     """
     if not labels.rows or column not in labels.rows[0]:
         known = ", ".join(labels.rows[0]) if labels.rows else "none"

@@ -1,15 +1,15 @@
-"""The feed of a trainer that has loaders: its parts of the images arrive while it works.
+"""The feed of a trainer that has loaders: receives its parts of the images while it computes.
 
 ::
 
     trainer                                       loader
-      hello {parts, replica, …}       ─────────►    knows which part of each image to send
-      request {numbers}               ─────────►    has them decoded ahead, by child processes
-      (buffer posted beforehand)      ◄─────────    uint8 (3, h, w), in the order of the requests
+      hello {parts, replica, …}       ─────────►    learns which parts of each image to send
+      request {numbers}               ─────────►    has the samples decoded by child processes
+      (receive posted before)         ◄─────────    uint8 (3, h, w), in the order of the requests
       goodbye {stopped}               ─────────►    answers open requests with blanks, removes the trainer
                                       ◄─────────    report {samples, bytes, …}
 
-A request is a credit: it is sent only when its buffers are posted, so nothing ever waits in a queue without a bound.
+A trainer sends a request only after it has posted the receives, so the number of messages in flight is bounded.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ CONTROL_TAG, PIXELS_TAG, REPORT_TAG = 101, 102, 103
 class RemoteFeed:
     """Receives this trainer's parts of each image from loader ranks, ``prefetch`` turns ahead.
 
-    The replica's sample ``i`` comes from loader ``i % len(loaders)``. Memory: its parts of ``prefetch + 1``
-    turns, allocated once (pinned where the device is a GPU), and on a GPU one turn more there.
+    The replica's sample ``i`` comes from loader ``i % len(loaders)``. Memory: the parts of ``prefetch + 1`` turns,
+    allocated once (pinned if the device is a GPU), and the parts of one turn on the GPU.
 
     Args:
-        comm: the world.
-        loaders: ranks of the loaders that serve this trainer.
-        spec: the parts that this trainer needs.
-        prefetch: turns on their way while one is worked on.
-        device: where images go.
-        watch: called while waiting, for signals; may raise.
+        comm: Communicator of all ranks.
+        loaders: Ranks of the loaders that serve this trainer.
+        spec: The parts that this trainer needs.
+        prefetch: Number of turns requested ahead of the current one.
+        device: Device of the images.
+        watch: Called while waiting, for signals; may raise.
     """
 
     def __init__(
@@ -59,38 +59,38 @@ class RemoteFeed:
         self.reports: dict[int, Report] = {}
         self._comm, self._loaders, self._spec, self._watch = comm, tuple(loaders), spec, watch
         self._slots = [_TurnBuffers(spec.parts, torch.device(device)) for _ in range(prefetch + 1)]
-        self._open: deque[tuple[int, Pending]] = deque()
-        self._told: list[Pending] = []
-        self._asked = self._turn = spec.turns[0]
+        self._receives: deque[tuple[int, Pending]] = deque()
+        self._sends: list[Pending] = []
+        self._next_request = self._next_turn = spec.turns[0]
         hello = {
             "kind": "hello",
             "parts": [part.to_json() for part in spec.parts],
             "replica": spec.replica,
             "ahead": len(self._slots),
         }
-        of = len(self._loaders)
-        self._tell({loader: {**hello, "every": [place, of]} for place, loader in enumerate(self._loaders)})
-        self._ask_ahead()
+        stride = len(self._loaders)
+        self._send({loader: {**hello, "every": [k, stride]} for k, loader in enumerate(self._loaders)})
+        self._request_ahead()
 
     def batch(self, turn: int) -> BatchPixels:
-        """Wait for the images of a turn; those of the turn before are overwritten from now on."""
-        if turn != self._turn:
-            raise ValueError(f"turns must follow one another: {turn} asked for, {self._turn} is next")
+        """Wait for the images of a turn; those of the previous turn are no longer valid."""
+        if turn != self._next_turn:
+            raise ValueError(f"turns must follow one another: {turn} asked for, {self._next_turn} is next")
         start_s = time.perf_counter()
         self._slots[(turn - 1) % len(self._slots)].reuse()
-        self._ask_ahead()
-        self._receive(lambda: bool(self._open) and self._open[0][0] <= turn)
-        self._turn = turn + 1
+        self._request_ahead()
+        self._receive(lambda: bool(self._receives) and self._receives[0][0] <= turn)
+        self._next_turn = turn + 1
         slot = self._slots[turn % len(self._slots)]
         slot.upload()
         self.wait_s += time.perf_counter() - start_s
         return slot
 
     def close(self, stopped: bool) -> None:
-        """Close the connection to loaders: receive pending messages, and finally their reports."""
-        self._tell({loader: {"kind": "goodbye", "stopped": stopped} for loader in self._loaders})
-        self._receive(lambda: bool(self._open))
-        for pending in self._told:
+        """Say goodbye to the loaders, receive what was requested, and then their reports."""
+        self._send({loader: {"kind": "goodbye", "stopped": stopped} for loader in self._loaders})
+        self._receive(lambda: bool(self._receives))
+        for pending in self._sends:
             pending.wait()
         backoff = Backoff()
         while len(self.reports) < len(self._loaders):
@@ -101,41 +101,43 @@ class RemoteFeed:
                 self._watch()
                 backoff.pause()
 
-    def _ask_ahead(self) -> None:
-        """Post buffers and requests for every turn that has a free slot (the slot of the last turn is free)."""
+    def _request_ahead(self) -> None:
+        """Post receives and send requests for each turn that has a free buffer (that of the previous turn is free)."""
         if not self._spec.parts:
             return
-        while self._asked < min(self._turn + len(self._slots), self._spec.turns[1]):
-            slot = self._slots[self._asked % len(self._slots)]
-            wanted: dict[int, list[int]] = {}
+        while self._next_request < min(self._next_turn + len(self._slots), self._spec.turns[1]):
+            slot = self._slots[self._next_request % len(self._slots)]
+            numbers_of: dict[int, list[int]] = {}
             receives = []
-            for place, number in enumerate(self._spec.layout.numbers(self._asked, self._spec.replica)):
+            for position, number in enumerate(self._spec.layout.numbers(self._next_request, self._spec.replica)):
                 loader = self._loaders[self._spec.layout.ordinal(number) % len(self._loaders)]
-                boxes = slot.places(place)
-                receives += [Message(loader, box, PIXELS_TAG) for box in boxes]
-                if boxes:
-                    wanted.setdefault(loader, []).append(number)
-            self._open.append((self._asked, self._comm.exchange([], receives)))
-            self._tell({loader: {"kind": "request", "numbers": numbers} for loader, numbers in wanted.items()})
-            self._asked += 1
+                buffers = slot.of_sample(position)
+                receives += [Message(loader, buffer, PIXELS_TAG) for buffer in buffers]
+                if buffers:
+                    numbers_of.setdefault(loader, []).append(number)
+            self._receives.append((self._next_request, self._comm.exchange([], receives)))
+            self._send({loader: {"kind": "request", "numbers": numbers} for loader, numbers in numbers_of.items()})
+            self._next_request += 1
 
-    def _receive(self, until_not: Callable[[], bool]) -> None:
-        backoff = Backoff(first_s=1e-4, most_s=2e-3)
-        while until_not():
-            if self._open[0][1].test():
-                self._open.popleft()
+    def _receive(self, unfinished: Callable[[], bool]) -> None:
+        """Wait for turns to arrive, in order, while ``unfinished``."""
+        backoff = Backoff(first_s=1e-4, max_s=2e-3)
+        while unfinished():
+            if self._receives[0][1].test():
+                self._receives.popleft()
                 backoff.reset()
             else:
                 self._watch()
                 backoff.pause()
 
-    def _tell(self, words: dict[int, dict[str, Any]]) -> None:
-        self._told = [pending for pending in self._told if not pending.test()]
-        self._told += [self._comm.send_object(value, loader, CONTROL_TAG) for loader, value in words.items()]
+    def _send(self, messages: dict[int, dict[str, Any]]) -> None:
+        """Send a control message to each loader (the key)."""
+        self._sends = [pending for pending in self._sends if not pending.test()]
+        self._sends += [self._comm.send_object(value, loader, CONTROL_TAG) for loader, value in messages.items()]
 
 
 class _TurnBuffers:
-    """One turn's images: a host buffer for each part, and, on a GPU, their copies there."""
+    """The images of one turn: a host buffer for each part and, if the device is a GPU, copies there."""
 
     def __init__(self, parts: Sequence[Part], device: torch.device) -> None:
         self._parts, self._device, self._cuda = tuple(parts), device, device.type == "cuda"
@@ -144,13 +146,13 @@ class _TurnBuffers:
         self._images = self.buffers
         self._copied: torch.cuda.Event | None = None
 
-    def places(self, place: int) -> list[torch.Tensor]:
-        """Return where the parts of one sample go."""
+    def of_sample(self, position: int) -> list[torch.Tensor]:
+        """Return the buffers for the parts of one sample of the batch."""
         pairs = zip(self._parts, self.buffers, strict=True)
-        return [buffer[place - part.first] for part, buffer in pairs if part.holds(place)]
+        return [buffer[position - part.first] for part, buffer in pairs if part.has_sample(position)]
 
     def upload(self) -> None:
-        """Start the copies to the device; the GPU's own order sees to it that kernels wait for them."""
+        """Start the copies to the device; kernels on the same CUDA stream wait for them."""
         if self._cuda:
             self._images = [buffer.to(self._device, non_blocking=True) for buffer in self.buffers]
             self._copied = torch.cuda.Event()
@@ -159,7 +161,7 @@ class _TurnBuffers:
             self._images = [buffer.to(self._device) for buffer in self.buffers]
 
     def reuse(self) -> None:
-        """Wait for copies, after which the buffers may be overwritten."""
+        """Wait until the copies are done, so that the buffers may be overwritten."""
         if self._copied is not None:
             self._copied.synchronize()
             self._copied = None
@@ -170,5 +172,7 @@ class _TurnBuffers:
             if part.covers(box, first, stop):
                 rows, columns = box.relative_to(part.box).slices()
                 return images[first - part.first : stop - part.first, :, rows, columns]
-        held = ", ".join(f"{part.box} of samples {part.first} to {part.stop}" for part in self._parts)
-        raise ValueError(f"{box} of samples {first} to {stop} was requested, but the loaders send {held or 'nothing'}")
+        available = ", ".join(f"{part.box} of samples {part.first} to {part.stop}" for part in self._parts)
+        raise ValueError(
+            f"{box} of samples {first} to {stop} was requested, but the loaders send {available or 'nothing'}"
+        )

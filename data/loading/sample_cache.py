@@ -1,4 +1,4 @@
-"""Bookkeeping of the cache of decoded images; the pixels are stored elsewhere."""
+"""Allocation of the cache of decoded images; the memory itself belongs to the caller."""
 
 from __future__ import annotations
 
@@ -11,54 +11,59 @@ Key = tuple[int, Box]
 
 
 @dataclass
-class Place:
-    """One image's place: its offset, whether its pixels are valid, and the number of current readers or writers."""
+class CacheEntry:
+    """Memory of one image.
 
-    at: int
-    kept: bool = False
+    Attributes:
+        offset: Its first byte.
+        valid: Whether its pixels have been written.
+        users: Number of current readers or writers.
+    """
+
+    offset: int
+    valid: bool = False
     users: int = 0
 
 
 class SampleCache:
-    """Places for decoded images, not varied yet, by (index, box); who was asked for longest ago leaves first.
+    """Entries for original (not augmented) images by (index, box); least recently used entries are evicted first.
 
     Args:
-        begin: the first byte of the memory.
-        size_bytes: of the memory; 0: nothing is kept.
-        place_bytes: of the largest image.
+        size_bytes: Size of the memory; 0: nothing is cached.
+        entry_bytes: Size of the largest image.
     """
 
-    def __init__(self, begin: int, size_bytes: int, place_bytes: int) -> None:
-        count = size_bytes // place_bytes if place_bytes else 0
-        self._free = [begin + place * place_bytes for place in reversed(range(count))]
-        self._places: OrderedDict[Key, Place] = OrderedDict()
+    def __init__(self, size_bytes: int, entry_bytes: int) -> None:
+        count = size_bytes // entry_bytes if entry_bytes else 0
+        self._free = [i * entry_bytes for i in reversed(range(count))]
+        self._entries: OrderedDict[Key, CacheEntry] = OrderedDict()
 
-    def borrow(self, index: int, box: Box) -> Place | None:
-        """Return the place of an image, for reading where it is ``kept``, else for writing.
+    def acquire(self, index: int, box: Box) -> CacheEntry | None:
+        """Return the entry of an image: to read from if it is ``valid``, else to write to.
 
-        None if there is no room, or while another worker writes it. Call ``give_back`` afterwards.
+        None if there is no room, or while another worker writes it. Call ``release`` afterwards.
         """
         key = index, box
-        place = self._places.get(key)
-        if place is None:
-            at = self._room()
-            if at is None:
+        entry = self._entries.get(key)
+        if entry is None:
+            offset = self._free_offset()
+            if offset is None:
                 return None
-            place = self._places[key] = Place(at)
-        elif not place.kept:
+            entry = self._entries[key] = CacheEntry(offset)
+        elif not entry.valid:
             return None
-        self._places.move_to_end(key)
-        place.users += 1
-        return place
+        self._entries.move_to_end(key)
+        entry.users += 1
+        return entry
 
-    def give_back(self, index: int, box: Box) -> None:
-        """Release a borrowed image, whose pixels are now valid."""
-        place = self._places[index, box]
-        place.users -= 1
-        place.kept = True
+    def release(self, index: int, box: Box) -> None:
+        """End the use of an acquired image, whose pixels are now valid."""
+        entry = self._entries[index, box]
+        entry.users -= 1
+        entry.valid = True
 
-    def _room(self) -> int | None:
+    def _free_offset(self) -> int | None:
         if self._free:
             return self._free.pop()
-        idle = next((key for key, place in self._places.items() if not place.users), None)
-        return self._places.pop(idle).at if idle is not None else None
+        unused = next((key for key, entry in self._entries.items() if not entry.users), None)
+        return self._entries.pop(unused).offset if unused is not None else None

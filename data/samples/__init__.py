@@ -1,1 +1,1 @@
-"""Which slides are learned from, and the training image that each becomes."""
+"""Labels, splits, and the training images made from slides."""

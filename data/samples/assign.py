@@ -1,11 +1,13 @@
-"""Dealing groups of slides into parts of given shares: whole groups, every class spread alike, the same each time.
+"""Stratified assignment of groups of slides to splits: whole groups, classes spread evenly, deterministic.
 
-Groups are dealt one by one, those of the rarest class first and among them the largest. Each goes to the part that
-lacks most: the one for which Σ over classes, and over all members as one more, of (what it has − its share)² falls most
-(or grows least), each counted in shares of its own total so that a rare class weighs as much as a common one. Ties and
-equals are broken by the seed. While a class has no more groups left than there are parts without it, its groups go to
-those parts alone, and so with groups and empty parts: every part gets something, and every class whose own groups are
-enough.
+A greedy algorithm assigns one group at a time: groups of the rarest class first, the largest of these first, ties in an
+order given by the seed. A group goes to the part for which the error
+
+    Σ over columns of ((assigned − target) / total of the column)²
+
+falls most (or grows least). The columns are the number of members of each class and of all members; dividing by their
+totals lets a rare class weigh as much as a common one. Two restrictions keep parts from ending without a class, or
+without any group: see `_allowed_parts`.
 """
 
 from __future__ import annotations
@@ -23,19 +25,20 @@ from hyfi_core.errors import RequestError
 def assign_groups(
     members: Mapping[str, Sequence[str]], shares: Mapping[str, float], seed: int, *, strict: bool = True
 ) -> dict[str, str]:
-    """Deal groups into parts.
+    """Assign whole groups to parts.
 
     Args:
-        members: group to the class of each of its members (``""``: none); equal classes everywhere: not stratified.
-        shares: part to its share; they need not add up to 1.
-        seed: another one, another deal.
-        strict: refuse a class that has fewer groups than there are parts.
+        members: Group to the class of each of its members (``""``: none). If all classes are equal, the assignment is
+            not stratified.
+        shares: Part to its target share; the shares need not add up to 1.
+        seed: Decides ties.
+        strict: Whether to refuse a class that has fewer groups than there are parts.
 
     Returns:
-        group to part.
+        Group to part.
 
     Raises:
-        RequestError: fewer groups than parts, or than parts for some class.
+        RequestError: There are fewer groups than parts, in all or (if ``strict``) of some class.
     """
     groups, parts = list(members), list(shares)
     if len(groups) < len(parts):
@@ -44,9 +47,9 @@ def assign_groups(
     counts = np.array([[Counter(members[group])[name] for name in classes] for group in groups], dtype=np.int64)
     if strict:
         _check_every_class(classes, counts, parts)
-    of_shares = np.array([shares[part] for part in parts]) / sum(shares.values())
-    dealt = _deal(counts, of_shares, seed)
-    return {group: parts[part] for group, part in zip(groups, dealt, strict=True)}
+    targets = np.array([shares[part] for part in parts]) / sum(shares.values())
+    assigned = _assign(counts, targets, seed)
+    return {group: parts[part] for group, part in zip(groups, assigned, strict=True)}
 
 
 def _check_every_class(classes: Sequence[str], counts: NDArray[np.int64], parts: Sequence[str]) -> None:
@@ -58,27 +61,43 @@ def _check_every_class(classes: Sequence[str], counts: NDArray[np.int64], parts:
             )
 
 
-def _deal(counts: NDArray[np.int64], shares: NDArray[np.float64], seed: int) -> list[int]:
-    """Return the part of each group; ``counts`` is (groups, classes)."""
+def _assign(counts: NDArray[np.int64], shares: NDArray[np.float64], seed: int) -> list[int]:
+    """Return the part of each group; ``counts`` is (groups, classes), ``shares`` add up to 1."""
     groups, n_classes = counts.shape
-    has = counts > 0
-    rarest = np.array([min((has[:, c].sum(), c) for c in range(n_classes) if has[g, c])[1] for g in range(groups)])
+    has_class = counts > 0
+    rarest = np.array(
+        [min((has_class[:, c].sum(), c) for c in range(n_classes) if has_class[g, c])[1] for g in range(groups)]
+    )
     shuffled = keyed_permutation(groups, "split", int(seed))
-    order = sorted(shuffled, key=lambda g: (has[:, rarest[g]].sum(), rarest[g], -counts[g].sum()))
+    order = sorted(shuffled, key=lambda g: (has_class[:, rarest[g]].sum(), rarest[g], -counts[g].sum()))
     sizes = np.column_stack([counts, counts.sum(axis=1)])
     weight = 1.0 / sizes.sum(axis=0)
-    lack = shares[:, None] * sizes.sum(axis=0)[None, :]
-    without = np.ones((len(shares), n_classes), bool)
-    left = Counter(rarest.tolist())
+    lack = shares[:, None] * sizes.sum(axis=0)[None, :]  # target − assigned, for each part and column
+    without = np.ones((len(shares), n_classes), bool)  # parts that have no group of a class yet
+    groups_left = Counter(rarest.tolist())
     result = [0] * groups
-    for place, g in enumerate(order):
+    for position, g in enumerate(order):
         c = int(rarest[g])
-        allowed = without.all(axis=1)
-        if groups - place > allowed.sum():
-            allowed = without[:, c] if 0 < left[c] <= without[:, c].sum() else np.ones(len(shares), bool)
+        allowed = _allowed_parts(without, c, groups - position, groups_left[c])
+        # How much the error falls: lack² − (lack − size)² = (2 · lack − size) · size, summed over columns.
         gain = (((2 * lack - sizes[g]) * sizes[g]) * weight**2).sum(axis=1)
         part = int(np.argmax(np.where(allowed, np.round(gain, 12), -np.inf)))
-        result[g], left[c] = part, left[c] - 1
+        result[g], groups_left[c] = part, groups_left[c] - 1
         lack[part] -= sizes[g]
-        without[part] &= ~has[g]
+        without[part] &= ~has_class[g]
     return result
+
+
+def _allowed_parts(without: NDArray[np.bool_], c: int, groups_left: int, left_of_class: int) -> NDArray[np.bool_]:
+    """Return the parts ``(parts,)`` that the next group, of class ``c``, may go to.
+
+    - If there are as many groups left as empty parts: the empty parts.
+    - Else, if there are at most as many groups of the class left as parts without it: the parts without it.
+    - Else: all parts.
+    """
+    empty = without.all(axis=1)
+    if groups_left <= empty.sum():
+        return empty
+    if 0 < left_of_class <= without[:, c].sum():
+        return without[:, c]
+    return np.ones(len(without), bool)

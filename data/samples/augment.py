@@ -1,7 +1,7 @@
-"""Varying a training image: mirrored, turned, stained and lit differently; the same for every box of it.
+"""Augmentation of training images: flips, quarter turns, and changes of stain, brightness and contrast.
 
-What happens to an image depends on (seed, epoch, slide) alone. The colours of a pixel depend on nothing but that pixel,
-so any box can be read and varied alone, on any rank, and the boxes fit together.
+The variation of an image depends only on (seed, epoch, slide), and the new colour of a pixel only on its old colour. So
+each rank can read and augment its own box, and the boxes fit together.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ HAEMATOXYLIN, EOSIN = (0.650, 0.704, 0.286), (0.072, 0.990, 0.105)
 """Optical density of (red, green, blue) of each stain: Ruifrok and Johnston, Anal Quant Cytol Histol 23:291 (2001)."""
 
 _STEPS = 8192
-_MOST_DENSITY = 8.0
+_MAX_DENSITY = 8.0
 _STRIP_PX = 32_768
 _COPIED_COLUMNS = 32
 
 
 @dataclass(frozen=True)
 class Augment:
-    """How much training images are varied; 0 and False turn a part off.
+    """Ranges of the augmentation; 0 or False turns one off.
 
     Attributes:
-        flips: flip, and rotate by multiples of 90° if the image is square, else of 180°.
-        stain: spread of the amounts of haematoxylin and eosin: factors in 1 ± ``stain``.
-        colour: spread of brightness and contrast: factors in 1 ± ``colour``.
+        flips: Whether to flip, and to rotate by multiples of 90° if the image is square, else of 180°.
+        stain: Range of the amounts of haematoxylin and eosin: factors in 1 ± ``stain``.
+        colour: Range of brightness and contrast: factors in 1 ± ``colour``.
     """
 
     flips: bool = True
@@ -38,7 +38,7 @@ class Augment:
     colour: float = 0.05
 
     def draw(self, seed: int, epoch: int, slide_id: str, size_px: tuple[int, int]) -> Variation:
-        """Return the variation of one image of ``size_px`` (height, width): a function of the arguments alone."""
+        """Return the variation of one image of ``size_px`` (height, width); it depends only on the arguments."""
         u = keyed_uniforms(6, "augment", seed, epoch, slide_id)
         turns = int(u[1] * 4) if size_px[0] == size_px[1] else 2 * int(u[1] * 2)
         factors = 1 + (2 * u[2:] - 1) * np.array([self.stain, self.stain, self.colour, self.colour])
@@ -54,17 +54,17 @@ class Augment:
 
 @dataclass(frozen=True)
 class Variation:
-    """One mirror, turn and change of colours, for a whole image.
+    """The augmentation of one whole image.
 
-    The varied image is ``rot90(mirrored image, turns)`` (counter-clockwise, as NumPy turns), coloured.
+    The augmented image is ``np.rot90(mirrored image, turns)`` (counter-clockwise), recoloured.
 
     Attributes:
-        size_px: (height, width), of the image before and after.
-        mirror: left and right change places, before turning.
-        turns: quarter turns; even where the image is not square.
-        stains: factors of the amounts of haematoxylin and eosin.
-        density: factor of the optical density: brightness, with white staying white.
-        contrast: factor of the distance to white.
+        size_px: (height, width) of the image, the same before and after.
+        mirror: Whether left and right are swapped, before the rotation.
+        turns: Number of quarter turns; even if the image is not square.
+        stains: Factors of the amounts of haematoxylin and eosin.
+        density: Factor of the optical density, i.e. brightness; white stays white.
+        contrast: Factor of the distance from white.
     """
 
     size_px: tuple[int, int]
@@ -79,7 +79,7 @@ class Variation:
             raise ValueError(f"a quarter turn needs a square image, given {self.size_px[0]} × {self.size_px[1]}")
 
     def source(self, box: Box) -> Box:
-        """Return the box of the image that becomes ``box`` of the varied image."""
+        """Return the box of the original image that becomes ``box`` of the augmented image."""
         height, width = self.size_px
         for _ in range(self.turns % 4):
             box = Box(box.x0, box.x1, height - box.y1, height - box.y0)
@@ -87,16 +87,17 @@ class Variation:
         return Box(box.y0, box.y1, width - box.x1, width - box.x0) if self.mirror else box
 
     def apply(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Return the varied pixels of a box, of those of its :meth:`source`; (3, h, w) uint8, a new array."""
-        moved = np.rot90(pixels[:, :, ::-1] if self.mirror else pixels, self.turns, axes=(1, 2))
-        return self.recolour(_contiguous(moved))
+        """Return the augmented pixels of a box, given those of its :meth:`source`; (3, h, w) uint8, a new array."""
+        turned = np.rot90(pixels[:, :, ::-1] if self.mirror else pixels, self.turns, axes=(1, 2))
+        return self.recolour(_contiguous(turned))
 
     def recolour(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Return the pixels in other colours; (3, h, w) uint8, a new array. White (255) stays exactly white.
+        """Return the pixels with changed stain, brightness and contrast; (3, h, w) uint8, a new array.
 
-        In optical density −log((v + 1) / 256) stains add up (Beer and Lambert), so other amounts of stain are a 3 × 3
-        matrix. Logarithm and exponential are tables; between them only elementwise float32 products and sums in a fixed
-        order, so that a pixel's result does not depend on where in an array it stands (a matrix product's would).
+        White (255) stays exactly white. Stains add up in optical density −log((v + 1) / 256) (Beer–Lambert law), so
+        changing the amounts of stain is a 3 × 3 matrix. Logarithm and exponential are lookup tables. Between them are
+        only elementwise float32 products and sums in a fixed order: unlike with a matrix product, a pixel's result does
+        not depend on its position in the array.
         """
         if self.stains == (1.0, 1.0) and self.density == 1.0 and self.contrast == 1.0:
             return pixels.copy()
@@ -115,9 +116,9 @@ class Variation:
         return result
 
     def _mix(self) -> NDArray[np.float32]:
-        """Return the matrix, row vectors on its left, that scales the stains' amounts in a pixel's density.
+        """Return the matrix M for which ``density @ M`` has scaled amounts of stain; density is (red, green, blue).
 
-        The residual (the third row, orthogonal to both stains) is not changed.
+        The residual, the component orthogonal to both stains, is scaled by ``self.density`` only.
         """
         stains = np.array([HAEMATOXYLIN, EOSIN, np.cross(HAEMATOXYLIN, EOSIN)])
         unit = stains / np.linalg.norm(stains, axis=1, keepdims=True)
@@ -125,15 +126,15 @@ class Variation:
         return mix.astype(np.float32)
 
     def _value_table(self) -> NDArray[np.uint8]:
-        """Return the value (uint8) of the middle of each step of density, contrast included."""
-        density = (np.arange(_STEPS) + 0.5) * (_MOST_DENSITY / _STEPS)
+        """Return the pixel value (uint8) at the middle of each density step, with contrast applied."""
+        density = (np.arange(_STEPS) + 0.5) * (_MAX_DENSITY / _STEPS)
         values = 256.0 * np.exp(-density) - 1.0
         table: NDArray[np.float64] = np.clip(np.rint(255.0 - (255.0 - values) * self.contrast), 0, 255)
         return table.astype(np.uint8)
 
 
 def _contiguous(view: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return a copy of a turned array, row after row; written in strips whose lines of the source stay in the cache."""
+    """Return a contiguous copy of a rotated view; written in strips, so that rows of the source stay in the cache."""
     copied = np.empty(view.shape, np.uint8)
     for x in range(0, view.shape[2], _COPIED_COLUMNS):
         strip = slice(x, x + _COPIED_COLUMNS)
@@ -142,6 +143,6 @@ def _contiguous(view: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def _density_table() -> NDArray[np.float32]:
-    """Return the density of each value 0 … 255, counted in steps of the value table."""
+    """Return the density of each pixel value 0 … 255, in steps of the value table."""
     density: NDArray[np.float64] = -np.log((np.arange(256) + 1.0) / 256.0)
-    return (density * (_STEPS / _MOST_DENSITY)).astype(np.float32)
+    return (density * (_STEPS / _MAX_DENSITY)).astype(np.float32)

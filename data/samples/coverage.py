@@ -1,4 +1,4 @@
-"""Coverage: the fraction of tissue that each training image shows, and the size that would show all."""
+"""Coverage: the fraction of a slide's tissue that its training image shows, and the image size that would show all."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from data.samples.view import View
 from hyfi_core.errors import RequestError
 
 COVERAGE_COLUMNS = ("slide_id", "case_id", "coverage", "tissue_px", "flags", "pieces", "fits_size_px", "fits_mpp")
-"""Columns of ``RUN/coverage.csv``; empty ``fits_…``: the image holds all (or there is no tissue at all)."""
+"""Columns of ``RUN/coverage.csv``; ``fits_…`` are empty if the image shows all tissue, or if there is none."""
 
 STEPS = 8
-"""Sizes and mpp are tried in steps of an eighth of those given."""
-MOST_NAMED = 50
+"""Sizes and mpp are searched in steps of 1/8 of those given."""
+MAX_LISTED = 50
+"""Most slides that a message lists."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +26,13 @@ class Coverage:
     """Coverage of one training image.
 
     Attributes:
-        slide_id, case_id: the slide.
-        share: tissue pixels shown / tissue pixels, 0.0 without tissue.
-        tissue_px: tissue pixels of the slide at the training mpp.
-        flags: of the view.
-        pieces: rectangles of the slide in the image.
-        fits_size_px: an image that would hold all tissue at this mpp; None where this one does.
-        fits_mpp: micrometres per pixel at which an image of this size would.
+        slide_id, case_id: The slide and its case.
+        share: Tissue pixels shown / tissue pixels of the slide; 0.0 without tissue.
+        tissue_px: Tissue pixels of the slide at the training mpp.
+        flags: Flags of the view.
+        pieces: Number of rectangles of the slide in the image.
+        fits_size_px: (height, width) of an image that would show all tissue at this mpp; None if this one does.
+        fits_mpp: Microns per pixel at which an image of this size would show all tissue; None likewise.
     """
 
     slide_id: str
@@ -44,7 +45,7 @@ class Coverage:
     fits_mpp: float | None = None
 
     def row(self) -> dict[str, Any]:
-        """Return the row of ``coverage.csv``; several flags are separated by ``;``, sizes are ``height x width``."""
+        """Return the row of ``coverage.csv``; flags are joined by ``;``, a size is ``<height>x<width>``."""
         size = self.fits_size_px
         return {
             "slide_id": self.slide_id,
@@ -58,8 +59,8 @@ class Coverage:
         }
 
 
-class Covered(Protocol):
-    """A dataset as far as coverage goes; :class:`data.samples.dataset.SlideDataset` is one."""
+class CoverageSource(Protocol):
+    """What coverage needs of a dataset; :class:`data.samples.dataset.SlideDataset` implements it."""
 
     @property
     def size_px(self) -> tuple[int, int]:
@@ -68,7 +69,7 @@ class Covered(Protocol):
 
     @property
     def align_px(self) -> int:
-        """Grid on which pieces of tissue are moved."""
+        """Grid to which pieces of tissue are aligned."""
         ...
 
     def __len__(self) -> int:
@@ -76,7 +77,7 @@ class Covered(Protocol):
         ...
 
     def coverage_at(self, index: int, size_px: tuple[int, int]) -> float:
-        """Return what share of a slide's tissue an image of another size would hold."""
+        """Return the coverage of an image of another size (height, width)."""
         ...
 
     def view(self, index: int) -> View:
@@ -84,7 +85,7 @@ class Covered(Protocol):
         ...
 
     def coverage(self, index: int) -> Coverage:
-        """Return a sample's coverage, with the sizes that would fit."""
+        """Return a sample's coverage, with the size and mpp that would show all tissue."""
         ...
 
 
@@ -96,15 +97,16 @@ def coverage_of(
     align_px: int,
     holds_all: Callable[[tuple[int, int], float], bool],
 ) -> Coverage:
-    """Return the coverage of an image, and search the size that shows all if it does not.
+    """Return the coverage of an image; if it does not show all tissue, search for a size and an mpp that would.
 
     Args:
-        slide_id: the slide.
-        case_id: its case.
-        view: of the image.
-        mpp: micrometres per pixel of the image.
-        align_px: sizes proposed are multiples of it.
-        holds_all: whether an image of a size (height, width), of the slide at so many times the mpp, holds all tissue.
+        slide_id: The slide.
+        case_id: Its case.
+        view: The image's view.
+        mpp: Microns per pixel of the image.
+        align_px: The proposed size is a multiple of this.
+        holds_all: Called with a size (height, width) and a factor of the mpp; returns whether an image of that size and
+            mpp shows all tissue.
     """
     known = Coverage(slide_id, case_id, view.coverage, view.tissue_px, view.flags, len(view.pieces))
     if "cropped" not in view.flags:
@@ -114,14 +116,14 @@ def coverage_of(
         height, width = (math.ceil(side * (STEPS + k) / STEPS / align_px) * align_px for side in view.size_px)
         return height, width
 
-    size = larger(_least(lambda k: holds_all(larger(k), 1.0)))
-    coarser = _least(lambda k: holds_all(view.size_px, 1 + k / STEPS))
+    size = larger(_smallest(lambda k: holds_all(larger(k), 1.0)))
+    coarser = _smallest(lambda k: holds_all(view.size_px, 1 + k / STEPS))
     fits_mpp = float(f"{mpp * (1 + coarser / STEPS):.6g}")
     return Coverage(slide_id, case_id, view.coverage, view.tissue_px, view.flags, known.pieces, size, fits_mpp)
 
 
-def _least(fits: Callable[[int], bool]) -> int:
-    """Return a k ≥ 1 that fits, the least where fitting at k means fitting beyond; found by doubling and halving."""
+def _smallest(fits: Callable[[int], bool]) -> int:
+    """Return a k ≥ 1 for which ``fits(k)``, by doubling and bisection; the smallest if ``fits`` is monotone."""
     fails, k = 0, 1
     while not fits(k):
         fails, k = k, 2 * k
@@ -134,20 +136,20 @@ def _least(fits: Callable[[int], bool]) -> int:
     return k
 
 
-def check_coverage(dataset: Covered, min_coverage: float) -> None:
+def check_coverage(dataset: CoverageSource, min_coverage: float) -> None:
     """Check that every image holds enough of its slide's tissue.
 
     Raises:
-        RequestError: names the slides below ``min_coverage``, the least size of the same shape at which all of them
-            show enough, and the size and the mpp at which they show everything.
+        RequestError: Some do not. The message names these slides, the smallest size of the same shape at which all show
+            enough, and the size and the mpp at which they show all tissue.
     """
     low = [i for i in range(len(dataset)) if dataset.view(i).coverage < min_coverage]
     if not low:
         return
     found = {i: dataset.coverage(i) for i in low}
     named = [f"  {c.slide_id}: {c.share:.3f}{_NO_TISSUE * (not c.tissue_px)}" for c in found.values()]
-    if len(named) > MOST_NAMED:
-        named[MOST_NAMED:] = [f"  … and {len(named) - MOST_NAMED} more"]
+    if len(named) > MAX_LISTED:
+        named[MAX_LISTED:] = [f"  … and {len(named) - MAX_LISTED} more"]
     lines = [
         f"data.min_coverage: each image must show {min_coverage:g} of its slide's tissue; these {len(low)} slides "
         f"show less:",
@@ -155,7 +157,7 @@ def check_coverage(dataset: Covered, min_coverage: float) -> None:
     ]
     with_tissue = [i for i in low if found[i].tissue_px]
     if with_tissue:
-        height, width = _least_size(dataset, with_tissue, min_coverage)
+        height, width = _smallest_size(dataset, with_tissue, min_coverage)
         lines.append(
             f"data.size_px=[{height},{width}] is the smallest size of this shape that shows enough of every slide"
         )
@@ -172,8 +174,8 @@ def check_coverage(dataset: Covered, min_coverage: float) -> None:
 _NO_TISSUE = " (no tissue was found: leave the slide out of the splits)"
 
 
-def _least_size(dataset: Covered, slides: list[int], min_coverage: float) -> tuple[int, int]:
-    """Return the least size, in steps of the grid and of the dataset's shape, at which each slide shows enough."""
+def _smallest_size(dataset: CoverageSource, slides: list[int], min_coverage: float) -> tuple[int, int]:
+    """Return the smallest size, a multiple of the grid and of the dataset's shape, that shows enough of each slide."""
     height, width = dataset.size_px
     align = dataset.align_px
 
@@ -184,12 +186,12 @@ def _least_size(dataset: Covered, slides: list[int], min_coverage: float) -> tup
     def enough(slide: int, k: int) -> bool:
         return dataset.coverage_at(slide, size(k)) >= min_coverage
 
-    least = max(_least(lambda k, slide=slide: enough(slide, k)) for slide in slides)  # type: ignore[misc]
-    while not all(enough(slide, least) for slide in slides):  # a larger image may be packed worse
-        least += 1
-    return size(least)
+    k = max(_smallest(lambda k, slide=slide: enough(slide, k)) for slide in slides)  # type: ignore[misc]
+    while not all(enough(slide, k) for slide in slides):  # packing is not monotone: a larger image may show less
+        k += 1
+    return size(k)
 
 
 def write_coverage(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write ``RUN/coverage.csv`` from :meth:`data.samples.dataset.SlideDataset.coverage_table`, whole or not at all."""
+    """Write ``RUN/coverage.csv`` from :meth:`data.samples.dataset.SlideDataset.coverage_table`, atomically."""
     write_table(path, COVERAGE_COLUMNS, rows)

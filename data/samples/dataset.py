@@ -1,4 +1,4 @@
-"""The training images of a list of slides: any box of any of them, with or without augmentation."""
+"""A dataset of training images, one for each slide: reads any box of any image, with or without augmentation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MPP_TOLERANCE = 0.02
 
 
 class SlideReader(Protocol):
-    """Interface of an open slide for a dataset; :class:`data.store.slide_store.SlideStore` is one."""
+    """What a dataset needs of an open slide; :class:`data.store.slide_store.SlideStore` implements it."""
 
     @property
     def levels(self) -> tuple[StoreLevel, ...]:
@@ -46,7 +46,7 @@ class SlideReader(Protocol):
 
 @dataclass(frozen=True)
 class SlideRef:
-    """A slide of a dataset: its name in the store, its case, the index of its class (None: unlabelled)."""
+    """A slide of a dataset: its id in the store, its case, and the index of its class (None: unlabelled)."""
 
     slide_id: str
     case_id: str = ""
@@ -54,12 +54,12 @@ class SlideRef:
 
 
 class SlideDataset:
-    """Training images of one size, one for each slide. Any number of threads may read at once.
+    """Training images of one size, one for each slide. Several threads may read at a time.
 
-    Slides are opened and views created on first use, and cached.
+    Slides are opened and views created on first use, then cached.
 
     Attributes:
-        samples: the slides, in the order given.
+        samples: The slides, in the order given.
         size_px: (height, width) of every image.
     """
 
@@ -76,21 +76,21 @@ class SlideDataset:
         augment: Augment | None = None,
         opener: Callable[[Path], SlideReader] = SlideStore.open,
     ) -> None:
-        """Set slides and options; reads only names in ``store``.
+        """Create the dataset; only checks that the slides exist.
 
         Args:
-            store: the folder of ``<slide_id>.zarr``.
-            slides: the samples.
-            size_px: of every image; a whole number means square.
-            mpp: micrometres per pixel of the images; a level of each slide has it, within 2 %.
+            store: Folder of the ``<slide_id>.zarr``.
+            slides: The samples.
+            size_px: Height and width of every image; an int means square.
+            mpp: Microns per pixel of the images; each slide must have a level of this mpp, within 2 %.
             view: ``pack`` or ``crop``, see :func:`data.samples.view.make_view`.
-            align_px: grid on which pieces of tissue are moved.
-            seed: key of the variations, with epoch and slide.
-            augment: how much images are varied; None: never.
-            opener: opens ``STORE/<slide_id>.zarr``.
+            align_px: Grid to which pieces of tissue are aligned.
+            seed: Seed of the augmentation, together with epoch and slide.
+            augment: Ranges of the augmentation; None: no augmentation.
+            opener: Opens ``STORE/<slide_id>.zarr``.
 
         Raises:
-            RequestError: a slide is not in the store, or there twice in ``slides``.
+            RequestError: A slide is not in the store, or occurs twice in ``slides``.
         """
         self.samples = tuple(slides)
         self.size_px = (size_px, size_px) if isinstance(size_px, int) else (int(size_px[0]), int(size_px[1]))
@@ -105,24 +105,24 @@ class SlideDataset:
         return len(self.samples)
 
     def view(self, index: int) -> View:
-        """Return the view of an image; its sources are pixels of :meth:`level`.
+        """Return the view of an image; the sources of its pieces are boxes of the slide's :meth:`level`.
 
         Raises:
-            RequestError: the slide has no level of the dataset's mpp, or the image is smaller than a block.
+            RequestError: The slide has no level of the dataset's mpp, or the image is smaller than a block.
         """
         if index not in self._views:
-            self._views[index] = self._viewer(index)(self.size_px, 1.0)
+            self._views[index] = self._view_factory(index)(self.size_px, 1.0)
         return self._views[index]
 
     def whole_views(self, index: int, *, several: bool) -> tuple[View, ...]:
-        """Return views that show all tissue of a slide; only :meth:`view` if it does.
+        """Return views that together show all tissue of a slide; just :meth:`view` if that is enough.
 
         Args:
-            index: of the sample.
-            several: whether they all have the dataset's size; else it is one image, as large as it takes.
+            index: Index of the sample.
+            several: Whether to return several images of the dataset's size; otherwise one image, as large as needed.
 
         Raises:
-            RequestError: as :meth:`view`.
+            RequestError: As :meth:`view`.
         """
         view = self.view(index)
         if "cropped" not in view.flags:
@@ -134,14 +134,14 @@ class SlideDataset:
             tissue = TissueGrid.under(mask, mask_mpp, size, level.mpp)
             return make_views(tissue, self.size_px, self.kind, self.align_px)
         fits = self.coverage(index).fits_size_px
-        assert fits is not None, "a cropped view fits a larger image"
-        return (self._viewer(index)(fits, 1.0),)
+        assert fits is not None, "the coverage of a cropped view has a size that fits"
+        return (self._view_factory(index)(fits, 1.0),)
 
     def level(self, index: int) -> int:
         """Return the level of the slide's pyramid that has the dataset's mpp.
 
         Raises:
-            RequestError: none has it within 2 %; names the slide and the mpp that it has.
+            RequestError: No level has it within 2 %; the message names the slide and the mpp of its levels.
         """
         levels = self.slide(index).levels
         off = [max(abs(side / self.mpp - 1) for side in level.mpp) for level in levels]
@@ -161,81 +161,81 @@ class SlideDataset:
         return self._slides[index]
 
     def variation(self, index: int, epoch: int | None) -> Variation | None:
-        """Return how the image is varied in an epoch; None: not at all."""
+        """Return the augmentation of an image in an epoch; None: no augmentation."""
         if epoch is None or self._augment is None:
             return None
         return self._augment.draw(self.seed, epoch, self.samples[index].slide_id, self.size_px)
 
     def read(self, index: int, box: Box, epoch: int | None = None) -> NDArray[np.uint8]:
-        """Return a box of a training image, (3, h, w) uint8 that the caller owns; 255 outside of the slide.
+        """Return a box of a training image, (3, h, w) uint8 that the caller owns; 255 outside the slide.
 
-        Boxes fit together: every partition of the image gives the pixels of the whole. Only the pieces in the box are
-        read. Memory: twice the box.
+        The pixels do not depend on how an image is divided into boxes. Only the pieces in the box are read. Memory:
+        twice the box.
 
         Args:
-            index: of the sample.
-            box: pixels of the (varied) image; may hang over its border.
-            epoch: key of the augmentation, with seed and slide; None: no augmentation.
+            index: Index of the sample.
+            box: Pixels of the (augmented) image; may extend beyond its border.
+            epoch: Key of the augmentation, together with seed and slide; None: no augmentation.
 
         Raises:
-            StoreError: a shard is missing or damaged.
+            StoreError: A shard is missing or damaged.
         """
         return self.vary(index, epoch, self.read_plain(index, self.source(index, box, epoch)))
 
     def source(self, index: int, box: Box, epoch: int | None) -> Box:
-        """Return the source box that augmentation turns into ``box``."""
+        """Return the box of the original image that augmentation turns into ``box``."""
         variation = self.variation(index, epoch)
         return box if variation is None else variation.source(box)
 
     def vary(self, index: int, epoch: int | None, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Return the augmented pixels of a box from those of its :meth:`source`, unchanged; (3, h, w) uint8.
+        """Return the augmented pixels of a box, (3, h, w) uint8, given those of its :meth:`source`.
 
-        A new array, or ``pixels`` itself without augmentation.
+        The result is a new array, or ``pixels`` itself if there is no augmentation; ``pixels`` is not changed.
         """
         variation = self.variation(index, epoch)
         return pixels if variation is None else variation.apply(pixels)
 
     def coverage_table(self) -> list[dict[str, Any]]:
-        """Return a row for each slide (keys: ``COVERAGE_COLUMNS``): how much of its tissue the image holds.
+        """Return a row for each slide (keys: ``COVERAGE_COLUMNS``): how much of its tissue the image shows.
 
-        For slides whose image leaves tissue out, ``fits_size_px`` and ``fits_mpp`` were tried: they hold all of it.
+        If that is not all, ``fits_size_px`` and ``fits_mpp`` have been checked to show all of it.
         """
         return [self.coverage(index).row() for index in range(len(self))]
 
     def coverage(self, index: int) -> Coverage:
-        """Return the coverage of a slide's tissue, and the size that would show all."""
+        """Return the coverage of an image, with the size and mpp that would show all tissue."""
         sample = self.samples[index]
-        view_at = cache(lambda: self._viewer(index))
+        view_factory = cache(lambda: self._view_factory(index))  # made only if the view is cropped
 
-        def holds_all(size_px: tuple[int, int], coarser: float) -> bool:
-            return "cropped" not in view_at()(size_px, coarser).flags
+        def holds_all(size_px: tuple[int, int], mpp_factor: float) -> bool:
+            return "cropped" not in view_factory()(size_px, mpp_factor).flags
 
         return coverage_of(sample.slide_id, sample.case_id, self.view(index), self.mpp, self.align_px, holds_all)
 
     def coverage_at(self, index: int, size_px: tuple[int, int]) -> float:
-        """Return what share of a slide's tissue an image of ``size_px`` (height, width) would hold."""
-        return self._viewer(index)(size_px, 1.0).coverage
+        """Return the coverage of an image of ``size_px`` (height, width) of the slide."""
+        return self._view_factory(index)(size_px, 1.0).coverage
 
     def read_plain(self, index: int, box: Box) -> NDArray[np.uint8]:
         """Return a box of a training image without augmentation, (3, h, w) uint8 that the caller owns."""
         return self.read_view(index, self.view(index), box)
 
     def read_view(self, index: int, view: View, box: Box) -> NDArray[np.uint8]:
-        """Return a box of any image of a slide, (3, h, w) uint8 that the caller owns."""
+        """Return a box of the image that ``view`` describes, (3, h, w) uint8 that the caller owns."""
         pixels = np.full((3, *box.shape), BACKGROUND, np.uint8)
         for piece in view.to_slide(box):
             rows, columns = piece.target.relative_to(box).slices()
             pixels[:, rows, columns] = self.slide(index).read(piece.source, self.level(index))
         return pixels
 
-    def _viewer(self, index: int) -> Callable[[tuple[int, int], float], View]:
-        """Return what makes views of a slide, for images of any size, of the slide at so many times its mpp."""
+    def _view_factory(self, index: int) -> Callable[[tuple[int, int], float], View]:
+        """Return a function of (image size, factor of the mpp) that makes a view of the slide."""
         level = self.slide(index).levels[self.level(index)]
         mask, mask_mpp = self.slide(index).tissue()
 
-        def make(size_px: tuple[int, int], coarser: float) -> View:
-            slide_px = (ceil(level.height_px / coarser), ceil(level.width_px / coarser))
-            mpp = (level.mpp[0] * coarser, level.mpp[1] * coarser)
+        def make(size_px: tuple[int, int], mpp_factor: float) -> View:
+            slide_px = (ceil(level.height_px / mpp_factor), ceil(level.width_px / mpp_factor))
+            mpp = (level.mpp[0] * mpp_factor, level.mpp[1] * mpp_factor)
             return make_view(TissueGrid.under(mask, mask_mpp, slide_px, mpp), size_px, self.kind, self.align_px)
 
         return make
@@ -259,16 +259,17 @@ def select_slides(
     splits: Mapping[str, str] | None = None,
     split: str | None = None,
 ) -> tuple[SlideRef, ...]:
-    """Return the slides of a store's manifest that are done, labelled and in a split, in the manifest's order.
+    """Return the slides of a store that are done, labelled and in a split, in the manifest's order.
 
     Args:
-        rows: of the store's manifest.
-        labels: classes; slides without one are left out. None: all slides, unlabelled.
-        splits: slide to split (:func:`data.samples.splits.load_splits`).
-        split: the split wanted; None: all slides.
+        rows: Rows of the store's manifest.
+        labels: Slides without a label are left out. None: all slides, unlabelled.
+        splits: Slide to split (:func:`data.samples.splits.load_splits`).
+        split: The split to return; None: all slides.
 
     Raises:
-        RequestError: a case is in two splits (cases may be known from rows or labels alone, not from the splits' file).
+        RequestError: A case is in two splits. The splits' file alone may not show this: cases are taken from ``rows``
+            and ``labels``.
     """
     chosen = []
     rows = with_cases(rows, labels)

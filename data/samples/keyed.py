@@ -1,4 +1,4 @@
-"""Random numbers that are a function of a key: the same on every rank, in every order, after every resume."""
+"""Random numbers as a function of a key: the same on every rank, in any order, after a resume."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from numpy.typing import NDArray
 
 
 def keyed_bits(count: int, *key: int | str) -> NDArray[np.uint64]:
-    """Return ``count`` random 64-bit words that depend on ``key`` alone.
+    """Return ``count`` random 64-bit words that depend only on ``key``.
 
-    BLAKE2b of the key is the 128-bit key of the counter-based generator Philox 4x64-10 (Salmon et al., SC'11). Only
-    raw words are used: NumPy guarantees those across versions, but not the numbers that its distributions make of them.
+    The BLAKE2b hash of the key is the 128-bit key of the counter-based generator Philox 4x64-10 (Salmon et al., SC'11).
+    Only raw words are used: NumPy keeps those the same across versions, but not the output of its distributions.
 
     Args:
-        count: how many words.
-        key: whole numbers and texts; ``(1, "a")`` and ``("1", "a")`` are different keys.
+        count: Number of words.
+        key: Integers and strings; ``(1, "a")`` and ``("1", "a")`` are different keys.
     """
     exact = tuple(part if isinstance(part, str) else int(part) for part in key)
     digest = hashlib.blake2b(repr(exact).encode(), digest_size=16, person=b"hyfi").digest()
@@ -25,12 +25,12 @@ def keyed_bits(count: int, *key: int | str) -> NDArray[np.uint64]:
 
 
 def keyed_uniforms(count: int, *key: int | str) -> NDArray[np.float64]:
-    """Return ``count`` numbers, uniform in [0, 1), that depend on ``key`` alone (53 random bits each)."""
+    """Return ``count`` numbers, uniform in [0, 1), that depend only on ``key`` (53 random bits each)."""
     return (keyed_bits(count, *key) >> np.uint64(11)).astype(np.float64) * np.float64(2.0**-53)
 
 
 def keyed_permutation(count: int, *key: int | str) -> NDArray[np.int64]:
-    """Return a permutation of ``range(count)``, int64, that depends on ``key`` alone."""
+    """Return a permutation of ``range(count)``, int64, that depends only on ``key``."""
     if count == 0:
         return np.zeros(0, np.int64)
     return np.argsort(keyed_bits(count, *key), kind="stable").astype(np.int64)

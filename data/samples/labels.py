@@ -1,4 +1,4 @@
-"""Which class a slide has: a CSV apart from the store, keyed by slide or by case."""
+"""Labels: the class of each slide, from a CSV keyed by slide or by case."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Labels:
     """The classes of slides or cases.
 
     Attributes:
-        target: the column that held the class.
-        key: ``slide_id`` or ``case_id``: the key of the labels.
-        classes: names in the order of their indices.
-        indices: slide or case to the index of its class; None: known, but unlabelled.
-        cases: slide to case, where the CSV has both columns.
-        rows: the rows of the CSV (splits may be in another column).
+        target: The column that has the class.
+        key: The key column, ``slide_id`` or ``case_id``.
+        classes: Class names in the order of their indices.
+        indices: Slide or case (as ``key`` says) to the index of its class; None: in the CSV, but unlabelled.
+        cases: Slide to case, if the CSV has both columns.
+        rows: All rows of the CSV, with their other columns.
     """
 
     target: str
@@ -37,29 +37,29 @@ class Labels:
         return self.indices.get(slide_id if self.key == "slide_id" else (case_id or ""))
 
     def case_of(self, slide_id: str, default: str = "") -> str:
-        """Return the case of a slide where the CSV says it, else ``default``."""
+        """Return the case of a slide if the CSV has it, else ``default``."""
         return self.cases.get(slide_id) or default
 
 
 def load_labels(csv: Path, target: str, *, classes: Sequence[str] | None = None) -> Labels:
     """Read labels from a CSV with a column ``slide_id`` or ``case_id`` and the column ``target``.
 
-    With both keys a row is about its slide. An empty value means unlabelled, never class 0. Without ``classes`` the
-    classes are the values found, numbers by their value, words in natural order: the same for the same values.
+    With both key columns, rows are keyed by slide. An empty value means unlabelled, never class 0. Without ``classes``,
+    the classes are the values found: numbers by value, then words in natural order.
 
     Args:
-        csv: the file; the store's own ``manifest.csv`` will do.
-        target: the column that holds the class.
-        classes: the allowed classes, in the order of their indices.
+        csv: The file; may be the store's own ``manifest.csv``.
+        target: The column that has the class.
+        classes: The allowed classes, in the order of their indices.
 
     Raises:
-        RequestError: a file, a column or all labels missing, a class not among ``classes``, two that
-            differ in case or white space only, a slide with two labels.
+        RequestError: The file, a column or all labels are missing, a class is not among ``classes``, two classes differ
+            only in case or white space, or a slide has two labels.
     """
     table = read_table(csv, "labels")
     table.require(target, "the class of each slide: data.target")
     key = table.key
-    found = _found(table, key, target)
+    found = _class_names(table, key, target)
     names = tuple(classes) if classes is not None else tuple(sorted(set(found.values()) - {""}, key=natural_key))
     _refuse_lookalikes(table, key, {name: who for who, name in found.items() if name})
     if not any(found.values()):
@@ -78,14 +78,18 @@ def load_labels(csv: Path, target: str, *, classes: Sequence[str] | None = None)
 
 
 def with_cases(rows: Iterable[Mapping[str, str]], labels: Labels | None) -> list[dict[str, str]]:
-    """Return copies of slides' rows whose ``case_id`` is that of the row, else of the labels, else empty."""
+    """Return copies of manifest rows with ``case_id`` filled: from the row, else from the labels, else empty."""
     return [
         {**row, "case_id": row.get("case_id") or (labels.case_of(row["slide_id"]) if labels else "")} for row in rows
     ]
 
 
-def _found(table: Table, key: str, target: str) -> dict[str, str]:
-    """Return slide or case to class name, refusing two names for one; rows without a key must be without a class."""
+def _class_names(table: Table, key: str, target: str) -> dict[str, str]:
+    """Return slide or case to class name (``""``: unlabelled).
+
+    Raises:
+        RequestError: A slide or case has two classes, or a row has a class but no key.
+    """
     found: dict[str, str] = {}
     lines: dict[str, int] = {}
     for line, row in zip(table.lines, table.rows, strict=True):
@@ -102,7 +106,7 @@ def _found(table: Table, key: str, target: str) -> dict[str, str]:
 
 
 def _refuse_lookalikes(table: Table, key: str, classes: Mapping[str, str]) -> None:
-    """Refuse classes that differ only in case and white space; ``classes``: class -> an example of a slide or case."""
+    """Refuse classes that differ only in case or white space; ``classes``: class to a slide or case that has it."""
     seen: dict[str, str] = {}
     for name, who in classes.items():
         other = seen.setdefault(_plain_class(name), name)
@@ -125,17 +129,16 @@ def _cases(table: Table) -> dict[str, str]:
 
 
 def class_weights(labels: Iterable[int | None], classes: int | Sequence[str]) -> tuple[float, ...]:
-    """Return one weight for each class so that every class weighs the same: N / (K · n_class).
+    """Return the weight of each class, N / (K · n_class), with which all classes have the same total weight.
 
-    Their mean *over the labelled samples given* (the training split) is 1, so the size of the loss does not depend on
-    how rare a class is.
+    The mean weight *of the labelled samples* is 1, so the scale of the loss does not depend on how rare a class is.
 
     Args:
-        labels: the class index of each sample; None (unlabelled) is not counted.
-        classes: the number of classes, or their names.
+        labels: Class index of each training sample; None (unlabelled) is not counted.
+        classes: Number of classes, or their names.
 
     Raises:
-        RequestError: a class has no sample, so that no weight can balance it.
+        RequestError: A class has no sample, so no weight can balance it.
     """
     names = [str(i) for i in range(classes)] if isinstance(classes, int) else list(classes)
     counts = Counter(label for label in labels if label is not None)

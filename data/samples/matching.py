@@ -1,4 +1,4 @@
-"""Matching of labels with the slides of a store: a table, and a refusal of labels without slides."""
+"""Matching of labels with the slides of a store: a table, and an error for labels without slides."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from dataclasses import dataclass
 from data.samples.labels import Labels, with_cases
 from hyfi_core.errors import RequestError
 
-MOST_NAMED = 10
+MAX_LISTED = 10
 _SUFFIXES = re.compile(
     r"(\.(svs|tiff?|btf|ndpi|mrxs|scn|vms|vmu|bif|svslide|qptiff|czi|dcm|ome|zarr))+$", re.IGNORECASE
 )
 
 
 def plain_name(text: str) -> str:
-    """Return a name without folders, slide suffix, case and white space: to find names that are written differently."""
+    """Return a name without folders, slide suffix, case and white space, for comparing spellings of a name."""
     name = _SUFFIXES.sub("", re.split(r"[/\\]", text)[-1].strip())
     return "".join(c for c in name.casefold() if not c.isspace() and unicodedata.category(c) != "Cf")
 
 
 @dataclass(frozen=True)
 class LabelMatch:
-    """How the rows of the labels and the slides of a store fit together.
+    """The match between labels and the slides of a store.
 
     Attributes:
-        key: ``slide_id`` or ``case_id``: the key of the labels.
-        slides: to class name, of the slides that are ingested and labelled, in the manifest's order.
-        classes: all of them, in the order of the logits.
-        failed: labelled slides whose ingest failed.
-        unlabelled: ingested slides without a label.
-        unmatched: keys of labelled rows that no slide of the store has.
-        similar: of those, key to the store's name that differs in suffix, folder, case or white space only.
+        key: The key of the labels, ``slide_id`` or ``case_id``.
+        slides: Slide to class name, for the slides that are ingested and labelled, in the manifest's order.
+        classes: All classes, in the order of the logits.
+        failed: Labelled slides whose ingest failed.
+        unlabelled: Ingested slides without a label.
+        unmatched: Keys of labelled rows that no slide of the store has.
+        similar: For some of these, the store's name that differs only in suffix, folder, case or white space.
     """
 
     key: str
@@ -46,7 +46,7 @@ class LabelMatch:
     similar: Mapping[str, str]
 
     def describe(self) -> str:
-        """Return a table as text: matches, rows without slides, and slides of each class."""
+        """Return a text table: number of matches, of rows without slides, and of slides of each class."""
         rows = [
             ("slides with a label", len(self.slides), ""),
             ("slides without a label", len(self.unlabelled), _some(self.unlabelled)),
@@ -60,25 +60,25 @@ class LabelMatch:
         return "labels:\n" + "\n".join(f"  {what:<{width}}  {n:>6}  {names}".rstrip() for what, n, names in rows)
 
     def check(self, source: str, allow_unmatched: bool) -> None:
-        """Refuse labels that are about other slides than the store's.
+        """Refuse labels of slides that the store does not have.
 
         Args:
-            source: the labels' file, for the message.
-            allow_unmatched: whether rows may match no slide, as where only a part of a cohort is ingested. Names that
-                are only written otherwise are refused nevertheless.
+            source: The labels' file, for the message.
+            allow_unmatched: Accept rows that match no slide, for example if only a part of a cohort is ingested. Rows
+                in ``similar`` are refused nevertheless.
 
         Raises:
-            RequestError: names the rows, and the names that are only written otherwise with the remedy.
+            RequestError: There are such rows; the message names them, the similar names, and what to do.
         """
         refused = [key for key in self.unmatched if key in self.similar or not allow_unmatched]
         if not refused:
             return
         named = [
             f"  {key}" + (f": the store has {self.similar[key]!r}" if key in self.similar else "")
-            for key in refused[:MOST_NAMED]
+            for key in refused[:MAX_LISTED]
         ]
-        if len(refused) > MOST_NAMED:
-            named.append(f"  … and {len(refused) - MOST_NAMED} more")
+        if len(refused) > MAX_LISTED:
+            named.append(f"  … and {len(refused) - MAX_LISTED} more")
         remedies = []
         if any(key in self.similar for key in refused):
             remedies.append(f"write {self.key} as in the store's manifest.csv")

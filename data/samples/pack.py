@@ -1,10 +1,10 @@
-"""Packing rectangles of tissue into one image: components, cuts, shelves. All in whole blocks of the align grid.
+"""Shelf packing of rectangles of tissue into one image, in whole blocks of the alignment grid.
 
 ::
 
-    slide                     image                 shelves: tall pieces first, each on the first
-    . . a a a . . . .         a a a c c .           shelf that is tall enough and has room; else a
-    . . a a a . . b b         a a a c c .           new shelf below
+    slide                     image                 tall pieces first, each on the first shelf that is
+    . . a a a . . . .         a a a c c .           tall enough and has room, else on a new shelf below
+    . . a a a . . b b         a a a c c .
     c c . . . . . b b         b b . . . .
     c c . . . . . . .         b b . . . .
 """
@@ -21,12 +21,12 @@ from hyfi_core.plan.box import Box
 
 
 class Shelves:
-    """Free room in an image of ``height`` × ``width`` pixels; things are placed at multiples of ``align``."""
+    """Shelves in an image of ``height`` × ``width`` pixels; rectangles start at multiples of ``align``."""
 
     def __init__(self, height: int, width: int, align: int) -> None:
         self._height, self._width, self._align = height, width, align
         self._shelves: list[list[int]] = []  # [top, height, next free column], heights in whole blocks
-        self._below = 0
+        self._next_top = 0
 
     def place(self, height: int, width: int) -> tuple[int, int] | None:
         """Reserve a rectangle; return the (y, x) of its first pixel, None if it does not fit."""
@@ -35,11 +35,11 @@ class Shelves:
             if height <= tall and x + width <= self._width and top + height <= self._height:
                 shelf[2] = self._up(x + width)
                 return top, x
-        top = self._below
+        top = self._next_top
         if top + height > self._height or width > self._width:
             return None
         self._shelves.append([top, self._up(height), self._up(width)])
-        self._below = top + self._up(height)
+        self._next_top = top + self._up(height)
         return top, 0
 
     def _up(self, length: int) -> int:
@@ -47,40 +47,47 @@ class Shelves:
 
 
 def components(occupied: NDArray[np.bool_]) -> list[Box]:
-    """Return disjoint rectangles that cover all occupied blocks: hulls of the connected pieces (corners connect).
+    """Return disjoint boxes that cover all occupied blocks, sorted by (y, x).
 
-    Hulls that overlap become one, until none do. Sorted by (y, x).
+    They are the bounding boxes of the 8-connected components; boxes that overlap are merged until none do.
     """
     runs = Runs.from_mask(occupied)
     return sorted(_disjoint(runs.bounding_boxes(runs.components(corners=True))))
 
 
+def corners_of(boxes: Sequence[Box]) -> NDArray[np.int64]:
+    """Return ``(n, 4)``: y0, y1, x0, x1 of each box."""
+    return np.array([[b.y0, b.y1, b.x0, b.x1] for b in boxes], dtype=np.int64).reshape(-1, 4)
+
+
+def overlapping(corners: NDArray[np.int64], box: Box) -> NDArray[np.bool_]:
+    """Return ``(n,)``: whether each box of `corners_of` overlaps ``box``."""
+    rows = (corners[:, 0] < box.y1) & (box.y0 < corners[:, 1])
+    columns = (corners[:, 2] < box.x1) & (box.x0 < corners[:, 3])
+    return np.asarray(rows & columns, dtype=bool)
+
+
 def _disjoint(boxes: Sequence[Box]) -> list[Box]:
-    """Join boxes that overlap until none do."""
-    ends = np.array([[b.y0, b.y1, b.x0, b.x1] for b in boxes], dtype=np.int64).reshape(-1, 4)
-    alive = np.ones(len(ends), bool)
-    waiting = list(range(len(ends)))
-    while waiting:
-        i = waiting.pop()
+    """Merge boxes that overlap until none do."""
+    corners = corners_of(boxes)
+    alive = np.ones(len(corners), bool)
+    queue = list(range(len(corners)))
+    while queue:
+        i = queue.pop()
         if not alive[i]:
             continue
-        y0, y1, x0, x1 = ends[i]
-        over = alive & (ends[:, 0] < y1) & (y0 < ends[:, 1]) & (ends[:, 2] < x1) & (x0 < ends[:, 3])
+        over = alive & overlapping(corners, Box(*map(int, corners[i])))
         if over.sum() > 1:
-            ends[i] = [
-                *ends[over, 0:1].min(0),
-                *ends[over, 1:2].max(0),
-                *ends[over, 2:3].min(0),
-                *ends[over, 3:4].max(0),
-            ]
+            low, high = corners[over].min(axis=0), corners[over].max(axis=0)
+            corners[i] = low[0], high[1], low[2], high[3]
             alive &= ~over
             alive[i] = True
-            waiting.append(i)
-    return [Box(*map(int, row)) for row in ends[alive]]
+            queue.append(i)
+    return [Box(*map(int, row)) for row in corners[alive]]
 
 
 def cut(box: Box, occupied: NDArray[np.bool_], side: int) -> Iterator[Box]:
-    """Cut a rectangle into squares of at most ``side`` blocks, each shrunk to its occupied blocks; empty ones go."""
+    """Cut a box into squares of at most ``side`` blocks, each shrunk to its occupied blocks; yield those not empty."""
     for y in range(box.y0, box.y1, side):
         for x in range(box.x0, box.x1, side):
             square = Box(y, min(y + side, box.y1), x, min(x + side, box.x1))
@@ -90,7 +97,7 @@ def cut(box: Box, occupied: NDArray[np.bool_], side: int) -> Iterator[Box]:
 
 
 def shrink(box: Box, occupied: NDArray[np.bool_]) -> Box:
-    """Return the hull of the occupied blocks in ``box``; an empty box for none."""
+    """Return the smallest box around the occupied blocks in ``box``; an empty box if there are none."""
     inside = occupied[box.slices()]
     rows, columns = np.flatnonzero(inside.any(axis=1)), np.flatnonzero(inside.any(axis=0))
     if not len(rows):
@@ -101,7 +108,7 @@ def shrink(box: Box, occupied: NDArray[np.bool_]) -> Box:
 
 
 def place_all(boxes: Sequence[Box], size_px: tuple[int, int], align: int) -> list[tuple[Box, tuple[int, int]]] | None:
-    """Place all boxes (pixels), tall ones first; return each with the (y, x) of its place, None if one has no room."""
+    """Place all boxes (pixels), tall ones first; return each with its (y, x) in the image, None if one does not fit."""
     if sum(box.area for box in boxes) > size_px[0] * size_px[1]:
         return None
     shelves = Shelves(*size_px, align)
@@ -117,7 +124,11 @@ def place_all(boxes: Sequence[Box], size_px: tuple[int, int], align: int) -> lis
 def place_most(
     boxes: Sequence[Box], tissue_px: Sequence[int], size_px: tuple[int, int], align: int
 ) -> list[tuple[Box, tuple[int, int]]]:
-    """Place the boxes with most tissue: as many as fit when sorted by it, then whatever else finds room."""
+    """Place as many boxes as fit, those with most tissue first.
+
+    The largest number of boxes in order of tissue that fit together (found by bisection), then any others that fit
+    beside them.
+    """
     ranked = [box for _, box in sorted(zip(tissue_px, boxes, strict=True), key=lambda item: (-item[0], item[1]))]
     fits, fails = 0, len(ranked) + 1
     while fails - fits > 1:

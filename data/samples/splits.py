@@ -1,4 +1,4 @@
-"""Which slides are learnt from (train), which choose (val), which evaluate (test); a case is never in two."""
+"""Splits: slides for training (train), model selection (val) and evaluation (test); a case is never in two."""
 
 from __future__ import annotations
 
@@ -14,39 +14,38 @@ SPLITS = ("train", "val", "test")
 def load_splits(path: Path, rows: Iterable[Mapping[str, str]] = (), *, column: str = "split") -> dict[str, str]:
     """Read the split of each slide from a CSV with ``slide_id`` or ``case_id`` and a column of splits.
 
-    The column holds ``train``, ``val`` or ``test`` (empty: the slide is not used). Any CSV will do, labels and the
-    store's manifest too.
+    The column has ``train``, ``val`` or ``test`` (empty: the slide is not used). The file may be the labels or the
+    store's manifest.
 
     Args:
-        path: the file.
-        rows: slides as mappings with ``slide_id`` and ``case_id`` (a manifest's rows,
-            :func:`data.samples.labels.with_cases`): they give slides to cases where the file is keyed by
-            case, and the cases of slides where it is by slide.
-        column: the column to read.
+        path: The file.
+        rows: Rows with ``slide_id`` and ``case_id`` (a manifest's rows, :func:`data.samples.labels.with_cases`). They
+            give the slides of a case if the file is keyed by case, and else the case of a slide.
+        column: The column to read.
 
     Returns:
-        slide to ``train``, ``val`` or ``test``; slides that are not used are left out.
+        Slide to ``train``, ``val`` or ``test``; slides that are not used are left out.
 
     Raises:
-        RequestError: file or column missing, another value, a case (or slide) in two splits.
+        RequestError: The file or column is missing, a value is not a split, or a case (or slide) is in two splits.
     """
     table = read_table(path, "splits")
     table.require(column, "train, val or test: data.split_column, --split-column of hyfi validate")
-    named = _split_of_rows(table, column)
+    row_splits = _split_of_rows(table, column)
     known = [{"slide_id": row.get("slide_id", ""), "case_id": row.get("case_id", "")} for row in rows]
-    return _slides_by_case(table, named, known) if table.key == "case_id" else _slides(table, named, known)
+    return _slides_by_case(table, row_splits, known) if table.key == "case_id" else _slides(table, row_splits, known)
 
 
 def check_cases(splits: Mapping[str, str], cases: Mapping[str, str], where: str = "splits") -> None:
     """Check that no case is in two splits; a slide without a case is a case of its own.
 
     Args:
-        splits: slide to split.
-        cases: slide to case.
-        where: begins the message.
+        splits: Slide to split.
+        cases: Slide to case.
+        where: Start of the message: the file.
 
     Raises:
-        RequestError: names the case, both splits and a slide in each.
+        RequestError: A case is in two; the message names the case, both splits and a slide in each.
     """
     first: dict[str, str] = {}
     for slide, split in splits.items():
@@ -60,7 +59,7 @@ def check_cases(splits: Mapping[str, str], cases: Mapping[str, str], where: str 
 
 
 def _split_of_rows(table: Table, column: str) -> list[str]:
-    """Return the split of each row; ``""`` where the row is not used."""
+    """Return the split of each row; ``""`` if the row is not used."""
     values = [row[column].lower() for row in table.rows]
     for line, value in zip(table.lines, values, strict=True):
         if value.isdecimal():
@@ -75,29 +74,31 @@ def _split_of_rows(table: Table, column: str) -> list[str]:
     return values
 
 
-def _slides(table: Table, named: Sequence[str], known: Sequence[Mapping[str, str]]) -> dict[str, str]:
+def _slides(table: Table, row_splits: Sequence[str], known: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Return the split of each slide from a table that is keyed by slide."""
     cases = {row["slide_id"]: row["case_id"] for row in known}
     cases |= {row["slide_id"]: row["case_id"] for row in table.rows if row.get("case_id")}
-    splits = _once(table, named, "slide_id")
+    splits = _split_by_key(table, row_splits, "slide_id")
     check_cases(splits, cases, table.name)
     return splits
 
 
-def _slides_by_case(table: Table, named: Sequence[str], known: Sequence[Mapping[str, str]]) -> dict[str, str]:
+def _slides_by_case(table: Table, row_splits: Sequence[str], known: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Return the split of each slide from a table that is keyed by case."""
     if not known:
         raise RequestError(f"{table.name}: keyed by case_id, but no slide has a known case")
-    by_case = _once(table, named, "case_id")
+    by_case = _split_by_key(table, row_splits, "case_id")
     splits = {row["slide_id"]: by_case[row["case_id"]] for row in known if row["case_id"] in by_case}
     if by_case and not splits:
         raise RequestError(f"{table.name}: none of its cases, such as {next(iter(by_case))}, has a known slide")
     return splits
 
 
-def _once(table: Table, named: Sequence[str], key: str) -> dict[str, str]:
-    """Return key to split of the rows that are used, refusing two splits for one key."""
+def _split_by_key(table: Table, row_splits: Sequence[str], key: str) -> dict[str, str]:
+    """Return the split of each key (slide or case); refuse a key in two splits."""
     splits: dict[str, str] = {}
     noun = key.removesuffix("_id")
-    for line, row, split in zip(table.lines, table.rows, named, strict=True):
+    for line, row, split in zip(table.lines, table.rows, row_splits, strict=True):
         if not split:
             continue
         if not row[key]:

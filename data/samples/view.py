@@ -1,9 +1,9 @@
-"""One training image of fixed size from a slide: which rectangles of the slide it shows, and where.
+"""Views: which rectangles of a slide a training image of fixed size shows, and where.
 
-Pieces are moved, never scaled: source and target have the same shape, and both begin at multiples of ``align_px``. So
-a cell of a network's feature map (stride dividing ``align_px``) that lies in a piece shows one square of the slide, and
-a map over the image can be laid back over the slide. Only a piece at the slide's own lower or right border, or at the
-image's, ends off the grid.
+Pieces are moved, never scaled: source and target have the same shape, and both start at multiples of ``align_px``. So
+if the stride of a network divides ``align_px``, each position of its feature map inside a piece corresponds to one
+square of the slide, and a map over the image can be drawn over the slide. Pieces end on the grid, too, except at the
+lower or right border of the slide or of the image.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from data.samples.pack import components, cut, place_all, place_most, shrink
+from data.samples.pack import components, corners_of, cut, overlapping, place_all, place_most, shrink
 from data.store.tissue_grid import TissueGrid
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box, hull
@@ -24,16 +24,16 @@ from hyfi_core.plan.box import Box, hull
 Kind = Literal["pack", "crop"]
 BACKGROUND = 255
 SMALLEST_CUT_PX = 256
-"""Smallest size of pieces: about that of structures a pathologist examines (a gland and its surroundings)."""
+"""Smallest side of the squares into which tissue is cut: about the size of a gland and its surroundings."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A rectangle of the slide and its place in the image: same shape, one pixel for one.
+    """A rectangle of the slide and its place in the image, of the same shape.
 
     Attributes:
-        source: pixels of the slide (of the store level that the view was made for).
-        target: pixels of the training image.
+        source: Box of the slide, in pixels of the store level that the view was made for.
+        target: Box of the training image.
     """
 
     source: Box
@@ -57,10 +57,10 @@ class View:
     """The composition of a training image. Pieces overlap neither in the slide nor in the image.
 
     Attributes:
-        size_px: (height, width) of the image; white (255) outside of pieces.
-        pieces: sorted by their place in the image.
-        coverage: tissue pixels in pieces / tissue pixels; 0.0 without tissue.
-        tissue_px: tissue pixels of the slide.
+        size_px: (height, width) of the image; white (255) outside the pieces.
+        pieces: Sorted by their place in the image.
+        coverage: Tissue pixels in the pieces / tissue pixels of the slide; 0.0 without tissue.
+        tissue_px: Tissue pixels of the slide.
         flags: ``no_tissue``, ``cropped`` (some tissue is left out).
     """
 
@@ -72,48 +72,43 @@ class View:
 
     @property
     def box(self) -> Box:
-        """The whole image."""
+        """The box of the whole image."""
         return Box.of_size(*self.size_px)
 
     def to_slide(self, box: Box) -> tuple[Piece, ...]:
-        """Return what of ``box`` (image pixels) shows the slide: pieces of pieces, the rest of it is background."""
+        """Return the parts of pieces that lie in ``box`` (image pixels); the rest of ``box`` is background."""
         return tuple(
             Piece(shown.shift(*self.pieces[i].offset), shown)
-            for i in self._over(self._targets, box)
+            for i in np.flatnonzero(overlapping(self._targets, box)).tolist()
             if not (shown := self.pieces[i].target.intersect(box)).empty
         )
 
     @cached_property
     def _targets(self) -> NDArray[np.int64]:
-        return _ends([piece.target for piece in self.pieces])
-
-    @staticmethod
-    def _over(ends: NDArray[np.int64], box: Box) -> list[int]:
-        over = (ends[:, 0] < box.y1) & (box.y0 < ends[:, 1]) & (ends[:, 2] < box.x1) & (box.x0 < ends[:, 3])
-        found: list[int] = np.flatnonzero(over).tolist()
-        return found
+        return corners_of([piece.target for piece in self.pieces])
 
 
 def make_view(tissue: TissueGrid, size_px: tuple[int, int], kind: Kind = "pack", align_px: int = 64) -> View:
     """Choose the parts of a slide that the training image shows. Deterministic.
 
-    ``pack``: the tissue as it lies, where its hull fits; else its pieces moved together, cut into ever smaller squares
-    (down to 256 px) until all fit; else those with most tissue. ``crop``: the window with most tissue.
+    ``pack`` shows the tissue in place if its bounding box fits into the image. Otherwise the connected pieces of tissue
+    are packed, cut into smaller and smaller squares (down to 256 px) until all fit. If they still do not, those with
+    most tissue are shown. ``crop`` shows the window with most tissue.
 
     Args:
-        tissue: the mask, laid under the slide in pixels of the training image.
+        tissue: The tissue mask, aligned with the slide at the mpp of the training image.
         size_px: (height, width) of the training image.
         kind: ``pack`` or ``crop``.
-        align_px: grid on which pieces begin; a multiple of the network's stride.
+        align_px: Grid on which pieces start; a multiple of the network's stride.
 
     Raises:
-        RequestError: an unknown kind, or an image smaller than one block of the grid.
+        RequestError: The kind is unknown, or the image is smaller than one block of the grid.
     """
     if kind not in ("pack", "crop"):
         raise RequestError(f"data.view: given {kind!r}; allowed: pack, crop")
     if align_px < 1 or min(size_px) < align_px:
         raise RequestError(
-            f"data.size_px: given {size_px[0]} × {size_px[1]}; height and width of at least align_px = {align_px}"
+            f"data.size_px: given {size_px[0]} × {size_px[1]}; height and width must be at least align_px = {align_px}"
         )
     tissue_px = tissue.total_px()
     if tissue_px == 0:
@@ -125,29 +120,29 @@ def make_view(tissue: TissueGrid, size_px: tuple[int, int], kind: Kind = "pack",
 def make_views(
     tissue: TissueGrid, size_px: tuple[int, int], kind: Kind = "pack", align_px: int = 64
 ) -> tuple[View, ...]:
-    """Choose as many images of one size as it takes to show all tissue of a slide; pieces of no two overlap.
+    """Choose several images of one size that together show all tissue of a slide, each part of it once.
 
-    One image, that of :func:`make_view`, where it holds all tissue. Else ``pack`` cuts the tissue into squares as large
-    as the image allows and fills one image after the other, ``crop`` lays windows side by side over the tissue.
+    If the image of :func:`make_view` shows all tissue, it is the only one. Otherwise ``pack`` cuts the tissue into
+    squares as large as the image allows and fills one image after the other; ``crop`` tiles the tissue with windows.
 
     Args:
-        tissue: as all arguments, see :func:`make_view`.
+        tissue: See :func:`make_view`, as for all arguments.
         size_px: (height, width) of each image.
         kind: ``pack`` or ``crop``.
-        align_px: grid on which pieces begin.
+        align_px: Grid on which pieces start.
 
     Returns:
-        The images. Each one's ``coverage`` is its own share of the tissue; together they have all of it.
+        The images. The ``coverage`` of each is the fraction of the tissue that it shows; they add up to 1.
 
     Raises:
-        RequestError: as :func:`make_view`.
+        RequestError: As :func:`make_view`.
     """
     first = make_view(tissue, size_px, kind, align_px)
     if "cropped" not in first.flags:
         return (first,)
-    ends = [np.append(np.arange(0, length, align_px, dtype=np.int64), length) for length in tissue.size_px]
+    ends = _block_ends(tissue, align_px)
     counts = tissue.counts(*ends)
-    left = {
+    left = {  # tissue pixels of each box that is not shown yet
         _pixels(block, *ends): int(counts[block.slices()].sum()) for block in _cuts(counts > 0, size_px, align_px, kind)
     }
     views = []
@@ -162,7 +157,7 @@ def make_views(
 
 
 def _cuts(occupied: NDArray[np.bool_], size_px: tuple[int, int], align: int, kind: Kind) -> list[Box]:
-    """Return rectangles of blocks that cover the tissue, each of which fits into an image."""
+    """Return boxes of blocks that cover the tissue, each of which fits into an image."""
     if kind == "pack":
         side = min(size_px) // align
         return [square for box in components(occupied) for square in cut(box, occupied, side)]
@@ -177,11 +172,13 @@ def _cuts(occupied: NDArray[np.bool_], size_px: tuple[int, int], align: int, kin
 
 
 def _pack(grid: TissueGrid, size_px: tuple[int, int], align: int) -> tuple[tuple[Piece, ...], int]:
-    """Return the pieces and how many tissue pixels they hold."""
-    ends = [np.append(np.arange(0, length, align, dtype=np.int64), length) for length in grid.size_px]
+    """Return the pieces of a ``pack`` view, and the number of tissue pixels in them."""
+    ends = _block_ends(grid, align)
     tissue = grid.counts(*ends)
-    hopeless = int(tissue.sum()) > size_px[0] * size_px[1]
-    for blocks in _attempts(tissue > 0, _sides(size_px, align)[-1:] if hopeless else _sides(size_px, align)):
+    sides = _sides(size_px, align)
+    if int(tissue.sum()) > size_px[0] * size_px[1]:
+        sides = sides[-1:]  # it cannot all fit: only the smallest squares are needed, to choose from
+    for blocks in _coverings(tissue > 0, sides):
         boxes = [_pixels(box, *ends) for box in blocks]
         placed = place_all(boxes, size_px, align)
         if placed is not None:
@@ -191,8 +188,13 @@ def _pack(grid: TissueGrid, size_px: tuple[int, int], align: int) -> tuple[tuple
     return _centred(placed, size_px, align), sum(tissue_of[box] for box, _ in placed)
 
 
-def _attempts(occupied: NDArray[np.bool_], sides: Sequence[int]) -> Iterator[list[Box]]:
-    """Yield rectangles of blocks that cover the tissue: its hull, its pieces, these cut smaller and smaller."""
+def _block_ends(grid: TissueGrid, align: int) -> list[NDArray[np.int64]]:
+    """Return where the blocks of the alignment grid start, and where the last one ends: rows, columns."""
+    return [np.append(np.arange(0, length, align, dtype=np.int64), length) for length in grid.size_px]
+
+
+def _coverings(occupied: NDArray[np.bool_], sides: Sequence[int]) -> Iterator[list[Box]]:
+    """Yield coverings of the tissue by boxes of blocks: one box, its components, these cut into smaller squares."""
     yield [shrink(Box.of_size(*occupied.shape), occupied)]
     boxes = components(occupied)
     yield boxes
@@ -201,7 +203,7 @@ def _attempts(occupied: NDArray[np.bool_], sides: Sequence[int]) -> Iterator[lis
 
 
 def _sides(size_px: tuple[int, int], align: int) -> list[int]:
-    """Return the sides, in blocks, of the squares to try, falling: the largest that fits, halves of it, 256 px last."""
+    """Return the sides (in blocks) of the squares to try: the largest that fits, halved repeatedly, 256 px last."""
     side = min(size_px) // align
     smallest = min(side, max(1, SMALLEST_CUT_PX // align))
     sides = []
@@ -212,15 +214,18 @@ def _sides(size_px: tuple[int, int], align: int) -> list[int]:
 
 
 def _crop(grid: TissueGrid, size_px: tuple[int, int], align: int) -> tuple[tuple[Piece, ...], int]:
-    """Return the window with most tissue, and how much it has; among equals the one nearest to their middle."""
+    """Return the window with most tissue and its number of tissue pixels; of equal ones that nearest their middle.
+
+    Counts all windows at once with a summed-area table over the rows and columns where windows start or end.
+    """
     starts = [_starts(length, size, align) for length, size in zip(grid.size_px, size_px, strict=True)]
     ends = [np.minimum(s + size, length) for s, size, length in zip(starts, size_px, grid.size_px, strict=True)]
     cuts = [np.unique(np.concatenate([[0], s, e])) for s, e in zip(starts, ends, strict=True)]
-    until = np.zeros((len(cuts[0]), len(cuts[1])), np.int64)
-    until[1:, 1:] = grid.counts(cuts[0], cuts[1]).cumsum(axis=0).cumsum(axis=1)
+    summed = np.zeros((len(cuts[0]), len(cuts[1])), np.int64)
+    summed[1:, 1:] = grid.counts(cuts[0], cuts[1]).cumsum(axis=0).cumsum(axis=1)
     y0, x0 = (np.searchsorted(c, s) for c, s in zip(cuts, starts, strict=True))
     y1, x1 = (np.searchsorted(c, e) for c, e in zip(cuts, ends, strict=True))
-    tissue = until[np.ix_(y1, x1)] - until[np.ix_(y0, x1)] - until[np.ix_(y1, x0)] + until[np.ix_(y0, x0)]
+    tissue = summed[np.ix_(y1, x1)] - summed[np.ix_(y0, x1)] - summed[np.ix_(y1, x0)] + summed[np.ix_(y0, x0)]
     best = np.argwhere(tissue == tissue.max())
     row, column = best[np.argmin((np.abs(best * 2 - best.min(axis=0) - best.max(axis=0))).sum(axis=1))]
     window = Box(int(starts[0][row]), int(ends[0][row]), int(starts[1][column]), int(ends[1][column]))
@@ -228,40 +233,37 @@ def _crop(grid: TissueGrid, size_px: tuple[int, int], align: int) -> tuple[tuple
 
 
 def _starts(length: int, size: int, align: int) -> NDArray[np.int64]:
-    """Return where a window may begin: on the grid, the last one reaching the slide's end."""
+    """Return where windows may start: on the grid, the last one reaching the slide's border."""
     last = -(-max(0, length - size) // align)
     return np.arange(last + 1, dtype=np.int64) * align
 
 
 def _centred(placed: Sequence[tuple[Box, tuple[int, int]]], size_px: tuple[int, int], align: int) -> tuple[Piece, ...]:
-    """Return the pieces, all moved by the same whole blocks so that the white border is alike on both sides."""
+    """Return the pieces, all shifted by the same whole blocks so that they are centred in the image."""
     targets = [source.relative_to(source).shift(*place) for source, place in placed]
     used = hull(targets)
     dy, dx = (size_px[0] - used.y1) // 2 // align * align, (size_px[1] - used.x1) // 2 // align * align
     pieces = [Piece(source, target.shift(dy, dx)) for (source, _), target in zip(placed, targets, strict=True)]
-    return _joined(sorted(pieces, key=lambda piece: (piece.target.y0, piece.target.x0)))
+    return _merged(sorted(pieces, key=lambda piece: (piece.target.y0, piece.target.x0)))
 
 
-def _joined(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    """Make one piece of neighbours in a row that are neighbours in the slide too: fewer, longer reads."""
-    joined: list[Piece] = []
+def _merged(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+    """Merge pieces that are neighbours in a row of both image and slide, for fewer and longer reads."""
+    merged: list[Piece] = []
     for piece in pieces:
-        last = joined[-1] if joined else piece
+        last = merged[-1] if merged else piece
         rows = (piece.target.y0, piece.target.y1)
         if (
             last.target.x1 == piece.target.x0
             and (last.target.y0, last.target.y1) == rows
             and last.offset == piece.offset
         ):
-            joined[-1] = Piece(last.source.hull(piece.source), last.target.hull(piece.target))
+            merged[-1] = Piece(last.source.hull(piece.source), last.target.hull(piece.target))
         else:
-            joined.append(piece)
-    return tuple(joined)
+            merged.append(piece)
+    return tuple(merged)
 
 
 def _pixels(box: Box, y_ends: NDArray[np.int64], x_ends: NDArray[np.int64]) -> Box:
+    """Convert a box of blocks to pixels."""
     return Box(int(y_ends[box.y0]), int(y_ends[box.y1]), int(x_ends[box.x0]), int(x_ends[box.x1]))
-
-
-def _ends(boxes: Sequence[Box]) -> NDArray[np.int64]:
-    return np.array([[b.y0, b.y1, b.x0, b.x1] for b in boxes], dtype=np.int64).reshape(-1, 4)

@@ -59,7 +59,7 @@ class TrainingJob:
         """How the stream of samples is cut into batches."""
         replicas, rounds = self.plan.replicas, self.plan.microbatches
         if self.plan.shares is None:
-            return BatchLayout.alike(self.config.data.batch_size // replicas, replicas)
+            return BatchLayout.uniform(self.config.data.batch_size // replicas, replicas)
         return BatchLayout(tuple(share // rounds for share in self.plan.shares), rounds)
 
     @cached_property

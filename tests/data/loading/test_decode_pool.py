@@ -36,8 +36,8 @@ def run_through(pool: DecodePool, count: int, between: Callable[[int], None] = l
     deadline = time.monotonic() + 120
     while done < count:
         assert time.monotonic() < deadline
-        while pool.has_room and asked < count:
-            pool.ask(asked, asked // 5, asked % 5, BOXES)
+        while pool.has_free_slot and asked < count:
+            pool.submit(asked, asked // 5, asked % 5, BOXES)
             asked += 1
         pool.collect()
         while (parts := pool.parts(done)) is not None if done < asked else False:
@@ -87,7 +87,7 @@ def test_twenty_killed_workers_cost_nothing_but_time() -> None:
 def test_children_do_not_outlive_their_pool() -> None:
     pool = pool_of(Images(delay_s=30.0), workers=2, slots=2)
     pids = [worker.pid for worker in pool.workers]
-    pool.ask(0, 0, 0, BOXES)
+    pool.submit(0, 0, 0, BOXES)
     pool.collect()
     pool.close()
     assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
@@ -95,7 +95,7 @@ def test_children_do_not_outlive_their_pool() -> None:
 
 def test_what_a_child_raises_is_raised_here_with_its_traceback() -> None:
     pool = pool_of(BrokenImages(), workers=1, slots=1)
-    pool.ask(0, 1, 0, BOXES)
+    pool.submit(0, 1, 0, BOXES)
     with pytest.raises(OSError, match="cannot be decoded") as caught:
         for _ in range(3000):
             pool.collect()
@@ -125,7 +125,7 @@ def open_files() -> int:
 def test_memory_stays_when_descriptors_are_closed() -> None:
     before = open_files()
     pool = DecodePool(Images(), 1, 1, SLOT_BYTES, start=ThreadWorker)
-    pool.ask(0, 0, 0, BOXES)
+    pool.submit(0, 0, 0, BOXES)
     while pool.parts(0) is None:
         pool.collect()
         pool.wait(0.01)
@@ -148,28 +148,28 @@ def test_a_lost_lease_is_issued_first_and_not_for_ever() -> None:
     for number in range(3):
         leases.add(lease(number))
     assert leases.issue(0).number == 0 and leases.issue(1).number == 1
-    leases.lose(0)
+    leases.requeue(0)
     assert leases.issue(0).number == 0
     assert leases.finish(1).number == 1
     assert leases.issue(1).number == 2 and leases.issue(2) is None
     for _ in range(MAX_DEATHS_OF_A_SAMPLE - 2):
-        leases.lose(0)
+        leases.requeue(0)
         assert leases.issue(0).number == 0
     with pytest.raises(RuntimeError, match=f"{MAX_DEATHS_OF_A_SAMPLE} decoding processes died in a row at sample 0"):
-        leases.lose(0)
-    leases.lose(7)  # it held nothing
+        leases.requeue(0)
+    leases.requeue(7)  # it held nothing
 
 
 def test_the_cache_keeps_who_is_in_use_and_forgets_the_oldest() -> None:
-    cache = SampleCache(100, 25, 10)  # room for two
-    first, second = cache.borrow(1, WHOLE), cache.borrow(2, WHOLE)
-    assert (first.at, second.at, first.kept) == (100, 110, False)
-    assert cache.borrow(1, WHOLE) is None  # being written
-    assert cache.borrow(3, WHOLE) is None  # no room: both are in use
-    cache.give_back(1, WHOLE)
-    cache.give_back(2, WHOLE)
-    assert cache.borrow(1, WHOLE).kept
-    third = cache.borrow(3, WHOLE)  # takes the place of 2: 1 is in use, and was asked for since
-    assert third.at == 110 and not third.kept
-    assert cache.borrow(2, WHOLE) is None
-    assert SampleCache(0, 9, 10).borrow(1, WHOLE) is None
+    cache = SampleCache(25, 10)  # room for two
+    first, second = cache.acquire(1, WHOLE), cache.acquire(2, WHOLE)
+    assert (first.offset, second.offset, first.valid) == (0, 10, False)
+    assert cache.acquire(1, WHOLE) is None  # being written
+    assert cache.acquire(3, WHOLE) is None  # no room: both are in use
+    cache.release(1, WHOLE)
+    cache.release(2, WHOLE)
+    assert cache.acquire(1, WHOLE).valid
+    third = cache.acquire(3, WHOLE)  # takes the place of 2: 1 is in use, and was asked for since
+    assert third.offset == 10 and not third.valid
+    assert cache.acquire(2, WHOLE) is None
+    assert SampleCache(9, 10).acquire(1, WHOLE) is None

@@ -99,7 +99,7 @@ def job(
 @pytest.mark.parametrize("loaders", [1, 2, 4])
 @pytest.mark.parametrize(
     ("trainers", "layout"),
-    [(2, BatchLayout.alike(3)), (4, BatchLayout.alike(2, 2)), (4, BatchLayout((1, 2), rounds=2))],
+    [(2, BatchLayout.uniform(3)), (4, BatchLayout.uniform(2, 2)), (4, BatchLayout((1, 2), rounds=2))],
 )
 @pytest.mark.parametrize("weights", [None, WEIGHTS])
 def test_any_number_of_loaders_gives_what_inline_gives(loaders, trainers, layout, weights) -> None:
@@ -111,7 +111,7 @@ def test_any_number_of_loaders_gives_what_inline_gives(loaders, trainers, layout
 
 @pytest.mark.parametrize("loaders", [1, 3])
 def test_mirrored_ranks_get_another_box_for_the_other_half(loaders: int) -> None:
-    layout = BatchLayout.alike(4)
+    layout = BatchLayout.uniform(4)
     results = job(3, loaders, layout, (0, 5), Images(), parts=mirrored_parts)
     for trainer in range(3):
         assert same(results[trainer][0], inline(trainer, layout, (0, 5), parts=mirrored_parts))
@@ -119,14 +119,14 @@ def test_mirrored_ranks_get_another_box_for_the_other_half(loaders: int) -> None
 
 
 def test_child_processes_give_what_threads_give() -> None:
-    layout = BatchLayout.alike(3)
+    layout = BatchLayout.uniform(3)
     results = job(2, 1, layout, (0, 4), Images(), start=ChildWorker)
     assert all(same(results[trainer][0], inline(trainer, layout, (0, 4))) for trainer in range(2))
     assert results[2][1].samples == 12 and results[2][1].replaced == 0
 
 
 def test_a_run_that_goes_on_gets_the_very_next_samples() -> None:
-    layout = BatchLayout.alike(2)
+    layout = BatchLayout.uniform(2)
     straight = job(2, 1, layout, (0, 6), Images())
     resumed = job(2, 2, layout, (3, 6), Images())
     for trainer in range(2):
@@ -135,7 +135,7 @@ def test_a_run_that_goes_on_gets_the_very_next_samples() -> None:
 
 def test_parts_that_overlap_are_read_once_and_only_parts_travel() -> None:
     images = Images()
-    results = job(2, 1, BatchLayout.alike(3), (0, 4), images)
+    results = job(2, 1, BatchLayout.uniform(3), (0, 4), images)
     assert results[2][0] is False and results[2][1].samples == 12
     assert [box for _, box in images.reads] == [WHOLE] * 12
     report = results[1][1][2]
@@ -146,7 +146,7 @@ def test_parts_that_overlap_are_read_once_and_only_parts_travel() -> None:
 
 def test_each_node_reads_its_own_part_once() -> None:
     """Two nodes, a trainer and a loader on each: together they read the image and its halo, each its own."""
-    layout, images = BatchLayout.alike(2), [Images(), Images()]
+    layout, images = BatchLayout.uniform(2), [Images(), Images()]
 
     def body(comm: Communicator) -> list:
         if comm.rank >= 2:
@@ -167,7 +167,7 @@ def test_each_node_reads_its_own_part_once() -> None:
 
 @pytest.mark.parametrize("kept", [SAMPLES, 5])
 def test_the_cache_spares_reads_and_changes_nothing(kept: int) -> None:
-    images, layout, cache_bytes = Images(), BatchLayout.alike(2), kept * part_bytes(WHOLE)
+    images, layout, cache_bytes = Images(), BatchLayout.uniform(2), kept * part_bytes(WHOLE)
     results = job(2, 1, layout, (0, 14), images, cache_bytes=cache_bytes)
     for trainer in range(2):
         assert same(results[trainer][0], inline(trainer, layout, (0, 14)))
@@ -184,7 +184,7 @@ def test_the_cache_spares_reads_and_changes_nothing(kept: int) -> None:
 
 
 def test_a_slow_trainer_makes_loaders_wait_not_grow() -> None:
-    images, layout, prefetch = Images(), BatchLayout.alike(1), 2
+    images, layout, prefetch = Images(), BatchLayout.uniform(1), 2
     ahead: list[int] = []
 
     def body(comm: Communicator) -> None:
@@ -207,7 +207,7 @@ def test_a_slow_trainer_makes_loaders_wait_not_grow() -> None:
 @pytest.mark.parametrize("prefetch", [1, 4])
 def test_a_trainer_holds_as_many_parts_as_it_has_asked_for(prefetch: int) -> None:
     def body(comm: Communicator) -> int:
-        layout = BatchLayout.alike(2)
+        layout = BatchLayout.uniform(2)
         if comm.rank == 1:
             LoaderService(comm, [0], Images(), stream(), layout, workers=1, start=ThreadWorker).serve()
             return 0
@@ -220,7 +220,7 @@ def test_a_trainer_holds_as_many_parts_as_it_has_asked_for(prefetch: int) -> Non
 
 def test_trainers_that_drift_apart_block_nobody() -> None:
     """One trainer asks for five turns at a time, the other for two, and is slow: slots must come free all the same."""
-    layout, images = BatchLayout.alike(1), Images()
+    layout, images = BatchLayout.uniform(1), Images()
 
     def body(comm: Communicator) -> list:
         if comm.rank == 2:
@@ -243,7 +243,7 @@ def test_trainers_that_drift_apart_block_nobody() -> None:
 def test_leaving_early_does_not_wait_for_what_was_asked() -> None:
     images = Images(delay_s=0.3)
     start = time.monotonic()
-    results = job(2, 1, BatchLayout.alike(4), (0, 100), images, prefetch=8, leave_after=1)
+    results = job(2, 1, BatchLayout.uniform(4), (0, 100), images, prefetch=8, leave_after=1)
     assert results[2][0] is True
     assert time.monotonic() - start < 4  # all that was asked for: 36 samples of 0.3 s by two workers = 5.4 s
     assert len(images.reads) < 20
@@ -251,7 +251,7 @@ def test_leaving_early_does_not_wait_for_what_was_asked() -> None:
 
 def test_waiting_is_measured() -> None:
     def body(comm: Communicator) -> float:
-        images, layout = Images(delay_s=0.1), BatchLayout.alike(1)
+        images, layout = Images(delay_s=0.1), BatchLayout.uniform(1)
         if comm.rank == 1:
             LoaderService(comm, [0], images, stream(), layout, workers=1, start=ThreadWorker).serve()
             return 0.0
@@ -266,13 +266,13 @@ def test_waiting_is_measured() -> None:
 
 def test_a_sample_that_cannot_be_read_ends_all() -> None:
     with pytest.raises(OSError, match="cannot be decoded") as caught:
-        job(2, 1, BatchLayout.alike(3), (0, 6), BrokenImages())
+        job(2, 1, BatchLayout.uniform(3), (0, 6), BrokenImages())
     assert "in vary" in caught.value.__notes__[0]
 
 
 def test_a_feed_refuses_what_the_loader_does_not_send() -> None:
     def body(comm: Communicator) -> None:
-        layout = BatchLayout.alike(1)
+        layout = BatchLayout.uniform(1)
         if comm.rank == 1:
             LoaderService(comm, [0], Images(), stream(), layout, workers=1, start=ThreadWorker).serve()
             return
@@ -292,7 +292,7 @@ def test_a_feed_refuses_what_the_loader_does_not_send() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_images_arrive_from_pinned_memory() -> None:
-    layout = BatchLayout.alike(3)
+    layout = BatchLayout.uniform(3)
 
     def body(comm: Communicator) -> list:
         if comm.rank == 1:

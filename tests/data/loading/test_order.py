@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.loading.batches import BatchLayout
-from data.loading.order import SampleStream, balanced_weights, column_weights, drawn_order, epoch_order, step_samples
+from data.loading.order import SampleStream, balanced_weights, column_weights, epoch_order, weighted_order
 from data.samples.dataset import SlideRef
 from data.samples.keyed import keyed_bits, keyed_uniforms
 from data.samples.labels import Labels
@@ -34,10 +34,11 @@ def test_the_stream_can_be_entered_anywhere(n, seed, numbers):
 
 @given(st.integers(1, 20), st.integers(1, 5), st.integers(1, 3))
 def test_steps_are_full_and_are_the_stream(n, batch_size, replicas):
-    steps = [step for epoch in range(6) for step in step_samples(n, batch_size, replicas, 7, epoch)]
+    layout, stream = BatchLayout.uniform(batch_size, replicas), SampleStream(n, 7)
+    turns = range(-(-6 * n // layout.turn_samples))
+    steps = [[[stream.at(k)[1] for k in layout.numbers(turn, r)] for r in range(replicas)] for turn in turns]
     assert all(len(step) == replicas and all(len(batch) == batch_size for batch in step) for step in steps)
     flat = [index for step in steps for batch in step for index in batch]
-    stream = SampleStream(n, 7)
     assert flat == [stream.at(k)[1] for k in range(len(flat))]
     assert 6 * n <= len(flat) < 6 * n + batch_size * replicas
 
@@ -66,21 +67,21 @@ def test_uniforms_fill_the_unit_interval():
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=40).filter(any), st.integers(0, 99), st.integers(0, 99))
 def test_each_sample_is_drawn_as_often_as_its_weight_says(weights, seed, epoch):
     n, total = len(weights), sum(weights)
-    order = drawn_order(weights, seed, epoch)
+    order = weighted_order(weights, seed, epoch)
     counts = np.bincount(order, minlength=n)
     assert order.dtype == np.int64 and len(order) == n
     assert all(abs(count - n * weight / total) < 1 for count, weight in zip(counts, weights, strict=True))
     assert all(count == 0 for count, weight in zip(counts, weights, strict=True) if weight == 0)
-    assert np.array_equal(order, drawn_order([4 * weight for weight in weights], seed, epoch))
+    assert np.array_equal(order, weighted_order([4 * weight for weight in weights], seed, epoch))
 
 
 def test_equal_weights_draw_each_sample_once():
-    assert sorted(drawn_order([0.1] * 30, 5, 2).tolist()) == list(range(30))
+    assert sorted(weighted_order([0.1] * 30, 5, 2).tolist()) == list(range(30))
 
 
 def test_over_many_epochs_shares_are_exact():
     weights = [0.5, 1.0, 0.25, 3.0]
-    counts = np.bincount(np.concatenate([drawn_order(weights, 1, epoch) for epoch in range(2000)]), minlength=4)
+    counts = np.bincount(np.concatenate([weighted_order(weights, 1, epoch) for epoch in range(2000)]), minlength=4)
     assert counts / 8000 == pytest.approx(np.array(weights) / sum(weights), abs=0.005)
 
 
@@ -95,7 +96,7 @@ def dealt_whole(layout: BatchLayout) -> list[tuple[int, int]]:
     for replica in range(layout.replicas):
         mine, batch = [n for n, r in dealt if r == replica], layout.batch_of(replica)
         assert [layout.ordinal(n) for n in mine] == list(range(21 * batch))
-        assert [layout.place_of(n) for n in mine] == list(range(batch)) * 21
+        assert [layout.position_of(n) for n in mine] == list(range(batch)) * 21
     return dealt
 
 
@@ -115,7 +116,7 @@ def test_unequal_shares_cut_every_round_among_all_replicas(shares, rounds):
 
 
 def test_equal_batches_are_pieces_of_a_turn():
-    layout = BatchLayout.alike(3, 2)
+    layout = BatchLayout.uniform(3, 2)
     assert [list(layout.numbers(1, replica)) for replica in range(2)] == [[6, 7, 8], [9, 10, 11]]
     shared = BatchLayout((2, 1), rounds=2)
     assert [list(shared.numbers(1, replica)) for replica in range(2)] == [[6, 7, 9, 10], [8, 11]]
@@ -124,7 +125,7 @@ def test_equal_batches_are_pieces_of_a_turn():
 @given(st.integers(1, 4), st.integers(1, 3), st.booleans())
 def test_replicas_share_the_stream_without_repeats_or_losses(batch, replicas, weighted):
     stream = SampleStream(7, 3, [1, 0, 5, 1, 1, 2, 1] if weighted else None)
-    dealt = dealt_whole(BatchLayout.alike(batch, replicas))
+    dealt = dealt_whole(BatchLayout.uniform(batch, replicas))
     assert len({stream.at(n) for n, _ in dealt}) == len(dealt)  # no image is varied alike twice
     again = SampleStream(7, 3, stream.weights)
     assert [again.at(n) for n, _ in dealt[::-1]] == [stream.at(n) for n, _ in dealt[::-1]]
@@ -149,7 +150,7 @@ def slides(*labels):
 
 def test_balanced_classes_are_drawn_alike_often():
     given_ = slides(0, 0, 0, 0, 0, 0, 0, 1, 1, 2)
-    order = drawn_order(balanced_weights(given_), 0, 0)
+    order = weighted_order(balanced_weights(given_), 0, 0)
     counts = np.bincount([given_[i].label for i in order])
     assert sorted(counts.tolist()) == [3, 3, 4]
 
