@@ -1,1 +1,1 @@
-"""What a user runs: commands, configuration, training, the demo."""
+"""The command line and what it runs: commands, configuration, training, evaluation, launchers."""

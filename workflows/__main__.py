@@ -1,4 +1,4 @@
-"""``python -m workflows`` and the program ``hyfi``: listens for requests to stop, then runs the command line."""
+"""``python -m workflows`` and the program ``hyfi``: installs signal handlers, then runs the command line."""
 
 from __future__ import annotations
 

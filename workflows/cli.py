@@ -1,13 +1,13 @@
-"""The one entry point: declares every command and hands its options, typed, to the module that does it.
+"""The command line: declares every command and passes its options to the module that implements it.
 
-Nothing heavy is imported here: commands import what they need when they run, so that ``--help`` is fast.
+Nothing large is imported here; commands import what they need when they run, so that ``--help`` is fast.
 """
 
 from __future__ import annotations
 
 from workflows import signals
 
-if __name__ == "__main__":  # requests to stop have their answer before anything slower is imported
+if __name__ == "__main__":  # signal handlers first: the imports below take time
     signals.listen_from_start()
 
 from collections.abc import Callable
@@ -253,7 +253,7 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Continue a stopped run, or start it.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Train a classifier; starts mpiexec itself where it is not already under mpiexec, srun or torchrun."""
+    """Train a classifier; starts mpiexec itself if it is not already under mpiexec, srun or torchrun."""
     from workflows.commands import train
 
     _exit(partial(train.run, config, list(overrides or ()), ranks, resume, as_json), as_ranks=True)
@@ -376,12 +376,13 @@ app.add_typer(launch)
 
 
 def _exit(command: Callable[[], int], writes: Path | None = None, as_ranks: bool = False) -> NoReturn:
-    """Run a command and leave with its exit code.
+    """Run a command and exit with its exit code.
 
     Args:
-        command: does the work and returns the exit code.
-        writes: its output path, which is checked first.
-        as_ranks: whether a launcher may start this command as several ranks, which stop together only.
+        command: Does the work and returns the exit code.
+        writes: The command's output path, checked before it runs.
+        as_ranks: Whether a launcher may run this command as several ranks. Ranks only remember a request to stop, and
+            act on it together.
     """
 
     def prepare() -> None:
@@ -393,12 +394,6 @@ def _exit(command: Callable[[], int], writes: Path | None = None, as_ranks: bool
             require_writable(writes)
 
     raise typer.Exit(exit_code_of(command, prepare))
-
-
-def main() -> None:
-    """Run the command line; never returns."""
-    signals.listen_from_start()
-    app()
 
 
 if __name__ == "__main__":

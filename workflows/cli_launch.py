@@ -1,4 +1,4 @@
-"""The commands ``hyfi launch …``: their options; what they do is in :mod:`workflows.commands.launch`."""
+"""The options of ``hyfi launch …``; implemented in :mod:`workflows.commands.launch`."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def slurm(
         from workflows.launch.scripts import Resources
 
         resources = Resources(nodes, gpus_per_node, cpus_per_task, time, partition, mpi)
-        asked = ScriptOptions(resources, site, script, submit, as_json)
-        return run("slurm", config, list(overrides or ()), ranks, asked)
+        options = ScriptOptions(resources, site, script, submit, as_json)
+        return run("slurm", config, list(overrides or ()), ranks, options)
 
     raise typer.Exit(exit_code_of(body))
 
@@ -106,8 +106,8 @@ def _add_script_command(by: Literal["mpiexec", "torchrun"], about: str) -> None:
             from workflows.commands.launch import ScriptOptions, run
             from workflows.launch.scripts import Resources
 
-            asked = ScriptOptions(Resources(nodes), site, script, as_json=as_json)
-            return run(by, config, list(overrides or ()), ranks, asked)
+            options = ScriptOptions(Resources(nodes), site, script, as_json=as_json)
+            return run(by, config, list(overrides or ()), ranks, options)
 
         raise typer.Exit(exit_code_of(body))
 

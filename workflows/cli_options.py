@@ -1,4 +1,4 @@
-"""The options that several commands share, or whose words are long."""
+"""Options of the command line that several commands share, or that have long help texts."""
 
 from __future__ import annotations
 
@@ -27,15 +27,17 @@ SlideMpp = Annotated[
 
 Measure = Annotated[
     Path | None,
-    typer.Option("--measure", metavar="FILE.yaml", help="Measure this machine for plan and simulate; take no checks."),
+    typer.Option(
+        "--measure", metavar="FILE.yaml", help="Measure this machine for plan and simulate, instead of the checks."
+    ),
 ]
 MachineName = Annotated[
     str | None,
     typer.Option(
         "--machine",
         metavar="M.yaml",
-        help="What to count with: cpu, v100-lassen, a100, h100, bluefield2, or a file of doctor --measure; default: "
-        "h100 where run.device is cuda, else cpu.",
+        help="Machine model: cpu, v100-lassen, a100, h100, bluefield2, or a file of doctor --measure; default: h100 if "
+        "run.device is cuda, else cpu.",
     ),
 ]
 Config = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="The run's YAML, see docs/config.md.")]
@@ -64,7 +66,9 @@ Memory = Annotated[
     str | None,
     typer.Option("--memory", help="Memory of all workers together, as in 8GB; default: most of the free memory."),
 ]
-Part = Annotated[str, typer.Option("--part", metavar="i/n", help="Process the i-th of n parts, say one a node.")]
+Part = Annotated[
+    str, typer.Option("--part", metavar="i/n", help="Process the i-th of n parts, for example one on each node.")
+]
 Pseudonyms = Annotated[
     Path | None,
     typer.Option(

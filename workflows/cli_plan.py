@@ -1,4 +1,4 @@
-"""The commands that forecast runs: their options; what they do is in :mod:`workflows.commands`."""
+"""The options of ``hyfi plan`` and ``hyfi simulate``; implemented in :mod:`workflows.commands`."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ def plan(
     config: Config,
     overrides: Overrides = None,
     machine: MachineName = None,
-    ranks: Annotated[int | None, typer.Option("--ranks", min=1, help="Trainers; default: those of one node.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", min=1, help="Number of trainers; default: those of one node.")
+    ] = None,
     memory: Annotated[
-        str | None, typer.Option("--memory", metavar="16GB", help="What a trainer may need; default: the device's.")
+        str | None,
+        typer.Option("--memory", metavar="16GB", help="Memory limit of a trainer; default: the device's memory."),
     ] = None,
     batch: Annotated[
-        int | None, typer.Option("--batch", min=1, help="Images of a step; default: data.batch_size.")
+        int | None, typer.Option("--batch", min=1, help="Images in a step; default: data.batch_size.")
     ] = None,
     top: Annotated[int, typer.Option("--top", min=1, help="How many plans to show.")] = 5,
     write: Annotated[bool, typer.Option("--write", help="Put the best plan into CONFIG.yaml.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Find the best plans for the configuration's model and images on a machine, and say why others lose."""
+    """Find the best plans for the configuration's model and images on a machine, and say why others are worse."""
     from workflows.commands import plan
 
     raise typer.Exit(
@@ -44,14 +47,15 @@ def simulate(
     overrides: Overrides = None,
     machine: MachineName = None,
     ranks: Annotated[
-        int | None, typer.Option("--ranks", min=1, help="Trainers, in further replicas; default: the plan's.")
+        int | None,
+        typer.Option("--ranks", min=1, help="Number of trainers, in additional replicas; default: the plan's."),
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option("--trace", metavar="FILE.json", help="Write the step for Perfetto.")
+        Path | None, typer.Option("--trace", metavar="FILE.json", help="Write a trace of the step for Perfetto.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say what the configuration's plan will take on a machine: time, memory, communication; nothing is run."""
+    """Forecast time, memory and communication of the configuration's plan on a machine, without running it."""
     from workflows.commands import simulate
 
     raise typer.Exit(exit_code_of(partial(simulate.run, config, list(overrides or ()), machine, ranks, trace, as_json)))

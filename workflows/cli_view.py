@@ -1,4 +1,4 @@
-"""The command ``hyfi view``: its options; what it does is in :mod:`workflows.commands.view`."""
+"""The options of ``hyfi view``; implemented in :mod:`workflows.commands.view`."""
 
 from __future__ import annotations
 

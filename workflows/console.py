@@ -1,4 +1,4 @@
-"""What commands say to the person who typed them: lines, warnings, progress, one JSON object."""
+"""Console output of commands: lines, warnings, progress bars, one JSON object."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 LINES_PER_PROGRESS = 10
-LEAST_SECONDS_BETWEEN_LINES = 2.0
+MIN_SECONDS_BETWEEN_LINES = 2.0
 
 
 class Progress(Protocol):
-    """How far a long job has come."""
+    """Progress of a long job."""
 
     def advance(self, steps: float = 1, note: str = "") -> None:
-        """Say that ``steps`` more are done; ``note`` is shown beside the bar."""
+        """Report that ``steps`` more are done; ``note`` is shown beside the bar."""
         ...
 
 
 def say(text: str = "") -> None:
-    """Print a line to standard output, at once (logs are read while the job runs)."""
+    """Print a line to standard output and flush it (logs are read while the job runs)."""
     _write(sys.stdout, text)
 
 
 def warn(text: str) -> None:
-    """Print a line to standard error, at once."""
+    """Print a line to standard error and flush it."""
     _write(sys.stderr, text)
 
 
 def _write(stream: TextIO, text: str) -> None:
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    # A file's name need not be text in any encoding, and a log may know ASCII alone: no reason to end with an error.
+    # Escape what the stream cannot encode: file names may have undecodable bytes, and a log may be ASCII only.
     shown = text.encode(encoding, "backslashreplace").decode(encoding)
-    # One write for text and line end: several ranks write into one pipe.
+    # One write for the text and its line end: several ranks share one pipe.
     stream.write(shown + "\n")
     stream.flush()
 
@@ -49,13 +49,13 @@ def emit_json(value: Mapping[str, Any] | Sequence[Any]) -> None:
     text = json.dumps(plain, ensure_ascii=False, allow_nan=False)
     try:
         text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
-    except UnicodeEncodeError:  # JSON has escapes of its own
+    except UnicodeEncodeError:  # use JSON's own escapes
         text = json.dumps(plain, allow_nan=False)
     _write(sys.stdout, text)
 
 
 def plain_json(value: Any) -> Any:
-    """Return ``value`` in JSON's own types: paths as text, tuples as lists, undefined numbers as None."""
+    """Return ``value`` in JSON's types: paths as strings, tuples as lists, NaN and infinities as None."""
     if isinstance(value, Mapping):
         return {str(key): plain_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -72,10 +72,14 @@ def plain_json(value: Any) -> Any:
 
 @contextmanager
 def progress(total: float | None, label: str, done: float = 0.0) -> Iterator[Progress]:
-    """Show how far a job of ``total`` steps has come, on standard error.
+    """Show the progress of a job on standard error.
 
-    On a terminal this is a moving bar; in a log about ten plain lines, never closer than two seconds.
-    ``total=None``: unknown. ``done``: of the total, what an earlier run did.
+    On a terminal this is a progress bar; otherwise about ten plain lines, at least two seconds apart.
+
+    Args:
+        total: Number of steps; None: unknown.
+        label: Name of the job.
+        done: Steps that an earlier run has done.
     """
     if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
         with _bar(total, label, done) as shown:
@@ -115,7 +119,7 @@ class _TerminalBar:
 
 
 class _LogLines:
-    """The same for a log: a line for every tenth of the job, not more often than every two seconds."""
+    """Progress in a log: a line for every tenth of the job, at least two seconds apart."""
 
     def __init__(self, total: float | None, label: str, done: float = 0.0) -> None:
         self._total, self._label = total, label
@@ -126,7 +130,7 @@ class _LogLines:
         self._done += steps
         now_s = time.monotonic()
         share = (self._total or self._done * 2) / LINES_PER_PROGRESS
-        if self._done - self._printed >= share and now_s - self._printed_s >= LEAST_SECONDS_BETWEEN_LINES:
+        if self._done - self._printed >= share and now_s - self._printed_s >= MIN_SECONDS_BETWEEN_LINES:
             self._print(note)
 
     def finish(self) -> None:

@@ -1,4 +1,4 @@
-"""The exit codes of every command, and how what happens becomes one of them."""
+"""Exit codes of all commands, and the mapping of exceptions to them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def exit_code_of(body: Callable[[], int], prepare: Callable[[], None] | None = N
     """Run ``body``; return its exit code, or that of the exception that ended it, reported on standard error.
 
     Args:
-        body: does the work.
-        prepare: called before it; its errors are reported in the same way.
+        body: Does the work and returns the exit code.
+        prepare: Called before ``body``; its errors are reported in the same way.
     """
     try:
         if prepare is not None:
@@ -29,7 +29,7 @@ def exit_code_of(body: Callable[[], int], prepare: Callable[[], None] | None = N
         _warn("hyfi: stopped on request")
         return STOPPED
     except BrokenPipeError:
-        # The reader of our output has gone (as in `hyfi … | head`); write nothing more into the closed pipe.
+        # The reader of standard output has closed it (as in `hyfi … | head`): write nothing more.
         sys.stdout = None
         return FAULT
     except Exception as error:

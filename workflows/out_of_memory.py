@@ -1,11 +1,11 @@
-"""Out-of-memory errors end with advice instead of a traceback.
+"""Messages for out-of-memory errors: advice instead of a traceback.
 
 ::
 
-    before the run   the forecast   ──►  remember_advice(…), on every rank and beside the launcher's status files
-    MemoryError, torch's allocator  ──►  message_of(error): the requested amount, and the advice
-    a disk of plan.spill is full    ──►  message_of(error): the message of the store
-    killed by the kernel            ──►  the launcher sees its count of such kills rise, and adds the advice
+    before the run, by the forecast     ──►  remember_advice(…), on every rank and for the launcher
+    MemoryError, torch's allocator      ──►  message_of(error): the requested amount, and the advice
+    the disk of plan.spill is full      ──►  message_of(error): the message of the spill store
+    killed by the kernel's OOM killer   ──►  the launcher sees `kernel_kills` rise, and prints the advice
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ GENERAL_ADVICE = (
     "(plan.cells, or --cells R,C), use smaller images (data.size_px, data.mpp), or fewer roles.loaders and data.workers"
 )
 _ALLOCATOR = re.compile(r"can't allocate memory|not enough memory|out of memory|Cannot allocate memory|bad_alloc")
-_WANTED = re.compile(r"[Aa]llocate ([\d.]+ \w+)")
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_REQUESTED = re.compile(r"[Aa]llocate ([\d.]+ \w+)")
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _advice = ""
 
 
 def remember_advice(text: str) -> None:
-    """Store the advice for this process and the ranks of this launch."""
+    """Set the advice for this process, and for the launcher that started it."""
     global _advice
     _advice = text
     status = RunStatus.of_environment()
@@ -37,7 +37,7 @@ def remember_advice(text: str) -> None:
 
 
 def advice() -> str:
-    """Return the advice."""
+    """Return how to need less memory: what `remember_advice` was given, else general advice."""
     return _advice or GENERAL_ADVICE
 
 
@@ -60,16 +60,16 @@ def message_of(error: BaseException) -> str | None:
         return full_disk
     if not is_out_of_memory(error):
         return None
-    found = _WANTED.search(str(error))
+    found = _REQUESTED.search(str(error))
     return f"out of memory{f' (when {_amount(found[1])} more were requested)' if found else ''}; {advice()}"
 
 
 def _full_disk(error: BaseException) -> str | None:
-    """Return what the store of ``plan.spill`` says of its full disk, as an error or as the cause of one."""
+    """Return the message of an error that a full disk of ``plan.spill`` caused; None for other errors."""
     seen: BaseException | None = error
     while seen is not None:
         cause = seen.__cause__
-        if isinstance(seen, RequestError) and isinstance(cause, OSError) and cause.errno in _FULL:
+        if isinstance(seen, RequestError) and isinstance(cause, OSError) and cause.errno in _DISK_FULL:
             return str(error)
         seen = cause
     return None
@@ -81,7 +81,7 @@ def _amount(text: str) -> str:
 
 
 def kernel_kills() -> int:
-    """Return the number of processes killed by this machine's kernel for lack of memory; 0 if unknown."""
+    """Return how many processes this machine's kernel has killed for lack of memory since it booted; 0 if unknown."""
     try:
         found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
     except OSError:

@@ -1,4 +1,4 @@
-"""``--part i/n`` of the commands that several nodes share."""
+"""``--part i/n``, with which several nodes divide the work of a command."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def parse_part(text: str) -> tuple[int, int]:
     """Return (i, n).
 
     Raises:
-        RequestError: it is not two whole numbers with i from 1 to n.
+        RequestError: ``text`` is not two whole numbers with 1 ≤ i ≤ n.
     """
     number, _, of = text.partition("/")
     if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):

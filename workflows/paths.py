@@ -1,4 +1,4 @@
-"""Checks of the places that a command writes to."""
+"""Checks of the paths that a command writes to."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ def require_writable(target: Path) -> None:
     """Check that ``target``, a file or a folder, can be created or written; leaves nothing behind.
 
     Raises:
-        RequestError: a part of the path is a file, its nearest existing folder refuses new files, or it cannot be.
+        RequestError: A part of the path is a file, no file can be created in its nearest existing folder, or the path
+            is not valid.
     """
-    _look(target)
+    _check_accessible(target)
     folder = target if target.is_dir() else target.parent
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
@@ -36,22 +37,22 @@ def require_folder(target: Path, purpose: str) -> None:
     """Check that ``target`` is a folder or can become one.
 
     Args:
-        target: the path.
-        purpose: purpose of the folder, for messages.
+        target: The path.
+        purpose: Purpose of the folder, for messages.
 
     Raises:
-        RequestError: it is a file, or a path that cannot be.
+        RequestError: It is a file, or not a valid path.
     """
-    _look(target)
+    _check_accessible(target)
     if target.exists() and not target.is_dir():
         raise RequestError(f"{target} is a file; choose a folder for {purpose}")
 
 
-def _look(target: Path) -> None:
+def _check_accessible(target: Path) -> None:
     """Check that a path can be accessed.
 
     Raises:
-        RequestError: it cannot: the name is too long, or a folder on the way is closed.
+        RequestError: It cannot: it is a URL, its name is too long, or access to a folder is denied.
     """
     address = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/+", str(target))
     if address is not None:

@@ -1,13 +1,13 @@
-"""Requests to stop: what SIGTERM, SIGUSR1 and Ctrl-C do, from the first line of a command to its last.
+"""Requests to stop: how a command handles SIGTERM, SIGUSR1 and Ctrl-C.
 
 ::
 
-    first lines    a process alone ends at once with code 3: nothing has begun.   A rank remembers the request.
-    body           a process alone is interrupted (KeyboardInterrupt).            A rank remembers the request; all
-                                                                                  ranks act on it together.
+                         a single process                a rank of several
+    while it imports     exits at once with code 3       remembers the request
+    while it runs        KeyboardInterrupt               remembers the request; all ranks act on it together
 
-A rank must never leave alone: its peers would wait for it, in MPI's start-up or in their next exchange. Only the
-standard library is imported here, so that a rank listens before anything slow is loaded.
+A rank must not exit alone: its peers would wait for it, in MPI's start-up or in their next exchange. This module
+imports little, so that the handlers are installed before anything slow is loaded.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ _requested = False
 
 
 def requested() -> bool:
-    """Whether this process has been asked to stop since it began to remember such requests."""
+    """Whether a request to stop has been remembered in this process."""
     return _requested
 
 
 def request() -> None:
-    """Act as if a signal to stop had been received."""
+    """Remember a request to stop, as if a signal had been received."""
     global _requested
     _requested = True
 
 
 def listen_from_start() -> None:
-    """Answer requests in the first lines of a command, whatever it turns out to be."""
+    """Install the handlers for the time before the command is known; see the table above."""
     _handle(_remember if inside_launcher() else _exit)
 
 
 def interrupt_on_request() -> None:
-    """Raise KeyboardInterrupt in the main thread on a request; for single processes."""
+    """Raise KeyboardInterrupt in the main thread on a request; for a single process."""
     _handle(_interrupt)
 
 
 def remember_requests() -> None:
-    """Only remember a request, see :func:`requested`: for a rank, which stops together with all others."""
+    """Only remember a request (see :func:`requested`); for a rank, which stops together with all others."""
     _handle(_remember)
 
 
 def ignore_requests() -> None:
-    """Ignore further requests, also while the interpreter shuts down: for a rank that is about to leave.
+    """Ignore further requests until the process has exited; for a rank that is about to exit.
 
-    A launcher that sees the first rank leave with the code of a stop may end the others (``srun --kill-on-bad-exit``),
-    whose own code would be lost.
+    When the first rank exits with the code of a stop, a launcher may signal the others (``srun --kill-on-bad-exit``),
+    which would then exit with another code.
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -1,1 +1,1 @@
-"""The YAML of a run: its sections, keys, defaults and checks."""
+"""The YAML configuration of a run: sections, keys, defaults, checks."""

@@ -1,4 +1,4 @@
-"""The sections ``data`` and ``model`` of a run's YAML: what is learnt from, and what learns."""
+"""The sections ``data`` and ``model`` of a run's YAML."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from workflows.config.section import Count, Positive, Section, Share, Size, User
 
 
 class AugmentConfig(Section):
-    """How training images are varied; each is a function of (seed, epoch, slide) alone."""
+    """Augmentation of training images; it depends only on (seed, epoch, slide)."""
 
     flips: bool = Field(
         True, description="true or false: flip, and rotate by multiples of 90° (of 180° if the image is not square)"

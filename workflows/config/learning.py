@@ -10,7 +10,7 @@ from workflows.config.section import Count, Positive, Rate, Section, Share
 
 
 class OptimizerConfig(Section):
-    """How gradients change weights."""
+    """The optimizer: how gradients update the weights."""
 
     name: Literal["sgd", "adamw"] = Field("adamw", description="sgd or adamw: the optimizer")
     lr: float = Field(1e-3, gt=0, allow_inf_nan=False, description="a number > 0: learning rate after the warm-up")
@@ -42,7 +42,7 @@ class OptimizerConfig(Section):
 
 
 class LrScheduleConfig(Section):
-    """How the learning rate moves; counted in steps (updates)."""
+    """The learning rate over the run, in steps (updates)."""
 
     name: Literal["constant", "cosine", "step", "linear"] = Field(
         "constant", description="constant, cosine, step or linear: the learning rate after the warm-up"

@@ -15,8 +15,8 @@ from workflows.config.run import Config
 
 __all__ = ["MAY_CHANGE_ON_RESUME", "Config", "changed_keys", "dump_resolved", "load_config", "refuse_changes"]
 
-# Checkpoints do not depend on plan and roles, and none of these keys affects the result of a step.
-# Model, data, seed, precision and optimiser do: with another value it is another run.
+# None of these keys affects the result of a step, and checkpoints do not depend on plan and roles.
+# Keys of the model, data, seed, precision and optimizer do: with other values it would be another run.
 MAY_CHANGE_ON_RESUME = frozenset(
     {
         "run.dir",
@@ -58,11 +58,11 @@ MAY_CHANGE_ON_RESUME = frozenset(
 
 
 AUTO_PLAN = "auto"
-"""Instead of the section ``plan``: the best plan is chosen at start."""
+"""Value of ``plan`` with which the best plan is chosen at start."""
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML without tags, and without a key written twice (plain YAML keeps the last in silence)."""
+class _StrictLoader(yaml.SafeLoader):
+    """Loads YAML without tags; refuses duplicate keys, of which PyYAML silently keeps the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Any] = set()
@@ -77,40 +77,40 @@ class _Loader(yaml.SafeLoader):
 
 
 def load_config(path: Path, overrides: Sequence[str] = (), ignore_plan: bool = False) -> Config:
-    """Read a run's YAML and put ``section.key=value`` over it.
+    """Read a run's YAML and apply overrides.
 
     Relative paths in it are relative to the working directory, as on a command line.
 
     Args:
-        path: of the YAML.
-        overrides: ``section.key=value``.
-        ignore_plan: whether ``plan: auto`` is read as the default plan; else it is refused.
+        path: The YAML file.
+        overrides: ``section.key=value``, applied in order.
+        ignore_plan: Whether ``plan: auto`` is read as the default plan; otherwise it is refused.
 
     Raises:
-        RequestError: no such file, not YAML, an unknown key, a value that is not allowed; every fault is named
-            with its key, what was given and what is allowed.
+        RequestError: The file does not exist or is not YAML, a key is unknown, or a value is not allowed. The message
+            names every such key, what was given and what is allowed.
     """
-    tree = _overridden(path, overrides)
+    tree = _read_with_overrides(path, overrides)
     if tree.get("plan") == AUTO_PLAN and ignore_plan:
         tree["plan"] = {}
     elif tree.get("plan") == AUTO_PLAN:
         raise RequestError(
-            f"{path}: plan: auto is chosen where `hyfi train` starts the ranks itself; elsewhere write the plan first: "
+            f"{path}: plan: auto works only if `hyfi train` starts the ranks itself; otherwise write the plan first: "
             f"hyfi plan {path} --ranks N --write"
         )
     return _check(tree, str(path))
 
 
 def asks_for_plan(path: Path, overrides: Sequence[str] = ()) -> bool:
-    """Return whether the run's plan is ``auto``: to be chosen when it starts.
+    """Return whether the run's plan is ``auto``, to be chosen at start.
 
     Raises:
-        RequestError: no such file, or not YAML.
+        RequestError: The file does not exist or is not YAML.
     """
-    return bool(_overridden(path, overrides).get("plan") == AUTO_PLAN)
+    return bool(_read_with_overrides(path, overrides).get("plan") == AUTO_PLAN)
 
 
-def _overridden(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
+def _read_with_overrides(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     tree = _read(path)
     for override in overrides:
         _override(tree, override)
@@ -118,21 +118,21 @@ def _overridden(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def dump_resolved(config: Config) -> str:
-    """Return YAML with every key, also those left at their defaults; ``load_config`` of it gives ``config`` again."""
+    """Return YAML with every key, defaults included; ``load_config`` of it gives ``config`` again."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, default_flow_style=None)
 
 
 def changed_keys(before: Config, now: Config) -> dict[str, tuple[Any, Any]]:
-    """Return {section.key: (value before, value now)} of everything that differs."""
+    """Return {section.key: (value before, value now)} for all keys that differ."""
     old, new = dict(_leaves(before.model_dump(mode="json"))), dict(_leaves(now.model_dump(mode="json")))
     return {key: (old.get(key), new.get(key)) for key in sorted(old | new) if old.get(key) != new.get(key)}
 
 
 def refuse_changes(before: Config, now: Config) -> None:
-    """Check that a run may go on with ``now``.
+    """Check that a run with the configuration ``before`` may be continued with ``now``.
 
     Raises:
-        RequestError: a key differs that affects the result of a step.
+        RequestError: A key differs that affects the result of a step.
     """
     fixed = _fixed_design(before, now)
     changed = {k: pair for k, pair in changed_keys(before, now).items() if k not in MAY_CHANGE_ON_RESUME or k == fixed}
@@ -147,17 +147,18 @@ def refuse_changes(before: Config, now: Config) -> None:
 
 
 def _fixed_design(before: Config, now: Config) -> str | None:
-    """Return the key of the design if it affects the result of a step.
+    """Return ``roles.design`` if its change affects the result of a step.
 
-    Several plain replicas cut a batch into pieces before micro-batches, spare ranks after: micro-batches are others.
+    Ordinary replicas divide a batch before it is divided into micro-batches, ``offload_naive`` afterwards: the same
+    slides would be in other micro-batches.
     """
-    shared = [config.roles.design == "offload_naive" for config in (before, now)]
-    return "roles.design" if shared[0] != shared[1] and now.plan.replicas > 1 else None
+    naive = [config.roles.design == "offload_naive" for config in (before, now)]
+    return "roles.design" if naive[0] != naive[1] and now.plan.replicas > 1 else None
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
     except FileNotFoundError:
         raise RequestError(f"{path}: no such file; give the YAML file of a run (see workflows/recipes)") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -177,32 +178,32 @@ def _override(tree: dict[str, Any], override: str) -> None:
     if not equals or len(names) < 2 or not all(names):
         raise RequestError(f"override {override!r}: section, key or '=' is missing; allowed: section.key=value")
     try:
-        value = yaml.load(text, Loader=_Loader)
+        value = yaml.load(text, Loader=_StrictLoader)
     except yaml.YAMLError:
         raise RequestError(
             f"override {override!r}: {text!r} is not a YAML value; quote it, as in key='\"…\"'"
         ) from None
-    here: Any = tree
+    section: Any = tree
     for name in names[:-1]:
-        if not isinstance(here.get(name), dict):
-            here[name] = {}
-        here = here[name]
-    here[names[-1]] = value
+        if not isinstance(section.get(name), dict):
+            section[name] = {}
+        section = section[name]
+    section[names[-1]] = value
 
 
 def _check(tree: Mapping[str, Any], source: str) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        # A choice between types (number or names) gives a fault for each type; one line for each key is enough.
-        faults = list({tuple(_walk(fault["loc"])[1]): _describe(fault, tree) for fault in error.errors()}.values())
+        # A union of types gives one fault for each type: keep one line for each key.
+        faults = list({tuple(_locate(fault["loc"])[1]): _describe(fault, tree) for fault in error.errors()}.values())
     lines = "\n".join(f"  {fault}" for fault in faults)
     raise RequestError(f"{source}: {len(faults)} wrong setting{'s' if len(faults) > 1 else ''}\n{lines}")
 
 
 def _describe(fault: Any, tree: Mapping[str, Any]) -> str:
     """Return one line: the key, what was given, what is allowed."""
-    model, names = _walk(fault["loc"])
+    model, names = _locate(fault["loc"])
     key = ".".join(names)
     if fault["type"] == "extra_forbidden":
         near = difflib.get_close_matches(names[-1], _names(model), n=1, cutoff=0.5)
@@ -224,8 +225,8 @@ def _given(tree: Any, names: Sequence[str]) -> Any:
     return tree
 
 
-def _walk(loc: Sequence[int | str]) -> tuple[type[BaseModel], list[str]]:
-    """Return the section that ``loc`` leads into and the part of it that names keys, not places inside a value."""
+def _locate(loc: Sequence[int | str]) -> tuple[type[BaseModel], list[str]]:
+    """Return the section of pydantic's error location ``loc``, and the keys in it without indices inside a value."""
     model: type[BaseModel] = Config
     names: list[str] = []
     for name in loc:
@@ -257,7 +258,7 @@ def _names(model: type[BaseModel]) -> list[str]:
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (section.key, value); free-form values (lists, options of the model) are one leaf."""
+    """Yield (section.key, value) of all keys; lists and ``model.options`` are one value."""
     for name, value in tree.items():
         if isinstance(value, Mapping) and not (prefix == "model." and name == "options"):
             yield from _leaves(value, f"{prefix}{name}.")

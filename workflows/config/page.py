@@ -1,4 +1,4 @@
-"""The page ``docs/config.md``: every key of a run's YAML, as the schema has it.
+"""Generator of ``docs/config.md``: every key of a run's YAML, from the schema.
 
 Written by ``python -m workflows.config.page > docs/config.md``.
 """
@@ -36,10 +36,10 @@ class ConfigKey:
     """One key of the file.
 
     Attributes:
-        key: as on the command line, ``section.key``.
-        allowed: the values that are accepted.
-        default: what stands there otherwise, as YAML; None where the key is needed.
-        meaning: what it does.
+        key: ``section.key``, as on the command line.
+        allowed: The accepted values.
+        default: The default as YAML; None if the key is required.
+        meaning: What it does.
     """
 
     key: str
@@ -48,21 +48,21 @@ class ConfigKey:
     meaning: str
 
     @classmethod
-    def of(cls, key: str, field: FieldInfo) -> ConfigKey:
-        """Return a field, whose description is ``allowed: meaning``."""
+    def from_field(cls, key: str, field: FieldInfo) -> ConfigKey:
+        """Return the key of a pydantic field, whose description is ``allowed: meaning``."""
         allowed, _, meaning = (field.description or "").partition(": ")
         default = None if field.is_required() else as_yaml(field.get_default(call_default_factory=True))
         return cls(key, allowed, default, meaning)
 
     def row(self) -> str:
-        """Return the setting as a row of a Markdown table."""
+        """Return the key as a row of a Markdown table."""
         default = "*needed*" if self.default is None else f"`{self.default}`"
         cells = (f"`{self.key}`", self.allowed, default, self.meaning)
         return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def page() -> str:
-    """Return the whole page, Markdown."""
+    """Return the whole page as Markdown."""
     return "\n".join([HEAD, *(_section(name, model) for name, model in sections())])
 
 
@@ -70,14 +70,14 @@ def sections() -> Iterator[tuple[str, type[BaseModel]]]:
     """Yield (name, model) of each section of the file."""
     for name, field in Config.model_fields.items():
         model = _model_of(field)
-        assert model is not None, f"{name} is no section"
+        assert model is not None, f"{name} is not a section"
         yield name, model
 
 
 def settings(model: type[BaseModel], prefix: str) -> Iterator[ConfigKey]:
-    """Yield the keys of a section, each followed by those inside it; ``prefix``: the section's name and a dot."""
+    """Yield the keys of a section, each followed by its nested keys; ``prefix``: the section's name and a dot."""
     for name, field in model.model_fields.items():
-        yield ConfigKey.of(f"{prefix}{name}", field)
+        yield ConfigKey.from_field(f"{prefix}{name}", field)
         inner = _model_of(field)
         if inner is not None:
             yield from settings(inner, f"{prefix}{name}.")

@@ -11,7 +11,7 @@ from workflows.config.section import Count, Positive, Section
 
 
 class PlanConfig(Section):
-    """How images and layers are spread over ranks: the fields of ``hyfi_core.ParallelPlan``, which checks them."""
+    """The parallel plan: how images and layers are divided among ranks. The fields of ``hyfi_core.ParallelPlan``."""
 
     grids: tuple[tuple[Positive, Positive], ...] = Field(
         ((1, 1),),
@@ -94,12 +94,12 @@ class PlanConfig(Section):
         return self
 
     def build(self) -> ParallelPlan:
-        """Return the plan itself."""
+        """Return the ``ParallelPlan`` of these fields."""
         return ParallelPlan(**self.model_dump())
 
     @property
     def ranks(self) -> int:
-        """Trainers: replicas × Σ rows × columns."""
+        """Number of trainers: replicas × Σ rows × columns."""
         return self.build().ranks
 
 
@@ -111,11 +111,11 @@ DESIGNS = {
     "offload_all": (True, True),
     "offload_naive": (False, False),
 }
-"""Names of the DPU papers' designs (baseline, O-DA, O-MV, O-Hy, O-N): whether others load, whether others validate."""
+"""(Loaders, validators): whether a design has such ranks. In the DPU papers: baseline, O-DA, O-MV, O-Hy, O-N."""
 
 
 def with_design(value: Any) -> Any:
-    """Fill in one rank for each role that a design has and that is not given."""
+    """Set the roles that a design has to one rank each, if they are not given."""
     if not isinstance(value, dict) or value.get("design") not in DESIGNS:
         return value
     roles = zip(("loaders", "validators"), DESIGNS[value["design"]], strict=True)
@@ -123,9 +123,9 @@ def with_design(value: Any) -> Any:
 
 
 class RolesConfig(Section):
-    """Ranks beside the plan's; without them trainers do that work themselves, with the same numbers.
+    """Ranks in addition to the trainers; without them, trainers load and validate themselves, with the same results.
 
-    ``offload_naive`` has them train, too: as further replicas, with shares of each batch in proportion to speed.
+    With ``offload_naive``, spare ranks train as additional replicas, with shares of each batch in proportion to speed.
     """
 
     loaders: Count | Annotated[str, Field(min_length=1)] = Field(

@@ -1,4 +1,4 @@
-"""The section ``run`` of a run's YAML, and the whole of it."""
+"""The section ``run`` of a run's YAML, and the whole configuration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from workflows.config.section import Count, Positive, Section, UserPath
 
 
 class RunConfig(Section):
-    """Where the run writes, how long it is, how it computes."""
+    """Output folder, length, device and precision of the run."""
 
     dir: UserPath = Field(description="a folder: output of the run; must not exist unless --resume is given")
     epochs: Positive | None = Field(
@@ -80,7 +80,7 @@ class RunConfig(Section):
 
 
 class Config(Section):
-    """A whole run. Built by :func:`workflows.config.load.load_config`; never changed."""
+    """The configuration of a run; built by :func:`workflows.config.load.load_config`, immutable."""
 
     data: DataConfig
     model: ModelConfig = Field(default_factory=ModelConfig)
@@ -93,13 +93,13 @@ class Config(Section):
 
     @property
     def ranks(self) -> int:
-        """Processes of the whole run: trainers, loaders, validators; those chosen by host are not counted."""
+        """Number of processes of the run: trainers, loaders, validators; roles given by host name are not counted."""
         roles = (self.roles.loaders, self.roles.validators)
         return self.trainers + sum(role for role in roles if isinstance(role, int))
 
     @property
     def trainers(self) -> int:
-        """Ranks that train: the plan's, and the spare ones that join them; those chosen by host are not counted."""
+        """Number of ranks that train: the plan's and the spare ones; spare ranks given by host name are not counted."""
         spare = self.roles.spare
         if self.roles.design != "offload_naive" or isinstance(spare, str):
             return self.plan.ranks
@@ -122,17 +122,17 @@ class Config(Section):
 def _check_sharing(config: Config) -> None:
     """Check ``roles.design: offload_naive``: every replica, spare ones too, must get a share of each batch.
 
-    How many spare ranks there are is not known here where hosts decide it.
+    If ``roles.spare`` is a pattern of host names, the number of replicas is not known yet.
 
     Raises:
-        ValueError: keys are not compatible; the message has the key, what was given and what is allowed.
+        ValueError: Keys are not compatible; the message has the key, what was given and what is allowed.
     """
     plan, roles, batch = config.plan, config.roles, config.data.batch_size
-    of_one, rounds, known = plan.ranks // plan.replicas, plan.microbatches, not isinstance(roles.spare, str)
-    replicas = config.trainers // of_one
-    if config.trainers % of_one:
+    replica_ranks, rounds, known = plan.ranks // plan.replicas, plan.microbatches, not isinstance(roles.spare, str)
+    replicas = config.trainers // replica_ranks
+    if config.trainers % replica_ranks:
         raise ValueError(
-            f"roles.spare: given {roles.spare}; allowed: a multiple of {of_one}, the ranks of a replica (plan)"
+            f"roles.spare: given {roles.spare}; allowed: a multiple of {replica_ranks}, the ranks of a replica (plan)"
         )
     if config.model.norm == "train" and not plan.sync_batch_norm:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""A block of a run's YAML, and what its keys may hold."""
+"""Base class of the sections of a run's YAML, and types of their values."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ Size = Annotated[tuple[Positive, Positive], BeforeValidator(_pair)]
 
 
 class Section(BaseModel):
-    """One block of the file: frozen, no key that is not named here."""
+    """A section of the file: immutable; unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
