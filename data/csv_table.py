@@ -128,7 +128,7 @@ def write_table(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, 
     writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    write_atomically(path, text.getvalue().encode())
+    write_atomically(path, text.getvalue().encode("utf-8", "surrogateescape"))
 
 
 def natural_key(text: str) -> tuple[int, float, list[tuple[int, int, str]], str]:

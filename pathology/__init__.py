@@ -98,7 +98,7 @@ def predict_slides(
 
     loaded = load_checkpoint(Path(checkpoint))
     try:
-        model.load_state_dict(loaded.judged)
+        model.load_state_dict(loaded.inference_weights)
     except RuntimeError as error:
         raise RequestError(f"checkpoint {checkpoint}: its weights do not match the model: {error}") from error
     member = Member(str(checkpoint), model.eval(), loaded.model)

@@ -8,16 +8,14 @@ STORE/manifest.csv                 all slides, one row each, sorted by slide_id
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from data.csv_table import parse_table, read_table
+from data.csv_table import parse_table, read_table, write_table
 from data.errors import StoreError
-from data.files import write_atomically, write_json_atomically
+from data.files import write_json_atomically
 from data.store.sharded_array import read_json
 from hyfi_core.errors import RequestError
 
@@ -159,7 +157,8 @@ def compile_manifest(store: Path) -> Path:
     while written != (current := _states(store)):
         written = current
         rows = [record.row() for record in load_records(store).values()]
-        write_atomically(path, _to_csv(rows))
+        extra = sorted({name for row in rows for name in row} - set(COLUMNS))
+        write_table(path, [*COLUMNS, *extra], rows)
     return path
 
 
@@ -231,15 +230,6 @@ def _refuse_twice(path: Path, names: Iterable[str]) -> None:
         if name and name in seen:
             raise RequestError(f"{path}: slide_id {name!r} occurs in two rows; it must be unique")
         seen.add(name)
-
-
-def _to_csv(rows: list[dict[str, str]]) -> bytes:
-    extra = sorted({name for row in rows for name in row} - set(COLUMNS))
-    file = io.StringIO(newline="")
-    writer = csv.DictWriter(file, [*COLUMNS, *extra], restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return file.getvalue().encode("utf-8", "surrogateescape")
 
 
 def _text(value: Any) -> str:

@@ -62,7 +62,7 @@ class Checkpoint:
     averaged: dict[str, torch.Tensor] | None = None
 
     @property
-    def judged(self) -> dict[str, torch.Tensor]:
+    def inference_weights(self) -> dict[str, torch.Tensor]:
         """The weights for validation and prediction: the moving average if kept, else the weights."""
         return self.weights if self.averaged is None else self.averaged
 

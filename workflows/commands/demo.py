@@ -1,4 +1,4 @@
-"""``hyfi demo``: the whole job on a small synthetic archive, by the commands that a user types.
+"""``hyfi demo``: runs the commands of a whole project on a small synthetic archive.
 
 synth ─► slides/ ─► ingest (train, val) ─► store/ ─► train ─► run/ ─┐
             └───────────── test slides, as files ───────────────► predict ─► predictions/
@@ -31,7 +31,7 @@ SECONDS_TO_STOP = 30.0
 
 @dataclass(frozen=True)
 class Archive:
-    """The slides of the demo; for the training see the recipe."""
+    """Parameters of the demo's slides; those of the training are in the recipe."""
 
     slides: int = 110
     size_px: int = 2048
@@ -42,27 +42,27 @@ class Archive:
 
 
 class StageError(Exception):
-    """A command of the demo ended with another code than 0."""
+    """A command of the demo returned an exit code other than 0."""
 
     def __init__(self, name: str, code: int) -> None:
-        super().__init__(f"hyfi {name} ended with code {code}")
+        super().__init__(f"hyfi {name} ended with exit code {code}")
         self.code = code
 
 
 def run(out: Path, as_json: bool, archive: Archive | None = None, overrides: Sequence[str] = ()) -> int:
-    """Run every stage in ``out``; an interrupted demo is continued, a finished one started again.
+    """Run all commands of the demo in ``out``; an interrupted demo is continued, a finished one is run again.
 
     Args:
-        out: the demo's own folder.
-        as_json: print the summary as JSON last.
-        archive: what to draw; default: the demo's.
-        overrides: ``section.key=value`` for training, over the recipe.
+        out: Folder for all output.
+        as_json: Print the summary as one JSON object at the end.
+        archive: Parameters of the slides; default: those of ``Archive``.
+        overrides: ``section.key=value`` for training, applied to the recipe.
 
     Returns:
         0, or the exit code of the first command that did not return 0.
 
     Raises:
-        RequestError: ``out`` exists and is no demo's folder.
+        RequestError: ``out`` exists and was not written by the demo.
     """
     archive = archive or Archive()
     parameters = {"archive": asdict(archive), "recipe": RECIPE.read_text(), "overrides": list(overrides)}
@@ -84,13 +84,13 @@ def run(out: Path, as_json: bool, archive: Archive | None = None, overrides: Seq
 
 
 def _prepare(out: Path, parameters: dict[str, Any]) -> None:
-    """Make ``out`` ready: new, or an unfinished demo of the same parameters."""
+    """Make ``out`` a new folder, unless it has an unfinished demo of the same parameters."""
     if out.exists() and not (out / MARKER).exists() and (not out.is_dir() or any(out.iterdir())):
         raise RequestError(f"{out} exists and was not written by hyfi demo; choose another --out, or remove the folder")
     if (out / MARKER).exists():
         before = json.loads((out / MARKER).read_text())
         if before["done"] or before["parameters"] != parameters:
-            # Out of the way first, in one step: a folder half removed must not look like a demo.
+            # Rename before removing: a partly removed folder must not be taken for an unfinished demo.
             old = out.with_name(f".{out.name}.old")
             shutil.rmtree(old, ignore_errors=True)
             out.rename(old)
@@ -106,7 +106,7 @@ def _mark(out: Path, parameters: dict[str, Any], done: bool) -> None:
 
 
 class _Demo:
-    """The stages, their folders and their times."""
+    """The commands of the demo, their folders, and the seconds that each took."""
 
     def __init__(self, out: Path, archive: Archive, overrides: Sequence[str]) -> None:
         self.archive, self.overrides = archive, overrides
@@ -130,11 +130,11 @@ class _Demo:
         if (self.slides / "manifest.csv").exists():
             return
         shutil.rmtree(self.slides, ignore_errors=True)
-        drawn = self.archive
-        _hyfi("synth", self.slides, "--slides", drawn.slides, "--size", drawn.size_px, "--seed", drawn.seed)
+        archive = self.archive
+        _hyfi("synth", self.slides, "--slides", archive.slides, "--size", archive.size_px, "--seed", archive.seed)
 
     def ingest(self) -> None:
-        """Put the slides of train and val into the store; the test slides stay files until they are predicted."""
+        """Ingest the slides of train and val; the test slides are predicted from their files."""
         rows = _rows(self.slides / "manifest.csv")
         manifest = self.slides / "training.csv"
         with manifest.open("w", newline="") as file:
@@ -155,7 +155,7 @@ class _Demo:
         return [row for row in _rows(self.slides / "manifest.csv") if row["split"] == "test"]
 
     def summary(self) -> dict[str, Any]:
-        """Return the metrics of the held-out slides, the clearest report and the seconds of each stage."""
+        """Return the metrics of the held-out slides, the clearest positive report, and the seconds of each command."""
         import torch
 
         from workflows.evaluation.metrics import metrics_of_probabilities
@@ -166,22 +166,22 @@ class _Demo:
         positive = torch.tensor([float(predicted[column]) for _, predicted in pairs], dtype=torch.float64)
         targets = torch.tensor([row[self.archive.target] == self.archive.positive for row, _ in pairs]).long()
         metrics = metrics_of_probabilities(torch.stack([1 - positive, positive], dim=1), targets)
-        telling = pairs[int((positive + targets).argmax())][0]["slide_id"]
+        clearest = pairs[int((positive + targets).argmax())][0]["slide_id"]
         return {
             "held_out_slides": len(pairs),
             "metrics": metrics,
             "seconds": self.seconds,
             "predictions": str(self.predictions / "predictions.csv"),
-            "report": str(self.predictions / telling / "report.html"),
+            "report": str(self.predictions / clearest / "report.html"),
         }
 
 
-def _hyfi(*words: object) -> None:
-    """Run one command as a user would; a request to stop is handed on, and waited for."""
-    text = [str(word) for word in words]
+def _hyfi(*arguments: object) -> None:
+    """Run one command as a user would; on Ctrl-C, stop it and wait for its end."""
+    text = [str(argument) for argument in arguments]
     shown = shlex.join(text) if len(text) < 12 else f"{shlex.join(text[:3])} … {shlex.join(text[-2:])}"
     say(f"$ hyfi {shown}")
-    # A session of its own: Ctrl-C reaches the demo alone, which asks the command to stop once, not twice.
+    # In a new session, so that Ctrl-C reaches only this process, which then stops the command once.
     process = subprocess.Popen(
         [sys.executable, "-m", "workflows.cli", *text],
         start_new_session=True,
@@ -207,7 +207,7 @@ def _rows(path: Path) -> list[dict[str, str]]:
 
 
 def _yaml(path: Path) -> str:
-    """Return a path as a YAML value; quoted, where YAML would read something else."""
+    """Return a path as a YAML value, quoted if YAML would read it as something else."""
     import yaml
 
     return str(path) if yaml.safe_load(str(path)) == str(path) else json.dumps(str(path))

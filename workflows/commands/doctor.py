@@ -19,7 +19,7 @@ from data.cores import usable_cores
 from workflows.console import emit_json, say
 
 PROBE_SECONDS = 120
-LEAST_SHARED_MEMORY_BYTES = 64 << 20  # MPI's ranks on one node talk through it
+MIN_SHARED_MEMORY_BYTES = 64 << 20  # MPI ranks of one node communicate through it
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Finding:
     """Result of one check.
 
     Attributes:
-        name: of the check.
-        ok: whether it works.
-        detail: version, device, or what went wrong.
-        mend: the command that fixes it; empty without a problem.
-        essential: whether nothing works without it.
+        name: Name of the check.
+        ok: Whether it succeeded.
+        detail: Version, device, or what went wrong.
+        mend: The command that fixes the problem, if there is one.
+        essential: Whether other commands need it.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Finding:
 
 
 def run(as_json: bool) -> int:
-    """Print all findings; return 0 when everything essential works, else 1."""
+    """Print all findings; return 0 if all essential checks succeed, else 1."""
     findings = []
     for name, (check, mend) in CHECKS.items():
         finding = _tried(name, check, mend)
@@ -63,11 +63,11 @@ def run(as_json: bool) -> int:
 def _line(finding: Finding) -> str:
     mark = "ok     " if finding.ok else ("missing" if finding.essential else "note   ")
     text = f"{mark} {finding.name}: {finding.detail}"
-    return text if finding.ok or not finding.mend else f"{text}\n        mend: {finding.mend}"
+    return text if finding.ok or not finding.mend else f"{text}\n        fix: {finding.mend}"
 
 
 def _tried(name: str, check: Callable[[], Finding | str], mend: str) -> Finding:
-    """Run a check; text is what works, an exception what does not."""
+    """Run a check: returned text is the detail of a success, an exception is a failure."""
     try:
         found = check()
     except Exception as error:
@@ -99,17 +99,17 @@ def _mpiexec() -> str:
 
 
 def _halo() -> str:
-    """Run the probe as a process of its own: MPI must not come up inside the doctor."""
+    """Run the probe in another process, because MPI must not be initialised in this one."""
     probe = [sys.executable, "-m", "workflows.commands.halo_probe"]
     done = subprocess.run(probe, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
     if done.returncode != 0:
         raise RuntimeError(done.stderr.strip() or f"ended with code {done.returncode}")
-    said = json.loads(done.stdout.splitlines()[-1])
-    return f"two ranks agree with one process, over {said['mpi']} (largest difference {said['difference']:.0e})"
+    result = json.loads(done.stdout.splitlines()[-1])
+    return f"two ranks agree with one process, over {result['mpi']} (largest difference {result['difference']:.0e})"
 
 
 def _slides() -> str:
-    """Write a tiny tiled JPEG slide and read it through the project's own reader."""
+    """Write a tiny tiled JPEG slide and read it back with this project's reader."""
     import numpy as np
     import tifffile
 
@@ -176,7 +176,7 @@ def _packages() -> str:
 
 
 def _threads() -> str:
-    """Report settings that affect speed; never a problem."""
+    """Return settings that affect speed; never fails."""
     from workflows.launch.launch import RANK_SETTINGS
 
     names = ("OMP_NUM_THREADS", "THP_MEM_ALLOC_ENABLE", "MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "LD_PRELOAD")
@@ -185,11 +185,11 @@ def _threads() -> str:
         f"{name}={value}" for name, value in (RANK_SETTINGS | os.environ).items() if name in RANK_SETTINGS
     )
     cores = usable_cores()
-    return f"{cores} cores for this process; {settings}; ranks get {ranks}; kernel's huge pages: {_huge_pages()}"
+    return f"{cores} cores for this process; {settings}; ranks get {ranks}; transparent huge pages: {_huge_pages()}"
 
 
 def _huge_pages() -> str:
-    """Return the kernel's setting; with "never" that of the ranks has no effect."""
+    """Return the kernel's setting of transparent huge pages; if it is "never", the ranks' setting has no effect."""
     try:
         text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
     except OSError:
@@ -200,7 +200,7 @@ def _huge_pages() -> str:
 def _shared_memory() -> Finding | str:
     folder = "/dev/shm"
     free_bytes = shutil.disk_usage(folder).free
-    if free_bytes >= LEAST_SHARED_MEMORY_BYTES:
+    if free_bytes >= MIN_SHARED_MEMORY_BYTES:
         return f"{free_bytes / 2**30:.1f} GiB free in {folder}"
     detail = f"only {free_bytes / 2**20:.0f} MiB free in {folder}; ranks of one node may fail to start"
     return Finding("shared memory", False, detail, "in a container: docker run --shm-size=1g …", essential=False)

@@ -1,9 +1,7 @@
-"""``hyfi export``: copies of a store's slides for viewers that know only an older format."""
+"""``hyfi export``: copies slides of a store into an older format, for viewers that need it."""
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,10 +18,10 @@ def run(store: Path, ngff: str, out: Path, as_json: bool) -> int:
     """Copy the slides of a store, or one slide of it, into ``out``; existing copies are kept.
 
     Returns:
-        0, or 1 when slides could not be copied: named on standard error and in ``DIR/export.csv``.
+        0, or 1 if slides could not be copied; they are named on standard error and in ``DIR/export.csv``.
 
     Raises:
-        RequestError: There is no store, the format is not known, or ``out`` cannot take the copies.
+        RequestError: There is no store, the format is unknown, or ``out`` cannot be used.
     """
     from data.store.export import pixels_of
 
@@ -78,14 +76,10 @@ def _export(slide: Path, out: Path, progress: Callable[[int], None]) -> dict[str
 
 
 def _write_list(out: Path, rows: list[dict[str, str]]) -> bool:
-    from data.files import write_atomically
+    from data.csv_table import write_table
 
-    text = io.StringIO(newline="")
-    table = csv.DictWriter(text, ["slide_id", "path", "status", "reason"], lineterminator="\n")
-    table.writeheader()
-    table.writerows(rows)
     try:
-        write_atomically(out / _LIST, text.getvalue().encode("utf-8", "surrogateescape"))
+        write_table(out / _LIST, ["slide_id", "path", "status", "reason"], rows)
     except OSError as error:
         console.warn(f"{out / _LIST} cannot be written: {error.strerror or error}")
         return False

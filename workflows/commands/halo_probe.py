@@ -1,6 +1,6 @@
-"""Check that two ranks agree with one: a 3×3 convolution of an image split over two processes.
+"""A test that two ranks get the same result as one process, with a 3×3 convolution of an image divided in two.
 
-Run as a program it starts itself on two ranks; rank 0 prints one JSON object.
+Run as a program, it starts itself on two ranks; rank 0 prints one JSON object.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ TOLERANCE = 1e-10  # float64
 
 
 def compare() -> int:
-    """Compute on the ranks and on this process alone; return 0 when both agree, 70 when not."""
+    """Compute with all ranks and with this process alone; return 0 if the results agree, else 70."""
     import torch
 
     import hyfi_core
 
     torch.manual_seed(0)
-    alone = torch.nn.Sequential(
+    model = torch.nn.Sequential(
         torch.nn.Conv2d(3, 4, 3, padding=1),
         torch.nn.ReLU(),
         torch.nn.AdaptiveAvgPool2d(1),
@@ -34,8 +34,8 @@ def compare() -> int:
     comm = hyfi_core.init()
     plan = hyfi_core.ParallelPlan(grids=((1, RANKS),))
     with torch.no_grad():
-        expected = alone.eval()(images)
-    engine = hyfi_core.parallelize(alone, shape, plan, comm)
+        expected = model.eval()(images)
+    engine = hyfi_core.parallelize(model, shape, plan, comm)
     difference = float((engine.predict(images) - expected).abs().max())
     if comm.rank == 0:
         from hyfi_core.comm import mpi
@@ -45,7 +45,7 @@ def compare() -> int:
 
 
 def main() -> int:
-    """Return the exit code of the launcher, or of this rank."""
+    """Run as a rank, or start the ranks; return the exit code."""
     if inside_launcher():
         return run_as_rank(compare)
     return launch_program([sys.executable, "-m", "workflows.commands.halo_probe"], RANKS)

@@ -1,4 +1,4 @@
-"""``hyfi ingest``: slides become a store."""
+"""``hyfi ingest``: converts slides into a store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathology.ingest.discover import SlideJob
     from pathology.ingest.work import Outcome
 
-_SHOWN = 20
+_MAX_SHOWN = 20
 
 
 def run(
@@ -47,11 +47,11 @@ def run(
     dry_run: bool,
     as_json: bool,
 ) -> int:
-    """Ingest ``paths`` into the store ``out``; returns 0, or 1 when slides failed.
+    """Ingest ``paths`` into the store ``out``; return 0, or 1 if slides failed. See `hyfi ingest --help`.
 
     Raises:
-        RequestError: A path, a value or the store is wrong; nothing was written.
-        KeyboardInterrupt: Stopped by SIGINT, or by what `workflows.cli` answers like it; the same command goes on.
+        RequestError: A path, a value or the store is not valid; nothing was written.
+        KeyboardInterrupt: Stopped on request; the same command continues.
     """
     from pathology.ingest.archive import IngestOptions, Request, ingest, make_plan
     from pathology.memory import parse_bytes, worker_count
@@ -98,13 +98,13 @@ def _mpp(text: str) -> dict[str, Any]:
 
 
 def _check_cache(cache: Path | None) -> None:
-    if cache is not None:  # else every slide would be called unreadable for it
+    if cache is not None:  # now, or every slide would fail with it
         require_folder(cache, "--cache, on a local disk")
         require_writable(cache)
 
 
 class _ByteProgress:
-    """Turns the ingest's reports into a bar that moves by the bytes that are done."""
+    """Updates a progress bar by the bytes of the slides that are done."""
 
     def __init__(self, bar: console.Progress, pace: Pace) -> None:
         self._bar, self._pace = bar, pace
@@ -124,10 +124,10 @@ class _ByteProgress:
 
 @dataclass(slots=True)
 class Pace:
-    """Weighs slides by their bytes, which predict the time that they take better than their number does.
+    """Progress and rate by the bytes of slides, which predict their time better than their number.
 
     Attributes:
-        jobs: All that is to be done.
+        jobs: All slides to ingest.
     """
 
     jobs: Sequence[SlideJob]
@@ -139,12 +139,12 @@ class Pace:
         self._started_s = time.monotonic()
 
     def done(self, shares: Sequence[float]) -> float:
-        """Return how much of the whole is done, 0 to 1, from the share of each job."""
+        """Return the fraction done of all bytes, 0 to 1, given the fraction done of each job."""
         total = sum(self._bytes)
         return sum(size * share for size, share in zip(self._bytes, shares, strict=False)) / total if total else 1.0
 
     def text(self, done: float) -> str:
-        """Return the rate so far and the remaining time as text."""
+        """Return the rate and the remaining time as text; ``done``: the fraction done."""
         elapsed_s = time.monotonic() - self._started_s
         if done <= 0 or elapsed_s <= 0:
             return ""
@@ -171,10 +171,10 @@ def _size(job: SlideJob) -> int:
 
 
 def _refuse_too_little_room(plan: Plan, request: Request) -> None:
-    """Look into some slides before anything is written, and refuse what surely does not fit.
+    """Estimate from some slides whether the disk is large enough, before anything is written.
 
     Raises:
-        RequestError: The disk has less room than the slides take at the very least.
+        RequestError: It has less room than a lower bound of what the slides need.
     """
     from pathology.ingest.forecast import free_bytes, sampled_least_bytes
 
@@ -188,7 +188,7 @@ def _refuse_too_little_room(plan: Plan, request: Request) -> None:
 
 def _report(report: IngestReport, out: Path, as_json: bool) -> int:
     for record in report.failed:
-        console.warn(f"failed: {_place(record)}: {record.reason}")
+        console.warn(f"failed: {_name(record)}: {record.reason}")
     for record in report.done:
         if record.flags:
             console.warn(f"note: {record.slide_id}: {', '.join(record.flags)}")
@@ -213,8 +213,8 @@ def _report(report: IngestReport, out: Path, as_json: bool) -> int:
     return 1 if report.failed or report.stopped else 0
 
 
-def _place(record: SlideRecord) -> str:
-    """Return the file of a slide, or its pseudonym where the file must stay unknown."""
+def _name(record: SlideRecord) -> str:
+    """Return the file of a slide, or its pseudonym if the file must not be named."""
     return record.source_path or record.slide_id
 
 
@@ -224,7 +224,7 @@ def _dry_run(plan: Plan, request: Request, workers: int, as_json: bool) -> int:
     with console.progress(len(plan.jobs), "reading headers") as bar:
         total = forecast(plan.jobs, request.options, lambda name: bar.advance(1, name))
     refused = [(job.slide_id if job.secret else str(job.source), reason) for job, reason in total.refused]
-    for name, reason in refused[:_SHOWN]:
+    for name, reason in refused[:_MAX_SHOWN]:
         console.warn(f"would fail: {name}: {reason}")
     free, hours = free_bytes(request.store), total.core_hours / workers
     console.say(

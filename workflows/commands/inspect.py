@@ -1,4 +1,4 @@
-"""``hyfi inspect``: contents of a store, a stored slide, or a slide file."""
+"""``hyfi inspect``: shows the contents of a store, a stored slide, or a slide file."""
 
 from __future__ import annotations
 
@@ -17,23 +17,28 @@ if TYPE_CHECKING:
     from pathology.ingest.thumbnail import Thumbnail
     from pathology.readers.slide_source import SlideSource
 
-_MOST_PICTURES = 120
+_MAX_PICTURES = 120
 
 
 def run(
     path: Path, png: Path | None, as_json: bool, slide_mpp: float | None = None, geojson: Path | None = None
 ) -> int:
-    """Print levels, microns per pixel, tissue fraction and provenance; with ``png`` write a thumbnail.
+    """Print levels, microns per pixel, tissue fraction and provenance.
 
-    With ``geojson`` the tissue of a stored slide is written as polygons, of a store those of each slide into a folder.
+    Args:
+        path: A store, a slide of a store, or a slide file.
+        png: File for a thumbnail with the tissue outline (of a store: a contact sheet); None: none.
+        as_json: Print everything as one JSON object.
+        slide_mpp: Microns per pixel of a slide file that does not state them.
+        geojson: File for the tissue outlines of a stored slide, or folder for those of a store; None: none.
 
     Returns:
-        0, or 1 when the slide cannot be read or slides of the store are damaged.
+        0, or 1 if the slide cannot be read or slides of the store are damaged.
 
     Raises:
         RequestError: There is nothing at ``path``, or ``png`` cannot be written.
     """
-    _require_there(path)
+    _require_readable(path)
     if png is not None:
         if not png.absolute().parent.is_dir():
             raise RequestError(f"{png}: no such folder: {png.absolute().parent}")
@@ -61,10 +66,10 @@ def run(
 
 
 def _export_tissue(path: Path, geojson: Path) -> None:
-    """Write where the tissue of stored slides is.
+    """Write the tissue outlines of stored slides.
 
     Raises:
-        RequestError: there is no stored slide, or the file cannot be written.
+        RequestError: ``path`` is a slide file, or the outlines cannot be written.
     """
     import json
 
@@ -75,13 +80,13 @@ def _export_tissue(path: Path, geojson: Path) -> None:
 
     if not path.is_dir() or _is_dicom_slide(path):
         raise RequestError(f"--tissue {geojson}: {path} is a slide file; ingest it, and inspect the ingested slide")
-    alone = (path / "zarr.json").exists()
-    names = [] if alone else [row["slide_id"] for row in load_manifest(path) if row["status"] == DONE]
+    single = (path / "zarr.json").exists()
+    names = [] if single else [row["slide_id"] for row in load_manifest(path) if row["status"] == DONE]
     try:
-        for slide in map(SlideStore.open, [path] if alone else [slide_path(path, name) for name in names]):
+        for slide in map(SlideStore.open, [path] if single else [slide_path(path, name) for name in names]):
             mask, mpp = slide.tissue()
             collection = mask_to_geojson(mask, SlideGrid.of(slide.attributes, slide.levels[0].mpp, mpp), slide.slide_id)
-            target = geojson if alone else geojson / f"{slide.slide_id}.geojson"
+            target = geojson if single else geojson / f"{slide.slide_id}.geojson"
             target.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(target, (json.dumps(collection, ensure_ascii=False) + "\n").encode())
     except OSError as error:
@@ -90,18 +95,18 @@ def _export_tissue(path: Path, geojson: Path) -> None:
 
 
 def _is_dicom_slide(folder: Path) -> bool:
-    """Whether a folder that is no store holds a DICOM slide, or several, which opening it will name."""
+    """Whether a folder is not a store and has DICOM slides; opening it names them if there are several."""
     from pathology.readers.dicom_files import series_in
 
     return not (folder / "manifest.csv").exists() and bool(series_in(folder))
 
 
-def _require_there(path: Path) -> None:
+def _require_readable(path: Path) -> None:
     try:
         path.stat()
         if path.is_dir():
             os.scandir(path).close()
-            (path / "zarr.json").exists()  # to list a folder is not to reach what is in it
+            (path / "zarr.json").exists()  # raises if the folder may be listed but not entered
     except (FileNotFoundError, NotADirectoryError) as error:
         raise RequestError(
             f"{path}: no such file or folder; give a store, a slide of a store (.zarr) or a slide file"
@@ -217,7 +222,7 @@ def _store(path: Path, png: Path | None) -> dict[str, Any]:
         if row["status"] == DONE:
             try:
                 slide = SlideStore.open(slide_path(path, row["slide_id"]))
-                if png is not None and len(pictures) < _MOST_PICTURES:
+                if png is not None and len(pictures) < _MAX_PICTURES:
                     pictures.append((slide.slide_id, thumbnail_of_store(slide, 300)))
             except StoreError as error:
                 entry |= {"status": "damaged", "reason": str(error)}

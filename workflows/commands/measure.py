@@ -1,8 +1,8 @@
-"""``hyfi doctor --measure``: the numbers of a ``MachineModel``, measured where this runs.
+"""``hyfi doctor --measure``: measures the parameters of a ``MachineModel`` on this machine.
 
-Run as a program it is one rank of the measurement: rank 0 measures alone while the others wait, then all measure at
-once, then pairs of ranks bring each other rows of a map. What cannot be measured here (a network, on one node) is that
-of the ``cpu`` machine, and the file says so.
+Run as a program, it is one rank of the measurement: first rank 0 measures while the others wait, then all measure at
+the same time, then pairs of ranks exchange rows of a feature map. What cannot be measured (the network, if there is
+only one node) is taken from the ``cpu`` machine model, and the file says so.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ RANKS = 2
 _CHANNELS = 64
 _ROW_PX = 2**12
 _ROUNDS = 103
-_LATENCY_S = 1e-6  # of shared memory; what software adds is counted apart
+_LATENCY_S = 1e-6  # latency of shared memory; the cost in software is a separate parameter
 _DISK_BYTES = 128 << 20
 
 
 def run(target: Path, as_json: bool = False) -> int:
-    """Measure this machine and write it to ``target``, whole or not at all.
+    """Measure this machine and write its model to ``target``, atomically.
 
-    Under a launcher all of its ranks take part, otherwise two are started; on a node with one GPU one rank measures.
+    Under a launcher, all of its ranks take part; otherwise two ranks are started, or one on a node with one GPU.
 
     Args:
-        target: the file.
-        as_json: print the machine as one JSON object.
+        target: The YAML file.
+        as_json: Print the machine model as one JSON object.
 
     Raises:
         RequestError: ``target`` cannot be written.
@@ -66,7 +66,7 @@ def _ranks_here() -> int:
 
 
 def measure_rank(target: Path, as_json: bool) -> int:
-    """Do one rank's part; rank 0 writes the file."""
+    """Measure as one rank; rank 0 writes the file."""
     from data.files import write_atomically
     from workflows.launch.peer_watch import join
 
@@ -84,11 +84,14 @@ def measure_rank(target: Path, as_json: bool) -> int:
 
 
 def measure(comm: Communicator, folder: Path) -> tuple[MachineModel, list[str]]:
-    """Return the machine that these ranks run on, and what its file should say (collective).
+    """Measure the machine that these ranks run on (collective).
 
     Args:
-        comm: ranks to measure with.
-        folder: on the disk that is measured.
+        comm: The ranks.
+        folder: A folder on the disk to measure.
+
+    Returns:
+        The model, and comments for its file. Only rank 0's are measured; other ranks get a default.
     """
     import torch
 
@@ -97,14 +100,15 @@ def measure(comm: Communicator, folder: Path) -> tuple[MachineModel, list[str]]:
     from workflows.commands.measured_operators import CASES, OperatorBench
 
     hosts = comm.broadcast_object(comm.gather_objects(socket.gethostname()))
-    here = [rank for rank, host in enumerate(hosts) if host == hosts[comm.rank]]
+    local_ranks = [rank for rank, host in enumerate(hosts) if host == hosts[comm.rank]]
     gpus = torch.cuda.device_count()
-    device = made_current(f"cuda:{here.index(comm.rank)}" if gpus else "cpu")
+    device = made_current(f"cuda:{local_ranks.index(comm.rank)}" if gpus else "cpu")
     bench = OperatorBench(device)
     rates = {kind: bench.rates(kind) for kind in CASES} if comm.rank == 0 else {}
-    types = {dtype: bench.type_rate(getattr(torch, dtype)) for dtype in DTYPES} if comm.rank == 0 else {}
+    dtype_rates = {dtype: bench.dtype_rate(getattr(torch, dtype)) for dtype in DTYPES} if comm.rank == 0 else {}
     copied, kernel_s = (bench.copied_bytes_per_s(), bench.kernel_s()) if comm.rank == 0 else (1.0, 1.0)
     comm.barrier()
+    # All ranks at once: how much slower they are than one alone.
     together = {kind: bench.rates(kind) for kind in ("convolution", "elementwise")}
     shared = bench.shared_norm(comm)
     near, far = _links(comm, device, hosts, True), _links(comm, device, hosts, False)
@@ -112,18 +116,18 @@ def measure(comm: Communicator, folder: Path) -> tuple[MachineModel, list[str]]:
     if comm.rank:
         return DEFAULT_MACHINE, []
     peak = max(rates[kind][0] for kind in PRODUCTS)
-    per = {kind: peak if kind in PRODUCTS else copied for kind in KINDS}
-    crowding = {kind: max(1.0, rates[kind][0] / pair[0]) for kind, pair in together.items()}
+    best = {kind: peak if kind in PRODUCTS else copied for kind in KINDS}
+    crowding = {kind: max(1.0, rates[kind][0] / crowded[0]) for kind, crowded in together.items()}
     rates["shared_norm"] = (shared[0] * crowding["elementwise"], shared[1] * crowding["elementwise"])
     link = near or far
     machine = MachineModel(
         name=f"{_device_name(device)}, {socket.gethostname()}",
         device=device.type,
-        devices_per_node=gpus or len(here),
-        memory_bytes=_memory_bytes(device, len(here)),
-        peak_flops_per_s={dtype: _rounded(peak * types[dtype] / types["float32"]) for dtype in DTYPES},
+        devices_per_node=gpus or len(local_ranks),
+        memory_bytes=_memory_bytes(device, len(local_ranks)),
+        peak_flops_per_s={dtype: _rounded(peak * dtype_rates[dtype] / dtype_rates["float32"]) for dtype in DTYPES},
         memory_bytes_per_s=_rounded(copied),
-        efficiency={kind: (_rounded(f / per[kind]), _rounded(b / per[kind])) for kind, (f, b) in rates.items()},
+        efficiency={kind: (_rounded(f / best[kind]), _rounded(b / best[kind])) for kind, (f, b) in rates.items()},
         kernel_s=_rounded(kernel_s),
         message_s=_rounded(link[0]) if link else DEFAULT_MACHINE.message_s,
         node=near[1] if near else DEFAULT_MACHINE.node,
@@ -133,14 +137,17 @@ def measure(comm: Communicator, folder: Path) -> tuple[MachineModel, list[str]]:
     )
     notes = [f"Measured by `hyfi doctor --measure` with {comm.size} rank(s) on {len(set(hosts))} node(s)."]
     if near is None:
-        notes.append("node: not measured, no two ranks share one; the numbers are those of the cpu machine.")
+        notes.append("node: not measured, because no two ranks share a node; taken from the cpu machine.")
     if far is None:
-        notes.append("network: not measured, there is one node; the numbers are those of the cpu machine.")
+        notes.append("network: not measured, because there is only one node; taken from the cpu machine.")
     return machine, notes
 
 
 def _links(comm: Communicator, device: torch.device, hosts: list[str], same: bool) -> tuple[float, DeviceLink] | None:
-    """Return (software cost of a message, link) between rank 0 and a rank on the same or on another host."""
+    """Return (software cost of a message in s, link) between rank 0 and a rank on the same host, or on another.
+
+    None if there is no such rank. The bandwidth is from the difference of a long and a short message.
+    """
     from hyfi_core.cost.machine import DeviceLink
 
     others = [rank for rank, host in enumerate(hosts) if rank and (host == hosts[0]) == same]
@@ -155,7 +162,7 @@ def _links(comm: Communicator, device: torch.device, hosts: list[str], same: boo
 
 
 def _exchange_s(comm: Communicator, device: torch.device, width_px: int) -> float:
-    """Return the shortest seconds in which two ranks bring each other one row of 64 channels, as a halo."""
+    """Return the shortest time in seconds of a halo exchange of one row of 64 channels between two ranks."""
     import torch
 
     from hyfi_core.ops.redistribute import Redistribute
@@ -177,7 +184,7 @@ def _exchange_s(comm: Communicator, device: torch.device, width_px: int) -> floa
 
 
 def _disk_bytes_per_s(folder: Path) -> float:
-    """Return the rate at which a file of 128 MiB gets to the disk; nothing is left of it."""
+    """Return the rate at which a temporary file of 128 MiB is written and synced."""
     block = os.urandom(1 << 20)
     with tempfile.TemporaryFile(dir=folder) as file:
         begin = time.perf_counter()
@@ -216,7 +223,7 @@ def _rounded(value: float) -> float:
 
 
 def main() -> int:
-    """Measure as one rank of those that ``run`` started, or alone."""
+    """Measure as one of the ranks that ``run`` started."""
     from workflows.launch.launch import run_as_rank
 
     parser = argparse.ArgumentParser(description=__doc__)

@@ -1,4 +1,4 @@
-"""What operators reach on this device, by kind: the rates of a machine's ``efficiency``."""
+"""Benchmarks of operators on this device, by kind, for ``MachineModel.efficiency``."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from hyfi_core.plan.parallel_plan import ParallelPlan
 
 ROUNDS = 7
 _LAYERS = (4, 24)
-_COPIED = 16 * 2**20
+_COPIED_VALUES = 16 * 2**20
 Rates = tuple[float, float]
-"""Of (forward, backward): flops a second for products, bytes a second of maps taken and made for all else."""
+"""(Forward, backward) in flops/s for convolutions and products, else in bytes/s of inputs and outputs."""
 
 
 @dataclass(frozen=True)
 class OperatorCase:
-    """An operator on a map of (1, channels, side_px, side_px).
+    """An operator on an input of (1, channels, side_px, side_px).
 
     Attributes:
-        make: makes it.
-        channels: of the map that it takes.
-        side_px: of the map that it takes.
-        flops: of its forward; 0 where only memory counts.
-        given: whether the map's own gradient is asked for: it is not at a network's first operator.
+        make: Creates the module.
+        channels: Channels of the input.
+        side_px: Height and width of the input.
+        flops: Operations of the forward; 0 if only memory traffic counts.
+        input_gradient: Whether backward computes the gradient of the input, as all but a network's first operator do.
     """
 
     make: Callable[[], nn.Module]
     channels: int
     side_px: int
     flops: float = 0.0
-    given: bool = True
+    input_gradient: bool = True
 
 
 def _window(inputs: int, outputs: int, kernel: int, side_px: int, groups: int = 1) -> OperatorCase:
@@ -59,15 +59,15 @@ CASES: dict[str, tuple[OperatorCase, ...]] = {
     "pool": (OperatorCase(lambda: nn.MaxPool2d(3, 2, 1), 64, 192),),
     "elementwise": (OperatorCase(nn.ReLU, 64, 192),),
 }
-"""Typical ones of residual networks; of a kind with several all count alike."""
+"""Typical operators of residual networks; the rate of a kind is the mean over its cases."""
 
 
 class OperatorBench:
     """Times operators on one device.
 
     Args:
-        device: where.
-        rounds: times that each is run, None for ``ROUNDS``; the shortest counts: other processes only ever add.
+        device: The device.
+        rounds: Number of timed runs, None: ``ROUNDS``. The shortest time counts, because other processes only add.
     """
 
     def __init__(self, device: torch.device, rounds: int | None = None) -> None:
@@ -75,16 +75,16 @@ class OperatorBench:
         self._rounds = ROUNDS if rounds is None else rounds
 
     def rates(self, kind: str) -> Rates:
-        """Return what a kind of operator reaches: the mean over its cases of work over time."""
+        """Return the rates of a kind of operator, the mean over its cases."""
         found = [self._case(case, torch.float32, self._rounds) for case in CASES[kind]]
         return statistics.mean(f for f, _ in found), statistics.mean(b for _, b in found)
 
-    def type_rate(self, dtype: torch.dtype) -> float:
-        """Return what the forward of a convolution reaches that computes in a type."""
+    def dtype_rate(self, dtype: torch.dtype) -> float:
+        """Return the forward rate of a convolution in ``dtype``."""
         return self._case(CASES["convolution"][0], dtype, min(2, self._rounds))[0]
 
     def shared_norm(self, comm: Communicator) -> Rates:
-        """Return what a batch norm over all ranks of a group reaches (collective)."""
+        """Return the rates of a batch norm over all ranks of ``comm`` (collective)."""
         (case,) = CASES["norm"]
         own = self._map(case, torch.float32)
         pixels = own.numel() // case.channels * comm.size
@@ -103,13 +103,13 @@ class OperatorBench:
         return touched / min(forward[1:]), touched / min(backward[1:])
 
     def copied_bytes_per_s(self) -> float:
-        """Return bytes read and written by a sum of two maps, larger than caches, into a new one."""
-        large = torch.ones(_COPIED, device=self._device)
+        """Return the memory bandwidth in bytes/s, of adding two tensors that are larger than caches into a new one."""
+        large = torch.ones(_COPIED_VALUES, device=self._device)
         seconds = self._shortest_s(lambda: large + large)
         return 3 * large.numel() * large.element_size() / seconds
 
     def kernel_s(self) -> float:
-        """Return the seconds of one operator of a small map, through the engine; backward counts as two."""
+        """Return the fixed cost of one operator in seconds: on a tiny map, in the engine; backward counts as two."""
         few, many = (self._step_s(layers) for layers in _LAYERS)
         return max(1e-7, (many - few) / (_LAYERS[1] - _LAYERS[0]) / 3)
 
@@ -126,32 +126,32 @@ class OperatorBench:
         return self._shortest_s(lambda: engine.accumulate(images, labels))
 
     def _case(self, case: OperatorCase, dtype: torch.dtype, rounds: int) -> Rates:
-        taken = self._map(case, torch.float64 if dtype is torch.float64 else torch.float32)
-        module = case.make().to(self._device, taken.dtype).train()
+        inputs = self._map(case, torch.float64 if dtype is torch.float64 else torch.float32)
+        module = case.make().to(self._device, inputs.dtype).train()
         for parameter in module.parameters():
             if parameter.dim() == 4:
                 parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
         if isinstance(module, nn.Linear):
-            taken = torch.rand(case.channels, case.channels, dtype=taken.dtype, device=self._device)
-        taken.requires_grad_(case.given)
-        forward, backward, made = [], [], taken
+            inputs = torch.rand(case.channels, case.channels, dtype=inputs.dtype, device=self._device)
+        inputs.requires_grad_(case.input_gradient)
+        forward, backward, outputs = [], [], inputs
         for _ in range(rounds + 1):
             with torch.autocast(self._device.type, dtype, enabled=dtype in (torch.bfloat16, torch.float16)):
                 begin = self._now()
-                made = module(taken)
+                outputs = module(inputs)
                 forward.append(self._now() - begin)
-            cotangent = torch.ones_like(made)
+            cotangent = torch.ones_like(outputs)
             begin = self._now()
-            torch.autograd.backward(made, cotangent)
+            torch.autograd.backward(outputs, cotangent)
             backward.append(self._now() - begin)
-        work, back = case.flops, case.flops * (2 if case.given else 1)
-        if not work:
-            work = back = float((taken.numel() + made.numel()) * taken.element_size())
-        return work / min(forward[1:]), back / min(backward[1:])
+        forward_work, backward_work = case.flops, case.flops * (2 if case.input_gradient else 1)
+        if not forward_work:
+            forward_work = backward_work = float((inputs.numel() + outputs.numel()) * inputs.element_size())
+        return forward_work / min(forward[1:]), backward_work / min(backward[1:])
 
     def _map(self, case: OperatorCase, dtype: torch.dtype) -> torch.Tensor:
-        made = torch.rand(1, case.channels, case.side_px, case.side_px, dtype=dtype, device=self._device)
-        return made.contiguous(memory_format=torch.channels_last)
+        values = torch.rand(1, case.channels, case.side_px, case.side_px, dtype=dtype, device=self._device)
+        return values.contiguous(memory_format=torch.channels_last)
 
     def _shortest_s(self, call: Callable[[], object]) -> float:
         times = []

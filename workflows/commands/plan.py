@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from hyfi_core.errors import RequestError
-from workflows.commands.simulate import classes_of, describe, drawn, forecast_json, machine_of
+from workflows.commands.simulate import classes_of, describe, forecast_json, machine_of, plan_text
 from workflows.config.load import Config, load_config
 from workflows.console import emit_json, say, warn
 from workflows.exit_codes import DONE
@@ -33,21 +33,21 @@ def run(
     write: bool,
     as_json: bool,
 ) -> int:
-    """Search plans for ``config``.
+    """Search the best plans for ``config`` and print them.
 
     Args:
-        config: the YAML of the run.
-        overrides: ``section.key=value``, put over it.
-        machine: name of a machine of the package, or a file; None: as for ``hyfi simulate``.
-        ranks: trainers; None: those of one node.
-        memory: what a trainer may need, as ``16GB``; None: what a device of the machine has.
-        batch: images of a step; None: ``data.batch_size``.
-        top: how many plans.
-        write: put the best plan into ``config``.
-        as_json: print the plans as one JSON object.
+        config: The YAML of the run.
+        overrides: ``section.key=value``, applied to it.
+        machine: Name of a built-in machine model, or a file; None: see ``machine_of``.
+        ranks: Number of trainers; None: those of one node.
+        memory: Memory limit of a trainer, as ``16GB``; None: the memory of the machine's device.
+        batch: Images in a step; None: ``data.batch_size``.
+        top: Number of plans to show.
+        write: Write the best plan into ``config``.
+        as_json: Print the plans as one JSON object.
 
     Raises:
-        RequestError: the request is wrong, or no plan fits; nothing is written then.
+        RequestError: The request is not valid, or no plan fits; nothing was written.
     """
     settings = load_config(config, overrides, ignore_plan=True)
     model = machine_of(settings, machine)
@@ -59,18 +59,18 @@ def run(
         )
     model = model if memory is None else replace(model, memory_bytes=bytes_of(memory))
     ranks = ranks or model.devices_per_node
-    found = _found(settings, model, ranks, images, top)
-    _tell(found, settings, images, model)
+    found = _search(settings, model, ranks, images, top)
+    _print_plans(found, settings, images, model)
     if write:
         write_plan(config, found.plans[0].plan)
         say(f"{config}: plan written")
     if as_json:
         plans = [forecast_json(one, images) for one in found.plans]
-        emit_json({"machine": model.name, "ranks": ranks, "plans": plans, "alternatives": _others(found)})
+        emit_json({"machine": model.name, "ranks": ranks, "plans": plans, "alternatives": _alternatives(found)})
     return DONE
 
 
-def _found(settings: Config, machine: MachineModel, ranks: int, images: int, top: int) -> PlanSearch:
+def _search(settings: Config, machine: MachineModel, ranks: int, images: int, top: int) -> PlanSearch:
     from hyfi_core.cost.planner import PlanRequest, best_plans
     from workflows.evaluation.programs import ModelPrograms
     from workflows.training.memory import PROCESS_BYTES
@@ -90,18 +90,18 @@ def _found(settings: Config, machine: MachineModel, ranks: int, images: int, top
 
 
 def chosen_plan(config: Path, overrides: list[str], ranks: int | None, resume: bool) -> list[str]:
-    """Return overrides that put the best plan for this node in place of ``plan: auto``.
+    """Return overrides that replace ``plan: auto`` by the best plan for this node.
 
-    A run that is resumed keeps the plan that it began with: other micro-batches would be another run.
+    A resumed run keeps its first plan, because other micro-batches would change the result.
 
     Args:
-        config: the YAML of the run.
-        overrides: of the command line.
-        ranks: of the whole run, loaders and validators among them; None: one for each core or GPU.
-        resume: whether the run may have begun.
+        config: The YAML of the run.
+        overrides: Those of the command line.
+        ranks: Number of ranks of the whole run, loaders and validators included; None: one for each core or GPU.
+        resume: Whether the run may have been started before.
 
     Raises:
-        RequestError: no plan fits, or roles leave no rank to train.
+        RequestError: No plan fits, or the roles leave no rank to train.
     """
     settings = load_config(config, overrides, ignore_plan=True)
     saved = settings.run.dir / "config.yaml"
@@ -115,13 +115,13 @@ def chosen_plan(config: Path, overrides: list[str], ranks: int | None, resume: b
     if trainers < 1:
         raise RequestError(f"--ranks {ranks}: loaders and validators take {others}, and none is left to train")
     machine = replace(machine, memory_bytes=machine.memory_bytes // max(1, -(-trainers // devices)))
-    found = _found(settings, machine, trainers, settings.data.batch_size, 1)
-    _tell(found, settings, settings.data.batch_size, machine)
+    found = _search(settings, machine, trainers, settings.data.batch_size, 1)
+    _print_plans(found, settings, settings.data.batch_size, machine)
     return _as_overrides(found.plans[0].plan)
 
 
 def _this_node(settings: Config) -> tuple[MachineModel, int]:
-    """Return a machine with this node's devices and free memory, and how many devices there are."""
+    """Return a machine model with this node's number of devices and free memory, and the number of devices."""
     import torch
 
     from data.cores import usable_cores
@@ -137,11 +137,11 @@ def _this_node(settings: Config) -> tuple[MachineModel, int]:
 
 
 def _as_overrides(plan: ParallelPlan) -> list[str]:
-    return [f"plan.{key}={json.dumps(value)}" for key, value in _chosen(plan).items()]
+    return [f"plan.{key}={json.dumps(value)}" for key, value in _plan_section(plan).items()]
 
 
-def _chosen(plan: ParallelPlan) -> dict[str, Any]:
-    """Return the fields of a plan that a configuration has to state, as a section of its YAML would."""
+def _plan_section(plan: ParallelPlan) -> dict[str, Any]:
+    """Return the section ``plan`` of a configuration with this plan: the fields that are not at their defaults."""
     defaults = type(plan)(grids=((1, 1),)).to_json()
     return {k: v for k, v in plan.to_json().items() if k == "grids" or v != defaults[k]}
 
@@ -150,7 +150,7 @@ def bytes_of(text: str) -> int:
     """Return the bytes of ``16GB``, ``16G`` or ``16000000000``.
 
     Raises:
-        RequestError: it is no amount.
+        RequestError: ``text`` is not an amount of memory.
     """
     from pydantic import ByteSize, TypeAdapter, ValidationError
 
@@ -164,10 +164,10 @@ def bytes_of(text: str) -> int:
 
 
 def write_plan(config: Path, plan: ParallelPlan) -> None:
-    """Put a plan into a run's YAML in place of the one that is there; all else stays as it is, comments too.
+    """Replace the plan in a run's YAML; everything else stays as it is, comments included.
 
     Raises:
-        RequestError: with it the file would not be a run's; it stays as it was.
+        RequestError: The plan in the file is not written as one section, so it cannot be replaced; nothing was changed.
     """
     import tempfile
 
@@ -180,27 +180,25 @@ def write_plan(config: Path, plan: ParallelPlan) -> None:
         after += 1
     while after > first + 1 and after <= len(lines) and not lines[after - 1].strip():
         after -= 1  # an empty line before the next section
-    section = "plan: " + yaml.safe_dump(_chosen(plan), default_flow_style=True, sort_keys=False, width=10**6).strip()
-    text = "\n".join([*lines[:first], section, *lines[after:]]) + "\n"
+    fields = yaml.safe_dump(_plan_section(plan), default_flow_style=True, sort_keys=False, width=10**6).strip()
+    text = "\n".join([*lines[:first], f"plan: {fields}", *lines[after:]]) + "\n"
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as trial:
         trial.write(text)
         trial.flush()
         if load_config(Path(trial.name)).plan.build() != plan:
-            raise RequestError(
-                f"{config}: its plan is not a section of its own; write it as `plan: {{…}}` in one place"
-            )
+            raise RequestError(f"{config}: its plan is not one section; write it as `plan: {{…}}` in one place")
     write_atomically(config, text.encode())
 
 
-def _tell(found: PlanSearch, settings: Config, batch: int, machine: MachineModel) -> None:
+def _print_plans(found: PlanSearch, settings: Config, batch: int, machine: MachineModel) -> None:
     say(f"machine: {machine.name}; {found.candidates} plans, {found.simulated} simulated")
     for number, one in enumerate(found.plans, 1):
-        say(f"\n{number}. {drawn(one.plan)}")
+        say(f"\n{number}. {plan_text(one.plan)}")
         for line in describe(one, batch, machine):
             say(f"   {line}")
     best = found.plans[0]
     for name, other in found.alternatives.items():
-        say(f"{name}: {other if isinstance(other, str) else _compared(other, best)}")
+        say(f"{name}: {other if isinstance(other, str) else _comparison(other, best)}")
     before = settings.plan
     changed = (best.plan.replicas, best.plan.microbatches) != (before.replicas, before.microbatches)
     if changed and settings.model.norm == "train":
@@ -210,18 +208,18 @@ def _tell(found: PlanSearch, settings: Config, batch: int, machine: MachineModel
         )
 
 
-def _compared(other: StepForecast, best: StepForecast) -> str:
-    """Return how much slower an alternative is, and what it loses its time to."""
+def _comparison(other: StepForecast, best: StepForecast) -> str:
+    """Return how much slower an alternative is, and the main reason."""
     ratio = other.step_s / best.step_s
     if ratio < 1.005:
-        return "as fast as the best"
+        return "as fast as the best plan"
     shares = {f"{kind} takes": seconds / other.step_s for kind, seconds in other.exposed_s.items()}
     shares["ranks wait"] = other.bubble
     why = max(shares, key=lambda name: shares[name])
     return f"{ratio:.1f}× slower" + (f", {why} {shares[why]:.0%}" if shares[why] >= 0.05 else "")
 
 
-def _others(found: PlanSearch) -> dict[str, Any]:
+def _alternatives(found: PlanSearch) -> dict[str, Any]:
     return {
         name: {"refused": other} if isinstance(other, str) else {"step_s": other.step_s, "bubble": other.bubble}
         for name, other in found.alternatives.items()

@@ -1,4 +1,4 @@
-"""``hyfi predict``: probabilities, heatmaps, overlays, annotations and reports of slides."""
+"""``hyfi predict``: predicts slides and writes probabilities, heatmaps, overlays, annotations and reports."""
 
 from __future__ import annotations
 
@@ -45,20 +45,30 @@ def run(
 ) -> int:
     """Predict ``inputs`` with one checkpoint, or with several as an ensemble, into ``out``.
 
-    With ``ranks`` above 1 so many processes are started, which share every slide; started by ``mpiexec`` or ``srun``,
-    the processes that exist predict different slides where there are enough. ``ranks_per_slide`` of them share a slide;
-    it overrides both. With ``cells`` ("R,C") one process computes each image cell by cell. ``image``
-    is ``whole`` (all tissue) or ``trained`` (what one image of the trained size holds); where that is less than the
-    checkpoint's ``min_coverage``, no class is given unless ``allow_partial``. ``tissue`` replaces what was found to be
-    tissue: see `pathology.predict.options.PredictOptions`. ``part`` ("i/n") leaves the slides of the
-    other parts to other processes with the same ``out``.
+    Args:
+        checkpoints: Checkpoint folders.
+        inputs: Slide files, folders of slides, stores.
+        out: Output folder.
+        ranks: Number of processes to start, if above 1 and there is no launcher; they share every slide. Processes of a
+            launcher predict different slides if there are enough.
+        mpp: Microns per pixel to predict at; None: the checkpoint's.
+        slide_mpp: Microns per pixel of slide files that do not state them.
+        overwrite: Predict finished slides again.
+        as_json: Print the result as one JSON object.
+        cells: "R,C": a single process computes each image cell by cell.
+        image: ``whole``: all tissue of a slide; ``trained``: what one image of the trained size shows.
+        allow_partial: Also give a class to slides that show less than the checkpoint's ``min_coverage``.
+        tissue: Outlines to use instead of the detected tissue, see `pathology.predict.options.PredictOptions`.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        part: "i/n": predict only the i-th part of the slides; other processes do the others, into the same ``out``.
+        ranks_per_slide: Number of processes that share a slide, instead of the choice described at ``ranks``.
 
     Returns:
-        0 when all slides are done; 1 when some failed or no class could be given (each named with its reason on
-        standard error and in the table); 3 when stopped.
+        0 if all slides are done; 1 if some failed or got no class (each is named with its reason on standard error and
+        in the table); 3 if stopped on request.
 
     Raises:
-        RequestError: a checkpoint, an input or ``out`` cannot be used; nothing is written.
+        RequestError: A checkpoint, an input or ``out`` cannot be used; nothing was written.
     """
     from pathology.predict.dealing import group_size
     from pathology.predict.options import PredictOptions
@@ -92,7 +102,7 @@ def run(
 
 @dataclass(frozen=True)
 class PredictionRequest:
-    """What is asked for; see :func:`run`."""
+    """The arguments of a prediction; see :func:`run`."""
 
     checkpoints: Sequence[Path]
     inputs: Sequence[Path]
@@ -104,10 +114,10 @@ class PredictionRequest:
 
 
 def _check(request: PredictionRequest) -> list[SlideInput]:
-    """Check what can be checked before anything slow, and return the slides of this part.
+    """Check everything that can be checked quickly, and return the slides of this part.
 
     Raises:
-        RequestError: the request cannot be met.
+        RequestError: The request is not valid.
     """
     from hyfi_core.runtime.checkpoint import read_model_json
     from pathology.ingest.discover import part_of_names
@@ -129,7 +139,7 @@ def _check(request: PredictionRequest) -> list[SlideInput]:
 
 
 def _arguments(request: PredictionRequest, ranks: int) -> list[str]:
-    """Return the same request for the ranks."""
+    """Return the command line of the same request, for the ranks."""
     options = request.options
     words = ["predict", "--out", str(request.out), "--ranks", str(ranks), "--part", "{}/{}".format(*request.part)]
     for checkpoint in request.checkpoints[1:]:
@@ -146,7 +156,7 @@ def _arguments(request: PredictionRequest, ranks: int) -> list[str]:
 
 
 def _predict(request: PredictionRequest) -> int:
-    """Do this rank's part."""
+    """Predict as this rank, or alone; return the exit code."""
     from hyfi_core.comm.agree import agree
     from pathology.predict.cohort import predict_slides
     from workflows.launch.owner import FolderOwner
@@ -156,7 +166,8 @@ def _predict(request: PredictionRequest) -> int:
     members = [load_member(path) for path in request.checkpoints]
     comm = join()
     number, parts = request.part
-    part, advice = f"{number}-of-{parts}" if parts > 1 else "", "choose another --out, or each a --part of its own"
+    part = f"{number}-of-{parts}" if parts > 1 else ""
+    advice = "choose another --out, or give each its own --part"
     owner = agree(comm, lambda: FolderOwner(out, advice, part) if comm.rank == 0 else None)
     if ranks is not None and ranks != comm.size:
         raise RequestError(
@@ -169,7 +180,7 @@ def _predict(request: PredictionRequest) -> int:
     if owner is not None:
         page = _write_page(out, members)
         owner.release()
-        _say(report, out, page, request.as_json)
+        _report(report, out, page, request.as_json)
     if report.stopped:
         return STOPPED
     withheld = [one for one in report.incomplete if not one.prediction]
@@ -180,7 +191,7 @@ def load_member(checkpoint: Path) -> Member:
     """Return a checkpoint's model in evaluation mode, with the moving average of its weights if it exists.
 
     Raises:
-        RequestError: the checkpoint is damaged, or its weights are not those of its model.
+        RequestError: The checkpoint is damaged, or its weights do not match its model.
     """
     from hyfi_core.runtime.checkpoint import load_checkpoint
     from pathology.predict.members import Member
@@ -189,7 +200,7 @@ def load_member(checkpoint: Path) -> Member:
     loaded = load_checkpoint(checkpoint)
     model = build_model(loaded.model["model"])
     try:
-        model.load_state_dict(loaded.judged)
+        model.load_state_dict(loaded.inference_weights)
     except RuntimeError as error:
         raise RequestError(f"checkpoint {checkpoint}: its weights do not match its model: {error}") from error
     if loaded.averaged is not None and own_rank() == 0:
@@ -199,7 +210,7 @@ def load_member(checkpoint: Path) -> Member:
 
 @contextmanager
 def _progress(total: int, comm: Communicator) -> Iterator[Callable[[int, str], None]]:
-    """Give what rank 0 calls after its slides."""
+    """Yield the function to call with the number of finished slides and a note; it shows the progress on rank 0."""
     if comm.rank != 0:
         yield lambda slides, note: None
         return
@@ -208,12 +219,12 @@ def _progress(total: int, comm: Communicator) -> Iterator[Callable[[int, str], N
 
 
 def _write_page(out: Path, members: Sequence[Member]) -> Path:
-    """Write ``index.html`` about all slides of the folder, also those of earlier runs."""
+    """Write ``index.html`` of all slides of the folder, those of earlier runs included; return its path."""
     from pathology.predict.table import FILE_NAME
     from workflows.evaluation.cohort_page import PAGE_FILE, predicted_slides, write_cohort_page
 
     if not (out / FILE_NAME).exists():
-        return out / PAGE_FILE  # a part without slides came first
+        return out / PAGE_FILE  # nothing predicted yet: this --part has no slides
     class_names = members[0].config["class_names"]
     try:
         return write_cohort_page(out, predicted_slides(out, class_names), class_names, f"Predictions in {out.name}")
@@ -222,7 +233,7 @@ def _write_page(out: Path, members: Sequence[Member]) -> Path:
         return out / PAGE_FILE
 
 
-def _say(report: PredictionReport, out: Path, page: Path, as_json: bool) -> None:
+def _report(report: PredictionReport, out: Path, page: Path, as_json: bool) -> None:
     for one in report.failed:
         console.warn(f"{one.slide_id} ({one.path}): {one.reason}")
     for one in report.incomplete:
@@ -231,8 +242,9 @@ def _say(report: PredictionReport, out: Path, page: Path, as_json: bool) -> None
     for one in (*report.done, *report.incomplete):
         if not one.prediction:
             continue
-        at, partial = max(one.probabilities), ", incomplete" if one in report.incomplete else ""
-        console.say(f"{one.slide_id}: {one.prediction} ({at:.3f}{partial})  {out / one.slide_id / 'report.html'}")
+        partial = ", incomplete" if one in report.incomplete else ""
+        probability = f"{max(one.probabilities):.3f}{partial}"
+        console.say(f"{one.slide_id}: {one.prediction} ({probability})  {out / one.slide_id / 'report.html'}")
     skipped = f", {len(report.skipped)} finished before" if report.skipped else ""
     stopped = "; stopped on request, run the same command to continue" if report.stopped else ""
     table = out / "predictions.csv"

@@ -1,4 +1,4 @@
-"""``hyfi simulate``: what a configuration's own plan will take on a machine, without running it."""
+"""``hyfi simulate``: forecasts a step of a configuration's plan on a machine, without running it."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 def run(
     config: Path, overrides: list[str], machine: str | None, ranks: int | None, trace: Path | None, as_json: bool
 ) -> int:
-    """Forecast a step of ``config``'s plan.
+    """Forecast a step of ``config``'s plan and print it.
 
     Args:
-        config: the YAML of the run.
-        overrides: ``section.key=value``, put over it.
-        machine: name of a machine of the package, or a file; None: ``machine_of``.
-        ranks: trainers; with more than the plan has, it gets replicas with as many images each. None: the plan's.
-        trace: where the step is written for Perfetto.
-        as_json: print the forecast as one JSON object.
+        config: The YAML of the run.
+        overrides: ``section.key=value``, applied to it.
+        machine: Name of a built-in machine model, or a file; None: see ``machine_of``.
+        ranks: Number of trainers, with as many replicas of the plan as that takes; None: as the plan says.
+        trace: File for a trace of the step for Perfetto; None: none.
+        as_json: Print the forecast as one JSON object.
 
     Raises:
-        RequestError: the request is wrong; nothing is written then.
+        RequestError: The request is not valid; nothing was written.
     """
     from data.files import write_atomically
     from hyfi_core.cost.simulator import forecast_step
@@ -43,12 +43,12 @@ def run(
     model = machine_of(settings, machine)
     if trace is not None:
         require_writable(trace)
-    plan, batch = spread_over(settings, ranks)
+    plan, batch = with_replicas(settings, ranks)
     programs = ModelPrograms(settings, classes_of(settings))
     program = programs.of(batch // plan.replicas // plan.microbatches)
-    plan = complete(plan, program, model)
+    plan = resolved(plan, program, model)
     forecast = forecast_step(program, plan, model, programs.computed_in)
-    say(drawn(plan))
+    say(plan_text(plan))
     say(f"machine: {model.name}")
     for line in describe(forecast, batch, model):
         say(line)
@@ -60,15 +60,15 @@ def run(
     return DONE
 
 
-def drawn(plan: ParallelPlan) -> str:
-    """Return a plan as text for people, of its replicas the first."""
+def plan_text(plan: ParallelPlan) -> str:
+    """Return a plan as text; of its replicas only the first is drawn."""
     head, *_ = plan.describe().splitlines()
     _, *lines = replace(plan, replicas=1, shares=None).describe().splitlines()
     return "\n".join([head, *lines])
 
 
 def machine_of(config: Config, name: str | None) -> MachineModel:
-    """Return the machine that is asked for; without a name H100s where the run asks for GPUs, else a server's CPU."""
+    """Return the machine model of this name or file; None: ``h100`` if ``run.device`` is ``cuda``, else ``cpu``."""
     from hyfi_core.cost.machine import load_machine
 
     return load_machine(name or ("h100" if config.run.device == "cuda" else "cpu"))
@@ -78,7 +78,7 @@ def classes_of(config: Config) -> int:
     """Return the number of classes that the configuration states, or that its labels have.
 
     Raises:
-        RequestError: it states none, and labels or store are not there.
+        RequestError: It states none, and the labels or the store cannot be read.
     """
     classes = config.model.classes
     if isinstance(classes, int):
@@ -90,8 +90,14 @@ def classes_of(config: Config) -> int:
     return len(prepare(config).classes)
 
 
-def spread_over(config: Config, ranks: int | None) -> tuple[ParallelPlan, int]:
-    """Return the configuration's plan with as many replicas as ``ranks`` have room for, and the images of a step."""
+def with_replicas(config: Config, ranks: int | None) -> tuple[ParallelPlan, int]:
+    """Return the configuration's plan with replicas for ``ranks`` trainers (None: as it is), and the images in a step.
+
+    Each replica has as many images as in the configuration.
+
+    Raises:
+        RequestError: ``ranks`` is not a multiple of the ranks of one replica.
+    """
     plan = config.plan.build()
     each = config.data.batch_size // plan.replicas
     if ranks is None:
@@ -104,8 +110,8 @@ def spread_over(config: Config, ranks: int | None) -> tuple[ParallelPlan, int]:
     return plan, each * plan.replicas
 
 
-def complete(plan: ParallelPlan, program: Any, machine: MachineModel) -> ParallelPlan:
-    """Return the plan with the cuts and cells that "auto" stands for on a machine."""
+def resolved(plan: ParallelPlan, program: Any, machine: MachineModel) -> ParallelPlan:
+    """Return the plan with ``auto`` cuts and cells chosen for a machine."""
     import torch
 
     from hyfi_core.cells.budget import with_cells
@@ -119,25 +125,25 @@ def complete(plan: ParallelPlan, program: Any, machine: MachineModel) -> Paralle
 
 
 def describe(forecast: StepForecast, batch: int, machine: MachineModel) -> list[str]:
-    """Return the forecast as lines for people."""
+    """Return the forecast as lines of text."""
     from workflows.training.memory import PROCESS_BYTES
 
     exposed = ", ".join(f"{kind} {1e3 * seconds:.3g} ms" for kind, seconds in forecast.exposed_s.items() if seconds)
     most, least = (f(forecast.memory_bytes) + PROCESS_BYTES for f in (max, min))
-    spread = f"{least / 1e9:.2g} to " * (most > 1.1 * least)
+    smallest = f"{least / 1e9:.2g} to " if most > 1.1 * least else ""
     lines = [
         f"step: {forecast.step_s:.3g} s, {forecast.images_per_s(batch):.3g} images/s in batches of {batch}; ranks are "
         f"busy {forecast.busy:.0%} of it, bubble {forecast.bubble:.0%}; bound by {forecast.bound_by}",
         f"exposed communication: {exposed or 'none'}",
-        f"memory: {spread}{most / 1e9:.2g} GB for each trainer, of {machine.memory_bytes / 1e9:.2g} GB",
+        f"memory: {smallest}{most / 1e9:.2g} GB for each trainer, of {machine.memory_bytes / 1e9:.2g} GB",
     ]
     if forecast.plan.spill is not None:
-        lines.append("not counted: maps on their way to and from the disk (plan.spill)")
+        lines.append("not counted: feature maps being moved to and from the disk (plan.spill)")
     return lines
 
 
 def forecast_json(forecast: StepForecast, batch: int) -> dict[str, Any]:
-    """Return the forecast for machines."""
+    """Return the forecast as one JSON object."""
     from workflows.training.memory import PROCESS_BYTES
 
     needed = [PROCESS_BYTES + length for length in forecast.memory_bytes]

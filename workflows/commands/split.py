@@ -1,4 +1,4 @@
-"""``hyfi split``: a labels CSV becomes splits or folds, whole cases in each."""
+"""``hyfi split``: divides the slides of a labels CSV into splits or folds, with whole cases in each."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ SHARES: Mapping[str, float] = {"train": 0.7, "val": 0.15, "test": 0.15}
 def run(
     labels: Path, out: Path, folds: int | None, group: str, stratify: str | None, seed: int, as_json: bool = False
 ) -> int:
-    """Write ``out``: ``slide_id``, ``case_id`` (whichever the labels have), and ``split``, or folds.
+    """Write ``out`` with the columns ``slide_id``, ``case_id`` (those that the labels have), and ``split`` or folds.
 
-    Without ``folds`` the groups are dealt 70 : 15 : 15 into train, val and test. With them the column ``fold`` says
-    0 … K−1, and a column ``split_k`` for each fold says ``val`` where the fold is k, else ``train``; so
+    Without ``folds``, groups are assigned to train, val and test in the ratio 70 : 15 : 15. With ``folds``, the column
+    ``fold`` has 0 … K−1, and for each fold k a column ``split_k`` has ``val`` if the fold is k, else ``train``. So
     ``data.split_column=split_2`` trains the third model of a cross-validation.
 
     Args:
-        labels: the CSV.
-        out: the CSV to write; replaced when there.
-        folds: how many folds, None for train, val and test.
-        group: the column whose values are never in two parts; rows without a value are groups of their own.
-        stratify: the column whose values each part has alike; None: only the sizes matter.
-        seed: another one, another deal.
-        as_json: print the counts as one JSON object.
+        labels: The CSV.
+        out: The CSV to write; replaced if it exists.
+        folds: Number of folds; None: train, val and test.
+        group: Column whose values are never in two parts; a row without a value is a group of its own.
+        stratify: Column whose values are balanced over the parts; None: only the sizes are.
+        seed: Decides ties.
+        as_json: Print the counts as one JSON object.
 
     Returns:
         0.
 
     Raises:
-        RequestError: a column is missing, there are too few groups, a case has two groups, ``out`` cannot be written.
+        RequestError: A column is missing, there are too few groups, a case has two groups, or ``out`` cannot be
+            written.
     """
     table = read_table(labels, "labels")
     if folds is not None and folds < 2:
@@ -60,11 +61,11 @@ def run(
 
 
 def _groups(table: Table, group: str) -> list[str]:
-    """Return the group of each row, a name that no other group has.
+    """Return a unique name of each row's group.
 
     Raises:
-        RequestError: the column is not there (``case_id`` may be missing: then each slide is its own case), a key is
-            empty, or a case has two groups.
+        RequestError: The column is missing (except ``case_id``: then each slide is its own case), a key is empty, or a
+            case has two groups.
     """
     key = table.key
     if group != "case_id" or "case_id" in table.columns:
@@ -75,10 +76,10 @@ def _groups(table: Table, group: str) -> list[str]:
         if not row[key]:
             raise RequestError(f"{table.name}, line {line}: no {key}")
         name = f"{group} {row[group]}" if row.get(group) else f"{key} {row[key]}"
-        for who in (f"{k} {row[k]}" for k in ("slide_id", "case_id") if row.get(k)):
-            if first.setdefault(who, name) != name:
+        for item in (f"{k} {row[k]}" for k in ("slide_id", "case_id") if row.get(k)):
+            if first.setdefault(item, name) != name:
                 raise RequestError(
-                    f"{table.name}, line {line}: {who} is in two groups, {first[who]} and {name}; see --group"
+                    f"{table.name}, line {line}: {item} is in two groups, {first[item]} and {name}; see --group"
                 )
         groups.append(name)
     return groups

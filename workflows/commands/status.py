@@ -14,15 +14,15 @@ from workflows.launch.owner import describe_owner, owner_of
 
 
 def run(folder: Path, as_json: bool) -> int:
-    """Report a run from the files in its folder; nothing is changed there.
+    """Print the progress of a run, from the files in its folder; changes nothing there.
 
     Raises:
-        RequestError: there is no run.
+        RequestError: There is no run in ``folder``.
     """
     if not (folder / "config.yaml").is_file():
         raise RequestError(f"{folder}: not a run (it has no config.yaml); give the run.dir of a configuration")
     found = read_status(folder)
-    say(f"{folder}: {found['state']}{_by(found)}")
+    say(f"{folder}: {found['state']}{_owner_text(found)}")
     if found["step"]:
         of = f" of {found['steps']}" if found["steps"] else ""
         left = f", about {found['seconds_left']:.0f} s left" if found["seconds_left"] is not None else ""
@@ -39,16 +39,16 @@ def run(folder: Path, as_json: bool) -> int:
 def read_status(folder: Path) -> dict[str, Any]:
     """Return the status of a run.
 
-    ``state`` is ``running`` (a process holds the folder), ``done``, ``stopped`` (on request) or ``interrupted`` (it
-    ended without a word: ``--resume`` continues it from its latest checkpoint).
+    ``state`` is ``running`` (a process has locked the folder), ``done``, ``stopped`` (on request) or ``interrupted``
+    (its processes were killed or failed: ``--resume`` continues from the latest checkpoint).
     """
     owner = owner_of(folder)
-    said = _json(folder / "status.json")
+    saved = _json(folder / "status.json")
     trained, validated = _last_lines(folder / "metrics.jsonl")
-    state = "running" if owner is not None else said.get("state", "interrupted")
+    state = "running" if owner is not None else saved.get("state", "interrupted")
     if owner is None and state == "running":
         state = "interrupted"
-    steps, step = said.get("steps"), trained.get("step")
+    steps, step = saved.get("steps"), trained.get("step")
     left = None
     if state == "running" and steps and step:
         left = (steps - step) * float(trained.get("seconds") or 0.0)
@@ -68,7 +68,7 @@ def read_status(folder: Path) -> dict[str, Any]:
     }
 
 
-def _by(found: dict[str, Any]) -> str:
+def _owner_text(found: dict[str, Any]) -> str:
     owner = found["owner"]
     if not owner:
         return ""
@@ -78,16 +78,10 @@ def _by(found: dict[str, Any]) -> str:
 
 def _last_lines(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the last training record and the last validation record; empty if there is none."""
+    from workflows.training.metrics_log import read_metrics
+
     last: dict[str, dict[str, Any]] = {"train": {}, "validation": {}}
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # being written
+    for record in read_metrics(path):
         last[record["kind"]] = record
     return last["train"], last["validation"]
 

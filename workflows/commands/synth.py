@@ -1,4 +1,4 @@
-"""``hyfi synth``: an archive of synthetic slides."""
+"""``hyfi synth``: makes an archive of synthetic slides."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from workflows.paths import require_folder
 
 
 def run(out: Path, slides: int, size_px: int, seed: int, pen: bool, blur: bool, as_json: bool) -> int:
-    """Draw ``slides`` slides of ``size_px`` pixels into ``out`` and write ``manifest.csv`` there; returns 0.
+    """Write ``slides`` slides of ``size_px`` × ``size_px`` pixels and their ``manifest.csv`` into ``out``; return 0.
 
     Raises:
-        RequestError: the numbers cannot be drawn, or ``out`` is a file.
+        RequestError: The number or size of slides is not possible, or ``out`` is a file.
     """
     from data.cores import usable_cores
     from pathology.synthetic.archive import make_archive, plan_archive

@@ -1,9 +1,9 @@
-"""``hyfi train``: checks the request, starts the ranks, gives each its role.
+"""``hyfi train``: checks the request, starts the ranks, and runs each in its role.
 
 ::
 
-    train.run ──► launch (one process: starts the ranks, waits)
-        └──► run_as_rank ──► train_rank ──► train_in ──► TrainingLoop.run, or the service of a loader or validator
+    run ──► launch                  a single process that starts the ranks and waits for them
+     └────► train_rank ──► train_in ──► TrainingLoop.run, or the service of a loader or validator
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ if TYPE_CHECKING:
 
 
 def run(config: Path, overrides: list[str], ranks: int | None, resume: bool, as_json: bool) -> int:
-    """Train as ``config`` says; starts ``mpiexec`` if the run needs several ranks and was not started by a launcher.
+    """Train as ``config`` says; starts ``mpiexec`` if the run needs several ranks and there is no launcher.
 
     Args:
-        config: the YAML of the run.
-        overrides: ``section.key=value``, put over it.
-        ranks: processes; None: as many as the run needs, any other number is refused.
-        resume: continue where the run stopped; a run that does not exist is started.
-        as_json: print the outcome as one JSON object.
+        config: The YAML of the run.
+        overrides: ``section.key=value``, applied to it.
+        ranks: Number of ranks; None: as many as the run needs; any other number is refused.
+        resume: Continue a stopped run; a run that does not exist is started.
+        as_json: Print the result as one JSON object.
 
     Returns:
-        0 when all steps are done, 3 when it was stopped on request.
+        0 if all steps are done, 3 if stopped on request.
 
     Raises:
-        RequestError: the request is wrong; nothing is written then.
+        RequestError: The request is not valid; nothing was written.
     """
     from workflows.launch.launch import launch, run_as_rank
 
@@ -65,7 +65,7 @@ def run(config: Path, overrides: list[str], ranks: int | None, resume: bool, as_
 
 
 def train_rank(config: Config, resume: bool, as_json: bool) -> int:
-    """Do this process's part of a run and return the exit code."""
+    """Run this process as a rank of the launcher, or alone; return the exit code."""
     from workflows import signals
 
     signals.remember_requests()
@@ -79,15 +79,22 @@ def train_rank(config: Config, resume: bool, as_json: bool) -> int:
         torch.set_num_threads(config.run.threads)
     world = join()
     code = train_in(world, config, resume, as_json, StopFlag(signals.requested))
-    world.barrier()  # a launcher that sees one rank leave with another code than 0 may end those that still write
+    world.barrier()  # when one rank exits with a code other than 0, a launcher may kill ranks that still write
     return code
 
 
 def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, stop: StopFlag) -> int:
-    """Do this rank's part of a run whose ranks are ``world`` and return the exit code.
+    """Run as one rank of ``world``; return the exit code.
+
+    Args:
+        world: All ranks of the run.
+        config: The configuration.
+        resume: Whether the run may be continued.
+        as_json: Whether to print the result as one JSON object.
+        stop: Requests to stop.
 
     Raises:
-        RequestError: on all ranks if one of them refuses; nothing is written.
+        RequestError: On all ranks if one of them refuses; nothing was written.
     """
     from hyfi_core.comm.agree import agree
     from workflows.out_of_memory import remember_advice
@@ -98,7 +105,9 @@ def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, s
     from workflows.training.start import Roles, SavedRun, check_images, device_of
 
     agree(world, lambda: check_ranks(config, world.size))
-    if stop.anywhere(world):  # while the ranks started; building the engine may take long
+    if stop.requested_on_any(
+        world
+    ):  # requested while the ranks started; check before the engine is built, which may take long
         return _stopped_at_start(world, config)
     start = agree(world, lambda: check_run(config, resume))
     job = agree(world, lambda: prepare(config))
@@ -113,14 +122,14 @@ def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, s
         say(line)
     remember_advice(world.broadcast_object(advice_of(job, forecast)))
     device = device_of(config.run.device, roles)
-    make = _trainer if roles.trainers is not None else _loader if roles.validators is None else _validator
-    body = agree(world, lambda: make(job, roles, saved, coverage, stop, device))
-    if stop.anywhere(world):
+    make_body = _trainer if roles.trainers is not None else _loader if roles.validators is None else _validator
+    body = agree(world, lambda: make_body(job, roles, saved, coverage, stop, device))
+    if stop.requested_on_any(world):
         return _stopped_at_start(world, config)
     owner = agree(world, lambda: own_run(config, resume, start) if world.rank == 0 else None)
     try:
         return body(as_json)
-    except RequestError as error:  # one rank alone refuses now: a fault of the whole, not a wrong request
+    except RequestError as error:  # from one rank, after all have agreed: a failure, not an invalid request
         raise RuntimeError(f"the run cannot continue: {error}") from error
     finally:
         if owner is not None:
@@ -136,7 +145,7 @@ def _stopped_at_start(world: Communicator, config: Config) -> int:
 def _trainer(
     job: TrainingJob, roles: Roles, saved: SavedRun | None, coverage: Any, stop: StopFlag, device: str
 ) -> RankBody:
-    """Build the engine, which may refuse, and return what trains with it."""
+    """Build the engine and return the function that trains with it."""
     from workflows.training.loop import TrainingLoop
     from workflows.training.recorder import Recorder
     from workflows.training.run_folder import RunFolder
@@ -144,7 +153,7 @@ def _trainer(
 
     assert roles.trainers is not None
     first = roles.world.rank == 0
-    model = make_model(job, tell=first and saved is None).to(made_current(device))
+    model = make_model(job, report=first and saved is None).to(made_current(device))
     replica = roles.trainers.rank // job.plan.ranks_per_replica
     engine = make_engine(job, model, job.plan, roles.trainers, job.layout.batch_of(replica))
 
@@ -152,10 +161,10 @@ def _trainer(
         start = saved.training.state["step"] if saved is not None else 0
         recorder = Recorder(job, engine.plan, start, coverage) if first else None
         if first:
-            say(_opening(job, engine.plan, start))
-            RunFolder(job.config.run.dir).note_state("running", job.steps)
-            for doubt in job.doubts():
-                warn(f"hyfi: {doubt}")
+            say(_start_text(job, engine.plan, start))
+            RunFolder(job.config.run.dir).write_state("running", job.steps)
+            for warning in job.warnings():
+                warn(f"hyfi: {warning}")
         loop = TrainingLoop(job, roles, engine, model, recorder, saved, stop)
         if recorder is None:
             return STOPPED if loop.run(lambda: None) else DONE
@@ -171,15 +180,17 @@ def _trainer(
 def _loader(
     job: TrainingJob, roles: Roles, saved: SavedRun | None, coverage: Any, stop: StopFlag, device: str
 ) -> RankBody:
+    """Build the loader service and return the function that runs it."""
     from workflows.training.feeding import make_loader
 
-    service = make_loader(job, roles, watch=lambda: stop.pass_on(roles.world))
+    service = make_loader(job, roles, watch=lambda: stop.forward(roles.world))
     return lambda _: STOPPED if service.serve() else DONE
 
 
 def _validator(
     job: TrainingJob, roles: Roles, saved: SavedRun | None, coverage: Any, stop: StopFlag, device: str
 ) -> RankBody:
+    """Start the validation service and return the function that runs it."""
     from workflows.evaluation.validation_child import start_child, validation_plan
     from workflows.evaluation.validator import ValidationService
 
@@ -187,18 +198,18 @@ def _validator(
     assert group is not None
     plan = validation_plan(job.config, job.plan, group.size)
     start = partial(start_child, job.model_json(), job.config, job.val.samples, plan, device=device)
-    service = ValidationService(roles.world, group, start, watch=lambda: stop.pass_on(roles.world))
+    service = ValidationService(roles.world, group, start, watch=lambda: stop.forward(roles.world))
     service.begin()
     return lambda _: STOPPED if service.serve() else DONE
 
 
-def _opening(job: TrainingJob, plan: ParallelPlan, start: int) -> str:
+def _start_text(job: TrainingJob, plan: ParallelPlan, start: int) -> str:
     from workflows.training.optimisation import describe_updates
     from workflows.training.pace import describe_pace
 
-    begin = f"continues after step {start}" if start else "begins"
+    action = f"continues after step {start}" if start else "starts"
     return (
-        f"run {job.config.run.dir} {begin}: {len(job.train)} training and {len(job.val)} validation slides, "
+        f"run {job.config.run.dir} {action}: {len(job.train)} training and {len(job.val)} validation slides, "
         f"classes {', '.join(job.classes)}, {job.steps} steps of {job.step_samples} slides\n"
         f"{describe_updates(job.config.optimizer, job.step_samples)}\n"
         f"{describe_pace(job)}{plan.describe()}"
@@ -207,13 +218,13 @@ def _opening(job: TrainingJob, plan: ParallelPlan, start: int) -> str:
 
 def _report(job: TrainingJob, recorder: Recorder, stopped: bool, as_json: bool) -> None:
     folder = job.config.run.dir
-    what = "stopped on request; --resume continues it" if stopped else "done"
-    recorder.folder.note_state("stopped" if stopped else "done", job.steps)
+    outcome = "stopped on request; --resume continues it" if stopped else "done"
+    recorder.folder.write_state("stopped" if stopped else "done", job.steps)
     if recorder.last is not None and not stopped:
         metric, patience = job.config.validation.metric, job.config.run.early_stop
-        what = f"ended after step {recorder.last}: {patience} validations without a better {metric}"
+        outcome = f"ended after step {recorder.last}: {patience} validations without a better {metric}"
     best = f", best checkpoint of step {recorder.best}" if recorder.best is not None else ""
-    say(f"run {folder}: {what}{best}")
+    say(f"run {folder}: {outcome}{best}")
     if as_json:
         emit_json(
             {

@@ -28,18 +28,18 @@ class EvaluationRequest:
     """The arguments of an evaluation.
 
     Attributes:
-        checkpoint: its folder.
-        store: the slides.
-        labels: a CSV with the checkpoint's target column; None: the store's manifest.
-        splits: a CSV of splits; None: a column of the labels.
+        checkpoint: Folder of the checkpoint.
+        store: The store with the slides.
+        labels: A CSV with the checkpoint's target column; None: the store's manifest.
+        splits: A CSV of splits; None: a column of the labels.
         split: train, val or test.
-        split_column: the column of splits; None: the one that the checkpoint was trained with.
+        split_column: The column of splits; None: the one used in training.
         cells: "R,C": rows and columns of cells that a process computes one after the other; None: whole images.
-        image: ``whole``: all tissue of every slide is shown; ``trained``: what an image of the trained size shows.
-        out: folder for ``index.html`` and ``predictions.csv`` of the slides; None: neither.
-        as_json: print the numbers as one JSON object.
-        device: of the computation: ``auto``, ``cpu`` or ``cuda``.
-        calibrate: put the temperature that suits these slides into the checkpoint.
+        image: ``whole``: show all tissue of every slide; ``trained``: what one image of the trained size shows.
+        out: Folder for ``index.html`` and ``predictions.csv``; None: they are not written.
+        as_json: Print the metrics as one JSON object.
+        calibrate: Fit the temperature on these slides and store it in the checkpoint.
+        device: ``auto``, ``cpu`` or ``cuda``.
     """
 
     checkpoint: Path
@@ -55,8 +55,8 @@ class EvaluationRequest:
     calibrate: bool = False
     device: str = "auto"
 
-    def words(self) -> list[str]:
-        """Return this request as a command line, for the ranks."""
+    def arguments(self) -> list[str]:
+        """Return the command line of the same request, for the ranks."""
         words = ["validate", str(self.checkpoint), "--store", str(self.store), "--split", self.split]
         words += ["--labels", str(self.labels)] if self.labels else []
         words += ["--splits", str(self.splits)] if self.splits else []
@@ -68,17 +68,18 @@ class EvaluationRequest:
 
 
 def run(request: EvaluationRequest, ranks: int | None) -> int:
-    """Evaluate a checkpoint; ``ranks`` processes share each image in columns or, with cells, share the slides.
+    """Evaluate a checkpoint and print its metrics.
 
     Args:
-        request: what to evaluate.
-        ranks: processes; None: one.
+        request: What to evaluate.
+        ranks: Number of processes: each image is divided among them in columns or, with cells, each process evaluates
+            its own slides. None: one.
 
     Returns:
-        0, or 3 when it was stopped.
+        0, or 3 if stopped on request.
 
     Raises:
-        RequestError: something is missing or does not fit the checkpoint.
+        RequestError: The request is not valid, or does not match the checkpoint.
     """
     from workflows.launch.launch import launch, run_as_rank
 
@@ -92,12 +93,12 @@ def run(request: EvaluationRequest, ranks: int | None) -> int:
         )
     parse_cells(request.cells)
     if ranks is not None and ranks > 1 and inside_launcher() is None:
-        return launch(request.words(), ranks)
+        return launch(request.arguments(), ranks)
     return run_as_rank(partial(validate_rank, request))
 
 
 def validate_rank(request: EvaluationRequest) -> int:
-    """Do this rank's part and return the exit code."""
+    """Evaluate as one rank, or alone; return the exit code."""
     from hyfi_core.comm.agree import agree
     from hyfi_core.plan.parallel_plan import ParallelPlan
     from hyfi_core.runtime.checkpoint import amend_model_json, load_checkpoint
@@ -111,15 +112,17 @@ def validate_rank(request: EvaluationRequest) -> int:
     world, cells = join(), parse_cells(request.cells)
     loaded = agree(world, lambda: load_checkpoint(request.checkpoint))
     dataset = agree(world, lambda: _dataset(loaded.model, request))
-    apart = ParallelPlan(grids=((1, 1),), replicas=world.size)
-    plan = ParallelPlan(grids=((1, world.size),)) if cells is None else apart
+    if cells is None:
+        plan = ParallelPlan(grids=((1, world.size),))
+    else:
+        plan = ParallelPlan(grids=((1, 1),), replicas=world.size)
     device = own_device(device_request(request.device), world)
     evaluator = agree(
         world, lambda: Evaluator.of(loaded.model, dataset, plan, world, cells, whole=whole, device=device)
     )
-    seen: Logits = {}
+    logits: Logits = {}
     try:
-        metrics = evaluator.evaluate(loaded.judged, lambda: stop.anywhere(world), seen.update)
+        metrics = evaluator.evaluate(loaded.inference_weights, lambda: stop.requested_on_any(world), logits.update)
     except Interrupted:
         return STOPPED
     if metrics is None:
@@ -127,32 +130,32 @@ def validate_rank(request: EvaluationRequest) -> int:
     least = float(loaded.model["min_coverage"])
     low = [dataset.samples[i].slide_id for i in range(len(dataset)) if dataset.view(i).coverage < least]
     if evaluator.whole is not None:
-        _say_enlarged(evaluator.whole, loaded.model, len(dataset))
+        _print_enlarged(evaluator.whole, loaded.model, len(dataset))
     elif low:
         warn(f"{len(low)} slides show less than {least:g} of their tissue (--image whole shows all): {', '.join(low)}")
     fitted = metrics.pop("calibration")
     if request.calibrate and fitted is not None:
         loaded.model["calibration"] = {**fitted, "split": request.split, "image": request.image}
         amend_model_json(request.checkpoint, {"calibration": loaded.model["calibration"]})
-    metrics["calibration"] = _calibration(loaded.model, evaluator, seen)
+    metrics["calibration"] = _calibration(loaded.model, evaluator, logits)
     weights = "weights" if loaded.averaged is None else "moving average of the weights (EMA)"
-    page = None if request.out is None else _write_page(request.out, request, loaded.model, evaluator, dataset, seen)
+    page = None if request.out is None else _write_page(request.out, request, loaded.model, evaluator, dataset, logits)
     _report(request, loaded.model, weights, metrics, page)
     return DONE
 
 
-def _calibration(model: Mapping[str, Any], evaluator: Evaluator, seen: Logits) -> dict[str, Any] | None:
-    """Print the effect of the checkpoint's temperature on these slides, and return it; None without one."""
+def _calibration(model: Mapping[str, Any], evaluator: Evaluator, logits: Logits) -> dict[str, Any] | None:
+    """Print and return the effect of the checkpoint's temperature on these slides; None if it has no temperature."""
     import torch
 
     from pathology.predict.members import temperature_of
-    from workflows.evaluation.calibration import judge_temperature
+    from workflows.evaluation.calibration import evaluate_temperature
 
     if not model.get("calibration"):
         return None
-    logits = torch.tensor([seen[index] for index in range(len(seen))], dtype=torch.float64)
+    values = torch.tensor([logits[index] for index in range(len(logits))], dtype=torch.float64)
     targets = torch.tensor(evaluator.evaluation_set.targets)
-    found = judge_temperature(logits, targets, temperature_of(model))
+    found = evaluate_temperature(values, targets, temperature_of(model))
     say(f"calibrated on {model['calibration'].get('split', 'val')}; on these slides {found.describe()}")
     return found.to_json()
 
@@ -163,7 +166,7 @@ def _write_page(
     model: Mapping[str, Any],
     evaluator: Evaluator,
     dataset: SlideDataset,
-    seen: Logits,
+    logits: Logits,
 ) -> Path:
     """Write ``predictions.csv`` and ``index.html`` of the slides that were evaluated.
 
@@ -176,7 +179,7 @@ def _write_page(
     names = list(model["class_names"])
     least = float(model.get("min_coverage", MIN_COVERAGE))
     whole, temperature = evaluator.whole is not None, temperature_of(model)
-    slides = evaluated_slides(dataset, seen, names, least, whole=whole, temperature=temperature)
+    slides = evaluated_slides(dataset, logits, names, least, whole=whole, temperature=temperature)
     try:
         out.mkdir(parents=True, exist_ok=True)
         write_table(out, slides, names, request.store)
@@ -185,7 +188,7 @@ def _write_page(
         raise RequestError(f"{out}: cannot be written ({error.strerror or error}); choose another --out") from error
 
 
-def _say_enlarged(whole: WholeSlides, model: Mapping[str, Any], slides: int) -> None:
+def _print_enlarged(whole: WholeSlides, model: Mapping[str, Any], slides: int) -> None:
     """Print which slides did not fit the trained size and how they were shown."""
     height, width = model["size_px"]
     cropped = sum("cropped" in whole.dataset.view(index).flags for index in range(slides))
@@ -202,7 +205,7 @@ def _say_enlarged(whole: WholeSlides, model: Mapping[str, Any], slides: int) -> 
 
 
 def _dataset(model: Mapping[str, Any], request: EvaluationRequest) -> SlideDataset:
-    """Return the split's slides as the checkpoint's network sees them."""
+    """Return a dataset of the split's slides with the checkpoint's image size, mpp and view."""
     from data.samples.dataset import select_slides
     from data.samples.labels import load_labels
     from data.samples.splits import SPLITS, load_splits
@@ -244,5 +247,5 @@ def _report(
 def _print_metrics(metrics: Mapping[str, Any]) -> None:
     from workflows.training.recorder import format_metrics
 
-    for name, words in format_metrics(metrics).items():
-        say(f"  {name:<18} {words}")
+    for name, text in format_metrics(metrics).items():
+        say(f"  {name:<18} {text}")

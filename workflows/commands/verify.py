@@ -1,9 +1,7 @@
-"""``hyfi verify``: every digest, size and checksum of a store."""
+"""``hyfi verify``: checks every digest, size and checksum of a store."""
 
 from __future__ import annotations
 
-import csv
-import io
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,12 +15,12 @@ _LIST = "verify.csv"
 
 
 def run(store: Path, as_json: bool) -> int:
-    """Re-check a store, or one slide of it (``STORE/<slide_id>.zarr``).
+    """Verify a store, or one slide of it (``STORE/<slide_id>.zarr``).
 
     Faults are listed on standard error and in ``STORE/verify.csv``.
 
     Returns:
-        0, or 1 when anything is not as it was written.
+        0, or 1 if there are faults.
 
     Raises:
         RequestError: There is no store.
@@ -55,13 +53,10 @@ def run(store: Path, as_json: bool) -> int:
 
 
 def _write_list(store: Path, faults: list[Fault]) -> None:
-    from data.files import write_atomically
+    from data.csv_table import write_table
 
-    text = io.StringIO(newline="")
-    table = csv.writer(text, lineterminator="\n")
-    table.writerow(["slide_id", "path", "reason"])
-    table.writerows([fault.slide_id, str(fault.path), fault.reason] for fault in faults)
+    rows = [{"slide_id": fault.slide_id, "path": fault.path, "reason": fault.reason} for fault in faults]
     try:
-        write_atomically(store / _LIST, text.getvalue().encode("utf-8", "surrogateescape"))
+        write_table(store / _LIST, ["slide_id", "path", "reason"], rows)
     except OSError as error:
         console.warn(f"{store / _LIST} cannot be written ({error.strerror}); the faults are listed above only")

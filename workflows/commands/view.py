@@ -1,4 +1,4 @@
-"""``hyfi view``: slides, heatmaps and annotations in the browser, from a server of this machine alone."""
+"""``hyfi view``: shows slides, heatmaps and annotations in the browser, with a server on loopback."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 CACHE_BYTES = 384 * 2**20
-"""For decoded pixels of all slides together."""
+"""Size of the cache of decoded pixels, for all slides together."""
 GRACE_S = 2
-"""How long answers that are under way may take when the server ends."""
+"""Time for requests in progress to finish when the server ends."""
 
 
 def run(
@@ -33,21 +33,22 @@ def run(
     annotations: Path | None,
     slide_mpp: float | None,
 ) -> int:
-    """Serve a deep-zoom page about ``paths`` until somebody stops it; its address is the first line printed.
+    """Serve a deep-zoom page of ``paths`` until stopped; the first line printed is its address.
 
     Args:
-        paths: stores, slides of stores, slide files, folders of slides, folders of predictions.
-        port: of this machine; 0: one that is free.
-        browser: whether to open the page.
-        annotations: folder for what is drawn; default: ``annotations`` in a folder of predictions, else nowhere.
-        slide_mpp: micrometres per pixel of files that do not say theirs.
+        paths: Stores, slides of stores, slide files, folders of slides, folders of predictions.
+        port: Port on loopback; 0: any free one.
+        browser: Whether to open the page in a browser.
+        annotations: Folder for annotations; default: ``annotations`` in a folder of predictions, otherwise annotations
+            are not saved.
+        slide_mpp: Microns per pixel of slide files that do not state them.
 
     Returns:
         0 when the server ends by itself.
 
     Raises:
-        RequestError: a path is nothing that can be shown, or the port is taken.
-        KeyboardInterrupt: stopped on request.
+        RequestError: A path cannot be shown, or the port cannot be used.
+        KeyboardInterrupt: Stopped on request.
     """
     from pathology.view.gallery import Gallery
     from pathology.view.scene import Scene
@@ -60,7 +61,7 @@ def run(
     gallery = Gallery.of(paths, annotations, slide_mpp)
     failed = gallery.try_all()
     _require_one(gallery, failed)
-    with _listening(port) as listener:
+    with _listen(port) as listener:
         token = new_token()
         address = f"http://{LOOPBACK}:{listener.getsockname()[1]}/{token}/"
         console.say(address)
@@ -74,41 +75,41 @@ def run(
 
 
 def _require_one(gallery: Gallery, failed: dict[str, str]) -> None:
-    """Check that something can be shown.
+    """Check that at least one slide can be shown.
 
     Raises:
-        RequestError: nothing can.
+        RequestError: None can.
     """
     from pathology.view.gallery import WHAT_WOULD_WORK
 
     if gallery.slides and len(failed) == len(gallery.slides):
-        words = "; ".join(f"{gallery.slides[key].path}: {reason}" for key, reason in list(failed.items())[:3])
-        raise RequestError(f"none of the slides can be shown ({words}); {WHAT_WOULD_WORK}")
+        reasons = "; ".join(f"{gallery.slides[key].path}: {reason}" for key, reason in list(failed.items())[:3])
+        raise RequestError(f"none of the slides can be shown ({reasons}); {WHAT_WOULD_WORK}")
 
 
 def _check_annotations(folder: Path, paths: list[Path]) -> None:
-    """Check where annotations are to go.
+    """Check the folder for annotations.
 
     Raises:
-        RequestError: it is no folder, cannot be written, or slides lie there.
+        RequestError: It is a file, cannot be written, or has slides in it.
     """
     require_folder(folder, "--annotations")
     require_writable(folder)
-    place = folder.resolve()
+    target = folder.resolve()
     for path in paths:
         given = path.resolve()
-        holds_slides = given if given.is_dir() and not (given / "predictions.csv").exists() else None
-        if (holds_slides and place.is_relative_to(holds_slides)) or (given.is_file() and place == given.parent):
-            raise RequestError(f"--annotations {folder}: slides lie there ({path}); choose a folder apart from them")
+        slides_folder = given if given.is_dir() and not (given / "predictions.csv").exists() else None
+        if (slides_folder and target.is_relative_to(slides_folder)) or (given.is_file() and target == given.parent):
+            raise RequestError(f"--annotations {folder}: the folder has slides in it ({path}); choose another one")
 
 
-def _listening(port: int) -> socket.socket:
-    """Return a socket of this machine alone that connections may queue at.
+def _listen(port: int) -> socket.socket:
+    """Return a listening socket on loopback.
 
     Raises:
-        RequestError: the port is taken, or not for this user.
+        RequestError: The port is in use, or not allowed for this user.
     """
-    # asyncio sends at once (TCP_NODELAY) only where the protocol is named; else every tile waits 40 ms for a receipt.
+    # asyncio sets TCP_NODELAY only if the protocol is given; without it each tile waits 40 ms for an acknowledgement.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         if os.name != "nt":
@@ -118,12 +119,12 @@ def _listening(port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         why = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used ({error.strerror})"
-        raise RequestError(f"--port {port}: {why}; choose another, or leave --port out for one that is free") from error
+        raise RequestError(f"--port {port}: {why}; choose another, or leave --port out to use a free one") from error
     return listener
 
 
 def _open_browser(address: str) -> None:
-    """Open the page where there is a screen; a browser of the terminal would take the terminal."""
+    """Open the page if there is a display; without one, a text browser would take over the terminal."""
     import webbrowser
 
     if sys.platform == "linux" and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
@@ -135,13 +136,13 @@ def _open_browser(address: str) -> None:
 
 
 def _serve(app: ASGIApp, listener: socket.socket) -> None:
-    """Answer requests until a signal comes; uvicorn raises it again when all answers under way are given."""
+    """Serve requests until a signal; uvicorn finishes those in progress and raises the signal again."""
     import uvicorn
 
     config = uvicorn.Config(
         app,
         log_level="warning",
-        access_log=False,  # addresses hold the token
+        access_log=False,  # URLs contain the token
         server_header=False,
         ws="none",
         lifespan="on",

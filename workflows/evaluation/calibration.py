@@ -74,10 +74,10 @@ def fit_temperature(logits: torch.Tensor, labels: torch.Tensor) -> Calibration |
         low, high = best - step, best + step
         if step < 1e-9:
             break
-    return judge_temperature(logits, labels, math.exp(best))
+    return evaluate_temperature(logits, labels, math.exp(best))
 
 
-def judge_temperature(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> Calibration:
+def evaluate_temperature(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> Calibration:
     """Return the effect of a temperature on some slides."""
     both = [logits.double(), logits.double() / temperature]
     losses = [float(torch.nn.functional.cross_entropy(one, labels)) for one in both]

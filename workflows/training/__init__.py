@@ -1,1 +1,1 @@
-"""Training: job, loop, output."""
+"""Training: the job, the loop, and what it writes."""

@@ -1,4 +1,4 @@
-"""Where the seconds of training go, what bounds it, and the setting to change: one line for each epoch.
+"""A breakdown of training time, what bounds it, and which setting to change: one line for each epoch.
 
 ::
 
@@ -6,13 +6,13 @@
     between steps   |validation|save|                        counted in the next step's record
 
 ``halo``, ``stage`` and ``reduce`` are the seconds in which this rank only communicated or waited for other ranks;
-communication hidden behind computation is not counted. ``wait`` is for images. The rest of a step is ``compute``.
+communication that overlaps with computation is not counted. ``wait`` is waiting for images. The rest is ``compute``.
 
 ::
 
     rank 0   |compute·········|halo|wait for rank 1|          a rank that waits for data makes all others wait in
-    rank 1   |wait for data···|compute·········|halo|         their exchanges: only what even the least delayed rank
-                                                              spends on messages is the cost of the messages
+    rank 1   |wait for data···|compute·········|halo|         their exchanges; the cost of the messages themselves is
+                                                              the time of the rank that spends least on them
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from hyfi_core.comm.base import Communicator
 
 KINDS = ("compute", "halo", "stage", "reduce", "wait", "validation", "save")
 MESSAGES = ("halo", "stage", "reduce")
-LEAST_SHARE = 0.05
-"""Kinds that take a smaller fraction of the time do not bound training."""
+MIN_SHARE = 0.05
+"""A kind that takes a smaller fraction of the time does not bound training."""
 
 NAMES = {
     "compute": "computing",
@@ -45,7 +45,7 @@ Spent = dict[str, float]
 
 
 class StepTime:
-    """The clock of one trainer: filled during a step and between two, read at the end of each step."""
+    """The times of one trainer by kind, summed up for each step and each epoch."""
 
     def __init__(self) -> None:
         self._now = dict.fromkeys(KINDS, 0.0)
@@ -59,8 +59,8 @@ class StepTime:
                 self._now[kind] += spent
 
     @contextmanager
-    def booked(self, kind: str) -> Iterator[None]:
-        """Context whose time is counted as one kind."""
+    def measure(self, kind: str) -> Iterator[None]:
+        """Context manager that adds its duration to one kind."""
         start_s = time.perf_counter()
         try:
             yield
@@ -68,7 +68,7 @@ class StepTime:
             self._now[kind] += time.perf_counter() - start_s
 
     def end_step(self, seconds: float) -> Spent:
-        """Return how a step's ``seconds``, and those since the previous step, were spent; reset."""
+        """Return the time by kind of a step that took ``seconds`` and since the previous step; reset."""
         spent, self._now = self._now, dict.fromkeys(KINDS, 0.0)
         known = spent["wait"] + sum(spent[kind] for kind in MESSAGES)
         spent["compute"] = max(0.0, seconds - known)
@@ -78,16 +78,16 @@ class StepTime:
         return spent
 
     def end_epoch(self, trainers: Communicator) -> list[Spent] | None:
-        """Return every trainer's seconds since the epoch began, on rank 0; None elsewhere (collective).
+        """Return every trainer's time by kind in this epoch, on rank 0; None elsewhere (collective).
 
-        What came after the last step belongs to this epoch, though it will be in the next step's record.
+        Time after the last step belongs to this epoch, although it is in the next step's record.
         """
         mine = {kind: self._epoch[kind] + self._now[kind] for kind in KINDS}
         self._epoch, self._reported = dict.fromkeys(KINDS, 0.0), dict(self._now)
         return trainers.gather_objects(mine)
 
-    def forget(self) -> None:
-        """Discard the counts so far: the first step captures the model and allocates memory."""
+    def discard(self) -> None:
+        """Discard this epoch's times so far: those of the first step, which captures the model."""
         self._epoch = dict.fromkeys(KINDS, 0.0)
 
 
@@ -96,9 +96,9 @@ class RunSetup:
     """The settings that affect the advice.
 
     Attributes:
-        ranks, loaders, validators: of the run.
+        ranks, loaders, validators: Number of ranks of each role; ``ranks``: trainers.
         policy: ``all`` or ``latest``.
-        spare_train: whether spare ranks train, so that none is left to load or validate.
+        spare_train: Whether spare ranks train, so that none is left to load or validate.
     """
 
     ranks: int
@@ -109,7 +109,7 @@ class RunSetup:
 
 
 def shares(spent: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return each kind's fraction of an epoch, from the seconds of all trainers; 0 for all if there are none."""
+    """Return each kind's fraction of an epoch, from the times of all trainers."""
     totals = [sum(one.values()) or math.inf for one in spent]
 
     def parts(kind: str) -> list[float]:
@@ -132,9 +132,9 @@ def shares(spent: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def percentages(spent: Sequence[Mapping[str, float]]) -> dict[str, int]:
-    """Return the split of an epoch in whole percent that sum to 100: the mean of each kind over trainers.
+    """Return the breakdown of an epoch in whole percent with the sum 100: the mean of each kind over trainers.
 
-    Time for messages beyond that of the least delayed rank is waiting for slower ranks.
+    Message time beyond that of the rank that spends least on messages is counted as waiting for slower ranks.
     """
     whole = [one for one in spent if sum(one.values())]
     if not whole:
@@ -145,7 +145,7 @@ def percentages(spent: Sequence[Mapping[str, float]]) -> dict[str, int]:
     exact = {name: least.get(name, mean.get(name, 0.0)) for name in NAMES}
     exact["imbalance"] = sum(mean[kind] - least[kind] for kind in least)
     found = {name: int(100 * part) for name, part in exact.items()}
-    # Largest remainders: each is off by less than one, and all together are 100.
+    # Largest remainder method: each is off by less than 1, and the sum is 100.
     by_remainder = sorted(exact, key=lambda name: 100 * exact[name] - found[name], reverse=True)
     for name in by_remainder[: 100 - sum(found.values())]:
         found[name] += 1
@@ -153,10 +153,10 @@ def percentages(spent: Sequence[Mapping[str, float]]) -> dict[str, int]:
 
 
 def bound_by(spent: Sequence[Mapping[str, float]], setup: RunSetup) -> str:
-    """Return what bounds training, by how much, advice, and the whole split."""
+    """Return one line: what bounds training, by how much, advice, and the whole breakdown."""
     found = shares(spent)
     most = max((kind for kind in found if kind != "compute"), key=lambda kind: found[kind])
-    kind = most if found[most] >= LEAST_SHARE else "compute"
+    kind = most if found[most] >= MIN_SHARE else "compute"
     parts = percentages(spent)
     split = ", ".join(f"{NAMES[name]} {part}%" for name, part in parts.items() if part or name == "compute")
     return f"{_verdict(kind, found[kind], setup)} [{split}]".replace("%", " %")
@@ -184,7 +184,7 @@ def _loaders(share: float, setup: RunSetup) -> str:
         return "let spare ranks load (roles.design=offload_data) or simpler data.augment"
     if setup.loaders == 0:
         return "add a loader (roles.loaders=1) or simpler data.augment"
-    # The loaders are busy all the time but provide images for (1 - share) of it: scale their number accordingly.
+    # The loaders are always busy, but keep the trainers busy only (1 - share) of the time: scale their number.
     more = max(1, math.ceil(setup.loaders / max(1 - share, 0.1)) - setup.loaders)
     return f"add {more} loader{'s' * (more > 1)} (roles.loaders={setup.loaders + more}) or simpler data.augment"
 

@@ -1,4 +1,4 @@
-"""``RUN/curves.html``: how a run went, as pictures in one file that needs no network."""
+"""``RUN/curves.html``: charts of a run in one self-contained file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from data.files import write_atomically
 Point = tuple[float, float]
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 560, 200, 64, 24, 8
-_MOST_POINTS = 1000
+_MAX_POINTS = 1000
 _COLOURS = ("#1f6feb", "#d1662b", "#2f8f4e", "#8957e5", "#b3366b", "#6e7781")
 _LOSS, _SPEED = "loss", "images_per_second"
 _NO_METRIC = {"kind", "step", "epoch", "slides", "cases", "loss"}
@@ -43,16 +43,16 @@ class RunCurve:
 
 
 def write_curves(path: Path, title: str, records: Sequence[Mapping[str, Any]]) -> None:
-    """Write the page of a run from the records of its ``metrics.jsonl``; atomically.
+    """Write the page of a run from the records of its ``metrics.jsonl``, atomically.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: The file cannot be written.
     """
     write_atomically(path, curves_page(title, records).encode())
 
 
 def curves_page(title: str, records: Sequence[Mapping[str, Any]]) -> str:
-    """Return the page, HTML: loss, learning rate and speed of training, and each metric of validation."""
+    """Return the page as HTML: loss, learning rate and speed of training, and each validation metric."""
     train = [record for record in records if record["kind"] == "train"]
     validation = [record for record in records if record["kind"] == "validation"]
     charts = {
@@ -74,10 +74,10 @@ def _metrics(validation: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def _points(records: Iterable[Mapping[str, Any]], name: str) -> tuple[Point, ...]:
-    """Return (step, value) where a value is defined; long lines are thinned to the means of equal runs of steps."""
+    """Return the defined (step, value); long curves are reduced to ``_MAX_POINTS`` means over consecutive steps."""
     found = [(float(r["step"]), float(r[name])) for r in records if isinstance(r.get(name), (int, float))]
     found = [point for point in found if math.isfinite(point[1])]
-    run = -(-len(found) // _MOST_POINTS) or 1
+    run = -(-len(found) // _MAX_POINTS) or 1
     groups = [found[start : start + run] for start in range(0, len(found), run)]
     return tuple((sum(x for x, _ in g) / len(g), sum(y for _, y in g) / len(g)) for g in groups)
 

@@ -1,10 +1,10 @@
-"""A moving average of the weights, which often evaluate better than the weights themselves.
+"""Exponential moving average (EMA) of the weights, which often performs better than the weights themselves.
 
 After step t:  average ← d · average + (1 − d) · weights,  d = min(decay, (1 + t) / (10 + t))
 
-The growing d lets the average forget the first weights; it is a function of the step, so a resumed run needs no
-memory of it. Running statistics of batch norm are averaged like weights, counters are those of the weights.
-(Polyak, Juditsky 1992; the warm-up is that of TensorFlow's ExponentialMovingAverage.)
+With the growing d, the first weights lose their influence quickly; d depends only on the step, so it is not saved.
+Running statistics of batch norm are averaged like weights; integer counters are not averaged. (Polyak and Juditsky,
+1992; the warm-up is that of TensorFlow's ExponentialMovingAverage.)
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class MovingAverage:
     Memory: one more copy of the weights.
 
     Args:
-        model: whose ``state_dict`` is averaged; its tensors are updated in place by training.
-        decay: between 0 and 1.
+        model: The module whose ``state_dict`` is averaged; training updates its tensors in place.
+        decay: Between 0 and 1.
     """
 
     def __init__(self, model: torch.nn.Module, decay: float) -> None:
@@ -38,13 +38,13 @@ class MovingAverage:
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """Go on from a saved average, under the names of the user's model."""
+        """Copy a saved average, under the names of the user's model."""
         for name, value in self._average.items():
             value.copy_(saved[name])
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Context in which the average replaces the weights; these are restored bitwise."""
+        """Context manager in which the average replaces the weights; they are restored bitwise afterwards."""
         weights = self._floats()
         kept = {name: value.clone() for name, value in weights.items()}
         self._copy(self._average, weights)
@@ -60,7 +60,7 @@ class MovingAverage:
             target[name].copy_(value)
 
     def _floats(self) -> dict[str, torch.Tensor]:
-        """Return the model's own tensors that can be averaged, tied ones once."""
+        """Return the model's floating-point tensors by name, each tied tensor once."""
         seen: set[int] = set()
         found = {}
         for name, value in self._model.state_dict().items():

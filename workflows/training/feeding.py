@@ -1,4 +1,4 @@
-"""Feeds and loaders of a run, and their final report."""
+"""Construction of a run's feeds and loaders, and their final report."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ def preparation(run: RunConfig) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 class BatchImages:
-    """One turn's images as the engine takes them: read, then normalised on the device that computes.
+    """The images of one turn for the engine: read, then normalised on the trainer's device.
 
     Args:
-        pixels: uint8, of the feed.
-        prepare: normalises.
+        pixels: The feed's uint8 images.
+        prepare: Normalises them, see `preparation`.
     """
 
     def __init__(self, pixels: BatchPixels, prepare: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._pixels, self._prepare = pixels, prepare
 
     def read(self, box: Box, first: int, stop: int) -> torch.Tensor:
-        """Return ``(stop − first, 3, h, w)`` of a box of the samples ``[first, stop)``."""
+        """Return ``(stop − first, 3, h, w)``: a box of the samples ``[first, stop)``, normalised."""
         return self._prepare(self._pixels.read(box, first, stop))
 
 
@@ -73,7 +73,10 @@ def make_loader(job: TrainingJob, roles: Roles, watch: Callable[[], None]) -> Lo
 
 
 def loading_report(trainers: Communicator, feed: Feed) -> dict[str, Any] | None:
-    """Return statistics of loaders and the bytes sent to each trainer; on trainer 0, None elsewhere (collective)."""
+    """Return statistics of the loaders and the bytes sent to each trainer, on trainer 0 (collective).
+
+    None on other trainers, and if there are no loaders.
+    """
     mine = [[rank, report] for rank, report in feed.reports.items()]
     gathered = trainers.gather_objects(mine)
     if gathered is None or not any(gathered):

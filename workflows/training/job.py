@@ -1,4 +1,4 @@
-"""The job of a run: slides, classes, sizes, order; built on every rank before anything starts, without writing."""
+"""The job of a run: slides, classes, sizes, order. Built on every rank before anything starts; writes nothing."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from workflows.config.load import Config
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """A run's data and dimensions; a *step* is one update of the weights, counted from 1 in everything written.
+    """A run's data and dimensions. A *step* is one update of the weights, counted from 1.
 
     Attributes:
-        config: as resolved.
-        classes: names, in the order of the logits.
-        train: training slides, augmented.
-        val: the slides that validate, never augmented.
-        class_weights: one for each class, mean 1 over the training split.
-        labels: how the labels and the slides of the store fit together.
-        draw_weights: how often each training slide is drawn, against the others; None: each once an epoch.
-        shares: slides of one step for each replica, if they differ; spare ranks are replicas, too.
-        pace_s: seconds of each replica for one slide of each micro-batch, if shares were chosen by speed.
+        config: The resolved configuration.
+        classes: Class names in the order of the logits.
+        train: Training slides, augmented.
+        val: Validation slides, not augmented.
+        class_weights: Weight of each class in the loss, with mean 1 over the training split.
+        labels: The match between labels and slides of the store.
+        draw_weights: Relative frequency with which each training slide is drawn; None: each once an epoch.
+        shares: Slides of one step for each replica, if these differ; spare ranks are replicas, too.
+        pace_s: Seconds of each replica for one slide of each micro-batch, if shares were chosen by speed.
     """
 
     config: Config
@@ -50,13 +50,13 @@ class TrainingJob:
 
     @cached_property
     def plan(self) -> ParallelPlan:
-        """How the model is spread over the trainers."""
+        """The parallel plan of the trainers."""
         plan = self.config.plan.build()
         return plan if self.shares is None else replace(plan, replicas=len(self.shares), shares=self.shares)
 
     @cached_property
     def layout(self) -> BatchLayout:
-        """How the stream of samples is cut into batches."""
+        """How the stream of samples is divided into batches."""
         replicas, rounds = self.plan.replicas, self.plan.microbatches
         if self.plan.shares is None:
             return BatchLayout.uniform(self.config.data.batch_size // replicas, replicas)
@@ -69,21 +69,21 @@ class TrainingJob:
 
     @property
     def step_samples(self) -> int:
-        """Samples of one step, over replicas and accumulated batches."""
+        """Number of samples in one step, over all replicas and accumulated batches."""
         return self.layout.turn_samples * self.config.optimizer.accumulate
 
     def steps_of(self, epochs: int) -> int:
-        """Return the steps that ``epochs`` epochs take; the last one may begin the next epoch."""
+        """Return the number of steps of ``epochs`` epochs; the last step may have samples of the next epoch."""
         return math.ceil(epochs * len(self.train) / self.step_samples)
 
     @cached_property
     def steps(self) -> int:
-        """Length of the whole run."""
+        """Number of steps of the whole run."""
         return self.config.run.steps or self.steps_of(self.config.run.epochs or 1)
 
     @cached_property
     def every_steps(self) -> int:
-        """Steps between two validations."""
+        """Number of steps between two validations."""
         return self.config.validation.every_steps or self.steps_of(1)
 
     def epoch_of(self, step: int) -> int:
@@ -100,38 +100,38 @@ class TrainingJob:
         return self.validates_after(step) or step % every == 0 or step == self.steps
 
     def batch_labels(self, turn: int, replica: int) -> list[int]:
-        """Return the classes of one replica's batch."""
+        """Return the class indices of one replica's batch."""
         indices = [self.stream.at(number)[1] for number in self.layout.numbers(turn, replica)]
         return [_label(self.train.samples[index]) for index in indices]
 
     def targets(self) -> list[int]:
-        """Return the classes of the validation slides."""
+        """Return the class indices of the validation slides."""
         return [_label(sample) for sample in self.val.samples]
 
-    def doubts(self) -> list[str]:
-        """Return warnings about the slides."""
-        doubts = []
+    def warnings(self) -> list[str]:
+        """Return warnings about slides and sampling, for the user."""
+        warnings = []
         trained = {sample.label for sample in self.train.samples}
         absent = [name for index, name in enumerate(self.classes) if index not in trained]
         if absent:
-            doubts.append(f"no training slide has class {' or '.join(absent)}: the model cannot learn it")
+            warnings.append(f"no training slide has class {' or '.join(absent)}: the model cannot learn it")
         if self.config.data.sampling == "balanced" and self.config.data.class_weights == "balanced":
-            doubts.append("sampling and class_weights are both balanced: rare classes are weighted twice")
+            warnings.append("sampling and class_weights are both balanced: rare classes are weighted twice")
         if self.draw_weights is not None and 0 in self.draw_weights:
-            doubts.append(f"{self.draw_weights.count(0)} training slides have weight 0 and are never drawn")
+            warnings.append(f"{self.draw_weights.count(0)} training slides have weight 0 and are never drawn")
         if not len(self.val):
-            doubts.append(
+            warnings.append(
                 f"no slide in {self.config.validation.split!r}: there is no validation, and best is the "
                 f"latest checkpoint"
             )
         elif len(set(self.targets())) == 1:
-            doubts.append("all validation slides are of one class: auroc and balanced accuracy are undefined")
-        return doubts
+            warnings.append("all validation slides are of one class: auroc and balanced accuracy are undefined")
+        return warnings
 
     def model_json(self) -> dict[str, Any]:
         """Return the content of ``model.json`` for prediction, without the step."""
         data, model = self.config.data, self.config.model
-        described = {
+        model_fields = {
             "name": model.name,
             "classes": len(self.classes),
             "norm": model.norm,
@@ -139,7 +139,7 @@ class TrainingJob:
             "options": model.options,
         }
         return {
-            "model": described,
+            "model": model_fields,
             "class_names": list(self.classes),
             "class_weights": list(self.class_weights),
             "target": data.target,
@@ -161,10 +161,10 @@ class TrainingJob:
 
 
 def prepare(config: Config) -> TrainingJob:
-    """Read labels, splits and the store's table, and name the slides of the run; no pixel is read.
+    """Read labels, splits and the store's manifest, and select the slides of the run; reads no pixels.
 
     Raises:
-        RequestError: something of it is missing or contradicts the rest.
+        RequestError: One of them is missing or invalid, or no slide is left to train on.
     """
     data = config.data
     rows = load_manifest(data.store)
@@ -213,11 +213,11 @@ def mpp_of(config: Config) -> float:
     """Return the microns per pixel of the run's images.
 
     Raises:
-        RequestError: ``data.mpp`` is native, and the slides of the store do not have one that would do for all.
+        RequestError: ``data.mpp`` is native, and the slides of the store differ in mpp.
     """
-    asked = config.data.mpp
-    if asked != "native":
-        return asked
+    mpp = config.data.mpp
+    if mpp != "native":
+        return mpp
     found = {row["slide_id"]: float(row["store_mpp"]) for row in load_manifest(config.data.store) if row["store_mpp"]}
     finest, coarsest = min(found, key=found.__getitem__), max(found, key=found.__getitem__)
     middle = (found[finest] * found[coarsest]) ** 0.5
@@ -230,10 +230,11 @@ def mpp_of(config: Config) -> float:
 
 
 def read_labels(config: Config, path: Path) -> Labels:
-    """Read the labels; their classes must be those of the model.
+    """Read the labels and check their classes against ``model.classes``.
 
     Raises:
-        RequestError: as :func:`data.samples.labels.load_labels`; fewer than two classes, or not as many as configured.
+        RequestError: As :func:`data.samples.labels.load_labels`; or there are fewer than two classes, or not as many as
+            configured.
     """
     wanted = config.model.classes
     labels = load_labels(path, config.data.target, classes=wanted if isinstance(wanted, tuple) else None)
@@ -268,7 +269,7 @@ def _draw_weights(config: Config, labels: Labels, train: tuple[SlideRef, ...]) -
 
 
 def _tissue(dataset: SlideDataset) -> dict[str, Any]:
-    """Return the parameters with which tissue was found in the store, as its first slide has them."""
+    """Return the tissue parameters of the store, from the first slide of ``dataset``."""
     attributes = getattr(dataset.slide(0), "attributes", {})
     parameters = attributes.get("parameters", {})
     found = parameters.get("tissue", {}) if isinstance(parameters, dict) else {}

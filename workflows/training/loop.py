@@ -28,16 +28,16 @@ State = Mapping[str, torch.Tensor] | None
 
 
 class TrainingLoop:
-    """One trainer of a run; all of them call ``run`` together.
+    """The training loop of one trainer; all trainers call ``run`` together.
 
     Args:
-        job: the run.
-        roles: of all ranks.
-        engine: of the trainers.
-        model: the module that the engine spreads.
-        recorder: on rank 0; None elsewhere.
-        saved: where the run stood, None at its beginning.
-        stop: the signal's flag.
+        job: The run.
+        roles: Roles of all ranks.
+        engine: The trainers' engine.
+        model: The module that the engine trains.
+        recorder: On rank 0; None elsewhere.
+        saved: The state of a resumed run; None for a new run.
+        stop: Requests to stop.
     """
 
     def __init__(
@@ -67,13 +67,20 @@ class TrainingLoop:
         self._time = StepTime()
         steps = traced_steps(self._start, job.steps, job.config.run.trace)
         self._trace = StepTrace(job.config.run.dir / "trace.json", engine, roles.trainers, steps)
-        beside = len(roles.loader_ranks), len(roles.validator_ranks)
+        others = len(roles.loader_ranks), len(roles.validator_ranks)
         spare_train = job.config.roles.design == "offload_naive"
-        self._setup = RunSetup(job.plan.ranks, *beside, job.config.validation.policy, spare_train)
+        self._setup = RunSetup(job.plan.ranks, *others, job.config.validation.policy, spare_train)
         self._prepare = preparation(job.config.run)
 
     def run(self, progress: Callable[[], None]) -> bool:
-        """Train to the end, or until a stop is requested; return whether it was; ``progress`` is called per step."""
+        """Train to the end or until a stop is requested.
+
+        Args:
+            progress: Called after every step.
+
+        Returns:
+            Whether the run was stopped.
+        """
         stopped = self._validating.catch_up() if self._saved is not None else False
         step = self._start
         while step < self._job.steps and not stopped and self._validating.last is None:
@@ -82,12 +89,12 @@ class TrainingLoop:
             self._step(step)
             self._trace.end(step)
             progress()
-            with self._time.booked("save"):
+            with self._time.measure("save"):
                 state = self._save(step) if self._job.saves_after(step) else None
             if self._job.validates_after(step):
                 self._validating.validate(step, state)
-            stopped = self._validating.agreed()
-            self._tell_epoch(step)
+            stopped = self._validating.sync()
+            self._report_epoch(step)
             if stopped and not self._job.saves_after(step):
                 self._save(step)
         self._trace.close()
@@ -120,13 +127,13 @@ class TrainingLoop:
         seconds = time.perf_counter() - start_s
         spent = self._time.end_step(seconds)
         if step == self._start + 1:
-            self._time.forget()
+            self._time.discard()
         if self._recorder is not None:
             split = {f"{kind}_seconds": spent[kind] for kind in spent if kind != "wait"}
             self._recorder.trained(step, loss, lr, seconds, waited_s, split)
 
-    def _tell_epoch(self, step: int) -> None:
-        """At the end of an epoch, print what bounds it (collective)."""
+    def _report_epoch(self, step: int) -> None:
+        """At the end of an epoch, print what bounded it (collective)."""
         if self._job.epoch_of(step + 1) == self._job.epoch_of(step) and step < self._job.steps:
             return
         self._time.add({"validation": self._validating.new_seconds()})
@@ -141,22 +148,26 @@ class TrainingLoop:
             say(loading_text(report))
 
     def _save(self, step: int) -> State:
-        """Save a checkpoint; return the weights to validate on rank 0, if they are validated now."""
-        due = self._job.validates_after(step)
+        """Save a checkpoint (collective).
+
+        Returns:
+            The weights to validate, on rank 0; None elsewhere, or if ``step`` is not validated.
+        """
+        validate = self._job.validates_after(step)
         with self._average.applied() if self._average is not None else nullcontext():
-            evaluated = self._engine.gather_state_dict() if due else None
+            evaluated = self._engine.gather_state_dict() if validate else None
             averaged = None
             if self._average is not None:
                 averaged = {name: value.clone() for name, value in self._engine.owned_state().items()}
-        share = CheckpointPart(self._engine.owned_state(), self._engine.owned_optimizer(), averaged)
+        part = CheckpointPart(self._engine.owned_state(), self._engine.owned_optimizer(), averaged)
         model = {**self._job.model_json(), "step": step}
         folder = step_folder(self._job.config.run.dir / "checkpoints", step)
-        save_together(folder, self._trainers, share, model=model, state=self._where(step))
+        save_together(folder, self._trainers, part, model=model, state=self._resume_state(step))
         if self._recorder is not None:
-            self._recorder.saved(step, (*self._validating.open_steps, *((step,) if due else ())))
+            self._recorder.saved(step, (*self._validating.open_steps, *((step,) if validate else ())))
         return evaluated
 
-    def _where(self, step: int) -> dict[str, Any]:
+    def _resume_state(self, step: int) -> dict[str, Any]:
         """Return the state for resuming after ``step``, besides weights and optimizer."""
         return {
             "step": step,
@@ -170,7 +181,7 @@ class TrainingLoop:
 
 
 def make_average(decay: float | None, model: torch.nn.Module, saved: SavedRun | None) -> MovingAverage | None:
-    """Return the moving average of the weights if configured, restored when resuming."""
+    """Return the moving average of the weights, of a resumed run the saved one; None if it is not configured."""
     if decay is None:
         return None
     average = MovingAverage(model, decay)

@@ -1,4 +1,4 @@
-"""Memory check before a run: the forecast of its trainers against the free memory of each host."""
+"""Memory check before a run: compares the forecast for the trainers with the free memory of each host."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Host:
     """One machine of a run.
 
     Attributes:
-        name: of the host.
-        trainers: its ranks that train, of the group of trainers.
-        ranks: all of its ranks.
-        cores: that its ranks may use.
-        free_bytes: memory that is free on it.
+        name: Host name.
+        trainers: Ranks, in the group of trainers, of its trainers.
+        ranks: Number of all its ranks.
+        cores: Number of cores that its ranks may use.
+        free_bytes: Its free memory.
     """
 
     name: str
@@ -43,20 +43,25 @@ class Host:
 
 
 def hosts_of(ranks: Sequence[tuple[str, int | None, int, int]]) -> list[Host]:
-    """Return the machines of a run from (host, number among the trainers or None, cores, free bytes) of each rank."""
-    on: dict[str, list[tuple[str, int | None, int, int]]] = defaultdict(list)
+    """Return the hosts of a run from (host, rank among the trainers or None, cores, free bytes) of each rank."""
+    by_name: dict[str, list[tuple[str, int | None, int, int]]] = defaultdict(list)
     for rank in ranks:
-        on[rank[0]].append(rank)
+        by_name[rank[0]].append(rank)
     return [
-        Host(name, tuple(r[1] for r in its if r[1] is not None), len(its), max(r[2] for r in its), its[0][3])
-        for name, its in on.items()
+        Host(name, tuple(r[1] for r in group if r[1] is not None), len(group), max(r[2] for r in group), group[0][3])
+        for name, group in by_name.items()
     ]
 
 
 def rank_bytes(plan: ParallelPlan, stages: Sequence[MemoryForecast], least: bool = False) -> list[int]:
-    """Return the bytes that each trainer needs; ``least``: whatever the operators do.
+    """Return the bytes that each trainer needs.
 
-    A rank with stages of two directions has the weights and the activations of both.
+    A rank with stages of both directions has the weights and the activations of both.
+
+    Args:
+        plan: The run's plan.
+        stages: Forecast for each stage.
+        least: Return a lower bound: without temporary memory of operators.
     """
     placement = Placement.of(plan)
     found = []
@@ -67,7 +72,7 @@ def rank_bytes(plan: ParallelPlan, stages: Sequence[MemoryForecast], least: bool
 
 
 def describe_memory(needed: Sequence[int], hosts: Sequence[Host]) -> str:
-    """Return one line of text: the peak of each trainer and of the fullest machine."""
+    """Return one line of text: the peak of each trainer, and the total of the fullest host."""
     totals = {host.name: sum(needed[rank] for rank in host.trainers) for host in hosts}
     fullest = max(hosts, key=lambda host: totals[host.name] / max(1, host.free_bytes))
     spread = f"{min(needed) / 1e9:.2g} to " * (max(needed) > 1.1 * min(needed))
@@ -78,7 +83,7 @@ def describe_memory(needed: Sequence[int], hosts: Sequence[Host]) -> str:
 
 
 def crowded(hosts: Sequence[Host]) -> list[str]:
-    """Return warnings about machines with more ranks than cores."""
+    """Return warnings about hosts with more ranks than cores."""
     return [
         f"{host.ranks} ranks share {host.cores} cores on {host.name}: they slow each other down, and fewer ranks "
         f"would be as fast"
@@ -88,15 +93,15 @@ def crowded(hosts: Sequence[Host]) -> list[str]:
 
 
 def check_room(needed: Sequence[int], hosts: Sequence[Host], others: Mapping[str, Sequence[int]] | None = None) -> None:
-    """Check that every machine has room for its trainers.
+    """Check that every host has enough memory for its trainers.
 
     Args:
-        needed: the least bytes of each trainer.
-        hosts: of the run.
-        others: changes of the configuration, as on the command line -> bytes of each trainer with them.
+        needed: Least bytes of each trainer.
+        hosts: Hosts of the run.
+        others: Changes of the configuration, as on the command line, to the bytes of each trainer with them.
 
     Raises:
-        RequestError: names the machine, both amounts, and the first change that would fit.
+        RequestError: A host does not. The message names it, both amounts, and the first change that would fit.
     """
     for host in hosts:
         total = sum(needed[rank] for rank in host.trainers)
@@ -115,11 +120,11 @@ def check_room(needed: Sequence[int], hosts: Sequence[Host], others: Mapping[str
 
 
 def cheaper_plans(plan: ParallelPlan, batch: int) -> dict[str, ParallelPlan]:
-    """Return changes that need less memory and give the same result, the smallest first.
+    """Return plans that need less memory and give the same result, by their change on the command line.
 
     Args:
-        plan: of the run.
-        batch: images of a replica's batch.
+        plan: The run's plan.
+        batch: Images in a replica's batch.
     """
     found = {}
     counts = [n for n in range(plan.microbatches + 1, batch + 1) if batch % n == 0]
@@ -132,7 +137,7 @@ def cheaper_plans(plan: ParallelPlan, batch: int) -> dict[str, ParallelPlan]:
 
 
 def fits(needed: Sequence[int], hosts: Sequence[Host]) -> bool:
-    """Whether every machine has room for its trainers."""
+    """Whether every host has enough memory for its trainers."""
     return all(sum(needed[rank] for rank in host.trainers) <= host.free_bytes for host in hosts)
 
 
@@ -140,7 +145,7 @@ def check_memory(job: TrainingJob, roles: Roles) -> list[str]:
     """Return, on rank 0, messages about memory and cores; empty elsewhere (collective).
 
     Raises:
-        RequestError: on rank 0: a machine has not even room for weights and saved activations of its trainers.
+        RequestError: On rank 0, if a host has less memory than the lower bound of what its trainers need.
     """
     from data.cores import usable_cores
     from hyfi_core.process_memory import available_bytes
@@ -151,33 +156,33 @@ def check_memory(job: TrainingJob, roles: Roles) -> list[str]:
         return []
     hosts = hosts_of(ranks)
     if job.plan.cells is not None:
-        return crowded(hosts)  # cells limit memory; this forecast is for whole parts
+        return crowded(hosts)  # the forecast does not apply: cells limit memory
     forecast = _Forecaster(job)
     needed = forecast.bytes_of(job.plan, least=True)
-    cheaper = {} if fits(needed, hosts) else forecast.cheaper()
+    cheaper = {} if fits(needed, hosts) else cheaper_plans(job.plan, _largest_batch(job))
     check_room(needed, hosts, {change: forecast.bytes_of(plan, least=True) for change, plan in cheaper.items()})
     return [describe_memory(forecast.bytes_of(job.plan), hosts), *crowded(hosts)]
 
 
 def advice_of(job: TrainingJob, forecast: Sequence[str]) -> str:
-    """Return the advice if memory runs out: the forecast, and changes that need less."""
-    batch = max(job.layout.batch_of(replica) for replica in range(job.plan.replicas))
-    cheaper = list(cheaper_plans(job.plan, batch)) if job.plan.cells is None else []
+    """Return the advice to print if memory runs out: the forecast, and changes that need less."""
+    cheaper = list(cheaper_plans(job.plan, _largest_batch(job))) if job.plan.cells is None else []
     changes = f"{' or '.join(cheaper[:3])} needs less and gives the same result. Otherwise, " if cheaper else ""
-    said = "".join(f"forecast: {line}. " for line in forecast if line.startswith("memory:"))
-    return said + changes + GENERAL_ADVICE
+    forecast_text = "".join(f"forecast: {line}. " for line in forecast if line.startswith("memory:"))
+    return forecast_text + changes + GENERAL_ADVICE
+
+
+def _largest_batch(job: TrainingJob) -> int:
+    """Return the images in the largest batch of a replica."""
+    return max(job.layout.batch_of(replica) for replica in range(job.plan.replicas))
 
 
 class _Forecaster:
-    """Forecasts of a run's plan and of others."""
+    """Memory forecasts for a run with several plans."""
 
     def __init__(self, job: TrainingJob) -> None:
-        self._job = job
-        self._batch = max(job.layout.batch_of(replica) for replica in range(job.plan.replicas))
+        self._batch = _largest_batch(job)
         self._programs = ModelPrograms(job.config, len(job.classes))
-
-    def cheaper(self) -> dict[str, ParallelPlan]:
-        return cheaper_plans(self._job.plan, self._batch)
 
     def bytes_of(self, plan: ParallelPlan, least: bool = False) -> list[int]:
         from hyfi_core.cost.cuts import with_cuts

@@ -1,4 +1,4 @@
-"""``metrics.jsonl``: one line for every step and every validation, written when it happens."""
+"""``metrics.jsonl``: one line for every step and every validation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Record = dict[str, Any]
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """Return the records of a log; a last line that was cut short by a crash is left out."""
+    """Return the records of a log; truncated lines are skipped, and a log that does not exist is empty."""
     if not path.is_file():
         return []
     records = []
@@ -30,11 +30,11 @@ def read_metrics(path: Path) -> list[Record]:
 class MetricsLog:
     """The log of a run, open for appending; every line is flushed.
 
-    Undefined numbers (NaN, infinities) are written as null.
+    NaN and infinities are written as null.
     """
 
     def __init__(self, path: Path, until_step: int) -> None:
-        """Open ``path``; lines of steps after ``until_step``, whose weights are lost, are dropped (atomically)."""
+        """Open ``path`` and drop the lines of steps after ``until_step``, which a resumed run does again."""
         self.path = path
         self.records = read_metrics(path)
         self._file: TextIO | None = None
@@ -62,7 +62,7 @@ class MetricsLog:
         return {record["step"]: record for record in self.records if record["kind"] == "validation"}
 
     def close(self) -> None:
-        """Bring everything to the disk."""
+        """Sync to disk and close."""
         assert self._file is not None
         self._file.flush()
         os.fsync(self._file.fileno())

@@ -1,4 +1,4 @@
-"""The optimiser and the learning rate of a run, from its configuration."""
+"""The optimizer and the learning-rate schedule of a run, from its configuration."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def make_optimizer(
 
 
 def describe_updates(config: OptimizerConfig, batch: int) -> str:
-    """Return effective batch and learning rate as one line of text; ``batch``: slides of an update."""
-    made = f" ({batch // config.accumulate} × {config.accumulate} accumulated)" if config.accumulate > 1 else ""
-    text = f"effective batch {batch}{made}, learning rate {config.scaled_lr(batch):g}"
+    """Return the effective batch and the learning rate as one line of text; ``batch``: slides of one update."""
+    parts = f" ({batch // config.accumulate} × {config.accumulate} accumulated)" if config.accumulate > 1 else ""
+    text = f"effective batch {batch}{parts}, learning rate {config.scaled_lr(batch):g}"
     if config.lr_scaling == "none":
         return text
     return f"{text}: {config.lr:g} for {config.lr_batch}, scaled {config.lr_scaling}"
 
 
 def lr_factor(config: LrScheduleConfig, steps: int) -> Callable[[int], float]:
-    r"""Return step → factor on the learning rate, of closed form: a resumed run needs no memory of it.
+    r"""Return the function from a step to the factor of the learning rate; it has no state to save.
 
     ::
 
@@ -41,8 +41,8 @@ def lr_factor(config: LrScheduleConfig, steps: int) -> Callable[[int], float]:
                  warmup       steps
 
     Args:
-        config: name, warm-up and its numbers. Step 0 of a warm-up of n steps has the factor 1 / n.
-        steps: length of the whole run.
+        config: The schedule. Step 0 of a warm-up of n steps has the factor 1 / n.
+        steps: Number of steps of the whole run.
     """
     warmup = config.warmup_steps
 

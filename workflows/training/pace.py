@@ -1,7 +1,7 @@
-"""How fast each replica is, measured on its own ranks before the first step; the shares of a batch follow from it.
+"""Measurement of each replica's speed before the first step, from which the shares of a batch are computed.
 
-It times what a step does: read slides, forward, backward, with one slide in each micro-batch. It runs on
-a model of its own, which is then forgotten: no weight, statistic or random number of the run is touched.
+Times what a step does (read slides, forward, backward) with one slide in each micro-batch. Uses a separate model, so
+that the weights, statistics and random numbers of the run do not change.
 """
 
 from __future__ import annotations
@@ -22,27 +22,28 @@ from workflows.training.feeding import BatchImages, make_feed, preparation
 from workflows.training.job import TrainingJob
 from workflows.training.start import Roles
 
-TIMED = 3
+TIMED_TURNS = 3
 
 
 def with_shares(job: TrainingJob, roles: Roles) -> TrainingJob:
-    """Return the job with the shares of its replicas, if they are to be chosen by speed (collective).
+    """Return the job with the shares of ``roles.design: offload_naive``, measured unless given (collective).
 
     Raises:
-        RequestError: the ranks are not a multiple of a replica, or do not match the shares; or the batch is too small.
+        RequestError: The number of ranks is not a multiple of a replica's or does not match the shares, or the batch is
+            too small.
     """
-    trainers, of_one = roles.trainers, job.config.plan.build().ranks_per_replica
+    trainers, replica_ranks = roles.trainers, job.config.plan.build().ranks_per_replica
     if job.config.roles.design != "offload_naive" or trainers is None:
         return job
-    if trainers.size % of_one or (job.shares is not None and len(job.shares) != trainers.size // of_one):
+    if trainers.size % replica_ranks or (job.shares is not None and len(job.shares) != trainers.size // replica_ranks):
         raise RequestError(
             f"{trainers.size} ranks train ({job.config.plan.ranks} of the plan, the others are spare: roles.spare), "
-            f"but a replica has {of_one}; start a multiple of {of_one}, with one replica for each of roles.shares if "
-            f"given"
+            f"but a replica has {replica_ranks}; start a multiple of {replica_ranks}, with one replica for each of "
+            f"roles.shares if given"
         )
     if job.shares is not None:
         return job
-    replica = trainers.rank // of_one
+    replica = trainers.rank // replica_ranks
     group = trainers.split(replica, trainers.rank)
     assert group is not None
     pace_s = measured(trainers, replica, _timed_turn(job, replace(roles, trainers=group)))
@@ -53,18 +54,18 @@ def with_shares(job: TrainingJob, roles: Roles) -> TrainingJob:
 def measured(trainers: Communicator, replica: int, turn: Callable[[int], None]) -> tuple[float, ...]:
     """Return the seconds that each replica takes for a turn, the same on every trainer (collective).
 
-    All replicas are timed at once, as they will work. A replica is as fast as its slowest rank, and a rank takes the
-    median of a few turns; the first, which compiles and fills caches, does not count.
+    All replicas are timed at the same time, as in training. The time of a rank is the median of a few turns, without
+    the first, which compiles and fills caches; the time of a replica is that of its slowest rank.
 
     Args:
-        trainers: all replicas.
-        replica: this rank's.
-        turn: does the turn of a number; all ranks of the replica together.
+        trainers: Ranks of all replicas.
+        replica: This rank's replica.
+        turn: Runs the turn of a given number; called by all ranks of the replica together.
     """
     seconds = []
     turn(0)
     trainers.barrier()
-    for number in range(1, TIMED + 1):
+    for number in range(1, TIMED_TURNS + 1):
         start_s = time.perf_counter()
         turn(number)
         seconds.append(time.perf_counter() - start_s)
@@ -74,7 +75,7 @@ def measured(trainers: Communicator, replica: int, turn: Callable[[int], None]) 
 
 
 def describe_pace(job: TrainingJob) -> str:
-    """Return the measured pace as one line of text, or ""."""
+    """Return the measured times as one line of text; empty if they were not measured."""
     if job.pace_s is None:
         return ""
     rounds, paces = job.plan.microbatches, ", ".join(f"{pace_s:.3g}" for pace_s in job.pace_s)
@@ -85,22 +86,22 @@ def describe_pace(job: TrainingJob) -> str:
 
 
 def _timed_turn(job: TrainingJob, roles: Roles) -> Callable[[int], None]:
-    """Return what does a turn of a run by this replica alone, one slide in each micro-batch; ``trainers`` are its."""
-    alone = _alone(job)
+    """Return the function that runs a turn with this replica only; ``roles.trainers``: the ranks of the replica."""
+    single = _single_replica_job(job)
     assert roles.trainers is not None
-    model = start.make_model(alone, tell=False)
-    engine = start.make_engine(alone, model, alone.plan, roles.trainers, alone.layout.batch_of(0))
-    feed = make_feed(alone, roles, engine, 0, next(model.parameters()).device)
-    prepare = preparation(alone.config.run)
+    model = start.make_model(single, report=False)
+    engine = start.make_engine(single, model, single.plan, roles.trainers, single.layout.batch_of(0))
+    feed = make_feed(single, roles, engine, 0, next(model.parameters()).device)
+    prepare = preparation(single.config.run)
 
     def turn(number: int) -> None:
         images = BatchImages(feed.batch(number), prepare)
-        engine.accumulate(images, torch.tensor(alone.batch_labels(number, 0)))
+        engine.accumulate(images, torch.tensor(single.batch_labels(number, 0)))
 
     return turn
 
 
-def _alone(job: TrainingJob) -> TrainingJob:
+def _single_replica_job(job: TrainingJob) -> TrainingJob:
     """Return the job of one replica whose micro-batches are single slides."""
     config, rounds = job.config, job.plan.microbatches
     changed = {

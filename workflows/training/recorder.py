@@ -1,4 +1,4 @@
-"""What rank 0 writes during a run: metrics, TensorBoard events, checkpoints, the link to the best."""
+"""Output of a run, written by rank 0: metrics, TensorBoard events, links to the latest and best checkpoint."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def _format_number(value: float | None, interval: Sequence[float] | None) -> str
 
 
 class Recorder:
-    """The run's folder, open for writing; on rank 0 only.
+    """Writes the run's folder; on rank 0 only.
 
     Args:
-        job: the run.
-        plan: with resolved cuts.
-        start: the step after which the run continues; later lines of the log are dropped.
-        coverage: rows of ``coverage.csv``.
+        job: The run.
+        plan: The plan with resolved cuts.
+        start: The step after which the run continues (0: a new run); later lines of the log are dropped.
+        coverage: Rows of ``coverage.csv``.
 
     Attributes:
-        folder: the run's.
-        best: the step that ``best`` points at.
-        last: the step with which the run ends before its time (see :mod:`workflows.training.best`), else None.
+        folder: The run's folder.
+        best: The step to which ``best`` points.
+        last: The step with which early stopping ends the run (see :mod:`workflows.training.best`), or None.
     """
 
     def __init__(self, job: TrainingJob, plan: ParallelPlan, start: int, coverage: Iterable[Mapping[str, Any]]) -> None:
@@ -60,8 +60,8 @@ class Recorder:
         self._board = _TensorBoard(config.run.dir / "tensorboard", start) if config.run.tensorboard else None
         self.best: int | None = None
         self.last: int | None = None
-        self._newest = self._judged = ""
-        self._decide()
+        self._step_text = self._validation_text = ""
+        self._update_last()
 
     def trained(
         self,
@@ -72,7 +72,7 @@ class Recorder:
         wait_seconds: float,
         spent: Mapping[str, float] | None = None,
     ) -> None:
-        """Record one step; ``lr`` is the rate that it used, ``spent`` what else its seconds went into."""
+        """Record one step; ``lr``: the rate that it used; ``spent``: other columns of its time."""
         values = {
             "epoch": self._job.epoch_of(step),
             "loss": loss,
@@ -83,13 +83,13 @@ class Recorder:
             **(spent or {}),
         }
         self._log.write("train", step=step, **values)
-        self._newest = f"loss {loss:.4g}, lr {lr:.3g}, {values['images_per_second']:.3g} images/s"
+        self._step_text = f"loss {loss:.4g}, lr {lr:.3g}, {values['images_per_second']:.3g} images/s"
         self._show("train", step, values)
 
     def validated(self, step: int, metrics: Metrics, spare: Iterable[int] = ()) -> None:
-        """Record the metrics of the weights of ``step``, update ``best``, and prune checkpoints.
+        """Record the metrics of the weights of ``step``, update ``best`` and ``last``, and remove old checkpoints.
 
-        Steps come in ascending order. Those after ``last`` are ignored: without delay they would not exist.
+        Call it with ascending steps. Steps after ``last`` are ignored. ``spare``: steps whose checkpoints must stay.
         """
         if self.last is not None:
             return
@@ -97,30 +97,30 @@ class Recorder:
         self._show("validation", step, metrics)
         self.folder.calibrate(step, {**(metrics.get("calibration") or {}), "split": self._job.config.validation.split})
         self.choose_best()
-        self._decide()
+        self._update_last()
         prune(self.folder.checkpoints, self._job.config.run.keep, (*spare, step) if self.last == step else spare)
         chosen = self._job.config.validation.metric
         value = metrics.get(chosen)
-        self._judged = "" if value is None else f", {chosen} {value:.4f} at step {step}"
+        self._validation_text = "" if value is None else f", {chosen} {value:.4f} at step {step}"
         brief = {**metrics, "intervals": {chosen: metrics.get("intervals", {}).get(chosen)}}
-        self._draw()
-        named = ", ".join(f"{name} {words}" for name, words in format_metrics(brief).items())
-        say(f"step {step}: validation {named}{' (best)' if self.best == step else ''}")
+        self._write_curves()
+        text = ", ".join(f"{name} {value}" for name, value in format_metrics(brief).items())
+        say(f"step {step}: validation {text}{' (best)' if self.best == step else ''}")
 
     def line(self) -> str:
         """Return the text of the progress line: loss, learning rate, speed, latest validation."""
-        return self._newest + self._judged
+        return self._step_text + self._validation_text
 
-    def take_back(self) -> None:
-        """End the run at step ``last``: later checkpoints, records and events are removed."""
+    def rewind(self) -> None:
+        """Remove checkpoints, records and events after step ``last``."""
         assert self.last is not None
-        self.folder.take_back(self.last)
+        self.folder.rewind(self.last)
         self._log.cut(self.last)
         if self._board is not None:
             self._board.close()
             self._board = _TensorBoard(self.folder.folder / "tensorboard", self.last)
 
-    def _decide(self) -> None:
+    def _update_last(self) -> None:
         self.last = last_step(
             self._log.validations(), self._job.config.validation.metric, self._job.config.run.early_stop
         )
@@ -131,29 +131,29 @@ class Recorder:
         self.best = self.folder.choose_best(self._log.validations(), metric)
 
     def saved(self, step: int, spare: Iterable[int]) -> None:
-        """Take note of a new checkpoint and remove old ones; never the latest, the best, or the steps of ``spare``."""
+        """Update the links for a new checkpoint; remove old ones, except the latest, the best and those of ``spare``."""
         self.folder.saved(step)
         if not len(self._job.val):
             self.folder.point_best(step)
         prune(self.folder.checkpoints, self._job.config.run.keep, spare)
 
     def unvalidated(self) -> list[int]:
-        """Return saved steps that should have been validated and were not: the run was stopped before."""
+        """Return saved steps whose validation is missing because the run was stopped before it."""
         done = self._log.validations()
         saved = [step for step in saved_steps(self.folder.checkpoints) if step <= self._start]
-        if self._job.config.validation.policy == "latest":  # it left out those before the last validated one for good
+        if self._job.config.validation.policy == "latest":  # earlier ones were skipped on purpose
             saved = [step for step in saved if step > max(done, default=0)][-1:]
         return [step for step in saved if self._job.validates_after(step) and step not in done]
 
     def close(self) -> None:
-        """Bring everything to the disk."""
-        self._draw()
+        """Write the curves, sync everything to disk and close."""
+        self._write_curves()
         self._log.close()
         if self._board is not None:
             self._board.close()
 
-    def _draw(self) -> None:
-        """Replace ``curves.html``; a picture that cannot be written does not end a run."""
+    def _write_curves(self) -> None:
+        """Replace ``curves.html``; errors are ignored."""
         folder = self._job.config.run.dir
         with contextlib.suppress(OSError):
             write_curves(folder / "curves.html", str(folder), self._log.records)

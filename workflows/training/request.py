@@ -1,4 +1,4 @@
-"""Whether a run may be begun or gone on with; answered before anything heavy is loaded, anything is written."""
+"""Checks whether a run may be started or continued, before large imports and before anything is written."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from workflows.paths import require_writable
 
 
 def check_run(config: Config, resume: bool) -> int:
-    """Return the step to go on after, 0 for a new run; writes nothing.
+    """Return the step after which the run continues, 0 for a new run; writes nothing.
 
     Raises:
-        RequestError: the run exists and ``resume`` is False; its settings were others; the folder is something else or
+        RequestError: The run exists and ``resume`` is False, its settings were different, or the folder is not a run or
             cannot be written.
     """
     folder = config.run.dir
@@ -36,7 +36,7 @@ def own_run(config: Config, resume: bool, start: int) -> FolderOwner:
     """Acquire exclusive ownership of the run's folder.
 
     Raises:
-        RequestError: another one does, or has since ``start`` was read from it.
+        RequestError: Another process owns it, or has continued the run since ``start`` was read.
     """
     folder = config.run.dir
     owner = FolderOwner(folder, "use another run.dir")
@@ -52,10 +52,10 @@ def own_run(config: Config, resume: bool, start: int) -> FolderOwner:
 
 
 def check_ranks(config: Config, size: int) -> None:
-    """Check the number of ranks, and that hosts named in roles exist.
+    """Check the number of ranks against the configuration.
 
     Raises:
-        RequestError: the number is wrong; the message has the right one.
+        RequestError: The number is not what the configuration needs, or roles by host name have no launcher.
     """
     roles = config.roles
     if roles.by_host:

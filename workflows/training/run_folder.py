@@ -1,4 +1,4 @@
-"""The folder of a run: its files, which checkpoint is the best."""
+"""The folder of a run: configuration, plan, state, and links to checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workflows.training.best import Records, best_step
 
 
 class RunFolder:
-    """What rank 0 writes apart from the metrics."""
+    """Writes the files and links of a run's folder, except the metrics; on rank 0 only."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -27,7 +27,7 @@ class RunFolder:
         write_atomically(self.folder / "config.yaml", dump_resolved(config).encode())
         write_atomically(self.folder / "plan.json", (json.dumps(plan, indent=2) + "\n").encode())
 
-    def note_state(self, state: str, steps: int) -> None:
+    def write_state(self, state: str, steps: int) -> None:
         """Write ``status.json``: ``running``, ``stopped`` or ``done``, and the total number of steps."""
         write_atomically(self.folder / "status.json", (json.dumps({"state": state, "steps": steps}) + "\n").encode())
 
@@ -41,8 +41,8 @@ class RunFolder:
         if "temperature" in found and folder.is_dir():
             checkpoints.amend_model_json(folder, {"calibration": dict(found)})
 
-    def take_back(self, step: int) -> None:
-        """Make the checkpoint of ``step`` the latest and remove those after it."""
+    def rewind(self, step: int) -> None:
+        """Point ``latest`` at the checkpoint of ``step`` and remove those after it."""
         later = [other for other in checkpoints.saved_steps(self.checkpoints) if other > step]
         checkpoints.point_link(self.checkpoints / "latest", checkpoints.step_folder(self.checkpoints, step).name)
         for other in later:

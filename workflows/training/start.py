@@ -1,4 +1,4 @@
-"""Bringing a run up on all ranks: checked together before anything is written, so that all refuse or none does."""
+"""Start of a run on all ranks: roles, checks, model, engine and saved state; nothing is written."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class Roles:
         rank of the world   0 … trainers−1 │ … + loaders−1 │ … + validators−1
 
     Attributes:
-        world: all ranks, in this order: not always the launcher's.
-        trainers: the group of trainers, None on other ranks.
-        validators: the group of validators, None on other ranks.
-        trainer_ranks: ranks of the trainers in the world.
-        loader_ranks: ranks of the loaders.
-        validator_ranks: ranks of the validators.
-        loaders_of: for each trainer, the loaders that serve it; empty without loaders.
+        world: All ranks in the order above, which may differ from the launcher's.
+        trainers: The group of trainers; None on other ranks.
+        validators: The group of validators; None on other ranks.
+        trainer_ranks: Ranks of the trainers in ``world``.
+        loader_ranks: Ranks of the loaders in ``world``.
+        validator_ranks: Ranks of the validators in ``world``.
+        loaders_of: For each trainer, the loaders that serve it; empty without loaders.
     """
 
     world: Communicator
@@ -66,7 +66,7 @@ class Roles:
         """Assign roles to ranks by configuration and host (collective).
 
         Raises:
-            RequestError: on all ranks: the number of ranks does not match.
+            RequestError: On all ranks, if the number of ranks does not match the configuration.
         """
         hosts = gather_hosts(world)
         if isinstance(config.roles.spare, str):
@@ -80,8 +80,8 @@ class Roles:
         trainers = ordered.split(0 if ordered.rank in ranks[0] else None, ordered.rank)
         validators = ordered.split(0 if ordered.rank in ranks[2] else None, ordered.rank)
         in_order = RankRoles(*(tuple(group) for group in ranks))
-        near = loaders_of([hosts[rank] for rank in chosen.order], in_order) if ranks[1] else {}
-        return cls(ordered, trainers, validators, *ranks, near)
+        serving = loaders_of([hosts[rank] for rank in chosen.order], in_order) if ranks[1] else {}
+        return cls(ordered, trainers, validators, *ranks, serving)
 
 
 def gather_hosts(world: Communicator) -> list[str]:
@@ -94,37 +94,37 @@ def check_images(job: TrainingJob) -> list[dict[str, Any]]:
     """Return the rows of ``coverage.csv``; reads every slide's tissue mask, so one rank does it for all.
 
     Raises:
-        RequestError: the model cannot be built, an image would show too little of its slide's tissue, or a slide is
+        RequestError: The model cannot be built, an image would show too little of its slide's tissue, or a slide is
             damaged.
     """
-    build_model(job.model_json()["model"])  # a wrong name or option is answered before every slide is looked at
+    build_model(job.model_json()["model"])  # first, because reading all tissue masks takes time
     for dataset in (job.train, job.val):
         check_coverage(dataset, job.config.data.min_coverage)
     known = {sample.slide_id for sample in job.train.samples}
     return [*job.train.coverage_table(), *(row for row in job.val.coverage_table() if row["slide_id"] not in known)]
 
 
-def make_model(job: TrainingJob, tell: bool) -> torch.nn.Module:
-    """Return the initial model in the run's precision; ``tell``: report loaded weights."""
+def make_model(job: TrainingJob, report: bool) -> torch.nn.Module:
+    """Return the initial model in the run's precision and memory format; ``report``: print the loaded weights."""
     torch.manual_seed(job.config.run.seed)
     model = build_model(job.model_json()["model"])
     path = job.config.model.weights
     if path is not None:
-        report = load_weights(model, path)
-        if tell:
-            say(f"weights from {path}: {report}")
+        loaded = load_weights(model, path)
+        if report:
+            say(f"weights from {path}: {loaded}")
     run = job.config.run
     return lay_out(model, run.precision, run.memory_format).train()
 
 
 def device_of(request: DeviceRequest, roles: Roles) -> str:
-    """Return where this rank computes: trainers first, validators on GPUs that these leave free (collective).
+    """Return the device of this rank; validators get GPUs that the trainers leave free (collective).
 
     Raises:
-        RequestError: on all ranks: GPUs are asked for, and a node has too few for its trainers.
+        RequestError: On all ranks, if ``cuda`` is requested and a node has too few GPUs for its trainers.
     """
-    seen = gpus_seen(roles.world)
-    trainers, validators = ([seen[rank] for rank in ranks] for ranks in (roles.trainer_ranks, roles.validator_ranks))
+    gpus = gpus_seen(roles.world)
+    trainers, validators = ([gpus[rank] for rank in ranks] for ranks in (roles.trainer_ranks, roles.validator_ranks))
     names = dict(zip(roles.trainer_ranks, assign_devices(request, trainers), strict=True))
     names |= dict(zip(roles.validator_ranks, spare_devices(request, trainers, validators), strict=True))
     return names.get(roles.world.rank, "cpu")
@@ -133,7 +133,7 @@ def device_of(request: DeviceRequest, roles: Roles) -> str:
 def make_engine(
     job: TrainingJob, model: torch.nn.Module, plan: ParallelPlan, group: Communicator, batch: int
 ) -> Engine:
-    """Spread ``model`` over ``group`` for batches of ``batch`` images (collective over the group)."""
+    """Return an engine for ``model`` over ``group``, for batches of ``batch`` images (collective over the group)."""
     optimizer = job.config.optimizer
     height, width = job.config.data.size_px
     return parallelize(
@@ -144,7 +144,7 @@ def make_engine(
         loss=make_loss(job.class_weights, optimizer.accumulate),
         optimizer=lambda parameters: make_optimizer(optimizer, parameters, job.step_samples),
         autocast=torch.bfloat16 if job.config.run.precision == "bfloat16" else None,
-        memory_format="as_given",  # run.memory_format lays out images and weights
+        memory_format="as_given",  # images and weights are in run.memory_format already
         verify=":" in job.config.model.name,  # built-in models are covered by tests
     )
 
@@ -165,10 +165,10 @@ class SavedRun:
 
     @classmethod
     def load(cls, job: TrainingJob, start: int) -> SavedRun | None:
-        """Read the latest checkpoint, None for a run that begins.
+        """Read the latest checkpoint; None for a new run (``start`` is 0).
 
         Raises:
-            RequestError: it is damaged; names the file.
+            RequestError: The checkpoint is damaged; the message names the file.
         """
         if start == 0:
             return None
@@ -176,7 +176,7 @@ class SavedRun:
         return cls(load_checkpoint(latest), load_training_state(latest))
 
     def restore(self, engine: Engine, model: torch.nn.Module, scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
-        """Put weights, optimiser, learning rate and random state back as they were."""
+        """Restore weights, optimizer, learning-rate schedule and random state."""
         engine.load_state_dict(self.checkpoint.weights)
         load_optimizer_state(engine.optimizer, model.named_parameters(), self.training.optimizer)
         scheduler.load_state_dict({**self.training.state["lr_schedule"], "lr_lambdas": [None]})

@@ -1,4 +1,4 @@
-"""Stopping on request: a signal is remembered, the ranks agree on it between two steps."""
+"""Stopping on request: a process remembers the signal, and the ranks agree on it between two steps."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ STOP_TAG = 120
 
 
 class StopFlag:
-    """One rank's knowledge of whether the run was asked to stop, on whichever rank the request arrived.
+    """Whether the run was requested to stop, as far as this rank knows.
 
     Args:
-        requested: whether this process was asked to (see :func:`workflows.signals.requested`).
+        requested: Whether this process was (see :func:`workflows.signals.requested`).
 
     Attributes:
-        wanted: set where the request came by other ways.
+        wanted: Set to True for a request that did not come by a signal to this process.
     """
 
     def __init__(self, requested: Callable[[], bool] = lambda: False) -> None:
         self.wanted = False
         self._requested = requested
-        self._passed_on = False
+        self._forwarded = False
 
-    def pass_on(self, world: Communicator) -> None:
+    def forward(self, world: Communicator) -> None:
         """Forward a request from a loader or validator to trainer 0, once."""
-        if self.here() and not self._passed_on:
-            self._passed_on = True
+        if self.requested_here() and not self._forwarded:
+            self._forwarded = True
             world.send_object("stop", 0, STOP_TAG)
 
-    def here(self) -> bool:
-        """Return whether a stop was requested of this rank."""
+    def requested_here(self) -> bool:
+        """Return whether a stop was requested on this rank."""
         return self.wanted or self._requested()
 
-    def anywhere(self, ranks: Communicator) -> bool:
-        """Return whether a stop was requested of any of ``ranks``, the same on all of them (collective)."""
-        return _any(ranks, self.here())
+    def requested_on_any(self, ranks: Communicator) -> bool:
+        """Return whether a stop was requested on any of ``ranks``, the same on all of them (collective)."""
+        return _any(ranks, self.requested_here())
 
-    def agreed(self, world: Communicator, trainers: Communicator) -> bool:
-        """Return whether any rank wants to stop; the same on every trainer (collective over them)."""
-        return _any(trainers, self.asked(world))
+    def poll_all(self, world: Communicator, trainers: Communicator) -> bool:
+        """Return whether a stop was requested on any rank, the same on all trainers (collective over them)."""
+        return _any(trainers, self.poll(world))
 
-    def asked(self, world: Communicator) -> bool:
-        """Return whether a stop was requested here; on trainer 0, which others inform, whether it was anywhere."""
+    def poll(self, world: Communicator) -> bool:
+        """Return whether a stop was requested on this rank; on trainer 0 also whether a request was forwarded to it."""
         if world.rank == 0 and world.poll_object(STOP_TAG) is not None:
             self.wanted = True
-        return self.here()
+        return self.requested_here()
 
 
 def _any(ranks: Communicator, mine: bool) -> bool:

@@ -1,4 +1,4 @@
-"""The trainers' side of validation: here, or handed over to validators; and what follows from its results."""
+"""Validation as the trainers see it: done by themselves or by validators; and early stopping."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ Weights = Mapping[str, torch.Tensor]
 
 
 class Validating:
-    """One trainer's part; all trainers call its methods together, at the same steps.
+    """Validation of a run on one trainer; all trainers call its methods together, at the same steps.
 
     Args:
-        job: the run.
-        roles: of all ranks.
-        engine: of the trainers.
-        model: the module that the engine spreads.
-        average: of the weights, which is evaluated in their place; None: they are themselves.
-        recorder: on rank 0; None elsewhere.
-        stop: the signal's flag.
+        job: The run.
+        roles: Roles of all ranks.
+        engine: The trainers' engine.
+        model: The module that the engine trains.
+        average: Moving average of the weights, to be evaluated in their place; None: the weights are evaluated.
+        recorder: On rank 0; None elsewhere.
+        stop: Requests to stop.
 
     Attributes:
-        last: the step with which the run ends before its time, None while it continues; the same on every trainer.
+        last: The step with which early stopping ends the run, or None; the same on every trainer.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Validating:
         assert roles.trainers is not None
         self.last: int | None = None
         self._seconds = 0.0
-        self._owed: list[int] = []
+        self._unvalidated: list[int] = []
         self._job, self._world, self._trainers = job, roles.world, roles.trainers
         self._engine, self._model, self._average = engine, model, average
         self._recorder, self._stop = recorder, stop
@@ -70,60 +70,64 @@ class Validating:
 
     @property
     def open_steps(self) -> tuple[int, ...]:
-        """Steps whose checkpoints must stay, for their metrics are not known yet (on rank 0)."""
+        """Steps whose checkpoints must stay because their metrics are not known yet (on rank 0)."""
         sent = self._client.open_steps if self._client is not None else ()
-        return (*sent, *self._owed)
+        return (*sent, *self._unvalidated)
 
     def validate(self, step: int, weights: Weights | None) -> None:
-        """Have the weights of ``step`` evaluated: now, by the trainers; or later, by the validators.
+        """Validate the weights of ``step``: now, by the trainers; or send them to the validators.
 
         Args:
-            step: of the weights.
-            weights: on rank 0: the engine's, or their moving average if kept.
+            step: Step of the weights.
+            weights: On rank 0: the engine's weights, or their moving average if configured; None elsewhere.
         """
         with self._timed():
             if not self._remote:
                 with self._average.applied() if self._average is not None else nullcontext():
-                    self._validate_here(step)
+                    self._validate_in_trainers(step)
             elif self._client is not None and weights is not None:
-                self._client.submit(step, weights, self._impatient)
+                self._client.submit(step, weights, self._stop_requested)
 
-    def agreed(self) -> bool:
-        """Process results; return whether a stop was requested, the same on every trainer."""
+    def sync(self) -> bool:
+        """Record results that arrived and update ``last`` (collective).
+
+        Returns:
+            Whether a stop was requested, the same on every trainer.
+        """
         with self._timed():
             self._collect()
-        vote = torch.tensor([int(self._stop.asked(self._world)), int(self._gave_up), self._recorded_last])
+        vote = torch.tensor([int(self._stop.poll(self._world)), int(self._gave_up), self._recorded_last])
         self._trainers.all_reduce(vote, "max")
         stopped, gave_up, self.last = bool(vote[0]), bool(vote[1]), int(vote[2]) or None
         if gave_up and self._remote and self.last is None and not stopped:
             with self._timed():
                 self._take_over()
-            return self.agreed()
+            return self.sync()
         return stopped
 
     def catch_up(self) -> bool:
-        """Validate checkpoints that a stop left without results; return whether a stop was requested since."""
+        """Validate checkpoints of a resumed run that are not validated yet; return whether a stop was requested."""
         missed = self._trainers.broadcast_object(self._recorder.unvalidated() if self._recorder else None)
         self._validate_saved(missed)
-        return self.agreed()
+        return self.sync()
 
     def drain(self, stopped: bool) -> bool:
-        """Wait for the validators' last results, unless a stop is asked for; return whether it was."""
+        """Wait for the validators' last results, unless a stop is requested; return whether it was."""
         if stopped or not self._remote or self.last is not None:
             return stopped
         with self._timed():
-            if self._client is not None and not self._client.drain(self._impatient):
+            if self._client is not None and not self._client.drain(self._stop_requested):
                 self._stop.wanted = True
-        return self.agreed()
+        return self.sync()
 
     def close(self, stopped: bool) -> None:
-        """Release the validators; if the run ends early, remove everything after its last step."""
+        """Release the validators; after early stopping, remove everything after the last step."""
         if self._client is not None:
             self._client.close(stopped, needless=self.last is not None)
             if not stopped:
                 self._collect()
         if self._recorder is not None and self.last is not None and not stopped:
-            self._recorder.take_back()
+            self._recorder.rewind()
 
     @property
     def _gave_up(self) -> bool:
@@ -133,12 +137,12 @@ class Validating:
     def _recorded_last(self) -> int:
         return (self._recorder.last or 0) if self._recorder is not None else 0
 
-    def _impatient(self) -> bool:
-        """Whether rank 0, which alone waits for validators, has been asked to stop."""
-        return self._stop.asked(self._world)
+    def _stop_requested(self) -> bool:
+        """Whether a stop was requested, as far as rank 0 knows, which alone waits for validators."""
+        return self._stop.poll(self._world)
 
     def _interrupted(self) -> bool:
-        return self._stop.agreed(self._world, self._trainers)
+        return self._stop.poll_all(self._world, self._trainers)
 
     def _collect(self) -> None:
         if self._client is not None and self._recorder is not None:
@@ -147,7 +151,7 @@ class Validating:
                 later = [other for other, _ in results[place:]]
                 self._recorder.validated(step, metrics, (*later, *self.open_steps))
 
-    def _validate_here(self, step: int) -> None:
+    def _validate_in_trainers(self, step: int) -> None:
         replica, place = divmod(self._trainers.rank, self._job.plan.ranks_per_replica)
         plan, images, slides = self._job.plan, self._evaluation_set.images, len(self._job.val)
         share = (replica, plan.replicas)
@@ -160,29 +164,29 @@ class Validating:
             self._recorder.validated(step, self._evaluation_set.metrics_of(logits), self.open_steps)
 
     def _take_over(self) -> None:
-        """Validate open checkpoints, and all later ones, in the trainers."""
+        """Validate the open checkpoints and all later ones in the trainers, because the validators gave up."""
         left = self._trainers.broadcast_object(list(self.open_steps))
         self._remote = False
         if self._client is not None:
             self._client.forget()
-            say(f"the trainers validate from now on{f', beginning with step {left[0]}' if left else ''}")
+            say(f"the trainers validate from now on{f', starting with step {left[0]}' if left else ''}")
         self._validate_saved(left)
 
     def _validate_saved(self, steps: list[int]) -> None:
-        """Validate checkpoints; the engine's weights are restored bitwise."""
+        """Validate saved checkpoints; afterwards the engine has its current weights again, bitwise."""
         if not steps:
             return
-        held = shared_weights(self._trainers, self._engine.gather_state_dict(), self._model.state_dict())
-        self._owed = list(steps)
+        current = shared_weights(self._trainers, self._engine.gather_state_dict(), self._model.state_dict())
+        self._unvalidated = list(steps)
         for step in steps:
-            self._owed.remove(step)
-            saved = load_checkpoint(step_folder(self._job.config.run.dir / "checkpoints", step)).judged
+            self._unvalidated.remove(step)
+            saved = load_checkpoint(step_folder(self._job.config.run.dir / "checkpoints", step)).inference_weights
             if self._remote:
                 self.validate(step, saved)
             else:
                 self._engine.load_state_dict(saved)
-                self._validate_here(step)
-        self._engine.load_state_dict(held)
+                self._validate_in_trainers(step)
+        self._engine.load_state_dict(current)
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -190,11 +194,17 @@ class Validating:
         try:
             yield
         finally:
-            self._seconds = before_s + time.perf_counter() - start_s  # includes times measured inside
+            self._seconds = before_s + time.perf_counter() - start_s  # nested contexts are counted once
 
 
 def shared_weights(comm: Communicator, weights: Weights | None, like: Weights) -> dict[str, torch.Tensor]:
-    """Return rank 0's ``weights`` on every rank, on the host (collective); ``like``: names, shapes and types."""
+    """Return rank 0's ``weights`` on every rank, in host memory (collective).
+
+    Args:
+        comm: The ranks.
+        weights: On rank 0; None elsewhere.
+        like: Tensors of the same names, shapes and dtypes.
+    """
     flat = torch.empty(snapshot_bytes(like), dtype=torch.uint8)
     if weights is not None:
         Snapshot(0, weights, flat).wait()

@@ -1,4 +1,4 @@
-"""Weights to begin with, from a local file under torchvision's names."""
+"""Initial weights from a local file."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from hyfi_core.errors import RequestError
 
 @dataclass(frozen=True)
 class WeightsReport:
-    """What of a file went into a model.
+    """Which tensors of a file were loaded into a model.
 
     Attributes:
-        loaded: how many tensors.
-        missing: names of the model that the file does not have; they keep their initial values.
-        unexpected: names of the file that the model does not have.
-        reshaped: names of both with different shapes (a head for other classes); the model's initial values stay.
+        loaded: Number of tensors loaded.
+        missing: Names of the model that the file does not have; these tensors keep their initial values.
+        unexpected: Names of the file that the model does not have.
+        reshaped: Names with different shapes in both (a head for other classes); these keep their initial values, too.
     """
 
     loaded: int
@@ -32,7 +32,7 @@ class WeightsReport:
     reshaped: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Return one line for each kind."""
+        """Return one line for each kind, without empty kinds."""
         lines = [f"{self.loaded} tensors loaded"]
         for kind in ("missing", "unexpected", "reshaped"):
             names = getattr(self, kind)
@@ -44,10 +44,10 @@ class WeightsReport:
 def load_weights(model: nn.Module, path: Path) -> WeightsReport:
     """Copy matching tensors of a ``.safetensors`` or ``.pth`` file into ``model``, in place.
 
-    A ``.pth`` is read with ``weights_only=True``: no code in it is run.
+    A ``.pth`` file is read with ``weights_only=True``, so that no code in it runs.
 
     Raises:
-        RequestError: the file is missing, not such a file, or nothing in it fits the model.
+        RequestError: The file is missing, has another format, or none of its tensors matches the model.
     """
     given = _read(path)
     own = model.state_dict()

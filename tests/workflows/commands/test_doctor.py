@@ -38,7 +38,7 @@ def test_what_is_missing_comes_with_what_mends_it(
     lines = capsys.readouterr().out.splitlines()
     assert [check["ok"] for check in json.loads(lines[-1])["checks"]] == [True, False, True]
     assert any(line.startswith("missing MPI: cannot start several ranks: mpiexec not found") for line in lines)
-    assert any("mend: pip install 'hyfi[local]'" in line for line in lines)
+    assert any("fix: pip install 'hyfi[local]'" in line for line in lines)
 
 
 def test_a_note_is_no_fault(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

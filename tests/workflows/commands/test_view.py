@@ -62,7 +62,7 @@ def test_wrong_requests_say_what_was_given_and_what_would_work(tmp_path: Path, h
 def test_annotations_never_go_where_slides_lie(tmp_path: Path) -> None:
     slide = write_slide(tmp_path / "a.tiff", stained(300, 300))
     for paths, folder in (([slide], tmp_path), ([tmp_path], tmp_path / "notes"), ([tmp_path], tmp_path)):
-        with pytest.raises(RequestError, match=r"--annotations .*: slides lie there"):
+        with pytest.raises(RequestError, match=r"--annotations .*: the folder has slides in it"):
             view.run(paths, 0, False, folder, None)
     with pytest.raises(RequestError, match="is a file"):
         view.run([slide], 0, False, slide, None)

@@ -17,7 +17,7 @@ from pathology.predict.members import Member, temperature_of
 from tests.workflows.archive import make_config, make_store
 from tests.workflows.runs import in_this_process, run_here
 from workflows.commands.validate import EvaluationRequest, run
-from workflows.evaluation.calibration import fit_temperature, judge_temperature
+from workflows.evaluation.calibration import evaluate_temperature, fit_temperature
 from workflows.evaluation.cohort_page import CohortSlide, write_cohort_page
 from workflows.training.metrics_log import read_metrics
 
@@ -36,7 +36,7 @@ def test_the_temperature_of_drawn_slides_is_found(temperature: float) -> None:
     found = fit_temperature(logits, labels)
     assert found is not None and found.temperature == pytest.approx(temperature, rel=0.06) and found.slides == 6000
     other = drawn(6000, temperature, seed=1)
-    judged = judge_temperature(*other, found.temperature)
+    judged = evaluate_temperature(*other, found.temperature)
     before, after = judged.calibration_error
     assert before is not None and after is not None and after < 0.03
     assert temperature == 1.0 or (before > 3 * after and judged.loss[1] < judged.loss[0])

@@ -18,7 +18,7 @@ from tests.workflows.archive import make_config
 from tests.workflows.runs import losses, run_here, run_on
 from workflows.config.load import load_config, refuse_changes
 from workflows.evaluation.evaluate import predict_slides
-from workflows.training.pace import TIMED, measured
+from workflows.training.pace import TIMED_TURNS, measured
 
 pytestmark = pytest.mark.usefixtures("in_process", "captures_once")
 
@@ -69,7 +69,7 @@ def test_replicas_are_timed_together_and_are_as_fast_as_their_slowest_rank() -> 
     found = run_ranks(4, body)
     assert found == [found[0]] * 4 and len(found[0]) == 2
     assert found[0][1] >= 0.1 > found[0][0] > 0
-    assert calls == [list(range(TIMED + 1))] * 4
+    assert calls == [list(range(TIMED_TURNS + 1))] * 4
 
 
 def test_slides_are_judged_by_those_who_have_time() -> None:

@@ -144,7 +144,7 @@ def test_trainers_go_on_alone_where_children_always_die(
     assert validations(tmp_path / "run") == validations(tmp_path / "inline")
     said = capfd.readouterr()
     assert said.err.count("ended with exit code 9") == 3
-    assert "the trainers validate from now on, beginning with step 1" in said.out
+    assert "the trainers validate from now on, starting with step 1" in said.out
 
 
 @pytest.mark.soak
