@@ -131,7 +131,7 @@ class Recorder:
         self.best = self.folder.choose_best(self._log.validations(), metric)
 
     def saved(self, step: int, spare: Iterable[int]) -> None:
-        """Update the links for a new checkpoint; remove old ones, except the latest, the best and those of ``spare``."""
+        """Update the links for a new checkpoint; remove old ones, except latest, best and those of ``spare``."""
         self.folder.saved(step)
         if not len(self._job.val):
             self.folder.point_best(step)
