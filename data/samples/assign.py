@@ -95,7 +95,7 @@ def _allowed_parts(without: NDArray[np.bool_], c: int, groups_left: int, left_of
     - Else, if there are at most as many groups of the class left as parts without it: the parts without it.
     - Else: all parts.
     """
-    empty: NDArray[np.bool_] = without.all(axis=1)
+    empty = np.asarray(without.all(axis=1), dtype=bool)
     if groups_left <= empty.sum():
         return empty
     if 0 < left_of_class <= without[:, c].sum():
