@@ -45,23 +45,10 @@ def run(
 ) -> int:
     """Predict ``inputs`` with one checkpoint, or with several as an ensemble, into ``out``.
 
-    Args:
-        checkpoints: Checkpoint folders.
-        inputs: Slide files, folders of slides, stores.
-        out: Output folder.
-        ranks: Number of processes to start, if above 1 and there is no launcher; they share every slide. Processes of a
-            launcher predict different slides if there are enough.
-        mpp: Microns per pixel to predict at; None: the checkpoint's.
-        slide_mpp: Microns per pixel of slide files that do not state them.
-        overwrite: Predict finished slides again.
-        as_json: Print the result as one JSON object.
-        cells: "R,C": a single process computes each image cell by cell.
-        image: ``whole``: all tissue of a slide; ``trained``: what one image of the trained size shows.
-        allow_partial: Also give a class to slides that show less than the checkpoint's ``min_coverage``.
-        tissue: Outlines to use instead of the detected tissue, see `pathology.predict.options.PredictOptions`.
-        device: ``auto``, ``cpu`` or ``cuda``.
-        part: "i/n": predict only the i-th part of the slides; other processes do the others, into the same ``out``.
-        ranks_per_slide: Number of processes that share a slide, instead of the choice described at ``ranks``.
+    The arguments are the options of ``hyfi predict``; for most see `pathology.predict.options.PredictOptions`. With
+    ``ranks`` above 1 and no launcher, that many processes are started, which share every slide. Processes of a launcher
+    predict different slides if there are enough; ``ranks_per_slide`` of them share one. ``cells`` is "R,C", ``part`` is
+    "i/n": predict only the i-th part of the slides, while other processes do the others, into the same ``out``.
 
     Returns:
         0 if all slides are done; 1 if some failed or got no class (each is named with its reason on standard error and
