@@ -20,6 +20,7 @@ import typer
 from hyfi_core.runtime.launch import inside_launcher
 from workflows.cli_launch import launch
 from workflows.cli_options import (
+    AllowPartial,
     Cache,
     Cells,
     Config,
@@ -42,6 +43,7 @@ from workflows.cli_options import (
     PredictMpp,
     Pseudonyms,
     Ranks,
+    RanksPerSlide,
     Resume,
     SlideMpp,
     Tissue,
@@ -307,25 +309,13 @@ def predict(
     out: Annotated[Path, typer.Option("--out", help="Folder for predictions, heatmaps and reports.")],
     more: Ensemble = None,
     ranks: Ranks = None,
-    ranks_per_slide: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Ranks that share a slide; the others predict other slides. Default: all with --ranks; under mpiexec "
-            "or srun as few as keep all ranks busy.",
-        ),
-    ] = None,
+    ranks_per_slide: RanksPerSlide = None,
     cells: Cells = None,
     mpp: PredictMpp = None,
     slide_mpp: SlideMpp = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Process finished slides again.")] = False,
     image: Image = "whole",
-    allow_partial: Annotated[
-        bool,
-        typer.Option(
-            "--allow-partial", help="Also predict slides of which too little tissue was seen; marked as incomplete."
-        ),
-    ] = False,
+    allow_partial: AllowPartial = False,
     tissue: Tissue = None,
     device: Device = "auto",
     part: Part = "1/1",

@@ -92,6 +92,21 @@ Icc = Annotated[
     str, typer.Option("--icc", help="ICC profile: keep stores it with unchanged colours, apply converts to sRGB.")
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Accepted by all commands; finished work is always kept.")]
+RanksPerSlide = Annotated[
+    int | None,
+    typer.Option(
+        "--ranks-per-slide",
+        min=1,
+        help="Ranks that share a slide; the others predict other slides. Default: all with --ranks; under mpiexec or "
+        "srun as few as keep all ranks busy.",
+    ),
+]
+AllowPartial = Annotated[
+    bool,
+    typer.Option(
+        "--allow-partial", help="Also predict slides of which too little tissue was seen; marked as incomplete."
+    ),
+]
 Tissue = Annotated[
     str | None,
     typer.Option(

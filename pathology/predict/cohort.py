@@ -28,7 +28,7 @@ from hyfi_core.errors import RequestError
 from hyfi_core.runtime.launch import own_device
 from pathology.errors import SlideError
 from pathology.ingest.options import IngestOptions
-from pathology.predict.dealing import SlideQueue, gathered, group_size
+from pathology.predict.dealing import SlideQueue, gathered, group_size, own_group
 from pathology.predict.ensemble import Attribution, Ensemble, together
 from pathology.predict.heatmap import average, place
 from pathology.predict.inputs import SlideInput
@@ -59,6 +59,15 @@ class PredictionReport:
     failed: tuple[Prediction, ...]
     skipped: tuple[str, ...]
     stopped: bool = False
+
+    @classmethod
+    def of(cls, outcomes: Sequence[Prediction], skipped: tuple[str, ...], stopped: bool) -> PredictionReport:
+        """Return the report of slides that were predicted or failed."""
+
+        def having(status: str) -> tuple[Prediction, ...]:
+            return tuple(one for one in outcomes if one.status == status)
+
+        return cls(having(DONE), having(INCOMPLETE), having(FAILED), skipped, stopped)
 
 
 def predict_slides(
@@ -97,42 +106,24 @@ def predict_slides(
     options.check_tissue([one.slide_id for one in inputs])
     device = own_device(options.device, comm)
     chosen = _decided(comm, lambda: folder.open(inputs))
-    size = group_size(options.ranks_per_slide, comm.size, len(chosen))
-    alone = size == comm.size
-    group = comm if alone else comm.split(comm.rank // size, comm.rank)
-    assert group is not None
-    leads = group.rank == 0
+    group = own_group(comm, group_size(options.ranks_per_slide, comm.size, len(chosen)))
     for member in members:
         member.model.to(device)
     ensemble = Ensemble(members, spec, group, options.cells) if any(not inputs[k].reason for k in chosen) else None
-    outcomes: dict[int, Prediction] = {}
-    stopped = False
     with _scratch(folder, comm, bool(chosen)) as scratch:
-        if leads and comm.rank != 0:
+        if group.rank == 0 and comm.rank != 0:
             folder.open(inputs)
-        run, queue = (
-            _Run(folder, members, spec, options, group, scratch, flags),
-            SlideQueue(chosen, scratch, group, alone),
-        )
-        while not (stopped := any(group.broadcast_object(group.gather_objects(stop_wanted())))):
-            index = queue.take()
-            if index is None:
-                break
-            outcomes[index] = outcome = run.predict(inputs[index], ensemble)
-            if leads:
-                folder.note(outcome)
-                finished = queue.finished(index)
-            if comm.rank == 0:
-                progress(finished, f"{outcome.slide_id}: {outcome.prediction or outcome.status}")
-        every = list(gathered(comm, leads, outcomes).values())
+        run = _Run(folder, members, spec, options, group, scratch, flags)
+        queue = SlideQueue(chosen, scratch, group, alone=group.size == comm.size)
+        mine, stopped = run.predict_all(queue, inputs, ensemble, progress if comm.rank == 0 else _silent, stop_wanted)
+        every = gathered(comm, group.rank == 0, mine)
         stopped = any(comm.broadcast_object(comm.gather_objects(stopped)))
-    return PredictionReport(
-        done=tuple(one for one in every if one.status == DONE),
-        incomplete=tuple(one for one in every if one.status == INCOMPLETE),
-        failed=tuple(one for one in every if one.status == FAILED),
-        skipped=tuple(one.slide_id for k, one in enumerate(inputs) if k not in set(chosen)),
-        stopped=stopped and len(every) < len(chosen),
-    )
+    skipped = tuple(one.slide_id for k, one in enumerate(inputs) if k not in set(chosen))
+    return PredictionReport.of(every, skipped, stopped and len(every) < len(chosen))
+
+
+def _silent(slides: int, note: str) -> None:
+    """Show no progress."""
 
 
 class _Run:
@@ -152,6 +143,26 @@ class _Run:
         self._comm, self._scratch, self._flags = comm, scratch, flags
         self._ingest_options = _ingest_options(members, spec, options)
         self._min_coverage = max(member.min_coverage for member in members)
+
+    def predict_all(
+        self,
+        queue: SlideQueue,
+        inputs: Sequence[SlideInput],
+        ensemble: Ensemble | None,
+        progress: Callable[[int, str], None],
+        stop_wanted: Callable[[], bool],
+    ) -> tuple[dict[int, Prediction], bool]:
+        """Predict the slides that this group takes; return them by index, and whether it was stopped. Collective."""
+        found: dict[int, Prediction] = {}
+        while not (stopped := any(self._comm.broadcast_object(self._comm.gather_objects(stop_wanted())))):
+            index = queue.take()
+            if index is None:
+                break
+            found[index] = one = self.predict(inputs[index], ensemble)
+            if self._comm.rank == 0:
+                self._folder.note(one)
+                progress(queue.finished(index), f"{one.slide_id}: {one.prediction or one.status}")
+        return found, stopped
 
     def predict(self, one: SlideInput, ensemble: Ensemble | None) -> Prediction:
         """Predict a slide and write its results. Collective."""

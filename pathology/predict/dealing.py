@@ -42,6 +42,18 @@ def group_size(wanted: RanksPerSlide, ranks: int, slides: int) -> int:
     return size
 
 
+def own_group(comm: Communicator, size: int) -> Communicator:
+    """Return the ranks of this rank's group; ``comm`` itself if there is one group. Collective.
+
+    Args:
+        comm: all ranks.
+        size: of each group; divides their number.
+    """
+    group = comm if size == comm.size else comm.split(comm.rank // size, comm.rank)
+    assert group is not None
+    return group
+
+
 class SlideQueue:
     """The slides of a run, each of which one group takes.
 
@@ -90,15 +102,15 @@ class SlideQueue:
         return True
 
 
-def gathered(comm: Communicator, leads: bool, found: dict[int, Prediction]) -> dict[int, Prediction]:
-    """Return the predictions of all groups by the index of their slide, in order, on every rank. Collective.
+def gathered(comm: Communicator, leads: bool, found: dict[int, Prediction]) -> list[Prediction]:
+    """Return the predictions of all groups in the order of their slides, on every rank. Collective.
 
     Args:
         comm: all ranks.
         leads: whether this is the first rank of its group.
-        found: the predictions of this rank's group.
+        found: the predictions of this rank's group, by the index of their slide.
     """
     mine = [[index, asdict(one)] for index, one in found.items()] if leads else []
     parts = comm.broadcast_object(comm.gather_objects(mine))
     every = {int(index): Prediction.of_json(values) for part in parts for index, values in part}
-    return dict(sorted(every.items()))
+    return [every[index] for index in sorted(every)]

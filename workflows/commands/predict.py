@@ -73,15 +73,11 @@ def run(
     )
     request = PredictionRequest(checkpoints, inputs, out, ranks, options, parse_part(part), as_json)
     if options.cells is not None and ranks is not None and ranks > 1 and ranks_per_slide != 1:
-        raise RequestError(
-            f"--cells {cells} with --ranks {ranks}: cells need a single process for each slide; add "
-            f"--ranks-per-slide 1, or leave out either"
-        )
-    if ranks is not None and ranks_per_slide is not None:
-        group_size(ranks_per_slide, ranks, 1)
+        raise RequestError(f"--cells {cells} needs one rank per slide; add --ranks-per-slide 1, or leave out --ranks")
     if inside_launcher():
         return run_as_rank(partial(_predict, request))
     if ranks is not None and ranks > 1:
+        group_size(ranks_per_slide, ranks, 1)
         _check(request)
         return launch(_arguments(request, ranks), ranks)
     return _predict(request)
