@@ -1,6 +1,12 @@
-"""Errors that a user can fix; the message states the subject, what was given and what would work."""
+"""Errors that a user can fix, and the exit code of all others.
+
+The message of an error that a user can fix states the subject, what was given and what would work.
+"""
 
 from __future__ import annotations
+
+FAULT = 70
+"""Exit code of a process that fails, or that ends because another rank has failed (``EX_SOFTWARE`` of sysexits.h)."""
 
 
 class RequestError(ValueError):

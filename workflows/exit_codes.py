@@ -6,9 +6,11 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from hyfi_core.errors import RequestError
+from hyfi_core.errors import FAULT, RequestError
 
-DONE, SOME_FAILED, WRONG_REQUEST, STOPPED, FAULT = 0, 1, 2, 3, 70
+__all__ = ["DONE", "FAULT", "SOME_FAILED", "STOPPED", "WRONG_REQUEST", "exit_code_of"]
+
+DONE, SOME_FAILED, WRONG_REQUEST, STOPPED = 0, 1, 2, 3
 
 
 def exit_code_of(body: Callable[[], int], prepare: Callable[[], None] | None = None) -> int:

@@ -65,15 +65,19 @@ class CountedCommunicator(ForwardingCommunicator):
         counts: where they are counted; None for new counts.
 
     Attributes:
-        kind: the same.
-        counts: the same; shared by all that ``of`` returned.
+        counts: the same; shared by all communicators that ``of`` returns.
     """
 
     def __init__(self, comm: Communicator, kind: str = "halo", counts: TrafficCounts | None = None) -> None:
         super().__init__(comm)
-        self.kind = kind
+        self._kind = kind
         self.counts = TrafficCounts() if counts is None else counts
         self._views: dict[str, CountedCommunicator] = {kind: self}
+
+    @property
+    def kind(self) -> str:
+        """The kind of traffic; it never changes."""
+        return self._kind
 
     def of(self, kind: str) -> CountedCommunicator:
         """Return this communicator with traffic counted as ``kind``."""
@@ -85,27 +89,27 @@ class CountedCommunicator(ForwardingCommunicator):
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Start sends and receives; sends count."""
-        self.counts.count(self.kind, len(sends), sum(m.tensor.numel() * m.tensor.element_size() for m in sends))
+        self.counts.count(self._kind, len(sends), sum(m.tensor.numel() * m.tensor.element_size() for m in sends))
         start_s = perf_counter()
         pending = self._comm.exchange(sends, receives)
-        self.counts.spend(self.kind, start_s)
-        return _TimedPending(pending, self.counts, self.kind)
+        self.counts.spend(self._kind, start_s)
+        return _TimedPending(pending, self.counts, self._kind)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
         """Reduce in place; counts as one message of the tensor's bytes."""
         self._count_reduction(tensor)
         start_s = perf_counter()
         self._comm.all_reduce(tensor, op)
-        self.counts.spend(self.kind, start_s)
+        self.counts.spend(self._kind, start_s)
 
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
         """Start reducing in place; counts as one message of the tensor's bytes."""
         self._count_reduction(tensor)
-        return _TimedPending(self._comm.start_all_reduce(tensor, op), self.counts, self.kind)
+        return _TimedPending(self._comm.start_all_reduce(tensor, op), self.counts, self._kind)
 
     def _count_reduction(self, tensor: torch.Tensor) -> None:
         if self._comm.size > 1:
-            self.counts.count(self.kind, 1, tensor.numel() * tensor.element_size())
+            self.counts.count(self._kind, 1, tensor.numel() * tensor.element_size())
 
 
 class _TimedPending:

@@ -1,9 +1,9 @@
-"""Rules for batch norm, in every form that a capture leaves it in.
+"""Rules for batch norm, in every form that capture produces.
 
-training, a map on several ranks     one all-reduce of sums, running statistics after it
+training, a map on several ranks     one all-reduce of statistics, then the running statistics are updated
 training, one rank or features       the native kernel on copies of the running statistics
-no statistics kept                   the same without them
-evaluation                           pixel by pixel, nothing to exchange
+no running statistics                the same without them
+evaluation                           pointwise, no communication
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from hyfi_core.capture.program import Operator
 from hyfi_core.ops.batch_norm import BatchNorm, FusedBatchNorm
 from hyfi_core.plan.box import Box
 from hyfi_core.rules.builder import Builder
-from hyfi_core.rules.calls import bound, renamed
+from hyfi_core.rules.calls import bound, emit_on_part, renamed
 from hyfi_core.rules.instructions import Split
 
 
 def batch_norm_training(builder: Builder, op: Operator) -> None:
-    """Batch norm with statistics of the whole map; one rank alone uses the native kernel."""
+    """Batch norm with statistics of the whole map; a single rank uses the native kernel."""
     x, weight, bias, running_mean, running_var, _, momentum, eps = op.args
-    split = builder.seen(op, x.name)
+    split = builder.same_pixels(op, x.name)
     part = builder.part(x.name, split)
     normalised, _, _, new_mean, new_var = (*op.outputs, None, None)[:5]
     affine = tuple(item.name if item is not None else None for item in (weight, bias))
@@ -49,9 +49,9 @@ def batch_norm_training(builder: Builder, op: Operator) -> None:
 
 
 def batch_norm_without_statistics(builder: Builder, op: Operator) -> None:
-    """Batch norm on statistics of the whole map that are not kept."""
+    """Batch norm with statistics of the whole map, without running statistics."""
     x, weight, bias, _, _, eps = op.args
-    split = builder.seen(op, x.name)
+    split = builder.same_pixels(op, x.name)
     part = builder.part(x.name, split)
     affine = tuple(item.name if item is not None else None for item in (weight, bias))
     if builder.grid == (1, 1) and builder.replicas == 1:
@@ -64,42 +64,45 @@ def batch_norm_without_statistics(builder: Builder, op: Operator) -> None:
 
 
 def batch_norm_evaluation(builder: Builder, op: Operator) -> None:
-    """Batch norm on running statistics: pixel by pixel, nothing to exchange."""
+    """Batch norm with running statistics: pointwise, no communication."""
     x = op.args[0]
-    split = builder.seen(op, x.name)
+    split = builder.same_pixels(op, x.name)
     function, inputs = bound(renamed(op, {x.name: builder.part(x.name, split)}))
     builder.compute(lambda *tensors: function(*tensors)[0], inputs, op.outputs[:1], split, op)
 
 
 def batch_norm(builder: Builder, op: Operator) -> None:
-    """``batch_norm`` as evaluation mode leaves it in the graph."""
+    """``batch_norm``, which capture leaves in the graph in evaluation mode."""
     x, training = op.args[0], op.args[5]
     if training:
         builder.refuse(
             op, "is a training-mode batch norm that was not captured by this engine", "a model exported by this engine"
         )
-    split = builder.seen(op, x.name)
-    function, inputs = bound(renamed(op, {x.name: builder.part(x.name, split)}))
-    builder.compute(function, inputs, op.outputs, split, op)
+    split = builder.same_pixels(op, x.name)
+    emit_on_part(builder, op, split, split, op)
 
 
 def batch_norm_on_features(op: Operator) -> tuple[Callable[..., Any], tuple[str, ...]]:
-    """Return batch norm in training mode as a call that autograd can differentiate; the functional operator is not."""
+    """Return (function, inputs) of batch norm in training mode that autograd can differentiate.
+
+    It cannot differentiate the functional operator of the captured program.
+    """
     x, weight, bias, running_mean, running_var, _, momentum, eps = op.args
     names = tuple(item.name for item in (x, running_mean, running_var, weight, bias) if item is not None)
     return native_batch_norm(weight is not None, bias is not None, momentum, eps), names
 
 
 def native_batch_norm(has_weight: bool, has_bias: bool, momentum: float, eps: float) -> Callable[..., Any]:
-    """Return the outputs of the functional batch norm, by the native kernel on copies of the running statistics.
+    """Return a function that computes the outputs of the functional batch norm by the native kernel.
 
-    The function takes map, running mean, running variance and, if they exist, weight and bias.
+    It takes map, running mean, running variance and, if they exist, weight and bias. Running statistics are copied.
     """
 
     def call(x: Any, mean: Any, variance: Any, *rest: Any) -> tuple[Any, ...]:
         weight = rest[0] if has_weight else None
         bias = rest[has_weight] if has_bias else None
-        mean, variance = mean.detach().clone(), variance.detach().clone()  # of an earlier call of the norm, perhaps
+        # Copies, because they may be outputs of an earlier call of the same norm.
+        mean, variance = mean.detach().clone(), variance.detach().clone()
         result = F.batch_norm(x, mean, variance, weight, bias, True, momentum, eps)
         return result, None, None, mean, variance
 
@@ -107,7 +110,7 @@ def native_batch_norm(has_weight: bool, has_bias: bool, momentum: float, eps: fl
 
 
 def batch_norm_alone(op: Operator) -> tuple[Callable[..., Any], tuple[str, ...]]:
-    """Return batch norm that keeps no statistics as a call on (map, weight, bias)."""
+    """Return (function, inputs) of batch norm without running statistics; inputs are map, weight and bias."""
     x, weight, bias, _, _, eps = op.args
     names = tuple(item.name for item in (x, weight, bias) if item is not None)
 
@@ -119,13 +122,13 @@ def batch_norm_alone(op: Operator) -> tuple[Callable[..., Any], tuple[str, ...]]
 
 
 def _pixels(builder: Builder, name: str) -> int:
-    """Return the pixels that statistics of a map are taken over, in all replicas that take them together."""
+    """Return the number of pixels of all images over which statistics are computed, in all synchronised replicas."""
     batch, _, height, width = builder.shape(name)
     return int(batch * height * width * builder.replicas)
 
 
 def _collective(builder: Builder, split: Split, count: int, eps: float) -> BatchNorm:
-    """Return the collective for owned parts, or, in a fused run, for computed boxes."""
+    """Return the operator for owned parts or, in a fused run, for computed boxes."""
     if split.boxes is None:
         return BatchNorm(count, eps)
     owned, held = split.layout.parts[builder.rank], split.held[builder.rank]
@@ -139,7 +142,7 @@ def _communicate(
     outputs: tuple[str | None, ...],
     split: Split,
 ) -> None:
-    """Emit the collective; the map is split, the statistics behind it are not."""
+    """Emit the operator; its first output is a split map, the others are replicated statistics."""
     splits = (split, *[None] * (len(outputs) - 1))
     builder.communicate(norm, inputs, outputs, "reduce", splits, all_replicas=builder.replicas > 1)
 

@@ -63,7 +63,7 @@ class Builder:
         rank: of the instructions.
         entries: values from other stages -> how they are split here, None for a replicated one.
         runs: fused runs, in which ranks compute margins.
-        replicas: over how many times the samples of this replica batch norms take their statistics.
+        replicas: batch norms take their statistics over this many times the samples of this replica.
         gather_bytes: of the largest map that every rank may gather for an operator.
 
     Attributes:
@@ -118,17 +118,17 @@ class Builder:
         return self.splits.get(argument.name) if isinstance(argument, Ref) else None
 
     def computed(self, op: Operator, split: Split) -> Split:
-        """Return the layout of an operator's results with the boxes that ranks compute: in a fused run, with margins.
+        """Return a layout of an operator's results with the boxes that ranks compute: in a fused run, with margins.
 
-        Flat values, and those with several maps in a dim, take no part in fused runs.
+        Only values whose height and width are separate dims can be part of fused runs.
         """
         if not split.plain:
             return split.owned
         self._fusible |= {op.name}
         return replace(split, boxes=self.runs.computed.get(op.name))
 
-    def seen(self, op: Operator, name: str) -> Split:
-        """Return the layout that a map needs for an operator whose results have the same pixels."""
+    def same_pixels(self, op: Operator, name: str) -> Split:
+        """Return the layout of results that have the same pixels as the map ``name``; see ``computed``."""
         return self.computed(op, self.splits[name])
 
     def refuse(self, op: Operator, what: str, alternative: str) -> NoReturn:
@@ -158,14 +158,14 @@ class Builder:
         split: Splits = None,
         source: Operator | None = None,
     ) -> None:
-        """Emit a local call; ranks that own nothing of an output that is split skip it.
+        """Emit a local call, which a rank skips if its part of a split output is empty.
 
         Args:
             function: takes the inputs, returns one tensor or as many as there are outputs.
             inputs: value names.
             outputs: value names; None for an unused result.
             split: how the outputs are split.
-            source: the operator of the model that this call is, so that it may become in place.
+            source: the operator of the model that this call computes, so that passes can recognise it.
         """
         given = self._lay_out(outputs, split)
         empty = None
@@ -194,12 +194,12 @@ class Builder:
         split: Splits = None,
         all_replicas: bool = False,
     ) -> None:
-        """Emit a communicating operator; see ``CollectiveCall``."""
+        """Emit an operator with communication; see ``CollectiveCall``."""
         self._lay_out(outputs, split)
         self._steps.append(CollectiveCall(operator, inputs, outputs, traffic, all_replicas))
 
     def _lay_out(self, outputs: Sequence[str | None], split: Splits) -> Sequence[Split | None]:
-        """Record how outputs are split; return it for each."""
+        """Record how outputs are split; return one entry for each."""
         given = [split] * len(outputs) if split is None or isinstance(split, Split) else split
         for output, item in zip(outputs, given, strict=True):
             if output is not None and item is not None:
@@ -215,10 +215,10 @@ class Builder:
     # -- moving values
 
     def part(self, name: str, split: Split) -> str:
-        """Return the name of the value in the layout ``split``, redistributed if necessary.
+        """Return the name of a value in the layout ``split``, redistributed if necessary.
 
         Raises:
-            RequestError: its pixels differ, or are in other dims.
+            RequestError: the layout has other pixels, or has them in other dims.
         """
         here = self.splits[name]
         if here == split and name != self.program.image:
@@ -231,12 +231,12 @@ class Builder:
         return self.moved(name, split.held, split)
 
     def moved(self, name: str, need: Sequence[Box], split: Split | None = None, fill: float = 0.0) -> str:
-        """Return the name of a value that has, on each rank, the needed box.
+        """Return the name of a value with the needed box of ``name`` on each rank, redistributed if necessary.
 
         Args:
             name: a split value.
-            need: one box for each rank; outside the map is filled with ``fill``.
-            split: how the result is split, if it is a value that other rules may use.
+            need: the box of each rank; may extend beyond the map.
+            split: how the result is split, if other rules may use it.
             fill: value outside the map.
         """
         here = self.splits[name]
@@ -256,7 +256,7 @@ class Builder:
         return result
 
     def _moved_folded(self, name: str, need: Sequence[Box], split: Split | None, fill: float) -> str:
-        """Move a value whose dims of space hold more than height or width: as a map, and folded again."""
+        """Redistribute a value whose height and width are not separate dims: with separate dims, then reshaped back."""
         here = self.splits[name]
         shape = replace(here, boxes=tuple(need)).local_shape(self.shape(name), self.rank)
         moved, result = self.moved(self.opened(name), need, fill=fill), self.fresh(name)
@@ -264,7 +264,7 @@ class Builder:
         return result
 
     def opened(self, name: str) -> str:
-        """Return the name of a value with height and width as dims of their own."""
+        """Return the name of the value with height and width as separate dims."""
         here = self.splits[name]
         if here.plain:
             return name
@@ -282,7 +282,7 @@ class Builder:
         return result
 
     def _covering(self, name: str, need: Sequence[Box]) -> str | None:
-        """Return a value that holds on every rank what it needs of ``name``; the exchange that a run shares is made."""
+        """Return a value of a fused run that has all needed boxes of ``name``; None if there is none."""
         here = self.splits[name]
         if here.boxes is not None and covers(here.boxes, need, here.layout.map):
             return name
@@ -303,7 +303,7 @@ class Builder:
         return name if here.boxes is None else self._cut(name, here.layout.parts, here.owned, 0.0)
 
     def _cut(self, name: str, need: tuple[Box, ...], split: Split | None, fill: float) -> str:
-        """Return the name of a smaller or padded box of the local tensors, without communication."""
+        """Return the name of a smaller or padded box of each local tensor, without communication."""
         key = (name, need, fill)
         if key not in self._cuts:
             here = self.splits[name]
@@ -314,19 +314,19 @@ class Builder:
         return self._cuts[key]
 
     def whole(self, name: str) -> str:
-        """Return the name of a replicated value: the map gathered on every rank if it was split."""
+        """Return the name of the value on every rank as a whole, gathered if it is split."""
         split = self.splits.get(name)
         if split is None:
             return name
         ranks = len(split.layout.parts)
         result = self.moved(name, [split.layout.map] * ranks)
-        if result == name:  # one rank already has all of it
+        if result == name:  # a single rank has the whole map
             result = self.fresh(name)
             self.compute(_itself, (name,), (result,))
         return result
 
     def gather(self, op: Operator, name: str, what: str = "cannot be computed part by part") -> str:
-        """Return a replicated value for an operator that needs all of it, if it is small enough.
+        """Gather a value for an operator that needs all of it, if it is small enough; return its name.
 
         Raises:
             RequestError: it is larger than ``gather_bytes``.
@@ -345,8 +345,8 @@ class Builder:
         self._gathered.append(f"{op.text}{where}: {info.shape}, {size} bytes on every rank")
         return self.whole(name)
 
-    def draws(self, op: Operator) -> None:
-        """Record an operator that draws from torch's generator, which recomputation would not reproduce."""
+    def note_draws(self, op: Operator) -> None:
+        """Note an operator that draws from torch's generator, which recomputation would not reproduce."""
         self._drawn.append(op)
 
     # -- the program
@@ -391,4 +391,4 @@ class Builder:
 
 
 def _itself(tensor: Any) -> Any:
-    return torch.ops.aten.alias.default(tensor)  # keeps strides, which a view would change for a batch of one
+    return torch.ops.aten.alias.default(tensor)  # unlike a view, it keeps the strides of a batch of one

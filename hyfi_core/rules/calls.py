@@ -1,4 +1,4 @@
-"""An operator of the model as a call: on other values than it was captured with, constants bound."""
+"""Calls of the model's operators: on other values than at capture, with constants bound."""
 
 from __future__ import annotations
 
@@ -7,10 +7,42 @@ from dataclasses import replace
 from typing import Any
 
 from hyfi_core.capture.program import Operator, Ref, substitute
+from hyfi_core.rules.builder import Builder, Splits
+from hyfi_core.rules.instructions import Split
+
+
+def emit(
+    builder: Builder, op: Operator, names: dict[str, str], split: Splits = None, source: Operator | None = None
+) -> None:
+    """Emit an operator of the model, called on this rank's tensors.
+
+    Args:
+        builder: of the rank's program.
+        op: the operator.
+        names: values of the operator -> values to call it on, such as redistributed ones; others are used as they are.
+        split: how the outputs are split.
+        source: as for ``Builder.compute``.
+    """
+    function, inputs = bound(renamed(op, names))
+    builder.compute(function, inputs, op.outputs, split, source)
+
+
+def emit_on_part(builder: Builder, op: Operator, held: Split, split: Splits, source: Operator | None = None) -> None:
+    """Emit an operator of the model, called on this rank's part of its first argument, which is its only map.
+
+    Args:
+        builder: of the rank's program.
+        op: the operator.
+        held: how the map is split when the operator is called; it is redistributed if necessary.
+        split: how the outputs are split.
+        source: as for ``Builder.compute``.
+    """
+    name = op.args[0].name
+    emit(builder, op, {name: builder.part(name, held)}, split, source)
 
 
 def bound(op: Operator) -> tuple[Callable[..., Any], tuple[str, ...]]:
-    """Return (function, inputs): the operator's call as a function of the values it takes, constants bound."""
+    """Return (function, inputs): the operator's call as a function of its values, with all constants bound."""
     names = tuple(dict.fromkeys(op.inputs))
 
     def call(*tensors: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Rules for operators that work on each pixel's channels: norms over channels, linear layers, slopes, reductions.
+"""Rules for operators on the channels of each pixel: norms over channels, linear layers, PReLU, reductions.
 
-Spatial dims may be anywhere: (B, C, H, W), or (B, H, W, C) as in ConvNeXt.
+Height and width may be any dims: (B, C, H, W), or (B, H, W, C) as in ConvNeXt.
 """
 
 from __future__ import annotations
@@ -11,27 +11,26 @@ import torch
 
 from hyfi_core.capture.program import Operator
 from hyfi_core.rules.builder import Builder, Rule
-from hyfi_core.rules.calls import bound, renamed
+from hyfi_core.rules.calls import emit, emit_on_part
 from hyfi_core.rules.instructions import Split
 from hyfi_core.rules.moves.strips import along_space, first_extreme
 from hyfi_core.rules.norm import normalise
 from hyfi_core.rules.pointwise import operands
 from hyfi_core.rules.reduction import moments_over_ranks
+from hyfi_core.rules.window_arguments import arguments
 
 
 def _here(builder: Builder, op: Operator) -> Split:
-    return builder.seen(op, op.args[0].name)
+    return builder.same_pixels(op, op.args[0].name)
 
 
 def _per_pixel(builder: Builder, op: Operator, split: Split) -> None:
-    """Emit the operator on this rank's part, pixel by pixel."""
-    name = op.args[0].name
-    function, inputs = bound(renamed(op, {name: builder.part(name, _here(builder, op))}))
-    builder.compute(function, inputs, op.outputs, split)
+    """Emit an operator whose output pixels depend on the same pixels of its only map."""
+    emit_on_part(builder, op, _here(builder, op), split)
 
 
 def channel_norm(builder: Builder, op: Operator) -> None:
-    """Layer norm and RMS norm: over trailing dims that are not space; layer norm also over channels and space."""
+    """Layer norm and RMS norm over trailing dims without height and width; layer norm also over (C, H, W)."""
     name, normalised = op.args[0].name, op.args[1]
     here, rank = builder.splits[name], len(builder.shape(name))
     over = set(range(rank - len(normalised), rank))
@@ -48,9 +47,8 @@ def channel_norm(builder: Builder, op: Operator) -> None:
 
 
 def _layer_norm_of_maps(builder: Builder, op: Operator, name: str) -> None:
-    """Layer norm over (C, H, W): statistics of each image over the whole map, and an affine with a value per pixel."""
-    weight, bias = (item.name if item is not None else None for item in (*op.args[2:4], None, None)[:2])
-    eps = op.args[4] if len(op.args) > 4 else 1e-5
+    """Layer norm over (C, H, W): statistics of each image over the whole map; weight and bias are maps, too."""
+    weight, bias, eps = arguments(op.args, (None, None, 1e-5), 2)[2:5]
     split = builder.splits[name]
     part = builder.part(name, split)
     moments = moments_over_ranks(builder, part, (2,), False, 1)
@@ -58,18 +56,18 @@ def _layer_norm_of_maps(builder: Builder, op: Operator, name: str) -> None:
     plain = normalise(eps, False, False)
 
     def call(x: torch.Tensor, moments: torch.Tensor, *affine: torch.Tensor) -> torch.Tensor:
-        own = [table[:, box.y0 : box.y1, box.x0 : box.x1] for table in affine]
+        own = [whole[:, box.y0 : box.y1, box.x0 : box.x1] for whole in affine]
         result = plain(x, moments)
         if weight is not None:
             result = result * own[0]
         return result + own[-1] if bias is not None else result  # type: ignore[no-any-return]
 
-    inputs = tuple(item for item in (part, moments, weight, bias) if item is not None)
-    builder.compute(call, inputs, op.outputs, split)
+    affine = tuple(item.name for item in (weight, bias) if item is not None)
+    builder.compute(call, (part, moments, *affine), op.outputs, split)
 
 
 def linear(builder: Builder, op: Operator) -> None:
-    """A linear layer over the last dim, which must be channels."""
+    """A linear layer over the last dim, which must be neither height nor width."""
     here, rank = _here(builder, op), len(builder.shape(op.args[0].name))
     if rank - 1 in here.dims:
         builder.refuse(op, "mixes the pixels of a row", "a linear layer over channels in the last dim, (B, H, W, C)")
@@ -77,7 +75,7 @@ def linear(builder: Builder, op: Operator) -> None:
 
 
 def prelu(builder: Builder, op: Operator) -> None:
-    """PReLU: its slopes are one for each channel of dim 1, or one for all; they are no map, however many they are."""
+    """PReLU, with one slope for all values, or one for each channel in dim 1."""
     here, slopes = _here(builder, op), builder.shape(op.args[1].name)
     if 1 in here.dims and slopes not in ((), (1,)):
         builder.refuse(
@@ -90,9 +88,9 @@ def along(at: int, keepdim_at: int | None, default: int | None = -1) -> Rule:
     """Return the rule of an operator that works along one dim.
 
     Args:
-        at: which argument names the dim.
-        keepdim_at: which says whether a reduced dim stays with size 1; None where the operator does not reduce.
-        default: the dim where none is given; None: all of them as if they were one, which is refused.
+        at: index of its argument ``dim``.
+        keepdim_at: index of its argument ``keepdim``; None if it does not reduce.
+        default: default of ``dim``; None: the flattened tensor, which is refused.
     """
 
     def rule(builder: Builder, op: Operator) -> None:
@@ -129,28 +127,26 @@ def _reduced(here: Split, dim: int, keep: bool) -> Split:
 
 
 def per_pixel(builder: Builder, op: Operator) -> None:
-    """An operator that leaves every pixel where it is, and may add dims behind."""
+    """An operator that computes each pixel from the same pixel, and may append dims."""
     _per_pixel(builder, op, _here(builder, op))
 
 
 def response_norm(builder: Builder, op: Operator) -> None:
-    """``avg_pool3d`` over normalisation of channels only, as local response norm has it: (B, 1, C, H, W)."""
+    """``avg_pool3d`` of (B, 1, C, H, W) over channels only, as in local response normalisation."""
     here = _here(builder, op)
-    settings = [list(given) for given in op.args[1:4]]
-    alone = all(given[1:] == [1, 1] for given in settings[:2] if given) and not any(
-        settings[2][1:] if len(settings) > 2 else ()
-    )
-    if here.dims != (3, 4) or not alone:
+    kernel, stride, padding = (list(given) for given in arguments(op.args[:4], ([], [0, 0, 0]), 2)[1:])
+    channels_only = kernel[1:] == [1, 1] and stride[1:] in ([], [1, 1]) and not any(padding[1:])
+    if here.dims != (3, 4) or not channels_only:
         builder.refuse(
             op,
-            f"pools with kernel {settings[0]} over a map whose height and width are dims {here.dims}",
+            f"pools with kernel {kernel} over a map whose height and width are dims {here.dims}",
             "nn.LocalResponseNorm on (B, C, H, W)",
         )
     _per_pixel(builder, op, here)
 
 
 def cosine_similarity(builder: Builder, op: Operator) -> None:
-    """Cosine of two maps, or of a map and a vector, along a dim that is not space."""
+    """Cosine of two maps, or of a map and a vector, along a dim other than height and width."""
     first, second = (builder.shape(item.name) for item in op.args[:2])
     sizes = torch.broadcast_shapes(first, second)
     dim = (op.args[2] if len(op.args) > 2 else op.kwargs.get("dim", 1)) % len(sizes)
@@ -161,5 +157,4 @@ def cosine_similarity(builder: Builder, op: Operator) -> None:
             f"is along dim {dim}, which is height or width",
             "a dim other than height and width, such as channels (1)",
         )
-    function, inputs = bound(renamed(op, names))
-    builder.compute(function, inputs, op.outputs, _reduced(here, dim, keep=False))
+    emit(builder, op, names, _reduced(here, dim, keep=False))

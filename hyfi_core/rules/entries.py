@@ -1,6 +1,7 @@
-"""Rules for operators that pick, repeat or overwrite entries along dims that are not space: index, gather, scatter.
+"""Rules for operators that select, repeat or overwrite entries by index: index, gather, scatter, repeat.
 
-Along space a slice may be overwritten; everything else that picks pixels by number is gathered or refused.
+They work along dims other than height and width. Along height or width, a slice may be overwritten and whole maps may
+be repeated; other indexing of pixels is computed on gathered maps, or refused.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import torch
 from hyfi_core.capture.program import Operator
 from hyfi_core.plan.box import Box
 from hyfi_core.rules.builder import Builder
-from hyfi_core.rules.calls import bound, renamed
+from hyfi_core.rules.calls import emit, emit_on_part
 from hyfi_core.rules.instructions import Split
-from hyfi_core.rules.moves.runs import repeat_space
+from hyfi_core.rules.moves.slices import repeat_space
 from hyfi_core.rules.pointwise import operands
 from hyfi_core.rules.replicated import cut_of_whole
 
@@ -23,12 +24,11 @@ _CHANNELS = "entries of a dim other than height and width, such as channels (1)"
 
 
 def index(builder: Builder, op: Operator) -> None:
-    """``y[:, [2, 0]]``: numbers of entries along dims that are not space."""
+    """``y[:, [2, 0]]``: indices along dims other than height and width."""
     name = op.args[0].name
-    here = builder.seen(op, name)
+    here = builder.same_pixels(op, name)
     split = _indexed(builder, op, here)
-    function, inputs = bound(renamed(op, {name: builder.part(name, here)}))
-    builder.compute(function, inputs, op.outputs, split)
+    emit_on_part(builder, op, here, split)
 
 
 def _indexed(builder: Builder, op: Operator, here: Split) -> Split:
@@ -42,15 +42,15 @@ def _indexed(builder: Builder, op: Operator, here: Split) -> Split:
     more = len(torch.broadcast_shapes(*(info.shape for info in infos)))
     together = given == list(range(given[0], given[0] + len(given)))
 
-    def number(dim: int) -> int:
+    def renumbered(dim: int) -> int:
         before = sum(at < dim for at in given)
         return dim - before + (more if not together or given[0] < dim else 0)
 
-    return replace(here, dims=(number(here.dims[0]), number(here.dims[1])))
+    return replace(here, dims=(renumbered(here.dims[0]), renumbered(here.dims[1])))
 
 
 def index_put(builder: Builder, op: Operator) -> None:
-    """``y[:, [2, 0]] = z``, with or without adding; ``z`` a map of as many pixels, or no map."""
+    """``y[:, [2, 0]] = z``, also accumulating; ``z`` is replicated, or a map with the same pixels."""
     name = op.args[0].name
     if name not in builder.splits:
         builder.refuse(
@@ -62,12 +62,11 @@ def index_put(builder: Builder, op: Operator) -> None:
     rank = len(builder.shape(name)) - sum(item is not None for item in op.args[1])
     rank += len(torch.broadcast_shapes(*(builder.shape(item.name) for item in op.args[1] if item is not None)))
     names = {name: builder.part(name, here), values: _fitted(builder, op, values, inner, rank)}
-    function, inputs = bound(renamed(op, names))
-    builder.compute(function, inputs, op.outputs, here)
+    emit(builder, op, names, here)
 
 
 def _fitted(builder: Builder, op: Operator, name: str, split: Split, rank: int) -> str:
-    """Return this rank's part of a value that broadcasts to ``rank`` dims, split as ``split``."""
+    """Return this rank's part of a value that broadcasts to ``rank`` dims, which are split as ``split``."""
     shape = builder.shape(name)
     fewer = rank - len(shape)
     dims = (split.dims[0] - fewer, split.dims[1] - fewer)
@@ -88,7 +87,7 @@ def _fitted(builder: Builder, op: Operator, name: str, split: Split, rank: int) 
 
 
 def by_map(builder: Builder, op: Operator) -> None:
-    """``gather``, ``scatter`` and their like along a dim that is not space: the numbers are a map of their own."""
+    """``gather``, ``scatter`` and similar operators along a dim other than height and width, with a map of indices."""
     name = op.args[0].name
     shape = builder.shape(name)
     dim = op.args[1] % len(shape)
@@ -100,18 +99,17 @@ def by_map(builder: Builder, op: Operator) -> None:
             f"works along dim {dim} of maps whose sizes differ: {sorted(sides)}",
             f"maps of equal size in the same dims, and {_CHANNELS}",
         )
-    function, inputs = bound(renamed(op, names))
-    builder.compute(function, inputs, op.outputs, here)
+    emit(builder, op, names, here)
 
 
 def slice_scatter(builder: Builder, op: Operator) -> None:
-    """``y[:, 2:5] = z``, along space too."""
+    """``y[:, 2:5] = z``, along any dim."""
     name, source = op.args[0].name, op.args[1].name
     given = dict(zip(("dim", "start", "stop", "step"), op.args[2:6], strict=False))
     dim, start, stop, step = given.get("dim", 0), given.get("start"), given.get("stop"), given.get("step", 1)
     dim %= len(builder.shape(name))
     if name in builder.splits and dim in builder.splits[name].dims:
-        _slice_of_space(builder, op, dim, range(builder.shape(name)[dim])[start:stop:step], source)
+        _overwrite_pixels(builder, op, dim, range(builder.shape(name)[dim])[start:stop:step], source)
         return
     names, here = operands(builder, op, builder.shape(name))
     if dim in here.dims:
@@ -120,12 +118,17 @@ def slice_scatter(builder: Builder, op: Operator) -> None:
             "writes a slice of a map into a tensor that is not a map",
             "a map as destination, such as torch.zeros_like(y)",
         )
-    function, inputs = bound(renamed(op, names))
-    builder.compute(function, inputs, op.outputs, here)
+    emit(builder, op, names, here)
 
 
-def _slice_of_space(builder: Builder, op: Operator, dim: int, kept: range, source: str) -> None:
-    """Emit the overwriting of rows or of columns."""
+def _overwrite_pixels(builder: Builder, op: Operator, dim: int, kept: range, source: str) -> None:
+    """Emit the overwriting of the rows or columns ``kept``.
+
+    Each rank needs the rows of ``source`` that are written into its part::
+
+        y[:, :, 1:8:3] = z      rows 0 1 2 3 │ 4 5 6 7          kept: rows 1, 4, 7
+        rank 0 needs row 0 of z, for row 1; rank 1 rows 1 and 2, for rows 4 and 7
+    """
     name = op.args[0].name
     here = builder.splits[name].owned
     if not here.plain:
@@ -136,7 +139,7 @@ def _slice_of_space(builder: Builder, op: Operator, dim: int, kept: range, sourc
     need, pieces = [], []
     for part in here.layout.parts:
         first, last = (part.y0, part.y1) if along_y else (part.x0, part.x1)
-        inside = _at_least(kept, first), _at_least(kept, last)
+        inside = _count_below(kept, first), _count_below(kept, last)
         pieces.append((inside[0], inside[1], first))
         rest = (part.x0, part.x1) if along_y else (part.y0, part.y1)
         box = Box(*inside, *rest) if along_y else Box(*rest, *inside)
@@ -168,7 +171,7 @@ def _slice_of_space(builder: Builder, op: Operator, dim: int, kept: range, sourc
     builder.compute(call, (builder.part(name, here), own), op.outputs, here)
 
 
-def _at_least(kept: range, value: int) -> int:
+def _count_below(kept: range, value: int) -> int:
     """Return how many of ``kept`` are below ``value``."""
     return min(len(kept), max(0, -(-(value - kept.start) // kept.step)))
 
@@ -183,9 +186,9 @@ def _cut_at(box: Box, dims: tuple[int, int], shape: tuple[int, ...]) -> Any:
 
 
 def repeat(builder: Builder, op: Operator) -> None:
-    """``repeat`` and ``tile``: along dims that are not space, new ones in front among them; or of whole maps."""
+    """``repeat`` and ``tile`` along dims other than height and width, including new ones; or of whole maps."""
     name, result = op.args[0].name, builder.shape(op.first_output)
-    here, shape = builder.seen(op, name), builder.shape(name)
+    here, shape = builder.same_pixels(op, name), builder.shape(name)
     more = len(result) - len(shape)
     dims = (here.dims[0] + more, here.dims[1] + more)
     if any(result[now] != shape[before] for now, before in zip(dims, here.dims, strict=True)):
@@ -198,19 +201,17 @@ def repeat(builder: Builder, op: Operator) -> None:
             )
         repeat_space(builder, op, (result[dims[0]] // shape[dims[0]], result[dims[1]] // shape[dims[1]]))
         return
-    function, inputs = bound(renamed(op, {name: builder.part(name, here)}))
-    builder.compute(function, inputs, op.outputs, replace(here, dims=dims))
+    emit_on_part(builder, op, here, replace(here, dims=dims))
 
 
 def diagonal(builder: Builder, op: Operator) -> None:
-    """A diagonal of two dims that are not space; it becomes the last dim."""
+    """A diagonal of two dims other than height and width; it becomes the last dim."""
     name = op.args[0].name
-    here, rank = builder.seen(op, name), len(builder.shape(name))
+    here, rank = builder.same_pixels(op, name), len(builder.shape(name))
     gone = [(op.args[at] if len(op.args) > at else default) % rank for at, default in ((2, 0), (3, 1))]
     if set(gone) & set(here.dims):
         builder.refuse(
             op, f"takes the diagonal of dims {gone}, which include height or width (dims {here.dims})", _CHANNELS
         )
     dims = tuple(dim - sum(at < dim for at in gone) for dim in here.dims)
-    function, inputs = bound(renamed(op, {name: builder.part(name, here)}))
-    builder.compute(function, inputs, op.outputs, replace(here, dims=(dims[0], dims[1])))
+    emit_on_part(builder, op, here, replace(here, dims=(dims[0], dims[1])))

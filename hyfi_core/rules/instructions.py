@@ -28,15 +28,20 @@ Traffic = Literal["halo", "reduce"]
 class Split:
     """A value of which every rank has its part.
 
-    A *flat* value has height and width in one tensor dim, row after row, as ``x.flatten(2)`` leaves it: there each rank
-    holds the pixels of its part, row after row of the part. A dim of space may also hold several maps, one after the
-    other, as ``x.view(B * H * W, C)`` does: of each of them a rank holds its part.
+    A *flat* value has height and width in one tensor dim, in row-major order, like ``x.flatten(2)``: each rank has the
+    pixels of its part, in row-major order of the part. A dim may also contain several maps, one after the other, like
+    ``x.view(B * H * W, C)``: each rank has its part of each map.
+
+        tensor                 dims      leads
+        (B, C, H, W)           (2, 3)    (1, 1)    plain
+        (B, C, H · W)          (2, 2)    (1, 1)    flat
+        (B · H · W, C)         (0, 0)    (B, 1)    flat, behind the batch
 
     Attributes:
         layout: the part of each rank.
-        dims: which tensor dims are (y, x); the same one twice where the value is flat.
+        dims: which tensor dims are (y, x); twice the same if the value is flat.
         boxes: the box of each rank, if a fused run computes margins; None: its part.
-        leads: how many maps follow each other in these dims; (n, 1) for n maps in a flat dim.
+        leads: number of maps in these dims; (n, 1) for n maps in a flat dim.
     """
 
     layout: Layout
@@ -46,7 +51,7 @@ class Split:
 
     @property
     def held(self) -> tuple[Box, ...]:
-        """The box of each rank's tensor: its part, and in a fused run perhaps a margin that others own."""
+        """The box of each rank's tensor: its part, in a fused run with margins that other ranks own."""
         return self.layout.parts if self.boxes is None else self.boxes
 
     @property
@@ -56,12 +61,12 @@ class Split:
 
     @property
     def plain(self) -> bool:
-        """Whether height and width are separate tensor dims."""
+        """Whether height and width are separate tensor dims, with nothing else in them."""
         return not self.flat and self.leads == (1, 1)
 
     @property
     def space(self) -> tuple[Box, tuple[int, int], bool]:
-        """The contents of the spatial dims, independent of their position; equal for values with matching pixels."""
+        """(map, leads, whether flat): equal for values with the same pixels, in any dims."""
         return self.layout.map, self.leads, self.flat
 
     @property
@@ -72,11 +77,11 @@ class Split:
         return (size, size) if self.flat else (self.leads[0] * height, self.leads[1] * width)
 
     def opened(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, int]]:
-        """Return (shape, dims of space) of a value of this shape with height and width as dims of their own."""
+        """Return (shape, dims of height and width) of a value of this shape, with height and width as separate dims."""
         return self._opened(shape, self.layout.map.shape)
 
     def opened_here(self, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
-        """Return the shape of ``rank``'s tensor, of a value of this global shape, opened likewise."""
+        """Return the shape of ``rank``'s tensor of the opened value, from the global shape of the value itself."""
         return self._opened(shape, self.held[rank].shape)[0]
 
     def _opened(self, shape: tuple[int, ...], sides: tuple[int, int]) -> tuple[tuple[int, ...], tuple[int, int]]:
@@ -95,7 +100,7 @@ class Split:
         return tuple(result), (dims[0], dims[1])
 
     def folded(self) -> tuple[tuple[int, int], ...]:
-        """Return (first, last) dims of the opened value that are one dim here, from the last such dim to the first."""
+        """Return (first, last) dims of the opened value that are one dim of this value, in descending order."""
         found, more = [], 0
         for dim in sorted(set(self.dims)):
             axes = [axis for axis in (0, 1) if self.dims[axis] == dim]
@@ -128,8 +133,8 @@ class LocalCall:
         function: takes the inputs, returns one tensor or as many as there are outputs.
         inputs: value names.
         outputs: value names; None for a result that nothing uses.
-        empty: what to return, of which shape and type, without a call where this rank owns nothing of the result; None:
-            always call.
+        empty: shapes and dtypes of the results that are returned without a call, because this rank's part is empty;
+            None: call.
         source: the corresponding operator of the model, if any; its values may have other names here.
     """
 
@@ -188,7 +193,7 @@ class RankProgram:
         outputs: the leaves of the model's output, gathered if they were split.
         program: the captured program.
         values: shapes of the program's values and of those that lowering made.
-        exits: values that other stages need; a split one leaves as its parts.
+        exits: values that other stages need; split ones are sent as parts.
         fusible: operators whose rules can compute margins: they may be part of a fused run.
         gathered: descriptions of the maps that ranks gather.
         drawn: operators that draw from torch's generator, which recomputation would not reproduce.

@@ -9,16 +9,17 @@ import torch
 from hyfi_core.capture.program import Operator
 from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.reduction import accumulator, moments_over_ranks
+from hyfi_core.rules.window_arguments import arguments
 
 
 def group_norm(builder: Builder, op: Operator) -> None:
     """Group norm: statistics of each image and group over the whole map."""
-    x, groups, weight, bias, eps = (*op.args, None, None, 1e-5)[:5] if len(op.args) < 5 else op.args[:5]
+    x, groups, weight, bias, eps = arguments(op.args, (None, None, 1e-5), 2)[:5]
     _grouped(builder, op, x.name, groups, weight, bias, eps)
 
 
 def instance_norm(builder: Builder, op: Operator) -> None:
-    """Instance norm is group norm with one channel a group."""
+    """Instance norm: group norm with one channel per group."""
     x, weight, bias, running_mean, _, use_input_stats = op.args[:6]
     if running_mean is not None or not use_input_stats:
         builder.refuse(op, "keeps running statistics", "track_running_stats=False, or nn.GroupNorm")
@@ -26,9 +27,9 @@ def instance_norm(builder: Builder, op: Operator) -> None:
 
 
 def _grouped(builder: Builder, op: Operator, name: str, groups: int, weight: Any, bias: Any, eps: float) -> None:
-    split = builder.seen(op, name)
+    split = builder.same_pixels(op, name)
     part = builder.part(name, split)
-    # In a fused run, too, every pixel counts once; autograd then adds up what all computed copies owe to the moments.
+    # In a fused run, too, every pixel counts once; autograd adds the gradients of all computed copies.
     moments = moments_over_ranks(builder, part, (2,), False, groups)
     affine = tuple(item.name for item in (weight, bias) if item is not None)
     call = normalise(eps, weight is not None, bias is not None)
@@ -36,18 +37,21 @@ def _grouped(builder: Builder, op: Operator, name: str, groups: int, weight: Any
 
 
 def normalise(eps: float, has_weight: bool, has_bias: bool) -> Any:
-    """Return what normalises a part by mean and variance of every image and group."""
+    """Return a function that normalises a part by mean and variance of each image and group.
+
+    It takes the part, (mean, variance) and, if they exist, weight and bias.
+    """
 
     def call(x: torch.Tensor, moments: torch.Tensor, *affine: torch.Tensor) -> torch.Tensor:
         batch, channels = x.shape[:2]
         mean, inverse = moments[0], moments[1].add(eps).rsqrt()
-        spread = channels // mean.shape[1]
-        mean, scale = mean.repeat_interleave(spread, 1), inverse.repeat_interleave(spread, 1)
+        per_group = channels // mean.shape[1]
+        mean, scale = mean.repeat_interleave(per_group, 1), inverse.repeat_interleave(per_group, 1)
         if has_weight:
             scale = scale * affine[0]
-        kind = accumulator(x)
+        dtype = accumulator(x)
         shape = (batch, channels, 1, 1)
-        result = (x - mean.to(kind).view(shape)) * scale.to(kind).view(shape)
+        result = (x - mean.to(dtype).view(shape)) * scale.to(dtype).view(shape)
         if has_bias:
             result = result + affine[-1].view(1, channels, 1, 1)
         return result.to(x.dtype)

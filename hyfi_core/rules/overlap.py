@@ -1,4 +1,4 @@
-"""Window operators that compute while their halo is on the way, instead of an exchange and then a local call."""
+"""Emission of window operators that compute during their halo exchange; see ``ops.convolution``, ``ops.bands``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from hyfi_core.capture.program import Operator
 from hyfi_core.ops.avg_pool import AvgPool
-from hyfi_core.ops.base import Collective
 from hyfi_core.ops.convolution import Convolution
 from hyfi_core.ops.max_pool import MaxPool, WholeMaxPool
 from hyfi_core.ops.redistribute import Redistribute
@@ -23,37 +22,39 @@ from hyfi_core.rules.window_arguments import arguments
 def overlapped_convolution(
     builder: Builder, op: Operator, window: Window, split: Split, need: Sequence[Box], native: tuple[int, int]
 ) -> bool:
-    """Emit a convolution that overlaps its exchange; whether it did.
+    """Emit a convolution that overlaps its halo exchange, if it has one; return whether it has.
 
-    It does not where nothing is exchanged (a rank takes from the image what it needs, or already holds it), nor in a
-    fused run, whose exchange is another's.
+    It has none if ranks already have what they need, if they read it from the image, or in a fused run, whose exchange
+    belongs to several operators.
 
     Args:
         builder: of the rank's program.
         op: the convolution.
         window: its window.
-        split: how its output is laid out.
-        need: what each rank needs of the input.
-        native: (y, x) padding that the need leaves to the native call.
+        split: layout of its output.
+        need: the box of the input that each rank needs.
+        native: (y, x) padding that is not in ``need``, but done by the native call.
     """
     x, weight, bias, *_, groups = arguments(op.args, (None, [1, 1], [0, 0], [1, 1], 1), 2)
     halo = _own_halo(builder, x.name, split, need)
     if halo is None:
         return False
     collective = Convolution(halo, window, split.layout.parts[builder.rank], native, groups)
-    _emit(builder, collective, (x.name, weight.name, None if bias is None else bias.name), op, split)
+    inputs = (x.name, weight.name, None if bias is None else bias.name)
+    builder.communicate(collective, inputs, op.outputs, "halo", split)
     return True
 
 
 def overlapped_max_pool(
     builder: Builder, op: Operator, window: Window, split: Split, need: Sequence[Box], native: tuple[int, int]
 ) -> bool:
-    """Emit a maximum pool that overlaps its exchange; whether it did. As for convolutions."""
+    """Emit a max pool that overlaps its halo exchange; see ``overlapped_convolution``."""
     name = op.args[0].name
     halo = _own_halo(builder, name, split, need, -math.inf)
     if halo is None:
         return False
-    _emit(builder, MaxPool(halo, window, split.layout.parts[builder.rank], native), (name,), op, split)
+    pool = MaxPool(halo, window, split.layout.parts[builder.rank], native)
+    builder.communicate(pool, (name,), op.outputs, "halo", split)
     return True
 
 
@@ -66,40 +67,39 @@ def overlapped_avg_pool(
     include_pad: bool,
     divisor: int | None,
 ) -> bool:
-    """Emit a mean pool that overlaps its exchange; whether it did. As for convolutions; all padding is in the need."""
+    """Emit an average pool that overlaps its halo exchange; see ``overlapped_convolution``.
+
+    All padding is in ``need``.
+    """
     name = op.args[0].name
     halo = _own_halo(builder, name, split, need)
     if halo is None:
         return False
     output = split.layout.parts[builder.rank]
     pool = AvgPool(halo, window, output, (0, 0), include_pad=include_pad, divisor=divisor)
-    _emit(builder, pool, (name,), op, split)
+    builder.communicate(pool, (name,), op.outputs, "halo", split)
     return True
 
 
 def max_pool_alone(builder: Builder, op: Operator, window: Window, split: Split) -> bool:
-    """Emit the same operator without an exchange where one rank owns the whole map; whether it did.
+    """Emit a max pool of a map that one rank has as a whole; return whether it is one.
 
-    It writes the cotangent over the map where it can, which autograd's does not.
+    Unlike autograd's, its backward can overwrite the map with the cotangent.
     """
     name = op.args[0].name
     if builder.grid != (1, 1) or any(op.outputs[1:]):
         return False
     have = builder.splits[name].layout.map
-    if own_call(window, have, split.layout.map) is None:  # windows that hang over the end, for ceil_mode
+    if own_call(window, have, split.layout.map) is None:  # with ceil_mode, windows beyond the padding
         return False
     builder.custom(WholeMaxPool(window), (builder.part(name, builder.splits[name]),), op.outputs, split)
     return True
 
 
 def _own_halo(builder: Builder, name: str, split: Split, need: Sequence[Box], fill: float = 0.0) -> Redistribute | None:
-    """Return the exchange of a window operator; None where it has none, or none of its own."""
+    """Return the halo exchange of a window operator; None if it has none of its own."""
     have = builder.splits[name]
     fused = have.boxes is not None or split.boxes is not None or name in builder.runs.shared
     if name == builder.program.image or fused or tuple(need) == have.layout.parts:
         return None
     return Redistribute(plan_transfer(have.layout.parts, need, have.layout.map, builder.rank), have.dims, fill)
-
-
-def _emit(builder: Builder, collective: Collective, inputs: tuple[str | None, ...], op: Operator, split: Split) -> None:
-    builder.communicate(collective, inputs, op.outputs, "halo", split)

@@ -1,9 +1,9 @@
-"""The rule of pointwise operators, and how operands that broadcast against each other are brought together.
+"""The rule of pointwise operators, and the redistribution of operands that broadcast against each other.
 
 (B, C, H, W) * (B, C, H, W)      equal maps: every rank has what it needs
-(B, C, H, W) * (B, C, H, 1)      a strip beside the map: each rank is brought its rows of it
-(B, C, H, 1) + (B, C, 1, W)      two strips: a map as even as the grid allows
-(B, C, H, W) + (C, H, W)         a value that all ranks hold: each takes its cut-out
+(B, C, H, W) * (B, C, H, 1)      a map and a column: each rank receives its rows of the column
+(B, C, H, 1) + (B, C, 1, W)      a column and a row: the result is divided evenly
+(B, C, H, W) + (C, H, W)         a map and a replicated value: each rank cuts its part out of the latter
 """
 
 from __future__ import annotations
@@ -17,20 +17,19 @@ from hyfi_core.capture.program import Operator
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.layout import Layout
 from hyfi_core.rules.builder import Builder
-from hyfi_core.rules.calls import bound, renamed
+from hyfi_core.rules.calls import emit
 from hyfi_core.rules.instructions import Split
 from hyfi_core.rules.replicated import cut_of_whole
 
 
 def pointwise(builder: Builder, op: Operator) -> None:
-    """Each output pixel comes from the input pixels at the same place; operands broadcast, over space too."""
+    """An operator whose output pixels depend on the same pixels of its operands, which may broadcast."""
     names, anchor = operands(builder, op, builder.shape(op.first_output))
-    function, inputs = bound(renamed(op, names))
-    builder.compute(function, inputs, op.outputs, anchor, op)
+    emit(builder, op, names, anchor, op)
 
 
 def copy(builder: Builder, op: Operator) -> None:
-    """``y[:] = z``, made functional: the second value, as large as the first and of its type."""
+    """``y[:] = z`` in functional form: the second value with the shape and dtype of the first."""
     names, anchor = operands(builder, op, builder.shape(op.first_output))
     first, second = (names.get(item.name, item.name) for item in op.args[:2])
 
@@ -41,39 +40,39 @@ def copy(builder: Builder, op: Operator) -> None:
 
 
 def operands(builder: Builder, op: Operator, sizes: Sequence[int]) -> tuple[dict[str, str], Split]:
-    """Bring an operator's values together, pixel beside pixel.
+    """Redistribute an operator's values so that each rank has the same pixels of all.
 
     Args:
         builder: of the rank's program.
         op: the operator; at least one of its values is split.
-        sizes: what its values broadcast to; of dims that are not space only their number matters.
+        sizes: shape to which its values broadcast; only height, width and the number of dims are used.
 
     Returns:
-        For each value that has another name now that name; and how they are split, dims counted in ``sizes``.
+        (Value -> its new name, for redistributed ones; layout of the result, with dims of ``sizes``).
 
     Raises:
-        RequestError: the maps have space in other dims than each other, or sizes that do not broadcast.
+        RequestError: the maps have height and width in different dims, or sizes that do not broadcast.
     """
     maps = {name: _from_right(builder, name, len(sizes)) for name in dict.fromkeys(op.inputs) if name in builder.splits}
     anchor = _common(builder, op, list(maps.values()), sizes)
     names = {}
     for name in dict.fromkeys(op.inputs):
         if name in maps:
-            names[name] = _beside(builder, name, maps[name], anchor)
+            names[name] = _aligned(builder, name, maps[name], anchor)
         elif _reaches_space(builder.shape(name), sizes, anchor):
-            names[name] = _cut_out(builder, name, anchor, len(sizes))
+            names[name] = _own_part(builder, name, anchor, len(sizes))
     return names, anchor
 
 
 def _from_right(builder: Builder, name: str, rank: int) -> Split:
-    """Return how a map is split, its dims counted as broadcasting to ``rank`` dims counts them."""
+    """Return how a map is split, with its dims numbered as after broadcasting to ``rank`` dims."""
     split = builder.splits[name]
     more = rank - len(builder.shape(name))
     return replace(split, dims=(split.dims[0] + more, split.dims[1] + more), boxes=None)
 
 
 def _common(builder: Builder, op: Operator, maps: list[Split], sizes: Sequence[int]) -> Split:
-    """Return how the result is split: as the first map that is as large as it; as even as can be where none is."""
+    """Return how the result is split: like the first map of the same size, or evenly if there is none."""
     first = maps[0]
     if all(one.dims == first.dims and one.space == first.space for one in maps) and _fits(first, sizes):
         return builder.computed(op, first)
@@ -106,8 +105,15 @@ def _broadcasts(split: Split, sizes: Sequence[int]) -> bool:
     return all(side in (1, sizes[dim]) for side, dim in zip(split.layout.map.shape, split.dims, strict=True))
 
 
-def _beside(builder: Builder, name: str, split: Split, anchor: Split) -> str:
-    """Return the name of what goes with this rank's pixels of the result; ``split`` and ``anchor`` count dims alike."""
+def _aligned(builder: Builder, name: str, split: Split, anchor: Split) -> str:
+    """Return the name of a value with the pixels of ``name`` that each rank's part of the result needs.
+
+    Args:
+        builder: of the rank's program.
+        name: an operand.
+        split: how it is split, with dims numbered as in the result.
+        anchor: how the result is split.
+    """
     if split.dims == anchor.dims and split.space == anchor.space:
         return builder.part(name, replace(anchor, dims=builder.splits[name].dims))
     whole, turned = split.layout.map, split.dims != anchor.dims
@@ -120,13 +126,13 @@ def _beside(builder: Builder, name: str, split: Split, anchor: Split) -> str:
 
 
 def _reaches_space(shape: Sequence[int], full: Sequence[int], split: Split) -> bool:
-    """Whether a replicated operand has more than one pixel, so that each rank needs its cut-out of it."""
+    """Whether a replicated operand has more than one pixel, so that each rank needs its part of it."""
     missing = len(full) - len(shape)
     return any(dim >= missing and shape[dim - missing] > 1 for dim in split.dims)
 
 
-def _cut_out(builder: Builder, name: str, split: Split, rank_dims: int) -> str:
-    """Return this rank's cut-out of a replicated map (a positional table, say)."""
+def _own_part(builder: Builder, name: str, split: Split, rank_dims: int) -> str:
+    """Return this rank's part of a replicated map, such as a positional embedding."""
     missing = rank_dims - len(builder.shape(name))
     dims = (split.dims[0] - missing, split.dims[1] - missing)
     result = builder.fresh(name)

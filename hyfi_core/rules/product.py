@@ -1,10 +1,11 @@
-"""Rules for products of values: matmul, bmm, einsum and their like, with space in any place.
+"""Rules for matrix products: matmul, bmm, einsum. N are pixels, in any dim.
 
-    (B, N, C) x (C, D)            space is kept: each rank multiplies its own pixels
-    (B, K, N) x (B, N, C)         space is summed over: partial products, one small all-reduce
-    (B, N, C) x (B, C, N)         space meets space: one side is gathered, if it is small enough
+    (B, N, C) x (C, D)            the result has pixels: each rank multiplies its own
+    (B, K, N) x (B, N, C)         the sum is over pixels: partial products, one small all-reduce
+    (B, N, C) x (B, C, N)         all pairs of pixels: one factor is gathered, if it is small enough
 
-Every dim has a letter, as in einsum; all follows from which letters are space, and whether the result has them.
+Every dim is named by a letter, as in einsum. The case follows from the letters of height and width in factors and
+result.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 @dataclass(frozen=True)
 class Letters:
-    """The dims of a product by letters.
+    """The letters of a product's dims.
 
     Attributes:
         factors: (value name, its letters), in order.
@@ -63,7 +64,7 @@ def einsum(builder: Builder, op: Operator) -> None:
 
 
 def _spelled(equation: str, ranks: list[int]) -> str:
-    """Return an equation whose dots are letters, the last ones of the alphabet's capitals in front of the result."""
+    """Return an equation with capital letters instead of ellipses; unchanged if that is not possible."""
     if "..." not in equation:
         return equation
     given, arrow, result = equation.partition("->")
@@ -83,7 +84,7 @@ def _spelled(equation: str, ranks: list[int]) -> str:
 
 
 def _product(builder: Builder, op: Operator, letters: Letters) -> None:
-    """Emit a product whose letters are known."""
+    """Emit a product, given its letters."""
     anchor_name, anchor_term = next((name, term) for name, term in letters.factors if name in builder.splits)
     anchor = builder.splits[anchor_name].owned
     space = anchor_term[anchor.dims[0]], anchor_term[anchor.dims[1]]
@@ -105,7 +106,7 @@ def _product(builder: Builder, op: Operator, letters: Letters) -> None:
 
 
 def _laid_out(builder: Builder, op: Operator, name: str, term: str, anchor: Split, space: tuple[str, str]) -> str:
-    """Return a factor as it goes with the anchor: the same pixels of it, or all of it where it has none of them."""
+    """Return a factor with the pixels of the anchor, or gathered if its height and width have other letters."""
     here = builder.splits.get(name)
     if here is not None and (term[here.dims[0]], term[here.dims[1]]) == space and here.space == anchor.space:
         return builder.part(name, replace(anchor, dims=here.dims))
@@ -121,15 +122,15 @@ def _laid_out(builder: Builder, op: Operator, name: str, term: str, anchor: Spli
 
 
 def sum_of_parts(builder: Builder, function: Any, inputs: Sequence[str], output: str) -> None:
-    """Emit the sum over ranks of what ``function`` makes of each rank's part; it is added up in float32 at least."""
+    """Emit the sum over ranks of ``function`` of each rank's part, in float32 or wider."""
     partial, summed = builder.fresh(output), builder.fresh(output)
 
     def own(*tensors: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = function(*tensors)
         return result.to(torch.promote_types(result.dtype, torch.float32))
 
-    kind = builder.values[output].dtype
-    narrow = kind if kind in (torch.bfloat16, torch.float16) else None
+    dtype = builder.values[output].dtype
+    narrow = dtype if dtype in (torch.bfloat16, torch.float16) else None
     builder.compute(own, tuple(inputs), (partial,))
     builder.communicate(SumOverRanks(), (partial,), (summed,), "reduce")
     builder.compute(lambda total: total.clone() if narrow is None else total.to(narrow), (summed,), (output,))

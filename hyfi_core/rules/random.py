@@ -1,7 +1,7 @@
-"""Rules for operators that draw random numbers: the same numbers on any plan.
+"""Rules for operators that draw random numbers: the same numbers with any plan.
 
-Each number depends on (seed, step, sample, operator, position in the whole value) and on nothing else, so a rank draws
-those of its own part and agrees with all others. The first three come in the value ``KEY``.
+Each number is a function of (seed, step, sample, operator, position in the whole value), so each rank can draw those of
+its part. Seed, step and sample are in the value ``KEY``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class _Numbers:
     def __call__(self, draw: _Draw, key: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """Return this rank's numbers; ``key`` holds seed, step and the micro-batch's first sample."""
         seed, step, sample = (int(word) for word in key)
-        first = sample * prod(self._shape) // self._images  # samples follow each other: alike however a batch is cut
+        # Samples are consecutive, so that numbers do not depend on the division into micro-batches.
+        first = sample * prod(self._shape) // self._images
         where = draws.positions(self._shape, self._dims, self._box, device, first)
         numbers = draw(draws.mixed(seed, step, self._operator), where, dtype)
         return numbers if self._local is None else numbers.reshape(self._local)
@@ -63,7 +64,7 @@ def dropout(builder: Builder, op: Operator) -> None:
 
 
 def bernoulli(builder: Builder, op: Operator) -> None:
-    """Zeros and ones; what the first argument holds does not matter, or is the probability where none is given."""
+    """Zeros and ones, with a given probability, or that of each value of the first argument."""
     x = op.args[0]
     probability = op.args[1] if op.text == "aten.bernoulli.p" else None
     name, split = _laid_out(builder, op)
@@ -82,20 +83,20 @@ def drawn_like(draw: _Draw) -> Callable[[Builder, Operator], None]:
     def rule(builder: Builder, op: Operator) -> None:
         output = op.first_output
         name, split = _laid_out(builder, op)
-        numbers, kind = _Numbers(builder, op, builder.shape(output), split), builder.values[output].dtype
-        builder.compute(lambda tensor, key: numbers(draw, key, tensor.device, kind), (name, KEY), op.outputs, split)
+        numbers, dtype = _Numbers(builder, op, builder.shape(output), split), builder.values[output].dtype
+        builder.compute(lambda tensor, key: numbers(draw, key, tensor.device, dtype), (name, KEY), op.outputs, split)
 
     return rule
 
 
 def drawn(draw: _Draw) -> Callable[[Builder, Operator], None]:
-    """Return the rule of ``rand`` or ``randn``: a value that every rank holds whole."""
+    """Return the rule of ``rand`` or ``randn``, whose result is replicated."""
 
     def rule(builder: Builder, op: Operator) -> None:
         output = op.first_output
-        numbers, kind = _Numbers(builder, op, builder.shape(output), None), builder.values[output].dtype
+        numbers, dtype = _Numbers(builder, op, builder.shape(output), None), builder.values[output].dtype
         device = torch.device(op.kwargs.get("device") or "cpu")
-        builder.compute(lambda key: numbers(draw, key, device, kind), (KEY,), op.outputs)
+        builder.compute(lambda key: numbers(draw, key, device, dtype), (KEY,), op.outputs)
 
     return rule
 
@@ -104,7 +105,7 @@ def _laid_out(builder: Builder, op: Operator) -> tuple[str, Split | None]:
     name = op.args[0].name
     if name not in builder.splits:
         return name, None
-    split = builder.seen(op, name)
+    split = builder.same_pixels(op, name)
     return builder.part(name, split), split
 
 

@@ -1,7 +1,8 @@
-"""Rules for reductions over space: sums, means, maxima, vector norms, variances.
+"""Rules for reductions: sums, means, maxima, vector norms, variances.
 
-Each is a partial result on every rank, one small all-reduce and a local finish. Over dims that are not space they are
-pixel by pixel.
+over height and width     a partial result on every rank, one small all-reduce, a local finish
+over one of them          whole rows or columns, see ``moves.strips``; sums and means: one all-reduce of the profile
+over other dims           pointwise
 """
 
 from __future__ import annotations
@@ -16,61 +17,61 @@ from hyfi_core.capture.program import Operator
 from hyfi_core.ops.batch_norm import MOST_ROWS
 from hyfi_core.ops.reduce import MaxOverSpace, SumOverRanks
 from hyfi_core.rules.builder import Builder
-from hyfi_core.rules.calls import bound, renamed
+from hyfi_core.rules.calls import emit_on_part
 from hyfi_core.rules.instructions import Split
 from hyfi_core.rules.moves.strips import along_space
 
 
 def accumulator(tensor: torch.Tensor) -> torch.dtype:
-    """Return the type in which values of a tensor are added up: float32 at least."""
+    """Return the dtype in which values of a tensor are summed: float32 or wider."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _over_space(builder: Builder, op: Operator) -> tuple[str, tuple[int, ...], bool]:
-    """Return (input, dims, keepdim) of a reduction that takes at least both dims of space.
-
-    Raises:
-        RequestError: it leaves one of them.
-    """
+def _reduced_dims(
+    builder: Builder, op: Operator, dims_at: int = 1, keepdim_at: int = 2
+) -> tuple[str, tuple[int, ...], bool]:
+    """Return (input, reduced dims, keepdim) of a reduction, from its arguments with these indices."""
     name = op.args[0].name
     rank = len(builder.shape(name))
-    given = op.args[1] if len(op.args) > 1 and op.args[1] is not None else range(rank)
-    dims = tuple(sorted(dim % rank for dim in ([given] if isinstance(given, int) else given)))
-    keepdim = bool(op.args[2]) if len(op.args) > 2 else bool(op.kwargs.get("keepdim", False))
-    return name, dims, keepdim
+    given = op.args[dims_at] if len(op.args) > dims_at else None
+    dims = range(rank) if given is None else [given] if isinstance(given, int) else given
+    keepdim = op.args[keepdim_at] if len(op.args) > keepdim_at else op.kwargs.get("keepdim", False)
+    return name, tuple(sorted(dim % rank for dim in dims)), bool(keepdim)
 
 
-def _reduction(builder: Builder, op: Operator, mean: bool) -> None:
-    name, dims, keepdim = _over_space(builder, op)
+def _pointwise(builder: Builder, op: Operator, dims: tuple[int, ...], keepdim: bool) -> None:
+    """Emit a reduction over dims other than height and width."""
+    here = builder.splits[op.args[0].name]
+    emit_on_part(builder, op, here, here if keepdim else _fewer(here, dims))
+
+
+def _sum(builder: Builder, op: Operator, mean: bool) -> None:
+    """Emit a sum or mean over any dims."""
+    name, dims, keepdim = _reduced_dims(builder, op)
     space = builder.splits[name].dims
     output = op.outputs[0]
-    if not set(space) & set(dims):  # over channels: every pixel by itself
-        split = builder.splits[name]
-        if not keepdim:
-            split = _fewer(split, dims)
-        part = builder.part(name, builder.splits[name])
-        function, inputs = bound(renamed(op, {name: part}))
-        builder.compute(function, inputs, op.outputs, split)
+    if not set(space) & set(dims):
+        _pointwise(builder, op, dims, keepdim)
     elif not set(space) <= set(dims):
         if not builder.splits[name].plain:
             builder.refuse(
                 op, f"is over dims {dims}, which mix rows or columns with something else", "either height or width"
             )
-        _sum_over_space(builder, name, output, dims, keepdim, mean, _rest_of_whole(builder, name, dims, keepdim))
+        _sum_over_space(builder, name, output, dims, keepdim, mean, _in_profile(builder, name, dims, keepdim))
     else:
         _sum_over_space(builder, name, output, dims, keepdim, mean)
 
 
 def _fewer(split: Split, gone: tuple[int, ...]) -> Split:
-    """Return how a value is split once dims that are not space are gone."""
+    """Return how a value is split after dims other than height and width are removed."""
     y, x = (dim - sum(one < dim for one in gone) for dim in split.dims)
     return Split(split.layout, (y, x), leads=split.leads)
 
 
-def _rest_of_whole(builder: Builder, name: str, dims: tuple[int, ...], keepdim: bool) -> Any:
-    """Return what puts this rank's sums along one dim of space into the whole profile along the other, zero elsewhere.
+def _in_profile(builder: Builder, name: str, dims: tuple[int, ...], keepdim: bool) -> Any:
+    """Return a function that pads this rank's sums along one axis with zeros, to the length of the other axis.
 
-    Profiles are small (H or W long), so every rank holds them whole from there on.
+    The sum over ranks is then the whole profile, which is small (of length H or W) and replicated.
     """
     split = builder.splits[name]
     box, whole = split.layout.parts[builder.rank], split.layout.map
@@ -99,16 +100,17 @@ def _sum_over_space(
     for dim in dims:
         count *= shape[dim]
     partial, summed = builder.fresh(name), builder.fresh(name)
-    kind = builder.values[output].dtype if output is not None else torch.float32
+    dtype = builder.values[output].dtype if output is not None else torch.float32
 
     def sums(tensor: torch.Tensor) -> torch.Tensor:
-        wide = kind if kind == torch.float64 or not kind.is_floating_point else accumulator(tensor)  # sum's dtype=
+        keep = dtype == torch.float64 or not dtype.is_floating_point  # may be the argument dtype of sum
+        wide = dtype if keep else accumulator(tensor)
         own = tensor.sum(dims, keepdim=keepdim, dtype=wide)
         return own if placed is None else placed(own)
 
     def finish(tensor: torch.Tensor) -> torch.Tensor:
         result = tensor / count if mean else tensor.clone()
-        return result.to(kind) if kind in (torch.bfloat16, torch.float16) else result
+        return result.to(dtype) if dtype in (torch.bfloat16, torch.float16) else result
 
     builder.compute(sums, (builder.part(name, builder.splits[name]),), (partial,))
     builder.communicate(SumOverRanks(), (partial,), (summed,), "reduce")
@@ -121,22 +123,22 @@ def mean_over_space(builder: Builder, name: str, output: str | None, keepdim: bo
 
 
 def mean(builder: Builder, op: Operator) -> None:
-    """Mean over space (and other dims), or over channels alone."""
-    _reduction(builder, op, mean=True)
+    """Mean over any dims."""
+    _sum(builder, op, mean=True)
 
 
 def total(builder: Builder, op: Operator) -> None:
-    """Sum over space (and other dims), or over channels alone."""
-    _reduction(builder, op, mean=False)
+    """Sum over any dims."""
+    _sum(builder, op, mean=False)
 
 
 def maximum(builder: Builder, op: Operator) -> None:
-    """``amax``, ``amin``, and ``max`` and ``min`` of everything; ties share the gradient wherever they are."""
-    name, dims, keepdim = _over_space(builder, op)
+    """``amax``, ``amin``, and ``max`` and ``min`` over all dims; tied pixels have equal gradients, on any rank."""
+    name, dims, keepdim = _reduced_dims(builder, op)
     space = set(builder.splits[name].dims)
     taken = set(dims) & space
     if not taken:
-        _reduction(builder, op, mean=False)  # over channels: the operator itself, pixel by pixel
+        _pointwise(builder, op, dims, keepdim)
     elif taken != space:
         along_space(builder, op, dims, keepdim)
     else:
@@ -144,17 +146,17 @@ def maximum(builder: Builder, op: Operator) -> None:
         if "min" not in op.text:
             builder.communicate(MaxOverSpace(dims, keepdim), (part,), op.outputs, "reduce")
             return
-        turned, top = builder.fresh(name), builder.fresh(op.first_output)
-        builder.compute(lambda tensor: -tensor, (part,), (turned,), builder.splits[name])
-        builder.communicate(MaxOverSpace(dims, keepdim), (turned,), (top,), "reduce")
+        negated, top = builder.fresh(name), builder.fresh(op.first_output)
+        builder.compute(lambda tensor: -tensor, (part,), (negated,), builder.splits[name])
+        builder.communicate(MaxOverSpace(dims, keepdim), (negated,), (top,), "reduce")
         builder.compute(lambda tensor: -tensor, (top,), op.outputs)
 
 
 def truth(builder: Builder, op: Operator) -> None:
-    """``any`` and ``all``."""
-    name, dims, keepdim = _over_space(builder, op)
+    """``any`` and ``all``, by the number of values that are not or that are zero."""
+    name, dims, keepdim = _reduced_dims(builder, op)
     if not set(dims) & set(builder.splits[name].dims):
-        _reduction(builder, op, mean=False)
+        _pointwise(builder, op, dims, keepdim)
         return
     if not set(builder.splits[name].dims) <= set(dims):
         along_space(builder, op, dims, keepdim)
@@ -171,10 +173,10 @@ def truth(builder: Builder, op: Operator) -> None:
 
 
 def vector_norm(builder: Builder, op: Operator) -> None:
-    """The p-norm for p ≥ 1 and the maximum norm."""
+    """The p-norm for p ≥ 1, and the maximum norm over height and width."""
     order = float(op.args[1]) if len(op.args) > 1 else 2.0
-    name, dims, keepdim = _dims(builder, op, op.args[2] if len(op.args) > 2 else None, 3)
-    if _channels_only(builder, op, dims, keepdim):
+    name, dims, keepdim = _reduced_dims(builder, op, 2, 3)
+    if _not_over_space(builder, op, dims, keepdim):
         return
     part = builder.part(name, builder.splits[name])
     if order == math.inf and set(dims) == set(builder.splits[name].dims):
@@ -194,33 +196,33 @@ def vector_norm(builder: Builder, op: Operator) -> None:
         return (tensor if order == 1 else tensor.pow(order)).sum(dims, keepdim=keepdim)
 
     def root(total: torch.Tensor) -> torch.Tensor:
-        # At zero the slope of the root is infinite; PyTorch's norm says zero, and so must this.
-        nothing = total == 0
-        return total if order == 1 else torch.where(nothing, 0.0, torch.where(nothing, 1.0, total).pow(1 / order))
+        # The derivative of the root at zero is infinite; that of PyTorch's norm is defined as zero.
+        zero = total == 0
+        return total if order == 1 else torch.where(zero, 0.0, torch.where(zero, 1.0, total).pow(1 / order))
 
     _through_sum(builder, part, op.outputs, powers, root)
 
 
 def variance(builder: Builder, op: Operator) -> None:
-    """``var`` and ``std`` with any correction, and these with the mean (``var_mean``)."""
+    """``var``, ``std``, ``var_mean`` and ``std_mean``, with any correction."""
     rooted = op.text.startswith("aten.std")
     with_mean = "_mean." in op.text
     given = op.kwargs.get("correction")
     correction = 1 if given is None else given
     if op.text.endswith(".dim"):
         correction = int(op.args[2]) if len(op.args) > 2 else 1
-    name, dims, keepdim = _dims(builder, op, op.args[1] if len(op.args) > 1 else None, 3)
-    if _channels_only(builder, op, dims, keepdim):
+    name, dims, keepdim = _reduced_dims(builder, op, 1, 3)
+    if _not_over_space(builder, op, dims, keepdim):
         return
     count = math.prod(builder.shape(name)[dim] for dim in dims)
     if count <= correction:
         builder.refuse(op, f"has {count} value(s), too few for correction={correction}", "a smaller correction")
-    kind = builder.values[name].dtype
+    dtype = builder.values[name].dtype
 
     def finish(moments: torch.Tensor) -> Any:
-        spread = moments[1] * (count / (count - correction))
-        result: torch.Tensor = (spread.sqrt() if rooted else spread).to(kind)
-        return (result, moments[0].to(kind)) if with_mean else result
+        corrected = moments[1] * (count / (count - correction))
+        result: torch.Tensor = (corrected.sqrt() if rooted else corrected).to(dtype)
+        return (result, moments[0].to(dtype)) if with_mean else result
 
     builder.compute(finish, (moments_over_ranks(builder, name, dims, keepdim),), op.outputs)
 
@@ -228,15 +230,15 @@ def variance(builder: Builder, op: Operator) -> None:
 def moments_over_ranks(builder: Builder, name: str, dims: tuple[int, ...], keepdim: bool, groups: int = 0) -> str:
     """Emit mean and biased variance over a whole map; return the name of both, stacked, in float64.
 
-    One message. Each of few ranks gives its own mean and variance in a row of its own, so that nothing cancels however
-    far the mean is from zero. A row for each of many would make the message long: they add up Σ x and Σ x².
+    With up to ``MOST_ROWS`` ranks, each sends its mean and variance in a separate row of one message, which avoids
+    cancellation for any mean. For more ranks the message would be long: they sum Σ x and Σ x².
 
     Args:
         builder: of the rank's program.
-        name: a map; of a wider box that a fused run holds only what the rank owns counts.
-        dims: over which; all of space is among them.
-        keepdim: whether they stay, with size 1.
-        groups: if not 0, dim 1 is first cut into so many groups and all behind it made one: ``dims`` is then (2,).
+        name: a map; margins of a fused run do not count.
+        dims: the reduced dims, including height and width.
+        keepdim: whether they are kept as size 1.
+        groups: if not 0, the map is first reshaped to (B, groups, rest); ``dims`` is then (2,).
     """
     split = builder.splits[name].owned
     part, ranks, rank = builder.part(name, split), len(split.layout.parts), builder.rank
@@ -249,12 +251,13 @@ def moments_over_ranks(builder: Builder, name: str, dims: tuple[int, ...], keepd
     def moments(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.to(accumulator(tensor))
         if not counts[rank]:
-            nothing = tensor.reshape(shapes[rank]).sum(dims, keepdim=keepdim).double()
-            row = torch.stack([nothing, nothing])
+            zeros = tensor.reshape(shapes[rank]).sum(dims, keepdim=keepdim).double()
+            row = torch.stack([zeros, zeros])
         else:
-            spread, mean = torch.var_mean(tensor.reshape(shapes[rank]), dims, correction=0, keepdim=keepdim)
-            spread, mean = spread.double(), mean.double()
-            row = torch.stack([mean, spread]) if apart else torch.stack([mean, spread + mean * mean]) * counts[rank]
+            variance, mean = torch.var_mean(tensor.reshape(shapes[rank]), dims, correction=0, keepdim=keepdim)
+            variance, mean = variance.double(), mean.double()
+            row = torch.stack([mean, variance if apart else variance + mean * mean])
+            row = row if apart else row * counts[rank]
         if not apart:
             return row
         before, behind = row.new_zeros((rank, *row.shape)), row.new_zeros((ranks - 1 - rank, *row.shape))
@@ -265,10 +268,10 @@ def moments_over_ranks(builder: Builder, name: str, dims: tuple[int, ...], keepd
             mean = rows[0] / count
             return torch.stack([mean, (rows[1] / count - mean * mean).clamp(min=0.0)])
         weights = rows.new_tensor(counts).div_(count).view(-1, *[1] * (rows.dim() - 2))
-        means, spreads = rows.unbind(1)
+        means, variances = rows.unbind(1)
         first = means[0]  # means are averaged as differences from one of them
         mean = first + ((means - first) * weights).sum(0)
-        return torch.stack([mean, ((spreads + (means - mean).square()) * weights).sum(0)])
+        return torch.stack([mean, ((variances + (means - mean).square()) * weights).sum(0)])
 
     rows, summed, both = (builder.fresh(part, (), torch.float64) for _ in range(3))
     builder.compute(moments, (part,), (rows,))
@@ -277,34 +280,16 @@ def moments_over_ranks(builder: Builder, name: str, dims: tuple[int, ...], keepd
     return both
 
 
-def _dims(builder: Builder, op: Operator, given: Any, keepdim_at: int) -> tuple[str, tuple[int, ...], bool]:
-    """Return (input, dims that are reduced, whether they stay)."""
-    name = op.args[0].name
-    rank = len(builder.shape(name))
-    asked = range(rank) if given is None else [given] if isinstance(given, int) else given
-    keepdim = op.args[keepdim_at] if len(op.args) > keepdim_at else op.kwargs.get("keepdim", False)
-    return name, tuple(sorted(dim % rank for dim in asked)), bool(keepdim)
-
-
-def _channels_only(builder: Builder, op: Operator, dims: tuple[int, ...], keepdim: bool) -> bool:
-    """Emit a reduction that leaves space alone; whether it was one.
-
-    Raises:
-        RequestError: it takes one dim of space and leaves the other.
-    """
-    name = op.args[0].name
-    here = builder.splits[name]
-    taken = set(here.dims) & set(dims)
-    if 0 < len(taken) < len(set(here.dims)):
-        along_space(builder, op, dims, keepdim)
-        return True
-    if taken:
+def _not_over_space(builder: Builder, op: Operator, dims: tuple[int, ...], keepdim: bool) -> bool:
+    """Emit a reduction that is not over both height and width; return whether it is one."""
+    space = set(builder.splits[op.args[0].name].dims)
+    taken = space & set(dims)
+    if taken == space:
         return False
-    split = here
-    if not keepdim:
-        split = _fewer(here, dims)
-    function, inputs = bound(renamed(op, {name: builder.part(name, here)}))
-    builder.compute(function, inputs, op.outputs, split)
+    if taken:
+        along_space(builder, op, dims, keepdim)
+    else:
+        _pointwise(builder, op, dims, keepdim)
     return True
 
 

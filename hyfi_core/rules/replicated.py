@@ -15,11 +15,11 @@ from hyfi_core.rules.instructions import Split
 
 
 def replicated(builder: Builder, op: Operator) -> None:
-    """No map left: every rank of the stage computes the same, on the same values."""
+    """An operator on replicated values only: every rank of the stage computes the same."""
     if draws_numbers(op) and builder.grid != (1, 1):
         builder.refuse(op, "draws random numbers that would differ between ranks", "dropout, bernoulli, rand or randn")
     if draws_numbers(op):
-        builder.draws(op)
+        builder.note_draws(op)
     if builder.replicas > 1 and op.text.startswith("aten._native_batch_norm_legit"):
         builder.refuse(
             op,
@@ -39,12 +39,12 @@ def replicated(builder: Builder, op: Operator) -> None:
 
 
 def gathered(builder: Builder, op: Operator, what: str = "cannot be computed part by part") -> None:
-    """Gather the maps that an operator takes, and compute it whole on every rank; parts of maps again behind it.
+    """Gather the maps that an operator takes and compute it as a whole on every rank; then keep only parts of maps.
 
     Args:
         builder: of the rank's program.
         op: any operator.
-        what: why it is gathered, for the refusal of maps that are too large.
+        what: the reason, for the message about maps that are too large.
 
     Raises:
         RequestError: a map is larger than ``gather_bytes``, or the operator draws random numbers.
@@ -68,17 +68,17 @@ def gathered(builder: Builder, op: Operator, what: str = "cannot be computed par
 
 
 def _alike(builder: Builder, name: str, output: str, split: Split) -> bool:
-    """Whether an output has its pixels where an input that was gathered has them."""
+    """Whether an output has the same pixels in the same dims as a gathered input."""
     taken, made = builder.shape(name), builder.shape(output)
     return split.plain and len(taken) == len(made) and all(taken[dim] == made[dim] for dim in split.dims)
 
 
 def cut_of_whole(split: Split, rank: int, shape: tuple[int, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return what takes a replicated value to a rank's part of it; along dims of size 1 it is left as it is.
+    """Return a function from a replicated value to a rank's part of it; dims of size 1 are not cut.
 
     Args:
-        split: how the value is to be split, dims counted in ``shape``.
-        rank: whose part.
+        split: layout of the result; its dims are those of ``shape``, or negative for a missing one.
+        rank: of the result.
         shape: of the replicated value.
     """
     box, here = split.held[rank], split
@@ -95,12 +95,12 @@ def cut_of_whole(split: Split, rank: int, shape: tuple[int, ...]) -> Callable[[t
 
 
 def _cut_of_folded(split: Split, rank: int, shape: tuple[int, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the same for dims that hold more than height or width; a dim that is missing or has size 1 is not cut."""
+    """Return the same for values whose height and width are not separate dims."""
     box, whole, (y, x) = split.held[rank], split.layout.map, split.dims
     cuts = [(y, box.y0, box.height), (x, box.x0, box.width)]
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
-        # From the last dim on, so that opening one moves none that is still to come.
+        # From the last dim to the first, so that splitting a dim does not renumber the next ones.
         if split.flat:
             if y < 0 or (shape[y] == 1 and split.sides[0] != 1):
                 return tensor
@@ -117,7 +117,7 @@ def _cut_of_folded(split: Split, rank: int, shape: tuple[int, ...]) -> Callable[
 
 
 def draws_numbers(op: Operator) -> bool:
-    """Whether the operator draws random numbers; attention does only with dropout."""
+    """Whether an operator draws random numbers; attention does so only with dropout."""
     tags = getattr(op.target, "tags", ())
     if op.text == "aten.scaled_dot_product_attention.default":
         return bool(op.args[4] if len(op.args) > 4 else op.kwargs.get("dropout_p", 0.0))

@@ -1,9 +1,9 @@
-"""Rules for operators that rename dims: permute, view, expand and their like.
+"""Rules for operators that change dims: view, permute, squeeze, expand.
 
-view (B, 8, H, W) -> (B, 2, 4, H, W)      channels regroup, space survives: dims (2, 3) become (3, 4)
-view (B, 8, H, W) -> (B, 8, H · W)         space is flat: dims (2, 3) become (2, 2), each rank holds its part's rows
-view (B, 8, H, W) -> (B, 8, H/4, 4, W/4, 4) space is blocks; see ``moves.blocks``
-view (B, H, W, 8) -> (B · H · W, 8)         space is flat behind other dims: dims (0, 0), leads (B, 1)
+view (B, 8, H, W) -> (B, 2, 4, H, W)          channels are regrouped; dims (2, 3) become (3, 4)
+view (B, 8, H, W) -> (B, 8, H · W)            the map becomes flat; dims (2, 3) become (2, 2)
+view (B, 8, H, W) -> (B, 8, H/4, 4, W/4, 4)   the map is divided into blocks; see ``moves.blocks``
+view (B, H, W, 8) -> (B · H · W, 8)           the map becomes flat with the batch; dims (0, 0), leads (B, 1)
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from hyfi_core.capture.program import Operator
 from hyfi_core.rules.builder import Builder
-from hyfi_core.rules.calls import bound, renamed
+from hyfi_core.rules.calls import bound, emit, emit_on_part, renamed
 from hyfi_core.rules.instructions import Split
 from hyfi_core.rules.moves.blocks import view_of_blocks
 from hyfi_core.rules.pointwise import operands
@@ -22,7 +22,7 @@ from hyfi_core.rules.replicated import gathered
 
 
 def view(builder: Builder, op: Operator) -> None:
-    """``view`` and ``reshape``: height and width must come out as dims of their own, in the order they had."""
+    """``view`` and ``reshape``; small maps are gathered if height and width are mixed with other dims."""
     name, sizes = op.args[0].name, _result(builder, op)
     shape, here = builder.shape(name), builder.splits[name]
     dims = _viewed(shape, here, sizes)
@@ -32,7 +32,7 @@ def view(builder: Builder, op: Operator) -> None:
         _without_space(builder, op, f"reshapes {shape} to {sizes}, which mixes height and width with other dims")
         return
     if here.flat == (dims[0] == dims[1]):
-        here = builder.seen(op, name)
+        here = builder.same_pixels(op, name)
     else:  # flat values take no part in fused runs
         name, here = builder.owned(name), here.owned
     split = replace(here, dims=dims)
@@ -42,7 +42,7 @@ def view(builder: Builder, op: Operator) -> None:
 
 
 def _viewed(shape: tuple[int, ...], here: Split, sizes: tuple[int, ...]) -> tuple[int, int] | None:
-    """Return where height and width are after a view; None where they are mixed with other dims."""
+    """Return the dims of height and width after a view; None if they are mixed with other dims."""
     y, x = (_survivor(shape, dim, sizes) for dim in here.dims)
     if y is not None and x is not None and (here.flat or y != x):
         return y, x
@@ -61,10 +61,10 @@ def _viewed(shape: tuple[int, ...], here: Split, sizes: tuple[int, ...]) -> tupl
 
 
 def _survivor(shape: tuple[int, ...], dim: int, sizes: tuple[int, ...]) -> int | None:
-    """Return the dim of ``sizes`` that is dim ``dim`` of ``shape``: as long, with as much before it."""
+    """Return the dim of ``sizes`` that is dim ``dim`` of ``shape``: of the same size, with the same product before."""
     ahead = prod(shape[:dim])
     hits = [at for at, size in enumerate(sizes) if size == shape[dim] and prod(sizes[:at]) == ahead]
-    # Where the side is 1, dims of size 1 beside it look the same; count from the end, where space usually is.
+    # Neighbouring dims of size 1 are indistinguishable; choose the one at the same distance from the end.
     return min(hits, key=lambda at: abs((len(sizes) - at) - (len(shape) - dim))) if hits else None
 
 
@@ -78,7 +78,7 @@ def permute(builder: Builder, op: Operator) -> None:
     else:
         first, second = (dim % count for dim in op.args[1:3])
         order[first], order[second] = second, first
-    here = builder.seen(op, name)
+    here = builder.same_pixels(op, name)
     _rename(builder, op, replace(here, dims=(order.index(here.dims[0]), order.index(here.dims[1]))))
 
 
@@ -86,13 +86,13 @@ def unsqueeze(builder: Builder, op: Operator) -> None:
     """A new dim of size 1 anywhere."""
     name = op.args[0].name
     at = op.args[1] % (len(builder.shape(name)) + 1)
-    _rename(builder, op, _renumbered(builder.seen(op, name), lambda dim: dim + (dim >= at)))
+    _rename(builder, op, _renumbered(builder.same_pixels(op, name), lambda dim: dim + (dim >= at)))
 
 
 def squeeze(builder: Builder, op: Operator) -> None:
-    """Dims of size 1 vanish; where a map of one row or column loses space so, it is gathered."""
+    """``squeeze``; a map of one row or column that loses height or width is gathered."""
     name = op.args[0].name
-    shape, here = builder.shape(name), builder.seen(op, name)
+    shape, here = builder.shape(name), builder.same_pixels(op, name)
     given = op.args[1] if len(op.args) > 1 else range(len(shape))
     asked = [given] if isinstance(given, int) else given
     gone = [dim % len(shape) for dim in asked if shape[dim] == 1]
@@ -103,9 +103,9 @@ def squeeze(builder: Builder, op: Operator) -> None:
 
 
 def select(builder: Builder, op: Operator) -> None:
-    """One index of a dim that is not space (``select``), or all of them one by one (``unbind``)."""
+    """One index of a dim (``select``), or all one by one (``unbind``); along height or width, the map is gathered."""
     name = op.args[0].name
-    here = builder.seen(op, name)
+    here = builder.same_pixels(op, name)
     dim = (op.args[1] if len(op.args) > 1 else 0) % len(builder.shape(name))
     if dim in here.dims:
         _without_space(builder, op, f"splits dim {dim}, which is height or width")
@@ -116,17 +116,16 @@ def select(builder: Builder, op: Operator) -> None:
 def stack(builder: Builder, op: Operator) -> None:
     """Equal maps along a new dim."""
     names = [item.name for item in op.args[0]]
-    here = next(builder.seen(op, name) for name in names if name in builder.splits)
+    here = next(builder.same_pixels(op, name) for name in names if name in builder.splits)
     if not all(name in builder.splits for name in names):
         builder.refuse(op, "stacks maps with tensors that are not maps", "maps of equal size")
     at = (op.args[1] if len(op.args) > 1 else 0) % (len(builder.shape(names[0])) + 1)
     parts = {name: builder.part(name, here) for name in names}
-    function, inputs = bound(renamed(op, parts))
-    builder.compute(function, inputs, op.outputs, _renumbered(here, lambda dim: dim + (dim >= at)))
+    emit(builder, op, parts, _renumbered(here, lambda dim: dim + (dim >= at)))
 
 
 def expand(builder: Builder, op: Operator) -> None:
-    """``expand``, along space too: a row, a column or a pixel that becomes a map."""
+    """``expand``, also of a row, a column or a pixel to a map."""
     sizes = _result(builder, op)
     names, split = operands(builder, op, sizes)
     local = split.local_shape(sizes, builder.rank)
@@ -143,19 +142,18 @@ def _renumbered(split: Split, number: Any) -> Split:
 
 
 def _rename(builder: Builder, op: Operator, split: Split) -> None:
-    """Emit the operator on this rank's part; only the numbers of its dims change."""
+    """Emit an operator that only renumbers dims."""
     name = op.args[0].name
-    function, inputs = bound(renamed(op, {name: builder.part(name, builder.seen(op, name))}))
-    builder.compute(function, inputs, op.outputs, split)
+    emit_on_part(builder, op, builder.same_pixels(op, name), split)
 
 
 def _without_space(builder: Builder, op: Operator, what: str) -> None:
-    """Gather a small map on every rank and go on without space; refuse a large one."""
+    """Compute the operator on gathered maps; refuse large ones."""
     gathered(builder, op, what)
 
 
 def new_like(builder: Builder, op: Operator) -> None:
-    """``new_zeros``, ``new_empty`` and their like: as large as the map, or without space."""
+    """``new_zeros`` and similar operators, with the shape of the map, or without height and width."""
     name, sizes = op.args[0].name, _result(builder, op)
     here = builder.splits[name]
     if sizes == builder.shape(name):
@@ -164,8 +162,7 @@ def new_like(builder: Builder, op: Operator) -> None:
         function, inputs = bound(_sized(renamed(op, {name: part}), list(local)))
         builder.compute(function, inputs, op.outputs, here)
     elif sizes[-2:] == (1, 1) or len(sizes) < 3:
-        function, inputs = bound(renamed(op, {name: builder.part(name, here)}))
-        builder.compute(function, inputs, op.outputs)
+        emit(builder, op, {name: builder.part(name, here)})
     else:
         builder.refuse(
             op, f"creates a tensor of shape {sizes} from a map", "the map's own shape, or one without height and width"

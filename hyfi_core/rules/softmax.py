@@ -1,9 +1,9 @@
-"""Rules for softmax over space and for attention: what is largest, then one sum of exponentials over ranks.
+"""Rules for softmax over all pixels and for attention: a maximum over ranks, then a sum over ranks.
 
     softmax      m = max over ranks of x      s = Σ over ranks of exp(x - m)      y = exp(x - m) / s
     attention    the same, and Σ over ranks of exp(x - m) · v in the same message
 
-The shift by m changes no result, so m has no gradient.
+The shift by m avoids overflow and does not change the result, so m has no gradient.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from hyfi_core.capture.program import Operator
 from hyfi_core.ops.reduce import LargestOverRanks, SumOverRanks
 from hyfi_core.rules.builder import Builder
-from hyfi_core.rules.calls import bound, renamed
+from hyfi_core.rules.calls import bound, emit, renamed
 from hyfi_core.rules.instructions import Split
 from hyfi_core.rules.moves.strips import along_space
 from hyfi_core.rules.pointwise import operands
@@ -49,7 +49,7 @@ def softmax(builder: Builder, op: Operator) -> None:
 
 
 def logsumexp(builder: Builder, op: Operator) -> None:
-    """``logsumexp`` over all of space, with other dims or without, or over channels alone."""
+    """``logsumexp`` over any dims."""
     name = op.args[0].name
     here, shape = builder.splits[name].owned, builder.shape(name)
     given = op.args[1]
@@ -59,8 +59,7 @@ def logsumexp(builder: Builder, op: Operator) -> None:
     part = builder.part(name, here)
     if not taken:
         kept = here.dims if keepdim else tuple(d - sum(r < d for r in dims) for d in here.dims)
-        function, inputs = bound(renamed(op, {name: part}))
-        builder.compute(function, inputs, op.outputs, Split(here.layout, (kept[0], kept[1]), leads=here.leads))
+        emit(builder, op, {name: part}, Split(here.layout, (kept[0], kept[1]), leads=here.leads))
         return
     if taken != set(here.dims):
         along_space(builder, op, dims, keepdim)
@@ -76,7 +75,7 @@ def logsumexp(builder: Builder, op: Operator) -> None:
 
 
 def _exponentials(builder: Builder, part: str, dims: tuple[int, ...]) -> tuple[str, str]:
-    """Return (largest value, sum of exponentials of what is below it), both replicated, ``dims`` kept with size 1."""
+    """Return (m, s) of the module's docstring, both replicated, with ``dims`` kept as size 1."""
     largest = largest_over_ranks(builder, part, dims)
     wide = torch.promote_types(builder.values[part].dtype, torch.float32)
     partial, total = builder.fresh(part, dtype=wide), builder.fresh(part, dtype=wide)
@@ -90,7 +89,7 @@ def _exponentials(builder: Builder, part: str, dims: tuple[int, ...]) -> tuple[s
 
 
 def largest_over_ranks(builder: Builder, part: str, dims: tuple[int, ...]) -> str:
-    """Return the largest value of a map over ``dims``, kept with size 1; replicated, without a gradient."""
+    """Return the maximum of a map over ``dims``, which are kept as size 1; replicated, without gradient."""
     wide = torch.promote_types(builder.values[part].dtype, torch.float32)
     local, largest = builder.fresh(part, dtype=wide), builder.fresh(part, dtype=wide)
 
@@ -106,7 +105,12 @@ def largest_over_ranks(builder: Builder, part: str, dims: tuple[int, ...]) -> st
 
 
 def attention(builder: Builder, op: Operator) -> None:
-    """Scaled-dot-product attention: queries split, or keys and values, or all: then these are gathered."""
+    """Scaled-dot-product attention.
+
+    within windows, each on one rank        local
+    queries are pixels                      keys and values are gathered, if they are small enough
+    only keys and values are pixels         softmax over all ranks, see ``_pooled``
+    """
     given: dict[str, Any] = {**dict(zip(_ATTENTION, op.args, strict=False)), **op.kwargs}
     if _within_windows(builder, op, given):
         return
@@ -125,7 +129,7 @@ def attention(builder: Builder, op: Operator) -> None:
         wholes = {name: builder.gather(op, name, "is attention between all positions") for name in (key, value)}
         split = builder.splits[query].owned
         function, inputs = bound(renamed(op, {query: builder.part(query, split), **wholes}))
-        if query in wholes:  # one value for all three
+        if query in wholes:  # one value as query and key
             builder.refuse(op, "takes the same tensor as query and key", "separate projections for query and key")
         builder.compute(function, inputs, op.outputs[:1], split)
         return
@@ -137,7 +141,7 @@ def attention(builder: Builder, op: Operator) -> None:
 
 
 def _within_windows(builder: Builder, op: Operator, given: dict[str, Any]) -> bool:
-    """Emit attention within windows, of which each lies on one rank; whether it was that."""
+    """Emit attention within windows, each of which is on one rank; return whether it is of this kind."""
     splits = [builder.split_of(given[key]) for key in ("query", "key", "value")]
     rank = len(builder.shape(given["query"].name))
     first = splits[0]
@@ -152,7 +156,7 @@ def _within_windows(builder: Builder, op: Operator, given: dict[str, Any]) -> bo
 
 
 def _pooled(builder: Builder, op: Operator, names: tuple[str, str, str], scale: float | None) -> None:
-    """Emit attention of queries that every rank holds over the pixels of all ranks."""
+    """Emit attention of replicated queries over the pixels of all ranks."""
     query, key, value = names
     here = builder.splits[key].owned
     key, value = builder.part(key, here), builder.part(value, here)

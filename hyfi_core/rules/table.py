@@ -1,10 +1,8 @@
-"""The table of rules for operators on split maps. A new operator needs one more entry.
+"""The table of rules: which rule lowers which operator on split maps. A new operator needs one entry.
 
-A rule says how the output is laid out, which box of the input each rank needs for its part of it, and what to call
-locally.
-Rules for windows and for statistics are in files of their own; all are collected in ``RULES``.
-A rule that lays its output out by ``builder.seen`` (the same pixels) or ``builder.computed`` may stand inside a fused
-run, where ranks compute more than they own; before any other the run ends, and it is given what ranks own.
+A rule determines how the output is split and which box of the input each rank needs for its part, and emits the local
+call. If it takes the layout of its output from ``builder.same_pixels`` or ``builder.computed``, the operator can be
+part of a fused run, in which ranks compute margins. Other operators end a run; their inputs are owned parts.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from hyfi_core.rules.moves import interpolate as rules_interpolate
 from hyfi_core.rules.moves import patches as rules_patches
 from hyfi_core.rules.moves import place as rules_place
 from hyfi_core.rules.moves import resize as rules_resize
-from hyfi_core.rules.moves import runs as rules_runs
+from hyfi_core.rules.moves import slices as rules_slices
 from hyfi_core.rules.moves import strips as rules_strips
 from hyfi_core.rules.pointwise import copy, pointwise
 from hyfi_core.rules.random import RANDOM
@@ -47,32 +45,32 @@ floor_divide.Scalar div.Tensor_mode div.Scalar_mode atan2 hypot xlogy.Tensor log
 
 
 def channelwise(builder: Builder, op: Operator) -> None:
-    """Works along a dim that is not space (cat, split, slice, softmax over channels): like a pointwise operator."""
+    """An operator along one dim (cat, split, slice, softmax): pointwise, unless that dim is height or width."""
     name = next(name for name in op.inputs if name in builder.splits)
     dims, rank = builder.splits[name].dims, len(builder.shape(name))
-    kind = op.text.removeprefix("aten.").removesuffix(".default")
-    at = _DIM_ARGUMENT[kind]
+    operator = op.text.removeprefix("aten.").removesuffix(".default")
+    at = _DIM_ARGUMENT[operator]
     dim = (op.args[at] if len(op.args) > at else op.kwargs.get("dim", 0)) % rank
     if dim not in dims:
         pointwise(builder, op)
-    elif kind == "cat":
+    elif operator == "cat":
         rules_place.cat_of_space(builder, op, dim)
-    elif kind in ("split.Tensor", "split_with_sizes", "chunk") and builder.splits[name].plain:
+    elif operator in ("split.Tensor", "split_with_sizes", "chunk") and builder.splits[name].plain:
         rules_place.split_of_space(builder, op, dim)
-    elif kind not in _WHOLE_ROWS:
+    elif operator not in _WHOLE_ROWS:
         builder.refuse(
             op,
             f"works along dim {dim}, which is height or width",
             "a dim other than height and width, such as channels (1)",
         )
-    elif "softmax" in kind and dims[0] == dims[1]:
+    elif "softmax" in operator and dims[0] == dims[1]:
         rules_softmax.softmax(builder, op)
     else:
         rules_strips.along_space(builder, op, (dim,), None)
 
 
 _WHOLE_ROWS = ("cumsum", "softmax.int", "_softmax", "log_softmax.int", "_log_softmax")
-# Operators along one dim, and which argument names it.
+"""Operators that are computed on whole rows or columns if they work along height or width."""
 _DIM_ARGUMENT = {
     "cat": 1,
     "split.Tensor": 2,
@@ -88,7 +86,7 @@ _DIM_ARGUMENT = {
 
 
 def adaptive_avg_pool(builder: Builder, op: Operator) -> None:
-    """Adaptive pooling to one pixel is a mean over space; to the current size it is the identity."""
+    """Adaptive average pooling: to one pixel, a mean over the map; to the current size, the identity."""
     size, name = tuple(op.args[1]), op.args[0].name
     if size == (1, 1):
         rules_reduction.mean_over_space(builder, name, op.outputs[0], keepdim=True)
@@ -100,7 +98,7 @@ def adaptive_avg_pool(builder: Builder, op: Operator) -> None:
 
 
 def one_map(rule: Rule) -> Rule:
-    """Return the rule for a map as first argument and none as any other: a rule looks at the first alone."""
+    """Return a rule that refuses maps in arguments other than the first, for rules that do not expect them."""
 
     def checked(builder: Builder, op: Operator) -> None:
         for argument in (*op.args[1:], *op.kwargs.values()):
@@ -112,7 +110,7 @@ def one_map(rule: Rule) -> Rule:
 
 
 def on_maps(rule: Rule) -> Rule:
-    """Return the rule for one map, laid out as ``(B, C, H, W)`` and no other way."""
+    """Return a rule that refuses anything but one map ``(B, C, H, W)``, as the first argument."""
     rule = one_map(rule)
 
     def checked(builder: Builder, op: Operator) -> None:
@@ -130,7 +128,7 @@ def on_maps(rule: Rule) -> Rule:
 
 
 def sliced(builder: Builder, op: Operator) -> None:
-    """A slice along space moves pixels; along another dim it does not."""
+    """``slice``: along height or width, pixels are redistributed."""
     name = op.args[0].name
     dim = (op.args[1] if len(op.args) > 1 else 0) % len(builder.shape(name))
     if dim in builder.splits[name].dims and not builder.splits[name].plain:
@@ -182,10 +180,10 @@ RULES.update(
         _text(name): one_map(rule)
         for name, rule in {
             "slice.Tensor": sliced,
-            "roll": rules_runs.roll,
+            "roll": rules_slices.roll,
             "col2im": rules_patches.fold,
             "unfold": rules_patches.unfold_along,
-            "flip": rules_runs.flip,
+            "flip": rules_slices.flip,
             "pad": rules_place.pad,
             "constant_pad_nd": rules_place.pad,
             "view": rules_shape.view,

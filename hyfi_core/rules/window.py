@@ -1,4 +1,4 @@
-"""Rules for windows: convolutions and pools. Each needs the halo that its window reaches into.
+"""Rules for window operators: convolutions and pools, which need a halo.
 
     2 x 1 ranks, 3 x 3 kernel, stride 1, padding 1
 
@@ -6,7 +6,7 @@
                    │ owned │
                    └───────┘ one row of rank 1 (the halo)
 
-Along an axis with one rank the native padding of the operator serves and nothing is copied.
+Along an axis with a single rank, the operator's native padding is used and nothing is copied.
 """
 
 from __future__ import annotations
@@ -31,7 +31,13 @@ from hyfi_core.rules.window_arguments import Sliding, arguments, pair
 
 @dataclass(frozen=True)
 class _WindowPlan:
-    """A window operator on a grid: the boxes that ranks need, and the padding that is left to the native call."""
+    """A window operator on a grid.
+
+    Attributes:
+        split: layout of the output.
+        need: the input box of each rank.
+        native: (y, x) padding that is not in ``need``, but done by the native call.
+    """
 
     split: Split
     need: tuple[Box, ...]
@@ -66,7 +72,7 @@ def _sliding(builder: Builder, op: Operator, sliding: Sliding) -> _WindowPlan:
 
 
 def _native(builder: Builder, op: Operator) -> bool:
-    """Emit the native operator if one rank owns the whole map; return whether it does."""
+    """Emit the operator itself if a single rank has the whole map; return whether it does."""
     output = op.outputs[0]
     if builder.grid != (1, 1) or output is None:
         return False
@@ -78,11 +84,11 @@ def _native(builder: Builder, op: Operator) -> bool:
 
 
 def conv2d(builder: Builder, op: Operator) -> None:
-    """Convolution: any kernel, stride, dilation and groups; padding as numbers, "same" or "valid"."""
+    """Convolution with any kernel, stride, dilation, groups and padding, also "same" and "valid"."""
     x, weight, bias, stride, _, dilation, groups = arguments(op.args, (None, [1, 1], [0, 0], [1, 1], 1), 2)
     stride, dilation = pair(stride), pair(dilation)
-    if _steps_over(builder.shape(weight.name), stride):
-        _thinned_convolution(builder, op, stride)
+    if _needs_subsampling(builder.shape(weight.name), stride):
+        _subsampled_convolution(builder, op, stride)
         return
     if _native(builder, op):
         return
@@ -99,17 +105,17 @@ def conv2d(builder: Builder, op: Operator) -> None:
     builder.compute(call, inputs, op.outputs, plan.split, op)
 
 
-def _steps_over(weight: tuple[int, ...], stride: tuple[int, int]) -> bool:
-    """Whether a convolution looks at single pixels, leaves some out, and has few channels.
+def _needs_subsampling(weight: tuple[int, ...], stride: tuple[int, int]) -> bool:
+    """Whether a convolution has a 1 x 1 kernel, a stride above 1, and a number of input channels that oneDNN fails on.
 
-    oneDNN's weight gradient of such a one, channels-last, on sides that the stride divides, writes beyond its memory
-    where a group has fewer than 16 input channels (seen with torch 2.13 on CPU: heap corruption with 4, 6, 7, 8, 12).
+    Its weight gradient, channels-last and with sides divisible by the stride, writes beyond its memory if a group has
+    fewer than 16 input channels (torch 2.13 on CPU: heap corruption with 4, 6, 7, 8, 12).
     """
     return weight[2:] == (1, 1) and max(stride) > 1 and weight[1] % 16 != 0
 
 
-def _thinned_convolution(builder: Builder, op: Operator, stride: tuple[int, int]) -> None:
-    """Emit a 1 x 1 convolution on the pixels that it looks at: the same numbers, and stride 1."""
+def _subsampled_convolution(builder: Builder, op: Operator, stride: tuple[int, int]) -> None:
+    """Emit a strided 1 x 1 convolution as one with stride 1 on every stride-th pixel: the same results."""
     x, weight, bias, _, _, _, groups = arguments(op.args, (None, [1, 1], [0, 0], [1, 1], 1), 2)
     plan = _sliding(builder, op, windows.conv2d(op, builder.shape))
     canvas = builder.moved(x.name, plan.need)
@@ -123,7 +129,7 @@ def _thinned_convolution(builder: Builder, op: Operator, stride: tuple[int, int]
 
 
 def max_pool2d(builder: Builder, op: Operator) -> None:
-    """Maximum over windows; outside the map is -inf, so that it never wins."""
+    """Max pooling; values outside the map are -inf."""
     sliding = windows.max_pool2d(op, builder.shape)
     y, x = sliding.window.y, sliding.window.x
     plan = _sliding(builder, op, sliding)
@@ -141,7 +147,7 @@ def max_pool2d(builder: Builder, op: Operator) -> None:
 
 
 def avg_pool2d(builder: Builder, op: Operator) -> None:
-    """Mean over windows: sums over the window, divided by the true count of each."""
+    """Average pooling: the sum over each window, divided by the number of its pixels that count."""
     if _native(builder, op):
         return
     *_, include_pad, divisor = arguments(op.args, ([], [0, 0], False, True, None), 2)
@@ -149,7 +155,8 @@ def avg_pool2d(builder: Builder, op: Operator) -> None:
     y, x = sliding.window.y, sliding.window.x
     whole = builder.splits[op.args[0].name].layout.map
     if divisor is None and y.padding == x.padding == 0 and y.kernel >= whole.height and x.kernel >= whole.width:
-        mean_over_space(builder, op.args[0].name, op.outputs[0], True)  # one window, which may hang over by far
+        # A single window, which may extend beyond the map.
+        mean_over_space(builder, op.args[0].name, op.outputs[0], True)
         return
     plan = _sliding(builder, op, sliding)
     if overlapped_avg_pool(builder, op, sliding.window, plan.split, plan.need, include_pad, divisor):

@@ -1,4 +1,4 @@
-"""The windows of operators, from their arguments; for rules and for planning fused runs."""
+"""The windows of operators, from their arguments; used by rules and for planning fused runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Sliding:
 
     Attributes:
         window: along (y, x).
-        symmetric: along which of both the native call can do the padding, being the same at both ends.
+        symmetric: along which of (y, x) the padding is the same at both ends, so that the native call can do it.
         fill: value outside of the map.
     """
 
@@ -28,19 +28,19 @@ class Sliding:
 
 
 def pair(value: Any) -> tuple[int, int]:
-    """Return (y, x) of a setting that is given once or for both."""
+    """Return a setting for (y, x), which may be given as one number for both."""
     if isinstance(value, int):
         return value, value
     return (value[0], value[0]) if len(value) == 1 else (value[0], value[1])
 
 
 def arguments(args: tuple[Any, ...], defaults: Sequence[Any], required: int) -> tuple[Any, ...]:
-    """Return positional arguments with those left out filled in."""
+    """Return positional arguments, with ``defaults`` for missing ones after the first ``required``."""
     return (*args, *defaults[len(args) - required :])
 
 
 def conv2d(op: Operator, shape: Shape) -> Sliding:
-    """Return the window of a convolution; ``shape`` tells the weight's."""
+    """Return the window of a convolution; ``shape`` returns the shape of a value."""
     _, weight, _, stride, padding, dilation, _ = arguments(op.args, (None, [1, 1], [0, 0], [1, 1], 1), 2)
     kernel, stride, dilation = shape(weight.name)[2:], pair(stride), pair(dilation)
     if isinstance(padding, str):
@@ -52,14 +52,14 @@ def conv2d(op: Operator, shape: Shape) -> Sliding:
 
 
 def max_pool2d(op: Operator, shape: Shape) -> Sliding:
-    """Return the window of a maximum pool; one that hangs over the end needs the fill value there."""
+    """Return the window of a max pool; with ``ceil_mode`` it may extend beyond the padding."""
     _, kernel, stride, padding, dilation, ceil_mode = arguments(op.args, ([], [0, 0], [1, 1], False), 2)
     window = _window(pair(kernel), pair(stride or kernel), pair(padding), pair(dilation))
     return Sliding(window, (not ceil_mode, not ceil_mode), float("-inf"))
 
 
 def avg_pool2d(op: Operator, shape: Shape) -> Sliding:
-    """Return the window of a mean pool; its padding is never left to the native call, whose counts would be wrong."""
+    """Return the window of an average pool; the native call never pads, because its counts would be wrong."""
     _, kernel, stride, padding, *_ = arguments(op.args, ([], [0, 0], False, True, None), 2)
     return Sliding(_window(pair(kernel), pair(stride or kernel), pair(padding), (1, 1)), (False, False))
 
@@ -74,4 +74,4 @@ WINDOWS: dict[str, Callable[[Operator, Shape], Sliding]] = {
     "aten.max_pool2d.default": max_pool2d,
     "aten.avg_pool2d.default": avg_pool2d,
 }
-"""Text form of an operator -> what reads its window."""
+"""Name of an operator -> function that returns its window."""

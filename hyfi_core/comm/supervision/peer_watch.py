@@ -27,11 +27,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hyfi_core.errors import FAULT
+
 if TYPE_CHECKING:  # the watch itself needs no torch
     from hyfi_core.comm.base import Communicator
 
-FAULT = 70
-"""What a rank ends with that ends because of another one."""
 _LEAVES, _FAILS, _END = b"L", b"F", b"E"
 _TOKEN_BYTES = 16
 _CONNECT_S = 20.0

@@ -25,8 +25,8 @@ from typing import Any, NoReturn
 from hyfi_core.comm.activity import ACTIVITY, Wait, named_ranks
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.supervision.board import Board, RankStatus, open_board
-from hyfi_core.comm.supervision.peer_watch import FAULT, PeerWatch, is_lost_peer, watch_peers
-from hyfi_core.errors import RequestError
+from hyfi_core.comm.supervision.peer_watch import PeerWatch, is_lost_peer, watch_peers
+from hyfi_core.errors import FAULT, RequestError
 
 LIMIT_VARIABLE = "HYFI_TIMEOUT_S"
 LIMIT_S = 1800.0

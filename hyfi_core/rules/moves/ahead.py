@@ -1,10 +1,12 @@
-"""Looking ahead: which factor of height and width numbers the windows, and which the pixels within one.
+"""Which factor of height and width counts windows, and which the pixels in a window: from the operators that follow.
 
-    H -> (4, 7)    windows of 7 rows: four of them, shared by the ranks; each needs its 7 rows
-    H -> (7, 4)    a grid of 7 rows: four of them, every fourth row in one; the ranks share the 4
+Window and grid attention divide H into two factors, of which ranks must share the number of windows::
 
-Sizes alone do not tell. But what follows does: both kinds end in one dim that numbers windows and, behind it, one that
-numbers pixels.
+    H -> (4, 7)    window attention: 4 windows of 7 neighbouring rows; ranks share the first factor
+    H -> (7, 4)    grid attention: 4 windows of 7 rows, every fourth row each; ranks share the second factor
+
+The sizes do not determine which case it is. But both end in a shape with a dim of windows before a dim of pixels, so
+the factors are followed through the next views and permutations.
 """
 
 from __future__ import annotations
@@ -23,17 +25,17 @@ Groups = list[tuple[int, ...]]
 def windows_first(
     program: Program, op: Operator, groups: Groups, sizes: Sequence[int], pairs: Sequence[Sequence[int]]
 ) -> int | None:
-    """Return which of two pairs of factors (of y and of x) ends in an earlier dim than the other, alone behind others.
+    """Return which of two pairs of factors, (of y, of x), ends in an earlier dim than the other.
 
     Args:
         program: the model.
-        op: the view that makes the factors dims.
+        op: the view that divides height and width into factors.
         groups: the factors of each dim of its result.
         sizes: of the factors.
-        pairs: (factor of y, factor of x) of either kind.
+        pairs: the two pairs (factor of y, factor of x).
 
     Returns:
-        0 or 1; None where one of the pairs does not end as the last factors of one dim.
+        0 or 1: the pair that counts windows; None if a pair does not end as the last factors of one dim.
     """
     found = _places(groups, pairs)
     value = op.first_output
@@ -52,7 +54,10 @@ def windows_first(
 
 
 def _places(groups: Groups, pairs: Sequence[Sequence[int]]) -> list[int | None]:
-    """Return the dim whose last factors each pair is; for one of the pairs, two dims beside each other do as well."""
+    """Return the dim whose last factors are each pair, None if none is.
+
+    If one pair is in one dim, the other may also be in two neighbouring dims.
+    """
     merged = [next((at for at, group in enumerate(groups) if group[-2:] == tuple(pair)), None) for pair in pairs]
     if merged[0] is None and merged[1] is None:
         return merged
@@ -63,7 +68,7 @@ def _places(groups: Groups, pairs: Sequence[Sequence[int]]) -> list[int | None]:
 
 
 def _after(program: Program, op: Operator, groups: Groups, sizes: Sequence[int]) -> Groups | None:
-    """Return what the dims hold after an operator; None for one that is no view, or takes a factor apart."""
+    """Return the factors of each dim after an operator; None if it is no view, or divides a factor."""
     if op.text in _SAME:
         return groups
     if op.text == "aten.permute.default":

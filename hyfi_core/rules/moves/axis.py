@@ -1,9 +1,9 @@
-"""Axes: for operators whose outputs read an interval of the input along y and x, independently.
+"""Operators whose outputs read intervals of the input along y and x, independently of each other.
 
     nearest ×1.5   input    0   1   2   3
                    output   0 1 2 3 4 5          output 3 reads input 2: interval(3, 4) = (2, 3)
 
-The interval determines where to cut the output so that the fewest pixels move, and the box that each rank needs.
+The intervals determine where to cut the output so that the fewest pixels move, and the box that each rank needs.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Axis:
     """The access pattern of an operator along one axis.
 
     Attributes:
-        outputs: how many there are.
-        interval: (start, stop) of outputs, not empty -> half-open input interval that they read; may extend beyond the
-            input.
+        outputs: number of outputs.
+        interval: (start, stop) of a non-empty range of outputs -> half-open interval of the inputs that they read; may
+            extend beyond the map.
     """
 
     outputs: int
@@ -57,9 +57,10 @@ class Axis:
         return (*result, self.outputs)
 
     def _cut(self, cut: int, inputs: int) -> int:
-        """Return the output cut across which fewest inputs move; the most balanced one of several.
+        """Return the output cut that moves the fewest inputs; of several, the most balanced one.
 
-        Before ``low`` nothing moves down the axis, from ``high`` on nothing moves up: the best lies between them.
+        Output cuts up to ``low`` need no inputs from behind the input cut, those from ``high`` on none from before it.
+        So the best cut is between them.
         """
         everyone = range(self.outputs + 1)
         low = bisect_left(everyone, 1, key=lambda out: self._needed_before(out, cut, inputs)) - 1
@@ -86,12 +87,12 @@ class Axis:
 
 @dataclass(frozen=True)
 class Reach:
-    """The layout of an operator's output, and the input that this rank needs for its part.
+    """The layout of an operator's output and the redistributed input.
 
     Attributes:
-        split: of the output, space in the same dims as the input's.
-        canvas: name of the value with the needed input.
-        need: the box of the input that the canvas covers; may hang over the map.
+        split: layout of the output; height and width are the same dims as in the input.
+        canvas: name of the value with the input that this rank needs.
+        need: the box of that input; may extend beyond the map.
         part: the box of the output that this rank owns.
     """
 
@@ -123,7 +124,7 @@ def reach(builder: Builder, name: str, axes: tuple[Axis, Axis], fill: float = 0.
 
 
 def scattered(outputs: int, stride: int, padding: int, span: int) -> Axis:
-    """Return the axis on which input ``i`` reaches outputs ``i * stride - padding`` to ``… + span``."""
+    """Return the axis on which input ``i`` adds to the ``span + 1`` outputs from ``i * stride - padding``."""
 
     def interval(start: int, stop: int) -> tuple[int, int]:
         first = -(-(start + padding - span) // stride)
@@ -133,7 +134,7 @@ def scattered(outputs: int, stride: int, padding: int, span: int) -> Axis:
 
 
 def taken(tensor: torch.Tensor, dim: int, indices: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` at ``indices`` along ``dim``: a view where they are one run."""
+    """Return ``tensor`` at ``indices`` along ``dim``; a view if they are consecutive."""
     count = indices.numel()
     first, last = int(indices[0]), int(indices[-1])
     if last - first == count - 1 and bool((indices.diff() == 1).all()):

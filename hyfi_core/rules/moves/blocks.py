@@ -1,13 +1,13 @@
-"""Views that take height and width apart into blocks, put blocks together again, or fold other dims in front of them.
+"""Views that divide height and width into blocks, merge blocks, or merge other dims with them.
 
-    H            -> (H/4, 4)            blocks: ranks share the H/4, each block lies on one rank; parts are cut at
-                                        multiples of 4 for it, and where a map is too small for that a rank owns nothing
-    (H/4, 4)     -> H                   and back
-    (B, H/4, W/4) -> B · H/4 · W/4      windows beside each other, of all images: flat, with leads (B, 1)
-    H            -> (4, H/4)            a grid: every H/4th row belongs together; ranks share the H/4
+    H             -> (H/4, 4)           blocks: ranks share the H/4, each block is on one rank. Parts are cut at
+                                        multiples of 4; if the map is too small for this, some ranks own nothing
+    (H/4, 4)      -> H                  the inverse
+    (B, H/4, W/4) -> B · H/4 · W/4      the windows of all images: flat, with leads (B, 1)
+    H             -> (4, H/4)           a grid: rows with the distance H/4 belong together; ranks share the H/4
 
-Of what H becomes, ranks share the factor that numbers windows, as far as that can be told (``moves.ahead``), and the
-outermost or, of two, the longest otherwise.
+Of the factors of H, ranks share the one that counts windows, if this can be determined (see ``moves.ahead``); else the
+first or, of two, the larger one.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from hyfi_core.rules.moves.strips import strips
 
 @dataclass(frozen=True)
 class _Factor:
-    """One factor of the sizes before and after a view.
+    """A common factor of the sizes before and after a view.
 
     Attributes:
-        size: how large.
-        before: the dim that it is in before.
-        after: the dim that it is in afterwards.
+        size: of the factor.
+        before: the dim that contains it before the view.
+        after: the dim that contains it after the view.
     """
 
     size: int
@@ -40,7 +40,7 @@ class _Factor:
 
 
 def view_of_blocks(builder: Builder, op: Operator) -> bool:
-    """Emit a view whose dims of space become blocks, or blocks dims of space; whether it could be done."""
+    """Emit a view that divides height and width into blocks, or merges them; return whether it is supported."""
     name, sizes = op.args[0].name, builder.shape(op.first_output)
     here = builder.splits[name].owned
     shape, dims = here.opened(builder.shape(name))
@@ -48,7 +48,7 @@ def view_of_blocks(builder: Builder, op: Operator) -> bool:
     if factors is None:
         return False
     along = [[at for at, factor in enumerate(factors) if factor.before == dim] for dim in dims]
-    if not all(along):  # one row or one column: which dim is it afterwards?
+    if not all(along):  # a single row or column: its dim after the view is ambiguous
         return False
     last = _inner_shared(builder, op, factors, along)
     carriers = tuple(found[-1] if inner else found[0] for found, inner in zip(along, last, strict=True))
@@ -79,7 +79,7 @@ def view_of_blocks(builder: Builder, op: Operator) -> bool:
 
 
 def _inner_shared(builder: Builder, op: Operator, factors: list[_Factor], along: list[list[int]]) -> list[bool]:
-    """Return for height and width whether the inner of two factors is what ranks share."""
+    """Return, for height and width, whether ranks share the second of two factors."""
     sizes = [factor.size for factor in factors]
     if all(len(found) == 2 for found in along):
         rank = len(builder.shape(op.first_output))
@@ -92,7 +92,7 @@ def _inner_shared(builder: Builder, op: Operator, factors: list[_Factor], along:
 
 
 def _gridded(builder: Builder, name: str, axis: int, inner: int) -> str:
-    """Return a map one of whose dims of space is (n, ``inner``) instead of n · ``inner``; ranks share the latter."""
+    """Return a map whose height or width is two dims (n, ``inner``); ranks share the latter."""
     here = builder.splits[name]
     dim, shape = here.dims[axis], builder.shape(name)
     whole = builder.part(name, strips(builder, here, dim))
@@ -103,7 +103,7 @@ def _gridded(builder: Builder, name: str, axis: int, inner: int) -> str:
 
 
 def _ungridded(builder: Builder, name: str, output: str) -> None:
-    """Emit the map ``output`` of a value whose height and width both have other dims in front: these become space."""
+    """Emit ``output``: a value whose height and width each have another dim before them, merged with it."""
     split, sizes = builder.splits[name], builder.shape(name)
     held = builder.opened(name)
     for axis in (1, 0):
@@ -123,7 +123,7 @@ def _ungridded(builder: Builder, name: str, output: str) -> None:
 def _reshaped(
     builder: Builder, name: str, shape: tuple[int, ...], cuts: list[tuple[int, ...]], dims: tuple[int, ...]
 ) -> str:
-    """Return a value of another shape, each rank's part of it reshaped."""
+    """Return a value of another shape, made by reshaping each rank's part."""
     split = Split(Layout(cuts[0], cuts[1]), (dims[0], dims[1]))
     local, result = split.local_shape(shape, builder.rank), builder.fresh(name, shape)
     builder.compute(lambda tensor: tensor.reshape(local), (name,), (result,), split)
@@ -131,7 +131,7 @@ def _reshaped(
 
 
 def _factors(before: tuple[int, ...], after: tuple[int, ...]) -> list[_Factor] | None:
-    """Return the common factors of two shapes of as many elements, in order; None where there are none."""
+    """Return the common factors of two shapes of equal size, in order; None if their dims have none."""
     cuts = sorted({*_products(before), *_products(after)})
     if any(high % low for low, high in itertools.pairwise(cuts)):
         return None
@@ -143,17 +143,23 @@ def _products(shape: tuple[int, ...]) -> list[int]:
 
 
 def _holding(shape: tuple[int, ...], ahead: int) -> int:
-    """Return the dim whose factors start at, or go on behind, a product of ``ahead``."""
+    """Return the dim that contains the factor before which the product of factors is ``ahead``."""
     return next(at for at in range(len(shape)) if prod(shape[: at + 1]) > ahead)
 
 
 def _aligned(cuts: tuple[int, ...], block: int) -> tuple[int, ...]:
-    """Return the multiples of ``block`` nearest to cuts."""
+    """Return the multiples of ``block`` that are nearest to the cuts."""
     return tuple((cut + block // 2) // block * block for cut in cuts)
 
 
 def _folded(layout: Layout, factors: list[_Factor], carriers: tuple[int, int]) -> Split | None:
-    """Return how the result is split, for factors of height and width that are laid out so; None if it cannot be."""
+    """Return how the result is split; None if that is not possible.
+
+    Args:
+        layout: of the two shared factors.
+        factors: of the view.
+        carriers: index of the shared factor of height, and of width.
+    """
     y, x = carriers
     dims = factors[y].after, factors[x].after
     members = [[at for at, factor in enumerate(factors) if factor.after == dim] for dim in dims]

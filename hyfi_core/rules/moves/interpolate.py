@@ -1,7 +1,7 @@
 """Rules for resizing by weighted sums of a few neighbours: bicubic, and bilinear and bicubic with antialiasing.
 
-Along each axis an output is a sum of some neighbouring inputs with weights that depend on its place alone, as in
-ATen/native/UpSample.h and native/cpu/UpSampleKernel.cpp; the weights are of the map's own precision.
+Along each axis, an output is a weighted sum of neighbouring inputs; the weights depend only on its position, as in
+ATen/native/UpSample.h and native/cpu/UpSampleKernel.cpp, and have the precision of the map.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class _Neighbours:
     """The inputs of each output along one axis.
 
     Attributes:
-        places: (outputs, taps) numbers of inputs, rising along both dims.
+        places: (outputs, taps) indices of inputs, ascending along both dims.
         weights: of the same shape.
     """
 
@@ -29,7 +29,7 @@ class _Neighbours:
     weights: torch.Tensor
 
     def axis(self) -> Axis:
-        """Return the inputs that an interval of outputs reads."""
+        """Return the intervals of inputs that outputs read."""
         first, last = self.places.amin(1).tolist(), self.places.amax(1).tolist()
         return Axis(len(first), lambda start, stop: (first[start], last[stop - 1] + 1))
 
@@ -38,17 +38,17 @@ _Find = Callable[[int, int, bool, torch.Tensor], _Neighbours]
 
 
 def interpolated(find: _Find) -> Rule:
-    """Return the rule of a resizing whose taps ``find(inputs, outputs, align corners, scale)`` returns."""
+    """Return the rule of a resizing; ``find(inputs, outputs, align_corners, scale)`` returns its taps."""
 
     def rule(builder: Builder, op: Operator) -> None:
         name, align = op.args[0].name, bool(op.args[2])
         factors = op.args[3] if len(op.args) > 3 and op.args[3] is not None else (None, None)
         dims = builder.splits[name].dims
-        kind = torch.promote_types(builder.values[name].dtype, torch.float32)
+        dtype = torch.promote_types(builder.values[name].dtype, torch.float32)
         taps = []
         for dim, factor in zip(dims, factors, strict=True):
             size, outputs = builder.shape(name)[dim], builder.shape(op.first_output)[dim]
-            taps.append(find(size, outputs, align, _scale(size, outputs, align, factor).to(kind)))
+            taps.append(find(size, outputs, align, _scale(size, outputs, align, factor).to(dtype)))
         plan = reach(builder, name, (taps[0].axis(), taps[1].axis()))
         part, need = plan.part, plan.need
         own = [
@@ -59,7 +59,7 @@ def interpolated(find: _Find) -> Rule:
         ]
 
         def call(tensor: torch.Tensor) -> torch.Tensor:
-            result = tensor.to(kind)
+            result = tensor.to(dtype)
             for dim, (places, weights) in zip(dims, own, strict=True):
                 result = _summed(result, dim, places, weights)
             return result.to(tensor.dtype)
@@ -80,14 +80,14 @@ def _summed(tensor: torch.Tensor, dim: int, places: torch.Tensor, weights: torch
 
 
 def _scale(size: int, outputs: int, align: bool, factor: float | None) -> torch.Tensor:
-    """Return inputs for each output."""
+    """Return the distance between neighbouring outputs, in inputs."""
     if align:
         return torch.tensor((size - 1) / (outputs - 1) if outputs > 1 else 0.0, dtype=torch.float64)
     return torch.tensor(1.0 / factor if factor else size / outputs, dtype=torch.float64)
 
 
 def bicubic(size: int, outputs: int, align: bool, scale: torch.Tensor) -> _Neighbours:
-    """Return the taps of bicubic resizing: four, those beyond the border counted as the border."""
+    """Return the four taps of bicubic resizing; taps beyond the border read the border."""
     out = torch.arange(outputs, dtype=scale.dtype)
     position = out * scale if align else scale * (out + 0.5) - 0.5
     first = position.floor()
@@ -98,33 +98,33 @@ def bicubic(size: int, outputs: int, align: bool, scale: torch.Tensor) -> _Neigh
 
 
 def antialiased(support: float, weigh: Callable[[torch.Tensor], torch.Tensor]) -> _Find:
-    """Return what finds the taps of antialiased resizing with a filter of this support at scale 1."""
+    """Return a function that returns the taps of antialiased resizing, for a filter with this support at scale 1."""
 
     def find(size: int, outputs: int, align: bool, scale: torch.Tensor) -> _Neighbours:
-        wide = scale.clamp(min=1.0)
-        reach_px = support * wide
+        stretch = scale.clamp(min=1.0)
+        reach_px = support * stretch
         center = scale * (torch.arange(outputs, dtype=scale.dtype) + 0.5)
         low = (center - reach_px + 0.5).long().clamp(min=0)
         high = (center + reach_px + 0.5).long().clamp(max=size)
         places = low[:, None] + torch.arange(int((high - low).max()))
-        weights = weigh((places - center[:, None] + 0.5) / wide).masked_fill(places >= high[:, None], 0.0)
+        weights = weigh((places - center[:, None] + 0.5) / stretch).masked_fill(places >= high[:, None], 0.0)
         return _Neighbours(torch.minimum(places, high[:, None] - 1), weights / weights.sum(1, keepdim=True))
 
     return find
 
 
-def _cubic(away: torch.Tensor, slope: float) -> torch.Tensor:
+def _cubic(distance: torch.Tensor, slope: float) -> torch.Tensor:
     """Return the cubic convolution kernel (Keys, 1981)."""
-    away = away.abs()
-    near = ((slope + 2) * away - (slope + 3)) * away * away + 1
-    far = ((away - 5) * away + 8) * away * slope - 4 * slope
-    return torch.where(away <= 1, near, torch.where(away < 2, far, 0.0))
+    x = distance.abs()
+    near = ((slope + 2) * x - (slope + 3)) * x * x + 1
+    far = ((x - 5) * x + 8) * x * slope - 4 * slope
+    return torch.where(x <= 1, near, torch.where(x < 2, far, 0.0))
 
 
-def _triangle(away: torch.Tensor) -> torch.Tensor:
-    return (1 - away.abs()).clamp(min=0.0)
+def _triangle(distance: torch.Tensor) -> torch.Tensor:
+    return (1 - distance.abs()).clamp(min=0.0)
 
 
 upsample_bicubic = interpolated(bicubic)
 upsample_bilinear_antialiased = interpolated(antialiased(1.0, _triangle))
-upsample_bicubic_antialiased = interpolated(antialiased(2.0, lambda away: _cubic(away, -0.5)))
+upsample_bicubic_antialiased = interpolated(antialiased(2.0, lambda distance: _cubic(distance, -0.5)))

@@ -1,4 +1,4 @@
-"""Rules for patches: ``F.unfold`` and ``Tensor.unfold`` lay out what windows cover, ``F.fold`` adds it up again."""
+"""Rules for ``F.unfold`` and ``Tensor.unfold``, which copy the pixels of windows, and ``F.fold``, which adds them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import torch.nn.functional as F
 
 from hyfi_core.capture.program import Operator
 from hyfi_core.rules.builder import Builder
-from hyfi_core.rules.calls import bound, renamed
+from hyfi_core.rules.calls import emit_on_part
 from hyfi_core.rules.instructions import Split
 from hyfi_core.rules.moves.axis import Axis, reach, scattered
 from hyfi_core.rules.window_arguments import pair
 
 
 def _covered(outputs: int, kernel: int, dilation: int, padding: int, stride: int) -> Axis:
-    """Return the axis on which window ``i`` covers inputs from ``i * stride - padding`` on."""
+    """Return the axis on which window ``i`` starts at input ``i * stride - padding``."""
     return Axis(
         outputs,
         lambda start, stop: (start * stride - padding, (stop - 1) * stride - padding + dilation * (kernel - 1) + 1),
@@ -22,7 +22,7 @@ def _covered(outputs: int, kernel: int, dilation: int, padding: int, stride: int
 
 
 def unfold(builder: Builder, op: Operator) -> None:
-    """``F.unfold``: (B, C, H, W) to (B, C · kernel, windows), flat, row after row of windows."""
+    """``F.unfold``: (B, C, H, W) to (B, C · kernel, windows), with windows in row-major order."""
     name = op.args[0].name
     kernel, dilation, padding, stride = (pair(given) for given in op.args[1:5])
     sizes = builder.shape(name)[2:]
@@ -40,7 +40,7 @@ def _windows(
     padding: tuple[int, int],
     stride: tuple[int, int],
 ) -> tuple[int, int]:
-    """Return how many windows there are, (y, x)."""
+    """Return the number of windows, (y, x)."""
     rows, columns = (
         (size + 2 * p - d * (k - 1) - 1) // s + 1
         for size, k, d, p, s in zip(sizes, kernel, dilation, padding, stride, strict=True)
@@ -49,7 +49,7 @@ def _windows(
 
 
 def fold(builder: Builder, op: Operator) -> None:
-    """``F.fold``: what windows cover is added up where they overlap."""
+    """``F.fold``: adds the pixels of overlapping windows."""
     name = op.args[0].name
     sizes = (int(op.args[1][0]), int(op.args[1][1]))
     kernel, dilation, padding, stride = (pair(given) for given in op.args[2:6])
@@ -68,7 +68,7 @@ def fold(builder: Builder, op: Operator) -> None:
     axes = tuple(scattered(*given) for given in zip(sizes, stride, padding, spans, strict=True))
     plan = reach(builder, builder.opened(builder.part(name, here)), (axes[0], axes[1]))
     part, need = plan.part, plan.need
-    # The first position that the local result covers, and where the owned part begins and ends in it.
+    # The local result covers more than the owned part: how much before it, and how much behind it.
     before = [part.y0 - (need.y0 * stride[0] - padding[0]), part.x0 - (need.x0 * stride[1] - padding[1])]
     covered = tuple((n - 1) * s + span + 1 for n, s, span in zip(need.shape, stride, spans, strict=True))
     behind = [b + n - c for b, n, c in zip(before, part.shape, covered, strict=True)]
@@ -81,14 +81,13 @@ def fold(builder: Builder, op: Operator) -> None:
 
 
 def unfold_along(builder: Builder, op: Operator) -> None:
-    """``Tensor.unfold``: windows along one dim; what they cover is a new last dim."""
+    """``Tensor.unfold``: windows along one dim; their pixels are a new last dim."""
     name = op.args[0].name
     dim, kernel, stride = op.args[1] % len(builder.shape(name)), op.args[2], op.args[3]
     here = builder.splits[name]
     if dim not in here.dims:
-        split = builder.seen(op, name)
-        function, inputs = bound(renamed(op, {name: builder.part(name, split)}))
-        builder.compute(function, inputs, op.outputs, split)
+        split = builder.same_pixels(op, name)
+        emit_on_part(builder, op, split, split)
         return
     if not here.plain:
         builder.refuse(

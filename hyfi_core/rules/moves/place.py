@@ -1,6 +1,10 @@
-"""Rules for operators that put pixels in other places: pad, slices of space, nearest-neighbour resizing, pixel shuffle.
+"""Rules for operators that move pixels: pad, slice, split, cat, nearest-neighbour resizing, pixel shuffle.
 
-Every output pixel is one input pixel (or a constant), along y and x independently, so a table per axis says it all.
+Every output pixel is one input pixel or a constant, independently along y and x. So most are described by a table for
+each axis: output index -> input index.
+
+    y[:, :, ::2]         table of y: 0 2 4 6
+    reflection by 1      table of y: 1 0 1 2 3 2
 """
 
 from __future__ import annotations
@@ -18,11 +22,11 @@ from hyfi_core.plan.layout import Layout
 from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.instructions import Split
 from hyfi_core.rules.moves.axis import Axis, reach, taken
-from hyfi_core.rules.moves.runs import pad_circular
+from hyfi_core.rules.moves.slices import pad_circular
 
 
 def pad(builder: Builder, op: Operator) -> None:
-    """Padding by a constant, by reflection, by the border or around; negative widths crop."""
+    """``pad`` in all modes; negative widths crop."""
     name, widths = op.args[0].name, list(op.args[1])
     mode = op.args[2] if len(op.args) > 2 else op.kwargs.get("mode", "constant")
     value = op.args[3] if len(op.args) > 3 else op.kwargs.get("value")
@@ -75,7 +79,7 @@ def _replicated(index: int, size: int) -> int:
 
 
 def _by_table(builder: Builder, outputs: tuple[str | None, ...], name: str, tables: list[list[int]]) -> None:
-    """Emit what makes output pixel (y, x) of input pixel (tables[0][y], tables[1][x])."""
+    """Emit the operator whose output pixel (y, x) is input pixel (tables[0][y], tables[1][x])."""
     plan = reach(builder, name, (Axis.of_table(tables[0]), Axis.of_table(tables[1])))
     part, need, dims = plan.part, plan.need, plan.split.dims
     rows = torch.tensor(tables[0][part.y0 : part.y1]) - need.y0
@@ -88,7 +92,7 @@ def _by_table(builder: Builder, outputs: tuple[str | None, ...], name: str, tabl
 
 
 def slice_of_space(builder: Builder, op: Operator, dim: int) -> None:
-    """A slice along y or x, with any positive step."""
+    """``slice`` along y or x, with any positive step."""
     name = op.args[0].name
     shape, dims = builder.shape(name), builder.splits[name].dims
     start, stop, step = (list(op.args[2:5]) + [None] * 3)[:3]
@@ -100,7 +104,7 @@ def slice_of_space(builder: Builder, op: Operator, dim: int) -> None:
 
 
 def split_of_space(builder: Builder, op: Operator, dim: int) -> None:
-    """``split`` and ``chunk`` along y or x: one slice for each piece that something uses."""
+    """``split`` and ``chunk`` along y or x: one slice for each used output."""
     name = op.args[0].name
     shape, dims = builder.shape(name), builder.splits[name].dims
     start = 0
@@ -119,7 +123,7 @@ def _lengths(op: Operator, size: int) -> list[int]:
 
 
 def cat_of_space(builder: Builder, op: Operator, dim: int) -> None:
-    """``cat`` along y or x: each rank is brought what lies in its part of each piece."""
+    """``cat`` along y or x: each rank receives the pixels of each input that are in its part."""
     names = [item.name for item in op.args[0]]
     first = next(builder.splits[name] for name in names if name in builder.splits)
     shape = builder.shape(op.first_output)
@@ -149,13 +153,13 @@ def cat_of_space(builder: Builder, op: Operator, dim: int) -> None:
 
 
 def _inside(part: Box, band: Box) -> Box:
-    """Return what of a part lies in a band, counted from the band's first pixel."""
+    """Return the intersection of a part and a band, relative to the band."""
     box = part.intersect(band)
     return Box(0, 0, 0, 0) if box.empty else box.relative_to(band)
 
 
 def _piece(builder: Builder, name: str, dims: tuple[int, int], need: Sequence[Box]) -> str:
-    """Return the name of what this rank needs of a value; boxes count ``dims`` as (y, x)."""
+    """Return the name of the box of an input that each rank needs; the boxes' (y, x) are ``dims``."""
     split = builder.splits.get(name)
     if split is not None:
         turned = split.dims != dims
@@ -167,7 +171,7 @@ def _piece(builder: Builder, name: str, dims: tuple[int, int], need: Sequence[Bo
 
 
 def upsample_nearest(builder: Builder, op: Operator) -> None:
-    """Nearest-neighbour resizing to any size; the table is what PyTorch itself does to a ramp."""
+    """Nearest-neighbour resizing to any size; PyTorch computes the table, by resizing a row of indices."""
     name = op.args[0].name
     output = op.first_output
     factors = op.args[2] if len(op.args) > 2 else None
@@ -179,16 +183,16 @@ def upsample_nearest(builder: Builder, op: Operator) -> None:
 
 
 def _nearest(op: Operator, builder: Builder, size: int, outputs: int, factor: float | None) -> list[int]:
-    """Return the input index of every output; PyTorch's arithmetic is that of the map's own type."""
+    """Return the input index of every output; PyTorch rounds positions in the map's dtype."""
     exact = "exact" in op.text
     resize: Any = torch.ops.aten._upsample_nearest_exact2d if exact else torch.ops.aten.upsample_nearest2d
-    kind = torch.float64 if builder.values[op.args[0].name].dtype == torch.float64 else torch.float32
-    ramp = torch.arange(size, dtype=kind).view(1, 1, size, 1)
+    dtype = torch.float64 if builder.values[op.args[0].name].dtype == torch.float64 else torch.float32
+    ramp = torch.arange(size, dtype=dtype).view(1, 1, size, 1)
     return [int(index) for index in resize.default(ramp, [outputs, 1], factor, None).flatten()]
 
 
 def pixel_shuffle(builder: Builder, op: Operator) -> None:
-    """Channels become pixels: each input pixel a block of its own."""
+    """Channels become pixels: each input pixel becomes a block."""
     name, factor = op.args[0].name, int(op.args[1])
     here = builder.splits[name].layout
     axes = tuple(

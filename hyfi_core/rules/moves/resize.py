@@ -1,9 +1,9 @@
-"""Rules for operators that blend neighbours by position: transposed convolution, bilinear resizing, adaptive pools.
+"""Rules for transposed convolution, bilinear resizing and adaptive pools.
 
 transposed convolution, kernel 3, stride 2, padding 1
 
 input      0       1       2          input i adds to the outputs 2i - 1 … 2i + 1
-output   · 0 1 2 3 4 ·                output 3 needs the inputs 1 and 2
+output   · 0 1 2 3 4 ·                output 3 needs inputs 1 and 2
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def conv_transpose2d(builder: Builder, op: Operator) -> None:
     spans = [d * (k - 1) for d, k in zip(dilation, builder.shape(weight.name)[2:], strict=True)]
     axes = tuple(scattered(size, *rest) for size, *rest in zip(sizes, stride, padding, spans, strict=True))
     plan = reach(builder, x.name, axes)  # type: ignore[arg-type]
-    # The first position that the local result covers, and where the owned part begins and ends in it.
+    # The local result covers more than the owned part: how much before it, and how much behind it.
     before = [
         plan.part.y0 - (plan.need.y0 * stride[0] - padding[0]),
         plan.part.x0 - (plan.need.x0 * stride[1] - padding[1]),
@@ -69,8 +69,7 @@ def upsample_bilinear(builder: Builder, op: Operator) -> None:
     ]
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
-        kind = torch.promote_types(tensor.dtype, torch.float32)
-        result = tensor.to(kind)
+        result = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
         for dim, (low, high, weight) in zip(dims, own, strict=True):
             sides = [1] * tensor.dim()
             sides[dim] = -1
@@ -90,16 +89,16 @@ def _blend(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (lower index, upper index, weight of the upper) of every output, in PyTorch's arithmetic.
 
-    See ``area_pixel_compute_source_index`` in ATen/native/UpSample.h; positions are of the map's own precision.
+    See ``area_pixel_compute_source_index`` in ATen/native/UpSample.h; positions have the precision of the map.
     """
-    kind = torch.float64 if double else torch.float32
-    out = torch.arange(outputs, dtype=kind)
+    dtype = torch.float64 if double else torch.float32
+    out = torch.arange(outputs, dtype=dtype)
     if size == outputs:
         position = out
     elif align:
-        position = out * (torch.tensor(size - 1, dtype=kind) / max(outputs - 1, 1) if outputs > 1 else 0.0)
+        position = out * (torch.tensor(size - 1, dtype=dtype) / max(outputs - 1, 1) if outputs > 1 else 0.0)
     else:
-        step = torch.tensor(1.0 / factor if factor else size / outputs, dtype=kind)
+        step = torch.tensor(1.0 / factor if factor else size / outputs, dtype=dtype)
         position = (step * (out + 0.5) - 0.5).clamp(min=0.0)
     low = position.floor().long().clamp(max=size - 1)
     high = (low + 1).clamp(max=size - 1)
@@ -107,11 +106,11 @@ def _blend(
 
 
 def adaptive_avg_pool2d(builder: Builder, op: Operator) -> None:
-    """Adaptive mean to any size: cell ``i`` of ``n`` covers the inputs from floor(i·N/n) to ceil((i + 1)·N/n)."""
+    """Adaptive average pooling: output ``i`` of ``n`` is the mean of inputs floor(i·N/n) to ceil((i + 1)·N/n)."""
     name = op.args[0].name
     sizes = builder.shape(name)[2:]
     outputs = builder.shape(op.first_output)[2:]
-    axes = tuple(_cells(size, count) for size, count in zip(sizes, outputs, strict=True))
+    axes = tuple(_adaptive(size, count) for size, count in zip(sizes, outputs, strict=True))
     plan = reach(builder, name, axes)  # type: ignore[arg-type]
     part, need = plan.part, plan.need
     rows = _means(axes[0], part.y0, part.y1, need.y0, need.y1)
@@ -119,33 +118,33 @@ def adaptive_avg_pool2d(builder: Builder, op: Operator) -> None:
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
         with torch.autocast(tensor.device.type, enabled=False):
-            kind = torch.promote_types(tensor.dtype, torch.float32)
-            means = torch.matmul(rows.to(tensor.device, kind), tensor.to(kind))
+            dtype = torch.promote_types(tensor.dtype, torch.float32)
+            means = torch.matmul(rows.to(tensor.device, dtype), tensor.to(dtype))
             return torch.matmul(means, columns.to(means).T).to(tensor.dtype)
 
     builder.compute(call, (plan.canvas,), op.outputs, plan.split)
 
 
-def _cells(size: int, count: int) -> Axis:
+def _adaptive(size: int, count: int) -> Axis:
     return Axis(count, lambda start, stop: (start * size // count, -(-stop * size // count)))
 
 
 def _means(axis: Axis, start: int, stop: int, first: int, last: int) -> torch.Tensor:
-    """Return the matrix that takes inputs ``[first, last)`` to the means of cells ``[start, stop)``."""
+    """Return the matrix from inputs ``[first, last)`` to outputs ``[start, stop)``, which are means."""
     matrix = torch.zeros(max(0, stop - start), max(0, last - first), dtype=torch.float64)
-    for cell in range(start, stop):
-        low, high = axis.interval(cell, cell + 1)
-        matrix[cell - start, low - first : high - first] = 1.0 / (high - low)
+    for output in range(start, stop):
+        low, high = axis.interval(output, output + 1)
+        matrix[output - start, low - first : high - first] = 1.0 / (high - low)
     return matrix
 
 
 def _pixels(box: Box) -> list[Box]:
-    """Return the pixels of a box, row after row."""
+    """Return the pixels of a box in row-major order."""
     return [Box(y, y + 1, x, x + 1) for y in range(box.y0, box.y1) for x in range(box.x0, box.x1)]
 
 
 def adaptive_max_pool2d(builder: Builder, op: Operator) -> None:
-    """Adaptive maximum: the first of equal maxima, in the order of the whole map, gets the gradient."""
+    """Adaptive max pooling: the first of equal maxima, in row-major order of the whole map, gets the gradient."""
     name = op.args[0].name
     split = builder.splits[name]
     sizes, outputs = builder.shape(name)[2:], builder.shape(op.first_output)[2:]
@@ -153,21 +152,23 @@ def adaptive_max_pool2d(builder: Builder, op: Operator) -> None:
         first = FirstMaximum(split.layout.parts[builder.rank], split.layout.width)
         builder.communicate(first, (builder.part(name, split),), op.outputs, "reduce")
         return
-    axes = tuple(_cells(size, count) for size, count in zip(sizes, outputs, strict=True))
+    axes = tuple(_adaptive(size, count) for size, count in zip(sizes, outputs, strict=True))
     plan = reach(builder, name, axes)  # type: ignore[arg-type]
     part, need = plan.part, plan.need
     even = all(size % count == 0 for size, count in zip(sizes, outputs, strict=True))
-    cells = (part,) if even else tuple(_pixels(part))
-    reached = [Box(*axes[0].interval(c.y0, c.y1), *axes[1].interval(c.x0, c.x1)).relative_to(need) for c in cells]
+    outputs_at_once = (part,) if even else tuple(_pixels(part))
+    reached = [
+        Box(*axes[0].interval(c.y0, c.y1), *axes[1].interval(c.x0, c.x1)).relative_to(need) for c in outputs_at_once
+    ]
 
-    def pooled(tensor: torch.Tensor, cell: Box, box: Box) -> tuple[torch.Tensor, torch.Tensor]:
-        y, x = box.slices()
-        top, where = F.adaptive_max_pool2d(tensor[:, :, y, x], cell.shape, return_indices=True)
-        rows, columns = where // box.width + box.y0 + need.y0, where % box.width + box.x0 + need.x0
+    def pooled(tensor: torch.Tensor, outputs: Box, inputs: Box) -> tuple[torch.Tensor, torch.Tensor]:
+        y, x = inputs.slices()
+        top, where = F.adaptive_max_pool2d(tensor[:, :, y, x], outputs.shape, return_indices=True)
+        rows, columns = where // inputs.width + inputs.y0 + need.y0, where % inputs.width + inputs.x0 + need.x0
         return top, rows * sizes[1] + columns
 
     def call(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        found = [pooled(tensor, cell, box) for cell, box in zip(cells, reached, strict=True)]
+        found = [pooled(tensor, box, inputs) for box, inputs in zip(outputs_at_once, reached, strict=True)]
         if even:
             return found[0]
         shape = (*tensor.shape[:2], *part.shape)

@@ -1,13 +1,13 @@
-"""Rules for operators along one dim of space: each rank is brought whole rows, or whole columns, and works on these.
+"""Rules for operators along height or width: each rank receives whole rows, or whole columns.
 
     2 x 2 ranks           4 strips of whole rows
     ┌───┬───┐             ┌───────┐
     │ 0 │ 1 │             │   0   │
-    ├───┼───┤      ─▶     ├───────┤      what comes out as large as the map stays so;
-    │ 2 │ 3 │             │   1 … │      a row or column that is left of it, every rank gets whole
+    ├───┼───┤      ─▶     ├───────┤      a result of the map's size is split into strips;
+    │ 2 │ 3 │             │   1 … │      a single row or column is gathered on every rank
     └───┴───┘             └───────┘
 
-Any operator is exact so: softmax, sort and running sums along a row, its variance, its largest value with ties.
+This is exact for any operator: softmax, sort, cumulative sums, variances, maxima with ties.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hyfi_core.rules.instructions import Split
 
 
 def strips(builder: Builder, split: Split, dim: int) -> Split:
-    """Return the layout in which ``dim`` of space is whole on every rank, and the other is divided over all ranks."""
+    """Return the layout in which ``dim``, height or width, is whole on every rank, and the other is divided."""
     ranks, whole = len(split.layout.parts), split.layout.map
     if split.dims[0] == dim:
         layout = Layout((0, whole.height), Layout.even(1, whole.width, (1, ranks)).columns)
@@ -35,16 +35,16 @@ def strips(builder: Builder, split: Split, dim: int) -> Split:
 
 
 def along_space(builder: Builder, op: Operator, dims: tuple[int, ...], keepdim: bool | None) -> None:
-    """Emit an operator that works along one dim of space of its first argument, and perhaps others that are not space.
+    """Emit an operator along height or width of its first argument, and perhaps along other dims.
 
     Args:
         builder: of the rank's program.
         op: the operator.
-        dims: along which it works.
-        keepdim: whether the dims that it reduces stay with size 1; None where it does not reduce.
+        dims: one of height and width, and others.
+        keepdim: whether reduced dims are kept as size 1; None if it does not reduce.
 
     Raises:
-        RequestError: height and width are one dim.
+        RequestError: height and width are not separate dims.
     """
     name = op.args[0].name
     here = builder.splits[name]
@@ -59,7 +59,7 @@ def along_space(builder: Builder, op: Operator, dims: tuple[int, ...], keepdim: 
         builder.compute(function, inputs, op.outputs, _resized(laid, dim, builder.shape(op.first_output)[dim]))
         return
     left = _resized(laid, dim, 1)
-    if not keepdim:  # what is left of space, a row or a column, is one dim
+    if not keepdim:  # a row or column is left, in one dim
         other = laid.dims[0] + laid.dims[1] - dim
         other -= sum(gone < other for gone in dims)
         left = replace(left, dims=(other, other))
@@ -67,25 +67,25 @@ def along_space(builder: Builder, op: Operator, dims: tuple[int, ...], keepdim: 
     builder.compute(function, inputs, mine, left)
     for part, output in zip(mine, op.outputs, strict=True):
         if part is not None:
-            everywhere(builder, part, output)
+            _gather_profile(builder, part, output)
 
 
-def everywhere(builder: Builder, name: str, output: str | None) -> None:
-    """Emit ``output``: a row or a column, of which each rank has its part, whole on every rank."""
+def _gather_profile(builder: Builder, name: str, output: str | None) -> None:
+    """Emit ``output``: a split row or column, gathered on every rank."""
     builder.compute(lambda tensor: torch.ops.aten.alias.default(tensor), (builder.whole(name),), (output,))
 
 
 def _resized(split: Split, dim: int, size: int) -> Split:
-    """Return strips whose whole dim has another size."""
+    """Return the layout of strips with another size of the dim that is not divided."""
     rows, columns = split.layout.rows, split.layout.columns
     layout = Layout((0, size), columns) if split.dims[0] == dim else Layout(rows, (0, size))
     return Split(layout, split.dims)
 
 
 def first_extreme(builder: Builder, op: Operator) -> None:
-    """``max`` and ``min`` along one dim of space, with indices: of each part, and then of these.
+    """``max`` and ``min`` along height or width, with indices: of each part, then of these results.
 
-    Of equal ones the first counts, so the first of the firsts is that of the whole row.
+    The first of equal extremes counts: in each part, then among parts in order, so it is the first of the whole row.
     """
     name = op.args[0].name
     here, shape = builder.splits[name].owned, builder.shape(name)
@@ -119,7 +119,7 @@ def first_extreme(builder: Builder, op: Operator) -> None:
 
 
 def _counted(cuts: tuple[int, ...]) -> tuple[int, ...]:
-    """Return cuts for one value of each part that owns something."""
+    """Return cuts with one value for each part that is not empty."""
     result = [0]
     for start, stop in itertools.pairwise(cuts):
         result.append(result[-1] + (stop > start))

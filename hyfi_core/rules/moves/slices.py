@@ -1,11 +1,11 @@
-"""Rules for operators that send a part's pixels to a few other places: roll, flip, circular padding, repeats.
+"""Rules for roll, flip, circular padding and repeats: each rank needs a few slices of the input along each axis.
 
     roll by 1, columns 0 … 7 on two ranks
 
-    rank 0 needs   7 │ 0 1 2        two runs of neighbouring pixels, each one box: an exchange for the first runs
-    rank 1 needs   3   4 5 6        of all ranks, one for the second ones, and every rank joins what it got
+    rank 0 needs   7 │ 0 1 2        two slices, so two redistributions: one of the first slices of all ranks,
+    rank 1 needs   3 4 5 6          one of the second slices; each rank concatenates what it has received
 
-Most of the boxes are what the rank has, so next to nothing travels.
+Most of these pixels are already on the rank, so little is sent.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from hyfi_core.capture.program import Operator
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.layout import Layout
 from hyfi_core.rules.builder import Builder
-from hyfi_core.rules.calls import bound, renamed
+from hyfi_core.rules.calls import emit_on_part
 from hyfi_core.rules.instructions import Split
 
 _NOTHING = Box(0, 0, 0, 0)
-Run = tuple[int, int, int]
-"""(start, stop, step): neighbouring inputs, upwards or, for a step of -1, downwards from stop - 1."""
+Slice = tuple[int, int, int]
+"""(start, stop, step): the inputs [start, stop), ascending, or descending for a step of -1."""
 
 
 def roll(builder: Builder, op: Operator) -> None:
-    """``roll`` along space, along other dims, or both."""
+    """``roll`` along any dims."""
     name = op.args[0].name
     here, shape = builder.splits[name], builder.shape(name)
     shifts = op.args[1] if isinstance(op.args[1], (list, tuple)) else [op.args[1]]
@@ -43,7 +43,7 @@ def roll(builder: Builder, op: Operator) -> None:
         by[dim] += shift
     rest = [(shift, dim) for dim, shift in by.items() if shift and dim not in here.dims]
     if not set(dims) & set(here.dims):
-        _alone(builder, op, name)
+        _elsewhere(builder, op)
         return
     if not here.plain:
         builder.refuse(
@@ -51,16 +51,16 @@ def roll(builder: Builder, op: Operator) -> None:
         )
     tables = [[(at - by[dim]) % shape[dim] for at in range(shape[dim])] for dim in here.dims]
     amounts, others = [shift for shift, _ in rest], [dim for _, dim in rest]
-    by_runs(builder, op, tables, here.layout, (lambda y: torch.roll(y, amounts, others)) if rest else None)
+    _by_slices(builder, op, tables, here.layout, (lambda y: torch.roll(y, amounts, others)) if rest else None)
 
 
 def flip(builder: Builder, op: Operator) -> None:
-    """``flip`` along space, along other dims, or both."""
+    """``flip`` along any dims."""
     name = op.args[0].name
     here, shape = builder.splits[name], builder.shape(name)
     dims = [dim % len(shape) for dim in op.args[1]]
     if not set(dims) & set(here.dims):
-        _alone(builder, op, name)
+        _elsewhere(builder, op)
         return
     if not here.plain:
         builder.refuse(
@@ -68,14 +68,13 @@ def flip(builder: Builder, op: Operator) -> None:
         )
     tables = [list(range(shape[dim]))[:: -1 if dim in dims else 1] for dim in here.dims]
     rest = [dim for dim in dims if dim not in here.dims]
-    by_runs(builder, op, tables, here.layout, (lambda y: y.flip(rest)) if rest else None)
+    _by_slices(builder, op, tables, here.layout, (lambda y: y.flip(rest)) if rest else None)
 
 
-def _alone(builder: Builder, op: Operator, name: str) -> None:
-    """Emit an operator that leaves every pixel where it is."""
-    here = builder.seen(op, name)
-    function, inputs = bound(renamed(op, {name: builder.part(name, here)}))
-    builder.compute(function, inputs, op.outputs, here)
+def _elsewhere(builder: Builder, op: Operator) -> None:
+    """Emit an operator along dims other than height and width."""
+    here = builder.same_pixels(op, op.args[0].name)
+    emit_on_part(builder, op, here, here)
 
 
 def pad_circular(builder: Builder, op: Operator, space: Sequence[tuple[int, int]]) -> None:
@@ -86,24 +85,24 @@ def pad_circular(builder: Builder, op: Operator, space: Sequence[tuple[int, int]
         for size, (before, after) in zip(here.layout.map.shape, space, strict=True)
     ]
     layout = Layout(_grown(here.layout.rows, space[0]), _grown(here.layout.columns, space[1]))
-    by_runs(builder, op, tables, layout)
+    _by_slices(builder, op, tables, layout)
 
 
 def _grown(cuts: tuple[int, ...], pair: tuple[int, int]) -> tuple[int, ...]:
-    """Return cuts of the same pixels with some before and some behind them."""
+    """Return the cuts of a padded axis; padding belongs to the first and last part."""
     return (0, *(cut + pair[0] for cut in cuts[1:-1]), cuts[-1] + sum(pair))
 
 
 def repeat_space(builder: Builder, op: Operator, times: tuple[int, int]) -> None:
-    """``repeat`` of whole maps, (y, x) times beside each other."""
+    """``repeat`` of whole maps, (y, x) times."""
     here = builder.splits[op.args[0].name]
     sides = here.layout.map.shape
     tables = [[at % size for at in range(size * count)] for size, count in zip(sides, times, strict=True)]
     layout = Layout.even(sides[0] * times[0], sides[1] * times[1], builder.grid)
-    by_runs(builder, op, tables, layout)
+    _by_slices(builder, op, tables, layout)
 
 
-def by_runs(
+def _by_slices(
     builder: Builder,
     op: Operator,
     tables: Sequence[Sequence[int]],
@@ -115,33 +114,30 @@ def by_runs(
     Args:
         builder: of the rank's program.
         op: its first argument is the map.
-        tables: for height and for width.
+        tables: output index -> input index, for height and for width.
         layout: of the result.
-        finish: what else it does to each part.
+        finish: applied to each part.
     """
     name = op.args[0].name
     dims = builder.splits[name].dims
-    runs = [
-        [_runs(table[start:stop]) for start, stop in pairwise(cuts)]
+    slices = [
+        [_slices(table[start:stop]) for start, stop in pairwise(cuts)]
         for table, cuts in zip(tables, (layout.rows, layout.columns), strict=True)
     ]
-    most = [max(len(found) for found in along) for along in runs]
+    most = [max(len(found) for found in along) for along in slices]
     columns = len(layout.columns) - 1
-    own = runs[0][builder.rank // columns], runs[1][builder.rank % columns]
+    own = slices[0][builder.rank // columns], slices[1][builder.rank % columns]
     pieces = []
     for i in range(most[0]):
         for j in range(most[1]):
-            need = [_box(runs[0][rank // columns], i, runs[1][rank % columns], j) for rank in range(len(layout.parts))]
+            need = [_box(slices[0][n // columns], i, slices[1][n % columns], j) for n in range(len(layout.parts))]
             pieces.append(builder.moved(name, need))
 
     def call(*tensors: torch.Tensor) -> torch.Tensor:
         bands = []
-        for i, (_, _, down) in enumerate(own[0]):
+        for i, (_, _, step_y) in enumerate(own[0]):
             row = [
-                tensors[i * most[1] + j].flip([dim for dim, step in zip(dims, (down, left), strict=True) if step < 0])
-                if min(down, left) < 0
-                else tensors[i * most[1] + j]
-                for j, (_, _, left) in enumerate(own[1])
+                _stepped(tensors[i * most[1] + j], dims, (step_y, step_x)) for j, (_, _, step_x) in enumerate(own[1])
             ]
             bands.append(row[0] if len(row) == 1 else torch.cat(row, dims[1]))
         result = bands[0] if len(bands) == 1 else torch.cat(bands, dims[0])
@@ -150,9 +146,15 @@ def by_runs(
     builder.compute(call, tuple(pieces), op.outputs, Split(layout, dims))
 
 
-def _runs(table: Sequence[int]) -> list[Run]:
-    """Return a table as runs of neighbours, upwards or downwards."""
-    result: list[Run] = []
+def _stepped(tensor: torch.Tensor, dims: tuple[int, int], steps: tuple[int, int]) -> torch.Tensor:
+    """Return the tensor flipped along the dims with a step of -1."""
+    flipped = [dim for dim, step in zip(dims, steps, strict=True) if step < 0]
+    return tensor.flip(flipped) if flipped else tensor
+
+
+def _slices(table: Sequence[int]) -> list[Slice]:
+    """Return a table as a list of slices, ascending or descending."""
+    result: list[Slice] = []
     at = 0
     while at < len(table):
         step = table[at + 1] - table[at] if at + 1 < len(table) else 1
@@ -166,6 +168,6 @@ def _runs(table: Sequence[int]) -> list[Run]:
     return result
 
 
-def _box(rows: list[Run], i: int, columns: list[Run], j: int) -> Box:
-    """Return the box of the ``i``th run of rows and the ``j``th of columns; empty where there are fewer."""
+def _box(rows: list[Slice], i: int, columns: list[Slice], j: int) -> Box:
+    """Return the box of slice ``i`` of rows and slice ``j`` of columns; empty if there are fewer."""
     return Box(*rows[i][:2], *columns[j][:2]) if i < len(rows) and j < len(columns) else _NOTHING

@@ -13,7 +13,7 @@ from hyfi_core.capture.export import capture
 from hyfi_core.lowering.lower import Target, lower
 from hyfi_core.ops.redistribute import Redistribute
 from hyfi_core.rules.instructions import CollectiveCall
-from hyfi_core.rules.moves.runs import _runs
+from hyfi_core.rules.moves.slices import _slices
 from tests.harness import Answers, assert_answers_equal_one_process
 
 Tensor = torch.Tensor
@@ -56,4 +56,4 @@ def test_a_roll_receives_what_crosses_the_cuts_alone() -> None:
     [([], []), ([3, 4, 0, 1], [(3, 5, 1), (0, 2, 1)]), ([4, 3, 2], [(2, 5, -1)]), ([2, 2], [(2, 3, 1), (2, 3, 1)])],
 )
 def test_runs_of_a_table(table: list[int], runs: list[tuple[int, int, int]]) -> None:
-    assert _runs(table) == runs
+    assert _slices(table) == runs
