@@ -23,13 +23,13 @@ from hyfi_core.rules.replicated import gathered
 
 def view(builder: Builder, op: Operator) -> None:
     """``view`` and ``reshape``; small maps are gathered if height and width are mixed with other dims."""
-    name, sizes = op.args[0].name, _result(builder, op)
+    name, sizes = op.args[0].name, builder.shape(op.first_output)
     shape, here = builder.shape(name), builder.splits[name]
     dims = _viewed(shape, here, sizes)
     if dims is None and view_of_blocks(builder, op):
         return
     if dims is None:
-        _without_space(builder, op, f"reshapes {shape} to {sizes}, which mixes height and width with other dims")
+        gathered(builder, op, f"reshapes {shape} to {sizes}, which mixes height and width with other dims")
         return
     if here.flat == (dims[0] == dims[1]):
         here = builder.same_pixels(op, name)
@@ -97,7 +97,7 @@ def squeeze(builder: Builder, op: Operator) -> None:
     asked = [given] if isinstance(given, int) else given
     gone = [dim % len(shape) for dim in asked if shape[dim] == 1]
     if set(gone) & set(here.dims):
-        _without_space(builder, op, f"squeezes height or width (dims {here.dims})")
+        gathered(builder, op, f"squeezes height or width (dims {here.dims})")
     else:
         _rename(builder, op, _renumbered(here, lambda dim: dim - sum(at < dim for at in gone)))
 
@@ -108,7 +108,7 @@ def select(builder: Builder, op: Operator) -> None:
     here = builder.same_pixels(op, name)
     dim = (op.args[1] if len(op.args) > 1 else 0) % len(builder.shape(name))
     if dim in here.dims:
-        _without_space(builder, op, f"splits dim {dim}, which is height or width")
+        gathered(builder, op, f"splits dim {dim}, which is height or width")
     else:
         _rename(builder, op, _renumbered(here, lambda at: at - (dim < at)))
 
@@ -126,15 +126,11 @@ def stack(builder: Builder, op: Operator) -> None:
 
 def expand(builder: Builder, op: Operator) -> None:
     """``expand``, also of a row, a column or a pixel to a map."""
-    sizes = _result(builder, op)
+    sizes = builder.shape(op.first_output)
     names, split = operands(builder, op, sizes)
     local = split.local_shape(sizes, builder.rank)
     name = op.args[0].name
     builder.compute(lambda tensor: tensor.expand(local), (names.get(name, name),), op.outputs, split)
-
-
-def _result(builder: Builder, op: Operator) -> tuple[int, ...]:
-    return builder.shape(op.first_output)
 
 
 def _renumbered(split: Split, number: Any) -> Split:
@@ -147,14 +143,9 @@ def _rename(builder: Builder, op: Operator, split: Split) -> None:
     emit_on_part(builder, op, builder.same_pixels(op, name), split)
 
 
-def _without_space(builder: Builder, op: Operator, what: str) -> None:
-    """Compute the operator on gathered maps; refuse large ones."""
-    gathered(builder, op, what)
-
-
 def new_like(builder: Builder, op: Operator) -> None:
     """``new_zeros`` and similar operators, with the shape of the map, or without height and width."""
-    name, sizes = op.args[0].name, _result(builder, op)
+    name, sizes = op.args[0].name, builder.shape(op.first_output)
     here = builder.splits[name]
     if sizes == builder.shape(name):
         local = here.local_shape(sizes, builder.rank)

@@ -13,7 +13,7 @@ from torch import nn
 import hyfi_core
 from hyfi_core.errors import RequestError
 from hyfi_core.rules.moves.axis import Axis, scattered
-from hyfi_core.rules.moves.resize import _blend, _cells
+from hyfi_core.rules.moves.resize import _adaptive, _blend
 from tests.harness import assert_equal_to_one_process, run_copies
 
 SIZES = [(1, 1), (1, 5), (5, 1), (7, 7), (7, 16), (16, 7), (33, 20), (20, 33), (640, 1280), (1000, 1001)]
@@ -51,8 +51,8 @@ def brute_cost(axis: Axis, out: int, cut: int, inputs: int) -> int:
         (scattered(23, 2, 1, 2), 12),
         (scattered(40, 4, 0, 3), 10),
         (scattered(12, 1, 3, 6), 12),
-        (_cells(13, 5), 13),
-        (_cells(13, 29), 13),
+        (_adaptive(13, 5), 13),
+        (_adaptive(13, 29), 13),
         (Axis.of_table([2, 1, 0, 1, 2, 3, 4, 5, 4, 3]), 6),
         (Axis.shifted(9, 3), 12),
     ],
