@@ -1,4 +1,8 @@
-"""Memory budget of cells: their number, the part of a rank's memory left for feature maps, and what is spilled."""
+"""Memory budget of cells: their number, the part of a rank's memory left for feature maps, and what is spilled.
+
+memory limit    libraries, weights, gradients, optimizer state │ pages of maps │ workspace of the largest step
+store           maps that are kept and do not fit
+"""
 
 from __future__ import annotations
 
@@ -21,11 +25,11 @@ from hyfi_core.process_memory import available_bytes
 from hyfi_core.rules.instructions import CollectiveCall, RankProgram
 
 EARLY = 0.75
-"""Share of a pager's limit above which pages are written early, so that they can be dropped at once."""
-_ALONE = 0.3  # of the limit: maps that are only in memory when most is kept, besides recomputed ones; measured
-_SHARE = 0.5
+"""Fraction of a pager's limit above which pages are written early, so that they can be dropped at once."""
+_ONLY_IN_MEMORY = 0.3  # of the limit: maps that are not in the store at the peak, except recomputed ones; measured
+_OF_FREE_MEMORY = 0.5  # used for pages, if no limit is given
 _PAGES = 2  # times the inputs and outputs of the largest step: its pages, and those being transferred
-_BESIDE = 3  # times the same: workspace of operators (kernels reorder maps), messages, allocators
+_WORKSPACE = 3  # times the same: for operators (kernels reorder maps), messages, allocators
 
 SIDES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of rows (and columns) of cells to try."""
@@ -79,7 +83,7 @@ def page_limit(memory_bytes: int | None, held_bytes: int, working_bytes: int, de
         RequestError: the limit is too small for one step; the message says how much is needed.
     """
     if memory_bytes is None:
-        return int(_SHARE * free_bytes(device))
+        return int(_OF_FREE_MEMORY * free_bytes(device))
     least = least_bytes(held_bytes, working_bytes)
     if memory_bytes < least:
         raise RequestError(
@@ -87,17 +91,17 @@ def page_limit(memory_bytes: int | None, held_bytes: int, working_bytes: int, de
             f"{held_bytes:,} for libraries, weights and optimizer state, {least - held_bytes:,} for the largest step "
             f"of a cell; raise plan.memory_bytes, or use more cells (plan.cells)"
         )
-    return memory_bytes - held_bytes - _BESIDE * working_bytes
+    return memory_bytes - held_bytes - _WORKSPACE * working_bytes
 
 
 def least_bytes(held_bytes: int, working_bytes: int) -> int:
     """Return the smallest memory limit with which a rank can train; see ``page_limit``."""
-    return held_bytes + (_PAGES + _BESIDE) * working_bytes
+    return held_bytes + (_PAGES + _WORKSPACE) * working_bytes
 
 
 def spilled_bytes(kept_bytes: int, limit_bytes: int) -> int:
     """Return how many of the kept bytes are spilled."""
-    return max(0, kept_bytes - int(_ALONE * limit_bytes))
+    return max(0, kept_bytes - int(_ONLY_IN_MEMORY * limit_bytes))
 
 
 @dataclass(frozen=True)
@@ -212,13 +216,14 @@ def _kept(tape: Tape, sizes: _Sizes) -> Mapping[str, int]:
     depth = dict(kept)
     for step in tape.steps:
         sources = [depth[name] for name in taken_by(step) if name in depth and sizes.of(name)]
-        over = isinstance(step, OperatorStep) and isinstance(step.call.operator, Relu) and step.call.operator.over
+        operator = step.call.operator if isinstance(step, OperatorStep) else None
+        in_place = isinstance(operator, Relu) and operator.overwrites_input
         for name in made_by(step):
             if isinstance(step, OperatorStep):
                 cheap = name == made_by(step)[0] and is_cheap(step.call, lambda n: sizes.ranked.values[n].shape)
             else:
                 cheap = cheap_calls(step, name, lambda n: sizes.ranked.values[n].shape) is not None
-            depth[name] = max(sources, default=DEEPEST) + (not over) if cheap else 0
+            depth[name] = max(sources, default=DEEPEST) + (not in_place) if cheap else 0
             if depth[name] > DEEPEST or not cheap:
                 kept[name], depth[name] = 0, 0
     return kept

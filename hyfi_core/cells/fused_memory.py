@@ -5,7 +5,7 @@
     cell 1       ╚═══╗   ║     ║       ║                      between two runs: every cell's part of the map
     …                ╚═══╝     ╚══…
 
-Long runs need little memory and compute wide margins redundantly; short ones the reverse.
+A long run needs little memory, but computes wide margins redundantly; a short run needs more memory and less work.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from hyfi_core.capture.program import Operator, Program, refs_in
+from hyfi_core.capture.program import Operator, Program
 from hyfi_core.cells.fused_place import CELL_RULES
 from hyfi_core.cost.machine import DEFAULT_MACHINE
 from hyfi_core.cost.operators import value_bytes
-from hyfi_core.lowering.fused_halo import Sketch, Spread, reaching, spread
-from hyfi_core.lowering.fused_sketch import draw
-from hyfi_core.lowering.lower import Target, lower
+from hyfi_core.lowering.fused_halo import Margins, Sketch, margins_of, reaching
+from hyfi_core.lowering.fused_sketch import sketch_of
+from hyfi_core.lowering.lower import Target, lower, lowered_operators
 from hyfi_core.plan.box import hull
 from hyfi_core.plan.fused_runs import Boxes, FusedRuns
 
@@ -28,7 +28,7 @@ DEPTHS = (2, 4, 8, 12, 16, 24, 1000)
 
 
 @dataclass(frozen=True)
-class Price:
+class RunCost:
     """Cost of a choice of runs.
 
     Attributes:
@@ -45,7 +45,7 @@ class Price:
         return self.peak_bytes * self.work
 
 
-def runs_for_cells(program: Program, grid: tuple[int, int]) -> tuple[FusedRuns, Price]:
+def runs_for_cells(program: Program, grid: tuple[int, int]) -> tuple[FusedRuns, RunCost]:
     """Return the runs with the smallest product of peak and work, and their cost.
 
     Args:
@@ -55,45 +55,44 @@ def runs_for_cells(program: Program, grid: tuple[int, int]) -> tuple[FusedRuns, 
     Raises:
         RequestError: an operator cannot be computed part by part.
     """
-    alive = program.needed({*refs_in(program.outputs), *program.mutations.values()})
-    operators = [op for op in program.operators if any(name in alive for name in op.outputs if name is not None)]
+    operators = lowered_operators(program, program.outputs, ())
     if grid == (1, 1):
         made_here = {name for op in operators for name in op.outputs if name is not None}
         lives = _lives(program.image, made_here, operators)
-        return FusedRuns(), Price(_peak(lives, {name: value_bytes(program, name) for name in lives}), 1.0)
+        return FusedRuns(), RunCost(_peak(lives, {name: value_bytes(program, name) for name in lives}), 1.0)
     trial = lower(program, Target(grid, 0, CELL_RULES))
-    sketch = draw(program, operators, trial.splits, trial.fusible, ())
-    plans: list[Spread] = []
+    sketch = sketch_of(program, operators, trial.splits, trial.fusible, ())
+    choices: list[Margins] = []
     for depth in DEPTHS:
-        plans.append(spread(sketch, depth))
-        if not plans[-1].wanted:
+        choices.append(margins_of(sketch, depth))
+        if not choices[-1].exchanged:
             break  # no exchange is left
-    prices = [price(sketch, operators, trial.splits, plan) for plan in plans]
-    best = min(range(len(plans)), key=lambda at: prices[at].product)
-    return plans[best].runs(sketch), prices[best]
+    costs = [cost_of(sketch, operators, trial.splits, margins) for margins in choices]
+    best = min(range(len(choices)), key=lambda at: costs[at].product)
+    return choices[best].runs(sketch), costs[best]
 
 
-def price(sketch: Sketch, operators: Sequence[Operator], maps: Collection[str], plan: Spread) -> Price:
+def cost_of(sketch: Sketch, operators: Sequence[Operator], maps: Collection[str], margins: Margins) -> RunCost:
     """Return the cost of a choice of runs.
 
     Args:
         sketch: the program.
         operators: all operators in order; those that are not in the sketch end a run.
         maps: values that are split over the cells.
-        plan: the ends of runs, and the computed boxes.
+        margins: of the choice.
     """
-    return Price(_peak_bytes(sketch, operators, maps, plan), _work(sketch, plan))
+    return RunCost(_peak_bytes(sketch, operators, maps, margins), _work(sketch, margins))
 
 
-def _peak_bytes(sketch: Sketch, operators: Sequence[Operator], maps: Collection[str], plan: Spread) -> float:
+def _peak_bytes(sketch: Sketch, operators: Sequence[Operator], maps: Collection[str], margins: Margins) -> float:
     """Return the peak of live maps: of one cell, or of all cells for maps that live across a point where cells wait.
 
     An operator that exchanges keeps its input until all cells have reached it; a reduction does not.
     """
     known = _lives(sketch.image, sketch.layouts, operators)
     lives = {value: life for value, life in known.items() if value in sketch.layouts}  # the image may be in no run
-    waits = sorted(_waits(sketch, operators, maps, plan))
-    sizes = dict(_cell_bytes(sketch, plan))
+    waits = sorted(_waits(sketch, operators, maps, margins))
+    sizes = dict(_cell_bytes(sketch, margins))
     for value, (made, last) in lives.items():
         if any(2 * made + 1 < at <= 2 * last for at in waits):
             sizes[value] = sketch.layouts[value].map.area * sketch.pixel_bytes[value]
@@ -122,15 +121,20 @@ def _lives(image: str, values: Collection[str], operators: Sequence[Operator]) -
     return lives
 
 
-def _waits(sketch: Sketch, operators: Sequence[Operator], maps: Collection[str], plan: Spread) -> Iterator[int]:
-    """Yield where cells wait for each other: 2 · index before an operator, one more if its inputs have been freed."""
+def _waits(sketch: Sketch, operators: Sequence[Operator], maps: Collection[str], margins: Margins) -> Iterator[int]:
+    """Yield the places at which cells wait for each other.
+
+    A place is 2 · index for a wait before an operator, while its inputs are alive, and 2 · index + 1 for one after it
+    (in a reduction, whose inputs have then been freed). So a value made by operator ``made`` and last used by ``last``
+    is alive at place p if 2 · made + 1 < p <= 2 · last.
+    """
     flows = {flow.name: flow for flow in sketch.flows}
     exchanged: set[str] = set()
     for at, op in enumerate(operators):
         flow = flows.get(op.name)
         if flow is not None:
-            boxes = plan.computed.get(flow.name, sketch.layouts[flow.makes[0]].parts)
-            new = {value for value, _ in reaching(sketch, flow, boxes) if value in plan.wanted} - exchanged
+            boxes = margins.computed.get(flow.name, sketch.layouts[flow.makes[0]].parts)
+            new = {value for value, _ in reaching(sketch, flow, boxes) if value in margins.exchanged} - exchanged
             exchanged |= new
             if new:
                 yield 2 * at
@@ -138,12 +142,12 @@ def _waits(sketch: Sketch, operators: Sequence[Operator], maps: Collection[str],
             yield 2 * at if any(name in maps for name in op.outputs) else 2 * at + 1
 
 
-def _cell_bytes(sketch: Sketch, plan: Spread) -> Mapping[str, float]:
+def _cell_bytes(sketch: Sketch, margins: Margins) -> Mapping[str, float]:
     """Return map -> bytes of the largest part that a cell computes, or reads of the image."""
     read: list[Boxes] = []
     found = {value: _largest(layout.parts) * sketch.pixel_bytes[value] for value, layout in sketch.layouts.items()}
     for flow in sketch.flows:
-        boxes = plan.computed.get(flow.name, sketch.layouts[flow.makes[0]].parts)
+        boxes = margins.computed.get(flow.name, sketch.layouts[flow.makes[0]].parts)
         found.update((value, _largest(boxes) * sketch.pixel_bytes[value]) for value in flow.makes)
         if sketch.image in flow.takes:
             read.append(flow.need(boxes, sketch.layouts[sketch.image].map))
@@ -157,12 +161,12 @@ def _largest(boxes: Boxes) -> float:
     return float(max(box.area for box in boxes))
 
 
-def _work(sketch: Sketch, plan: Spread) -> float:
+def _work(sketch: Sketch, margins: Margins) -> float:
     """Return the modelled time of all cells relative to one process."""
     done = once = 0.0
     for flow in sketch.flows:
         layout = sketch.layouts[flow.makes[0]]
         pixel_s = DEFAULT_MACHINE.operator_s(flow.flops, flow.touched_bytes)
-        done += pixel_s * sum(box.area for box in plan.computed.get(flow.name, layout.parts))
+        done += pixel_s * sum(box.area for box in margins.computed.get(flow.name, layout.parts))
         once += pixel_s * layout.map.area
     return done / once if once else 1.0

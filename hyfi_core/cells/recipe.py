@@ -117,7 +117,7 @@ def _operator_call(made: Made, over: Sequence[str]) -> Call | None:
 
     def call(so_far: torch.Tensor | None) -> torch.Tensor:
         given: Any = tuple(None if name is None else so_far if name in over else kept[name] for name in names)
-        return operator.again(given, saved)
+        return operator.recompute(given, saved)
 
     return call
 

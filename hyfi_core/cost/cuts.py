@@ -39,7 +39,7 @@ def with_cuts(plan: ParallelPlan, program: Program, machine: MachineModel = DEFA
     Args:
         plan: any; returned unchanged if its cuts are named.
         program: the captured model, of one micro-batch.
-        machine: what things cost.
+        machine: the machine model.
 
     Raises:
         RequestError: the model has too few modules for the stages, or no cut fits into ``plan.memory_bytes``.

@@ -6,8 +6,8 @@ from typing import Any
 
 from hyfi_core.capture.program import Program
 from hyfi_core.cost.machine import DEFAULT_MACHINE, MachineModel
-from hyfi_core.lowering.fused_halo import Sketch, Spread, spread, unfused
-from hyfi_core.lowering.fused_sketch import draw
+from hyfi_core.lowering.fused_halo import Margins, Sketch, margins_of, unfused
+from hyfi_core.lowering.fused_sketch import sketch_of
 from hyfi_core.lowering.lower import Target, lower, lowered_operators
 from hyfi_core.plan.fused_runs import Boxes, FusedRuns
 from hyfi_core.plan.transfer import plan_transfer
@@ -51,34 +51,34 @@ def fused_runs(
         return FusedRuns()
     trial = lower(program, target, outputs, exits)
     operators = lowered_operators(program, program.outputs if outputs is None else outputs, exits)
-    sketch = draw(program, operators, trial.splits, trial.fusible, exits)
+    sketch = sketch_of(program, operators, trial.splits, trial.fusible, exits)
     if fused_halo != "auto":
-        return spread(sketch, int(fused_halo)).runs(sketch)
+        return margins_of(sketch, int(fused_halo)).runs(sketch)
     best, least = None, cost(sketch, unfused(sketch), shares=False, machine=machine)
     for depth in DEPTHS:
-        candidate = spread(sketch, depth)
-        price = cost(sketch, candidate, machine=machine)
-        if price < least:
-            best, least = candidate, price
+        candidate = margins_of(sketch, depth)
+        seconds = cost(sketch, candidate, machine=machine)
+        if seconds < least:
+            best, least = candidate, seconds
     return FusedRuns() if best is None else best.runs(sketch)
 
 
-def cost(sketch: Sketch, plan: Spread, shares: bool = True, machine: MachineModel = DEFAULT_MACHINE) -> float:
+def cost(sketch: Sketch, margins: Margins, shares: bool = True, machine: MachineModel = DEFAULT_MACHINE) -> float:
     """Return the seconds of a step that depend on the runs, by the rule of ``fused_runs``.
 
     Args:
         sketch: the program.
-        plan: the exchanges and the computed boxes.
+        margins: the exchanges and the computed boxes.
         shares: whether operators that need the same value share one exchange.
         machine: the machine model.
     """
     total = 0.0
-    wanted = plan.runs(sketch).shared if shares else {}
-    for value, needs in plan.wanted.items():
-        for need in (wanted[value],) if value in wanted else needs:
+    shared = margins.runs(sketch).shared if shares else {}
+    for value, needs in margins.exchanged.items():
+        for need in (shared[value],) if value in shared else needs:
             total += 2 * _exchange_s(sketch, value, need, machine)
     for flow in sketch.flows:
-        boxes = plan.computed.get(flow.name)
+        boxes = margins.computed.get(flow.name)
         if boxes is not None:
             parts = sketch.layouts[flow.makes[0]].parts
             margin = max(box.area - part.area for box, part in zip(boxes, parts, strict=True))

@@ -1,7 +1,7 @@
-"""The machine model: the cost of computation and communication, shared by all cost models.
+"""The machine model: the cost of computation and communication, used by all cost models.
 
-A machine is a YAML file: one of ``machines/`` beside this file, or what ``hyfi doctor --measure FILE.yaml`` wrote.
-A *device* is what one rank computes on: a core of a CPU, or a GPU.
+A machine is a YAML file: one in ``machines/``, or one that ``hyfi doctor --measure FILE.yaml`` wrote. A *device* is
+what one rank computes on: a CPU core, or a GPU.
 """
 
 from __future__ import annotations
@@ -18,18 +18,21 @@ from hyfi_core.errors import RequestError
 
 MACHINES = Path(__file__).parent / "machines"
 PRODUCTS = ("convolution", "pointwise_convolution", "thin_convolution", "grouped_convolution", "product")
-"""Kinds that arithmetic may bound: convolutions, those of 1 x 1, of fewer than 16 channels, in groups; products."""
+"""Kinds of operators that may be bound by arithmetic.
+
+Pointwise convolutions have a 1 x 1 kernel, thin ones fewer than 16 input channels; a product is a matrix product.
+"""
 KINDS = (*PRODUCTS, "norm", "shared_norm", "pool", "elementwise")
-"""What operators are sorted into; the last four are bound by memory. A shared norm has its statistics on many ranks."""
+"""Kinds of operators; the last four are bound by memory. A shared norm computes statistics over several ranks."""
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceLink:
-    """What joins two devices.
+    """A link between two devices.
 
     Attributes:
-        latency_s: of the wire; what software adds is ``MachineModel.message_s``.
+        latency_s: of the link; software overhead is in ``MachineModel.message_s``.
         bytes_per_s: in one direction.
     """
 
@@ -39,11 +42,11 @@ class DeviceLink:
 
 @dataclass(frozen=True, slots=True)
 class Crowding:
-    """How many times longer an operator takes when all devices of a node compute at once.
+    """Slowdown of operators when all devices of a node compute at once.
 
     Attributes:
-        compute: what arithmetic bounds.
-        memory: what memory bounds.
+        compute: of operators bound by arithmetic.
+        memory: of operators bound by memory.
     """
 
     compute: float = 1.0
@@ -52,23 +55,23 @@ class Crowding:
 
 @dataclass(frozen=True)
 class MachineModel:
-    """What nodes of one kind are made of, and what things cost on them.
+    """The properties of a type of node.
 
     Attributes:
         name: for people.
         device: ``cpu`` or ``cuda``.
-        devices_per_node: ranks that a node has room for.
+        devices_per_node: largest number of ranks of a node.
         memory_bytes: of one device.
-        peak_flops_per_s: of one device, by type of number; a multiply-add counts as two.
+        peak_flops_per_s: dtype -> peak of one device; a multiply-add counts as two operations.
         memory_bytes_per_s: of one device, reading and writing together.
-        efficiency: by kind of operator the share of the peak that (forward, backward) reach: of arithmetic for
-            ``PRODUCTS``, of memory, each map counted once, for all else.
-        kernel_s: one operator, however small.
-        message_s: latency of one message, including all overhead.
-        node: what joins devices of one node.
-        network: what joins nodes, for one device when all of its node use it.
+        efficiency: kind of operator -> fraction of the peak that (forward, backward) reach: of arithmetic for
+            ``PRODUCTS``, of memory bandwidth for others, with each map counted once.
+        kernel_s: overhead of one operator.
+        message_s: software overhead of one message.
+        node: link between devices of a node.
+        network: link between nodes, for one device if all devices of its node use it.
         disk_bytes_per_s: of a node's local disk.
-        crowding: what devices of a node take from each other.
+        crowding: slowdown when all devices of a node compute.
     """
 
     name: str
@@ -97,35 +100,35 @@ class MachineModel:
         """Return the time of an operator, bound by either arithmetic or memory (the roofline model).
 
         Args:
-            flops: that it computes.
-            touched_bytes: that it reads and writes.
+            flops: number of operations.
+            touched_bytes: bytes that it reads and writes.
             kind: one of ``KINDS``.
-            dtype: that it computes in.
+            dtype: of the computation.
             backward: whether it is the operator's backward.
             crowded: whether all devices of its node compute.
         """
-        share = self.efficiency[kind][backward]
+        efficiency = self.efficiency[kind][backward]
         compute, memory = (self.crowding.compute, self.crowding.memory) if crowded else (1.0, 1.0)
         if kind in PRODUCTS:
             moved_s = memory * touched_bytes / (self.efficiency["elementwise"][backward] * self.memory_bytes_per_s)
-            return max(compute * flops / (share * self.peak_flops_per_s[dtype]), moved_s)
-        return memory * touched_bytes / (share * self.memory_bytes_per_s)
+            return max(compute * flops / (efficiency * self.peak_flops_per_s[dtype]), moved_s)
+        return memory * touched_bytes / (efficiency * self.memory_bytes_per_s)
 
     def recomputes(self, flops: float, map_bytes: float) -> bool:
-        """Whether recomputing a map by a convolution takes less time than writing it to disk and reading it back."""
+        """Whether computing a map by a convolution takes less time than writing it to disk and reading it back."""
         return self.operator_s(flops, map_bytes, "thin_convolution") <= 2 * map_bytes / self.disk_bytes_per_s
 
     def link(self, ranks: int) -> DeviceLink:
-        """Return the slowest link among so many neighbouring ranks."""
+        """Return the slowest link among this number of neighbouring ranks."""
         return self.node if ranks <= self.devices_per_node else self.network
 
     def messages_s(self, messages: float, received_bytes: float, ranks: int = 1) -> float:
-        """Return the time until this many messages, with so many bytes together, have been received among ``ranks``."""
+        """Return the time to receive messages of so many bytes in total, among ``ranks`` neighbouring ranks."""
         link = self.link(ranks)
         return messages * (self.message_s + link.latency_s) + received_bytes / link.bytes_per_s
 
     def all_reduce_s(self, ranks: int, length_bytes: float) -> float:
-        """Return the time of a sum over ranks: a call, a tree's steps, a ring's bytes (Thakur et al., IJHPCA 2005)."""
+        """Return the time of an all-reduce: latencies of a tree, bytes of a ring (Thakur et al., IJHPCA 2005)."""
         if ranks == 1:
             return 0.0
         steps = math.ceil(math.log2(ranks))
@@ -135,13 +138,13 @@ class MachineModel:
     def to_yaml(self) -> str:
         """Return the file that ``load_machine`` reads."""
         tree = asdict(self)
-        tree["efficiency"] = {kind: list(shares) for kind, shares in self.efficiency.items()}
+        tree["efficiency"] = {kind: list(pair) for kind, pair in self.efficiency.items()}
         tree["peak_flops_per_s"] = dict(self.peak_flops_per_s)
         return yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=100)
 
 
 def machine_names() -> tuple[str, ...]:
-    """Return the names of the machines that come with the package."""
+    """Return the names of the machines in the package."""
     return tuple(sorted(path.stem for path in MACHINES.glob("*.yaml")))
 
 
@@ -152,7 +155,7 @@ def load_machine(name: str | Path) -> MachineModel:
         name: one of ``machine_names()``, or the path of a YAML file.
 
     Raises:
-        RequestError: there is no such machine, or its file lacks a number; the message names it.
+        RequestError: there is no such machine, or a key is missing or invalid; the message names it.
     """
     known = MACHINES / f"{name}.yaml"
     path = known if str(name) in machine_names() else Path(name)
@@ -185,7 +188,7 @@ def _parse(tree: Any, source: str) -> MachineModel:
         memory_bytes=int(_number(tree, "memory_bytes", source)),
         peak_flops_per_s={dtype: _number(peaks, dtype, source) for dtype in DTYPES},
         memory_bytes_per_s=_number(tree, "memory_bytes_per_s", source),
-        efficiency={kind: _shares(_section(tree, "efficiency", source), kind, source) for kind in KINDS},
+        efficiency={kind: _forward_backward(_section(tree, "efficiency", source), kind, source) for kind in KINDS},
         kernel_s=_number(tree, "kernel_s", source),
         message_s=_number(tree, "message_s", source),
         node=_link(tree, "node", source),
@@ -208,7 +211,7 @@ def _number(tree: Mapping[str, Any], key: str, source: str) -> float:
     return float(value)
 
 
-def _shares(tree: Mapping[str, Any], kind: str, source: str) -> tuple[float, float]:
+def _forward_backward(tree: Mapping[str, Any], kind: str, source: str) -> tuple[float, float]:
     pair = tree.get(kind)
     if not isinstance(pair, list) or len(pair) != 2:
         raise RequestError(f"machine {source}: efficiency.{kind}: given {pair!r}; allowed: [forward, backward]")

@@ -1,4 +1,4 @@
-"""What a captured program costs, operator by operator, as far as shapes tell: time, and memory to fit."""
+"""The modelled cost of each operator of a captured program, from shapes alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _VIEWS = tuple(
     )
 )
 _THIN = 16
-"""With fewer input channels than this a convolution leaves lanes idle."""
+"""With fewer input channels, a convolution leaves vector lanes idle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +26,13 @@ class OperatorCost:
     """Cost of one operator on the whole map.
 
     Attributes:
-        kind: one of ``KINDS``, or ``view`` where nothing is computed.
-        dtype: that it computes in.
-        flops: of its forward; 0 where only memory counts.
-        touched_bytes: that it reads and writes.
-        output_bytes: of what it makes.
-        gradients: how many it computes, each as costly as its forward: of its map, of its weights.
-        seconds: of its forward, on the machine that was asked for.
+        kind: one of ``KINDS``, or ``view`` if nothing is computed.
+        dtype: of the computation.
+        flops: of its forward; 0 if it is bound by memory.
+        touched_bytes: bytes that it reads and writes.
+        output_bytes: bytes of its results.
+        gradients: number of gradients in its backward (of the map, of weights), each as costly as the forward.
+        seconds: time of its forward on the given machine.
     """
 
     kind: str
@@ -43,26 +43,26 @@ class OperatorCost:
     gradients: int
     seconds: float
 
-    def forward_s(self, machine: MachineModel, share: float, crowded: bool, kind: str | None = None) -> float:
+    def forward_s(self, machine: MachineModel, fraction: float, crowded: bool, kind: str | None = None) -> float:
         """Return the seconds of the forward on a part of the map.
 
         Args:
-            machine: what things cost.
-            share: of the map.
+            machine: the machine model.
+            fraction: size of the part, relative to the map.
             crowded: whether all devices of a node compute.
-            kind: instead of the operator's own.
+            kind: kind to use instead of the operator's.
         """
         if self.kind == "view":
             return 0.0
-        work = self.flops * share, self.touched_bytes * share
+        work = self.flops * fraction, self.touched_bytes * fraction
         return machine.kernel_s + machine.operator_s(*work, kind or self.kind, self.dtype, crowded=crowded)
 
-    def backward_s(self, machine: MachineModel, share: float, crowded: bool, kind: str | None = None) -> float:
-        """Return the seconds of the backward; as for ``forward_s``."""
+    def backward_s(self, machine: MachineModel, fraction: float, crowded: bool, kind: str | None = None) -> float:
+        """Return the seconds of the backward on a part of the map; see ``forward_s``."""
         if self.kind == "view" or not self.gradients:
             return 0.0
         count = self.gradients if self.kind in PRODUCTS else 1
-        work = count * self.flops * share, count * self.touched_bytes * share
+        work = count * self.flops * fraction, count * self.touched_bytes * fraction
         seconds = machine.operator_s(*work, kind or self.kind, self.dtype, backward=True, crowded=crowded)
         return count * machine.kernel_s + seconds
 
@@ -73,13 +73,13 @@ def operator_costs(
     dtype: str | None = None,
     active: frozenset[str] | None = None,
 ) -> tuple[OperatorCost, ...]:
-    """Return the cost of every operator, in order: products by flops or bytes, all else by the bytes they touch.
+    """Return the cost of every operator, in order.
 
     Args:
         program: the captured model.
-        machine: what things cost.
-        dtype: that products compute in, where autocast casts; None: that of their values.
-        active: the values that carry gradients; None: all between the parameters and the program's outputs.
+        machine: the machine model.
+        dtype: of convolutions and matrix products under autocast; None: the dtype of their values.
+        active: values that carry gradients; None: all between parameters and the program's outputs.
     """
     if active is None:
         active = active_values(program, program.outputs, program.parameters)
@@ -104,7 +104,7 @@ def _cost(
     own = str(program.values[made[0]].dtype).removeprefix("torch.") if made else "float32"
     computed = dtype if dtype is not None and kind in PRODUCTS else own
     if computed not in machine.peak_flops_per_s:
-        computed = "float32"  # whole numbers and truth values
+        computed = "float32"  # integers and booleans
     carried = {name for name in taken if name in active}
     maps, weights = carried - set(program.parameters), carried & set(program.parameters)
     gradients = bool(maps) + bool(weights) if any(name in active for name in made) else 0
@@ -129,7 +129,7 @@ def _kind(program: Program, op: Operator) -> str:
 
 
 def _flops(program: Program, op: Operator, output: str) -> float:
-    """Return 2 x outputs x summands of each output (the weight's size over its output channels)."""
+    """Return 2 x outputs x products per output (the size of the weight divided by its output channels)."""
     weights = [
         program.values[n].shape for n in op.inputs if n in program.parameters and len(program.values[n].shape) > 1
     ]

@@ -1,8 +1,11 @@
-"""The best plans for a model, a batch and a machine: every plan of a family, bounded, then simulated.
+"""Search for the fastest plans for a model, a batch and a machine.
 
-A plan's step cannot be shorter than its operators' time spread evenly over all ranks. Plans are simulated in the order
-of that bound, and the search ends when no bound is below the worst of those that will be returned: they are the ones
-that simulating all of them would give. Recomputation only ever costs time, so it is tried where memory asks for it.
+    plans of the family, by lower bound    1.0 s   1.1 s   1.3 s   2.0 s   …
+    simulated                              1.6 s   1.2 s   1.4 s   │ stop: no later plan can be faster than 1.6 s
+
+The lower bound is the time of all operators divided evenly over all ranks. Plans are simulated in ascending order of
+the bound, until it is above the slowest plan to be returned. So the result is the same as that of simulating all plans.
+Recomputation always costs time, so it is tried only if a plan needs too much memory.
 """
 
 from __future__ import annotations
@@ -23,26 +26,26 @@ from hyfi_core.plan.strategy import Strategy, plan_for, squarest
 
 _SCHEDULES: tuple[Schedule, ...] = ("1f1b", "chimera", "gems_master")
 _ALL_COMPOSITIONS = 5
-"""Up to so many ranks of a replica every division into stages is tried, beyond only those of a pattern."""
+"""Up to this number of ranks of a replica, every division into stages is tried; beyond it, only regular ones."""
 _MOST_STAGES = 8
 _MOST_ROUNDS = 8
-"""Micro-batches for each stage of a pipeline."""
+"""Largest number of micro-batches, divided by the number of stages."""
 _CELLS = ((2, 2), (4, 4), (8, 8), (16, 16))
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is to be planned.
+    """The input of a plan search.
 
     Attributes:
-        ranks: trainers, all of which are used.
+        ranks: number of trainers, all of which are used.
         batch: images of a step, over all replicas.
-        machine: what things cost.
-        memory_bytes: what a rank may need at most.
-        held_bytes: what of it a rank holds before its first step.
-        dtype: that products compute in under autocast; None: that of their values.
-        base: whatever the search does not choose is as in this plan.
-        spill: where maps may go if nothing fits otherwise; None: nowhere.
+        machine: the machine model.
+        memory_bytes: memory limit of a rank.
+        held_bytes: the part of it that a rank uses before its first step.
+        dtype: of convolutions and matrix products under autocast; None: the dtype of their values.
+        base: plan with the fields that the search does not choose.
+        spill: ``plan.spill`` to try if no plan fits otherwise; None: none.
     """
 
     ranks: int
@@ -57,13 +60,13 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class PlanSearch:
-    """What was found.
+    """The result of a plan search.
 
     Attributes:
-        plans: the best, fastest first; each was lowered and its schedule run dry.
-        alternatives: what one would think of first -> its forecast, or why it cannot be.
-        simulated: how many plans were simulated.
-        candidates: how many there were.
+        plans: the fastest plans, in order; each has been lowered and its schedule simulated.
+        alternatives: name of a simple strategy -> its forecast, or the reason why it does not work.
+        simulated: number of simulated plans.
+        candidates: number of plans in the family.
     """
 
     plans: tuple[StepForecast, ...]
@@ -73,7 +76,7 @@ class PlanSearch:
 
 
 Programs = Callable[[int], Program]
-"""Returns the captured model for a micro-batch of so many images."""
+"""Returns the captured model for micro-batches of this number of images."""
 
 
 def best_plans(programs: Programs, request: PlanRequest, top: int = 1) -> PlanSearch:
@@ -81,11 +84,11 @@ def best_plans(programs: Programs, request: PlanRequest, top: int = 1) -> PlanSe
 
     Args:
         programs: captures the model.
-        request: what is asked for.
-        top: how many plans.
+        request: ranks, batch, machine and limits.
+        top: number of plans.
 
     Raises:
-        RequestError: no plan fits or can be run; the message says what the smallest needs, or what refused.
+        RequestError: no plan fits or works; the message says how much memory is needed, or what is not supported.
     """
     search = _PlanTrials(programs, request)
     plans = list(candidates(request))
@@ -139,7 +142,7 @@ def _by_cells(request: PlanRequest) -> Iterator[ParallelPlan]:
 
 
 def _arrangements(ranks: int) -> list[tuple[tuple[int, int], ...]]:
-    """Return ways to divide the ranks of a replica into stages with grids."""
+    """Return divisions of the ranks of a replica into stages with grids."""
     found: dict[tuple[tuple[int, int], ...], None] = {}
     for sizes in _compositions(ranks):
         found[tuple(squarest(size) for size in sizes)] = None
@@ -175,7 +178,7 @@ def _divisors(number: int) -> list[int]:
 
 
 class _PlanTrials:
-    """Simulates plans, each program captured once."""
+    """Simulates plans; the model is captured once for each micro-batch size."""
 
     def __init__(self, programs: Programs, request: PlanRequest) -> None:
         self._programs = programs
@@ -199,7 +202,7 @@ class _PlanTrials:
         return found
 
     def bound_s(self, plan: ParallelPlan) -> float:
-        """Return what a step of a plan takes at least: its operators' work, divided evenly over all ranks."""
+        """Return a lower bound of a plan's step: the time of all operators, divided evenly over all ranks."""
         images = self._images(plan)
         if images not in self._work:
             crowded = self._request.ranks > 1 and self._request.machine.devices_per_node > 1
@@ -208,7 +211,7 @@ class _PlanTrials:
         return plan.microbatches * self._work[images] / plan.ranks_per_replica
 
     def alternatives(self) -> dict[str, StepForecast | str]:
-        """Return the forecasts of the plans that a word makes, or why they cannot be."""
+        """Return the forecasts of simple strategies, or the reasons why they do not work."""
         request, batch = self._request, self._request.batch
         found: dict[str, StepForecast | str] = {}
         words: dict[str, tuple[Strategy, Schedule, int]] = {
@@ -223,11 +226,11 @@ class _PlanTrials:
                 found[name] = f"a batch of {batch} cannot be divided among {plan.replicas} replicas"
                 continue
             rounds = 1 if schedule == "sequential" else plan.microbatches
-            found[name] = self._judged(_made(request, plan.grids, rounds, plan.replicas, schedule))
+            found[name] = self._tried(_made(request, plan.grids, rounds, plan.replicas, schedule))
         return found
 
     def why_none(self) -> str:
-        """Return why no plan was found."""
+        """Return the message if no plan was found."""
         if self._least_bytes is None:
             return f"no plan can be run: {self._refusal}"
         return (
@@ -236,7 +239,7 @@ class _PlanTrials:
             "smaller images"
         )
 
-    def _judged(self, plan: ParallelPlan) -> StepForecast | str:
+    def _tried(self, plan: ParallelPlan) -> StepForecast | str:
         try:
             forecast = self._simulated(plan)
         except RequestError as error:
@@ -247,7 +250,7 @@ class _PlanTrials:
         return forecast
 
     def _fitting(self, plan: ParallelPlan) -> StepForecast | None:
-        """Return the forecast of a plan, with recomputation where memory asks for it; None where it cannot be."""
+        """Return the forecast of a plan, with recomputation if it does not fit without; None if it does not work."""
         for one in (plan, replace(plan, recompute=True)):
             try:
                 forecast = self._simulated(one)
@@ -275,7 +278,7 @@ class _PlanTrials:
 
 
 def _least_s(cost: OperatorCost, machine: MachineModel, crowded: bool) -> float:
-    """Return the seconds of an operator's work alone, by the quicker kind where grids decide the kind."""
+    """Return the shortest time of an operator: without overhead, and for norms of the faster kind."""
     kinds = ("norm", "shared_norm") if cost.kind == "norm" else (cost.kind,)
-    quick = replace(machine, kernel_s=0.0)
-    return min(cost.forward_s(quick, 1.0, crowded, k) + cost.backward_s(quick, 1.0, crowded, k) for k in kinds)
+    bare = replace(machine, kernel_s=0.0)
+    return min(cost.forward_s(bare, 1.0, crowded, k) + cost.backward_s(bare, 1.0, crowded, k) for k in kinds)

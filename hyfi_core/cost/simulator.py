@@ -1,7 +1,8 @@
-"""A training step that is not run: the schedule's dry run with the times of a machine.
+"""Forecast of a training step: the dry run of its schedule, with durations from the machine model.
 
-All replicas do the same at the same time, and so do the ranks of a stage: one rank stands for each stage of one
-replica. Two directions whose grids are not the same read backwards share ranks in part; there every rank is simulated.
+All replicas do the same at the same time, and so do all ranks of a stage, so one rank is simulated for each stage of
+one replica. With two directions whose list of grids is not symmetric, stages have some ranks in common; then all ranks
+are simulated.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from hyfi_core.schedule.trace import TraceEvent
 
 @dataclass(frozen=True)
 class StepForecast:
-    """What a training step will take.
+    """Modelled time and memory of a training step.
 
     Attributes:
-        plan: whose step.
-        step_s: from its beginning until the weights are new.
-        busy: share of the step in which ranks run a forward or a backward, on the average.
-        bubble: share of the ranks' time, until the last backward ends, in which they run neither.
-        exposed_s: by kind (halo, sums, stage, reduce) what communication adds to the step of the slowest stage.
-        memory_bytes: for each rank of a replica what it needs at its peak, beside its process.
-        compute_s: for each stage, forward and backward of all micro-batches, without what it waits for inside.
+        plan: of the step.
+        step_s: duration, including the optimizer step.
+        busy: average fraction of the step in which a rank runs a forward or a backward.
+        bubble: fraction of all ranks' time, until the last backward ends, in which they run neither.
+        exposed_s: kind of communication (halo, sums, stage, reduce) -> time that it adds to the slowest stage.
+        memory_bytes: peak memory of each rank of a replica, in addition to the process.
+        compute_s: for each stage, time of all forwards and backwards, without waits within the stage.
         simulation: the dry run.
     """
 
@@ -48,33 +49,33 @@ class StepForecast:
 
     @property
     def bound_by(self) -> str:
-        """What most of the step goes to: ``compute``, ``bubble``, or a kind of communication."""
-        shares = {"compute": max(self.compute_s), "bubble": self.bubble * self.step_s, **self.exposed_s}
-        return max(shares, key=lambda name: shares[name])
+        """What takes the largest part of the step: ``compute``, ``bubble``, or a kind of communication."""
+        parts = {"compute": max(self.compute_s), "bubble": self.bubble * self.step_s, **self.exposed_s}
+        return max(parts, key=lambda name: parts[name])
 
     def images_per_s(self, batch: int) -> float:
-        """Return the images of all replicas a second; ``batch``: those of one step, of all replicas."""
+        """Return the images per second, for steps of ``batch`` images over all replicas."""
         return batch / self.step_s
 
     def events(self) -> tuple[TraceEvent, ...]:
-        """Return what happens when, for a trace."""
+        """Return the events of the dry run, for a trace."""
         return self.simulation.events
 
 
 def forecast_step(
     program: Program, plan: ParallelPlan, machine: MachineModel, dtype: str | None = None
 ) -> StepForecast:
-    """Return what a step of a plan takes.
+    """Return the forecast of a training step.
 
     Args:
         program: the captured model, of one micro-batch.
-        plan: with named cuts and cells.
-        machine: what things cost.
-        dtype: that products compute in under autocast; None: that of their values.
+        plan: with named cuts, and with cells resolved.
+        machine: the machine model.
+        dtype: of convolutions and matrix products under autocast; None: the dtype of their values.
 
     Raises:
-        RequestError: the model cannot be run by this plan.
-        ScheduleError: its schedule dead-locks.
+        RequestError: the plan does not work for this model.
+        ScheduleError: its schedule deadlocks.
     """
     costs = StageCosts(program, plan, machine, dtype)
     small = _collapsed(plan)
@@ -111,7 +112,7 @@ def forecast_step(
 
 
 def _collapsed(plan: ParallelPlan) -> ParallelPlan:
-    """Return a plan of one replica whose dry run takes as long: one rank for each grid, where they are alike."""
+    """Return a plan whose dry run takes the same time: one replica and, if possible, one rank for each grid."""
     small = replace(plan, replicas=1, shares=None, cells=None, spill=None)
     sizes = [prod(grid) for grid in plan.grids]
     if plan.directions == 2 and sizes != sizes[::-1]:
@@ -126,13 +127,13 @@ def _run(plan: ParallelPlan, placement: Placement, costs: StageCosts, durations:
 
 
 def _rank_bytes(plan: ParallelPlan, stages: tuple[MemoryForecast, ...]) -> tuple[int, ...]:
-    """Return what the ranks of a replica need; those of two directions hold what both do."""
+    """Return the memory of each rank of a replica, which is the sum over the stages that it holds."""
     placement, needed = Placement.of(plan), [_stage_bytes(plan, stage) for stage in stages]
     return tuple(sum(needed[stage] for stage, _ in placement.hosted(rank)) for rank in range(placement.size))
 
 
 def _stage_bytes(plan: ParallelPlan, stage: MemoryForecast) -> int:
-    """Return a rank's peak; cells share what an operator works with, and with spilling what is kept."""
+    """Return the peak memory of a rank for one stage; with cells, only one of them computes at a time."""
     cells = plan.cell_grid
     if cells is None:
         return stage.total_bytes

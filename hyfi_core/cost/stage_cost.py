@@ -1,7 +1,11 @@
-"""What the stages of a plan take: operators on each rank's boxes, and the transfers that really run.
+"""Modelled time of the stages of a plan: operators on each rank's boxes, halo exchanges, sums and boundary transfers.
 
-A stage is lowered for the rank in the middle of its grid, which has the most neighbours; operators take as long as on
-the rank with the largest box.
+    forward     operators ── waits for halos ── waits for sums
+    backward    operators ── waits for halos ── waits for sums ── forward again, if recomputed
+                └── gradients complete ──▶ buckets are reduced, partly after the backward: ``reduce_s``
+
+Each stage is lowered for the rank in the middle of its grid, which has the most neighbours. Operators take as long as
+on the rank with the largest box.
 """
 
 from __future__ import annotations
@@ -26,23 +30,23 @@ from hyfi_core.plan.transfer import Transfer
 from hyfi_core.rules.instructions import CollectiveCall, RankProgram
 
 _STATISTICS = 3 * 8
-"""Bytes of a channel's sums on the wire: count, mean and variance in float64."""
+"""Bytes of a channel's statistics in a message: count, mean and variance in float64."""
 _UPDATE_PASSES = 7
-"""Times that an update goes over memory of a weight's size: weight, gradient, two moments, and three written back."""
+"""Memory passes of an update, each over the size of the weights: four are read and three written back."""
 
 
 @dataclass(frozen=True)
 class StageCost:
-    """Seconds of one micro-batch through a stage, on its slowest rank, and of what follows its last backward.
+    """Modelled time of one micro-batch in a stage, on its slowest rank, and of the end of a step.
 
     Attributes:
-        forward_s: of a forward, what it waits for inside the stage included.
-        backward_s: of a backward; with its forward again, where that is computed again.
-        halo_s: of both, what they wait for halos.
-        sums_s: of both, what they wait for sums over the ranks of the stage.
-        halo_bytes: received in a forward.
-        reduce_s: what the reduction of its gradients takes after the last backward.
-        update_s: of the optimiser's step.
+        forward_s: time of a forward, including waits within the stage.
+        backward_s: time of a backward, including waits and, with recomputation, a forward.
+        halo_s: the part of both that is spent waiting for halos.
+        sums_s: the part of both that is spent waiting for sums over the ranks of the stage.
+        halo_bytes: bytes received in the halos of a forward.
+        reduce_s: time of the gradient reduction after the last backward.
+        update_s: time of the optimizer step.
     """
 
     forward_s: float
@@ -56,7 +60,7 @@ class StageCost:
 
 @dataclass
 class _Waits:
-    """What ranks of a stage wait for in one forward or backward."""
+    """Waits of a rank in one forward or backward, and the bytes it receives."""
 
     halo_s: float = 0.0
     sums_s: float = 0.0
@@ -65,13 +69,13 @@ class _Waits:
 
 @dataclass
 class _Clock:
-    """What a stage computes in a forward and a backward, and when its gradients are complete.
+    """Computation of a stage in a forward and a backward, and the times at which its gradients are complete.
 
     Attributes:
-        forward_s: of all operators.
-        backward_s: likewise.
-        each_s: of the forward that makes a value.
-        gradients: (seconds since the backward began, bytes of gradients that are complete then).
+        forward_s: all operators, forward.
+        backward_s: all operators, backward.
+        each_s: value -> time of the operator that computes it.
+        gradients: (seconds since the backward began, bytes of the gradients that are then complete).
     """
 
     forward_s: float = 0.0
@@ -81,21 +85,21 @@ class _Clock:
 
 
 class StageCosts:
-    """The stages of a plan on a machine; making it lowers every stage, and refuses what lowering refuses.
+    """The modelled costs of all stages of a plan on a machine. Creation lowers every stage.
 
     Args:
         program: the captured model, of one micro-batch.
-        plan: with named cuts and cells.
-        machine: what things cost.
-        dtype: that products compute in under autocast; None: that of their values.
+        plan: with named cuts, and with cells resolved.
+        machine: the machine model.
+        dtype: of convolutions and matrix products under autocast; None: the dtype of their values.
 
     Attributes:
-        stages: what each takes.
-        edges: (from, to) of all stages between which values travel -> seconds of a message.
-        edge_bytes: the same -> bytes that the rank with the most receives.
+        stages: cost of each stage.
+        edges: (from, to) of stages that exchange values -> time of a message.
+        edge_bytes: (from, to) -> bytes that the rank with the most receives.
 
     Raises:
-        RequestError: as of ``cut_program`` and ``lower``.
+        RequestError: as ``cut_program`` and ``lower``.
     """
 
     def __init__(self, program: Program, plan: ParallelPlan, machine: MachineModel, dtype: str | None = None) -> None:
@@ -104,7 +108,7 @@ class StageCosts:
         self._cells = cells[0] * cells[1]
         self._fine = plan.by_cells()
         self._crowded = plan.ranks > 1 and machine.devices_per_node > 1
-        assert plan.cuts != "auto" or plan.stages == 1, "cuts are chosen before"
+        assert plan.cuts != "auto" or plan.stages == 1, "cuts must be resolved first"
         pieces = cut_program(program, program.outputs, () if plan.cuts == "auto" else plan.cuts)
         active = active_values(program, program.outputs, program.parameters)
         grids = self._fine.grids * plan.interleave
@@ -130,7 +134,7 @@ class StageCosts:
     def _lowered(
         self, piece: Stage, grid: tuple[int, int], entries: Mapping[str, Any]
     ) -> tuple[RankProgram, list[Operator]]:
-        """Return what the rank in the middle of a grid does."""
+        """Return the program of the rank in the middle of a grid, and the operators of the stage."""
         exits = tuple(dict.fromkeys(name for names in piece.exits.values() for name in names))
         program = pool_before_relu(piece.program, (*refs_in(piece.outputs), *exits))
         middle = grid[0] // 2 * grid[1] + grid[1] // 2
@@ -150,19 +154,19 @@ class StageCosts:
     ) -> StageCost:
         ranks = prod(self._plan.grids[index % len(self._plan.grids)])
         program = ranked.program
-        # gradients enter a stage where its values leave it, and leave it where others' values enter
+        # Gradients enter a stage at the values that it sends, and leave it at the values that it receives.
         leaving = tuple(Ref(name) for names in piece.exits.values() for name in names if name in active)
         entering = [name for names in piece.entries.values() for name in names if name in active]
-        own = active_values(program, (piece.outputs, leaving), (*program.parameters, *entering))
-        found = operator_costs(program, self._machine, dtype, own)
+        active_here = active_values(program, (piece.outputs, leaving), (*program.parameters, *entering))
+        found = operator_costs(program, self._machine, dtype, active_here)
         costs = {op.name: cost for op, cost in zip(program.operators, found, strict=True)}
         clock = self._computed(ranked, operators, costs, ranks)
         waits = self._waits(ranked, clock.each_s, ranks)
-        again_s = clock.forward_s if self._plan.recomputes(index) else 0.0
+        recompute_s = clock.forward_s if self._plan.recomputes(index) else 0.0
         weights = sum(value_bytes(program, name) for name in piece.program.parameters)
         return StageCost(
             forward_s=clock.forward_s + waits.halo_s + waits.sums_s,
-            backward_s=clock.backward_s + again_s + waits.halo_s + waits.sums_s,
+            backward_s=clock.backward_s + recompute_s + waits.halo_s + waits.sums_s,
             halo_s=2 * waits.halo_s,
             sums_s=2 * waits.sums_s,
             halo_bytes=waits.halo_bytes,
@@ -177,14 +181,14 @@ class StageCosts:
         first = {name: op.name for op in reversed(operators) for name in op.inputs if name in program.parameters}
         backward = []
         for op in operators:
-            share, cost = self._share(ranked, op, ranks), costs[op.name]
-            shared = cost.kind == "norm" and ranks * self._cells > 1 and "batch_norm" in op.text
-            kind = "shared_norm" if shared else None
-            more_s = 0.0 if cost.kind == "view" else (self._cells - 1) * self._machine.kernel_s
-            forward_s = more_s + cost.forward_s(self._machine, share, self._crowded, kind)
+            fraction, cost = self._fraction(ranked, op, ranks), costs[op.name]
+            synchronised = cost.kind == "norm" and ranks * self._cells > 1 and "batch_norm" in op.text
+            kind = "shared_norm" if synchronised else None
+            extra_s = 0.0 if cost.kind == "view" else (self._cells - 1) * self._machine.kernel_s
+            forward_s = extra_s + cost.forward_s(self._machine, fraction, self._crowded, kind)
             clock.each_s[op.first_output] = forward_s
             clock.forward_s += forward_s
-            backward.append((op, more_s + cost.backward_s(self._machine, share, self._crowded, kind)))
+            backward.append((op, extra_s + cost.backward_s(self._machine, fraction, self._crowded, kind)))
         for op, seconds in reversed(backward):
             clock.backward_s += seconds
             length = sum(value_bytes(program, name) for name, user in first.items() if user == op.name)
@@ -192,8 +196,8 @@ class StageCosts:
                 clock.gradients.append((clock.backward_s, length))
         return clock
 
-    def _share(self, ranked: RankProgram, op: Operator, ranks: int) -> float:
-        """Return how much of an operator the rank with the most of it computes; all of it where nothing is split."""
+    def _fraction(self, ranked: RankProgram, op: Operator, ranks: int) -> float:
+        """Return the fraction of an operator's map that the rank with the largest part computes; 1 if not split."""
         names = (*(name for name in op.outputs if name is not None), *op.inputs)
         split = next((ranked.splits[name] for name in names if name in ranked.splits), None)
         if split is None or not split.layout.map.area:
@@ -203,7 +207,7 @@ class StageCosts:
         return most / split.layout.map.area
 
     def _waits(self, ranked: RankProgram, each_s: Mapping[str, float], ranks: int) -> _Waits:
-        """Return what the rank waits for in a forward; a backward sends as much."""
+        """Return the waits of a forward; those of a backward are the same."""
         waits = _Waits()
         for call in ranked.instructions:
             if not isinstance(call, CollectiveCall):
@@ -224,7 +228,7 @@ class StageCosts:
         transfer: Transfer,
         hidden_s: Mapping[str, float],
     ) -> None:
-        """Add an exchange; what its operator computes meanwhile hides its bytes, but not its messages."""
+        """Add an exchange; computation of the same operator hides its bytes, but not the overhead of its messages."""
         name = call.inputs[0]
         assert name is not None
         info, area = ranked.values[name], max(1, transfer.map.area)
@@ -232,13 +236,13 @@ class StageCosts:
         sent_px = sum(strip.box.area for strip in transfer.sends)
         length = pixel_bytes * max(transfer.received_px, sent_px)
         messages = max(len(transfer.receives), len(transfer.sends))
-        if self._cells > 1:  # a small copy from one cell to the next
+        if self._cells > 1:  # a copy within the process
             waits.halo_s += self._cells * (self._machine.kernel_s + 2 * length / self._machine.memory_bytes_per_s)
             return
         software_s = self._machine.messages_s(messages, 0.0, len(ranked.splits[name].held))
         wire_s = self._machine.messages_s(0, length, len(ranked.splits[name].held))
-        behind_s = max((hidden_s.get(output, 0.0) for output in call.outputs if output is not None), default=0.0)
-        waits.halo_s += software_s + max(0.0, wire_s - behind_s)
+        overlapped_s = max((hidden_s.get(output, 0.0) for output in call.outputs if output is not None), default=0.0)
+        waits.halo_s += software_s + max(0.0, wire_s - overlapped_s)
         waits.halo_bytes += length
 
     def _sum_s(self, ranked: RankProgram, call: CollectiveCall, ranks: int) -> float:
@@ -252,22 +256,22 @@ class StageCosts:
         return self._machine.all_reduce_s(group, length) + (self._cells - 1) * self._machine.kernel_s
 
     def _reduced_s(self, clock: _Clock, ranks: int) -> float:
-        """Return how long the reduction goes on after the backward: buckets leave as they are complete."""
+        """Return the time of the reduction after the backward; each bucket starts when it is complete."""
         plan = self._plan
         holders = ranks * (2 if plan.directions == 2 and plan.mirror == "all_reduce" else 1)
         if holders * plan.replicas == 1:
             return 0.0
-        narrow = 0.5 if plan.reduce_dtype == "bfloat16" else 1.0
+        scale = 0.5 if plan.reduce_dtype == "bfloat16" else 1.0
         free_s, bucket = 0.0, 0
         for number, (ready_s, length) in enumerate(clock.gradients, 1):
             bucket += length
             if bucket >= BUCKET_BYTES or number == len(clock.gradients):
-                free_s = max(free_s, ready_s) + self._machine.all_reduce_s(holders * plan.replicas, narrow * bucket)
+                free_s = max(free_s, ready_s) + self._machine.all_reduce_s(holders * plan.replicas, scale * bucket)
                 bucket = 0
         return max(0.0, free_s - clock.backward_s)
 
     def _carried(self, transfer: BoundaryTransfer) -> tuple[int, float]:
-        """Return (messages, bytes) that the rank of the later stage with the most of them receives."""
+        """Return the messages and bytes received by the rank of the later stage that receives the most bytes."""
         found = []
         for target in range(transfer.targets):
             pieces = transfer.incoming(target)

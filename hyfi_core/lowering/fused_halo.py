@@ -56,7 +56,7 @@ class Flow:
 
 @dataclass(frozen=True)
 class Sketch:
-    """A program on a grid, reduced to what planning needs.
+    """A program on a grid, reduced to what choosing runs needs.
 
     Attributes:
         flows: operators that may be part of a run, in order.
@@ -76,36 +76,36 @@ class Sketch:
 
 
 @dataclass(frozen=True)
-class Spread:
-    """The computed boxes and exchanges for a choice of runs.
+class Margins:
+    """The computed boxes and the exchanges for a choice of runs.
 
     Attributes:
         computed: operator -> boxes that ranks compute, if larger than their parts.
-        wanted: exchanged value -> boxes that each operator needs of it.
+        exchanged: value -> the boxes that each operator needs of it.
     """
 
     computed: Mapping[str, Boxes]
-    wanted: Mapping[str, tuple[Boxes, ...]]
+    exchanged: Mapping[str, tuple[Boxes, ...]]
 
     def runs(self, sketch: Sketch) -> FusedRuns:
         """Return the runs; an exchange for a single operator is left to its rule."""
-        shared = {value: _joined(needs) for value, needs in self.wanted.items() if len(needs) > 1}
+        shared = {value: _joined(needs) for value, needs in self.exchanged.items() if len(needs) > 1}
         return FusedRuns(frozenset(flow.name for flow in sketch.flows), self.computed, shared)
 
 
-def unfused(sketch: Sketch) -> Spread:
-    """Return the boxes for an exchange before each window operator."""
+def unfused(sketch: Sketch) -> Margins:
+    """Return the exchanges with one before each window operator; no margins are computed."""
     wanted: dict[str, tuple[Boxes, ...]] = {}
     for flow in sketch.flows:
         for value, need in reaching(sketch, flow, sketch.layouts[flow.makes[0]].parts):
             wanted[value] = (*wanted.get(value, ()), need)
     wanted.pop(sketch.image, None)
-    return Spread({}, wanted)
+    return Margins({}, wanted)
 
 
-def spread(sketch: Sketch, depth: int) -> Spread:
-    """Return the runs of at most ``depth`` windows along any path."""
-    exchanged = _exchanged(sketch, depth)
+def margins_of(sketch: Sketch, depth: int) -> Margins:
+    """Return the margins for runs of at most ``depth`` windows along any path."""
+    exchanged = _starts_of_runs(sketch, depth)
     inner = {value for flow in sketch.flows for value in flow.makes} - sketch.fixed - exchanged
     wide: dict[str, Boxes] = {}
     computed: dict[str, Boxes] = {}
@@ -121,7 +121,7 @@ def spread(sketch: Sketch, depth: int) -> Spread:
             else:
                 wanted[value] = (*wanted.get(value, ()), need)
     wanted.pop(sketch.image, None)  # a wider box is read
-    return Spread(computed, wanted)
+    return Margins(computed, wanted)
 
 
 def reaching(sketch: Sketch, flow: Flow, boxes: Boxes) -> list[tuple[str, Boxes]]:
@@ -151,7 +151,7 @@ def _owned(layout: Layout, need: Boxes) -> bool:
     return covers(layout.parts, need, layout.map)
 
 
-def _exchanged(sketch: Sketch, depth: int) -> set[str]:
+def _starts_of_runs(sketch: Sketch, depth: int) -> set[str]:
     """Return the values at which runs begin."""
     made_by = {value: at for at, flow in enumerate(sketch.flows) for value in flow.makes}
     grows = [[v for v, _ in reaching(sketch, flow, sketch.layouts[flow.makes[0]].parts)] for flow in sketch.flows]

@@ -12,7 +12,7 @@ from hyfi_core.rules.instructions import Split
 from hyfi_core.rules.window_arguments import WINDOWS
 
 
-def draw(
+def sketch_of(
     program: Program,
     operators: Sequence[Operator],
     splits: Mapping[str, Split],

@@ -84,7 +84,7 @@ def _pools_over(instructions: list[Instruction], fresh: set[str]) -> Iterator[In
             others = (at for at in users.get(str(instruction.inputs[0]), ()) if at != index)
             mine = str(instruction.inputs[0]) in users
             if mine and all(_saves_nothing(instructions[at], of_map=at < index) for at in others):
-                operator: Any = replace(instruction.operator, over_map=True)
+                operator: Any = replace(instruction.operator, overwrites_map=True)
                 yield replace(instruction, operator=operator)
                 continue
         yield instruction
@@ -108,7 +108,7 @@ def _over(call: LocalCall, free: set[str]) -> Instruction:
     if op is None or call.empty is not None:
         return call
     if op.text == "aten.relu.default":
-        return CustomCall(Relu(over=bool(free)), call.inputs, call.outputs)
+        return CustomCall(Relu(overwrites_input=bool(free)), call.inputs, call.outputs)
     if free and op.text == "aten.add.Tensor" and len(call.inputs) == 2 and not op.kwargs:
         order = (0, 1) if call.inputs[0] in free else (1, 0)
         return replace(call, function=_sum_over(*order))

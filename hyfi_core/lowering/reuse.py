@@ -228,8 +228,8 @@ def writing_over(
         made: values computed by the tape; other memory has a different owner.
     """
     operator = call.operator
-    if isinstance(operator, (Relu, BatchNorm)) and operator.over_cotangent != may:
-        return replace(call, operator=replace(operator, over_cotangent=may))  # type: ignore[arg-type]
-    if isinstance(operator, (MaxPool, WholeMaxPool)) and operator.over_map and call.inputs[0] not in made:
-        return replace(call, operator=replace(operator, over_map=False))  # type: ignore[arg-type]
+    if isinstance(operator, (Relu, BatchNorm)) and operator.overwrites_cotangent != may:
+        return replace(call, operator=replace(operator, overwrites_cotangent=may))  # type: ignore[arg-type]
+    if isinstance(operator, (MaxPool, WholeMaxPool)) and operator.overwrites_map and call.inputs[0] not in made:
+        return replace(call, operator=replace(operator, overwrites_map=False))  # type: ignore[arg-type]
     return call

@@ -74,8 +74,8 @@ class Recomputable(ABC):
         return 0.0
 
     @abstractmethod
-    def again(self, inputs: Tensors, saved: Any) -> torch.Tensor:
-        """Recompute the first output, bitwise equal and without messages.
+    def recompute(self, inputs: Tensors, saved: Any) -> torch.Tensor:
+        """Return the first output again, bitwise equal and without messages.
 
         Args:
             inputs: as passed to ``forward``.

@@ -47,14 +47,14 @@ class BatchNorm(AsyncBackward, Recomputable):
     Attributes:
         count: pixels of the whole map times images.
         eps: added to the variance.
-        over_cotangent: whether the output's cotangent may be overwritten.
+        overwrites_cotangent: whether the output's cotangent may be overwritten.
     """
 
     own_cotangents: ClassVar[bool] = True
 
     count: int
     eps: float
-    over_cotangent: bool = field(default=False, kw_only=True)
+    overwrites_cotangent: bool = field(default=False, kw_only=True)
 
     def forward(self, comm: Communicator, inputs: Tensors) -> tuple[Tensors, Any]:
         """Return (normalised, mean, variance)."""
@@ -64,7 +64,7 @@ class BatchNorm(AsyncBackward, Recomputable):
         mean, variance = mean.to(stats_dtype), variance.to(stats_dtype)
         return (self._normalised(own, weight, bias, mean, variance), mean, variance), (own, weight, mean, variance)
 
-    def again(self, inputs: Tensors, saved: Any) -> torch.Tensor:
+    def recompute(self, inputs: Tensors, saved: Any) -> torch.Tensor:
         """Recompute the normalised map from its known statistics."""
         own, weight, mean, variance = saved
         return self._normalised(own, weight, inputs[2], mean, variance)
@@ -139,7 +139,7 @@ class BatchNorm(AsyncBackward, Recomputable):
             if wanted and not wanted[0]:
                 return None, *d_affine
             gain, slope, shift = self._terms(weight, mean, variance, sums / self.count, own.dim())
-            dx = dy.mul_(gain) if self.over_cotangent else torch.mul(dy, gain, out=torch.empty_like(dy))
+            dx = dy.mul_(gain) if self.overwrites_cotangent else torch.mul(dy, gain, out=torch.empty_like(dy))
             self._counted(dx).addcmul_(self._centred(own, mean), slope).add_(shift)
             return dx, *d_affine
 

@@ -140,7 +140,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
         self._add_reached(result, kernel, seen, strips)
         return (result,), _SavedConvolution(seen, strips, weight, given.dtype, given.shape)
 
-    def again(self, inputs: Tensors, saved: _SavedConvolution) -> torch.Tensor:
+    def recompute(self, inputs: Tensors, saved: _SavedConvolution) -> torch.Tensor:
         """Return the convolved part once more, of what is saved; see ``ops.base.Recomputable``."""
         seen, kernel = saved.seen, saved.weight.to(saved.seen.dtype)
         offset = None if inputs[2] is None else inputs[2].to(seen.dtype)

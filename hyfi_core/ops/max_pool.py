@@ -40,13 +40,13 @@ class MaxPool(Banded):
 
     Attributes:
         holds_map: whether the map's memory is kept for its cotangent; else only its shape, and indices in a byte.
-        over_map: whether the map's memory may be overwritten by its cotangent.
+        overwrites_map: whether the map's memory may be overwritten by its cotangent.
     """
 
     own_cotangents: ClassVar[bool] = True
 
     holds_map: bool = True
-    over_map: bool = False
+    overwrites_map: bool = False
 
     def forward(self, comm: Communicator, inputs: Tensors) -> tuple[Tensors, Any]:
         """Return (maxima,); saves their indices."""
@@ -74,7 +74,7 @@ class MaxPool(Banded):
         if self.own is None:
             return self._back_from_canvas(comm, saved, dy)
         whole, indices, places = saved
-        over = whole if self.over_map and self.holds_map else None
+        over = whole if self.overwrites_map and self.holds_map else None
         if dy is None:
             dy = whole.new_zeros((*whole.shape[:2], *self.output.shape))
         d_bands = [
@@ -151,13 +151,13 @@ class WholeMaxPool:
 
     Attributes:
         window: of the pool; within the padding.
-        over_map: whether the map may be overwritten.
+        overwrites_map: whether the map may be overwritten.
     """
 
     own_cotangents: ClassVar[bool] = True
 
     window: Window
-    over_map: bool = False
+    overwrites_map: bool = False
 
     def forward(self, inputs: Tensors) -> tuple[Tensors, Any]:
         """Return (maxima,); saves their indices and the map, for its memory."""
@@ -168,7 +168,7 @@ class WholeMaxPool:
     def backward(self, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
         """Return (the cotangent of the map,): each output's cotangent goes to the position of its maximum."""
         whole, indices = saved
-        result = whole if self.over_map else torch.empty_like(whole)
+        result = whole if self.overwrites_map else torch.empty_like(whole)
         dy = torch.zeros_like(indices, dtype=whole.dtype) if cotangents[0] is None else cotangents[0]
         call = torch.ops.aten.max_pool2d_with_indices_backward.grad_input
         call(dy, whole, *self._settings, indices, grad_input=result)

@@ -193,10 +193,13 @@ class Redistribute:
         return tensor.narrow(self.dims[0], local.y0, local.height).narrow(self.dims[1], local.x0, local.width)
 
 
+def is_channels_last(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of four dims is channels-last, and not contiguous as well."""
+    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+
+
 def _format_of(tensor: torch.Tensor) -> torch.memory_format:
-    """Return channels-last if the tensor has this format, also with one channel or one pixel."""
-    last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
-    return torch.channels_last if last and not tensor.is_contiguous() else torch.contiguous_format
+    return torch.channels_last if is_channels_last(tensor) else torch.contiguous_format
 
 
 def like(tensor: torch.Tensor, shape: list[int]) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""In-place relu: overwrites its input in forward and the cotangent in backward, where allowed.
+"""A relu that can work in place: over its input in forward, over the incoming cotangent in backward.
 
-Autograd would allocate memory for the cotangent. On a CPU this costs many times the arithmetic, and the maps of a
-network's first layers are the largest.
+Whether it may is decided by ``lowering.in_place`` and ``lowering.reuse``, before the run. Autograd would allocate
+memory for the cotangent, which on a CPU takes many times as long as the arithmetic.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ class Relu(Recomputable):
     """``relu``, pixel by pixel.
 
     Attributes:
-        over: whether the input may be overwritten.
-        over_cotangent: the same for the output's cotangent.
+        overwrites_input: whether the result is written over the input.
+        overwrites_cotangent: whether the input's cotangent is written over the output's.
     """
 
     own_cotangents: ClassVar[bool] = True
 
-    over: bool
-    over_cotangent: bool = False
+    overwrites_input: bool
+    overwrites_cotangent: bool = False
 
     def forward(self, inputs: Tensors) -> tuple[Tensors, Any]:
-        """Return (rectified map,), which is also saved."""
-        result = self.again(inputs, None)
+        """Return (rectified map,); saves the same."""
+        result = self.recompute(inputs, None)
         return (result,), result
 
-    def again(self, inputs: Tensors, saved: Any) -> torch.Tensor:
+    def recompute(self, inputs: Tensors, saved: Any) -> torch.Tensor:
         """Return the rectified map."""
-        return inputs[0].relu_() if self.over else inputs[0].relu()
+        return inputs[0].relu_() if self.overwrites_input else inputs[0].relu()
 
     def backward(self, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
-        """Return (cotangent of the map,), in place where allowed."""
+        """Return (cotangent of the map,)."""
         dy = torch.zeros_like(saved) if cotangents[0] is None else cotangents[0].to(saved.dtype)
-        if not self.over_cotangent:
+        if not self.overwrites_cotangent:
             return (torch.ops.aten.threshold_backward.default(dy, saved, 0),)
         torch.ops.aten.threshold_backward.grad_input(dy, saved, 0, grad_input=dy)
         return (dy,)

@@ -2,13 +2,13 @@
 
 ```
 convolution     cotangent of its map ── weight gradient: deferred
-relu            over the same memory
+relu            in place
 batch norm      sums ── all-reduce under way ── deferred weight gradients ── cotangent of its map
 ```
 
-Cores are never equally fast. With a convolution's weight gradient, about half of its backward, between sending sums and
-needing those of other ranks, no rank waits for one that is behind by less than that. No memory is held longer: relus
-and norms overwrite their cotangent, so until the norm has run there is no new map.
+Ranks are never equally fast. A convolution's weight gradient takes about half of the time of its backward. Computed
+between sending a norm's sums and receiving those of other ranks, it hides a delay of other ranks of up to this time. No
+memory is held longer: relus and norms overwrite their cotangent, so there is no new map until the norm has run.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ def _accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 def _last_contributions(records: Sequence[Record], parameters: Mapping[str, Any]) -> dict[int, list[str]]:
-    """Return record -> parameters whose gradient is complete once it has run backward: it was the first to use them."""
+    """Return record -> parameters whose gradient its backward completes, because it was the first to use them."""
     seen: set[str] = set()
     result: dict[int, list[str]] = {}
     for index, record in enumerate(records):

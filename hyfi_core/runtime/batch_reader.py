@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils import _pytree
 
 from hyfi_core.errors import RequestError
+from hyfi_core.ops.redistribute import is_channels_last
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.runtime.compiled import Compiled
@@ -65,13 +66,8 @@ def lays_channels_last(asked: MemoryFormat, model: nn.Module, autocast: torch.dt
     kernels = [layer.weight for layer in layers if max(layer.kernel_size) > 1]
     if not kernels:
         return False
-    kind = autocast or kernels[0].dtype
-    return kind in (torch.bfloat16, torch.float16) or (kind == torch.float32 and kernels[0].device.type == "cpu")
-
-
-def is_channels_last(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of four dims is channels-last and not contiguous."""
-    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+    dtype = autocast or kernels[0].dtype
+    return dtype in (torch.bfloat16, torch.float16) or (dtype == torch.float32 and kernels[0].device.type == "cpu")
 
 
 def batch_shape(images: Images, expected: Shape) -> Shape:

@@ -10,7 +10,7 @@ A checkpoint is a folder that appears complete or not at all::
         state.json               state of training: step, epoch, sample, random state
         model.json               metadata for prediction; size and sha256 of the files above
 
-If a model has several stages, the first rank of each writes its own shard, and no rank needs all of it:
+If a model has several stages, the first rank of each writes its own file, and no rank needs all weights:
 ``model-00001-of-00003.safetensors`` and so on, with the usual ``model.safetensors.index.json``. Checkpoints do not
 depend on the number of ranks. A folder is renamed when complete and then linked with ``os.replace``, so readers never
 see an incomplete checkpoint.
@@ -201,7 +201,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     """
     folder, model = _open(path)
     weights = _read_tensors(folder, WEIGHTS_FILE, model)
-    kept = bool(_shares(AVERAGE_FILE, model))
+    kept = bool(_files_of(AVERAGE_FILE, model))
     return Checkpoint(folder, weights, model, _read_tensors(folder, AVERAGE_FILE, model) if kept else None)
 
 
@@ -315,7 +315,7 @@ def _open(path: Path) -> tuple[Path, dict[str, Any]]:
 
 def _read_tensors(folder: Path, name: str, model: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
-    for file in _shares(name, model) or [name]:
+    for file in _files_of(name, model) or [name]:
         _check_file(folder, file, model)
         try:
             tensors.update(load_file(folder / file))
@@ -326,8 +326,8 @@ def _read_tensors(folder: Path, name: str, model: Mapping[str, Any]) -> dict[str
     return tensors
 
 
-def _shares(name: str, model: Mapping[str, Any]) -> list[str]:
-    """Return the shards of a file of this name."""
+def _files_of(name: str, model: Mapping[str, Any]) -> list[str]:
+    """Return the files with the tensors of ``name``: itself, or one for each stage."""
     stem, _, suffix = name.partition(".")
     files = model.get("files", {})
     return sorted(file for file in files if file == name or re.fullmatch(rf"{stem}-\d+-of-\d+\.{suffix}", file))

@@ -25,6 +25,7 @@ from hyfi_core.lowering.pool_before_relu import pool_before_relu
 from hyfi_core.lowering.segments import Tape, build_tape
 from hyfi_core.lowering.stage_values import boundary, entries_of
 from hyfi_core.ops.boundary import BoundaryTransfer
+from hyfi_core.ops.redistribute import is_channels_last
 from hyfi_core.plan.fused_runs import FusedRuns
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
@@ -134,7 +135,7 @@ def compile_model(
     if runs_for_memory is not None and not model.training and plan.stages == 1:
         runs = _known_runs(runs_for_memory, program, plan, stages[0])
     lowered = _Lowered(stages, placement, comm.rank, frozenset(trained), active, plan, together, runs, cells, spills)
-    last = channels_last or any(_is_channels_last(p) for p in model.parameters())
+    last = channels_last or any(is_channels_last(p) for p in model.parameters())
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
     dtypes = dtypes_under_autocast(program, autocast, device) if autocast is not None and plan.stages > 1 else {}
     return Compiled(
@@ -234,10 +235,6 @@ class _Lowered:
             _refuse_drawn(ranked)
         sources = {*self._trained, *self._entries[index]} & self._active
         return HostedStage(ranked, build_tape(ranked, sources), position, stage.reads_image)
-
-
-def _is_channels_last(tensor: torch.Tensor) -> bool:
-    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
 
 
 def _refuse_drawn(ranked: RankProgram) -> None:

@@ -331,11 +331,11 @@ class Engine:
         """Return what every stage needs in every cell, with all micro-batches in flight."""
         subject, stages = self._subject, self._each(lambda r: list(r.compiled(micro).hosted.values()))
         flights = max(microbatches_in_flight(self.plan, stage) for stage in range(self.plan.stages)) if trains else 1
-        found, kinds = [], dict[str, torch.dtype]()
+        found, dtypes = [], dict[str, torch.dtype]()
         if subject.autocast is not None:
-            kinds.update(dtypes_under_autocast(subject.program(micro), subject.autocast, self._device.type))
+            dtypes.update(dtypes_under_autocast(subject.program(micro), subject.autocast, self._device.type))
         for stage in (stage for of_cell in stages for stage in of_cell):
-            one = forecast_pages(stage.ranked, stage.tape, stage.position, kinds, trains)
+            one = forecast_pages(stage.ranked, stage.tape, stage.position, dtypes, trains)
             found.append(PagedForecast(one.working_bytes, one.kept_bytes * flights))
         return found
 

@@ -6,9 +6,8 @@
 
 Every rank has a partial sum of each gradient: over its part of the image, its micro-batches, its replica. The gradient
 is the sum over all ranks that hold the parameter, divided by the number of replicas if these have equal weights. A
-parameter's ``grad`` is a
-view of its bucket, so that backward adds in place and nothing is copied (overlapping as in S-Caffe, PPoPP'17; buckets
-as in DDP).
+parameter's ``grad`` is a view of its bucket, so that backward adds in place and nothing is copied (overlapping as in
+S-Caffe, PPoPP'17; buckets as in DDP).
 """
 
 from __future__ import annotations

@@ -170,22 +170,22 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
-def _kinds(parameters: Sequence[nn.Parameter]) -> list[torch.dtype]:
+def _dtypes(parameters: Sequence[nn.Parameter]) -> list[torch.dtype]:
     return sorted({parameter.dtype for parameter in parameters}, key=str)
 
 
 def _flats(parameters: Sequence[nn.Parameter], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return one flat tensor for each dtype."""
     return [
-        torch.cat([t.reshape(-1) for p, t in zip(parameters, tensors, strict=True) if p.dtype == kind])
-        for kind in _kinds(parameters)
+        torch.cat([t.reshape(-1) for p, t in zip(parameters, tensors, strict=True) if p.dtype == dtype])
+        for dtype in _dtypes(parameters)
     ]
 
 
 def _room(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
     return [
-        torch.empty(sum(p.numel() for p in parameters if p.dtype == kind), dtype=kind, device=parameters[0].device)
-        for kind in _kinds(parameters)
+        torch.empty(sum(p.numel() for p in parameters if p.dtype == dtype), dtype=dtype, device=parameters[0].device)
+        for dtype in _dtypes(parameters)
     ]
 
 
@@ -193,8 +193,8 @@ def _pieces(
     parameters: Sequence[nn.Parameter], flats: Sequence[torch.Tensor]
 ) -> list[tuple[nn.Parameter, torch.Tensor]]:
     found = []
-    for kind, flat in zip(_kinds(parameters), flats, strict=True):
-        group = [p for p in parameters if p.dtype == kind]
+    for dtype, flat in zip(_dtypes(parameters), flats, strict=True):
+        group = [p for p in parameters if p.dtype == dtype]
         found += [
             (p, piece.view(p.shape)) for p, piece in zip(group, flat.split([p.numel() for p in group]), strict=True)
         ]

@@ -129,13 +129,13 @@ class FoldedStatistics:
 
     def _swap(self) -> None:
         half = self._microbatches // 2
-        sends, receives, boxes = [], [], []
+        sends, receives, arriving = [], [], []
         for key in sorted(self._hosted):
             direction = key[1]
             mine = range(direction * half, (direction + 1) * half)
             if self._peers[key] != self._comm.rank:
                 names = sorted(self._hosted[key].ranked.program.mutations)
-                for _, group in self._by_type(names):
+                for _, group in self._by_dtype(names):
                     flat = torch.cat([self._added[name, m].reshape(-1) for m in mine for name in group])
                     sends.append(Message(self._peers[key], flat))
         for key in sorted(self._hosted, key=lambda key: (key[0], 1 - key[1])):  # in the order in which peers send
@@ -143,21 +143,21 @@ class FoldedStatistics:
             theirs = range((1 - direction) * half, (2 - direction) * half)
             if self._peers[key] != self._comm.rank:
                 names = sorted(self._hosted[key].ranked.program.mutations)
-                for dtype, group in self._by_type(names):
+                for dtype, group in self._by_dtype(names):
                     count = sum(self._buffers[name].numel() for name in group) * half
                     flat = torch.empty(count, dtype=dtype, device=self._buffers[group[0]].device)
                     receives.append(Message(self._peers[key], flat))
-                    boxes.append((flat, group, theirs))
+                    arriving.append((flat, group, theirs))
         self._comm.exchange(sends, receives).wait()
-        for flat, group, theirs in boxes:
+        for flat, group, theirs in arriving:
             parts = iter(flat.split([self._buffers[name].numel() for _ in theirs for name in group]))
             for m in theirs:
                 for name in group:
                     self._added[name, m] = next(parts).view(self._buffers[name].shape)
 
-    def _by_type(self, names: Sequence[str]) -> Iterable[tuple[torch.dtype, list[str]]]:
-        kinds = sorted({self._buffers[name].dtype for name in names}, key=str)
-        return [(kind, [name for name in names if self._buffers[name].dtype == kind]) for kind in kinds]
+    def _by_dtype(self, names: Sequence[str]) -> Iterable[tuple[torch.dtype, list[str]]]:
+        dtypes = sorted({self._buffers[name].dtype for name in names}, key=str)
+        return [(dtype, [name for name in names if self._buffers[name].dtype == dtype]) for dtype in dtypes]
 
     def _fold(self, path: str, names: set[str]) -> None:
         """Fold one batch norm's contributions, counter first: cumulative averages depend on it."""

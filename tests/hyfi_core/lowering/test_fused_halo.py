@@ -12,8 +12,8 @@ from hyfi_core.capture.export import capture
 from hyfi_core.capture.program import Program
 from hyfi_core.cost.fused_depth import cost
 from hyfi_core.lowering import fused_halo as fused
-from hyfi_core.lowering.fused_halo import spread, unfused
-from hyfi_core.lowering.fused_sketch import draw
+from hyfi_core.lowering.fused_halo import margins_of, unfused
+from hyfi_core.lowering.fused_sketch import sketch_of
 from hyfi_core.lowering.lower import Target, lower
 from hyfi_core.models.resnet import resnet_v2
 from hyfi_core.plan import layout
@@ -30,8 +30,8 @@ def program() -> Program:
 def test_remembered_answers_are_those_that_would_be_given(program: Program, grid: tuple[int, int]) -> None:
     def planned() -> tuple[Any, ...]:
         trial = lower(program, Target(grid, 0))
-        sketch = draw(program, program.operators, trial.splits, trial.fusible, ())
-        plans = [unfused(sketch), *(spread(sketch, depth) for depth in (2, 3, 6))]
+        sketch = sketch_of(program, program.operators, trial.splits, trial.fusible, ())
+        plans = [unfused(sketch), *(margins_of(sketch, depth) for depth in (2, 3, 6))]
         return sketch, plans, [cost(sketch, plan) for plan in plans]
 
     remembered = planned()

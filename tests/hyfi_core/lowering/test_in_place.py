@@ -47,7 +47,7 @@ def lowered(model: nn.Module, grid: tuple[int, int]) -> RankProgram:
 
 def relus_over(ranked: RankProgram) -> list[bool]:
     own = [i.operator for i in ranked.instructions if isinstance(i, CustomCall)]
-    return [relu.over for relu in own if isinstance(relu, Relu)]
+    return [relu.overwrites_input for relu in own if isinstance(relu, Relu)]
 
 
 def sums_over(ranked: RankProgram) -> list[bool]:

@@ -90,7 +90,7 @@ def poisoned() -> Iterator[list[str]]:
 
     def with_spoilt_cotangent(plain: Any, at: int) -> Any:
         def method(self: Any, *given: Any) -> Any:
-            if not self.over_cotangent or given[at][0] is None:
+            if not self.overwrites_cotangent or given[at][0] is None:
                 return plain(self, *given)
             kept = (given[at][0].clone(), *given[at][1:])
             spoil("cotangent", given[at][0])
@@ -100,8 +100,8 @@ def poisoned() -> Iterator[list[str]]:
 
     def with_spoilt_map(plain: Any, at: int) -> Any:
         def method(self: Any, *given: Any) -> Any:
-            found = plain(replace(self, over_map=False), *given)
-            if self.over_map and getattr(self, "holds_map", True) and isinstance(given[at][0], torch.Tensor):
+            found = plain(replace(self, overwrites_map=False), *given)
+            if self.overwrites_map and getattr(self, "holds_map", True) and isinstance(given[at][0], torch.Tensor):
                 spoil("map", given[at][0])
             return found
 
@@ -109,7 +109,7 @@ def poisoned() -> Iterator[list[str]]:
 
     def with_spoilt_input(self: Relu, inputs: Any) -> Any:
         result = inputs[0].relu()
-        if self.over:
+        if self.overwrites_input:
             spoil("input", inputs[0])
         return (result,), result
 
@@ -206,7 +206,7 @@ def tape_of(model: nn.Module, shape: tuple[int, int, int, int], grid: tuple[int,
 
 def overs(tape: Tape, kind: type) -> list[bool]:
     operators = [step.call.operator for step in tape.steps if hasattr(step, "call")]
-    return [found.over_cotangent for found in operators if isinstance(found, kind)]
+    return [found.overwrites_cotangent for found in operators if isinstance(found, kind)]
 
 
 def test_of_two_that_share_a_cotangent_the_first_to_run_backward_leaves_it_and_the_second_may_have_it() -> None:

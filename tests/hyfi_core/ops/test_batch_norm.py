@@ -115,7 +115,7 @@ def test_batch_norm_gives_the_same_numbers_in_place(kind: torch.dtype) -> None:
     place = given[0].data_ptr()
     apart = BatchNorm(2 * 5 * 6, 1e-5).backward(AloneCommunicator(), saved, given)
     assert apart[0] is not None and apart[0].data_ptr() != place and torch.equal(given[0], dy)
-    over = BatchNorm(2 * 5 * 6, 1e-5, over_cotangent=True).backward(AloneCommunicator(), saved, given)
+    over = BatchNorm(2 * 5 * 6, 1e-5, overwrites_cotangent=True).backward(AloneCommunicator(), saved, given)
     assert over[0] is not None and over[0].data_ptr() == place
     for ours, theirs in zip(over, apart, strict=True):
         assert torch.equal(ours, theirs)

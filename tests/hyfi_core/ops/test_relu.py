@@ -27,7 +27,7 @@ def test_it_equals_autograd(over: bool, kind: torch.dtype) -> None:
     assert torch.equal(kept, dy)
     alone = (dy.clone(),)
     place = alone[0].data_ptr()
-    (back,) = Relu(over, over_cotangent=True).backward(saved, alone)
+    (back,) = Relu(over, overwrites_cotangent=True).backward(saved, alone)
     assert apart is not None and back is not None and back.data_ptr() == place
     assert leaf.grad is not None and torch.equal(apart, leaf.grad) and torch.equal(back, leaf.grad)
 

@@ -15,7 +15,8 @@ import hyfi_core
 from hyfi_core import ParallelPlan
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.errors import RequestError
-from hyfi_core.runtime.batch_reader import is_channels_last, lays_channels_last
+from hyfi_core.ops.redistribute import is_channels_last
+from hyfi_core.runtime.batch_reader import lays_channels_last
 from tests.harness import run_copies
 
 NET = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
