@@ -1,4 +1,4 @@
-"""Rules for cells: those for ranks, extended by slices and padding inside of fused runs."""
+"""Rules for cells: those for ranks, with slices and constant padding as part of fused runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hyfi_core.rules.table import RULES
 
 
 def _in_runs(rule: Rule) -> Rule:
-    """Return a rule for operators with one tap inside of a run that uses ``rule`` for all others."""
+    """Return a rule that lowers slices and padding of height and width as windows of one tap, others by ``rule``."""
 
     def lowered(builder: Builder, op: Operator) -> None:
         name = op.args[0].name
@@ -20,12 +20,12 @@ def _in_runs(rule: Rule) -> Rule:
         if tap is None:
             rule(builder, op)
         else:
-            _moved(builder, op, tap)
+            _emit_tap(builder, op, tap)
 
     return lowered
 
 
-def _moved(builder: Builder, op: Operator, tap: Tap) -> None:
+def _emit_tap(builder: Builder, op: Operator, tap: Tap) -> None:
     name, (output,) = op.args[0].name, op.outputs
     here, sizes = builder.splits[name], builder.shape(str(output))
     height, width = (sizes[dim] for dim in here.dims)

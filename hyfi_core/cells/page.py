@@ -13,9 +13,9 @@ from hyfi_core.cells.recipe import Recipe
 from hyfi_core.cells.spill_store import SpillPlace
 
 NEVER = 1 << 40
-"""Next use of a page without a known use."""
+"""Next use of a page with no known use."""
 PLACES = 20
-"""Bits of a use that order steps between the same two waits."""
+"""A use is an integer: the number of waits before it, then this many bits for the index of the step."""
 
 When = tuple[int, int]
 """(number of waits before a use, cell): the order in which pages are used."""
@@ -29,17 +29,16 @@ class Page:
         memory: a weak reference to the storage.
         size: bytes.
         cell: that owns the map.
-        uses: future uses, latest first; past ones are removed from the end. A use is a count of waits and, in its last
-            ``PLACES`` bits, the index of the step.
-        here: whether it is in memory, or being read.
+        uses: future uses, latest first; past ones are removed from the end. See ``PLACES``.
+        in_memory: whether it is in memory, or being read.
         place: position of its bytes in the store.
         written: whether the bytes in the store equal those in memory, or will once ``work`` is done.
-        tensor: whose version shows whether a step has changed the memory.
-        version: version of the tensor when the bytes were written.
-        ready: whether it can be dropped at once.
+        tensor: a weak reference to a tensor with this memory; its version shows whether a step has changed it.
+        version: of the tensor when the bytes were written.
+        ready: whether it is in memory and can be dropped; as counted by the pager.
         reading: whether ``work`` reads.
         work: pending read or write.
-        recipe: recomputes it.
+        recipe: how it is recomputed; None: it is not.
         stays: whether it must stay in memory until the pager is reset.
     """
 
@@ -48,7 +47,7 @@ class Page:
     cell: int
     tensor: weakref.ref[torch.Tensor]
     uses: list[int] = field(default_factory=list)
-    here: bool = True
+    in_memory: bool = True
     place: SpillPlace | None = None
     written: bool = False
     version: int = -1
@@ -64,7 +63,7 @@ class Page:
         return (self.uses[-1] if self.uses else NEVER) >> PLACES, self.cell
 
     @property
-    def can_leave(self) -> bool:
+    def can_be_dropped(self) -> bool:
         """Whether it can be dropped without being written."""
         return self.recipe is not None or self.written
 

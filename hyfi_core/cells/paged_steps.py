@@ -1,4 +1,4 @@
-"""Paged steps: the calls to the pager at each step of a tape, forward and backward, of one micro-batch in one cell.
+"""Paged steps: calls to the pager at each step of a tape, forward and backward, for one micro-batch in one cell.
 
     time       0  1  2  3 │ 4  5  6  7        a tape of four steps, then the same backward
     value v       ●──▶○           ●           computed at 1, used at 2, and saved there for backward at 5
@@ -138,7 +138,7 @@ class PagedSteps:
     ) -> None:
         self._pager, self._order, self._context, self._recomputes = pager, order, context, recomputes
         self._taken: dict[str, torch.Tensor] = {}
-        self._saving = -1
+        self._backward_use = -1  # of the running step: when its saved tensors are used
 
     def need(self, held: Any) -> None:
         """Load pages; see ``StepMemory``."""
@@ -153,23 +153,23 @@ class PagedSteps:
         self._taken = {name: values[name] for name in taken_by(step)}
         for name, tensor in self._taken.items():
             self._pager.track(tensor, self._order.of_value(name))
+        self._backward_use = self._order.at(step, back=True)
         self._pager.begin(self._taken, self._room(step, back=False))
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
         """Register the tensors that autograd saves; see ``StepMemory``."""
-        kept_by: list[int] = [0]
+        uses = [self._backward_use]
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             kept = tensor.detach()
-            self._pager.track(kept, kept_by)
+            self._pager.track(kept, uses)
             return kept
 
         def unpack(kept: torch.Tensor) -> torch.Tensor:
             self._pager.begin(kept)
             return kept
 
-        kept_by[0] = self._saving
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
 
@@ -183,7 +183,7 @@ class PagedSteps:
                 made_bytes += 0 if page is None else page.size
         for tensor in tensors_in(saved):
             self._pager.track(tensor, [self._order.at(step, back=True)])
-        self._pager.rooms[self._room_key(step, back=False)] = made_bytes
+        self._pager.allocated[self._room_key(step, back=False)] = made_bytes
         if self._recomputes:
             self._note_recipe(step, values, saved)
         self._taken = {}
@@ -203,13 +203,12 @@ class PagedSteps:
                 if page is not None:  # it may share the memory of a saved tensor
                     self._pager.note_new(page)
                     made_bytes += page.size
-        self._pager.rooms[self._room_key(step, back=True)] = made_bytes
+        self._pager.allocated[self._room_key(step, back=True)] = made_bytes
         self._pager.end(self._order.at(step, back=True))
 
     def _room(self, step: Step, back: bool) -> int:
-        """Return the bytes that a step allocates: as many as in the previous cell."""
-        self._saving = self._order.at(step, back=True)
-        return self._pager.rooms.get(self._room_key(step, back), 0)
+        """Return the bytes that a step will allocate: as many as in the previous cell."""
+        return self._pager.allocated.get(self._room_key(step, back), 0)
 
     def _room_key(self, step: Step, back: bool) -> tuple[int, int, bool]:
         return len(self._order.steps), self._order.steps[id(step)], back
@@ -220,17 +219,22 @@ class PagedSteps:
             page = self._pager.page_of(values[name]) if name in values else None
             if page is not None:
                 # other outputs of an operator are not maps
-                alone = isinstance(step, Segment) or name == made_by(step)[0]
+                is_map = isinstance(step, Segment) or name == made_by(step)[0]
                 made = Made(step, self._taken, name, values[name], saved)
-                self._pager.note_recipe(page, self._recipe(page, made) if alone else None)
+                self._pager.note_recipe(page, self._recipe(page, made) if is_map else None)
 
     def _recipe(self, page: Page, made: Made) -> Recipe | None:
+        """Return the recipe of a step's result, None if it is not cheap; an in-place step extends that of its input."""
         found = call_of(made)
-        if found is None or (found[2] and page.recipe is None):
+        if found is None:
             return None
-        call, sources, over = found
-        calls, earlier = ((*page.recipe.calls, call), page.recipe.sources) if over and page.recipe else ((call,), ())
-        sources = tuple(dict.fromkeys((*earlier, *(s for s in sources if self._pager.page_of(s) is not None))))
+        call, inputs, in_place = found
+        if in_place and page.recipe is None:
+            return None
+        calls, earlier = (
+            ((*page.recipe.calls, call), page.recipe.sources) if in_place and page.recipe else ((call,), ())
+        )
+        sources = tuple(dict.fromkeys((*earlier, *(t for t in inputs if self._pager.page_of(t) is not None))))
         depths = (p.recipe.depth for p in map(self._pager.page_of, sources) if p is not None and p.recipe is not None)
         depth = 1 + max(depths, default=0)
         if depth > DEEPEST or not sources:

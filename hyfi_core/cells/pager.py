@@ -8,6 +8,13 @@
 A page is the storage of a map, which the tape, live values or a running operator may reference. Only the storage is
 freed, so results do not change. A page with a *recipe* is dropped instead of written, and recomputed from other pages.
 The next use of each page is known from the tape: see ``cells.paged_steps``.
+
+Pages are ordered by three heaps. An entry is not removed when its page changes: a new one is added, and an outdated one
+is skipped when it is popped.
+
+    _farthest    pages in memory, the latest next use first: what to drop
+    _dirty       those of them that must be written before they can be dropped: what to write early
+    _nearest     pages not in memory, the earliest next use first: what to read ahead
 """
 
 from __future__ import annotations
@@ -47,16 +54,16 @@ class Pager:
         self.limit_bytes = limit_bytes
         self.store = store
         self.counts = PagerCounts()
-        self.rooms: dict[Any, int] = {}  # step -> bytes that it allocated in the previous cell
+        self.allocated: dict[Any, int] = {}  # step -> bytes that it allocated in the previous cell
         self._cell = cell
         self._fixed: set[int] = set()
         self._pages: dict[int, Page] = {}
         self._pinned: dict[int, list[Page]] = {}
-        self._farthest: list[tuple[int, int, int, Page]] = []  # pages in memory, by descending ``next``
-        self._dirty: list[tuple[int, int, int, Page]] = []  # the same, only pages that are not written
-        self._nearest: list[tuple[int, int, int, Page]] = []  # spilled pages, by ascending ``next``
+        self._farthest: list[tuple[int, int, int, Page]] = []
+        self._dirty: list[tuple[int, int, int, Page]] = []
+        self._nearest: list[tuple[int, int, int, Page]] = []
         self._entries = 0
-        self._here_bytes = 0
+        self._memory_bytes = 0
         self._ready_bytes = 0
         self._ahead: dict[int, Page] = {}
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="spill")
@@ -67,17 +74,22 @@ class Pager:
         """Keep tensors (weights, buffers, outputs) in memory until ``reset``."""
         found = list(tensors)
         self._fixed.update(tensor.untyped_storage()._cdata for tensor in found)
-        pages = self._of(found)
-        self._bring(pages)
+        pages = self._pages_of(found)
+        self._load(pages)
         for page in pages:
             page.stays = True
 
     def begin(self, held: Any, room_bytes: int = 0) -> None:
-        """Load the inputs of a step, keep them in memory during this cell's turn, and make room for the results."""
-        pages = self._of(held)
+        """Load the inputs of a step, keep them in memory during this cell's turn, and make room for the results.
+
+        Args:
+            held: tensors, in any structure.
+            room_bytes: that the step will allocate.
+        """
+        pages = self._pages_of(held)
         self._pinned.setdefault(self._cell(), []).extend(pages)
-        self.relieve(room_bytes + self._missing(pages))
-        self._bring(pages)
+        self.make_room(room_bytes + self._missing(pages))
+        self._load(pages)
         self._read_ahead(room_bytes)
 
     def end(self, now: int) -> None:
@@ -90,14 +102,14 @@ class Pager:
             while page.uses and page.uses[-1] <= now:
                 page.uses.pop()
             page.check()
-            self._enter(page)
+            self._enqueue(page)
         self._write_early()
 
     def resume(self, cell: int) -> None:
         """Load the inputs of a cell's current step when its turn begins again."""
         pages = self._pinned.get(cell, [])
-        self.relieve(self._missing(pages))
-        self._bring(pages)
+        self.make_room(self._missing(pages))
+        self._load(pages)
 
     def track(self, tensor: torch.Tensor, uses: Iterable[int] = ()) -> Page | None:
         """Return the page of a tensor's storage, created if new, with more uses; None if it always stays in memory."""
@@ -112,54 +124,54 @@ class Pager:
                 return None
             page = Page(StorageWeakRef(storage), size, self._cell(), weakref.ref(tensor))
             self._pages[key] = page
-            self._here_bytes += size
+            self._memory_bytes += size
         elif page.tensor() is None:
             page.tensor, page.version = weakref.ref(tensor), -1
         for when in uses:
             page.add_use(when)
-        self._enter(page)
+        self._enqueue(page)
         return page
 
     def note_recipe(self, page: Page, recipe: Recipe | None) -> None:
         """Set how a page is recomputed; None: it is not."""
         page.recipe = recipe
-        self._enter(page)
+        self._enqueue(page)
 
     def note_new(self, page: Page) -> None:
         """Mark the contents of a page as new."""
         page.recipe, page.written = None, False
-        self._enter(page)
+        self._enqueue(page)
 
     def page_of(self, tensor: torch.Tensor) -> Page | None:
         """Return the page of a tensor's storage, None if it has none."""
         page = self._pages.get(tensor.untyped_storage()._cdata)
         return None if page is None or page.memory.expired() else page
 
-    def relieve(self, room_bytes: int) -> None:
+    def make_room(self, room_bytes: int) -> None:
         """Spill pages until this many bytes are free, those with the latest use first."""
-        self.counts.peak_bytes = max(self.counts.peak_bytes, self._here_bytes)
-        if self._here_bytes + room_bytes <= self.limit_bytes:
+        self.counts.peak_bytes = max(self.counts.peak_bytes, self._memory_bytes)
+        if self._memory_bytes + room_bytes <= self.limit_bytes:
             return
-        self._sweep()
+        self._forget_freed()
         goal = max(0, int(_LOW * self.limit_bytes) - room_bytes)
         pinned = {id(page) for page in self._pinned.get(self._cell(), [])}
         later: list[Page] = []
-        while self._here_bytes > goal and self._farthest:
+        while self._memory_bytes > goal and self._farthest:
             page = self._pop(self._farthest)
             if page is None:
                 continue
             if id(page) in pinned or page.reading or page.stays:
                 later.append(page)
                 continue
-            if not page.can_leave:
+            if not page.can_be_dropped:
                 self._write(page)
-            if page.work is not None and self._here_bytes <= self.limit_bytes and not page.work.done():
+            if page.work is not None and self._memory_bytes <= self.limit_bytes and not page.work.done():
                 later.append(page)  # it can be dropped next time
                 continue
             self._finish(page)
             self._drop(page)
         for page in later:
-            self._enter(page)
+            self._enqueue(page)
 
     def reset(self) -> None:
         """Start over, between steps."""
@@ -169,16 +181,16 @@ class Pager:
         self._fixed.clear()
         self._farthest, self._dirty, self._nearest = [], [], []
         self._ahead.clear()
-        self._here_bytes = self._ready_bytes = 0
+        self._memory_bytes = self._ready_bytes = 0
         self.counts = PagerCounts()
 
     # -- pages
 
-    def _of(self, held: Any) -> list[Page]:
+    def _pages_of(self, held: Any) -> list[Page]:
         found = (self._pages.get(tensor.untyped_storage()._cdata) for tensor in tensors_in(held))
         return [page for page in found if page is not None and not page.memory.expired()]
 
-    def _sweep(self) -> None:
+    def _forget_freed(self) -> None:
         """Remove pages whose storage has been freed; their recipes may have kept others alive."""
         while True:
             ended = [key for key, page in self._pages.items() if page.memory.expired()]
@@ -191,34 +203,36 @@ class Pager:
         page = self._pages.pop(key)
         if page.work is not None:
             page.work.result()
-        if page.here:
-            self._here_bytes -= page.size
-        page.here, page.recipe = False, None
-        self._count(page)
+        if page.in_memory:
+            self._memory_bytes -= page.size
+        page.in_memory, page.recipe = False, None
+        self._update_ready(page)
         self._release(page)
         self._ahead.pop(id(page), None)
 
     def _missing(self, pages: Iterable[Page]) -> int:
         """Return the bytes needed to load pages."""
-        away = {id(page): page for page in pages if not page.here}
+        away = {id(page): page for page in pages if not page.in_memory}
         for page in list(away.values()):
             if page.recipe is not None:
-                away.update((id(found), found) for found in self._of(page.recipe.sources) if not found.here)
+                away.update((id(found), found) for found in self._pages_of(page.recipe.sources) if not found.in_memory)
         return sum(page.size for page in away.values())
 
-    def _count(self, page: Page) -> None:
-        ready = page.here and page.can_leave
+    def _update_ready(self, page: Page) -> None:
+        """Update ``ready`` and its sum."""
+        ready = page.in_memory and page.can_be_dropped
         self._ready_bytes += (ready - page.ready) * page.size
         page.ready = ready
 
-    def _bring(self, pages: Iterable[Page]) -> None:
+    def _load(self, pages: Iterable[Page]) -> None:
+        """Read or recompute pages that are not in memory; start all reads before the first wait."""
         wanted = list(pages)
         for page in wanted:
             self._ahead.pop(id(page), None)
-            if not page.here and page.recipe is None:
+            if not page.in_memory and page.recipe is None:
                 self._read(page)
         for page in wanted:
-            if not page.here:
+            if not page.in_memory:
                 self._compute(page)
             elif page.reading:
                 self._finish(page)
@@ -228,41 +242,41 @@ class Pager:
         storage, recipe = page.storage(), page.recipe
         if storage is None or recipe is None:
             return
-        self._bring(self._of(recipe.sources))
+        self._load(self._pages_of(recipe.sources))
         storage.resize_(page.size)
-        page.here = True
-        self._here_bytes += page.size
+        page.in_memory = True
+        self._memory_bytes += page.size
         self.counts.recomputed_bytes += page.size
         recipe.fill(storage)
-        self._enter(page)
+        self._enqueue(page)
 
     def _drop(self, page: Page) -> None:
         storage = page.storage()
-        if storage is None or not page.here or not page.can_leave:
+        if storage is None or not page.in_memory or not page.can_be_dropped:
             return
         storage.resize_(0)
-        page.here = False
-        self._here_bytes -= page.size
+        page.in_memory = False
+        self._memory_bytes -= page.size
         self._ahead.pop(id(page), None)
-        self._enter(page)
+        self._enqueue(page)
 
-    def _enter(self, page: Page) -> None:
-        """Add a page to the heaps, by its next use."""
-        self._count(page)
+    def _enqueue(self, page: Page) -> None:
+        """Add entries for a page to the heaps, by its next use."""
+        self._update_ready(page)
         self._entries += 1
         when, cell = page.next
-        if not page.here:
+        if not page.in_memory:
             heapq.heappush(self._nearest, (when, cell, self._entries, page))
             return
         heapq.heappush(self._farthest, (-when, -cell, self._entries, page))
-        if not page.can_leave:
+        if not page.can_be_dropped:
             heapq.heappush(self._dirty, (-when, -cell, self._entries, page))
 
-    def _pop(self, heap: list[tuple[int, int, int, Page]], sign: int = -1) -> Page | None:
-        """Pop the first page of a heap; None if its entry is outdated."""
+    def _pop(self, heap: list[tuple[int, int, int, Page]]) -> Page | None:
+        """Pop the first page of ``_farthest`` or ``_dirty``; None if its entry is outdated."""
         when, cell, _, page = heapq.heappop(heap)
-        known = (sign * when, sign * cell) == page.next and page.here == (heap is not self._nearest)
-        return page if known and not page.memory.expired() else None
+        current = (-when, -cell) == page.next and page.in_memory
+        return page if current and not page.memory.expired() else None
 
     # -- reading and writing
 
@@ -271,13 +285,13 @@ class Pager:
         budget = _AHEAD * self.limit_bytes - sum(page.size for page in self._ahead.values())
         while self._nearest and budget > 0:
             when, cell, _, page = self._nearest[0]
-            if (when, cell) != page.next or page.here or page.memory.expired():
+            if (when, cell) != page.next or page.in_memory or page.memory.expired():
                 heapq.heappop(self._nearest)
                 continue
-            wanted = [page] if page.recipe is None else self._of(page.recipe.sources)
-            wanted = [found for found in wanted if not found.here and found.recipe is None]
+            wanted = [page] if page.recipe is None else self._pages_of(page.recipe.sources)
+            wanted = [found for found in wanted if not found.in_memory and found.recipe is None]
             size = sum(found.size for found in wanted)
-            if when >= NEVER >> PLACES or not self._clear(room_bytes + size, (when, cell)):
+            if when >= NEVER >> PLACES or not self._drop_later_pages(room_bytes + size, (when, cell)):
                 return
             heapq.heappop(self._nearest)
             for found in wanted:
@@ -285,18 +299,18 @@ class Pager:
                 self._ahead[id(found)] = found
                 budget -= found.size
 
-    def _clear(self, room_bytes: int, before: When) -> bool:
+    def _drop_later_pages(self, room_bytes: int, before: When) -> bool:
         """Drop pages whose next use is later than ``before`` until there is room; return whether there is."""
         pinned = {id(page) for page in self._pinned.get(self._cell(), [])}
-        while self._here_bytes + room_bytes > self.limit_bytes:
+        while self._memory_bytes + room_bytes > self.limit_bytes:
             if not self._farthest or (-self._farthest[0][0], -self._farthest[0][1]) <= before:
                 return False
             page = self._pop(self._farthest)
             if page is None:
                 continue
             writing = page.work is not None and not page.work.done()
-            if id(page) in pinned or page.reading or page.stays or writing or not page.can_leave:
-                self._enter(page)
+            if id(page) in pinned or page.reading or page.stays or writing or not page.can_be_dropped:
+                self._enqueue(page)
                 return False
             self._finish(page)
             self._drop(page)
@@ -304,10 +318,10 @@ class Pager:
 
     def _write_early(self) -> None:
         """Start writing the pages with the latest use, so that they can be dropped at once when memory is full."""
-        wanted = self._here_bytes - EARLY * self.limit_bytes - self._ready_bytes
+        wanted = self._memory_bytes - EARLY * self.limit_bytes - self._ready_bytes
         while wanted > 0 and self._dirty:
             page = self._pop(self._dirty)
-            if page is not None and not page.can_leave and page.work is None:
+            if page is not None and not page.can_be_dropped and page.work is None:
                 self._write(page)
                 wanted -= page.size
 
@@ -320,7 +334,7 @@ class Pager:
         if page.place is None:
             page.place = self.store.take(storage)
         page.version, page.written = -1 if tensor is None else tensor._version, True
-        self._count(page)
+        self._update_ready(page)
         page.work = self._threads.submit(self.store.write, storage, page.place)
         self.counts.written_bytes += page.size
         self.counts.store_bytes = max(self.counts.store_bytes, self.store.held_bytes)
@@ -330,11 +344,11 @@ class Pager:
         if storage is None or page.place is None:
             return
         storage.resize_(page.size)
-        page.here = page.reading = True
-        self._here_bytes += page.size
+        page.in_memory = page.reading = True
+        self._memory_bytes += page.size
         self.counts.read_bytes += page.size
         page.work = self._threads.submit(self.store.read, storage, page.place)
-        self._enter(page)
+        self._enqueue(page)
 
     def _finish(self, page: Page) -> None:
         """Wait for a page's pending read or write."""

@@ -1,7 +1,7 @@
-"""Paging: a process's pager and its limit, chosen before the first step of a shape, in training and evaluation.
+"""Paging: the pager of a process, and its limit for each shape and mode, chosen before the first step.
 
 memory     process before the step │ gradients, optimizer state │ pages, up to the limit │ workspace of operators
-store      peak of what all cells keep, less what is only in memory
+store      maps that all cells keep at the peak, except those that are only in memory
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class Paging:
         spill: ``plan.spill``.
         memory_bytes: ``plan.memory_bytes``.
         device: where maps are.
-        cell: returns whose turn it is.
+        cell: returns the cell whose turn it is.
 
     Attributes:
-        pager: the pager.
+        pager: of all cells.
 
     Raises:
-        RequestError: no file can be made there.
+        RequestError: no file can be created in ``plan.spill``.
     """
 
     def __init__(self, spill: str, memory_bytes: int | None, device: torch.device, cell: Callable[[], int]) -> None:
@@ -42,29 +42,29 @@ class Paging:
         self._held_bytes: int | None = None
 
     def begin(self, key: Hashable, forecasts: Callable[[], Sequence[PagedForecast]], new_bytes: int) -> None:
-        """Let the pager begin a call.
+        """Prepare the pager for a step or an evaluation.
 
         Args:
-            key: of calls that are alike.
-            forecasts: returns those of all stages in all cells, with all micro-batches that are there at a time.
-            new_bytes: gradients and moments that do not exist yet.
+            key: of its shape and mode; the limit is chosen once for each.
+            forecasts: returns the forecasts of all stages in all cells, with all micro-batches in flight.
+            new_bytes: gradients and optimizer state that do not exist yet.
 
         Raises:
-            RequestError: memory or store are too small; the message says what would do.
+            RequestError: memory or store are too small; the message says how much is needed.
         """
         self.pager.reset()
         if key not in self._limits:
             found = forecasts()
             if self._held_bytes is None:
                 self._held_bytes = resident_bytes()
-            largest = max(one.working_bytes for one in found)
-            limit = page_limit(self._memory_bytes, self._held_bytes + new_bytes, largest, self._device)
+            working_bytes = max(one.working_bytes for one in found)
+            limit = page_limit(self._memory_bytes, self._held_bytes + new_bytes, working_bytes, self._device)
             self.pager.store.require(spilled_bytes(sum(one.kept_bytes for one in found), limit))
             self._limits[key] = limit
         self.pager.limit_bytes = self._limits[key]
 
     def describe(self, key: Hashable, forecasts: Sequence[PagedForecast]) -> str:
-        """Return what is kept, and what of it leaves memory, as text for people."""
+        """Return the bytes that are kept and spilled, as text for people."""
         kept, largest = sum(one.kept_bytes for one in forecasts), max(one.working_bytes for one in forecasts)
         text = f"kept for backward: up to {kept:,} bytes; the largest step of a cell needs {largest:,}"
         if key not in self._limits:

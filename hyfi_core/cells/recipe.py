@@ -1,11 +1,11 @@
 """Recipes: cheap steps that recompute a map from maps that are kept anyway.
 
-    kept      x ──norm──▶ · ──add──▶ · ──relu──▶ y      y is computed from x in three cheap steps;
+    kept      x ──norm──▶ · ──add──▶ · ──relu──▶ y      y is computed from x and z in three cheap steps;
                            ▲                             x and z are kept for backward anyway
     kept      z ───────────┘
 
-Convolutions of few input channels or with 1 x 1 kernels are cheap, too: recomputing takes less time than a file does.
-Saved results such as a batch norm's statistics are reused, so nothing is sent again.
+Convolutions with few products per output (few input channels, or 1 x 1 kernels) are cheap, too: recomputing takes less
+time than reading a file. Saved results such as a batch norm's statistics are reused, so nothing is sent again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hyfi_core.rules.instructions import CollectiveCall, CustomCall, LocalCall
 Shapes = Callable[[str], Sequence[int]]
 """Returns the shape of a value."""
 Call = Callable[[torch.Tensor | None], torch.Tensor]
-"""Computes a map; an in-place call gets the result so far."""
+"""Computes a map; an in-place call takes the result of the previous call."""
 DEEPEST = 3
 """Largest depth of recipes that depend on each other."""
 _VALUE_BYTES = 4

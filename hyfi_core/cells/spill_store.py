@@ -1,9 +1,9 @@
 """Stores for spilled maps: blocks of an unnamed file, or blocks of host memory.
 
-    file    │ map 0 │ map 1 … │ free │ … map 1 │ …     aligned blocks; a map may lie in several runs of them
+    file    │ map 0 │ map 1 … │ free │ … map 1 │ …     aligned blocks; a map may be in several ranges of them
 
-Free blocks are reused before the file grows, whatever the sizes of the maps, so it is never longer than the most that
-it once held. It is unlinked when it is created, so nothing remains of it however the process ends.
+Free blocks are reused before the file grows, for maps of any size, so the file is never longer than the largest amount
+that it has held. It is unlinked when it is created, so nothing remains of it, however the process ends.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class SpillPlace:
     """Where a store keeps a map.
 
     Attributes:
-        runs: (start, stop) of blocks, in order.
+        ranges: (start, stop) in the file, in order.
         memory: the same in host memory.
     """
 
-    runs: tuple[tuple[int, int], ...] = ()
+    ranges: tuple[tuple[int, int], ...] = ()
     memory: torch.Tensor | None = None
 
 
@@ -51,7 +51,7 @@ class SpillStore(Protocol):
         ...
 
     def give_back(self, place: SpillPlace) -> None:
-        """Let a place be taken again."""
+        """Release a place."""
         ...
 
     def write(self, storage: torch.UntypedStorage, place: SpillPlace) -> None:
@@ -102,8 +102,8 @@ class SpillFile:
         return SpillPlace(self._blocks.take(storage.nbytes()))
 
     def give_back(self, place: SpillPlace) -> None:
-        """Let blocks be taken again; see ``SpillStore``."""
-        self._blocks.give_back(place.runs)
+        """Release blocks; see ``SpillStore``."""
+        self._blocks.give_back(place.ranges)
 
     def require(self, needed_bytes: int) -> None:
         """Reserve room on the disk, so that a running step cannot run out of it; see ``SpillStore``."""
@@ -132,7 +132,7 @@ class SpillFile:
         """
         view = _bytes_of(storage)
         try:
-            for start, stop in place.runs:
+            for start, stop in place.ranges:
                 piece, view, done = view[: stop - start], view[stop - start :], 0
                 while done < len(piece):
                     done += os.pwrite(self._file.fileno(), piece[done:], start + done)
@@ -145,7 +145,7 @@ class SpillFile:
     def read(self, storage: torch.UntypedStorage, place: SpillPlace) -> None:
         """Read a storage's bytes; see ``SpillStore``."""
         view = _bytes_of(storage)
-        for start, stop in place.runs:
+        for start, stop in place.ranges:
             piece, view, done = view[: stop - start], view[stop - start :], 0
             while done < len(piece):
                 count = os.preadv(self._file.fileno(), [piece[done:]], start + done)
@@ -176,7 +176,7 @@ class SpillMemory:
         return SpillPlace(memory=torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned))
 
     def give_back(self, place: SpillPlace) -> None:
-        """Keep a pinned block for a map of its size, for pinning takes long; free any other; see ``SpillStore``."""
+        """Release a block; pinned ones are reused, because pinning is slow; see ``SpillStore``."""
         assert place.memory is not None
         if place.memory.is_pinned():
             self._free.setdefault(place.memory.numel(), []).append(place)
@@ -205,32 +205,32 @@ class FreeBlocks:
     """
 
     def __init__(self) -> None:
-        self._free: list[tuple[int, int]] = []  # (start, stop), rising, no two of which touch
+        self._free: list[tuple[int, int]] = []  # (start, stop), ascending, not adjacent
         self.end_bytes = 0
 
     def take(self, size: int) -> tuple[tuple[int, int], ...]:
-        """Return runs of blocks for so many bytes: one free run if there is any that is long enough, else several."""
+        """Return ranges of blocks for so many bytes: one free range if one is long enough, else several."""
         missing = blocks_bytes(size)
         for at, (start, stop) in enumerate(self._free):
             if stop - start >= missing:
                 self._free[at : at + 1] = [(start + missing, stop)] if stop - start > missing else []
                 return ((start, start + missing),)
-        runs = []
+        ranges = []
         while missing and self._free:
             start, stop = self._free.pop(0)
             if stop - start > missing:
                 self._free.insert(0, (start + missing, stop))
                 stop = start + missing
-            runs.append((start, stop))
+            ranges.append((start, stop))
             missing -= stop - start
         if missing:
-            runs.append((self.end_bytes, self.end_bytes + missing))
+            ranges.append((self.end_bytes, self.end_bytes + missing))
             self.end_bytes += missing
-        return tuple(runs)
+        return tuple(ranges)
 
-    def give_back(self, runs: tuple[tuple[int, int], ...]) -> None:
-        """Let blocks be taken again."""
-        for start, stop in runs:
+    def give_back(self, ranges: tuple[tuple[int, int], ...]) -> None:
+        """Release blocks."""
+        for start, stop in ranges:
             at = bisect.bisect(self._free, (start, stop))
             if at < len(self._free) and self._free[at][0] == stop:
                 stop = self._free.pop(at)[1]
