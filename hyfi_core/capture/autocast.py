@@ -1,4 +1,4 @@
-"""Dtypes under autocast, which chooses them at run time: ranks that receive values have to know them in advance."""
+"""Dtypes of values under autocast, computed in advance for ranks that receive them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def dtypes_under_autocast(program: Program, dtype: torch.dtype, device: str) -> 
 
     Args:
         program: the captured model.
-        dtype: what autocast casts to.
+        dtype: of autocast.
         device: device type; autocast differs between device types.
     """
     with FakeTensorMode(allow_non_fake_inputs=True), torch.autocast(device, dtype), torch.no_grad():

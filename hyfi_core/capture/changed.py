@@ -1,4 +1,4 @@
-"""Temporary replacement of PyTorch's attributes."""
+"""Temporary replacement of attributes of PyTorch."""
 
 from __future__ import annotations
 

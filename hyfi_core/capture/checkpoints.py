@@ -1,4 +1,4 @@
-"""``torch.utils.checkpoint`` during capture: a plain call. What is recomputed is decided by the plan."""
+"""``torch.utils.checkpoint`` during capture: a plain call, because the plan decides what is recomputed."""
 
 from __future__ import annotations
 

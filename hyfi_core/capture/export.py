@@ -81,7 +81,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _parse(exported: ExportedProgram) -> Program:
-    """Turn the exported graph into our frozen form."""
+    """Return the exported graph as a ``Program``."""
     values: dict[str, ValueInfo] = {}
     operators: list[Operator] = []
     outputs: tuple[Any, ...] = ()
@@ -118,14 +118,14 @@ def _operator(node: torch.fx.Node, values: dict[str, ValueInfo]) -> Operator:
         name=node.name,
         target=node.target,  # type: ignore[arg-type]
         args=tuple(_argument(item) for item in node.args),
-        kwargs={key: _argument(item) for key, item in node.kwargs.items() if not _says_where(node, key)},
+        kwargs={key: _argument(item) for key, item in node.kwargs.items() if not _is_device_of_capture(node, key)},
         outputs=tuple(names),
         module=stack[-1][0] if stack else "",
     )
 
 
 def _refuse_numbers(node: torch.fx.Node) -> None:
-    """Refuse to compute with a number that was taken out of a tensor."""
+    """Refuse computation with a Python number read from a tensor."""
     for given in node.all_input_nodes:
         if isinstance(given.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)):
             place = traced_line(node.meta.get("stack_trace") or "")
@@ -135,7 +135,7 @@ def _refuse_numbers(node: torch.fx.Node) -> None:
             )
 
 
-def _says_where(node: torch.fx.Node, key: str) -> bool:
+def _is_device_of_capture(node: torch.fx.Node, key: str) -> bool:
     """Whether an argument is the device of capture, which does not apply to ranks."""
     return key == "device" and node.target is torch.ops.aten._to_copy.default
 
@@ -188,7 +188,7 @@ def _assemble(
             returned.append(output)
         else:
             raise RequestError(
-                f"the model changes {out_spec.target} as it runs ({out_spec.kind.name}), which is not supported"
+                f"the model changes {out_spec.target} in its forward ({out_spec.kind.name}), which is not supported"
             )
     spec_out = exported.call_spec.out_spec
     assert spec_out is not None

@@ -1,15 +1,15 @@
-"""Guards against what ``torch.export`` silently drops: it is preserved where possible, and refused otherwise.
+"""Guards against what ``torch.export`` silently drops: it is preserved if possible, and refused otherwise.
 
-Single calls of PyTorch functions are watched in ``watched_calls``, checkpoints are treated in ``checkpoints``, and
-effects of a forward on its module are treated here:
+Single calls of PyTorch functions are handled in ``watched_calls``, checkpoints in ``checkpoints``, and effects of a
+forward on its module here:
 
 ```
 self.buffer = value            in a submodule, dropped by export        → self.buffer.copy_(value)
 self.features = x              a fake tensor on the user's module       → removed
 self.calls += 1                export would keep the first value        → refused
-return Answer(logits=…)        unknown class                            → registered as a pytree
+return Output(logits=…)        unknown class                            → registered as a pytree
 backward hooks of modules      dropped                                  → refused
-a loss that reads what a hook kept: a fake tensor of capture            → refused (``NoTracedValues``)
+a loss that reads a tensor that a hook stored: it has no value         → refused (``NoTracedValues``)
 ```
 """
 
@@ -107,7 +107,7 @@ def _watched_forward(model: nn.Module, calls: WatchedCalls) -> Iterator[None]:
 
     def end(module: nn.Module, given: Any, output: Any) -> None:
         calls.end()
-        make_known(output)
+        register_output(output)
         _refuse_changed(before, attributes(model))
         calls.refuse_functions(torch.utils._pytree.tree_leaves(output), returned=True)
         calls.refuse_host_randomness()
@@ -162,7 +162,7 @@ _PLAIN_SEED: Any = torch.manual_seed
 
 
 def _seed(seed: int) -> torch.Generator:
-    """``torch.manual_seed``; also with the seed that there is, by which a change of it cannot be seen."""
+    """``torch.manual_seed``, refused during a trace: with the current seed, no change would be visible afterwards."""
     if _traces():
         raise RequestError(
             f"the model seeds torch's generator as it runs, at {calling_line()}; random numbers are keyed by the "
@@ -176,9 +176,10 @@ _PLAIN_NORM: Any = _BatchNorm.forward
 
 
 def _normalise(module: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
-    """Batch norm with momentum as a tensor if it is 1 / batches (``momentum=None``), which no constant can express.
+    """Batch norm whose cumulative average (``momentum=None``) is traced as arithmetic.
 
-    The native kernel with momentum 1 gives the batch's statistics; the running ones are updated by arithmetic.
+    Its factor is 1 / number of batches, which the captured operator could only have as a constant. The native kernel
+    with momentum 1 gives the batch's statistics, by which the running ones are then updated.
     """
     batches: Any = module.num_batches_tracked
     running: Any = (module.running_mean, module.running_var)
@@ -190,8 +191,8 @@ def _normalise(module: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
     result = F.batch_norm(x, *batch, module.weight, module.bias, True, 1.0, module.eps)
     batches.add_(1)
     for kept, new in zip(running, batch, strict=True):
-        share = 1.0 / batches.to(kept.dtype)
-        kept.copy_(kept * (1.0 - share) + new * share)
+        factor = 1.0 / batches.to(kept.dtype)
+        kept.copy_(kept * (1.0 - factor) + new * factor)
     return result
 
 
@@ -223,11 +224,11 @@ def _is_traced(value: torch.Tensor) -> bool:
     return isinstance(value, FakeTensor) or torch._is_functional_tensor(value)
 
 
-def make_known(output: Any) -> None:
-    """Register the class of an output as a pytree node, if it is not."""
+def register_output(output: Any) -> None:
+    """Register the class of an output as a pytree node, unless it is one."""
     kind = type(output)
-    plain = _pytree.SUPPORTED_NODES.get(kind) is None and not isinstance(output, (torch.Tensor, tuple, list, dict))
-    if output is None or not plain or not (dataclasses.is_dataclass(output) or hasattr(output, "__dict__")):
+    known = kind in _pytree.SUPPORTED_NODES or isinstance(output, (torch.Tensor, tuple, list, dict, type(None)))
+    if known or not (dataclasses.is_dataclass(output) or hasattr(output, "__dict__")):
         return
     _pytree.register_pytree_node(kind, _attributes, lambda values, names: _put_together(kind, values, names))
 

@@ -1,4 +1,4 @@
-"""The Python state of a module that a forward may read: a capture is valid as long as this does not change.
+"""The Python state of a module that a forward may read. A capture is valid as long as it does not change.
 
 dropout.p  bn.momentum  training  config.scale  replaced submodules  forward hooks  requires_grad  …
 """
@@ -20,7 +20,7 @@ from torch import nn
 from hyfi_core.capture.outside_names import outside_values
 
 REGISTRIES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
-"""What of a module's attributes counts in another way than by its value."""
+"""Attributes of a module that are not compared by value."""
 _PLAIN = (bool, int, str, bytes, complex, enum.Enum, torch.dtype, torch.device, torch.memory_format)
 _PLAIN_TYPES = frozenset({bool, int, str, bytes, complex, type(None), torch.dtype, torch.device, torch.memory_format})
 _CONTAINERS = frozenset({list, tuple, set, frozenset, dict, OrderedDict})
@@ -31,7 +31,7 @@ _ITEMS = 4096
 
 Attributes = dict[tuple[str, str], Hashable]
 OUTSIDE = "outside of the model"
-"""Stands for the path of what is read there."""
+"""Path under which such values are listed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +61,7 @@ class ModuleState(tuple[Any, ...]):
 def module_state(model: nn.Module) -> ModuleState:
     """Return a hashable value that changes when Python state that a forward may read changes.
 
-    Buffers and parameters count by their presence (and ``requires_grad``): their values are inputs of a program.
+    Of buffers and parameters, only the presence and ``requires_grad`` count: their values are inputs of a program.
     """
     paths = list(model.named_modules(remove_duplicate=False))
     tensors = tuple((path, n, p.requires_grad) for path, m in paths for n, p in m._parameters.items() if p is not None)
@@ -71,7 +71,7 @@ def module_state(model: nn.Module) -> ModuleState:
 
 
 def outside_attributes(model: nn.Module) -> Attributes:
-    """Return what functions of the model read outside of it, under a path that no attribute has."""
+    """Return the values that functions of the model read outside of it, under the path ``OUTSIDE``."""
     seen: dict[int, Hashable] = {}
     return {(OUTSIDE, name): _comparable(value, _DEPTH, seen) for name, value in outside_values(model)}
 
@@ -88,7 +88,7 @@ def attributes(model: nn.Module) -> Attributes:
 
 
 def comparable(value: Any, seen: dict[int, Hashable]) -> Hashable:
-    """Return a hashable value that changes when an attribute's value does; ``seen`` are objects met before, by id."""
+    """Return a hashable value that changes with an attribute; ``seen``: id of an object -> its value, to reuse."""
     kind = type(value)  # called for every attribute of every module: the common cases must be fast
     if kind in _PLAIN_TYPES:
         return (kind, value)
@@ -98,12 +98,12 @@ def comparable(value: Any, seen: dict[int, Hashable]) -> Hashable:
 
 
 def is_empty(value: Any) -> bool:
-    """Whether a value is an empty container, as the registries of hooks are in most modules."""
+    """Whether a value is an empty container, like the hook registries of most modules."""
     return type(value) in _CONTAINERS and not value
 
 
 def is_constant(value: Any) -> bool:
-    """Whether a value cannot change in itself, so that the same object is the same value."""
+    """Whether a value is immutable, so that the same object has the same value."""
     kind = type(value)
     if kind is tuple or kind is frozenset:
         return all(is_constant(item) for item in value)
@@ -111,7 +111,7 @@ def is_constant(value: Any) -> bool:
 
 
 def changed_since(before: Hashable, now: Hashable) -> list[tuple[str, str]]:
-    """Return (path of a module, attribute) of what was changed or added between two ``module_state``."""
+    """Return (path of a module, attribute) of all changes between two results of ``module_state``."""
     assert isinstance(before, tuple) and isinstance(now, tuple)
     old = dict(before[-1])
     names = [place for place, value in now[-1] if old.get(place) != value]

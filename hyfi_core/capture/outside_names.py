@@ -1,14 +1,14 @@
-"""What the functions of a model read outside of it: globals, attributes of classes, values of closures.
+"""Values that the functions of a model read outside of it: globals, class attributes, closures.
 
 ```
-SCALE = 0.5                              a number of the file
-class Head(nn.Module): gain = 1.0        an attribute of the class
-config.depth, settings.scale             an attribute of an object or a module that is global
+SCALE = 0.5                              a global
+class Head(nn.Module): gain = 1.0        a class attribute
+config.depth, settings.scale             an attribute of a global object or module
 lambda x: x * factor                     a value of a closure
 ```
 
-A trace keeps what it finds of them. Which names a function reads is seen from its code, once for each function; their
-values are looked up at every step.
+A trace records their current values. The names that a function reads are found once, in its byte code; their values are
+looked up at every step.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _VALUES = (bool, int, float, str, type(None), list, tuple, dict, set)
 _FUNCTIONS = frozenset({types.FunctionType, types.MethodType})
 _LISTS = frozenset({list, tuple})
 _DEPTH = 6
-"""How many calls deep functions of the user's are followed."""
+"""Depth to which calls of the user's functions are followed."""
 
 
 def outside_values(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of what functions of the model's classes read outside of it and is no object of its own."""
+    """Yield (name, value) of the plain values that functions of the model's classes read outside of the model."""
     for holder in dict.fromkeys(holder for kind in {type(m): None for m in model.modules()} for holder in kind.__mro__):
         yield from _of_class(holder)
     for module in model.modules():
@@ -83,12 +83,12 @@ def _found(name: str, value: Any, depth: int, seen: set[types.CodeType]) -> Iter
 
 
 def _looked_up(names: Mapping[str, Any], chain: tuple[str, ...]) -> tuple[str, Any]:
-    """Return (what is read, its value) of a name and attributes behind it, as far as they are plainly held."""
+    """Return (name, value) of a chain ``name.attribute.attribute``, as far as objects have it in ``__dict__``."""
     value = names.get(chain[0], _NOTHING)
     for number, attribute in enumerate(chain[1:], 1):
         held = getattr(value, "__dict__", {})
         if isinstance(value, (*_VALUES, types.FunctionType)) or attribute not in held:
-            if not isinstance(value, _VALUES):  # of an object whose attributes are computed nothing is known
+            if not isinstance(value, _VALUES):  # computed attributes are not supported
                 value = _NOTHING
             return ".".join(chain[:number]), value
         value = held[attribute]
@@ -100,7 +100,7 @@ _NOTHING = object()
 
 @functools.cache
 def _names(code: types.CodeType) -> tuple[tuple[str, ...], ...]:
-    """Return the globals that code reads, each with the attributes that it reads of it."""
+    """Return the globals that code reads, with the attributes that it reads of them: chains of names."""
     found: dict[tuple[str, ...], None] = {}
     chain: list[str] = []
     for step in dis.get_instructions(code):

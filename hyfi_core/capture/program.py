@@ -1,4 +1,4 @@
-"""The captured model: operators over named values, every shape known, nothing mutable."""
+"""The captured model: operators on named values with known shapes; immutable."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 import torch
 
 KEY = "~key"
-"""Name of the key of random operators: int64 (seed, step, micro-batch), an input like the image."""
+"""Name of the key of random operators: int64 (seed, step, first sample of the micro-batch), an input like the image."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A value's name where an operator takes it as an argument."""
+    """A value as an argument of an operator, by name."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class ValueInfo:
-    """Global shape and type of a value, as one process would see it."""
+    """Shape and dtype of a value, as in one process."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -34,12 +34,12 @@ class Operator:
 
     Attributes:
         name: unique in the program.
-        target: the operator; its text form (``aten.conv2d.default``) is what rules and messages name.
+        target: the operator.
         args: positional arguments, values as ``Ref``.
         kwargs: keyword arguments, likewise.
-        outputs: names of what it returns, in order; None for a result that nothing uses.
+        outputs: names of its results, in order; None for an unused one.
         module: path of the module of the user's model that called it.
-        text: the operator's name, ``aten.conv2d.default``; derived from the target.
+        text: name of the operator in rules and messages, such as ``aten.conv2d.default``; derived from the target.
         inputs: names of all input values, in order of appearance; derived from the arguments.
     """
 
@@ -69,14 +69,14 @@ class Program:
 
     Attributes:
         operators: in the order of execution.
-        values: every value's global shape and type.
+        values: shape and dtype of every value.
         parameters: value name -> name in the user's module.
         buffers: the same for buffers.
         constants: value name -> tensor lifted out of the code.
-        image: the value that is the input.
-        outputs: the leaves of what the model returns, ``Ref`` or a plain constant.
+        image: the input value.
+        outputs: the leaves of the model's output, each a ``Ref`` or a constant.
         mutations: name of a buffer in the user's module -> the value that replaces it after the run.
-        unflatten: puts leaves back into what the model returns (tuple, dict, dataclass).
+        unflatten: returns the model's output (tuple, dict, dataclass) from its leaves.
         ordinals: index of each operator in the whole model, if this is a part of one; random numbers depend on it.
     """
 
@@ -98,7 +98,7 @@ class Program:
         return next(at for at, other in enumerate(self.operators) if other.name == op.name)
 
     def digest(self) -> str:
-        """Return a digest that is equal on all ranks exactly when they captured the same program."""
+        """Return a hash that is equal on two ranks if they have captured the same program."""
         text = "\n".join(
             f"{op.outputs} = {op.text}{op.args}{sorted(op.kwargs.items(), key=lambda kv: kv[0])} @ {op.module}"
             for op in self.operators

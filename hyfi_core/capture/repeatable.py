@@ -1,4 +1,4 @@
-"""Random operators that draw the same numbers at every call, so that two runs can be compared."""
+"""Random operators that draw the same numbers in every call, so that two runs can be compared."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _GOLDEN = 0.6180339887498949
 
 
 class RepeatableDraws(TorchDispatchMode):
-    """Draws depend only on the shape, so the order and the kind of random operators do not matter.
+    """Dropout and bernoulli depend only on the shape, so the order and type of these operators do not matter.
 
-    Other random operators start from a fixed seed: use it where torch's generators are restored.
+    Other random operators start from a fixed seed, so the caller must restore torch's generators.
     """
 
     def __init__(self) -> None:

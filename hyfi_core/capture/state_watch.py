@@ -1,13 +1,12 @@
-"""The Python state of a model from step to step: a fast path of ``module_state``.
+"""The Python state of a model at every step: a fast path of ``module_state``.
 
 ::
 
-    constants: bool, float, str, (3, 3) …      the same object is the same value
-    empty containers: registries of hooks …    the same object, and still empty
-    all else: lists, tensors, settings …       compared in full
+    constants: bool, float, str, (3, 3) …      compared by identity
+    empty containers: registries of hooks …    compared by identity, and must still be empty
+    all others: lists, tensors, settings …     compared in full
 
-Computing the state of a ResNet-50 takes 7 ms in each step, this 2 ms. Where anything differs, the state is
-computed anew.
+For a ResNet-50 this takes 2 ms instead of 7 ms. If anything differs, the state is computed again.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _MISSING = object()
 
 
 class _WatchedModule:
-    """What a module held when the state was computed."""
+    """The attributes of a module when the state was computed."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._held = module, vars(module)
@@ -45,7 +44,7 @@ class _WatchedModule:
         self._trained = [(p, p.requires_grad) for p in self._parameters.values() if p is not None]
 
     def is_same(self) -> bool:
-        """Whether nothing was added, removed or replaced, but for the values that ``others`` returns."""
+        """Whether nothing was added, removed or replaced; values of ``others`` are compared separately."""
         held, module = vars(self._module), self._module
         return (
             held is self._held
@@ -59,7 +58,7 @@ class _WatchedModule:
         )
 
     def others(self, seen: dict[int, Hashable]) -> list[Hashable]:
-        """Return the attributes that may change in themselves, as ``module_state`` compares them."""
+        """Return the mutable attributes, in the form in which ``module_state`` compares them."""
         return [comparable(self._held.get(name, _MISSING), seen) for name in self._others]
 
 
@@ -68,7 +67,7 @@ def _holds_same(now: dict[str, Any], before: dict[str, Any]) -> bool:
 
 
 class StateWatch:
-    """The Python state of one model; computed anew only when something has changed.
+    """The Python state of one model, computed again only after a change.
 
     Args:
         model: the user's module.

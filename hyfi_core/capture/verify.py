@@ -1,4 +1,4 @@
-"""Comparison of a module with its capture, on small images in one process: finds differences that no guard knows.
+"""Comparison of a module with its capture, on small images in one process: finds differences that guards miss.
 
 ```
 module   ── image 1 ── output, gradients ── image 2 ── output, gradients, buffers

@@ -1,4 +1,4 @@
-"""A group of a single rank, without any library."""
+"""A group of a single rank."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class AloneCommunicator:
 
     def poll_object(self, tag: int, peer: int | None = None) -> tuple[int, Any] | None:
         """Return (0, value) of a stored value, or None."""
-        box = self._objects.get(tag)
-        return (0, box.popleft()) if box else None
+        values = self._objects.get(tag)
+        return (0, values.popleft()) if values else None
 
     def barrier(self) -> None:
         """Return at once."""

@@ -58,12 +58,12 @@ class DelayedCommunicator(ForwardingCommunicator):
         """Start sends and receives, followed by their time stamps."""
         now_s = perf_counter()
         stamps = [torch.tensor([now_s], dtype=torch.float64) for _ in sends]
-        boxes = [torch.zeros(1, dtype=torch.float64) for _ in receives]
+        arriving = [torch.zeros(1, dtype=torch.float64) for _ in receives]
         pending = self._comm.exchange(
             [*sends, *(Message(m.peer, stamp, m.tag) for m, stamp in zip(sends, stamps, strict=True))],
-            [*receives, *(Message(m.peer, box, m.tag) for m, box in zip(receives, boxes, strict=True))],
+            [*receives, *(Message(m.peer, stamp, m.tag) for m, stamp in zip(receives, arriving, strict=True))],
         )
-        return _DelayedPending(self._latency, pending, boxes)
+        return _DelayedPending(self._latency, pending, arriving)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
         """Reduce in place, with latency."""

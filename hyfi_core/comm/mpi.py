@@ -10,7 +10,6 @@ same tag.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -22,12 +21,12 @@ from mpi4py import MPI
 
 from hyfi_core.comm.activity import ACTIVITY, named_ranks
 from hyfi_core.comm.base import Message, ReduceOp
-from hyfi_core.comm.wire import from_wire, to_wire
+from hyfi_core.comm.wire import decoded, encoded, from_wire, to_wire
 
 _MOST_BYTES = 1 << 30  # counts of MPI-3 are 32-bit
 _SPIN_S = 100e-6
-# Where MPI moves a message in pieces, both ends must call for each of them: with early sleeps in turns, a step took
-# twenty times as long (shared memory without cross-memory attach).
+# If MPI sends a message in pieces, both ends must call it for each piece: with earlier sleeps, a step took twenty times
+# as long (shared memory without cross-memory attach).
 _YIELD_S = 0.1
 _SLEEP_FIRST_S = 50e-6
 _SLEEP_MOST_S = 2e-3
@@ -48,7 +47,7 @@ def backed_off(ready: Callable[[], bool], what: Callable[[], str], nbytes: Calla
     Args:
         ready: called repeatedly.
         what: describes the wait, called if it takes long.
-        nbytes: how much is on its way, called if it takes long.
+        nbytes: returns the pending bytes, called if it takes long.
     """
     start = time.perf_counter()
     while not ready():
@@ -88,8 +87,8 @@ def _host(tensor: torch.Tensor, copy: bool) -> torch.Tensor:
     """Return the tensor itself if it is on the host, else a pinned host copy (uninitialised unless ``copy``)."""
     if tensor.device.type == "cpu":
         return tensor
-    box = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
-    return box.copy_(tensor) if copy else box
+    buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+    return buffer.copy_(tensor) if copy else buffer
 
 
 class _Requests:
@@ -148,20 +147,20 @@ class MpiCommunicator:
         landing = [_host(m.tensor, copy=False) for m in receives]
         requests = [
             self._comm.Irecv([piece, MPI.BYTE], m.peer, m.tag)
-            for m, box in zip(receives, landing, strict=True)
-            for piece in _pieces(box)
+            for m, buffer in zip(receives, landing, strict=True)
+            for piece in _pieces(buffer)
         ]
         leaving = [_host(m.tensor, copy=True) for m in sends]
         requests += [
             self._comm.Isend([piece, MPI.BYTE], m.peer, m.tag)
-            for m, box in zip(sends, leaving, strict=True)
-            for piece in _pieces(box)
+            for m, buffer in zip(sends, leaving, strict=True)
+            for piece in _pieces(buffer)
         ]
 
         def land() -> None:
-            for message, box in zip(receives, landing, strict=True):
-                if box is not message.tensor:
-                    message.tensor.copy_(box)
+            for message, buffer in zip(receives, landing, strict=True):
+                if buffer is not message.tensor:
+                    message.tensor.copy_(buffer)
 
         peers = [m.peer for m in (*receives, *sends)]
         return _Requests(requests, lambda: f"an exchange with {self._named(peers)}", [*leaving, *landing], land)
@@ -175,8 +174,8 @@ class MpiCommunicator:
         if self._size == 1:
             return _Requests([], str)
         wide = to_wire(tensor.to("cpu"), op)
-        kind, size = _DATATYPES[wide.dtype], wide.element_size()
-        specs = [[piece, len(piece) // size, kind] for piece in _pieces(wide)]
+        datatype, size = _DATATYPES[wide.dtype], wide.element_size()
+        specs = [[piece, len(piece) // size, datatype] for piece in _pieces(wide)]
         requests = [self._comm.Iallreduce(MPI.IN_PLACE, spec, _OPS[op]) for spec in specs]
         return _Requests(requests, self._every("all-reduce"), [wide], lambda: from_wire(wide, tensor, op))
 
@@ -193,32 +192,32 @@ class MpiCommunicator:
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         """Return the root's value."""
-        data = _encode(value) if self._rank == root else torch.empty(0, dtype=torch.uint8)
+        data = encoded(value) if self._rank == root else torch.empty(0, dtype=torch.uint8)
         size = torch.tensor([data.numel()])
         self.broadcast(size, root)
         if self._rank != root:
             data = torch.empty(int(size), dtype=torch.uint8)
         self.broadcast(data, root)
-        return _decode(data)
+        return decoded(data)
 
     def gather_objects(self, value: Any, root: int = 0) -> list[Any] | None:
         """Return all values on the root."""
-        data = _encode(value)
+        data = encoded(value)
         sizes = torch.zeros(self._size, dtype=torch.int64)
         sizes[self._rank] = data.numel()
         self.all_reduce(sizes)
         if self._rank != root:
             self.exchange([Message(root, data, _GATHER_TAG)], []).wait()
             return None
-        boxes = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
-        boxes[root].copy_(data)
+        buffers = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
+        buffers[root].copy_(data)
         peers = [peer for peer in range(self._size) if peer != root]
-        self.exchange([], [Message(peer, boxes[peer], _GATHER_TAG) for peer in peers]).wait()
-        return [_decode(box) for box in boxes]
+        self.exchange([], [Message(peer, buffers[peer], _GATHER_TAG) for peer in peers]).wait()
+        return [decoded(buffer) for buffer in buffers]
 
     def send_object(self, value: Any, peer: int, tag: int) -> _Requests:
         """Start sending a small value."""
-        return self.exchange([Message(peer, _encode(value), tag)], [])
+        return self.exchange([Message(peer, encoded(value), tag)], [])
 
     def poll_object(self, tag: int, peer: int | None = None) -> tuple[int, Any] | None:
         """Return (peer, value) of one received value, or None."""
@@ -228,7 +227,7 @@ class MpiCommunicator:
             return None
         data = torch.empty(status.Get_count(MPI.BYTE), dtype=torch.uint8)
         found.Recv([_pieces(data)[0], MPI.BYTE])
-        return status.Get_source(), _decode(data)
+        return status.Get_source(), decoded(data)
 
     def barrier(self) -> None:
         """Return when every rank has entered the call."""
@@ -259,16 +258,8 @@ class MpiCommunicator:
 _GATHER_TAG = 32_000
 
 
-def _encode(value: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-
-
-def _decode(data: torch.Tensor) -> Any:
-    return json.loads(data.numpy().tobytes().decode())
-
-
 def world() -> MpiCommunicator:
-    """Return all ranks of the job, on a context of the library's own so that users' messages never mix with ours."""
+    """Return all ranks of the job, on a duplicate of MPI's world, so that users' messages cannot interfere."""
     return MpiCommunicator(MPI.COMM_WORLD.Dup())
 
 

@@ -1,9 +1,9 @@
 """A communicator for each ordered pair of ranks, for backends with one stream per communicator.
 
-    one stream a rank     rank 0   send A ── receive B …            rank 0 cannot receive B before A has left, nor
-                          rank 1   receive C ── receive A …         rank 1 receive A before C has come: deadlock
-    one for each pair     0 ▶ 1    send A       1 ▶ 0   receive B   each stream has the messages of one pair, in the
-                                                                    order in which both sides post them
+    one stream per rank    rank 0   send A ── receive B …            rank 0 cannot receive B before A has left,
+                           rank 1   receive C ── receive A …         rank 1 cannot receive A before C: deadlock
+    one for each pair      0 ▶ 1    send A       1 ▶ 0   receive B   each stream has the messages of one pair, in the
+                                                                     order in which both sides post them
 
 An NCCL communicator has one stream on each GPU. The messages between pipeline stages have a defined order for each pair
 of ranks (``schedule.lower``), but not for all sends and receives of a rank.

@@ -2,7 +2,7 @@
 
 MPI moves large messages only inside calls. Slicing the computation, with a call between slices, costs too much (a
 convolution of 64 channels takes a quarter longer in eight slices, a deep one twice as long), so a helper thread makes
-the calls: torch releases the interpreter lock while it computes.
+the calls: PyTorch releases the interpreter lock while it computes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _ProgressThread:
             self._changed.notify()
 
     def leave(self, pending: Pending) -> None:
-        with self._changed:  # while this is held, the helper is not in a call
+        with self._changed:  # the helper thread makes calls only while it holds this
             self._watched = [other for other in self._watched if other is not pending]
 
     def _run(self) -> None:

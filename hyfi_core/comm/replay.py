@@ -94,8 +94,8 @@ class ReplayingCommunicator:
 
     Args:
         log: of the first run; consumed from its beginning.
-        rank: this rank, counted in the group.
-        size: ranks in the group.
+        rank: this rank in the group.
+        size: number of ranks in the group.
     """
 
     def __init__(self, log: Log, rank: int, size: int) -> None:

@@ -1,10 +1,9 @@
 """Shared state of thread-ranks in a group: queues that pair sends with receives, collective calls, and waits.
 
     usual    a send is copied and completes at once; it is paired with a receive by tag
-    strict   what NCCL requires of a program: a send completes when its receive has begun (rendezvous); between two
-             ranks sends and receives are paired in order, regardless of tags; and a rank's operations on a group run
-             one after another, as on the one stream of an NCCL communicator: an exchange or a collective call begins
-             when all that the rank began before on this group is done
+    strict   as NCCL: a send completes when its receive has started (rendezvous); sends and receives of two ranks are
+             paired in order, regardless of tags; and a rank's operations on a group run one after another, as on the
+             single stream of an NCCL communicator
 
 In strict mode, programs that depend on tags, on buffering or on reordering of operations raise an error that names both
 sides, and so do deadlocks.

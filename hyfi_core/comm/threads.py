@@ -183,10 +183,10 @@ class ThreadCommunicator:
         """Return (peer, value) of one received value, or None."""
         with self._group.world.changed:
             self._group.world.check()
-            box = self._group.objects.get((self._rank, tag), deque())
-            for item in box:
+            values = self._group.objects.get((self._rank, tag), deque())
+            for item in values:
                 if peer is None or item[0] == peer:
-                    box.remove(item)
+                    values.remove(item)
                     return item[0], json.loads(item[1])
         return None
 

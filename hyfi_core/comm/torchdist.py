@@ -1,11 +1,11 @@
-"""``torch.distributed``: gloo between hosts, for jobs that ``torchrun`` starts where there is no MPI; NCCL for GPUs.
+"""``torch.distributed``: gloo between hosts, for jobs started by ``torchrun`` without MPI; NCCL for GPUs.
 
-NCCL pairs the messages of two ranks in the order in which they are started, whatever their tags, and a send ends with
-its receive: that is what the thread-ranks' strict mode holds programs to. The NCCL path itself is unverified: it cannot
-be run with two ranks on one GPU, and no machine with two was available.
+NCCL pairs the messages of two ranks in the order in which they are started, regardless of tags, and a send completes
+with its receive; the strict mode of thread-ranks checks programs for this. The NCCL path itself is unverified: it
+cannot be run with two ranks on one GPU, and no machine with two was available.
 
 Gloo reports the end of a message only to the thread that waits for it, so ``test`` lets a helper thread wait. Small
-values travel through the rendezvous store, which can be asked without blocking.
+values are sent through the rendezvous store, which can be read without blocking.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from hyfi_core.comm.activity import ACTIVITY, named_ranks
 from hyfi_core.comm.base import Completed, Message, ReduceOp
-from hyfi_core.comm.wire import from_wire, to_wire
+from hyfi_core.comm.wire import decoded, encoded, from_wire, to_wire
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _HEAD_BYTES = 4096  # of a small value in one message
@@ -83,7 +83,7 @@ class _Works:
 
 
 class TorchCommunicator:
-    """A group of ranks that gloo connects.
+    """A group of ranks connected by gloo or NCCL.
 
     Args:
         group: the process group.
@@ -163,7 +163,7 @@ class TorchCommunicator:
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         """Return the root's value."""
-        data = _encode(value) if self.rank == root else torch.empty(0, dtype=torch.uint8)
+        data = encoded(value) if self.rank == root else torch.empty(0, dtype=torch.uint8)
         head = torch.zeros(_HEAD_BYTES, dtype=torch.uint8)  # the length, followed by as much as fits: one broadcast
         head[:8] = torch.tensor([data.numel()]).view(torch.uint8)
         first = data[: _HEAD_BYTES - 8]
@@ -171,11 +171,11 @@ class TorchCommunicator:
         self.broadcast(head, root)
         length = int(head[:8].view(torch.int64))
         if length <= _HEAD_BYTES - 8:
-            return _decode(head[8 : 8 + length])
+            return decoded(head[8 : 8 + length])
         if self.rank != root:
             data = torch.empty(length, dtype=torch.uint8)
         self.broadcast(data, root)
-        return _decode(data)
+        return decoded(data)
 
     def gather_objects(self, value: Any, root: int = 0) -> list[Any] | None:
         """Return all values on the root."""
@@ -184,15 +184,15 @@ class TorchCommunicator:
 
     def _texts(self, value: Any) -> list[Any]:
         """Return every rank's value, in rank order."""
-        data = _encode(value)
+        data = encoded(value)
         sizes = torch.zeros(self.size, dtype=torch.int64)
         sizes[self.rank] = data.numel()
         self.all_reduce(sizes)
-        boxes = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
-        boxes[self.rank].copy_(data)
-        for root, box in enumerate(boxes):
-            self.broadcast(box, root)
-        return [_decode(box) for box in boxes]
+        buffers = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
+        buffers[self.rank].copy_(data)
+        for root, buffer in enumerate(buffers):
+            self.broadcast(buffer, root)
+        return [decoded(buffer) for buffer in buffers]
 
     def send_object(self, value: Any, peer: int, tag: int) -> Completed:
         """Store a small value for a peer."""
@@ -236,14 +236,6 @@ class TorchCommunicator:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-def _encode(value: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-
-
-def _decode(data: torch.Tensor) -> Any:
-    return json.loads(data.numpy().tobytes().decode())
 
 
 def _on_gpu(messages: Sequence[Message]) -> bool:

@@ -1,4 +1,4 @@
-"""Dtype and treatment of NaN in reductions over ranks; the same for every backend.
+"""What is sent: dtype and treatment of NaN in reductions, and objects as bytes; the same for every backend.
 
 16-bit floats are added as float32 and rounded once. A maximum or minimum with a NaN is NaN, as in one process;
 ``MPI.MAX`` and others do not guarantee that, so floats are sent as integers of the same order, with NaN at the end.
@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -65,3 +67,13 @@ def _ordered(floats: torch.Tensor, op: ReduceOp) -> torch.Tensor:
 def _floats(ordered: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the floats of ``_ordered``; the two integers for NaN are bit patterns of NaN."""
     return torch.where(ordered >= 0, ordered, ordered ^ torch.iinfo(ordered.dtype).max).view(dtype)
+
+
+def encoded(value: Any) -> torch.Tensor:
+    """Return a JSON-like value as bytes, uint8."""
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def decoded(data: torch.Tensor) -> Any:
+    """Return the value of ``encoded``."""
+    return json.loads(data.numpy().tobytes().decode())

@@ -23,12 +23,12 @@ from hyfi_core.rules.replicated import draws_numbers, gathered, replicated
 from hyfi_core.rules.table import RULES
 
 NOT_FUSED = FusedRuns()
-_RESIZED = "F.interpolate with mode='bilinear' and antialias=False, or mode='nearest'"
+_RESIZE = "F.interpolate with mode='bilinear' and antialias=False, or mode='nearest'"
 
 ALTERNATIVES: Mapping[str, str] = {
     f"aten.{name}": alternative
     for name, alternative in {
-        "grid_sampler.default": _RESIZED,
+        "grid_sampler.default": _RESIZE,
         "linalg_matrix_norm.str_ord": "torch.linalg.vector_norm(y, dim=(2, 3)), which is the Frobenius norm",
         "max_pool2d_with_indices.default": "F.max_pool2d with return_indices=False",
         "rrelu.default": "F.leaky_relu",
@@ -84,13 +84,13 @@ def lower(
     builder = Builder(program, target.grid, target.rank, target.entries, runs, target.replicas, target.gather_bytes)
     for op in lowered_operators(program, outputs, exits):
         _lower_operator(builder, op, target.rules.get(op.text))
-    gathered = tuple(Ref(builder.whole(item.name)) if isinstance(item, Ref) else item for item in outputs)
+    leaves = tuple(Ref(builder.whole(item.name)) if isinstance(item, Ref) else item for item in outputs)
     if any(name in builder.splits for name in program.mutations.values()):
         raise RequestError(
             "the model stores a feature map in a buffer, but no rank holds a whole map; register no "
             "buffer with height and width"
         )
-    return in_place(builder.finish(gathered, exits))
+    return in_place(builder.finish(leaves, exits))
 
 
 def lowered_operators(program: Program, outputs: tuple[Any, ...], exits: tuple[str, ...]) -> list[Operator]:

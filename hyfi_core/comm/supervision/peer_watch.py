@@ -1,14 +1,14 @@
-"""Ranks notice at once that another one has died, whatever started them.
+"""Detection of ranks that have died, under any launcher.
 
 ::
 
-    rank 0 ── listens ──┬── connection of rank 1          a process that dies closes its connection: rank 0 says which
-                        ├── connection of rank 2          rank it was, and every rank ends;
-                        └── …                             a node that is lost stops answering: the same after 7 s
+    rank 0 ── listens ──┬── connection of rank 1          the connection of a dead process is closed: rank 0 reports
+                        ├── connection of rank 2          which rank it was, and every rank ends;
+                        └── …                             a lost node stops answering: the same after 7 s
 
 Launchers differ: ``mpiexec`` ends the other ranks within a second or two, ``torchrun`` after half a minute, ``srun``
-without ``--kill-on-bad-exit`` never. The connections belong to the kernel, so neither a long computation nor a wait
-inside MPI makes a living rank look dead.
+without ``--kill-on-bad-exit`` never. Connections are kept by the kernel, so a rank in a long computation or in a wait
+inside MPI does not appear dead.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _LEAVES, _FAILS, _END = b"L", b"F", b"E"
 _TOKEN_BYTES = 16
 _CONNECT_S = 20.0
 _LOST_MS = 7000
-"""A peer that acknowledges nothing for so long is lost: its node has failed, or the network."""
+"""A peer that has not acknowledged anything for this time is lost: its node or the network has failed."""
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return whether an error, or one that it follows from, says that another rank has gone: that one failed first."""
+    """Whether an error or one of its causes is a lost connection, so that another rank has failed first."""
     seen: BaseException | None = error
     while seen is not None:
         by_mpi = type(seen).__module__.startswith("mpi4py")
@@ -55,23 +55,24 @@ class PeerWatch:
 
     Args:
         rank: this one.
-        peers: connections by rank: on rank 0 to all others, on the others to rank 0 alone.
-        tell: says that a rank has died; called on one rank alone, before this process ends.
+        peers: rank -> connection: on rank 0 to all others, on others to rank 0.
+        tell: reports that a rank has died; called on one rank, before its process ends.
     """
 
     def __init__(self, rank: int, peers: dict[int, socket.socket], tell: Callable[[int], None]) -> None:
         self._rank, self._peers, self._tell = rank, peers, tell
         self._leaving = False
-        os.register_at_fork(after_in_child=self._close)  # a child that lives on would keep the connections open
+        # A child that outlives this process would keep the connections open.
+        os.register_at_fork(after_in_child=self._close)
         threading.Thread(target=self._watch, daemon=True, name="hyfi-peers").start()
 
     def leave(self) -> None:
-        """Say that this rank ends as it should."""
+        """Tell the others that this rank ends normally."""
         self._leaving = True
         self._send(_LEAVES)
 
     def fail(self) -> None:
-        """Say that this rank ends by an error, which it reports itself."""
+        """Tell the others that this rank ends by an error, which it reports itself."""
         self._leaving = True
         self._send(_FAILS)
 
@@ -93,14 +94,19 @@ class PeerWatch:
                     rank = int(key.data)
                     word = _read(self._peers[rank])
                     if not word or word in (_FAILS, _END):
-                        self._end(rank, said=bool(word))
-                    ready.unregister(key.fileobj)  # it left as it should
+                        self._end(rank, reported=bool(word))
+                    ready.unregister(key.fileobj)  # it has ended normally
 
-    def _end(self, lost: int, said: bool) -> None:
-        """End this process: ``lost`` has died or failed; ``said``: somebody reports it."""
+    def _end(self, lost: int, reported: bool) -> None:
+        """End this process, because rank ``lost`` has died or failed.
+
+        Args:
+            lost: the rank.
+            reported: whether another rank reports it.
+        """
         if self._leaving:
             return
-        if not said and self._rank in (0, 1):  # rank 0 speaks, or rank 1 where it was rank 0 that died
+        if not reported and self._rank in (0, 1):  # rank 0 reports, or rank 1 if rank 0 has died
             self._tell(lost)
         self._send(_END)
         os._exit(FAULT)
@@ -114,7 +120,7 @@ class _Address:
 
 
 def watch_peers(world: Communicator, tell: Callable[[int], None]) -> PeerWatch | None:
-    """Begin to watch (collective); None where this process is alone, or where ranks cannot reach rank 0.
+    """Start watching (collective); None for a single process, or if a rank cannot connect to rank 0.
 
     Args:
         world: all ranks of the job.
@@ -134,8 +140,8 @@ def watch_peers(world: Communicator, tell: Callable[[int], None]) -> PeerWatch |
     if refused is None and peers is not None:
         return PeerWatch(world.rank, peers, tell)
     if world.rank == 0:
-        words = f"hyfi: rank {refused} cannot connect to rank 0: a rank that is killed is noticed by the launcher alone"
-        print(words, file=sys.stderr, flush=True)
+        message = f"hyfi: rank {refused} cannot connect to rank 0, so only the launcher detects ranks that are killed"
+        print(message, file=sys.stderr, flush=True)
     for peer in (peers or {}).values():
         peer.close()
     return None
@@ -146,7 +152,7 @@ def _missing(connected: list[bool] | None) -> int | None:
 
 
 def _listen(hosts: list[str]) -> tuple[socket.socket | None, _Address | None]:
-    """Return a socket that listens and its address: only for this node where all ranks are here."""
+    """Return a listening socket and its address; only local if all ranks are on this node."""
     here = len(set(hosts)) == 1
     try:
         listener = socket.create_server(("127.0.0.1" if here else "", 0), backlog=len(hosts))
@@ -157,7 +163,7 @@ def _listen(hosts: list[str]) -> tuple[socket.socket | None, _Address | None]:
 
 
 def _accept(listener: socket.socket, address: _Address, count: int) -> dict[int, socket.socket] | None:
-    """Return the connections of all other ranks, None where one does not come; strangers are turned away."""
+    """Return the connections of all other ranks, None if one is missing; others are closed."""
     peers: dict[int, socket.socket] = {}
     listener.settimeout(_CONNECT_S)
     try:
@@ -186,7 +192,7 @@ def _connect(address: _Address, rank: int) -> dict[int, socket.socket] | None:
 
 
 def _kept_alive(peer: socket.socket) -> socket.socket:
-    """Have the kernel ask whether the other side is there, every second once it has been silent for three."""
+    """Enable TCP keep-alive: after 3 s of silence, the kernel probes the other side every second."""
     peer.settimeout(None)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     settings = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": _LOST_MS}
@@ -197,7 +203,7 @@ def _kept_alive(peer: socket.socket) -> socket.socket:
 
 
 def _read(peer: socket.socket, count: int = 1) -> bytes:
-    """Return ``count`` bytes, fewer where the other side has gone."""
+    """Return ``count`` bytes, fewer if the connection is closed."""
     data = b""
     with contextlib.suppress(OSError):
         while len(data) < count:

@@ -31,12 +31,12 @@ from hyfi_core.errors import FAULT, RequestError
 LIMIT_VARIABLE = "HYFI_TIMEOUT_S"
 LIMIT_S = 1800.0
 PEER_LOST_S = 2.0
-"""Delay before a rank reports a failed message: most likely a peer has failed and reports the cause."""
+"""Delay before a rank reports a failed message: most likely another rank has failed and reports the cause."""
 _LOOK_S = 0.5
 _LONG_S = 1.0  # waits longer than this are written to the board
 _STUCK_S = 3.0  # if no rank computes for this long, the job is deadlocked
-_ENDED_S = 1.5  # the same, where a rank has ended
-_SLOWEST_BYTES_S = 50e6  # while large messages travel, no rank computes either
+_ENDED_S = 1.5  # the same, if a rank has ended
+_SLOWEST_BYTES_S = 50e6  # lowest speed of a large message, during which no rank computes either
 _RANKS_A_LOOK = 256  # with more ranks, each reads the board less often
 
 
@@ -224,7 +224,7 @@ class Supervisor:
 
 
 def _patience_s(states: list[RankStatus]) -> float:
-    """Return for how long all ranks may wait: a large message may be on its way, yet none from a rank that ended."""
+    """Return how long all ranks may wait before they count as deadlocked; longer if large messages are pending."""
     quiet_s = _ENDED_S if any(said.state == "ended" for said in states) else _STUCK_S
     return quiet_s + max(said.nbytes for said in states) / _SLOWEST_BYTES_S
 
