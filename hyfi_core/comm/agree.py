@@ -19,6 +19,8 @@ from torch import nn
 
 from hyfi_core.comm.activity import named_ranks
 from hyfi_core.comm.base import Communicator
+from hyfi_core.comm.same_weights import SameWeights
+from hyfi_core.comm.weight_watch import Scope
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
 
@@ -164,16 +166,17 @@ def _describe_settings(optimizer: torch.optim.Optimizer | None) -> str:
 
 
 class CallConsensus:
-    """Compares the calls of an engine between ranks: one message of 16 bytes each.
+    """Compares the calls of an engine between ranks: one message of a few numbers each.
 
-    It compares the call, the images' shape, the modules' flags, and the program to run: a rank that captures the model
-    again, because its state changed, would send messages that other ranks do not expect.
+    It compares the call, the images' shape, the modules' flags, the weights, and the program to run: a rank that
+    captures the model again, because its state changed, would send messages that other ranks do not expect.
 
     Args:
         model: whose flags must be equal.
         everyone: all ranks.
         replica: the ranks of this replica, which are given the same images.
         changes: returns the changes since the last call, for the message.
+        weights: what compares the weights.
         stages: of the plan; between several the optimizer's groups may differ.
     """
 
@@ -183,8 +186,10 @@ class CallConsensus:
         everyone: Communicator,
         replica: Communicator,
         changes: Callable[[], Changes],
+        weights: SameWeights,
         stages: int = 1,
     ) -> None:
+        self._weights = weights
         self._stages = stages
         self._updates = 0
         self._max_norm: float | None = None
@@ -216,8 +221,9 @@ class CallConsensus:
         settings = _describe_settings(optimizer) if self._stages == 1 else type(optimizer).__name__
         facts = {"the optimizer": f"{settings}, {self._updates} updates, max_norm={self._max_norm}"}
         if self._replica is not self._everyone:  # replicas may have images of different shapes
-            self._check(self._everyone, "training", None, str(program == "new"), facts)
-        self._check(self._replica, "training", shape, program, facts | {"labels": describe_labels(labels)})
+            self._check(self._everyone, "training", None, str(program == "new"), facts, "training")
+        weights: Scope | None = "training" if self._replica is self._everyone else None
+        self._check(self._replica, "training", shape, program, facts | {"labels": describe_labels(labels)}, weights)
 
     def check_evaluation(self, call: str, shape: Shape, program: str) -> None:
         """Refuse evaluation calls that differ between the ranks of a replica (collective over them).
@@ -225,22 +231,31 @@ class CallConsensus:
         Raises:
             RequestError: on every rank; names what differs and on which ranks.
         """
-        self._check(self._replica, call, shape, program)
+        self._check(self._replica, call, shape, program, weights="evaluation")
 
     def _check(
-        self, comm: Communicator, call: str, shape: Shape | None, program: str, facts: Mapping[str, str] | None = None
+        self,
+        comm: Communicator,
+        call: str,
+        shape: Shape | None,
+        program: str,
+        facts: Mapping[str, str] | None = None,
+        weights: Scope | None = None,
     ) -> None:
         if comm.size == 1:
             return
         modules, parameters = self._model.modules(), self._model.parameters()
         flags = bytes(m.training for m in modules) + bytes(p.requires_grad for p in parameters)
         number = zlib.crc32(f"{call} {shape} {program} {facts}".encode() + flags)
-        extremes = torch.tensor([number, -number])
+        extremes = torch.tensor([number, -number, *(self._weights.words(weights) if weights is not None else ())])
         comm.all_reduce(extremes, "max")
-        if int(extremes[0]) != -int(extremes[1]):
+        highest, lowest, *words = extremes.tolist()
+        if highest != -lowest:
             compare(comm, {"the call": call, "the images' shape": str(shape)} | _flags(self._model))
             compare(comm, self._describe_changes())
             compare(comm, {"the program that will run": program or "new"} | dict(facts or {}))
+        if weights is not None:
+            self._weights.check(comm, weights, words)
 
     def _describe_changes(self) -> dict[str, str]:
         return {

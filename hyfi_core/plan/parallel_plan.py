@@ -140,6 +140,11 @@ class ParallelPlan:
         """Return a replica's fraction of the whole batch."""
         return Fraction(self.shares[replica], sum(self.shares)) if self.shares else Fraction(1, self.replicas)
 
+    def share_of(self, replica: int) -> tuple[int, int] | None:
+        """Return (samples of a micro-batch before a replica's, all samples) if replicas share it."""
+        shares, count = self.shares, self.microbatches
+        return (sum(shares[:replica]) // count, sum(shares) // count) if shares else None
+
     @property
     def mean_over(self) -> int:
         """Divisor of sums over replicas: their number, or 1 if losses are weighted by replica."""

@@ -18,6 +18,8 @@ from hyfi_core.comm.activity import ACTIVITY
 from hyfi_core.comm.agree import CallConsensus
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.counted import Span
+from hyfi_core.comm.same_weights import SameWeights
+from hyfi_core.comm.weight_watch import WeightWatch
 from hyfi_core.cost.cuts import with_cuts
 from hyfi_core.cost.memory import STATE_COPIES, microbatches_in_flight
 from hyfi_core.errors import RequestError
@@ -83,11 +85,8 @@ class Engine:
         self.plan = plan
         self._groups = Groups(comm, plan, Placement.of(plan))
         self._gradients: list[tuple[Compiled, StepGradients]] = []
-        self._consensus = CallConsensus(
-            model, comm, self._groups.replica, lambda: self._runners[0].changes(), plan.stages
-        )
         self.random.seed = int(comm.broadcast_object(self.random.seed))
-        self.random.first, self.random.share = self._groups.index * plan.microbatches, self._share()
+        self.random.first, self.random.share = self._groups.index * plan.microbatches, plan.share_of(self._groups.index)
         self.events: list[tuple[Action, float, float]] = []
         self._paging: Paging | None = None
         self._turns, self._runners = self._make_runners(comm)
@@ -98,6 +97,10 @@ class Engine:
         self._ownership = ParameterOwnership(model, compiled, self._groups)
         self._mirrors: dict[frozenset[str], Mirror] = {}
         self._mirror: Mirror | None = None
+        self._watch = WeightWatch(model, self._arriving, plan.stages > 1)
+        weights = SameWeights(self._watch, self._ownership.held(), self.settle, self._resend)
+        changes, replica = self._runners[0].changes, self._groups.replica
+        self._consensus = CallConsensus(model, comm, replica, changes, weights, plan.stages)
         self._choose_mirror(compiled)
         self._optimizer = made_optimizer(optimizer, self._ownership.optimized()) if optimizer is not None else None
         parts = self._each(lambda runner: runner.reader.training_parts(runner.compiled(self._micro), shape[0]).values())
@@ -137,7 +140,7 @@ class Engine:
                 object with ``read(box, first, stop)``. Each cell reads its own box in its turn.
         """
         with evaluating(self._model, self._device):
-            self._reset_traffic()
+            self._groups.reset_traffic(*self._cell_groups())
             self._begin_paging(self._check_evaluation("predict", images), trains=False)
             return self._each(lambda runner: runner.predict(images))[0]
 
@@ -181,7 +184,7 @@ class Engine:
         Raises:
             RequestError: the micro-batches would be unequal, or the batch has the wrong size for this replica.
         """
-        self._reset_traffic()
+        self._groups.reset_traffic(*self._cell_groups())
         reader = self._runners[0].reader
         shape = reader.batch_shape(images)
         micro = reader.micro_shape(shape, strict=True)
@@ -195,14 +198,12 @@ class Engine:
         gradients = self._gradients_of(compiled)
         taken = gradients if self._turns is None else GradientsOfCells(gradients, self._turns.size)
         hooks = ParameterHooks(dict(self._model.named_parameters()), self.plan.microbatches * self.plan.replicas)
-        try:
+        with self._watch.changing(noticed=True), hooks:
             gradients.begin()
             self._begin_paging(micro, trains=True)
             done = self._each(lambda runner: runner.train(images, local, labels, taken, self._arrived))
             self._runners[0].publish()
             gradients.finish(hooks)
-        finally:
-            hooks.give_back()
         ACTIVITY.action = None
         self.events = done[0].events
         self.random.step += 1
@@ -218,11 +219,12 @@ class Engine:
             owned, alone = self._ownership.optimized(), self.plan.stages == 1
             counted = owned if alone else self._ownership.counted()
             clip(owned, counted, max_norm, None if alone else self._groups.replica)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self._consensus.updated(max_norm)
-        if self._mirror is not None:
-            self._mirror.send_weights()
+        with self._watch.changing():
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            self._consensus.updated(max_norm)
+            if self._mirror is not None:
+                self._mirror.send_weights()
 
     def train_step(self, images: Images, labels: torch.Tensor) -> float:
         """Call ``accumulate`` and ``update``; return the loss."""
@@ -253,7 +255,7 @@ class Engine:
         return restricted(optimizer_state(self.optimizer, self._model.named_parameters()), owned)
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Load weights and buffers from a ``state_dict``, on every rank."""
+        """Load weights and buffers from a ``state_dict`` on every rank; the next call refuses ranks that differ."""
         self.settle()
         self._model.load_state_dict(state)
 
@@ -281,7 +283,8 @@ class Engine:
     def settle(self) -> None:
         """Wait for weights that are being sent to this rank; then they may be read or changed."""
         if self._mirror is not None:
-            self._mirror.settle()
+            with self._watch.changing():
+                self._mirror.settle()
 
     def describe(self) -> str:
         """Return the plan as text, with the maps that every rank gathers."""
@@ -295,8 +298,7 @@ class Engine:
 
     def schedule(self) -> Schedule:
         """Return the lowered schedule of a training step: all actions of the ranks of a replica, or of their cells."""
-        compiled = self._compiled()
-        return self._runners[0].schedule(compiled)
+        return self._runners[0].schedule(self._compiled())
 
     # -- implementation
 
@@ -346,8 +348,7 @@ class Engine:
         return self._turns.run(lambda cell: call(self._runners[cell]))
 
     def _compiled(self, micro: tuple[int, int, int, int] | None = None) -> Compiled:
-        shape = self._micro if micro is None else micro
-        return self._each(lambda runner: runner.compiled(shape))[0]
+        return self._each(lambda runner: runner.compiled(self._micro if micro is None else micro))[0]
 
     def _check_evaluation(self, call: str, images: Images) -> tuple[int, int, int, int]:
         """Return the shape of a micro-batch, on which all ranks agree."""
@@ -356,6 +357,13 @@ class Engine:
         micro = reader.micro_shape(shape)
         self._consensus.check_evaluation(call, shape, self._runners[0].known(micro))
         return micro
+
+    def _resend(self) -> None:
+        """Send weights of direction 0 again, where they have overwritten a change in direction 1."""
+        assert self._mirror is not None
+        with self._watch.changing():
+            self._mirror.send_weights()
+            self._mirror.settle()
 
     def _choose_mirror(self, compiled: Compiled) -> None:
         """Choose the mirror for the currently trained parameters, after weights in transit have arrived."""
@@ -379,19 +387,13 @@ class Engine:
             self._gradients = [*self._gradients[1 - CAPTURES_KEPT :], (compiled, known)]
         return known
 
-    def _share(self) -> tuple[int, int] | None:
-        """Return (samples of a micro-batch before this replica's, all samples) if replicas share it."""
-        shares, count = self.plan.shares, self.plan.microbatches
-        return (sum(shares[: self._groups.index]) // count, sum(shares) // count) if shares else None
-
-    def _reset_traffic(self) -> None:
-        for groups in (self._groups, *self._cell_groups()):
-            groups.reset_traffic()
+    def _arriving(self) -> list[nn.Parameter]:
+        return [] if self._mirror is None else self._mirror.arriving()
 
     def _arrived(self, direction: int) -> None:
         """Wait for the weights of a direction."""
-        if direction == 1:
-            self.settle()
+        if direction == 1 and self._mirror is not None:
+            self._mirror.settle()
 
     def _cell_groups(self) -> Sequence[Groups]:
         return [] if self._turns is None else [runner.groups for runner in self._runners]

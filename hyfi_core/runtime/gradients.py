@@ -138,7 +138,7 @@ class StepGradients:
 
 
 class ParameterHooks:
-    """The user's parameter hooks, which are suspended during backward and run on the reduced gradients.
+    """The user's parameter hooks, suspended in this context during backward and run on the reduced gradients.
 
     Hooks may be non-linear: the clamp of a sum is not the sum of clamps. One process calls hooks once for each
     backward, so they are supported only with a single micro-batch.
@@ -165,12 +165,15 @@ class ParameterHooks:
                     "and engine.update"
                 )
             self._held.append((parameter, before, [*(before or {}).items()], after, [*(after or {}).items()]))
+
+    def __enter__(self) -> None:
+        """Suspend them."""
         for _, before, _, after, _ in self._held:
             for hooks in (before, after):
                 if hooks is not None:
                     hooks.clear()
 
-    def give_back(self) -> None:
+    def __exit__(self, *raised: object) -> None:
         """Register them again, in the original order."""
         for _, before, held_before, after, held_after in self._held:
             for hooks, held in ((before, held_before), (after, held_after)):

@@ -53,7 +53,13 @@ class Groups:
 
     def holders(self, stages: Iterable[int]) -> frozenset[int]:
         """Return the ranks of a replica that reduce the gradients of parameters used in these stages."""
-        directions = 1 if self._plan.mirror == "point_to_point" else self._plan.directions
+        return self._ranks(stages, 1 if self._plan.mirror == "point_to_point" else self._plan.directions)
+
+    def users(self, stages: Iterable[int]) -> frozenset[int]:
+        """Return the ranks of a replica that compute with parameters used in these stages, in any direction."""
+        return self._ranks(stages, self._plan.directions)
+
+    def _ranks(self, stages: Iterable[int], directions: int) -> frozenset[int]:
         return frozenset(
             rank
             for stage in stages
@@ -78,9 +84,9 @@ class Groups:
         every = [self.all, self.replica, *self.stages.values(), *self.copies.values(), *self._reductions.values()]
         return list({id(comm): comm for comm in every}.values())
 
-    def reset_traffic(self) -> None:
-        """Reset all counts."""
-        for comm in self.counted():
+    def reset_traffic(self, *others: Groups) -> None:
+        """Reset all counts, and those of other groups."""
+        for comm in (comm for groups in (self, *others) for comm in groups.counted()):
             comm.counts.reset()
 
     def record_spans(self, spans: list[Span] | None) -> None:

@@ -139,6 +139,10 @@ class Mirror:
             flats = _flats(self._parameters[stage], [p.detach() for p in self._parameters[stage]])
             self._leaving.append(self._exchange(stage, peer, flats, sends=True))
 
+    def arriving(self) -> list[nn.Parameter]:
+        """Return this rank's parameters of direction 1 whose new weights have not been copied to them yet."""
+        return [parameter for transit in self._weights for parameter in transit.weights]
+
     def settle(self) -> None:
         """Wait until this rank's weights of direction 1 have been received, and its own have been sent."""
         for transit in (*self._weights, *self._leaving):

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hyfi_core.comm.base import Message
+from hyfi_core.comm.same_weights import HeldWeights
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.compiled import Compiled
 from hyfi_core.runtime.groups import Groups
@@ -50,6 +51,16 @@ class ParameterOwnership:
         """Return the parameters that this rank counts in sums over the model: each is counted by one rank."""
         rank = self._groups.replica.rank
         return [p for name, p in self._model.named_parameters() if rank == min(self._holders[name])]
+
+    def held(self) -> HeldWeights:
+        """Return what this rank computes with, to compare it with other ranks."""
+        rank = self._groups.replica.rank
+        names = {name for name, stages in self._stages.items() if rank in self._groups.users(stages)}
+        updated: dict[frozenset[int], list[str]] = {}
+        for name, _ in self._model.named_parameters():
+            updated.setdefault(self._holders[name], []).append(name)
+        groups = [updated[ranks] if rank in ranks else None for ranks in sorted(updated, key=sorted)]
+        return HeldWeights(names, groups, self._groups.index)
 
     def owned_names(self) -> list[str]:
         """Return the entries of the ``state_dict`` that this rank writes: each is written by one rank of replica 0."""

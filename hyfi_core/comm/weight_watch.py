@@ -1,0 +1,148 @@
+"""One rank's weights from call to call: what was changed outside of the engine.
+
+::
+
+    version counters, addresses     copy_, load_state_dict, p.data = ...                    every change
+    64 values of each parameter     what leaves no trace: p.data.clamp_(), arrays of NumPy  other values in each step
+
+The values are compared between ranks, so that they also show weights that differ because of something else: gradients
+or an optimizer state changed on one rank only. With several stages, of which a rank may be the only one with a weight,
+one selection of values is also compared with earlier ones.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch import nn
+
+Scope = Literal["training", "evaluation"]
+SAMPLED_VALUES = 64
+"""Values of each parameter that are compared in a step."""
+_Selection = tuple[dict[str, int], torch.Tensor]
+"""(name -> number of values, the values of all names)."""
+
+
+class WeightWatch:
+    """The changes of a model's parameters and buffers that the engine did not make.
+
+    Args:
+        model: the user's module; tensors are watched under their first names.
+        arriving: returns the parameters that the engine will overwrite when their new values have been received.
+        keeps_values: whether to compare values with earlier ones.
+
+    Attributes:
+        names: of all parameters and buffers, in the model's order.
+    """
+
+    def __init__(
+        self, model: nn.Module, arriving: Callable[[], Iterable[torch.Tensor]], keeps_values: bool = False
+    ) -> None:
+        self._tensors: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        self.names = [*self._tensors]
+        self._arriving = arriving
+        self._compared = [name for name in self._tensors if not self.is_buffer(name)] if keeps_values else []
+        self._flat: dict[str, tuple[int, torch.Tensor | None, torch.Tensor]] = {}
+        self._changed: dict[Scope, set[str]] = {"training": set(), "evaluation": set()}
+        self._lost: set[str] = set()
+        self._left = self._marks()
+
+    def changed(self, scope: Scope) -> set[str]:
+        """Return the names changed since ``agreed`` was last called for a scope."""
+        self._notice()
+        return set(self._changed[scope])
+
+    def lost(self) -> set[str]:
+        """Return the names changed while new values were on their way, which have overwritten the change."""
+        return set(self._lost)
+
+    def agreed(self, scope: Scope) -> None:
+        """Forget changes that are the same on all ranks of a scope."""
+        self._changed[scope].clear()
+        if scope == "training":
+            self._lost.clear()
+
+    @contextmanager
+    def changing(self, noticed: bool = False) -> Iterator[None]:
+        """Context in which the engine itself changes weights.
+
+        Args:
+            noticed: whether ``changed`` was called just before.
+        """
+        if not noticed:
+            self._notice()
+        yield
+        self._left = self._marks()
+
+    def sample(self, names: Sequence[str], turn: int) -> int:
+        """Return a digest of a few values of each tensor in the host's memory.
+
+        Args:
+            names: of the tensors.
+            turn: selects the values; after as many turns as a tensor has values, all have been selected.
+        """
+        digest = 0
+        for _, values in self._selected(names, turn):
+            digest = zlib.crc32(values.view(torch.uint8).numpy().tobytes(), digest)
+        return digest
+
+    def digest(self, name: str) -> int:
+        """Return a digest of all values of a tensor, in the order of its dims."""
+        flat = self._tensors[name].detach().cpu().contiguous().flatten()
+        return zlib.crc32(flat.view(torch.uint8).numpy().tobytes()) if flat.numel() else 0
+
+    def is_buffer(self, name: str) -> bool:
+        """Whether a name is that of a buffer."""
+        return not isinstance(self._tensors[name], nn.Parameter)
+
+    def _notice(self) -> None:
+        """Add what was changed since the engine last changed something, or since the last notice."""
+        before, now = self._left, self._marks()
+        found = {name for name, a, b in zip(self._tensors, before[0], now[0], strict=True) if a != b}
+        found |= _changed_values(before[1], now[1])
+        if not found:
+            return
+        self._left = now
+        for names in self._changed.values():
+            names |= found
+        arriving = {id(tensor) for tensor in self._arriving()}
+        self._lost |= {name for name in found if id(self._tensors[name]) in arriving}
+
+    def _marks(self) -> tuple[list[tuple[int, int]], list[_Selection]]:
+        seen = [(0 if t.is_inference() else t._version, t.data_ptr()) for t in self._tensors.values()]
+        return seen, self._selected(self._compared, 0)
+
+    def _selected(self, names: Sequence[str], turn: int) -> list[_Selection]:
+        """Return a few values of each tensor, copied into one tensor for each dtype."""
+        views: dict[torch.dtype, dict[str, torch.Tensor]] = {}
+        for name in names:
+            flat, first = self._flattened(name)
+            if flat is not None:
+                step = -(-len(flat) // SAMPLED_VALUES)
+                views.setdefault(flat.dtype, {})[name] = flat[turn % step :: step] if turn else first
+        return [({name: len(few) for name, few in of.items()}, torch.cat([*of.values()])) for of in views.values()]
+
+    def _flattened(self, name: str) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Return a tensor's memory as a view with one dim, None on a device or if it has gaps; and its first values."""
+        tensor = self._tensors[name]
+        address = tensor.data_ptr()
+        if name not in self._flat or self._flat[name][0] != address:
+            readable = tensor.device.type == "cpu" and torch.ops.aten.is_non_overlapping_and_dense(tensor)
+            flat = tensor.detach().as_strided((tensor.numel(),), (1,)) if readable and tensor.numel() else None
+            first = torch.empty(0) if flat is None else flat[:: -(-len(flat) // SAMPLED_VALUES)]
+            self._flat[name] = (address, flat, first)
+        return self._flat[name][1:]
+
+
+def _changed_values(before: list[_Selection], now: list[_Selection]) -> set[str]:
+    """Return the names whose values differ, bit by bit."""
+    found: set[str] = set()
+    for (sizes, old), (_, new) in zip(before, now, strict=False):
+        if not torch.equal(old.view(torch.uint8), new.view(torch.uint8)):
+            pieces = zip(sizes, old.split([*sizes.values()]), new.split([*sizes.values()]), strict=True)
+            found |= {name for name, a, b in pieces if not torch.equal(a.view(torch.uint8), b.view(torch.uint8))}
+    return found
