@@ -43,20 +43,20 @@ def explained(error: Exception, model: nn.Module) -> str:
 
 
 def _what(error: Exception) -> str:
-    said = (str(error).strip() or type(error).__name__).splitlines()[0]
+    message = (str(error).strip() or type(error).__name__).splitlines()[0]
     kind = type(error).__name__
-    missing = re.search(r"missing (?:a|\d+) required (?:[a-z-]+ )?arguments?: (.*)", said)
+    missing = re.search(r"missing (?:a|\d+) required (?:[a-z-]+ )?arguments?: (.*)", message)
     if isinstance(error, TypeError) and missing:
         return (
             f"the forward requires arguments besides the image: {missing[1]}; give them defaults, or wrap the model "
             f"in a module that passes them"
         )
-    if "DataDependent" in kind or "data-dependent" in said or "_local_scalar_dense" in said:
+    if "DataDependent" in kind or "data-dependent" in message or "_local_scalar_dense" in message:
         return (
             "it reads a value from a tensor (a branch, a loop, .item(), float(), a boolean mask), and this value "
             "differs from image to image; use tensor operations such as torch.where instead"
         )
-    return said
+    return message
 
 
 def _failing_place(error: BaseException, model: nn.Module) -> tuple[str | None, str | None]:
@@ -81,8 +81,8 @@ def is_users(code: CodeType) -> bool:
 def _is_users_file(name: str) -> bool:
     if name.startswith(_MODELS):
         return True
-    pythons = name.startswith(_PYTHON) and _INSTALLED not in name
-    return not pythons and not name.startswith(_NOT_USERS)
+    of_python = name.startswith(_PYTHON) and _INSTALLED not in name
+    return not of_python and not name.startswith(_NOT_USERS)
 
 
 def _line(file: str, number: int) -> str:

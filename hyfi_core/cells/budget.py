@@ -154,7 +154,7 @@ class _Sizes:
         shape, split = self.ranked.values[name].shape, self.ranked.splits.get(name)
         return prod(shape if split is None else split.local_shape(shape, self._position))
 
-    def beside(self, step: Step) -> int:
+    def saved_besides(self, step: Step) -> int:
         """Return the bytes that an operator saves besides program values: strips, canvases, indices of maxima."""
         if not isinstance(step, OperatorStep):
             return 0
@@ -195,7 +195,7 @@ def _peak(tape: Tape, sizes: _Sizes, trains: bool) -> int:
             cotangents[at + 1] += size
             cotangents[end + 1] -= size
     for at, step in enumerate(tape.steps) if trains else ():
-        saved[at + 1] += sizes.beside(step)
+        saved[at + 1] += sizes.saved_besides(step)
     saved, passing, cotangents = map(_summed, (saved, passing, cotangents))
     end = saved[-1]
     return max([end, *(saved[at] + passing[at] + cotangents[at] for at in waits)])

@@ -143,9 +143,9 @@ class CellCommunicator:
         return self.group.comm.in_order
 
     def waiting_at_once(self) -> None:
-        """Let every exchange return only when all is there.
+        """Make every exchange wait for its completion.
 
-        A cell that computed while its halo is on the way would hold a result while others have their turns.
+        A cell that computed during its exchange would keep the result in memory during the turns of others.
         """
         self._waits_at_once = True
 

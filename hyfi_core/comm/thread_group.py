@@ -84,7 +84,7 @@ class ThreadWorld:
             what: describes the wait; like ``ready``, it may be called by other ranks, under ``changed``.
 
         Raises:
-            PeerFailedError: another rank has failed meanwhile.
+            PeerFailedError: another rank has failed.
             DeadlockError: strict, and no rank can ever make it ready.
         """
         while not ready():

@@ -225,7 +225,7 @@ def writing_over(
     Args:
         call: any.
         may: whether the cotangent of its first output may be overwritten.
-        made: values computed by the tape; other memory has a different owner.
+        made: values that the tape computes; other memory belongs to the caller.
     """
     operator = call.operator
     if isinstance(operator, (Relu, BatchNorm)) and operator.overwrites_cotangent != may:

@@ -1,4 +1,4 @@
-"""Values between stages: how a stage takes what others made, and what has to travel for that."""
+"""Values between stages: how they are split in the stage that receives them, and their transfer."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Entries = Mapping[str, Split | None]
 
 
 def entries_of(stage: Stage, made: Sequence[Splits], grid: tuple[int, int]) -> dict[str, Split | None]:
-    """Return how the values from other stages are split in a stage: evenly, where they are split there.
+    """Return how the values from other stages are split in a stage: evenly, None for replicated ones.
 
     Args:
-        stage: that takes them.
-        made: of the stages before, how each value is split.
-        grid: rows and columns of the stage's ranks.
+        stage: that receives them.
+        made: for each earlier stage, how its values are split.
+        grid: rows and columns of the receiving stage's ranks.
     """
     found: dict[str, Split | None] = {}
     for source, names in stage.entries.items():
@@ -44,17 +44,17 @@ def boundary(
     dtypes: Mapping[str, torch.dtype],
     channels_last: bool,
 ) -> BoundaryTransfer:
-    """Return what travels between two stages.
+    """Return the transfer between two stages.
 
     Args:
-        source: the stage that has it.
-        target: the number of the stage that needs it.
-        have: how values are split in the first.
-        need: how they are split in the second.
+        source: the sending stage.
+        target: index of the receiving stage.
+        have: how values are split in the sending stage.
+        need: how they are split in the receiving stage.
         grids: rows and columns of both.
-        active: values whose cotangents come back.
-        dtypes: of values on the wire, where it is not their own.
-        channels_last: whether maps arrive so laid out.
+        active: values whose cotangents are sent back.
+        dtypes: of values in messages, if not their own.
+        channels_last: whether maps are received in this format.
     """
     carried = []
     for name in source.exits[target]:

@@ -34,7 +34,7 @@ class BoundaryValue:
 
     Attributes:
         name: of the value.
-        shape: global; height and width as dims of their own.
+        shape: global, with height and width as separate dims.
         dtype: in the message, and at the receiver.
         gradient: whether its cotangent is sent back.
         dims: which tensor dims are (y, x).

@@ -1,7 +1,7 @@
-"""Places of maxima as numbers in their windows: a byte each instead of eight.
+"""Positions of maxima relative to their windows: one byte each instead of eight.
 
-native      flat index in the map: y · width + x
-narrow      which pixel of the output's own window: row · kernel_x + column
+wide        flat index in the map, as PyTorch returns it: y · width + x
+narrow      index in the output's window: row · kernel_x + column
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 
 MOST_PIXELS = 256
-"""Of a window whose pixels have numbers of one byte."""
+"""Largest number of pixels of a window whose indices fit into a byte."""
 
 
 @dataclass(frozen=True)
 class WindowPlaces:
-    """How windows of a map lie.
+    """The windows of a max pool.
 
     Attributes:
         width: of the map.
@@ -34,26 +34,26 @@ class WindowPlaces:
 
     @property
     def fits(self) -> bool:
-        """Whether a byte is enough, and no row of a window is longer than what lies between two of its rows."""
+        """Whether a byte is enough, and rows of a window do not overlap in the flat index."""
         (rows, columns), (dy, dx) = self.kernel, self.dilation
         return rows * columns <= MOST_PIXELS and (columns - 1) * dx < dy * self.width
 
     def narrow(self, indices: torch.Tensor) -> torch.Tensor:
-        """Return flat indices ``(..., h, w)`` as numbers in their windows."""
-        away = (indices - self._first(indices)).int()
+        """Return flat indices ``(..., h, w)`` as indices in their windows, uint8."""
+        offset = (indices - self._first(indices)).int()
         (dy, dx), (_, columns) = self.dilation, self.kernel
-        row = away.div(dy * self.width, rounding_mode="floor")
-        return away.sub_(row * (dy * self.width)).div_(dx, rounding_mode="floor").add_(row * columns).to(torch.uint8)
+        row = offset.div(dy * self.width, rounding_mode="floor")
+        return offset.sub_(row * (dy * self.width)).div_(dx, rounding_mode="floor").add_(row * columns).to(torch.uint8)
 
-    def wide(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return the flat indices again."""
+    def wide(self, indices: torch.Tensor) -> torch.Tensor:
+        """Return indices in windows as flat indices; the inverse of ``narrow``."""
         (dy, dx), (_, columns) = self.dilation, self.kernel
-        found = numbers.long()
+        found = indices.long()
         row = found.div(columns, rounding_mode="floor")
-        return found.sub_(row * columns).mul_(dx).add_(row.mul_(dy * self.width)).add_(self._first(numbers))
+        return found.sub_(row * columns).mul_(dx).add_(row.mul_(dy * self.width)).add_(self._first(indices))
 
     def _first(self, like: torch.Tensor) -> torch.Tensor:
-        """Return the flat index of each window's first pixel, which may lie in the padding."""
+        """Return the flat index of each window's first pixel, which may be in the padding."""
         height, width = like.shape[-2:]
         y = torch.arange(height, device=like.device) * self.stride[0] - self.padding[0]
         x = torch.arange(width, device=like.device) * self.stride[1] - self.padding[1]

@@ -8,7 +8,7 @@
 
 Samples are assigned one by one, each to the replica that would then finish first. This is D'Hondt's method with speeds
 as votes: samples in proportion to speed, rounded so that no other assignment of the same samples finishes earlier.
-(Balinski, Young: Fair Representation, 1982.) Pure.
+(Balinski, Young: Fair Representation, 1982.)
 """
 
 from __future__ import annotations

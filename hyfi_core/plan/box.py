@@ -46,11 +46,11 @@ class Box:
 
     @property
     def empty(self) -> bool:
-        """Whether there is no pixel in it."""
+        """Whether it has no pixels."""
         return self.y1 <= self.y0 or self.x1 <= self.x0
 
     def intersect(self, other: Box) -> Box:
-        """Return what both cover; an empty box (whose ends may lie before its starts) if nothing."""
+        """Return the intersection; if there is none, an empty box, whose ends may be before its starts."""
         return Box(max(self.y0, other.y0), min(self.y1, other.y1), max(self.x0, other.x0), min(self.x1, other.x1))
 
     def hull(self, other: Box) -> Box:

@@ -1,4 +1,4 @@
-"""Assignment of a job's ranks to roles: trainers, loaders, validators. Pure.
+"""Assignment of a job's ranks to roles: trainers, loaders, validators; a pure function.
 
 ::
 

@@ -62,8 +62,8 @@ class AxisWindow:
         near = (cut + self.padding) // self.stride
         reach = self.extent // self.stride + 1
         candidates = {min(max(near + step, 0), outputs) for step in range(-reach, 2)}
-        wished = cut if self.stride == 1 and outputs == inputs else balanced
-        return min(sorted(candidates), key=lambda out: (self._crossing(out, cut, inputs, outputs), abs(out - wished)))
+        target = cut if self.stride == 1 and outputs == inputs else balanced
+        return min(sorted(candidates), key=lambda out: (self._crossing(out, cut, inputs, outputs), abs(out - target)))
 
     def _crossing(self, out: int, cut: int, inputs: int, outputs: int) -> int:
         """Return how many input positions cross the input cut when outputs are cut at ``out``."""

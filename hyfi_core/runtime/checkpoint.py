@@ -102,25 +102,25 @@ def save_checkpoint(
     Raises:
         OSError: nothing is left at ``folder``.
     """
-    beside = make_beside(folder)
+    temporary = make_temporary(folder)
     try:
-        files = write_tensors(beside, weights, optimizer["tensors"] if optimizer is not None else None, averaged)
-        publish(beside, folder, files, model, optimizer["groups"] if optimizer is not None else None, state)
+        files = write_tensors(temporary, weights, optimizer["tensors"] if optimizer is not None else None, averaged)
+        publish(temporary, folder, files, model, optimizer["groups"] if optimizer is not None else None, state)
     except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
-def make_beside(folder: Path) -> Path:
+def make_temporary(folder: Path) -> Path:
     """Create the hidden folder in which a checkpoint is written before it is renamed to ``folder``."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    beside = _beside(folder)
-    beside.mkdir()
-    return beside
+    temporary = _temporary_name(folder)
+    temporary.mkdir()
+    return temporary
 
 
 def write_tensors(
-    beside: Path,
+    temporary: Path,
     weights: Mapping[str, torch.Tensor],
     optimizer: Mapping[str, torch.Tensor] | None,
     averaged: Mapping[str, torch.Tensor] | None,
@@ -129,7 +129,7 @@ def write_tensors(
     """Write and sync the tensors of one rank.
 
     Args:
-        beside: from ``make_beside``.
+        temporary: from ``make_temporary``.
         weights: those of this rank.
         optimizer: its tensors, "<parameter name>/<key>".
         averaged: its moving average.
@@ -141,7 +141,7 @@ def write_tensors(
     files = {}
     for name, tensors in ((WEIGHTS_FILE, weights), (AVERAGE_FILE, averaged), (OPTIMIZER_TENSORS_FILE, optimizer)):
         if tensors is not None:
-            path = beside / _file_name(name, number)
+            path = temporary / _file_name(name, number)
             save_file(_storable(tensors), path)
             sync_file(path)
             files[path.name] = _fingerprint(path)
@@ -149,7 +149,7 @@ def write_tensors(
 
 
 def publish(
-    beside: Path,
+    temporary: Path,
     folder: Path,
     files: Mapping[str, Any],
     model: Mapping[str, Any],
@@ -160,7 +160,7 @@ def publish(
     """Write the JSON files, and rename the checkpoint to its final name.
 
     Args:
-        beside: the folder with all tensors.
+        temporary: the folder that has all tensors.
         folder: final name; an existing folder is replaced.
         files: from ``write_tensors``, of all ranks.
         model: goes to ``model.json``.
@@ -173,16 +173,16 @@ def publish(
     others: dict[str, Mapping[str, Any] | None] = {OPTIMIZER_FILE: optimizer, STATE_FILE: state, INDEX_FILE: index}
     for name, value in others.items():
         if value is not None:
-            _write_json(beside / name, value if name == INDEX_FILE else {"format": FORMAT, **value})
-            known[name] = _fingerprint(beside / name)
-            sync_file(beside / name)
-    _write_json(beside / MODEL_FILE, {"format": FORMAT, **model, "files": dict(sorted(known.items()))})
-    sync_file(beside / MODEL_FILE)
-    sync_file(beside)
-    swap_directory(beside, folder, _beside(folder))
+            _write_json(temporary / name, value if name == INDEX_FILE else {"format": FORMAT, **value})
+            known[name] = _fingerprint(temporary / name)
+            sync_file(temporary / name)
+    _write_json(temporary / MODEL_FILE, {"format": FORMAT, **model, "files": dict(sorted(known.items()))})
+    sync_file(temporary / MODEL_FILE)
+    sync_file(temporary)
+    swap_directory(temporary, folder, _temporary_name(folder))
 
 
-def _beside(folder: Path) -> Path:
+def _temporary_name(folder: Path) -> Path:
     return folder.parent / f".{folder.name}.tmp-{uuid.uuid4().hex[:8]}"
 
 
@@ -222,13 +222,13 @@ def amend_model_json(path: Path, more: Mapping[str, Any]) -> None:
         OSError: it cannot be written.
     """
     folder, model = _open(path)
-    beside = folder / f".{MODEL_FILE}.{uuid.uuid4().hex}"
+    temporary = folder / f".{MODEL_FILE}.{uuid.uuid4().hex}"
     try:
-        _write_json(beside, {**model, **more})
-        sync_file(beside)
-        beside.replace(folder / MODEL_FILE)
+        _write_json(temporary, {**model, **more})
+        sync_file(temporary)
+        temporary.replace(folder / MODEL_FILE)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def load_training_state(path: Path) -> TrainingState:
@@ -245,9 +245,9 @@ def load_training_state(path: Path) -> TrainingState:
 
 def point_link(link: Path, target: str) -> None:
     """Point ``link`` to its sibling ``target``, atomically."""
-    beside = link.parent / f".{link.name}.tmp-{uuid.uuid4().hex[:8]}"
-    beside.symlink_to(target)
-    beside.replace(link)
+    temporary = link.parent / f".{link.name}.tmp-{uuid.uuid4().hex[:8]}"
+    temporary.symlink_to(target)
+    temporary.replace(link)
     sync_file(link.parent)
 
 

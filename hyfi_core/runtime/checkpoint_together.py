@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hyfi_core.comm.base import Communicator
-from hyfi_core.runtime.checkpoint import WEIGHTS_FILE, make_beside, publish, write_tensors
+from hyfi_core.runtime.checkpoint import WEIGHTS_FILE, make_temporary, publish, write_tensors
 
 
 @dataclass(frozen=True)
@@ -54,22 +54,22 @@ def save_together(
         OSError: on the rank that cannot write; nothing is left at ``folder``.
     """
     writers = comm.broadcast_object(comm.gather_objects(bool(part.weights)))
-    beside = Path(comm.broadcast_object(str(make_beside(folder)) if comm.rank == 0 else None))
+    temporary = Path(comm.broadcast_object(str(make_temporary(folder)) if comm.rank == 0 else None))
     try:
         written: dict[str, Any] = {}
         if part.weights:
             number = (sum(writers[: comm.rank]), sum(writers))
             tensors = part.optimizer["tensors"] if part.optimizer is not None else None
-            files = write_tensors(beside, part.weights, tensors, part.averaged, number)
+            files = write_tensors(temporary, part.weights, tensors, part.averaged, number)
             groups = part.optimizer["groups"] if part.optimizer is not None else None
             written = {"files": files, "groups": groups, "names": {n: t.nbytes for n, t in part.weights.items()}}
         gathered = comm.gather_objects(written)
         if gathered is not None:
             parts = [item for item in gathered if item]
             files = {name: fingerprint for item in parts for name, fingerprint in item["files"].items()}
-            publish(beside, folder, files, model, _merged([item["groups"] for item in parts]), state, _index(parts))
+            publish(temporary, folder, files, model, _merged([item["groups"] for item in parts]), state, _index(parts))
     except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
     comm.barrier()  # no rank uses or removes it before it is published
 

@@ -3,8 +3,8 @@
 Posting a receive and starting a send or a reduction never wait. For each ordered pair of ranks, the n-th send pairs
 with the n-th receive; the message starts when both have been posted::
 
-    rank 0   F0 ── SEND ╌╌╌╌╌╌╌╌╌╮                       SEND has started, rank 0 goes on
-    rank 1        …        RECV ─┴═══════▶ F0            RECV is posted: the message starts; F0 waits for its end
+    rank 0   F0 ── SEND ╌╌╌╌╌╌╌╌╌╮                       SEND is posted, rank 0 continues
+    rank 1        …        RECV ─┴═══════▶ F0            RECV is posted: the message starts; F0 waits for it
 
 F and B wait for what their rank receives for them, and for all ranks of their stage (the *gang*). A REDUCE waits for
 the gradients of the other direction if these are sent. Reductions run in the order in which their ranks start them.

@@ -32,12 +32,12 @@ LIMIT_VARIABLE = "HYFI_TIMEOUT_S"
 LIMIT_S = 1800.0
 PEER_LOST_S = 2.0
 """Delay before a rank reports a failed message: most likely another rank has failed and reports the cause."""
-_LOOK_S = 0.5
+_PERIOD_S = 0.5
 _LONG_S = 1.0  # waits longer than this are written to the board
 _STUCK_S = 3.0  # if no rank computes for this long, the job is deadlocked
 _ENDED_S = 1.5  # the same, if a rank has ended
 _SLOWEST_BYTES_S = 50e6  # lowest speed of a large message, during which no rank computes either
-_RANKS_A_LOOK = 256  # with more ranks, each reads the board less often
+_RANKS_PER_PERIOD = 256  # with more ranks, each reads the board less often
 
 
 def time_limit_s() -> float:
@@ -136,7 +136,7 @@ class Supervisor:
         states: list[RankStatus] = []
         with contextlib.suppress(RuntimeError):
             states = self._board.states() if self._board is not None else []
-        ended = [(rank, said.where) for rank, said in enumerate(states) if said.state == "ended"]
+        ended = [(rank, status.where) for rank, status in enumerate(states) if status.state == "ended"]
         return [f"rank {rank} has ended while rank {self._comm.rank} still waits: {where}" for rank, where in ended]
 
     def _end_all(self, words: str) -> NoReturn:
@@ -178,20 +178,20 @@ class Supervisor:
             self._peers.leave()
 
     def _stay(self, board: Board) -> None:
-        while self._comm.rank == 0 and any(said.state != "ended" for said in board.states()):
+        while self._comm.rank == 0 and any(status.state != "ended" for status in board.states()):
             if board.failed:
                 self._end_quietly(board)
             time.sleep(0.05)
 
     def _watch(self, board: Board) -> None:
-        pause_s = _LOOK_S * max(1.0, self._comm.size / _RANKS_A_LOOK)
+        pause_s = _PERIOD_S * max(1.0, self._comm.size / _RANKS_PER_PERIOD)
         while not self._leaving.wait(pause_s):
             try:
-                self._look(board, time.monotonic())
+                self._check(board, time.monotonic())
             except RuntimeError:
                 return  # the board's host, the first rank, has ended: the launcher stops the others
 
-    def _look(self, board: Board, now_s: float) -> None:
+    def _check(self, board: Board, now_s: float) -> None:
         """Check once whether a rank has failed, and whether this one is deadlocked."""
         if board.failed:
             self._end_quietly(board)
@@ -201,7 +201,7 @@ class Supervisor:
         if wait.ended is None:
             self._note(board, wait)
         states = board.states()
-        if states != self._unchanged[0] or any(said.state == "computes" for said in states):
+        if states != self._unchanged[0] or any(status.state == "computes" for status in states):
             self._unchanged = states, now_s
         if ACTIVITY.wait is not wait:
             return
@@ -225,15 +225,15 @@ class Supervisor:
 
 def _patience_s(states: list[RankStatus]) -> float:
     """Return how long all ranks may wait before they count as deadlocked; longer if large messages are pending."""
-    quiet_s = _ENDED_S if any(said.state == "ended" for said in states) else _STUCK_S
-    return quiet_s + max(said.nbytes for said in states) / _SLOWEST_BYTES_S
+    quiet_s = _ENDED_S if any(status.state == "ended" for status in states) else _STUCK_S
+    return quiet_s + max(status.nbytes for status in states) / _SLOWEST_BYTES_S
 
 
 def _stuck(states: list[RankStatus]) -> str:
-    ended = [rank for rank, said in enumerate(states) if said.state == "ended"]
-    waiting = [rank for rank, said in enumerate(states) if said.state == "waits"]
+    ended = [rank for rank, status in enumerate(states) if status.state == "ended"]
+    waiting = [rank for rank, status in enumerate(states) if status.state == "waits"]
     if ended:
-        has, waits = _one_or_more(ended, "has", "have"), _one_or_more(waiting, "waits", "wait")
+        has, waits = _verb(ended, "has", "have"), _verb(waiting, "waits", "wait")
         head = f"{named_ranks(ended)} {has} ended while {named_ranks(waiting)} still {waits}"
     else:
         head = f"{named_ranks(waiting)} wait for each other (deadlock)"
@@ -247,11 +247,12 @@ def _too_long(rank: int, limit_s: float, states: list[RankStatus]) -> str:
     )
 
 
-def _one_or_more(ranks: list[int], one: str, more: str) -> str:
+def _verb(ranks: list[int], one: str, more: str) -> str:
     return one if len(ranks) == 1 else more
 
 
 def _listed(states: list[RankStatus]) -> str:
     return "\n".join(
-        f"  rank {rank} {said.state}" + (f": {said.where}" if said.where else "") for rank, said in enumerate(states)
+        f"  rank {rank} {status.state}" + (f": {status.where}" if status.where else "")
+        for rank, status in enumerate(states)
     )

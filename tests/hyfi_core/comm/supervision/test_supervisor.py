@@ -142,10 +142,10 @@ def test_a_long_transfer_is_no_deadlock(
     ended: list[str] = []
     monkeypatch.setattr(supervisor, "_end_all", ended.append)
     monkeypatch.setattr(ACTIVITY, "wait", Wait(lambda: "an exchange", 0.0, nbytes=nbytes))
-    supervisor._look(board, 10.0)
-    supervisor._look(board, 10.0 + patience_s)
+    supervisor._check(board, 10.0)
+    supervisor._check(board, 10.0 + patience_s)
     assert ended == []
-    supervisor._look(board, 10.1 + patience_s)
+    supervisor._check(board, 10.1 + patience_s)
     assert len(ended) == 1 and ("ranks 0-1 wait" if other == "waits" else "rank 1 has ended") in ended[0]
 
 
