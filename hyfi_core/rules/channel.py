@@ -135,7 +135,7 @@ def response_norm(builder: Builder, op: Operator) -> None:
     """``avg_pool3d`` of (B, 1, C, H, W) over channels only, as in local response normalisation."""
     here = _here(builder, op)
     kernel, stride, padding = (list(given) for given in arguments(op.args[:4], ([], [0, 0, 0]), 2)[1:])
-    channels_only = kernel[1:] == [1, 1] and stride[1:] in ([], [1, 1]) and not any(padding[1:])
+    channels_only = kernel[1:] == [1, 1] and (not stride or stride[1:] == [1, 1]) and not any(padding[1:])
     if here.dims != (3, 4) or not channels_only:
         builder.refuse(
             op,
