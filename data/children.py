@@ -21,7 +21,7 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
-def environment_of_a_child() -> dict[str, str]:
+def child_environment() -> dict[str, str]:
     """Return this process's environment without launcher variables, and with its module search path."""
     kept = {n: v for n, v in os.environ.items() if not n.startswith(_LAUNCHER_PREFIXES) and n not in _RANK_VARIABLES}
     return kept | {"PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}

@@ -31,9 +31,9 @@ def remember_advice(text: str) -> None:
     """Set the advice for this process, and for the launcher that started it."""
     global _advice
     _advice = text
-    status = RunStatus.of_environment()
+    status = RunStatus.from_environment()
     if status is not None:
-        status.note_advice(text)
+        status.write_advice(text)
 
 
 def advice() -> str:

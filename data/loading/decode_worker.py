@@ -31,7 +31,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from data.children import die_with_parent, environment_of_a_child
+from data.children import child_environment, die_with_parent
 from data.loading.decode import Pixels, Samples, decode
 
 # Not ``-m``: pickled classes must be found under this module's name, not under ``__main__``.
@@ -185,7 +185,7 @@ class ChildWorker:
             stdin=subprocess.DEVNULL,
             stdout=2,  # the run's standard output is the trainers'
             pass_fds=(theirs.fileno(), *(part.descriptor for part in shared)),
-            env=environment_of_a_child() | {"OMP_NUM_THREADS": "1"},
+            env=child_environment() | {"OMP_NUM_THREADS": "1"},
             process_group=0,  # the parent handles Ctrl-C and the signals of launchers
         )
         theirs.close()

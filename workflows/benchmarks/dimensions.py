@@ -32,7 +32,7 @@ from hyfi_core.schedule.picture import draw
 from hyfi_core.schedule.simulate import simulate
 from hyfi_core.schedule.trace import TraceEvent, bubble, to_json
 from workflows.benchmarks.resting import RestingNetwork
-from workflows.evaluation.models import lay_out
+from workflows.evaluation.models import convert_model
 from workflows.launch.launch import own_rank
 from workflows.launch.mpiexec import find
 
@@ -181,7 +181,7 @@ def _real_rank(fields: dict[str, Any], size_px: int, steps: int) -> None:
     comm, plan = hyfi_core.init(), ParallelPlan.from_json(fields)
     torch.manual_seed(0)
     batch = 4 // plan.replicas
-    model = lay_out(resnet18(2), "float32", "channels_last")
+    model = convert_model(resnet18(2), "float32", "channels_last")
     engine = hyfi_core.parallelize(model, (batch, 3, size_px, size_px), plan, comm)
     images = torch.randn(batch, 3, size_px, size_px).contiguous(memory_format=torch.channels_last)
     labels = torch.zeros(batch, dtype=torch.long)

@@ -34,7 +34,7 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.delayed import DelayedCommunicator, Latency
 from hyfi_core.models import resnet
 from hyfi_core.ops.convolution import Convolution
-from workflows.evaluation.models import lay_out
+from workflows.evaluation.models import convert_model
 from workflows.launch.mpiexec import find
 
 T = TypeVar("T")
@@ -86,7 +86,7 @@ def _compare(size: int, latency_s: float, steps: int) -> None:
 def _runs(comm: DelayedCommunicator, size: int, overlapped: bool) -> dict[str, Callable[[], object]]:
     """Return a prediction and a training step; without overlap convolutions wait for their canvas."""
     torch.manual_seed(0)
-    model = lay_out(resnet.resnet18(2), "float32", "channels_last")
+    model = convert_model(resnet.resnet18(2), "float32", "channels_last")
     images = torch.randn(1, 3, size, size).contiguous(memory_format=torch.channels_last)
     plan = hyfi_core.ParallelPlan(grids=((1, 2),), fused_halo=1)
     made = functools.partial(RestingConvolution, apart=overlapped)

@@ -38,7 +38,7 @@ PROGRAM = ("-m", "workflows.benchmarks.snapshot", "--child")
 def main() -> None:
     """Start the ranks, or be one of them, or the validator's child."""
     if "--child" in sys.argv:
-        _evaluate_slowly(Parent.of_arguments())
+        _evaluate_slowly(Parent.from_arguments())
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="resnet18")
@@ -138,12 +138,12 @@ def _start(seconds: float, seat: Mapping[str, Any], descriptors: Sequence[int]) 
 
 
 def _evaluate_slowly(parent: Parent) -> None:
-    seconds = parent.hear()["seconds"]
-    parent.say("ready")
+    seconds = parent.receive()["seconds"]
+    parent.send("ready")
     while True:
-        parent.hear()
+        parent.receive()
         time.sleep(seconds)
-        parent.say("result", metrics={})
+        parent.send("result", metrics={})
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hyfi_core.errors import RequestError
 from workflows import console
-from workflows.parts import parse_part
+from workflows.option_values import parse_part
 from workflows.paths import require_folder, require_writable
 
 if TYPE_CHECKING:

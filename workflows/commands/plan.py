@@ -82,7 +82,7 @@ def _search(settings: Config, machine: MachineModel, ranks: int, images: int, to
         machine=machine,
         memory_bytes=machine.memory_bytes,
         held_bytes=PROCESS_BYTES,
-        dtype=programs.computed_in,
+        dtype=programs.autocast_dtype,
         base=replace(settings.plan.build(), grids=((1, 1),), cuts="auto", interleave=1, recompute=False),
         spill="memory" if machine.device == "cuda" else ".",
     )

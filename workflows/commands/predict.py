@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.device import device_request
 from workflows import console, signals
-from workflows.evaluation.cells import parse_cells
 from workflows.exit_codes import DONE, SOME_FAILED, STOPPED
 from workflows.launch.launch import inside_launcher, launch, own_rank, run_as_rank
-from workflows.parts import parse_part
+from workflows.option_values import parse_cells, parse_part
 from workflows.paths import require_writable
 
 if TYPE_CHECKING:

@@ -47,7 +47,7 @@ def run(
     programs = ModelPrograms(settings, classes_of(settings))
     program = programs.of(batch // plan.replicas // plan.microbatches)
     plan = resolved(plan, program, model)
-    forecast = forecast_step(program, plan, model, programs.computed_in)
+    forecast = forecast_step(program, plan, model, programs.autocast_dtype)
     say(plan_text(plan))
     say(f"machine: {model.name}")
     for line in describe(forecast, batch, model):

@@ -13,8 +13,8 @@ from hyfi_core.plan.device import device_request
 from hyfi_core.runtime.launch import inside_launcher
 from workflows import signals
 from workflows.console import emit_json, say, warn
-from workflows.evaluation.cells import parse_cells
 from workflows.exit_codes import DONE, STOPPED
+from workflows.option_values import parse_cells
 
 if TYPE_CHECKING:
     from data.samples.dataset import SlideDataset
@@ -174,7 +174,7 @@ def _write_page(
         RequestError: ``out`` cannot be written.
     """
     from pathology.predict.members import MIN_COVERAGE, temperature_of
-    from workflows.evaluation.cohort_page import evaluated_slides, write_cohort_page, write_table
+    from workflows.evaluation.cohort_page import evaluated_slides, write_cohort_page, write_predictions
 
     names = list(model["class_names"])
     least = float(model.get("min_coverage", MIN_COVERAGE))
@@ -182,7 +182,7 @@ def _write_page(
     slides = evaluated_slides(dataset, logits, names, least, whole=whole, temperature=temperature)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        write_table(out, slides, names, request.store)
+        write_predictions(out, slides, names, request.store)
         return write_cohort_page(out, slides, names, f"Validation: {request.split} of {request.store.name}")
     except OSError as error:
         raise RequestError(f"{out}: cannot be written ({error.strerror or error}); choose another --out") from error

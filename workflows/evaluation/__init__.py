@@ -1,1 +1,1 @@
-"""How good a model is on held-out slides, during training and after it."""
+"""Evaluation of models on held-out slides, during and after training."""

@@ -1,7 +1,7 @@
 """Temperature scaling, which calibrates a model's probabilities (Guo et al., 2017, arXiv:1706.04599).
 
-Logits are divided by it before the softmax. It is chosen for the least cross entropy on slides that were not trained
-on, and changes no order: neither the class of a slide nor the area under a curve.
+Logits are divided by the temperature before the softmax. The temperature minimises the cross-entropy on slides that
+were not trained on. It does not change the predicted class of a slide, nor the area under the ROC curve of two classes.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 from workflows.evaluation.metrics import metrics_of_logits
 
 PRIOR = 0.5
-"""Standard deviation of the temperature's logarithm before a slide was seen. A few slides, or slides that are all
-right (whose cross entropy would be least at temperature 0), move it little; beside some dozens it counts for little."""
-MOST = 20.0
+"""Standard deviation of the prior of log temperature, which has mean 0. The prior matters for a few slides, or if all
+slides are classified correctly (their cross-entropy is least at temperature 0), and hardly for several dozen."""
+MAX_TEMPERATURE = 20.0
 _GRID = 200
 _REFINEMENTS = 40
 
@@ -27,10 +27,10 @@ class Calibration:
     """A temperature and its effect on some slides.
 
     Attributes:
-        temperature: by which logits are divided.
-        slides: on how many it was fitted, or is judged.
-        loss: mean cross entropy before and after, without class weights.
-        calibration_error: expected calibration error before and after.
+        temperature: What logits are divided by.
+        slides: Number of slides on which it was fitted or evaluated.
+        loss: Mean cross-entropy before and after, without class weights.
+        calibration_error: Expected calibration error before and after.
     """
 
     temperature: float
@@ -43,7 +43,7 @@ class Calibration:
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
     def describe(self) -> str:
-        """Return a summary of the change."""
+        """Return the temperature and its effect as one line of text."""
         errors = ["undefined" if value is None else f"{value:.3f}" for value in self.calibration_error]
         return (
             f"temperature {self.temperature:.3f}: calibration error {errors[0]} → {errors[1]}, cross entropy "
@@ -52,11 +52,11 @@ class Calibration:
 
 
 def fit_temperature(logits: torch.Tensor, labels: torch.Tensor) -> Calibration | None:
-    """Return the temperature of most posterior probability; None without slides or with logits that are not finite.
+    """Return the maximum a posteriori temperature; None without slides, or if logits are not finite.
 
     Args:
         logits: (N, classes).
-        labels: (N,).
+        labels: (N,) class indices.
     """
     logits = logits.double()
     if not len(labels) or not bool(torch.isfinite(logits).all()):
@@ -67,7 +67,7 @@ def fit_temperature(logits: torch.Tensor, labels: torch.Tensor) -> Calibration |
         right = scaled.gather(2, labels[None, :, None].expand(len(log_t), -1, 1))[..., 0]
         return (scaled.logsumexp(2) - right).sum(1) + log_t**2 / (2 * PRIOR**2)
 
-    low, high = -math.log(MOST), math.log(MOST)
+    low, high = -math.log(MAX_TEMPERATURE), math.log(MAX_TEMPERATURE)
     for _ in range(_REFINEMENTS):
         grid = torch.linspace(low, high, _GRID, dtype=torch.float64)
         best, step = float(grid[int(cost(grid).argmin())]), (high - low) / (_GRID - 1)

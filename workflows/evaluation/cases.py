@@ -1,4 +1,4 @@
-"""From predictions of slides to predictions of cases: a patient may have several slides."""
+"""Aggregation of predictions of slides to predictions of cases, which may have several slides."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Cases:
     """M cases, in the order of their first slides.
 
     Attributes:
-        of_slide: (N,) the case of each slide.
-        logits: (M, K) float64, log-probabilities.
-        targets: (M,) classes.
+        of_slide: (N,) index of each slide's case.
+        logits: (M, K) float64 log-probabilities.
+        targets: (M,) class indices.
     """
 
     of_slide: torch.Tensor
@@ -30,34 +30,34 @@ class Cases:
         return len(self.targets)
 
 
-def places_of(cases: Sequence[str]) -> torch.Tensor:
-    """Return the number of each slide's case, (N,); cases are numbered as they first appear."""
+def case_indices(cases: Sequence[str]) -> torch.Tensor:
+    """Return the index of each slide's case, (N,); cases are numbered in the order of their first slides."""
     numbers = {case: number for number, case in enumerate(dict.fromkeys(cases))}
     return torch.tensor([numbers[case] for case in cases], dtype=torch.long)
 
 
 def by_case(logits: torch.Tensor, targets: torch.Tensor, cases: Sequence[str], how: Literal["mean", "max"]) -> Cases:
-    """Return the cases of N slides.
+    """Aggregate the predictions of N slides by case.
 
-    ``mean``: the mean of the slides' probabilities. ``max``: the most advanced slide speaks for its case: that with the
-    largest expected class index Σ k · p_k, which for two classes is the highest probability of class 1; the first of
-    equals. A case's class is the highest of its slides'.
+    ``mean`` averages the probabilities of a case's slides. ``max`` takes the prediction of the slide with the largest
+    expected class index Σ k · p_k (for two classes: the highest probability of class 1), the first of equals. The
+    target of a case is the highest class index of its slides.
 
     Args:
-        logits: (N, K), of the slides.
-        targets: (N,) their classes.
-        cases: (N,) names.
+        logits: (N, K) of the slides.
+        targets: (N,) class indices of the slides.
+        cases: (N,) names of their cases.
         how: ``mean`` or ``max``.
     """
     log_p = logits.double().log_softmax(1)
-    of_slide = places_of(cases)
+    of_slide = case_indices(cases)
     expected = log_p.exp() @ torch.arange(log_p.shape[1], dtype=torch.float64)
     rows, classes = [], []
     for case in range(int(of_slide.max()) + 1 if len(of_slide) else 0):
-        mine = (of_slide == case).nonzero()[:, 0]
+        members = (of_slide == case).nonzero()[:, 0]
         if how == "mean":
-            rows.append(log_p[mine].logsumexp(0) - torch.tensor(len(mine), dtype=torch.float64).log())
+            rows.append(log_p[members].logsumexp(0) - torch.tensor(len(members), dtype=torch.float64).log())
         else:
-            rows.append(log_p[mine[expected[mine].argmax()]])
-        classes.append(int(targets[mine].max()))
+            rows.append(log_p[members[expected[members].argmax()]])
+        classes.append(int(targets[members].max()))
     return Cases(of_slide, torch.stack(rows) if rows else log_p, torch.tensor(classes, dtype=torch.long))

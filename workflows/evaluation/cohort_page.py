@@ -1,7 +1,6 @@
-"""One page about all slides of a prediction or validation: a table to sort and filter; with labels, its curves.
+"""An HTML page of all slides of a prediction or validation: a sortable table, and curves if there are labels.
 
-The page is one file with everything in it; it asks no network for anything. Only the rows on the screen are drawn, so
-that thousands of slides scroll as few do.
+The page is one self-contained file. Only the visible rows are rendered, so that thousands of slides scroll well.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from data.csv_table import write_table
 from data.files import write_atomically
 from data.samples.dataset import SlideDataset
 from data.store.slide_store import SlideStore, slide_path
@@ -32,7 +32,7 @@ from pathology.predict.results import PREDICTION_FILE, THUMBNAIL_FILE, THUMBNAIL
 from pathology.predict.table import FILE_NAME, Prediction, columns
 
 PAGE_FILE = "index.html"
-WORST = 12
+MAX_WORST = 12
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,17 +40,17 @@ class CohortSlide:
     """One row of the page.
 
     Attributes:
-        slide_id, case_id: the slide.
+        slide_id, case_id: The slide and its case.
         status: ``done``, ``incomplete`` or ``failed``.
-        prediction: class; empty without a prediction.
-        probabilities: of each class; empty with it.
-        label: true class; empty where unknown.
-        coverage: share of the tissue that was seen; None where unknown.
-        flags: of the slide.
-        reason: why it failed or is incomplete.
-        thumbnail: a JPEG; empty for none.
-        link: relative address of its report; empty for none.
-        uncalibrated: probabilities before calibration; empty without calibration.
+        prediction: Predicted class; empty without a prediction.
+        probabilities: Probability of each class; empty without a prediction.
+        label: True class; empty if unknown.
+        coverage: Fraction of the tissue that was shown to the model; None if unknown.
+        flags: Flags of the slide.
+        reason: Why it failed or is incomplete.
+        thumbnail: JPEG; empty if there is none.
+        link: Relative URL of its report; empty if there is none.
+        uncalibrated: Probabilities before calibration; empty if there is no calibration.
     """
 
     slide_id: str
@@ -73,10 +73,10 @@ class CohortSlide:
 
 
 def predicted_slides(out: Path, class_names: Sequence[str]) -> list[CohortSlide]:
-    """Return the slides of a folder of predictions, as its table and the slides' folders have them.
+    """Return the slides of a folder of predictions, from its table and the slides' folders.
 
     Raises:
-        OSError: the table cannot be read.
+        OSError: The table cannot be read.
     """
     with (out / FILE_NAME).open(encoding="utf-8", newline="") as file:
         return [_predicted_slide(out, row, class_names) for row in csv.DictReader(file)]
@@ -85,12 +85,12 @@ def predicted_slides(out: Path, class_names: Sequence[str]) -> list[CohortSlide]
 def _predicted_slide(out: Path, row: Mapping[str, str], class_names: Sequence[str]) -> CohortSlide:
     folder = out / row["slide_id"]
     try:
-        about: dict[str, Any] = json.loads((folder / PREDICTION_FILE).read_text(encoding="utf-8"))
+        details: dict[str, Any] = json.loads((folder / PREDICTION_FILE).read_text(encoding="utf-8"))
         thumbnail = (folder / THUMBNAIL_FILE).read_bytes()
     except (OSError, ValueError):
-        about, thumbnail = {}, b""
-    label = str(about.get("label", ""))
-    shown = row["status"] != "failed" and bool(about)
+        details, thumbnail = {}, b""
+    label = str(details.get("label", ""))
+    shown = row["status"] != "failed" and bool(details)
     return CohortSlide(
         slide_id=row["slide_id"],
         case_id=row["case_id"],
@@ -103,13 +103,13 @@ def _predicted_slide(out: Path, row: Mapping[str, str], class_names: Sequence[st
         reason=row["reason"],
         thumbnail=thumbnail if shown else b"",
         link=f"{quote(row['slide_id'])}/report.html" if shown else "",
-        uncalibrated=_uncalibrated(about) if row["prediction"] else (),
+        uncalibrated=_uncalibrated(details) if row["prediction"] else (),
     )
 
 
-def _uncalibrated(about: Mapping[str, Any]) -> tuple[float, ...]:
-    fitted = any(temperature != 1 for temperature in about.get("temperatures", ()))
-    return tuple(about["probabilities_uncalibrated"]) if fitted else ()
+def _uncalibrated(details: Mapping[str, Any]) -> tuple[float, ...]:
+    fitted = any(temperature != 1 for temperature in details.get("temperatures", ()))
+    return tuple(details["probabilities_uncalibrated"]) if fitted else ()
 
 
 def evaluated_slides(
@@ -121,15 +121,15 @@ def evaluated_slides(
     whole: bool,
     temperature: float = 1.0,
 ) -> list[CohortSlide]:
-    """Return the labelled slides of a dataset, predicted by ``logits``, with pictures from their store.
+    """Return the slides of a dataset with their predictions, and thumbnails from the store.
 
     Args:
-        dataset: the slides.
-        logits: index of a slide → its logits.
-        class_names: in their order.
-        least: share of its tissue that a slide must show; with less it is ``incomplete``.
-        whole: whether all tissue was shown, even if it does not fit the dataset's images.
-        temperature: of the checkpoint, by which logits are divided.
+        dataset: The slides.
+        logits: Logits by index of the slide.
+        class_names: Class names in the order of the logits.
+        least: Smallest coverage; slides with less are ``incomplete``.
+        whole: Whether all tissue was shown, even if it does not fit the dataset's images.
+        temperature: The checkpoint's temperature, by which logits are divided.
     """
     found = []
     for index, sample in enumerate(dataset.samples):
@@ -162,35 +162,33 @@ def _thumbnail(slide: SlideStore) -> bytes:
     return buffer.getvalue()
 
 
-def write_table(folder: Path, slides: Sequence[CohortSlide], class_names: Sequence[str], store: Path) -> None:
-    """Write ``predictions.csv``, as a prediction's, with the label beside; paths are those of slides of ``store``.
+def write_predictions(folder: Path, slides: Sequence[CohortSlide], class_names: Sequence[str], store: Path) -> None:
+    """Write ``predictions.csv`` like ``hyfi predict``, with the label as an additional column.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: The file cannot be written.
     """
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, [*columns(class_names, with_spread=False), "label"], lineterminator="\n")
-    writer.writeheader()
-    for one in slides:
-        known = Prediction(
-            slide_id=one.slide_id,
-            case_id=one.case_id,
-            path=str(slide_path(store, one.slide_id)),
-            status=one.status,
-            prediction=one.prediction,
-            probabilities=one.probabilities,
-            coverage=one.coverage,
-            flags=one.flags,
+    rows = []
+    for slide in slides:
+        prediction = Prediction(
+            slide_id=slide.slide_id,
+            case_id=slide.case_id,
+            path=str(slide_path(store, slide.slide_id)),
+            status=slide.status,
+            prediction=slide.prediction,
+            probabilities=slide.probabilities,
+            coverage=slide.coverage,
+            flags=slide.flags,
         )
-        writer.writerow(known.row(class_names, with_spread=False) | {"label": one.label})
-    write_atomically(folder / FILE_NAME, text.getvalue().encode("utf-8"))
+        rows.append(prediction.row(class_names, with_spread=False) | {"label": slide.label})
+    write_table(folder / FILE_NAME, [*columns(class_names, with_spread=False), "label"], rows)
 
 
 def write_cohort_page(folder: Path, slides: Sequence[CohortSlide], class_names: Sequence[str], title: str) -> Path:
     """Write ``folder/index.html`` and return its path.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: The file cannot be written.
     """
     labelled = [slide for slide in slides if slide.label and slide.prediction]
     colors = ["rgb({}, {}, {})".format(*class_color(index)) for index in range(len(class_names))]
@@ -215,14 +213,14 @@ def write_cohort_page(folder: Path, slides: Sequence[CohortSlide], class_names: 
 
 
 def worst_errors(labelled: Sequence[CohortSlide], class_names: Sequence[str]) -> list[CohortSlide]:
-    """Return wrongly predicted slides, in ascending order of the probability of the true class."""
-    place = {name: index for index, name in enumerate(class_names)}
+    """Return the worst errors: wrongly predicted slides by the probability of their true class, lowest first."""
+    index_of = {name: index for index, name in enumerate(class_names)}
     wrong = [slide for slide in labelled if slide.wrong]
-    return sorted(wrong, key=lambda slide: slide.probabilities[place[slide.label]])[:WORST]
+    return sorted(wrong, key=lambda slide: slide.probabilities[index_of[slide.label]])[:MAX_WORST]
 
 
 def _row(slide: CohortSlide) -> list[Any]:
-    """Return a row as the page's script reads it: short, for there may be thousands."""
+    """Return a row in the compact form that the page's script reads."""
     return [
         slide.slide_id,
         slide.case_id,
@@ -253,15 +251,15 @@ def _counts(slides: Sequence[CohortSlide]) -> list[tuple[str, int]]:
 
 
 def _evaluation(labelled: Sequence[CohortSlide], class_names: Sequence[str]) -> dict[str, Any]:
-    """Return plots (SVG) and tables of the slides whose class is known."""
+    """Return plots (SVG) and tables of the labelled slides."""
     from workflows.evaluation.bootstrap import draw_cases
-    from workflows.evaluation.cases import places_of
+    from workflows.evaluation.cases import case_indices
     from workflows.evaluation.curves import threshold_rows
     from workflows.evaluation.plots import confusion_plot, curve_plots, reliability_plots
 
     probabilities = np.array([slide.probabilities for slide in labelled], dtype=np.float64)
     targets = np.array([class_names.index(slide.label) for slide in labelled], dtype=np.int64)
-    of_case = places_of([slide.case_id or slide.slide_id for slide in labelled])
+    of_case = case_indices([slide.case_id or slide.slide_id for slide in labelled])
     cases = int(of_case.max()) + 1
     draws = draw_cases(cases, _draws(len(labelled)))[:, of_case].numpy()
     shown = [1] if len(class_names) == 2 else range(len(class_names))
@@ -292,7 +290,7 @@ def _draws(slides: int) -> int:
 
 
 def _metrics(probabilities: NDArray[np.float64], targets: NDArray[np.int64], draws: Any) -> list[tuple[str, str]]:
-    """Return the names of metrics and their formatted values with intervals."""
+    """Return (name, formatted value with interval) of each metric."""
     import torch
 
     from workflows.evaluation.bootstrap import intervals

@@ -1,4 +1,4 @@
-"""How good a cohort's probabilities are, as curves and tables: with bands from cases drawn again and again."""
+"""ROC, precision-recall and reliability curves of a cohort with bootstrap bands, and a table of thresholds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 GRID = np.linspace(0.0, 1.0, 101)
-"""Where curves of draws are compared: false positive rates, or recalls."""
+"""False positive rates (or recalls) at which the curves of all draws are evaluated."""
 BAND = (0.025, 0.975)
 RELIABILITY_BINS = 10
 THRESHOLDS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
@@ -19,12 +19,12 @@ THRESHOLDS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 
 @dataclass(frozen=True, eq=False)
 class RateCurve:
-    """A curve through all slides, its band over the draws, and the area under it.
+    """A curve of all slides, its band over the draws, and the area under it.
 
     Attributes:
-        x, y: corners of the curve, each (n,).
-        low, high: of the band, at ``GRID``; None if no draw defines it.
-        area: under the curve (average precision for precision over recall).
+        x, y: Points of the curve, each (n,).
+        low, high: The band at ``GRID``; None if no draw defines the curve.
+        area: Area under the curve; average precision for precision-recall.
     """
 
     x: Array
@@ -36,7 +36,7 @@ class RateCurve:
 
 @dataclass(frozen=True)
 class ThresholdRow:
-    """Rates of a threshold on the probability of a class; undefined ones are None."""
+    """Rates of a class at a threshold on its probability; None if undefined. ``positives``: slides at or above it."""
 
     threshold: float
     positives: int
@@ -47,55 +47,55 @@ class ThresholdRow:
 
 
 def roc_curve(score: Array, positive: NDArray[np.bool_], draws: Array) -> RateCurve | None:
-    """Return the true over the false positive rate of a class; None if only one kind of slide exists.
+    """Return the ROC curve of a class; None if all slides are positive, or none is.
 
     Args:
-        score: (N,) of the class.
-        positive: (N,) whether the slide is of it.
-        draws: (draws, N) how often each slide is drawn.
+        score: (N,) score of the class.
+        positive: (N,) whether each slide is of the class.
+        draws: (draws, N) how often each slide is in each bootstrap draw.
     """
     if positive.all() or not positive.any():
         return None
-    score, positive, draws = _from_the_highest(score, positive, draws)
+    score, positive, draws = _by_descending_score(score, positive, draws)
     x, y = _roc(score, positive, np.ones(len(score)))
     low, high = _band(lambda weights: _roc(score, positive, weights), positive, draws)
     return RateCurve(x, y, low, high, float(np.trapezoid(y, x)))
 
 
 def precision_recall_curve(score: Array, positive: NDArray[np.bool_], draws: Array) -> RateCurve | None:
-    """Return the precision over the recall of a class; see :func:`roc_curve`."""
+    """Return the precision-recall curve of a class; see :func:`roc_curve`."""
     if positive.all() or not positive.any():
         return None
-    score, positive, draws = _from_the_highest(score, positive, draws)
+    score, positive, draws = _by_descending_score(score, positive, draws)
     x, y = _precision_recall(score, positive, np.ones(len(score)))
     low, high = _band(lambda weights: _precision_recall(score, positive, weights), positive, draws)
     return RateCurve(x, y, low, high, float((np.diff(x) * y[1:]).sum()))
 
 
-def _from_the_highest(
+def _by_descending_score(
     score: Array, positive: NDArray[np.bool_], draws: Array
 ) -> tuple[Array, NDArray[np.bool_], Array]:
-    """Return the same slides, sorted once for all draws."""
+    """Return the slides sorted by score, highest first; done once for all draws."""
     order = np.argsort(-score, kind="stable")
     return score[order], positive[order], draws[:, order]
 
 
 def _counts(score: Array, positive: NDArray[np.bool_], weights: Array) -> tuple[Array, Array]:
-    """Return the true and the false positives (n,) at each distinct threshold, of slides sorted by score."""
+    """Return the numbers of true and false positives (n,) at each distinct threshold, of slides sorted by score."""
     last = np.append(np.flatnonzero(np.diff(score)), len(score) - 1)
     return np.cumsum(weights * positive)[last], np.cumsum(weights * ~positive)[last]
 
 
 def _roc(score: Array, positive: NDArray[np.bool_], weights: Array) -> tuple[Array, Array]:
-    hits, alarms = _counts(score, positive, weights)
-    return np.append(0.0, alarms / alarms[-1]), np.append(0.0, hits / hits[-1])
+    true_positives, false_positives = _counts(score, positive, weights)
+    return np.append(0.0, false_positives / false_positives[-1]), np.append(0.0, true_positives / true_positives[-1])
 
 
 def _precision_recall(score: Array, positive: NDArray[np.bool_], weights: Array) -> tuple[Array, Array]:
-    hits, alarms = _counts(score, positive, weights)
-    drawn = hits + alarms > 0
-    precision = hits[drawn] / (hits + alarms)[drawn]
-    return np.append(0.0, hits[drawn] / hits[-1]), np.append(precision[0], precision)
+    true_positives, false_positives = _counts(score, positive, weights)
+    drawn = true_positives + false_positives > 0
+    precision = true_positives[drawn] / (true_positives + false_positives)[drawn]
+    return np.append(0.0, true_positives[drawn] / true_positives[-1]), np.append(precision[0], precision)
 
 
 def _band(
@@ -112,31 +112,31 @@ def _band(
 
 
 def confusion(targets: NDArray[np.int64], predicted: NDArray[np.int64], classes: int) -> NDArray[np.int64]:
-    """Return (true class, predicted class) counts."""
+    """Return the confusion matrix: counts by (true class, predicted class)."""
     counts = np.bincount(targets * classes + predicted, minlength=classes**2)
     return counts.reshape(classes, classes)
 
 
 def reliability(probabilities: Array, targets: NDArray[np.int64]) -> tuple[Array, Array, NDArray[np.int64]]:
-    """Return (mean confidence, share right, count) of slides in equal bins of the highest probability; NaN for none."""
+    """Return (mean confidence, accuracy, count) for equal bins of the highest probability; NaN for an empty bin."""
     confidence, right = probabilities.max(axis=1), probabilities.argmax(axis=1) == targets
-    place = np.minimum((confidence * RELIABILITY_BINS).astype(int), RELIABILITY_BINS - 1)
-    counts = np.bincount(place, minlength=RELIABILITY_BINS)
+    bin_of = np.minimum((confidence * RELIABILITY_BINS).astype(int), RELIABILITY_BINS - 1)
+    counts = np.bincount(bin_of, minlength=RELIABILITY_BINS)
     with np.errstate(invalid="ignore"):
-        mean = np.bincount(place, confidence, RELIABILITY_BINS) / counts
-        share = np.bincount(place, right.astype(float), RELIABILITY_BINS) / counts
-    return mean, share, counts
+        mean = np.bincount(bin_of, confidence, RELIABILITY_BINS) / counts
+        accuracy = np.bincount(bin_of, right.astype(float), RELIABILITY_BINS) / counts
+    return mean, accuracy, counts
 
 
 def threshold_rows(score: Array, positive: NDArray[np.bool_]) -> list[ThresholdRow]:
-    """Return what thresholds on the probability of a class do."""
+    """Return the rates of a class at each of ``THRESHOLDS``; ``score``, ``positive``: (N,)."""
     rows = []
     for threshold in THRESHOLDS:
         called = score >= threshold
-        hits, alarms = int((called & positive).sum()), int((called & ~positive).sum())
-        missed, passed = int((~called & positive).sum()), int((~called & ~positive).sum())
-        rates = (_rate(hits, missed), _rate(passed, alarms), _rate(hits, alarms), _rate(passed, missed))
-        rows.append(ThresholdRow(threshold, hits + alarms, *rates))
+        tp, fp = int((called & positive).sum()), int((called & ~positive).sum())
+        fn, tn = int((~called & positive).sum()), int((~called & ~positive).sum())
+        rates = (_rate(tp, fn), _rate(tn, fp), _rate(tp, fp), _rate(tn, fn))
+        rows.append(ThresholdRow(threshold, tp + fp, *rates))
     return rows
 
 

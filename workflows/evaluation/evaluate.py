@@ -1,7 +1,7 @@
-"""Judging weights on slides: the same sums whether trainers, validator ranks or ``hyfi validate`` do it.
+"""Evaluation of weights on slides: the same computation for trainers, validators and ``hyfi validate``.
 
-Slides are looked at one by one, without augmentation, so that a slide's logits depend on nothing but the weights and
-the grid of ranks that computed them.
+Slides are evaluated one by one, without augmentation, so that the logits of a slide depend only on the weights and on
+the grid of ranks that computes them.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.plan.box import Box
 from workflows.evaluation.bootstrap import draw_cases, intervals
 from workflows.evaluation.calibration import fit_temperature
-from workflows.evaluation.cases import Aggregate, by_case, places_of
+from workflows.evaluation.cases import Aggregate, by_case, case_indices
 from workflows.evaluation.loss import sample_losses
 from workflows.evaluation.metrics import metrics_of_logits
 
 Logits = dict[int, list[float]]
-"""Outputs by index of the slide."""
+"""Logits by index of the slide."""
 
 Metrics = dict[str, Any]
-"""Metrics of weights, in JSON's types: loss and metrics by slide, ``intervals``, ``slides``, and ``case``: the same
-numbers by case, with ``cases`` in place of ``slides`` (None: not asked for). Undefined numbers are None.
-``calibration`` is what a temperature fitted on the slides would do (see `workflows.evaluation.calibration`)."""
+"""Metrics of weights, in JSON's types: loss and metrics by slide, ``intervals``, ``slides`` (their number), and
+``case``: the same by case, with ``cases`` instead of ``slides`` (None: no aggregation). Undefined numbers are None.
+``calibration`` is the effect of a temperature fitted on the slides (see `workflows.evaluation.calibration`)."""
 
 
 class InferenceEngine(Protocol):
-    """An engine for batches of one image; its ranks call it together."""
+    """An engine for batches of one image; all its ranks call it together."""
 
     def predict(self, images: Any) -> torch.Tensor:
         """Return logits (1, K), the same on every rank."""
         ...
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Take over weights, on every rank."""
+        """Load weights, on every rank."""
         ...
 
 
@@ -53,10 +53,10 @@ class DatasetImages:
     """Conversion of a slide's stored pixels to engine inputs.
 
     Args:
-        dataset: the slides.
-        normalisation: of the run.
-        dtype: of the images.
-        memory_format: of the images.
+        dataset: The slides.
+        normalisation: The run's normalisation.
+        dtype: Dtype of the images.
+        memory_format: Memory format of the images.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class DatasetImages:
         return self.prepared(partial(self._dataset.read, index), box)
 
     def prepared(self, read: Callable[[Box], NDArray[np.uint8]], box: Box) -> torch.Tensor:
-        """Return a box of an image as engine input, (1, 3, h, w), from (3, h, w) uint8."""
+        """Return a box of an image as engine input (1, 3, h, w); ``read`` returns it as (3, h, w) uint8."""
         pixels = torch.from_numpy(read(box)).unsqueeze(0)
         return self._normalisation(pixels, self._dtype, self._memory_format)
 
@@ -83,28 +83,28 @@ class OneImage:
     """A batch of one image, read box by box, for an engine of any batch size.
 
     Attributes:
-        of_box: box → (1, 3, h, w).
-        samples: how many images the batch has; engines ask.
+        of_box: Returns a box of the image, (1, 3, h, w).
+        samples: Number of images in the batch; read by engines.
     """
 
     of_box: Callable[[Box], torch.Tensor]
     samples: int = 1
 
     def read(self, box: Box, first: int, stop: int) -> torch.Tensor:
-        """Return (1, 3, h, w)."""
+        """Return a box of the samples ``[first, stop)``: (1, 3, h, w) of the image, or (0, 3, h, w)."""
         return self.of_box(box)[first:stop]
 
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Slides that weights are evaluated on.
+    """Slides on which weights are evaluated.
 
     Attributes:
-        images: of the slides.
-        targets: the slides' classes.
-        cases: the slides' cases.
-        class_weights: one for each class, as in training.
-        aggregate: how slides speak for their case.
+        images: The slides' images.
+        targets: The slides' class indices.
+        cases: The slides' cases.
+        class_weights: Weight of each class in the loss, as in training.
+        aggregate: How the predictions of a case's slides are combined.
     """
 
     images: DatasetImages
@@ -117,7 +117,7 @@ class EvaluationSet:
     def of(
         cls, images: DatasetImages, slides: Sequence[SlideRef], class_weights: tuple[float, ...], aggregate: Aggregate
     ) -> EvaluationSet:
-        """Return the evaluation set of slides, which are all labelled; one without a case is a case of its own."""
+        """Return the evaluation set of labelled slides; a slide without a case is a case of its own."""
         targets = tuple(slide.label for slide in slides if slide.label is not None)
         if len(targets) != len(slides):
             raise ValueError("every slide of an evaluation set must have a label")
@@ -126,23 +126,23 @@ class EvaluationSet:
     def metrics_of(self, logits: Logits) -> Metrics:
         """Return the loss Σ w_y · ℓ / N, normalised as in training, and the metrics, by slide and by case.
 
-        Intervals are bootstrapped over cases with the same draws in every call, so that changes are due to the weights.
+        Intervals are bootstrapped over cases, with the same draws in every call: changes are due to the weights.
         """
         outputs = torch.tensor([logits[index] for index in range(len(self.targets))], dtype=torch.float64)
-        labels, of_case = torch.tensor(self.targets), places_of(self.cases)
+        labels, of_case = torch.tensor(self.targets), case_indices(self.cases)
         draws = draw_cases(int(of_case.max()) + 1)
         fitted = fit_temperature(outputs, labels)
         by_slide = {
-            **self._numbers(outputs, labels, draws[:, of_case]),
+            **self._metrics(outputs, labels, draws[:, of_case]),
             "slides": len(self.targets),
             "calibration": None if fitted is None else fitted.to_json(),
         }
         if self.aggregate == "none":
             return {**by_slide, "case": None}
         cases = by_case(outputs, labels, self.cases, self.aggregate)
-        return {**by_slide, "case": {**self._numbers(cases.logits, cases.targets, draws), "cases": len(cases)}}
+        return {**by_slide, "case": {**self._metrics(cases.logits, cases.targets, draws), "cases": len(cases)}}
 
-    def _numbers(self, outputs: torch.Tensor, labels: torch.Tensor, counts: torch.Tensor) -> Metrics:
+    def _metrics(self, outputs: torch.Tensor, labels: torch.Tensor, counts: torch.Tensor) -> Metrics:
         losses = sample_losses(outputs, labels, self.class_weights)
         loss = float(losses.mean())
         return {
@@ -153,14 +153,14 @@ class EvaluationSet:
 
 
 class Interrupted(Exception):  # noqa: N818 (a request, not an error)
-    """The evaluation was interrupted before its end; nothing is known about these weights."""
+    """The evaluation was interrupted; it has no result."""
 
 
 class SlideImages(Protocol):
     """The engine's input for each slide."""
 
     def of(self, index: int) -> Any:
-        """Return a slide's images, in whatever form the engine takes."""
+        """Return a slide's images in the form that the engine accepts."""
         ...
 
 
@@ -172,15 +172,16 @@ def predict_slides(
     interrupted: Callable[[], bool],
     shares: Sequence[int] | None = None,
 ) -> Logits:
-    """Return the logits of this replica's share of the slides.
+    """Return the logits of the slides that this replica evaluates.
 
     Args:
-        engine: of this replica.
-        images: of all slides.
-        slides: how many there are.
-        share: (replica, replicas): this one takes replica, replica + replicas, …
-        interrupted: asked before each slide, by all ranks of all replicas alike; the same answer on all of them.
-        shares: in what proportion replicas of unequal speed take slides; then it is asked before each round of them.
+        engine: This replica's engine.
+        images: Images of all slides.
+        slides: Number of slides.
+        share: (replica, replicas): this replica evaluates the slides replica, replica + replicas, …
+        interrupted: Called by all ranks of all replicas before each round of slides (without ``shares``, one for each
+            replica); must return the same on all of them.
+        shares: Slides that each replica takes in a round, in proportion to its speed; None: one each.
 
     Raises:
         Interrupted: ``interrupted`` returned True.
@@ -198,7 +199,7 @@ def predict_slides(
 
 
 def gather_logits(comm: Communicator, mine: Logits | None) -> Logits | None:
-    """Return all logits on rank 0, None elsewhere (collective); one rank of each replica contributes."""
+    """Return all logits on rank 0, None elsewhere (collective); ``mine`` is given by one rank of each replica."""
     parts = comm.gather_objects([] if mine is None else [[index, values] for index, values in mine.items()])
     if parts is None:
         return None

@@ -1,7 +1,7 @@
-"""A checkpoint's network on a group of ranks, and the slides that it is evaluated on: the same for every command.
+"""Evaluation of a checkpoint's model on a group of ranks.
 
-Trainers evaluate with the engine that they train with; validators' children and ``hyfi validate`` build this from a
-checkpoint's ``model.json``. The sums are the same.
+The child processes of validators and ``hyfi validate`` build an `Evaluator` from a checkpoint's ``model.json``.
+Trainers evaluate with the engine that they train with; the computation is the same.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from workflows.evaluation.evaluate import (
     gather_logits,
     predict_slides,
 )
-from workflows.evaluation.models import DTYPES, FORMATS, build_model, lay_out
+from workflows.evaluation.models import DTYPES, FORMATS, build_model, convert_model
 from workflows.evaluation.whole import WholeSlides
 
 
 def dataset_of(model: Mapping[str, Any], store: Path, slides: Sequence[SlideRef]) -> SlideDataset:
-    """Return slides as the network of a ``model.json`` sees them."""
+    """Return a dataset of slides with the image size, mpp and view of a ``model.json``."""
     height, width = model["size_px"]
     return SlideDataset(
         store, slides, size_px=(height, width), mpp=model["mpp"], view=model["view"], align_px=model["align_px"]
@@ -43,7 +43,7 @@ def dataset_of(model: Mapping[str, Any], store: Path, slides: Sequence[SlideRef]
 
 
 def evaluation_set_of(model: Mapping[str, Any], dataset: SlideDataset) -> EvaluationSet:
-    """Return what weights of the network of a ``model.json`` are evaluated by; slides must be labelled."""
+    """Return the evaluation set of a dataset for the model of a ``model.json``; all slides must be labelled."""
     images = DatasetImages(
         dataset,
         Normalisation.from_json(model["normalisation"]),
@@ -56,15 +56,15 @@ def evaluation_set_of(model: Mapping[str, Any], dataset: SlideDataset) -> Evalua
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Judges weights on all ranks of a group; every method is collective.
+    """Evaluates weights on all ranks of a group; every method is collective.
 
     Attributes:
-        evaluation_set: the slides.
-        engine: of this rank's replica, for images of the trained size; its module has the weights evaluated last.
-        module: the network.
-        plan: how the group is divided.
-        group: the ranks.
-        whole: evaluates all tissue of slides that do not fit the trained size; None: only what fits is evaluated.
+        evaluation_set: The slides.
+        engine: Engine of this rank's replica, for images of the trained size.
+        module: The model; it has the weights that were evaluated last.
+        plan: How images and layers are divided among the group.
+        group: The ranks.
+        whole: Evaluates all tissue of slides that do not fit the trained size; None: only what fits is evaluated.
     """
 
     evaluation_set: EvaluationSet
@@ -89,30 +89,30 @@ class Evaluator:
         """Build the model of a ``model.json``, distributed by ``plan``, with arbitrary weights.
 
         Args:
-            model: content of ``model.json``.
-            dataset: the slides.
-            plan: how the group is divided.
-            group: the ranks.
-            cells: rows and columns, where every rank is a replica of the plan and evaluates images cell by cell,
-                spilling as the plan says.
-            whole: whether to show all tissue of slides that do not fit the trained size.
-            device: where this rank computes; None: on the CPU.
+            model: Content of ``model.json``.
+            dataset: The slides.
+            plan: How images and layers are divided among the group.
+            group: The ranks.
+            cells: Rows and columns of cells: each rank evaluates its own images, cell by cell, spilling as the plan
+                says. None: without cells.
+            whole: Whether to evaluate all tissue of slides that do not fit the trained size.
+            device: Device of this rank; None: the CPU.
 
         Raises:
-            RequestError: the plan cannot run it.
+            RequestError: The plan cannot run the model.
         """
         precision = model.get("precision", "float32")
-        module = lay_out(build_model(model["model"]), precision, model.get("memory_format", "channels_last"))
+        module = convert_model(build_model(model["model"]), precision, model.get("memory_format", "channels_last"))
         module.to(device or torch.device("cpu"))
         autocast = torch.bfloat16 if precision == "bfloat16" else None
         shape = (1, 3, *dataset.size_px)
         engine: InferenceEngine
         if cells is None:
-            engine = parallelize(module, shape, plan, group, autocast=autocast, verify=False)  # by training
+            engine = parallelize(module, shape, plan, group, autocast=autocast, verify=False)  # verified in training
         else:
-            return_what_is_freed()  # else the heap keeps as much again as a cell needs
-            alone = ParallelPlan(((1, 1),), cells=cells, spill=plan.spill, memory_bytes=plan.memory_bytes)
-            engine = parallelize(module, shape, alone, AloneCommunicator(), autocast=autocast)
+            return_what_is_freed()  # otherwise the heap would keep as much memory again as a cell needs
+            one_rank = ParallelPlan(((1, 1),), cells=cells, spill=plan.spill, memory_bytes=plan.memory_bytes)
+            engine = parallelize(module, shape, one_rank, AloneCommunicator(), autocast=autocast)
         slides = evaluation_set_of(model, dataset)
         if not whole:
             return cls(slides, engine, module, plan, group)
@@ -125,17 +125,17 @@ class Evaluator:
         self,
         weights: Mapping[str, torch.Tensor],
         interrupted: Callable[[], bool] = lambda: False,
-        seen: Callable[[Logits], None] = lambda logits: None,
+        on_logits: Callable[[Logits], None] = lambda logits: None,
     ) -> Metrics | None:
-        """Return the metrics of weights, on rank 0; None elsewhere.
+        """Return the metrics of weights on rank 0, None elsewhere.
 
         Args:
-            weights: of the network.
-            interrupted: asked before each slide.
-            seen: called on rank 0 with the slides' logits.
+            weights: The model's weights.
+            interrupted: See :func:`workflows.evaluation.evaluate.predict_slides`.
+            on_logits: Called on rank 0 with the logits of all slides.
 
         Raises:
-            Interrupted: ``interrupted`` returned True, on all ranks alike.
+            Interrupted: On all ranks, if ``interrupted`` returned True.
         """
         self.engine.load_state_dict(dict(weights))
         replica, place = divmod(self.group.rank, self.plan.ranks_per_replica)
@@ -146,5 +146,5 @@ class Evaluator:
         logits = gather_logits(self.group, mine if place == 0 else None)
         if logits is None:
             return None
-        seen(logits)
+        on_logits(logits)
         return self.evaluation_set.metrics_of(logits)

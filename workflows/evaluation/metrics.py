@@ -1,7 +1,7 @@
-"""How good a classifier is on held-out slides: metrics that do not depend on the loss; None where undefined.
+"""Classification metrics, by torchmetrics; None if undefined.
 
-Numbers come from torchmetrics. What is not defined is None and never 0: everything for no samples or for outputs that
-are not finite, and all but accuracy and calibration error while all targets are of one class.
+All metrics are undefined (None, never 0) without samples or if outputs are not finite. If all targets are of one class,
+only accuracy and calibration error are defined.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ Metrics = dict[str, float | None]
 def metrics_of_logits(logits: torch.Tensor, targets: torch.Tensor) -> Metrics:
     """Return the metrics of unnormalised outputs.
 
-    Samples are ranked by the log-odds of each class, in float64: probabilities near 1 would tie where logits do not.
+    Samples are ranked by the log-odds of each class in float64, because different logits may have the same probability
+    near 1.
 
     Args:
         logits: (N, K), K ≥ 2.
-        targets: (N,) class indices; unlabelled samples are left out beforehand.
+        targets: (N,) class indices, all labelled.
 
     Returns:
-        ``auroc`` (of class 1 against class 0; with more classes the mean over the classes present of each against the
+        ``auroc`` (of class 1 against class 0; with more classes the mean, over the classes present, of each against the
         rest), ``balanced_accuracy`` (mean recall of the classes present), ``accuracy``, ``f1`` (of class 1; with more
-        classes the mean over the classes present), ``quadratic_kappa`` (Cohen's, a mistake by d classes counts d²: for
-        classes that have an order), ``calibration_error`` (expected, over 15 equal bins of the highest probability).
+        classes the mean over the classes present), ``quadratic_kappa`` (Cohen's kappa in which an error by d classes
+        counts d², for ordered classes), ``calibration_error`` (expected calibration error, over 15 equal bins of the
+        highest probability).
 
     Raises:
-        ValueError: the shapes do not fit, or a target is not a class.
+        ValueError: The shapes do not match, or a target is not a class index.
     """
     logits = logits.detach().cpu().double()
     _check(logits, targets)
@@ -47,16 +49,16 @@ def metrics_of_probabilities(probabilities: torch.Tensor, targets: torch.Tensor)
 
 
 def log_odds(logits: torch.Tensor) -> torch.Tensor:
-    """Return log p / (1 − p) of each class, (N, K), without ever forming a probability that would round to 1."""
+    """Return log(p / (1 − p)) of each class, (N, K), without computing p, which could round to 1."""
     others = logits.unsqueeze(1).expand(-1, logits.shape[1], -1).clone()
     others.diagonal(dim1=1, dim2=2).fill_(-torch.inf)
     return logits - others.logsumexp(dim=2)
 
 
 def ranks(scores: torch.Tensor) -> torch.Tensor:
-    """Return the place of each score (N,) among the distinct ones, from 0; equal scores have equal ranks."""
-    places: torch.Tensor = scores.unique(return_inverse=True)[1]
-    return places
+    """Return the rank of each score (N,) among the distinct scores, from 0; equal scores have equal ranks."""
+    found: torch.Tensor = scores.unique(return_inverse=True)[1]
+    return found
 
 
 def _check(outputs: torch.Tensor, targets: torch.Tensor) -> None:
@@ -106,6 +108,6 @@ def _auroc(scores: torch.Tensor, targets: torch.Tensor, present: torch.Tensor) -
 
 
 def _unit_ranks(scores: torch.Tensor) -> torch.Tensor:
-    """Return the order of the scores as numbers in [0, 1]: torchmetrics squashes others, which can make ties."""
-    places = ranks(scores).double()
-    return places / max(1.0, float(places.max()))
+    """Return the scores' ranks scaled to [0, 1]; to values outside, torchmetrics applies a sigmoid, which may tie."""
+    rank = ranks(scores).double()
+    return rank / max(1.0, float(rank.max()))

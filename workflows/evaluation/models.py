@@ -1,4 +1,4 @@
-"""The user's model by name: a built-in network, or ``package.module:factory``."""
+"""Construction of models by name: a built-in network, or ``package.module:factory`` of the user."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import torch
 from torch import nn
 
 from hyfi_core.errors import RequestError
+from workflows.config.data import ModelConfig
 
 _RESNETS = ("resnet6", "resnet10", "resnet18", "resnet34", "resnet50", "resnet_v1", "resnet_v2")
 BUILT_IN = {name: f"hyfi_core.models.resnet:{name}" for name in _RESNETS} | {
     "amoebanet_d": "hyfi_core.models.amoebanet:amoebanet_d"
 }
-"""Name -> path of its factory."""
-
+"""Factory of each built-in model, as ``module:function``."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.float32, "float64": torch.float64}
-"""Of weights and images; with bfloat16 autocast computes in the narrow type, weights stay wide."""
+"""Dtype of weights and images for each ``run.precision``; with bfloat16, autocast computes in that dtype."""
 FORMATS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
 
 
-def lay_out(model: nn.Module, precision: str, memory_format: str) -> nn.Module:
-    """Give ``model`` the precision, and the weights of its convolutions (what has four dims) the format, in place."""
+def convert_model(model: nn.Module, precision: str, memory_format: str) -> nn.Module:
+    """Convert ``model`` in place to the dtype of a precision, and its 4-d weights to a memory format; return it."""
     model.to(DTYPES[precision])
     for parameter in model.parameters():
         if parameter.dim() == 4:
@@ -35,29 +35,39 @@ def lay_out(model: nn.Module, precision: str, memory_format: str) -> nn.Module:
     return model
 
 
+def model_fields(config: ModelConfig, classes: int) -> dict[str, Any]:
+    """Return the ``model`` of a ``model.json``, from the section ``model`` of a configuration."""
+    return {
+        "name": config.name,
+        "classes": classes,
+        "norm": config.norm,
+        "pool": config.pool,
+        "options": config.options,
+    }
+
+
 def build_model(model: Mapping[str, Any]) -> nn.Module:
-    """Build the module that ``model.json``'s ``model`` (or the YAML's) describes.
+    """Build the module that the ``model`` of a ``model.json`` describes.
 
     Args:
-        model: ``name``, ``classes`` (their number), ``norm``, ``pool``, ``options`` (further arguments by name). A
-            factory of the user's is called with ``classes=…``, with ``norm`` and ``pool`` if it has these parameters,
-            and
-            with the options.
+        model: ``name``, ``classes`` (their number), ``norm``, ``pool``, ``options`` (keyword arguments); see
+            `model_fields`. A user's factory is called with ``classes=…``, with ``norm`` and ``pool`` if it has these
+            parameters, and with the options.
 
     Raises:
-        RequestError: there is no such model, or it does not take these arguments.
+        RequestError: There is no such model, or it does not accept these arguments.
     """
     name, options = str(model["name"]), dict(model.get("options") or {})
     factory = _factory(name)
-    taken = _parameters(factory)
+    accepted = _parameters(factory)
     arguments = {"classes": int(model["classes"])}
     for key in ("norm", "pool"):
-        if taken is None or key in taken:
+        if accepted is None or key in accepted:
             arguments[key] = model.get(key, {"norm": "train", "pool": "avg"}[key])
-    wrong = [] if taken is None else sorted(set(options) - taken)
+    wrong = [] if accepted is None else sorted(set(options) - accepted)
     if wrong:
         raise RequestError(
-            f"model.options.{wrong[0]}: {name} does not take it; it takes {', '.join(sorted(taken or ()))}"
+            f"model.options.{wrong[0]}: {name} does not take it; it takes {', '.join(sorted(accepted or ()))}"
         )
     try:
         module = factory(**{**arguments, **options})

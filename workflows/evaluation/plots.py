@@ -40,7 +40,7 @@ class Plot:
 def curve_plots(
     probabilities: Array, targets: NDArray[np.int64], draws: Array, class_names: Sequence[str], shown: Sequence[int]
 ) -> tuple[Plot, Plot]:
-    """Return ROC and precision-recall of the classes ``shown``, each against the rest, with bands over the draws."""
+    """Return the ROC and the precision-recall plot of the classes ``shown``, each against the rest, with bands."""
     found = []
     kinds = (
         ("ROC", roc_curve, "false positive rate", "true positive rate", "area under the curve"),
@@ -69,7 +69,7 @@ def _draw_curve(axes: Axes, curve: RateCurve, name: str, rgb: tuple[int, int, in
 
 
 def confusion_plot(probabilities: Array, targets: NDArray[np.int64], class_names: Sequence[str]) -> Plot:
-    """Return the confusion matrix: counts, shaded by the share of their true class."""
+    """Return the confusion matrix: counts, shaded by their fraction of the true class."""
     counts = confusion(targets, probabilities.argmax(axis=1), len(class_names))
     share = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     figure, axes = _figure("predicted", "true", limits=False)
@@ -84,7 +84,7 @@ def confusion_plot(probabilities: Array, targets: NDArray[np.int64], class_names
 
 
 def reliability_plots(probabilities: Array, targets: NDArray[np.int64], before: Array | None) -> list[Plot]:
-    """Return the reliability of probabilities; if they were calibrated, first that before calibration."""
+    """Return the reliability plot; if the probabilities were calibrated, also that ``before`` calibration, first."""
     if before is None:
         return [reliability_plot(probabilities, targets)]
     return [
@@ -94,16 +94,16 @@ def reliability_plots(probabilities: Array, targets: NDArray[np.int64], before: 
 
 
 def reliability_plot(probabilities: Array, targets: NDArray[np.int64], title: str = "Reliability") -> Plot:
-    """Return how often predictions of a certain probability are right, with the number of slides."""
+    """Return the plot of accuracy over the highest probability, with bars for the number of slides."""
     confidence, right, counts = reliability(probabilities, targets)
     figure, axes = _figure("highest probability", "accuracy")
     edges = np.arange(RELIABILITY_BINS) / RELIABILITY_BINS
     width = 1 / RELIABILITY_BINS
     axes.bar(edges, counts / max(1, counts.sum()), width, align="edge", color="#dfe3ea", linewidth=0, label="slides")
     axes.plot([0, 1], [0, 1], color="#b9bec7", linewidth=0.8, linestyle="--")
-    there = counts > 0
+    filled = counts > 0
     axes.plot(
-        confidence[there], right[there], color="#ab1f4d", linewidth=1.6, marker="o", markersize=4.5, label="accuracy"
+        confidence[filled], right[filled], color="#ab1f4d", linewidth=1.6, marker="o", markersize=4.5, label="accuracy"
     )
     axes.legend(loc="upper left", frameon=False, fontsize=9)
     caption = "Calibrated probabilities are on the diagonal. Bars: fraction of the slides."
@@ -111,7 +111,7 @@ def reliability_plot(probabilities: Array, targets: NDArray[np.int64], title: st
 
 
 def _figure(x_name: str, y_name: str, limits: bool = True) -> tuple[Any, Any]:
-    """Return a figure without a window behind it, and its axes."""
+    """Return a figure that needs no display, and its axes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(SIDE_INCHES, SIDE_INCHES), layout="constrained")
@@ -131,7 +131,7 @@ def _svg(figure: Any) -> str:
     import matplotlib
 
     text = io.StringIO()
-    # Text stays text: smaller, and in the page's font where ours is missing.
+    # Keep text as text: smaller, and the browser can choose the font.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "hyfi"}):
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
     whole = text.getvalue()

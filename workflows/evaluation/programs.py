@@ -1,47 +1,40 @@
-"""Captures of a configuration's model, for what is to be known before ranks start."""
+"""Captures of a configuration's model, for forecasts before ranks start."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from workflows.config.run import Config
-from workflows.evaluation.models import DTYPES, build_model
+from workflows.evaluation.models import DTYPES, build_model, model_fields
 
 if TYPE_CHECKING:
     from hyfi_core.capture.program import Program
 
 
 class ModelPrograms:
-    """The captured model for micro-batches of the sizes that plans have, each captured once.
+    """The captured model for several micro-batch sizes; each is captured once.
 
     Args:
-        config: of the run.
-        classes: of the model.
+        config: The run's configuration.
+        classes: Number of classes.
 
     Raises:
-        RequestError: the model cannot be built.
+        RequestError: The model cannot be built.
     """
 
     def __init__(self, config: Config, classes: int) -> None:
         self._config = config
-        model = config.model
-        described = {
-            "name": model.name,
-            "classes": classes,
-            "norm": model.norm,
-            "pool": model.pool,
-            "options": model.options,
-        }
-        self._model = build_model(described).to(DTYPES[config.run.precision]).train()
+        model = build_model(model_fields(config.model, classes))
+        self._model = model.to(DTYPES[config.run.precision]).train()
         self._programs: dict[int, Program] = {}
 
     @property
-    def computed_in(self) -> str | None:
-        """The type that products compute in under autocast; None without."""
+    def autocast_dtype(self) -> str | None:
+        """Dtype of autocast; None without autocast."""
         return "bfloat16" if self._config.run.precision == "bfloat16" else None
 
     def of(self, images: int) -> Program:
-        """Return the captured model for a micro-batch of so many images."""
+        """Return the captured model for micro-batches of ``images`` images."""
         from hyfi_core.capture.export import capture
 
         if images not in self._programs:

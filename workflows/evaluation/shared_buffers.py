@@ -1,4 +1,4 @@
-"""Memory that a rank fills and its child reads: files without a name, of which only these two know."""
+"""Shared memory between a rank and its child process: anonymous files that the child inherits."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ import torch
 
 
 class SharedBuffer:
-    """One such file, mapped as bytes.
+    """An anonymous file, mapped into memory.
 
     Attributes:
-        descriptor: by which a child that inherited it finds the file.
-        flat: its bytes, uint8; written and read in place.
+        descriptor: File descriptor, the same in a child that inherited it.
+        flat: The memory as uint8 ``(size_bytes,)``.
     """
 
     def __init__(self, descriptor: int, size_bytes: int) -> None:
         self.descriptor = descriptor
-        # Never an empty file: nothing can be mapped of one.
+        # An empty file cannot be mapped.
         self._map = mmap.mmap(descriptor, max(1, size_bytes))
         self.flat = torch.frombuffer(self._map, dtype=torch.uint8)[:size_bytes]
 
 
 class SharedBuffers:
-    """A fixed number of shared buffers. Memory: the largest request times the number in use at once.
+    """A pool of shared buffers. Memory: for each buffer the largest size it has had.
 
     Args:
-        count: how many; children that are started later share all of them.
+        count: Number of buffers; children inherit all of them when they are started.
     """
 
     def __init__(self, count: int) -> None:
         self.descriptors = tuple(_private_file() for _ in range(count))
         self._free = list(self.descriptors)
 
-    def take(self, size_bytes: int) -> SharedBuffer:
-        """Return a free one of that size; its content is anything.
+    def acquire(self, size_bytes: int) -> SharedBuffer:
+        """Return a free buffer of this size, with undefined content.
 
         Raises:
-            IndexError: all are taken.
+            IndexError: All buffers are in use.
         """
         descriptor = self._free.pop()
         os.ftruncate(descriptor, max(1, size_bytes))
         return SharedBuffer(descriptor, size_bytes)
 
-    def give(self, buffer: SharedBuffer) -> None:
-        """Release a buffer that is no longer read."""
+    def release(self, buffer: SharedBuffer) -> None:
+        """Return a buffer that is no longer read to the pool."""
         self._free.append(buffer.descriptor)
 
     def close(self) -> None:

@@ -1,11 +1,11 @@
-"""Weights as flat bytes: an asynchronous copy for validation, and its inverse.
+"""Snapshots: asynchronous copies of weights as flat bytes, for validation.
 
 ::
 
     state_dict      conv.weight      conv.bias   bn.count …
-    bytes           |████████████████|██··········|█···········|      each tensor begins at a multiple of 64
+    bytes           |████████████████|██··········|█···········|      each tensor starts at a multiple of 64
 
-Both sides know names, shapes and types from the model, so nothing but the bytes travels.
+Both sides know names, shapes and dtypes from the model, so only the bytes are sent.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ State = Mapping[str, torch.Tensor]
 
 
 def snapshot_bytes(state: State) -> int:
-    """Return the size of a snapshot of tensors like these."""
-    return sum(_room(value) for value in state.values())
+    """Return the size in bytes of a snapshot of tensors with the shapes and dtypes of ``state``."""
+    return sum(_padded_bytes(value) for value in state.values())
 
 
 def unflatten(flat: torch.Tensor, like: State) -> dict[str, torch.Tensor]:
-    """Return the tensors of a snapshot under the names of ``like``: views, valid as long as ``flat`` is.
+    """Return the tensors of a snapshot under the names of ``like``, as views of ``flat``.
 
     Raises:
-        ValueError: ``flat`` is a snapshot of something else.
+        ValueError: ``flat`` has another size than a snapshot of ``like``.
     """
     if flat.numel() != snapshot_bytes(like):
         raise ValueError(f"a snapshot of {flat.numel()} bytes does not fit a model of {snapshot_bytes(like)} bytes")
@@ -37,21 +37,21 @@ def unflatten(flat: torch.Tensor, like: State) -> dict[str, torch.Tensor]:
     for name, value in like.items():
         piece = flat[start : start + value.numel() * value.element_size()]
         result[name] = piece.view(value.dtype).view(value.shape)
-        start += _room(value)
+        start += _padded_bytes(value)
     return result
 
 
 class Snapshot:
-    """A private copy of weights on the host, complete or in progress.
+    """A copy of weights in host memory, complete or in progress.
 
-    From a GPU it is copied on a separate stream into pinned memory while training continues, until ``ready``. On the
-    host it is complete at once. Memory: one copy of the weights, released by ``Pool.give``.
+    Weights on a GPU are copied on a separate stream into pinned memory while training continues, until ``ready``.
+    Weights in host memory are copied at once. Memory: one copy of the weights, released by ``SnapshotPool.release``.
 
     Args:
-        step: whose weights they are.
-        state: the weights; on the host they may be overwritten when this returns, on a GPU they must not change until
-            ``ready`` (a gathered ``state_dict`` is such a private copy).
-        flat: ``snapshot_bytes(state)`` bytes on the host, pinned for a GPU.
+        step: Step of the weights.
+        state: The weights. In host memory they may be changed when this returns; on a GPU not until ``ready`` (a
+            gathered ``state_dict`` is never changed).
+        flat: ``snapshot_bytes(state)`` bytes of host memory, pinned if the weights are on a GPU.
     """
 
     def __init__(self, step: int, state: State, flat: torch.Tensor) -> None:
@@ -59,15 +59,15 @@ class Snapshot:
         self._state: State | None = state
         self._done: torch.cuda.Event | None = None
         devices = {value.device for value in state.values() if value.is_cuda}
-        places = unflatten(flat, state)
+        views = unflatten(flat, state)
         if not devices:
-            self._copy(places)
+            self._copy(views)
             return
         device = devices.pop()
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            self._copy(places)
+            self._copy(views)
         self._done = torch.cuda.Event()
         self._done.record(stream)
 
@@ -84,31 +84,31 @@ class Snapshot:
             self._done.synchronize()
         self.ready()
 
-    def _copy(self, places: State) -> None:
+    def _copy(self, views: State) -> None:
         assert self._state is not None
         for name, value in self._state.items():
-            places[name].copy_(value.detach(), non_blocking=True)
+            views[name].copy_(value.detach(), non_blocking=True)
 
 
-class Pool:
-    """Buffers for snapshots, used again: fresh memory costs as much as the copy, page by page."""
+class SnapshotPool:
+    """Reuses the memory of snapshots: page faults of new memory would take as long as the copy."""
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []
 
-    def take(self, step: int, state: State) -> Snapshot:
-        """Begin a snapshot of ``state``."""
+    def acquire(self, step: int, state: State) -> Snapshot:
+        """Start a snapshot of ``state``."""
         size, pinned = snapshot_bytes(state), any(value.is_cuda for value in state.values())
         fitting = [flat for flat in self._free if flat.numel() == size and flat.is_pinned() == pinned]
-        # Zeros, because padding between tensors is sent, too.
+        # Zeros: the padding between tensors is sent, too.
         flat = fitting[0] if fitting else torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
         self._free = [other for other in self._free if other is not flat]
         return Snapshot(step, state, flat)
 
-    def give(self, snapshot: Snapshot) -> None:
-        """Release the memory of a snapshot that is no longer used."""
+    def release(self, snapshot: Snapshot) -> None:
+        """Return the memory of a snapshot that is no longer used to the pool."""
         self._free.append(snapshot.flat)
 
 
-def _room(value: torch.Tensor) -> int:
+def _padded_bytes(value: torch.Tensor) -> int:
     return math.ceil(value.numel() * value.element_size() / ALIGN_BYTES) * ALIGN_BYTES

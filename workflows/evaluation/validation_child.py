@@ -1,6 +1,6 @@
-"""The process that validates: builds the network, waits for weights, sends back their metrics. It knows no MPI.
+"""The child process of a validator: builds the model, waits for weights, returns their metrics. Does not use MPI.
 
-Several of them are connected by gloo; child 0 hears from its parent and sends the weights on to the others.
+The children of several validators are connected by gloo; child 0 receives weights from its parent and broadcasts them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 PROGRAM = ("-m", "workflows.evaluation.validation_child")
 LONG = timedelta(days=365)
-"""Its parent supervises a process that waits: a time limit could only end a healthy one."""
+"""Time limit of gloo, practically none: a child waits for weights as long as training takes."""
 
 
 def start_child(
@@ -35,23 +35,23 @@ def start_child(
     config: Config,
     slides: Sequence[SlideRef],
     plan: ParallelPlan,
-    seat: Mapping[str, Any],
+    rendezvous: Mapping[str, Any],
     descriptors: Sequence[int],
     *,
     device: str = "cpu",
 ) -> ChildProcess:
     """Start the child of one validator.
 
-    It gets all data from its parent: a child restarted after hours must not find different slides in the store.
+    The child gets the list of slides from its parent, not from the store, which may change before a restart.
 
     Args:
-        network: of the run, as ``model.json`` describes it.
-        config: of the run.
-        slides: those that validate, all labelled.
-        plan: of the validators.
-        seat: see :data:`workflows.evaluation.validator.Start`.
-        descriptors: files with snapshots.
-        device: for computation; the CPU if several children evaluate an image together.
+        network: The run's ``model.json``.
+        config: The run's configuration.
+        slides: The validation slides, all labelled.
+        plan: The validators' plan.
+        rendezvous: See :data:`workflows.evaluation.validator.Start`.
+        descriptors: File descriptors of the snapshots' memory.
+        device: Device of the child; the CPU is used if several children share an image.
     """
     import torch
 
@@ -63,62 +63,62 @@ def start_child(
         "store": str(config.data.store),
         "slides": [[slide.slide_id, slide.case_id, slide.label] for slide in slides],
         "threads": torch.get_num_threads(),
-        "seat": dict(seat),
+        "rendezvous": dict(rendezvous),
     }
     return ChildProcess(PROGRAM, description, descriptors)
 
 
 def validation_plan(config: Config, plan: ParallelPlan, validators: int) -> ParallelPlan:
-    """Return how the validators share the work: the grids asked for, as often as there are ranks for.
+    """Return the validators' plan: ``validation.grids``, with as many replicas as there are ranks for.
 
-    With ``validation.cells`` every validator evaluates images of its own, and maps leave memory as the trainers' do.
+    With ``validation.cells``, each validator evaluates its own images, spilling as the trainers do.
 
     Args:
-        config: of the run.
-        plan: of the trainers; its cuts are used if the number of stages is equal.
-        validators: how many ranks validate.
+        config: The run's configuration.
+        plan: The trainers' plan; its cuts are used if the number of stages is equal.
+        validators: Number of validators.
 
     Raises:
-        RequestError: the number of ranks is not a multiple of that of the grids.
+        RequestError: The number of validators is not a multiple of the grids' ranks.
     """
     from hyfi_core.errors import RequestError
     from hyfi_core.plan.parallel_plan import ParallelPlan
 
-    alone = config.validation.cells is not None
-    grids = config.validation.grids or ((1, 1 if alone else validators),)
-    of_one = sum(rows * columns for rows, columns in grids)
-    if validators % of_one:
+    with_cells = config.validation.cells is not None
+    grids = config.validation.grids or ((1, 1 if with_cells else validators),)
+    replica_ranks = sum(rows * columns for rows, columns in grids)
+    if validators % replica_ranks:
         raise RequestError(
-            f"validation.grids: given {[list(grid) for grid in grids]}; allowed: grids whose ranks ({of_one}) divide "
-            f"the number of validators ({validators}, roles.validators)"
+            f"validation.grids: given {[list(grid) for grid in grids]}; allowed: grids whose ranks ({replica_ranks}) "
+            f"divide the number of validators ({validators}, roles.validators)"
         )
     cuts = plan.cuts if len(grids) == len(plan.grids) else "auto"
-    found = ParallelPlan(grids, cuts, replicas=validators // of_one, fused_halo=plan.fused_halo)
-    if not alone:
+    found = ParallelPlan(grids, cuts, replicas=validators // replica_ranks, fused_halo=plan.fused_halo)
+    if not with_cells:
         return found
     return replace(found, cells=config.validation.cells, spill=plan.spill, memory_bytes=plan.memory_bytes)
 
 
 def main() -> None:
-    """Serve the parent until it ends, or ends this process."""
+    """Serve the parent until it ends or kills this process."""
     from hyfi_core.errors import RequestError
 
-    parent = Parent.of_arguments()
+    parent = Parent.from_arguments()
     try:
         _serve(parent)
     except RequestError as error:
-        parent.say("refused", reason=str(error))
+        parent.send("refused", reason=str(error))
     except BaseException as error:
-        if "/gloo/" in str(error):  # caused by another child, whose parent reports it
-            parent.say("died", how=LOST_PEER)
+        if "/gloo/" in str(error):  # a lost connection to another child, whose own parent reports it
+            parent.send("died", how=LOST_PEER)
         else:
-            parent.say("raised", error=traceback.format_exc().rstrip())
+            parent.send("raised", error=traceback.format_exc().rstrip())
     while True:
-        parent.hear()  # wait for the parent's request: the other children would take an exit for a crash
+        parent.receive()  # wait to be killed: the other children would take an exit for a crash
 
 
 def _serve(parent: Parent) -> None:
-    description = parent.hear()
+    description = parent.receive()
 
     import torch
 
@@ -126,23 +126,23 @@ def _serve(parent: Parent) -> None:
     from hyfi_core.plan.parallel_plan import ParallelPlan
 
     torch.set_num_threads(description["threads"])
-    group = _connect(parent, description["seat"])
+    group = _connect(parent, description["rendezvous"])
     plan = ParallelPlan.from_json(description["plan"])
     evaluator = agree(group, lambda: _build_evaluator(description, plan, group))
     like = evaluator.module.state_dict()
-    parent.say("ready")
+    parent.send("ready")
     while True:
         weights = _weights(parent, group, like)
         metrics = evaluator.evaluate(weights)
         if metrics is not None:
-            parent.say("result", metrics=metrics)
+            parent.send("result", metrics=metrics)
 
 
-def _connect(parent: Parent, seat: Mapping[str, Any]) -> Communicator:
-    """Return the group of all children; child 0 finds a free port and reports it."""
+def _connect(parent: Parent, rendezvous: Mapping[str, Any]) -> Communicator:
+    """Return the communicator of all children; child 0 chooses a free port and reports it to its parent."""
     from hyfi_core.comm.alone import AloneCommunicator
 
-    if seat["size"] == 1:
+    if rendezvous["size"] == 1:
         return AloneCommunicator()
 
     import torch.distributed as dist
@@ -150,13 +150,13 @@ def _connect(parent: Parent, seat: Mapping[str, Any]) -> Communicator:
 
     from hyfi_core.comm.torchdist import world
 
-    if seat["host"] == "localhost" and Path("/sys/class/net/lo").exists():
+    if rendezvous["host"] == "localhost" and Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    first = seat["rank"] == 0
-    store = TCPStore(seat["host"], seat["port"] or 0, is_master=first, wait_for_workers=False, timeout=LONG)
+    first = rendezvous["rank"] == 0
+    store = TCPStore(rendezvous["host"], rendezvous["port"] or 0, is_master=first, wait_for_workers=False, timeout=LONG)
     if first:
-        parent.say("port", port=store.port)
-    dist.init_process_group("gloo", store=store, rank=seat["rank"], world_size=seat["size"], timeout=LONG)
+        parent.send("port", port=store.port)
+    dist.init_process_group("gloo", store=store, rank=rendezvous["rank"], world_size=rendezvous["size"], timeout=LONG)
     return world()
 
 
@@ -179,15 +179,15 @@ def _build_evaluator(description: Mapping[str, Any], plan: ParallelPlan, group: 
 
 
 def _weights(parent: Parent, group: Communicator, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Wait for the next weights and return them, on every child; views of the snapshot on child 0."""
+    """Wait for the next weights and return them on every child; on child 0 as views of the snapshot."""
     import torch
 
     from workflows.evaluation.snapshot import snapshot_bytes, unflatten
 
     if group.rank == 0:
-        word = parent.hear()
-        shared = mmap.mmap(word["descriptor"], max(1, word["bytes"]))
-        flat = torch.frombuffer(shared, dtype=torch.uint8)[: word["bytes"]]
+        message = parent.receive()
+        shared = mmap.mmap(message["descriptor"], max(1, message["bytes"]))
+        flat = torch.frombuffer(shared, dtype=torch.uint8)[: message["bytes"]]
     group.broadcast_object("validate")
     if group.rank != 0:
         flat = torch.empty(snapshot_bytes(like), dtype=torch.uint8)

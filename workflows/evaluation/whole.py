@@ -1,4 +1,4 @@
-"""Evaluation on all tissue of each slide, however large the images are that the network was trained on."""
+"""Evaluation on all tissue of each slide, also of slides that do not fit the size used in training."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ T = TypeVar("T")
 
 @dataclass
 class WholeSlides:
-    """Slides by their indices, and their logits, as ``evaluate`` takes them. Collective over ``comm``.
+    """Images and engine for ``predict_slides``: the "images" are indices of slides. Collective over ``comm``.
 
     Attributes:
-        dataset: the slides, of the trained size.
-        images: how pixels become what engines take.
-        engines: of the network; they share its weights.
-        comm: the ranks that compute every slide together.
-        pooling: how the logits of several images of a slide are combined.
-        enlarged: slides that were shown in one larger image.
-        several: slides that were shown in several images.
+        dataset: The slides, with images of the trained size.
+        images: Converts pixels to engine inputs.
+        engines: Engines of the model for several image sizes, with the same weights.
+        comm: The ranks that compute every slide together.
+        pooling: How the logits of several images of a slide are combined.
+        enlarged: Indices of slides that were shown in one larger image.
+        several: Indices of slides that were shown in several images.
     """
 
     dataset: SlideDataset
@@ -42,30 +42,30 @@ class WholeSlides:
     several: set[int] = field(default_factory=set)
 
     def of(self, index: int) -> int:
-        """Return what :meth:`predict` takes for a slide."""
+        """Return the argument of :meth:`predict` for a slide: its index."""
         return index
 
     def predict(self, index: int) -> torch.Tensor:
         """Return logits (1, K) of a slide, the same on every rank.
 
         Raises:
-            StoreError: a shard is missing or damaged.
+            StoreError: A shard is missing or damaged.
         """
-        views = views_of(self.dataset, index, [self.engines], self._agreed)
+        views = views_of(self.dataset, index, [self.engines], self._run)
         if len(views) > 1:
             self.several.add(index)
         elif views[0].size_px != self.dataset.size_px:
             self.enlarged.add(index)
-        logits = np.stack([self._of_image(index, view) for view in views])
+        logits = np.stack([self._logits_of(index, view) for view in views])
         return torch.from_numpy((evidence(logits, views, self.pooling) * logits).sum(axis=0))[None]
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Take over weights, on every rank; the engines have the same module."""
+        """Load weights, on every rank; all engines share one module."""
         engine = self.engines.at(self.dataset.size_px)
         assert engine is not None
         engine.load_state_dict(state)
 
-    def _of_image(self, index: int, view: View) -> np.ndarray:
+    def _logits_of(self, index: int, view: View) -> np.ndarray:
         engine = self.engines.at(view.size_px)
         assert engine is not None, "every view has the size of an engine"
         read = partial(self.dataset.read_view, index, view)
@@ -73,6 +73,6 @@ class WholeSlides:
         return logits
 
     @staticmethod
-    def _agreed(action: Callable[[], T]) -> T:
-        """Run ``action``; the store is the same on every rank, so it fails on all or none."""
+    def _run(action: Callable[[], T]) -> T:
+        """Run ``action`` without agreement: the store is the same on every rank, so it fails on all or none."""
         return action()

@@ -1,1 +1,1 @@
-"""Starts processes and sees that all of them end."""
+"""Starting, supervising and ending the processes of a command."""

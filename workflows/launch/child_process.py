@@ -1,7 +1,7 @@
-"""A process that may die alone, and the words between it and the rank that watches over it.
+"""Child processes that a rank supervises, and the messages between both.
 
-A killed MPI rank ends the job, regardless of the launcher's options; a killed child does not. It is restarted as
-a program (a process that has called MPI must not fork), knows nothing of MPI, and ends with its parent.
+A killed MPI rank ends the job, whatever the launcher's options; a killed child process does not. A child is started as
+a program (a process that has initialised MPI must not fork), does not use MPI, and ends with its parent.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from data.children import die_with_parent, environment_of_a_child
+from data.children import child_environment, die_with_parent
 
-Word = dict[str, Any]
+ChildMessage = dict[str, Any]
 LOST_PEER = "a lost connection to another child"
 """Reported by a child that ended because of another one."""
 
@@ -27,88 +27,89 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class ChildProcess:
-    """A child under way.
+    """A running child process.
 
     Args:
-        program: run by this interpreter: ``["-m", "package.module", …]``; it calls :func:`Parent.of_arguments`.
-        description: its first word.
-        descriptors: open files that it shares.
+        program: Arguments for this interpreter, ``["-m", "package.module", …]``; it calls
+            :func:`Parent.from_arguments`.
+        description: The first message to send.
+        descriptors: Open file descriptors that the child inherits.
     """
 
     def __init__(self, program: Sequence[str], description: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
         ours, theirs = socket.socketpair()
-        # Requests to stop are for ranks: the child inherits the mask, so signals do not reach it.
+        # The child inherits this mask: requests to stop are handled by ranks only.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             self._process = subprocess.Popen(
                 [sys.executable, *program, str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # the run's standard output is the trainers'
-                env=environment_of_a_child(),
+                env=child_environment(),
                 pass_fds=[theirs.fileno(), *descriptors],
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
-        self._words = Connection(ours.detach())
-        self.say(description)
+        self._connection = Connection(ours.detach())
+        self.send(description)
 
     @property
     def pid(self) -> int:
-        """The process's id."""
+        """Process id."""
         return self._process.pid
 
-    def say(self, word: Mapping[str, Any]) -> None:
-        """Send a small message; to a dead child it is lost, and ``hear`` reports the death."""
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send a small message; if the child is dead it is lost, and ``receive`` reports that."""
         with contextlib.suppress(OSError):
-            self._words.send_bytes(json.dumps(word).encode())
+            self._connection.send_bytes(json.dumps(message).encode())
 
-    def hear(self) -> Word | None:
-        """Return the next word, None while there is none; never blocks.
+    def receive(self) -> ChildMessage | None:
+        """Return the next message, None if there is none; never blocks.
 
-        The last word of a child that has ended is ``{"kind": "died", "how": …}``, whatever ended it, again and again.
+        After the last message of a child that has ended, every call returns ``{"kind": "died", "how": …}``.
         """
         try:
-            if self._words.poll(0):
-                word: Word = json.loads(self._words.recv_bytes())
-                return word
+            if self._connection.poll(0):
+                message: ChildMessage = json.loads(self._connection.recv_bytes())
+                return message
         except (EOFError, OSError):
             return {"kind": "died", "how": _how(self._process.wait())}
         return None
 
     def kill(self) -> None:
-        """End it at once and return when it is gone."""
+        """Kill the process and return when it has ended."""
         self._process.kill()
         self._process.wait()
-        self._words.close()
+        self._connection.close()
 
 
 class Parent:
-    """A child's connection to the rank that started it."""
+    """A child's connection to the rank that started it; use it in the child process."""
 
-    def __init__(self, words: Connection) -> None:
-        self._words = words
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
 
     @classmethod
-    def of_arguments(cls) -> Parent:
-        """Return the parent that the command line names; from now on this process ends when the parent does."""
+    def from_arguments(cls) -> Parent:
+        """Return the connection given on the command line, and make this process end when its parent does."""
         descriptor, pid = int(sys.argv[-2]), int(sys.argv[-1])
         die_with_parent()
         if os.getppid() != pid:
-            os._exit(0)  # it ended before the kernel was asked
+            os._exit(0)  # the parent ended before die_with_parent took effect
         return cls(Connection(descriptor))
 
-    def say(self, kind: str, **values: Any) -> None:
+    def send(self, kind: str, **values: Any) -> None:
         """Send a small message."""
-        self._words.send_bytes(json.dumps({"kind": kind, **values}).encode())
+        self._connection.send_bytes(json.dumps({"kind": kind, **values}).encode())
 
-    def hear(self) -> Word:
-        """Wait for the next word and return it; ends this process where the parent has gone."""
+    def receive(self) -> ChildMessage:
+        """Wait for the next message and return it; ends this process if the parent has ended."""
         try:
-            word: Word = json.loads(self._words.recv_bytes())
+            message: ChildMessage = json.loads(self._connection.recv_bytes())
         except (EOFError, OSError):
             os._exit(0)
-        return word
+        return message
 
 
 def _how(code: int) -> str:

@@ -1,13 +1,13 @@
-"""Start a command on several ranks, and see to it that all of them end, whatever happens.
+"""Starts a command on several ranks, and makes sure that all of them end, whatever happens.
 
-    hyfi train …                        the launcher: one process, the user's
-      └─ mpiexec -n 4                   own session, dies with the launcher
+    hyfi train …                        the launcher: the process that the user started
+      └─ mpiexec -n 4                   in its own session, ends with the launcher
            └─ (process manager)
                 ├─ python -m workflows.cli train …     rank 0
                 ├─ …                                   ranks 1–3: run_as_rank(body)
 
-Ranks leave their exit codes in files (see :mod:`workflows.launch.status`); to the process manager they all end
-with 0, because it would kill the others at the first that does not.
+Ranks write their exit codes to files (see :mod:`workflows.launch.status`), and exit with 0: a process manager would
+kill all others when the first rank exits with another code.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from workflows import signals
 from workflows.console import warn
 from workflows.exit_codes import FAULT, STOPPED, WRONG_REQUEST
 from workflows.launch import mpiexec, peer_watch
-from workflows.launch.processes import Ends, kill_session
+from workflows.launch.processes import ExitOrder, kill_session
 from workflows.launch.status import VARIABLE, RunStatus
 from workflows.out_of_memory import GENERAL_ADVICE, kernel_kills, message_of
 
 __all__ = ["inside_launcher", "launch", "launch_program", "own_rank", "run_as_rank"]
 
-# Large tensors on huge pages: the same memory, a fraction of the page faults (benchmarks/RESULTS.md).
+# Huge pages for large tensors: the same memory with fewer page faults (benchmarks/RESULTS.md).
 RANK_SETTINGS = {"THP_MEM_ALLOC_ENABLE": "1"}
 SECONDS_TO_END_AFTER_FAILURE = 5.0
 POLL_SECONDS = 0.05
@@ -47,28 +47,29 @@ FAILED = "hyfi: rank {rank} failed, all ranks stop:\n{error}"
 
 
 def own_rank() -> int:
-    """Return this process's rank, from the environment; 0 outside any launcher."""
+    """Return this process's rank from the environment; 0 without a launcher."""
     names = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID", "RANK")
     return next((int(os.environ[name]) for name in names if name in os.environ), 0) if inside_launcher() else 0
 
 
 def launch(argv: Sequence[str], ranks: int) -> int:
-    """Run ``hyfi argv…`` on ``ranks`` processes of this node and return the exit code of the job.
+    """Run ``hyfi argv…`` in ``ranks`` processes on this node and return the exit code of the job.
 
-    SIGTERM, SIGINT and SIGUSR1 reach every rank as SIGUSR1, a request to save and stop; a second one ends them at once.
+    SIGTERM, SIGINT and SIGUSR1 are forwarded to every rank as SIGUSR1, a request to save and stop; a second signal
+    kills the ranks.
 
     Returns:
-        0 to 3 as the ranks agreed on; 70 when one of them failed (it has said why) or was killed.
+        0 to 3, the exit code of the ranks; 70 if one of them failed (its error was printed) or was killed.
 
     Raises:
-        RequestError: there is no MPI here, or this is one of several nodes of a Slurm job.
+        RequestError: There is no MPI, or this is one of several nodes of a Slurm job.
     """
     _refuse_several_nodes(argv[0], ranks)
     return launch_program([sys.executable, "-m", "workflows.cli", *argv], ranks)
 
 
 def launch_program(program: Sequence[str], ranks: int) -> int:
-    """Do what :func:`launch` does with any program whose ranks use :func:`run_as_rank`."""
+    """Like :func:`launch`, for any program whose ranks use :func:`run_as_rank`."""
     starter = mpiexec.find()
     with tempfile.TemporaryDirectory(prefix="hyfi-run-") as folder:
         status = RunStatus(Path(folder))
@@ -81,45 +82,45 @@ def launch_program(program: Sequence[str], ranks: int) -> int:
             start_new_session=True,
             preexec_fn=functools.partial(die_with_parent, signal.SIGTERM),
         )
-        return _Watch(process, status, ranks).until_all_have_ended()
+        return _Supervisor(process, status, ranks).wait_for_all()
 
 
 def _refuse_several_nodes(command: str, ranks: int) -> None:
-    """Refuse to start ranks on this node alone where the user has several.
+    """Refuse to start ranks inside a Slurm job of several nodes, because they would all be on this node.
 
     Raises:
-        RequestError: names the line that starts them on all nodes.
+        RequestError: The job has several nodes; the message has the command that starts ranks on all of them.
     """
     nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
     if nodes > 1:
         pmi = "pmix" if mpiexec.find().flavour == "Open MPI" else "pmi2"
         raise RequestError(
-            f"this Slurm job has {nodes} nodes, but from here all {ranks} ranks would run on this one. Start them "
-            f"with `srun --mpi={pmi} -n {ranks} hyfi {command} …`, or have the job written: `hyfi launch slurm …`"
+            f"this Slurm job has {nodes} nodes, but all {ranks} ranks would run on this one. Start them "
+            f"with `srun --mpi={pmi} -n {ranks} hyfi {command} …`, or write a job script with `hyfi launch slurm …`"
         )
 
 
 def _environment(ranks: int) -> dict[str, str]:
-    """Return the ranks' environment: cores are shared out, unless the user has set it.
+    """Return the ranks' environment; cores are divided among them, unless the user has set ``OMP_NUM_THREADS``.
 
-    Slurm's variables are removed: with them the process manager would start ranks through ``srun``, as steps of
-    their own, and a rank would take itself for a task.
+    Slurm's variables are removed: with them the process manager would start the ranks through ``srun``, and a rank
+    would take itself for a Slurm task.
     """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PMI_", "PMIX_"))}
     return {"OMP_NUM_THREADS": str(max(1, usable_cores() // ranks))} | RANK_SETTINGS | kept
 
 
-class _Watch:
-    """One running mpiexec: forwards signals and output, and handles its end."""
+class _Supervisor:
+    """Supervises one mpiexec: forwards signals and output, and determines the exit code."""
 
     def __init__(self, process: subprocess.Popen[bytes], status: RunStatus, ranks: int) -> None:
         self._process, self._status, self._ranks = process, status, ranks
         self._stops = 0
-        self._ends = Ends()
+        self._exits = ExitOrder()
         self._kills_before = kernel_kills()
 
-    def until_all_have_ended(self) -> int:
-        """Wait, then return the exit code of the job."""
+    def wait_for_all(self) -> int:
+        """Wait until all ranks have ended and return the exit code of the job."""
         numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
         before = {number: signal.signal(number, self._stop) for number in numbers}
         output = mpiexec.Output(self._process)
@@ -128,7 +129,7 @@ class _Watch:
         finally:
             kill_session(self._process.pid)
             output.finish()
-            self._ends.close()
+            self._exits.close()
             for number, handler in before.items():
                 signal.signal(number, handler)
         return self._code(output)
@@ -138,20 +139,20 @@ class _Watch:
         while self._process.poll() is None:
             started = self._status.pids()
             if started:
-                self._ends.wait(started.values(), POLL_SECONDS)
+                self._exits.wait(started.values(), POLL_SECONDS)
             else:
                 time.sleep(POLL_SECONDS)
-            if failed_s is None and (self._status.failed or self._lost() is not None):
+            if failed_s is None and (self._status.failed or self._first_lost() is not None):
                 failed_s = time.monotonic()
             if failed_s is not None and time.monotonic() - failed_s > SECONDS_TO_END_AFTER_FAILURE:
                 kill_session(self._process.pid)
 
     def _lost(self) -> int | None:
-        """Return the rank that was the first to end without leaving its code."""
-        if not self._ends.pids:
+        """Return the first rank that ended without writing its exit code, or None."""
+        if not self._exits.pids:
             return None
         codes, ranks = self._status.codes(), {pid: rank for rank, pid in self._status.pids().items()}
-        return next((ranks[pid] for pid in self._ends.pids if pid in ranks and ranks[pid] not in codes), None)
+        return next((ranks[pid] for pid in self._exits.pids if pid in ranks and ranks[pid] not in codes), None)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self._stops += 1
@@ -160,7 +161,7 @@ class _Watch:
             return
         if number == signal.SIGINT:
             warn("hyfi: saving and stopping; press Ctrl-C again to stop at once")
-        # To the ranks themselves: process managers differ in which signals they pass on, and in how long they wait.
+        # Directly to the ranks: process managers differ in which signals they forward, and in how long they wait.
         self._status.request_stop()
         for pid in self._status.pids().values():
             with contextlib.suppress(ProcessLookupError):
@@ -176,20 +177,20 @@ class _Watch:
             return max(codes.values())
         if self._stops and set(codes.values()) <= {0, STOPPED}:
             return STOPPED
-        return self._say_what_died(output)
+        return self._report_death(output)
 
-    def _say_what_died(self, output: mpiexec.Output) -> int:
-        """Report the rank that ended without a message, or the process manager's output if it is unknown."""
+    def _report_death(self, output: mpiexec.Output) -> int:
+        """Report the rank that ended without an error message; if it is unknown, print the process manager's output."""
         ended = self._status.codes()
         ranks = {pid: rank for rank, pid in self._status.pids().items() if rank not in ended}
-        died, lost = output.died, self._lost()
+        died, lost = output.dead_process, self._first_lost()
         if died is None and lost is not None:
             warn(f"hyfi: rank {lost} was killed or crashed; all ranks were stopped")
         elif died is None:
-            text = output.held_back() or f"mpiexec ended with code {self._process.returncode}"
+            text = output.of_manager() or f"mpiexec ended with code {self._process.returncode}"
             warn(f"hyfi: not all ranks finished: {text}")
         else:
-            first = next((pid for pid in self._ends.pids if pid in ranks), died.pid)
+            first = next((pid for pid in self._exits.pids if pid in ranks), died.pid)
             who = f"rank {ranks[first]}" if first in ranks else f"process {first}"
             warn(f"hyfi: {who} ended with {died.how}; all ranks were stopped")
         if kernel_kills() > self._kills_before:
@@ -201,13 +202,13 @@ class _Watch:
 
 
 def run_as_rank(body: Callable[[], int]) -> int:
-    """Run this rank's share of a command and return the exit code for its process.
+    """Run ``body`` as one rank of a command and return the exit code of this process.
 
-    A failure is reported once, with its rank, and ends every rank: this function then does not return. A
-    ``RequestError`` must be raised by all ranks alike (checked before the first message): it is reported once and every
-    rank returns by itself.
+    The first exception of a rank is reported once, with its rank, and ends every rank: this function then does not
+    return. A ``RequestError`` must be raised by all ranks (see `hyfi_core.comm.agree`): it is reported once, and every
+    rank returns.
     """
-    status, rank = RunStatus.of_environment(), own_rank()
+    status, rank = RunStatus.from_environment(), own_rank()
     if status is not None:
         status.begin(rank)
         if status.stop_requested:
@@ -216,7 +217,7 @@ def run_as_rank(body: Callable[[], int]) -> int:
         code = body()
     except RequestError as error:
         code = WRONG_REQUEST
-        if _speaks(status, rank):
+        if _reports_refusal(status, rank):
             warn(f"hyfi: {error}")
     except KeyboardInterrupt:
         code = STOPPED
@@ -231,19 +232,19 @@ def run_as_rank(body: Callable[[], int]) -> int:
     return code
 
 
-def _speaks(status: RunStatus | None, rank: int) -> bool:
-    """Whether this rank is the one that reports a refusal of all ranks."""
+def _reports_refusal(status: RunStatus | None, rank: int) -> bool:
+    """Whether this rank is the one that reports the ``RequestError`` of all ranks."""
     if status is None:
         return rank == 0
     try:
-        (status.folder / "told").touch(exist_ok=False)
+        (status.folder / "refusal-reported").touch(exist_ok=False)
     except FileExistsError:
         return False
     return True
 
 
 PEER_LOST_S = 2.0
-"""Delay before a rank reports a failed message; the launcher sees a dead peer at once."""
+"""Delay before a rank reports a failed message; by then, the launcher has reported the peer that died."""
 
 
 def _fail(status: RunStatus | None, rank: int) -> None:
@@ -252,16 +253,16 @@ def _fail(status: RunStatus | None, rank: int) -> None:
     memory = message_of(raised) if raised is not None else None
     error = memory or traceback.format_exc().rstrip()
     if raised is not None and peer_watch.is_lost_peer(raised):
-        time.sleep(PEER_LOST_S)  # most likely a peer died, which is the first error and is reported in the meantime
+        time.sleep(PEER_LOST_S)  # most likely a peer died; that is the first error, and is reported in the meantime
     peer_watch.fail()
-    # the launcher reports it, because a rank's output may be lost with the process manager's pipes
+    # The launcher prints the error: this rank's output may be lost with the process manager's pipes.
     if status is not None:
         status.claim_failure(rank, error)
     else:
         warn(FAILED.format(rank=rank, error=error) if inside_launcher() else f"hyfi: {memory}" if memory else error)
     sys.stdout.flush()
     sys.stderr.flush()
-    # A rank that merely leaves ends the others under mpiexec, not under every srun; MPI's abort does everywhere.
+    # If a rank only exits, mpiexec ends the others, but not every srun does; MPI_Abort ends them everywhere.
     mpi = sys.modules.get("hyfi_core.comm.mpi")
     if mpi is not None:
         with contextlib.suppress(Exception):

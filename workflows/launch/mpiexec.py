@@ -1,4 +1,4 @@
-"""The process manager of an MPI: found, spoken to, its noise kept from the user."""
+"""The process manager of an MPI (mpiexec): finding it, its command line, and filtering of its output."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ NO_MPI = (
 
 @dataclass(frozen=True)
 class MpiExec:
-    """A process manager: its path and MPI."""
+    """A process manager: its path, and the MPI it belongs to."""
 
     path: Path
     flavour: str
 
     def command(self, ranks: int) -> list[str]:
-        """Return the words that start ``ranks`` processes on this node; the program follows."""
-        words = [str(self.path), "-n", str(ranks)]
+        """Return the command line that starts ``ranks`` processes on this node, without their program."""
+        arguments = [str(self.path), "-n", str(ranks)]
         if self.flavour == "Open MPI":
-            # By default it refuses more ranks than cores, and root; a loader needs no core of its own.
-            words.append("--oversubscribe")
+            # By default Open MPI refuses to run more ranks than cores, or as root. Loaders need no core of their own.
+            arguments.append("--oversubscribe")
             if os.geteuid() == 0:
-                words.append("--allow-run-as-root")
-        return words
+                arguments.append("--allow-run-as-root")
+        return arguments
 
 
 def find() -> MpiExec:
-    """Return the mpiexec beside this Python, or else the first on the PATH.
+    """Return the mpiexec in this Python's folder, else the first on the PATH.
 
     Raises:
-        RequestError: there is none.
+        RequestError: There is none.
     """
     beside = Path(sys.executable).parent / "mpiexec"
     found = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpiexec")
@@ -55,23 +55,23 @@ def find() -> MpiExec:
 def _flavour(path: str) -> str:
     """Return the name of the MPI that a process manager belongs to."""
     try:
-        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False)
+        shown = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise RequestError(f"{path} --version failed ({error}). {NO_MPI}") from None
-    text = said.stdout + said.stderr
+    text = shown.stdout + shown.stderr
     names = {"Open MPI": "Open MPI", "OpenRTE": "Open MPI", "Intel": "Intel MPI", "HYDRA": "MPICH (Hydra)"}
     return next((name for mark, name in names.items() if mark in text), "unknown")
 
 
 @dataclass(frozen=True)
-class Died:
-    """A process that the process manager saw end badly."""
+class DeadProcess:
+    """A process that the process manager reported as ended with an error."""
 
     pid: int
     how: str
 
 
-# Hydra's output when a rank ends with a non-zero code, which the launcher replaces.
+# Output of Hydra when a rank ends with a non-zero code; the launcher prints its own message instead.
 _BANNER = re.compile(
     r"^(={20,}|=   .*|YOUR APPLICATION TERMINATED WITH.*|This typically refers to a problem with your application\.|"
     r"Please see the FAQ page for debugging suggestions)$"
@@ -82,11 +82,11 @@ _EXIT = re.compile(r"^=   EXIT CODE: (\d+)")
 
 
 class Output:
-    """Forwards the output of ranks line by line, and holds back that of mpiexec itself."""
+    """Forwards the output of ranks line by line, and keeps that of mpiexec itself."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None and process.stderr is not None
-        self._held: list[str] = []
+        self._manager_lines: list[str] = []
         self._pid: int | None = None
         self._exit: int | None = None
         streams: list[tuple[IO[bytes], TextIO]] = [(process.stdout, sys.stdout), (process.stderr, sys.stderr)]
@@ -95,26 +95,26 @@ class Output:
             pump.start()
 
     @property
-    def died(self) -> Died | None:
-        """The process that ended badly, where the process manager named one."""
+    def dead_process(self) -> DeadProcess | None:
+        """The process that ended with an error, if the process manager named one."""
         if self._pid is None or self._exit is None:
             return None
         how = f"signal {self._exit}" if self._exit < 64 else f"exit code {self._exit}"
         if self._exit == 9:
-            how += " (killed from outside, for instance by the kernel because memory ran out)"
-        return Died(self._pid, how)
+            how += " (killed, for instance by the kernel because memory ran out)"
+        return DeadProcess(self._pid, how)
 
-    def held_back(self) -> str:
-        """Return the process manager's own words, for when nothing better is known."""
-        return "\n".join(line for line in self._held if not line.startswith("=" * 20)).strip()
+    def of_manager(self) -> str:
+        """Return the process manager's own output, for failures without any other message."""
+        return "\n".join(line for line in self._manager_lines if not line.startswith("=" * 20)).strip()
 
     def finish(self) -> None:
-        """Return when everything written has been passed on."""
+        """Return when all output has been forwarded, or after a few seconds."""
         for pump in self._pumps:
             pump.join(timeout=5)
 
     def _pump(self, source: IO[bytes], target: TextIO) -> None:
-        blank = False  # the banner begins with an empty line
+        blank = False  # an empty line is held back: the banner starts with one
         for raw in source:
             line = raw.decode("utf-8", errors="replace").rstrip("\n")
             if self._is_noise(line):
@@ -130,7 +130,7 @@ class Output:
     def _is_noise(self, line: str) -> bool:
         if _BANNER.match(line) is None and _MANAGER.match(line) is None:
             return False
-        self._held.append(line)
+        self._manager_lines.append(line)
         if (pid := _PID.match(line)) is not None:
             self._pid = int(pid[1])
         if (code := _EXIT.match(line)) is not None:

@@ -1,7 +1,7 @@
-"""Exclusive ownership of a folder by one writer; others are refused.
+"""Exclusive ownership of a folder by one writing process.
 
-The lock is the kernel's (``flock``), so it is released when its process ends; on a network file system it is valid
-between nodes where the system supports such locks.
+Uses the kernel's ``flock``, which is released when its process ends. On a network file system it also excludes
+processes of other nodes, if the file system supports such locks.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ NAME = ".owner"
 
 
 class FolderOwner:
-    """Keeps a folder for this process until ``release``, or until the process ends.
+    """Locks a folder for this process until ``release``, or until the process ends.
 
     Args:
-        folder: to write to; created if missing.
-        other: what a second writer should do instead, as shown to the user.
-        part: of work that several processes share: each part has one writer, and the whole has none meanwhile.
+        folder: The folder; created if missing.
+        other: What the user can do if it is locked, for the message.
+        part: Name of a part of the work: owners of different parts may own the folder at the same time, but not
+            together with an owner of the whole ("").
 
     Raises:
-        RequestError: another process is writing there.
+        RequestError: Another process owns it.
     """
 
     def __init__(self, folder: Path, other: str, part: str = "") -> None:
@@ -44,7 +45,7 @@ class FolderOwner:
             raise
 
     def release(self) -> None:
-        """Let others write there."""
+        """Unlock the folder."""
         for file in self._files:
             file.close()
 
@@ -68,7 +69,7 @@ class FolderOwner:
 
 
 def owner_of(folder: Path, name: str = NAME) -> dict[str, Any] | None:
-    """Return ``pid``, ``host``, ``job`` and ``since`` (seconds since 1970) of a folder's current writer, or None."""
+    """Return ``pid``, ``host``, ``job`` and ``since`` (Unix time in s) of a folder's current owner, or None."""
     try:
         with (folder / name).open("r+", encoding="utf-8") as file:
             try:
@@ -81,7 +82,7 @@ def owner_of(folder: Path, name: str = NAME) -> dict[str, Any] | None:
 
 
 def describe_owner(owner: dict[str, Any] | None) -> str:
-    """Return a description of the owner."""
+    """Return an owner as text: process, host and Slurm job."""
     if not owner or "pid" not in owner:
         return "another process"
     job = f", Slurm job {owner['job']}" if owner.get("job") else ""

@@ -1,4 +1,4 @@
-"""Linux processes: list and kill those of a session, and watch their ends."""
+"""Linux processes: listing and killing a session's processes, and the order in which processes end."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 
 
 def session_members(session: int) -> list[int]:
-    """Return the ids of the live processes (zombies left out) of a session."""
+    """Return the ids of a session's live processes (without zombies)."""
     return [pid for pid in _pids() if _state_and_session(pid)[1:] == (session,) and _state_and_session(pid)[0] != "Z"]
 
 
 def kill_session(session: int, seconds: float = 2.0) -> None:
-    """Kill every process of a session and return when none is left, or after ``seconds``."""
+    """Kill every process of a session; return when none is left, or after ``seconds``."""
     deadline_s = time.monotonic() + seconds
     while (members := session_members(session)) and time.monotonic() < deadline_s:
         for pid in members:
@@ -40,14 +40,14 @@ def _state_and_session(pid: int) -> tuple[str, int]:
     return fields[0], int(fields[3])
 
 
-class Ends:
+class ExitOrder:
     """Records the order in which processes end.
 
-    A process manager that loses one rank kills the others within milliseconds and may name any of them. The kernel
-    queues the ends of watched processes in order.
+    A process manager that loses one rank kills the others within milliseconds, and may report any of them. The kernel
+    reports ends of processes in order.
 
     Attributes:
-        pids: those that have ended so far, the first first.
+        pids: Processes that have ended so far, in the order of their ends.
     """
 
     def __init__(self) -> None:
@@ -57,13 +57,13 @@ class Ends:
         self.pids: list[int] = []
 
     def wait(self, pids: Iterable[int], timeout_s: float) -> None:
-        """Wait until one more process ends, at most ``timeout_s``; ``pids`` are those to watch so far."""
+        """Wait until another process ends, at most ``timeout_s``; ``pids``: all processes to watch."""
         for pid in set(pids) - self._known:
             self._known.add(pid)
             try:
                 descriptor = os.pidfd_open(pid)
             except ProcessLookupError:
-                self.pids.append(pid)  # before anybody watched: among several such, the order is not known
+                self.pids.append(pid)  # it ended before it was watched: its order among such processes is unknown
             except (OSError, AttributeError):
                 continue  # a kernel without pidfd
             else:
@@ -75,7 +75,7 @@ class Ends:
             self.pids.append(self._open.pop(descriptor))
 
     def close(self) -> None:
-        """Close all handles."""
+        """Close all file descriptors."""
         for descriptor in self._open:
             os.close(descriptor)
         self._open.clear()

@@ -1,7 +1,7 @@
-"""Scripts that start a run or an ingest on a cluster: written from templates.
+"""Scripts that start a run, an ingest or a prediction on a cluster, from templates.
 
-Settings of a cluster (account, modules, container, MPI) are in one ``site.yaml``; the templates are in
-``workflows/launch/templates``, and a folder of edited ones may be named there.
+Settings of a cluster (account, modules, container, MPI) are in one ``site.yaml``. The templates are in
+``workflows/launch/templates``; ``site.yaml`` may name a folder with modified ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import yaml
 from hyfi_core.errors import RequestError
 
 SIGNAL_S = 120
-"""How long before the time limit a run saves and stops: time for one step and a checkpoint."""
+"""Seconds before the time limit at which a run saves and stops: enough for one step and a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,15 @@ class Site:
     """Settings of a cluster.
 
     Attributes:
-        partition, account: for Slurm.
-        mpi: what ``srun --mpi`` takes; None: by the MPI that is found here.
-        modules: loaded before anything runs.
-        setup: lines of shell after them (activate an environment, set a proxy).
-        program: what starts ``hyfi`` (``apptainer exec hyfi.sif hyfi``); None: this Python's.
-        srun: further words for ``srun`` (``--cpu-bind=cores``).
-        sbatch: further ``#SBATCH`` lines, without that word.
-        signal_s: seconds before the time limit at which a run saves and stops.
-        templates: a folder with edited templates; those that are not in it are the built-in ones.
+        partition, account: Slurm partition and account.
+        mpi: Value of ``srun --mpi``; None: chosen for the MPI of this machine.
+        modules: Environment modules to load first.
+        setup: Shell lines to run after that (activate an environment, set a proxy).
+        program: Command that starts ``hyfi`` (``apptainer exec hyfi.sif hyfi``); None: this Python's.
+        srun: Additional arguments of ``srun`` (``--cpu-bind=cores``).
+        sbatch: Additional ``#SBATCH`` options, without that word.
+        signal_s: Seconds before the time limit at which a run saves and stops.
+        templates: Folder with modified templates; others are the built-in ones.
     """
 
     partition: str | None = None
@@ -56,7 +56,7 @@ class Site:
         """Read ``site.yaml``: the given one, or that of the working directory if it exists.
 
         Raises:
-            RequestError: it is missing, no YAML, or has a key or a value that is not known.
+            RequestError: It is missing, not YAML, or has an unknown key or a value of the wrong type.
         """
         given, path = path is not None, path or Path("site.yaml")
         if not given and not path.exists():
@@ -85,11 +85,11 @@ class Resources:
     """Resources of a job.
 
     Attributes:
-        nodes: how many.
-        gpus_per_node, cpus_per_task: None: not asked for.
-        time: limit, as Slurm takes it; None: the partition's.
+        nodes: Number of nodes.
+        gpus_per_node, cpus_per_task: None: not requested.
+        time: Time limit in Slurm's format; None: the partition's.
         partition: None: the site's.
-        mpi: what ``srun --mpi`` takes; None: the site's.
+        mpi: Value of ``srun --mpi``; None: the site's.
     """
 
     nodes: int = 1
@@ -103,24 +103,24 @@ class Resources:
 def script_of(
     template: str, path: Path, words: list[str], ranks: int, resources: Resources, site: Site, **more: Any
 ) -> str:
-    """Return a script.
+    """Return the text of a script.
 
     Args:
         template: ``slurm``, ``slurm_array``, ``mpiexec`` or ``torchrun``.
-        path: of the script.
-        words: the command behind ``hyfi``.
-        ranks: processes.
-        resources: of the job.
-        site: of the cluster.
-        more: further variables of the template.
+        path: File of the script.
+        words: Arguments of ``hyfi``.
+        ranks: Number of ranks.
+        resources: Resources of the job.
+        site: Settings of the cluster.
+        more: Additional variables of the template.
 
     Raises:
-        RequestError: more nodes than ranks are asked for.
+        RequestError: There are more nodes than ranks, or the template cannot be rendered.
     """
     if resources.nodes > ranks:
         raise RequestError(f"--nodes {resources.nodes}: the run has ranks for {ranks} at most; give fewer nodes")
-    asked = {key: value for key, value in asdict(resources).items() if value is not None}
-    values: dict[str, Any] = {"gpus_per_node": None, "cpus_per_task": None, "time": None, **asdict(site), **asked}
+    requested = {key: value for key, value in asdict(resources).items() if value is not None}
+    values: dict[str, Any] = {"gpus_per_node": None, "cpus_per_task": None, "time": None, **asdict(site), **requested}
     values |= {
         "script": path.name,
         "name": path.stem,
@@ -137,10 +137,10 @@ def script_of(
 
 
 def submit(path: Path) -> str:
-    """Hand a script to Slurm and return the job's number.
+    """Submit a script to Slurm and return the job's id.
 
     Raises:
-        RequestError: there is no Slurm here, or it refuses the job.
+        RequestError: There is no ``sbatch``, or it refuses the job.
     """
     if shutil.which("sbatch") is None:
         raise RequestError(
@@ -153,7 +153,7 @@ def submit(path: Path) -> str:
 
 
 def _pmi_of_this_mpi() -> str:
-    """Return what lets srun start ranks of the MPI that is found here: PMIx for Open MPI, PMI-2 for the others."""
+    """Return the value of ``srun --mpi`` for the MPI of this machine: PMIx for Open MPI, PMI-2 for others."""
     from workflows.launch import mpiexec
 
     try:
@@ -177,7 +177,7 @@ def _render(template: str, site: Site, values: Mapping[str, Any]) -> str:
     try:
         return environment.get_template(f"{template}.sh.j2").render(values)
     except TemplateError as error:
-        raise RequestError(f"the template {template}.sh.j2 of {folders[0]} cannot be filled in: {error}") from error
+        raise RequestError(f"the template {template}.sh.j2 of {folders[0]} cannot be rendered: {error}") from error
 
 
 def _keys(kind: type[Site]) -> list[str]:

@@ -1,13 +1,13 @@
-"""A folder in which ranks report to their launcher how they ended.
+"""The status folder, in which ranks report to their launcher how they ended.
 
-Signals and exit codes do not survive every process manager: some send one code for all ranks, some kill the others as
-soon as one leaves with anything but 0. A few small files do.
+Process managers do not forward signals and exit codes reliably: some return one code for all ranks, some kill all ranks
+as soon as one exits with a code other than 0. So ranks and launcher use small files:
 
-    pid-<rank>     written when a rank begins
-    exit-<rank>    its exit code, written when it ends by itself
-    stop           created when all ranks shall save and stop; also found by ranks that start later
-    advice         advice if memory runs out
-    failure.json   rank and error of the first that failed; only one rank can create it
+    pid-<rank>     process id, written when a rank starts
+    exit-<rank>    exit code, written when a rank ends by itself
+    stop           created to request all ranks to save and stop, also those that start later
+    advice         text to print if memory runs out
+    failure.json   rank and error of the first rank that failed; only one rank can create it
 """
 
 from __future__ import annotations
@@ -23,46 +23,46 @@ FAILURE, STOP = "failure.json", "stop"
 
 
 class RunStatus:
-    """The files of one launch; stateless."""
+    """Reads and writes the files of one launch; has no state of its own."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     @classmethod
-    def of_environment(cls) -> RunStatus | None:
-        """Return the folder of this node's launcher; None if there is none."""
+    def from_environment(cls) -> RunStatus | None:
+        """Return the status folder of this process's launcher; None without this project's launcher."""
         folder = os.environ.get(VARIABLE)
         return cls(Path(folder)) if folder and Path(folder).is_dir() else None
 
     def begin(self, rank: int) -> None:
-        """Note that ``rank`` is this process."""
+        """Write this process's id for ``rank``."""
         self._write(f"pid-{rank}", str(os.getpid()))
 
     def end(self, rank: int, code: int) -> None:
-        """Note the exit code of ``rank``."""
+        """Write the exit code of ``rank``."""
         self._write(f"exit-{rank}", str(code))
 
     def request_stop(self) -> None:
-        """Ask all ranks to stop, those too that have not begun yet."""
+        """Request all ranks to stop, also those that have not started yet."""
         (self.folder / STOP).touch()
 
-    def note_advice(self, text: str) -> None:
-        """Store the advice if memory runs out."""
+    def write_advice(self, text: str) -> None:
+        """Write the advice to print if memory runs out."""
         self._write("advice", text)
 
     @property
     def advice(self) -> str:
-        """The stored advice, or ""."""
+        """The advice, or "" if there is none."""
         file = self.folder / "advice"
         return file.read_text(encoding="utf-8") if file.exists() else ""
 
     @property
     def stop_requested(self) -> bool:
-        """Whether that has been asked for."""
+        """Whether a stop was requested."""
         return (self.folder / STOP).exists()
 
     def claim_failure(self, rank: int, error: str) -> bool:
-        """Record a failure and return whether it is the first; later ones wait until the first is complete."""
+        """Write a failure if it is the first, and return whether it is; otherwise wait until the first is written."""
         try:
             descriptor = os.open(self.folder / FAILURE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
@@ -80,7 +80,7 @@ class RunStatus:
         return (self.folder / FAILURE).exists()
 
     def failure(self) -> dict[str, Any] | None:
-        """Return {"rank", "error"} of the first failure, None if there was none."""
+        """Return {"rank", "error"} of the first failure; None if there is none."""
         try:
             found: dict[str, Any] = json.loads((self.folder / FAILURE).read_text(encoding="utf-8"))
         except (FileNotFoundError, json.JSONDecodeError):
@@ -92,7 +92,7 @@ class RunStatus:
         return self._numbers("exit-")
 
     def pids(self) -> dict[int, int]:
-        """Return {rank: process id} of the ranks that began."""
+        """Return {rank: process id} of the ranks that started."""
         return self._numbers("pid-")
 
     def _numbers(self, prefix: str) -> dict[int, int]:

@@ -20,6 +20,7 @@ from data.store.manifest import load_manifest
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from workflows.config.load import Config
+from workflows.evaluation.models import model_fields
 
 
 @dataclass(frozen=True)
@@ -130,16 +131,9 @@ class TrainingJob:
 
     def model_json(self) -> dict[str, Any]:
         """Return the content of ``model.json`` for prediction, without the step."""
-        data, model = self.config.data, self.config.model
-        model_fields = {
-            "name": model.name,
-            "classes": len(self.classes),
-            "norm": model.norm,
-            "pool": model.pool,
-            "options": model.options,
-        }
+        data = self.config.data
         return {
-            "model": model_fields,
+            "model": model_fields(self.config.model, len(self.classes)),
             "class_names": list(self.classes),
             "class_weights": list(self.class_weights),
             "target": data.target,

@@ -29,7 +29,7 @@ from workflows.config.load import Config
 from workflows.console import say
 from workflows.evaluation.evaluate import DatasetImages, EvaluationSet
 from workflows.evaluation.loss import make_loss
-from workflows.evaluation.models import DTYPES, FORMATS, build_model, lay_out
+from workflows.evaluation.models import DTYPES, FORMATS, build_model, convert_model
 from workflows.training.job import TrainingJob
 from workflows.training.optimisation import make_optimizer
 from workflows.training.weights import load_weights
@@ -114,7 +114,7 @@ def make_model(job: TrainingJob, report: bool) -> torch.nn.Module:
         if report:
             say(f"weights from {path}: {loaded}")
     run = job.config.run
-    return lay_out(model, run.precision, run.memory_format).train()
+    return convert_model(model, run.precision, run.memory_format).train()
 
 
 def device_of(request: DeviceRequest, roles: Roles) -> str:

@@ -123,7 +123,7 @@ class Validating:
     def close(self, stopped: bool) -> None:
         """Release the validators; after early stopping, remove everything after the last step."""
         if self._client is not None:
-            self._client.close(stopped, needless=self.last is not None)
+            self._client.close(stopped, discard=self.last is not None)
             if not stopped:
                 self._collect()
         if self._recorder is not None and self.last is not None and not stopped:

@@ -72,7 +72,7 @@ def test_a_full_disk_fails_the_slides_with_its_reason(
     monkeypatch.setattr("data.store.export._write", lambda store, path, threads, progress: full(path, b""))
     assert export.run(store, "0.4", tmp_path / "copies", as_json=False) == 1
     assert [row["status"] for row in csv.DictReader((tmp_path / "copies/export.csv").open())] == ["failed", "failed"]
-    monkeypatch.setattr("data.files.write_atomically", full)
+    monkeypatch.setattr("data.csv_table.write_atomically", full)
     assert export.run(store, "0.4", tmp_path / "copies", as_json=False) == 1
     said = capsys.readouterr().err
     assert "failed: a: " in said and "export.csv cannot be written" in said and os.strerror(errno.ENOSPC) in said

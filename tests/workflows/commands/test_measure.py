@@ -25,7 +25,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(CASES, name, tuple(smaller))
     monkeypatch.setattr(measured_operators, "ROUNDS", 1)
     monkeypatch.setattr(measured_operators, "_LAYERS", (1, 2))
-    monkeypatch.setattr(measured_operators, "_COPIED", 2**20)
+    monkeypatch.setattr(measured_operators, "_COPIED_VALUES", 2**20)
     monkeypatch.setattr(measure, "_ROUNDS", 8)
     monkeypatch.setattr(measure, "_DISK_BYTES", 1 << 20)
 

@@ -12,23 +12,23 @@ from workflows.launch.child_process import Parent
 
 
 def main() -> None:
-    parent = Parent.of_arguments()
-    told = parent.hear()
-    if told["seat"]["size"] > 1 and told["seat"]["rank"] == 0:
-        parent.say("port", port=1)
-    parent.say("ready")
+    parent = Parent.from_arguments()
+    told = parent.receive()
+    if told["rendezvous"]["size"] > 1 and told["rendezvous"]["rank"] == 0:
+        parent.send("port", port=1)
+    parent.send("ready")
     while True:
-        work = parent.hear()
+        work = parent.receive()
         while told["gate"] and not Path(told["gate"]).exists():
             time.sleep(0.005)
         time.sleep(told["seconds"])
         if work["step"] in told["raises_at"]:
-            parent.say("raised", error="Traceback …\nValueError: asked for")
+            parent.send("raised", error="Traceback …\nValueError: asked for")
             continue
         if work["step"] in told["dies_at"]:
             os.kill(os.getpid(), signal.SIGKILL)
         with mmap.mmap(work["descriptor"], work["bytes"]) as snapshot:
-            parent.say("result", metrics={"loss": float(sum(snapshot[:])), "auroc": None})
+            parent.send("result", metrics={"loss": float(sum(snapshot[:])), "auroc": None})
 
 
 if __name__ == "__main__":

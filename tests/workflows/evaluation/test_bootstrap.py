@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workflows.evaluation.bootstrap import DRAWS, draw_cases, drawn_metrics, intervals
-from workflows.evaluation.cases import by_case, places_of
+from workflows.evaluation.cases import by_case, case_indices
 from workflows.evaluation.evaluate import EvaluationSet
 from workflows.evaluation.metrics import METRICS, metrics_of_logits
 
@@ -71,7 +71,7 @@ def test_slides_speak_for_their_case():
     targets, names = torch.tensor([1, 0, 0, 0]), ["b", "a", "b", "c"]
     p = logits.softmax(1)
     mean = by_case(logits, targets, names, "mean")
-    assert mean.of_slide.tolist() == places_of(names).tolist() == [0, 1, 0, 2]
+    assert mean.of_slide.tolist() == case_indices(names).tolist() == [0, 1, 0, 2]
     assert torch.allclose(mean.logits.exp(), torch.stack([(p[0] + p[2]) / 2, p[1], p[3]]))
     assert mean.targets.tolist() == [1, 0, 0]  # a case with one such slide is such a case
     worst = by_case(logits, targets, names, "max")

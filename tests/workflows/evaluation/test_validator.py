@@ -20,10 +20,10 @@ from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from tests.workflows.archive import make_config, make_store
 from workflows.config.load import load_config
-from workflows.evaluation.snapshot import ALIGN_BYTES, Pool, snapshot_bytes, unflatten
+from workflows.evaluation.snapshot import ALIGN_BYTES, SnapshotPool, snapshot_bytes, unflatten
 from workflows.evaluation.validation_child import validation_plan
 from workflows.evaluation.validation_client import QUEUE, Policy, ValidationClient
-from workflows.evaluation.validator import MOST_DEATHS, ValidationChildError, ValidationService
+from workflows.evaluation.validator import MAX_DEATHS, ValidationChildError, ValidationService
 from workflows.launch.child_process import ChildProcess
 from workflows.training.job import prepare
 
@@ -80,8 +80,8 @@ class Service:
         assert results[1:] == [stopped] * validators
         return results[0]
 
-    def _start(self, seat: Mapping[str, Any], descriptors: Sequence[int]) -> ChildProcess:
-        child = ChildProcess(PROGRAM, {**self._told, "seat": seat}, descriptors)
+    def _start(self, rendezvous: Mapping[str, Any], descriptors: Sequence[int]) -> ChildProcess:
+        child = ChildProcess(PROGRAM, {**self._told, "rendezvous": rendezvous}, descriptors)
         self.children.append(child)
         return child
 
@@ -103,7 +103,7 @@ def submit_all(
 
 
 def test_a_snapshot_survives_the_journey() -> None:
-    flat = Pool().take(1, STATE).flat
+    flat = SnapshotPool().acquire(1, STATE).flat
     again = unflatten(flat, STATE)
     assert all(torch.equal(again[key], STATE[key]) and again[key].dtype == STATE[key].dtype for key in STATE)
     assert flat.numel() == snapshot_bytes(STATE) == 3 * ALIGN_BYTES
@@ -112,12 +112,12 @@ def test_a_snapshot_survives_the_journey() -> None:
 
 
 def test_memory_of_snapshots_is_used_again() -> None:
-    pool = Pool()
-    first = pool.take(1, STATE)
-    second = pool.take(2, STATE)
+    pool = SnapshotPool()
+    first = pool.acquire(1, STATE)
+    second = pool.acquire(2, STATE)
     assert first.flat.data_ptr() != second.flat.data_ptr()
-    pool.give(first)
-    assert pool.take(3, STATE).flat.data_ptr() == first.flat.data_ptr()
+    pool.release(first)
+    assert pool.acquire(3, STATE).flat.data_ptr() == first.flat.data_ptr()
 
 
 @pytest.mark.parametrize("validators", [1, 3])
@@ -214,10 +214,10 @@ def test_three_deaths_on_the_same_weights_and_the_validators_give_up(capfd: pyte
         return results
 
     assert [step for step, _ in service.run(body)] == [1]
-    assert len(service.children) == MOST_DEATHS
+    assert len(service.children) == MAX_DEATHS
     said = capfd.readouterr().err
     assert said.count("restarting it from the weights of step 2") == 2
-    assert said.count("from now on the trainers validate") == 1
+    assert said.count("the trainers validate from now on") == 1
 
 
 def test_a_child_that_raises_is_not_started_again() -> None:
@@ -234,8 +234,8 @@ def test_a_child_is_no_rank_and_ends_with_its_parent(monkeypatch: pytest.MonkeyP
     environment: list[bytes] = []
 
     def parent() -> None:
-        children.append(ChildProcess(PROGRAM, {"seat": {"size": 1, "rank": 0}}))
-        while children[0].hear() != {"kind": "ready"}:
+        children.append(ChildProcess(PROGRAM, {"rendezvous": {"size": 1, "rank": 0}}))
+        while children[0].receive() != {"kind": "ready"}:
             time.sleep(0.005)
         environment.append(Path(f"/proc/{children[0].pid}/environ").read_bytes())
 
@@ -243,7 +243,7 @@ def test_a_child_is_no_rank_and_ends_with_its_parent(monkeypatch: pytest.MonkeyP
     thread.start()
     thread.join()  # to the kernel, the thread that started it is its parent
     deadline_s = time.monotonic() + 10
-    while (word := children[0].hear()) is None and time.monotonic() < deadline_s:
+    while (word := children[0].receive()) is None and time.monotonic() < deadline_s:
         time.sleep(0.005)
     assert word == {"kind": "died", "how": "signal 9 (SIGKILL)"}
     assert b"PMI_RANK" not in environment[0] and b"OMPI_" not in environment[0]

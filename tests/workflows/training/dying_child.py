@@ -8,12 +8,12 @@ from workflows.launch.child_process import Parent
 
 
 def main() -> None:
-    parent = Parent.of_arguments()
-    seat = parent.hear()["seat"]
+    parent = Parent.from_arguments()
+    seat = parent.receive()["rendezvous"]
     if seat["size"] > 1 and seat["rank"] == 0:
-        parent.say("port", port=1)
-    parent.say("ready")
-    parent.hear()
+        parent.send("port", port=1)
+    parent.send("ready")
+    parent.receive()
     os._exit(9)
 
 
