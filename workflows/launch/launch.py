@@ -147,7 +147,7 @@ class _Supervisor:
             if failed_s is not None and time.monotonic() - failed_s > SECONDS_TO_END_AFTER_FAILURE:
                 kill_session(self._process.pid)
 
-    def _lost(self) -> int | None:
+    def _first_lost(self) -> int | None:
         """Return the first rank that ended without writing its exit code, or None."""
         if not self._exits.pids:
             return None
