@@ -164,6 +164,8 @@ class CustomCall:
 class CollectiveCall:
     """An operator with its own backward and with communication.
 
+    All ranks call it. Which of them send messages depends on their boxes: with some grids, none do.
+
     Attributes:
         operator: the implementation.
         inputs: value names; None for a missing input.

@@ -161,29 +161,18 @@ class StageRunner:
     def predict(self, images: Images) -> Any:
         """Return the output for a batch, the same in every runner; the model is in evaluation mode."""
         with torch.no_grad(), self._autocasting():
-            shape = self.reader.batch_shape(images)
-            micro = self.reader.micro_shape(shape)
-            compiled = self.compiled(micro)
-            self._state = None
-            parts = self.reader.prediction_parts(compiled, shape[0])
-            local = {} if self._cell else self.reader.read(images, parts)
+            compiled, parts, local, size, count = self._begin_evaluation(images)
             pipeline = self._pipeline(compiled, None, None)
-            step = self._step(compiled, images, parts, local, None, micro[0])
-            pipeline.run(self._forwards(compiled, shape[0] // micro[0]), step)
-            return self.reader.as_given(images, self._joined_output(compiled, pipeline, shape[0] // micro[0]))
+            pipeline.run(self._forwards(compiled, count), self._step(compiled, images, parts, local, None, size))
+            return self.reader.as_given(images, self._joined_output(compiled, pipeline, count))
 
     def explain(self, images: Images) -> Explanation:
         """Return the logits and their contributions, the same in every runner; see ``Engine.explain``."""
         with self._autocasting():
-            shape = self.reader.batch_shape(images)
-            micro = self.reader.micro_shape(shape)
-            compiled = self.compiled(micro)
-            self._state = None
-            parts = self.reader.prediction_parts(compiled, shape[0])
-            local = {} if self._cell else self.reader.read(images, parts)
+            compiled, parts, local, size, count = self._begin_evaluation(images)
             pieces = []
-            for microbatch in range(shape[0] // micro[0]):
-                part = self._part(images, parts, local, (0, 0), microbatch * micro[0], micro[0])
+            for microbatch in range(count):
+                part = self._part(images, parts, local, (0, 0), microbatch * size, size)
                 values = self._subject.bindings.begin(compiled.only, part, microbatch)
                 pieces.append(attribute(compiled, values, self.groups.stages[0, 0]))
         positions = [piece.positions for piece in pieces if piece.positions is not None]
@@ -192,6 +181,18 @@ class StageRunner:
             torch.cat([piece.contributions for piece in pieces]),
             torch.cat(positions) if len(positions) == len(pieces) else None,
         )
+
+    def _begin_evaluation(
+        self, images: Images
+    ) -> tuple[Compiled, dict[Key, InputPart], dict[Key, torch.Tensor], int, int]:
+        """Return (model, boxes to read, boxes already read, images of a micro-batch, number of micro-batches)."""
+        shape = self.reader.batch_shape(images)
+        micro = self.reader.micro_shape(shape)
+        compiled = self.compiled(micro)
+        self._state = None
+        parts = self.reader.prediction_parts(compiled, shape[0])
+        local = {} if self._cell else self.reader.read(images, parts)
+        return compiled, parts, local, micro[0], shape[0] // micro[0]
 
     def _pipeline(
         self,
