@@ -169,7 +169,12 @@ class _Sizes:
 
 
 def _peak(tape: Tape, sizes: _Sizes, trains: bool) -> int:
-    """Return the peak of kept bytes: values used after a wait and, in training, what backward needs."""
+    """Return the peak of kept bytes: values used after a wait and, in training, what backward needs.
+
+    saved          values kept for backward: they grow through the forward and are all there at its end
+    passing        in evaluation, values between the step that computes them and their last use
+    cotangents     in backward, the same for cotangents, whose steps run in reverse
+    """
     maker: dict[str, int] = {}
     last: dict[str, int] = {}
     image = sizes.ranked.program.image

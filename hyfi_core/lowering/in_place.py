@@ -55,7 +55,7 @@ def in_place(ranked: RankProgram) -> RankProgram:
     done: list[Instruction] = []
     for instruction in ranked.instructions:
         free = {name for name in instruction.inputs if name in fresh and uses[name] == 1}
-        done.append(_over(instruction, free) if isinstance(instruction, LocalCall) else instruction)
+        done.append(_in_place(instruction, free) if isinstance(instruction, LocalCall) else instruction)
         if _makes_fresh(instruction) and instruction.outputs[0] is not None:
             fresh.add(instruction.outputs[0])
     left = {*refs_in(ranked.outputs), *ranked.exits, *ranked.program.mutations.values()}
@@ -102,7 +102,7 @@ def _saves_nothing(instruction: Instruction, of_map: bool) -> bool:
     return isinstance(instruction.operator, (Relu, AvgPool) if of_map else (Relu, AvgPool, *_POOLS))
 
 
-def _over(call: LocalCall, free: set[str]) -> Instruction:
+def _in_place(call: LocalCall, free: set[str]) -> Instruction:
     """Return the call, in place over one of its ``free`` operands if the operator allows it."""
     op = call.source
     if op is None or call.empty is not None:
@@ -117,9 +117,9 @@ def _over(call: LocalCall, free: set[str]) -> Instruction:
 
 def _sum_over(target: int, other: int) -> Callable[..., torch.Tensor]:
     def call(*operands: Any) -> Any:
-        over, more = operands[target], operands[other]
+        result, added = operands[target], operands[other]
         # Under autocast their dtypes may differ.
-        fits = over.shape == more.shape and over.dtype == more.dtype
-        return over.add_(more) if fits else torch.add(*operands)
+        fits = result.shape == added.shape and result.dtype == added.dtype
+        return result.add_(added) if fits else torch.add(*operands)
 
     return call

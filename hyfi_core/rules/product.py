@@ -64,7 +64,10 @@ def einsum(builder: Builder, op: Operator) -> None:
 
 
 def _spelled(equation: str, ranks: list[int]) -> str:
-    """Return an equation with capital letters instead of ellipses; unchanged if that is not possible."""
+    """Return an equation with capital letters instead of ellipses; unchanged if that is not possible.
+
+    ``"...nk,...km"`` for operands of 4 and 3 dims becomes ``"ABnk,Bkm->ABmn"``: ellipses are aligned at their ends.
+    """
     if "..." not in equation:
         return equation
     given, arrow, result = equation.partition("->")

@@ -40,7 +40,16 @@ class _Factor:
 
 
 def view_of_blocks(builder: Builder, op: Operator) -> bool:
-    """Emit a view that divides height and width into blocks, or merges them; return whether it is supported."""
+    """Emit a view that divides height and width into blocks, or merges them; return whether it is supported.
+
+    For example (B, C, 8, 12) -> (B, C, 2, 4, 3, 4)::
+
+        factors     B  C  2  4  3  4        common factors of both shapes
+        along             └y─┘  └x─┘        those of height and of width: [[2, 3], [4, 5]]
+        carriers          2     3           of each, the factor that ranks share: numbers 2 and 4
+        blocks               4     4        rows and columns of a block; parts are cut at multiples of it
+        coarse      layout of the 2 x 3 blocks
+    """
     name, sizes = op.args[0].name, builder.shape(op.first_output)
     here = builder.splits[name].owned
     shape, dims = here.opened(builder.shape(name))
@@ -50,18 +59,19 @@ def view_of_blocks(builder: Builder, op: Operator) -> bool:
     along = [[at for at, factor in enumerate(factors) if factor.before == dim] for dim in dims]
     if not all(along):  # a single row or column: its dim after the view is ambiguous
         return False
-    last = _inner_shared(builder, op, factors, along)
-    carriers = tuple(found[-1] if inner else found[0] for found, inner in zip(along, last, strict=True))
+    second = _second_is_shared(builder, op, factors, along)
+    carriers = tuple(found[-1] if is_second else found[0] for found, is_second in zip(along, second, strict=True))
     blocks = [
-        1 if inner else prod(factors[at].size for at in found[1:]) for found, inner in zip(along, last, strict=True)
+        1 if is_second else prod(factors[at].size for at in found[1:])
+        for found, is_second in zip(along, second, strict=True)
     ]
     held = name
-    if any(last):
+    if any(second):  # a grid: height or width is made whole on every rank first
         held = builder.opened(builder.part(name, here))
-        for axis in (axis for axis in (0, 1) if last[axis]):
+        for axis in (axis for axis in (0, 1) if second[axis]):
             held = _gridded(builder, held, axis, factors[carriers[axis]].size)
     now = builder.splits[held]
-    laid = Layout.even(*now.layout.map.shape, builder.grid) if any(last) else now.layout
+    laid = Layout.even(*now.layout.map.shape, builder.grid) if any(second) else now.layout
     rows, columns = _aligned(laid.rows, blocks[0]), _aligned(laid.columns, blocks[1])
     coarse = Layout(tuple(cut // blocks[0] for cut in rows), tuple(cut // blocks[1] for cut in columns))
     split = _folded(coarse, factors, (carriers[0], carriers[1]))
@@ -78,7 +88,7 @@ def view_of_blocks(builder: Builder, op: Operator) -> bool:
     return True
 
 
-def _inner_shared(builder: Builder, op: Operator, factors: list[_Factor], along: list[list[int]]) -> list[bool]:
+def _second_is_shared(builder: Builder, op: Operator, factors: list[_Factor], along: list[list[int]]) -> list[bool]:
     """Return, for height and width, whether ranks share the second of two factors."""
     sizes = [factor.size for factor in factors]
     if all(len(found) == 2 for found in along):
