@@ -61,10 +61,9 @@ def view_of_blocks(builder: Builder, op: Operator) -> bool:
         return False
     second = _second_is_shared(builder, op, factors, along)
     carriers = tuple(found[-1] if is_second else found[0] for found, is_second in zip(along, second, strict=True))
-    blocks = [
-        1 if is_second else prod(factors[at].size for at in found[1:])
-        for found, is_second in zip(along, second, strict=True)
-    ]
+    blocks = []
+    for found, is_second in zip(along, second, strict=True):
+        blocks.append(1 if is_second else prod(factors[at].size for at in found[1:]))
     held = name
     if any(second):  # a grid: height or width is made whole on every rank first
         held = builder.opened(builder.part(name, here))
