@@ -1,11 +1,11 @@
-"""Errors of a single slide, which do not affect other slides."""
+"""Errors that concern one slide; others can still be processed."""
 
 from __future__ import annotations
 
 
 class SlideError(Exception):
-    """A slide cannot be used; the message is the reason shown in the manifest."""
+    """A slide cannot be used; the message becomes the reason in the manifest."""
 
 
 class TileError(SlideError):
-    """A part of a slide cannot be decoded."""
+    """A tile of a slide cannot be decoded."""

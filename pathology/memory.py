@@ -1,4 +1,4 @@
-"""Number of workers by available memory."""
+"""Number of ingest workers that fit into memory."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from hyfi_core.process_memory import available_bytes
 
 WORKER_BYTES = 1_000_000_000
 """Peak memory of one worker, for any slide; see `workflows.benchmarks.ingest_memory`."""
-_SHARE = 0.8
+_USABLE_FRACTION = 0.8
+"""Fraction of the free memory that workers may use by default."""
 
 
 def parse_bytes(text: str) -> int:
-    """Parse ``8GB``, ``8 GiB``, ``800M`` or a plain number of bytes.
+    """Parse an amount of memory: ``8GB``, ``8 GiB``, ``800M`` or a number of bytes.
 
     Raises:
         RequestError: The text is none of these.
@@ -30,16 +31,16 @@ def worker_count(asked: int, memory_bytes: int | None) -> int:
     """Return the number of workers.
 
     Args:
-        asked: Requested; 0: the number of cores.
-        memory_bytes: Memory of all of them; None: most of the free memory.
+        asked: Number requested; 0 for as many as cores.
+        memory_bytes: Memory of all workers together; None for 80 % of the free memory.
 
     Raises:
-        RequestError: The memory is too small for one.
+        RequestError: The memory is too small for one worker.
     """
     workers = asked or usable_cores()
     if memory_bytes is not None and memory_bytes < WORKER_BYTES:
         raise RequestError(
             f"--memory {memory_bytes / 1e9:.2g} GB: one worker needs up to {WORKER_BYTES / 1e9:g} GB; give more"
         )
-    budget = memory_bytes if memory_bytes is not None else int(_SHARE * available_bytes())
+    budget = memory_bytes if memory_bytes is not None else int(_USABLE_FRACTION * available_bytes())
     return max(1, min(workers, budget // WORKER_BYTES))

@@ -1,4 +1,4 @@
-"""Ingest of many slides: finished ones are skipped, changed ones redone or refused, failures isolated."""
+"""Ingest of many slides: finished slides are skipped, changed ones are ingested again or refused, failures isolated."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pathology.ingest.pseudonyms import KeyFile
 from pathology.ingest.slide import ingest_slide
 from pathology.ingest.work import Outcome, sweep_claims
 from pathology.memory import worker_count
-from pathology.readers.file_check import CLOSED_FOLDER, closed_folder
+from pathology.readers.file_check import UNREADABLE_FOLDER, folder_error
 from pathology.readers.mpp import AGREE_TOLERANCE, parse_mpp
 
 __all__ = ["IngestOptions", "IngestReport", "Plan", "Request", "ingest", "ingest_slide", "make_plan"]
@@ -44,7 +44,7 @@ class IngestReport:
     skipped: list[str] = field(default_factory=list)
     stopped: str = ""
 
-    def take(self, outcome: Outcome) -> None:
+    def add(self, outcome: Outcome) -> None:
         """Add the result of one slide."""
         if outcome.record.status != DONE:
             self.failed.append(outcome.record)
@@ -59,7 +59,7 @@ class Plan:
     """The plan of an ingest.
 
     Attributes:
-        jobs: To do.
+        jobs: Slides to ingest.
         finished: Finished slides by name, with their new records.
         key: The pseudonyms, not saved yet; None if slides keep their names.
     """
@@ -78,7 +78,7 @@ class Request:
         store: The store's folder; created if it does not exist.
         options: How to ingest; see `IngestOptions`.
         overwrite: Ingest finished slides again, also with other parameters.
-        part: (i, n): the i-th, from 1, of n parts, equal to one slide; the slides of the others are left out.
+        part: (i, n): ingest only the i-th (from 1) of n parts, whose sizes differ by at most one slide.
         pseudonyms: ``KEY.csv``: slides get random names, see `pathology.ingest.pseudonyms`.
     """
 
@@ -96,13 +96,13 @@ def ingest(
     workers: int = 0,
     memory_bytes: int | None = None,
     finished: Callable[[Outcome], None] = lambda outcome: None,
-    progress: Callable[[Sequence[float]], None] = lambda shares: None,
+    progress: Callable[[Sequence[float]], None] = lambda fractions: None,
     plan: Plan | None = None,
 ) -> IngestReport:
     """Ingest slides into the store and compile its ``manifest.csv`` and contact sheet.
 
     Args:
-        request: What to ingest; see `IngestRequest`.
+        request: What to ingest; see `Request`.
         workers: Processes; 0: as many as cores and memory allow, 1: this process.
         memory_bytes: Memory of all processes together; default: the free memory.
         finished: Called with the result of each slide.
@@ -122,7 +122,7 @@ def ingest(
     report = IngestReport(skipped=list(plan.finished))
 
     def take(outcome: Outcome) -> None:
-        report.take(outcome)
+        report.add(outcome)
         finished(outcome)
 
     try:
@@ -131,9 +131,9 @@ def ingest(
     except OSError as error:
         report.stopped = f"cannot write to the store {store}: {error.strerror or error}"
     finally:
-        for last in (compile_manifest, write_contact, sweep_claims):
+        for step in (compile_manifest, write_contact, sweep_claims):
             with suppress(OSError):  # a full disk; the next run writes it
-                last(store)
+                step(store)
     return report
 
 
@@ -177,7 +177,7 @@ def _jobs(request: Request, records: dict[str, SlideRecord]) -> tuple[list[Slide
         jobs = find_jobs(request.paths, records)
     else:
         key = KeyFile(request.pseudonyms, request.store)
-        jobs = key.disguise(find_jobs(request.paths, {}))
+        jobs = key.pseudonymise(find_jobs(request.paths, {}))
     mine = part_of_names([job.slide_id for job in jobs], *request.part)
     return [job for job in jobs if job.slide_id in mine], key
 
@@ -208,6 +208,7 @@ def _finished_record(record: SlideRecord | None, store: Path) -> SlideRecord | N
 
 
 def _other_parameters(record: SlideRecord, job: SlideJob, options: IngestOptions) -> list[str]:
+    """Return the parameters that differ from those of a finished slide, as ``name: old → new``."""
     old = dict(record.identity.get("parameters", {}))
     new: dict[str, Any] = options.parameters()
     given = old.pop("given_mpp", None)
@@ -230,6 +231,7 @@ def _contradicts(job: SlideJob, file_mpp: float | None) -> bool:
 
 
 def _given_mpp(job: SlideJob, options: IngestOptions) -> float | None:
+    """Return the microns per pixel from the manifest, else from the options; None if neither has them."""
     with suppress(ValueError):
         return parse_mpp(job.row.get("source_mpp", ""))
     return options.slide_mpp
@@ -270,9 +272,9 @@ def _refresh(finished: dict[str, SlideRecord], store: Path) -> None:
     records = load_records(store)
     for record in records.values():
         if (
-            record.reason.startswith(CLOSED_FOLDER)
+            record.reason.startswith(UNREADABLE_FOLDER)
             and record.source_path
-            and not closed_folder(Path(record.source_path))
+            and not folder_error(Path(record.source_path))
         ):
             record_path(store, record.slide_id).unlink(missing_ok=True)  # replaced by the records of its slides
     for name, record in finished.items():

@@ -62,8 +62,8 @@ class Claim:
         if before is not None and not before.is_stale():
             return None
         number = 0 if before is None else before.number + 1
-        path, token = folder / f"{name}.{number}", f"{_myself()} {secrets.token_hex(8)}"
-        if not _created(path, token):
+        path, token = folder / f"{name}.{number}", f"{_this_process()} {secrets.token_hex(8)}"
+        if not _create(path, token):
             return None
         if not _is_mine(folder, name, number, before):
             path.unlink(missing_ok=True)
@@ -80,15 +80,15 @@ class Claim:
     def check(self) -> None:
         """Check that the claim is still valid, before an irreversible action.
 
-        A network file system may show an old list of a folder for a minute. So the file that whoever took over must
-        have made is made here, exclusively, which the server decides, and removed again.
+        A network file system may show an outdated list of a folder for a minute. Therefore this creates the file that
+        a process must create to take over, exclusively, which is decided by the server, and removes it again.
 
         Raises:
             ClaimLostError: Another process has taken over.
         """
         folder, (name, number) = self._path.parent, _parts(self._path)
         after = folder / f"{name}.{number + 1}"
-        free = _created(after, self._token)
+        free = _create(after, self._token)
         if free:
             after.unlink()
         if not free or _token(self._path) != self._token:
@@ -144,8 +144,8 @@ def sweep(folder: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
-    """A claim's file as found."""
+class _ClaimFile:
+    """The state of a claim's file when it was read."""
 
     path: Path
     number: int
@@ -164,26 +164,30 @@ class _Found:
         return silent_s > STALE_AFTER_S or _has_ended(self.token)
 
 
-def _latest(folder: Path, name: str) -> _Found | None:
+def _latest(folder: Path, name: str) -> _ClaimFile | None:
+    """Return the claim's file with the highest number; None if there is none."""
     numbers = _numbers(folder, name)
     if not numbers:
         return None
     path = folder / f"{name}.{max(numbers)}"
-    return _Found(path, max(numbers), _token(path))
+    return _ClaimFile(path, max(numbers), _token(path))
 
 
 def _numbers(folder: Path, name: str) -> list[int]:
+    """Return the numbers of a name's claim files, ascending."""
     pattern = re.compile(re.escape(name) + r"\.(\d+)", re.DOTALL)
     with os.scandir(folder) as entries:
         return sorted(int(found[1]) for entry in entries if (found := pattern.fullmatch(entry.name)))
 
 
 def _parts(path: Path) -> tuple[str, int]:
+    """Return the name and the number of a claim's file."""
     name, _, number = path.name.rpartition(".")
     return name, int(number)
 
 
-def _created(path: Path, token: str) -> bool:
+def _create(path: Path, token: str) -> bool:
+    """Create a claim's file exclusively; return False if it exists."""
     try:
         handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
     except FileExistsError:
@@ -198,8 +202,8 @@ def _created(path: Path, token: str) -> bool:
     return True
 
 
-def _is_mine(folder: Path, name: str, number: int, before: _Found | None) -> bool:
-    """Whether a claim that was just created holds: none has a higher number, and the stale one is the one judged."""
+def _is_mine(folder: Path, name: str, number: int, before: _ClaimFile | None) -> bool:
+    """Whether a new claim is valid: none has a higher number, and the stale one has not changed since it was read."""
     if max(_numbers(folder, name), default=-1) != number:
         return False
     return before is None or _token(before.path) == before.token
@@ -223,7 +227,8 @@ def _now_on_disk(folder: Path) -> float:
         probe.unlink(missing_ok=True)
 
 
-def _myself() -> str:
+def _this_process() -> str:
+    """Return an identifier of this process: machine, pid, start time."""
     return f"{_machine()} {os.getpid()} {_started(os.getpid())}"
 
 
@@ -239,7 +244,7 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str:
-    """Return the kernel's start time of a process, or ``-``; distinguishes reused pids."""
+    """Return the kernel's start time of a process, or ``-``; it tells processes with the same pid apart."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):

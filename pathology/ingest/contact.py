@@ -43,7 +43,7 @@ _HATCH_PX = 8
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """One slide on the sheet; texts are shown escaped, ``link`` is ready for an address."""
+    """One slide on the sheet. Texts are escaped by the template; ``link`` is URL-encoded here."""
 
     name: str
     picture: str
@@ -54,7 +54,7 @@ class Card:
 
 
 def write_contact(store: Path) -> Path:
-    """Write ``contact.html`` of all slides in ``store`` and return its path; pictures that are missing are made.
+    """Write ``contact.html`` with all slides in ``store`` and return its path; missing pictures are drawn.
 
     Raises:
         OSError: The store cannot be written.
@@ -74,7 +74,7 @@ def write_contact(store: Path) -> Path:
 
 
 def write_picture(store: Path, slide_id: str) -> None:
-    """Draw a finished slide with its outline, pen and blur, in both sizes.
+    """Write the pictures of a finished slide with outline, pen and blur, in both sizes.
 
     Raises:
         StoreError: The slide is damaged.
@@ -106,28 +106,29 @@ def draw(slide: SlideStore, longest_px: int = PICTURE_PX) -> RGB:
     extent_um = (size.height_px * size.mpp[0], size.width_px * size.mpp[1])
     blur, patch_um = blur_from_json(maps["blur"])
     with np.errstate(invalid="ignore"):
-        unsharp = _spread(blur < OUT_OF_FOCUS, patch_um, picture.shape, extent_um)
+        unsharp = _resampled(blur < OUT_OF_FOCUS, patch_um, picture.shape, extent_um)
     y, x = np.ogrid[: picture.shape[0], : picture.shape[1]]
     _tint(picture, unsharp & ((y + x) % _HATCH_PX < _HATCH_PX // 2), BLUR)
     pen, pen_um = pen_from_json(maps["pen"])
-    _tint(picture, _spread(pen, pen_um, picture.shape, extent_um), PEN)
+    _tint(picture, _resampled(pen, pen_um, picture.shape, extent_um), PEN)
     return picture
 
 
-def _spread(mask: Mask, mpp_um: float, shape: tuple[int, ...], extent_um: tuple[float, float]) -> Mask:
-    """Return the mask on the picture's grid: what the pixel of ``mpp_um`` under each of its pixels says."""
+def _resampled(mask: Mask, mpp_um: float, shape: tuple[int, ...], extent_um: tuple[float, float]) -> Mask:
+    """Return a mask of ``mpp_um`` resampled (nearest neighbour) to a picture ``shape`` of the whole slide."""
 
-    def places(axis: int) -> npt.NDArray[np.intp]:
-        at = (np.arange(shape[axis]) + 0.5) * extent_um[axis] / shape[axis] / mpp_um
-        clipped: npt.NDArray[np.intp] = np.minimum(at.astype(np.intp), mask.shape[axis] - 1)
+    def nearest(axis: int) -> npt.NDArray[np.intp]:
+        position = (np.arange(shape[axis]) + 0.5) * extent_um[axis] / shape[axis] / mpp_um
+        clipped: npt.NDArray[np.intp] = np.minimum(position.astype(np.intp), mask.shape[axis] - 1)
         return clipped
 
-    rows, columns = places(0), places(1)
+    rows, columns = nearest(0), nearest(1)
     result: Mask = mask[rows][:, columns]
     return result
 
 
 def _tint(picture: RGB, where: Mask, colour: tuple[int, int, int]) -> None:
+    """Blend a colour over part of a picture, in place."""
     picture[where] = (picture[where] * (1 - _TINT) + np.array(colour) * _TINT).astype(np.uint8)
 
 

@@ -25,7 +25,7 @@ from data.store.writer import SlideWriter
 from hyfi_core.plan.box import Box
 from pathology.errors import SlideError
 from pathology.ingest.frame import Frame, find_frame, whole_frame
-from pathology.ingest.level_reader import LevelReader, choose_level, own_mpp
+from pathology.ingest.level_reader import LevelReader, choose_level, stored_mpp
 from pathology.ingest.lossless import LosslessSlide
 from pathology.ingest.options import IngestOptions
 from pathology.ingest.pyramid import PyramidBuilder, fitted, level_sizes
@@ -36,12 +36,12 @@ from pathology.readers.slide_source import SlideSource
 from pathology.readers.source_level import RGB
 from pathology.readers.threads import run_in_pool
 from pathology.tissue.blur import MEASURED_MPP_UM
-from pathology.tissue.quality import Quality, Survey, mask_level
+from pathology.tissue.quality import Quality, QualityAccumulator, mask_level
 from pathology.tissue.tissue import TissueParameters, find_tissue
 
 _SAMPLES = 48
 _SAMPLE_PX = 256
-_WIDEST_PX = 2**20
+_CONVERTED_PX = 2**20
 """Pixels converted to sRGB at a time, which limits Pillow's copies."""
 
 
@@ -58,11 +58,11 @@ class SlideContent(Protocol):
 
     @property
     def levels(self) -> Sequence[StoredLevel]:
-        """For the writer."""
+        """The levels to write, finest first."""
 
     @property
     def glass(self) -> tuple[Mask, float] | None:
-        """For the writer: the tissue mask outside of which chunks are omitted, and its microns per pixel."""
+        """The tissue mask far from which chunks are omitted, and its microns per pixel; None to write all chunks."""
 
     @property
     def bad_tiles(self) -> int:
@@ -89,7 +89,7 @@ def content_of(slide: SlideSource, mpp: SourceMpp, options: IngestOptions) -> Sl
     """
     if options.lossless:
         return LosslessContent(slide, mpp, options)
-    return ResampledContent(slide, mpp, options.at(own_mpp(slide, mpp.um, None if options.native else options.mpp)))
+    return ResampledContent(slide, mpp, options.at(stored_mpp(slide, mpp.um, None if options.native else options.mpp)))
 
 
 class ResampledContent:
@@ -119,7 +119,7 @@ class ResampledContent:
 
     def write(self, writer: SlideWriter, progress: Callable[[float], None]) -> Quality:
         """See `SlideContent`. Memory: one shard (48 MiB) of each level and the slide at about 8 µm per pixel."""
-        survey = Survey(self._sizes, self._options.mpp, self._options.tissue)
+        accumulator = QualityAccumulator(self._sizes, self._options.mpp, self._options.tissue)
         done_px, all_px = 0, self.frame.box.area
 
         def read(box: Box) -> Planes:
@@ -127,18 +127,18 @@ class ResampledContent:
             progress(done_px / all_px)
             done_px += box.area
             # Shards of a killed run are reused, unless bad tiles are allowed: these must be counted again.
-            kept = writer.read_back(0, box) if self._options.max_bad == 0 else None
-            if kept is not None:
-                return kept
+            written = writer.read_back(0, box) if self._options.max_bad == 0 else None
+            if written is not None:
+                return written
             pixels = self._reader.read(box.shift(self.frame.box.y0, self.frame.box.x0))
             return pixels if self._to_srgb is None else self._to_srgb.planes(pixels)
 
         def write(level: int, y0: int, x0: int, block: Planes) -> None:
             writer.write(level, y0, x0, block)
-            survey.see(level, y0, x0, block)
+            accumulator.add(level, y0, x0, block)
 
         PyramidBuilder(self._sizes, read, write).build()
-        quality = survey.result(self.frame.masks)
+        quality = accumulator.result(self.frame.masks)
         writer.write_tissue(quality.masks.tissue, quality.mpp_um)
         return quality
 
@@ -157,34 +157,34 @@ class LosslessContent:
         self.glass: tuple[Mask, float] | None = None
         self._quality: Quality | None = None
         if options.glass == "blank":  # the omitted chunks must be known first
-            self._quality = self._survey()
+            self._quality = self._measure()
             self.glass = (self._quality.masks.tissue, self._quality.mpp_um)
         self.bad_tiles = self.tiles = 0
 
-    def _survey(self) -> Quality:
-        return self._quality or survey_lossless(self._slide, self._mpp.um, self._options.tissue)
+    def _measure(self) -> Quality:
+        return self._quality or measure_lossless(self._slide, self._mpp.um, self._options.tissue)
 
     def write(self, writer: SlideWriter, progress: Callable[[float], None]) -> Quality:
-        """See `SlideContent`. Memory: the tiles of three shards, and of the survey, which runs at the same time."""
+        """See `SlideContent`. Memory: the tiles of three shards, and `measure_lossless`, which runs in parallel."""
         progress(0.0)
-        with ThreadPoolExecutor(1, "survey") as beside:
-            survey = beside.submit(self._survey)
+        with ThreadPoolExecutor(1, "measure") as pool:
+            measured = pool.submit(self._measure)
             copied = self._copy.copy(writer, self._options.max_bad)
-            quality = survey.result()
+            quality = measured.result()
         self.bad_tiles, self.tiles = len(copied.bad), copied.tiles
         writer.write_tissue(quality.masks.tissue, quality.mpp_um)
         return quality
 
 
-def survey_lossless(slide: SlideSource, mpp: tuple[float, float], parameters: TissueParameters) -> Quality:
+def measure_lossless(slide: SlideSource, mpp: tuple[float, float], parameters: TissueParameters) -> Quality:
     """Measure a slide that is copied; tiles that cannot be decoded are white here and reported by the copy.
 
-    Memory: the slide at about 8 µm per pixel and what is decoded for it.
+    Memory: the slide at about 8 µm per pixel, and the pixels that are decoded for it.
 
     Args:
         slide: Open for reading.
         mpp: Microns per pixel (y, x) of its finest level.
-        parameters: Of the tissue mask.
+        parameters: Parameters of the tissue mask.
 
     Raises:
         SlideError: A level cannot be read at all.
@@ -193,21 +193,21 @@ def survey_lossless(slide: SlideSource, mpp: tuple[float, float], parameters: Ti
     fine = choose_level(slide, mpp, base_um)
     level = mask_level(base_um, parameters)
     sizes = level_sizes(fine.height_px, fine.width_px, at_least=level + 1)
-    survey = Survey(sizes, base_um, parameters)
+    accumulator = QualityAccumulator(sizes, base_um, parameters)
     coarse = choose_level(slide, mpp, base_um * 2**level)
     overview = LevelReader(slide, coarse, max_bad=1.0).read(Box.of_size(coarse.height_px, coarse.width_px))
     overview = fitted(overview, sizes[level])
     masks = find_tissue(overview, base_um * 2**level, parameters)
-    survey.see(level, 0, 0, overview)
+    accumulator.add(level, 0, 0, overview)
     if level > 0:
         reader = LevelReader(slide, fine, max_bad=1.0)
 
         def measure(box: Box) -> None:
-            survey.see(0, box.y0, box.x0, reader.read(box))
+            accumulator.add(0, box.y0, box.x0, reader.read(box))
 
         # Blocks do not overlap, so each is read and measured by one thread.
         run_in_pool(measure, _samples(masks.tissue, 2**level, Box.of_size(fine.height_px, fine.width_px)))
-    return survey.result(masks)
+    return accumulator.result(masks)
 
 
 def _samples(tissue: Mask, scale: int, whole: Box) -> list[Box]:
@@ -223,7 +223,7 @@ class ToSrgb:
     """Converts with an ICC profile: relative colorimetric with black point compensation, as viewers do.
 
     Args:
-        profile: The bytes of the slide's profile.
+        profile: The bytes of the slide's ICC profile.
 
     Raises:
         SlideError: They are not an RGB profile.
@@ -252,15 +252,15 @@ class ToSrgb:
         return ToSrgb, (self._profile,)
 
     def __call__(self, pixels: RGB) -> RGB:
-        """Return ``(h, w, 3)`` uint8 in sRGB, new, of ``(h, w, 3)`` uint8 of any strides."""
+        """Convert ``(h, w, 3)`` uint8 of any strides; return a new ``(h, w, 3)`` uint8 array."""
         height, width = pixels.shape[:2]
         out: RGB = np.empty((height, width, 3), np.uint8)
-        step = max(1, _WIDEST_PX // max(1, width))
+        step = max(1, _CONVERTED_PX // max(1, width))
         for y in range(0, height, step):
             image = Image.fromarray(np.ascontiguousarray(pixels[y : y + step]))
             out[y : y + step] = np.asarray(ImageCms.applyTransform(image, self._transforms.get()))
         return out
 
     def planes(self, pixels: RGB) -> RGB:
-        """Return ``(3, h, w)`` uint8 in sRGB, new, of ``(3, h, w)`` uint8."""
+        """Convert ``(3, h, w)`` uint8; return a new ``(3, h, w)`` uint8 array."""
         return np.ascontiguousarray(self(pixels.transpose(1, 2, 0)).transpose(2, 0, 1))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from data.store.manifest import SlideRecord, read_user_manifest
 from hyfi_core.errors import RequestError
-from pathology.readers.dicom_files import DicomHead, dicom_head, file_of_slide, series_in
+from pathology.readers.dicom_files import DicomHeader, file_of_slide, read_header, series_in
 from pathology.readers.sources import SLIDE_SUFFIXES
 
 _LONGEST_NAME_BYTES = 160
@@ -26,9 +26,9 @@ class SlideJob:
     """One slide to ingest.
 
     Attributes:
-        source: Its file.
+        source: The slide's file.
         slide_id: Its name in the store.
-        row: Of the user's manifest.
+        row: Its row of the user's manifest; empty if there is none.
         secret: Not empty: the name is a pseudonym, and name, path and time of the file are not stored.
         seen: State of the slide's record when the job was planned, see `data.store.manifest.record_state`.
     """
@@ -45,7 +45,7 @@ def find_jobs(paths: Sequence[Path], records: Mapping[str, SlideRecord]) -> list
 
     Args:
         paths: Slides, folders (searched, links to folders followed once) and manifest CSVs.
-        records: Of the store: slides keep their names there.
+        records: Records of the store by slide_id; slides in it keep their names.
 
     Raises:
         RequestError: A path does not exist, a folder has no slide, a manifest is invalid, a name is used twice, or two
@@ -55,7 +55,7 @@ def find_jobs(paths: Sequence[Path], records: Mapping[str, SlideRecord]) -> list
     for path in paths:
         for source, row in _expand(path):
             rows[source] = _merged(path, source, rows.get(source, {}), row)
-    return _named(_one_of_each_series(rows), records)
+    return _jobs_with_names(_one_of_each_series(rows), records)
 
 
 def user_columns(row: Mapping[str, str]) -> dict[str, str]:
@@ -86,6 +86,7 @@ def _merged(path: Path, source: Path, one: Mapping[str, str], other: Mapping[str
 
 
 def _expand(path: Path) -> Iterator[tuple[Path, dict[str, str]]]:
+    """Yield the slides of an argument: a slide, a folder or a manifest; each with its row of the manifest."""
     try:
         is_folder = stat.S_ISDIR(path.stat().st_mode)
         if is_folder:
@@ -97,8 +98,8 @@ def _expand(path: Path) -> Iterator[tuple[Path, dict[str, str]]]:
     if is_folder:
         found = sorted(_search(path))
         if not found:
-            looked_for = ", ".join(sorted(SLIDE_SUFFIXES))
-            raise RequestError(f"{path}: no slide in this folder or below; slides are files ending in {looked_for}")
+            suffixes = ", ".join(sorted(SLIDE_SUFFIXES))
+            raise RequestError(f"{path}: no slide in this folder or below; slides are files ending in {suffixes}")
         yield from ((source, {}) for source in found)
     elif path.suffix.lower() in {".csv", ".tsv"}:
         for row in read_user_manifest(path):
@@ -110,30 +111,30 @@ def _expand(path: Path) -> Iterator[tuple[Path, dict[str, str]]]:
 def _one_of_each_series(rows: Mapping[Path, dict[str, str]]) -> dict[Path, dict[str, str]]:
     """Remove DICOM files that are not in a manifest and whose slide is represented by another file."""
     series = {source: _series_of(source) for source in rows}
-    kept, meant = {}, {series[source] for source, row in rows.items() if row}
+    kept, represented = {}, {series[source] for source, row in rows.items() if row}
     for source, row in rows.items():
-        if row or series[source] is None or series[source] not in meant:
+        if row or series[source] is None or series[source] not in represented:
             kept[source] = row
-            meant.add(series[source])
+            represented.add(series[source])
     return kept
 
 
 def _series_of(source: Path) -> tuple[Path, str] | None:
-    head = _dicom_head(source)
-    return (source.parent, head.series) if head is not None and head.series else None
+    header = _header_or_none(source)
+    return (source.parent, header.series) if header is not None and header.series else None
 
 
-def _dicom_head(source: Path) -> DicomHead | None:
+def _header_or_none(source: Path) -> DicomHeader | None:
     if source.suffix.lower() != ".dcm":
         return None
     with suppress(OSError):
-        return dicom_head(source)
+        return read_header(source)
     return None  # the reader reports the error
 
 
 def _is_slide(source: Path) -> bool:
-    head = _dicom_head(source)
-    return source.suffix.lower() in SLIDE_SUFFIXES and (head is None or head.whole_slide)
+    header = _header_or_none(source)
+    return source.suffix.lower() in SLIDE_SUFFIXES and (header is None or header.whole_slide)
 
 
 def _tidy(path: Path) -> Path:
@@ -149,11 +150,11 @@ def _tidy(path: Path) -> Path:
 def _search(folder: Path) -> Iterator[Path]:
     """Yield slides, and folders that cannot be searched, which fail like unreadable slides."""
     visited: set[str] = set()
-    closed: list[Path] = []
+    unreadable: list[Path] = []
 
     def note(error: OSError) -> None:
         if not isinstance(error, FileNotFoundError):  # removed in the meantime
-            closed.append(Path(error.filename))
+            unreadable.append(Path(error.filename))
 
     for here, folders, files in os.walk(_tidy(folder), onerror=note, followlinks=True):
         real = os.path.realpath(here)
@@ -165,10 +166,10 @@ def _search(folder: Path) -> Iterator[Path]:
         for name in files:
             if not name.startswith(".") and _is_slide(Path(here, name)):
                 yield Path(here, name)
-    yield from closed
+    yield from unreadable
 
 
-def _named(rows: Mapping[Path, dict[str, str]], records: Mapping[str, SlideRecord]) -> list[SlideJob]:
+def _jobs_with_names(rows: Mapping[Path, dict[str, str]], records: Mapping[str, SlideRecord]) -> list[SlideJob]:
     known = {record.source_path: name for name, record in records.items() if record.source_path}
     given = {source: _checked(row["slide_id"]) for source, row in rows.items() if row.get("slide_id")}
     twice = [name for name, count in Counter(given.values()).items() if count > 1]
@@ -182,7 +183,7 @@ def _named(rows: Mapping[Path, dict[str, str]], records: Mapping[str, SlideRecor
         name = given.get(source) or known.get(str(source))
         if name is None:
             name = plain[source]
-            if shared[name] > 1 or _is_anothers(records.get(name)):
+            if shared[name] > 1 or _is_taken(records.get(name)):
                 name = name_with_place(name, source)
         jobs.append(SlideJob(source, name, row))
     return jobs
@@ -193,7 +194,7 @@ def name_with_place(name: str, source: Path) -> str:
     return f"{name}-{_short_digest(str(source.parent))}"
 
 
-def _is_anothers(record: SlideRecord | None) -> bool:
+def _is_taken(record: SlideRecord | None) -> bool:
     """Whether the name belongs to a slide at another path that still exists; otherwise it was moved."""
     return record is not None and (not record.source_path or not is_gone(Path(record.source_path)))
 
@@ -207,12 +208,12 @@ def _checked(name: str) -> str:
     return name
 
 
-def _plain_name(source: Path, series_in: Callable[[Path], Mapping[DicomHead, Path]]) -> str:
+def _plain_name(source: Path, series_in: Callable[[Path], Mapping[DicomHeader, Path]]) -> str:
     """Return the name of a slide from its file; of a DICOM series from its folder, or its UID if there are several."""
-    stem, head = re.sub(r"\.ome$", "", source.stem, flags=re.IGNORECASE), _dicom_head(source)
-    if head is not None and head.whole_slide and head.series:
+    stem, header = re.sub(r"\.ome$", "", source.stem, flags=re.IGNORECASE), _header_or_none(source)
+    if header is not None and header.whole_slide and header.series:
         with suppress(OSError):
-            stem = source.parent.name if len(series_in(source.parent)) == 1 else head.series
+            stem = source.parent.name if len(series_in(source.parent)) == 1 else header.series
     name = re.sub(r"[\\\x00-\x1f]", "_", stem).lstrip(".") or "slide"
     if len(name.encode("utf-8", "replace")) > _LONGEST_NAME_BYTES:
         name = f"{name[:30]}-{_short_digest(name)}"
@@ -224,13 +225,14 @@ def _short_digest(text: str) -> str:
 
 
 def part_of_names(names: Iterable[str], number: int, parts: int) -> set[str]:
-    """Return the names of one of several parts, which are equally large to one.
+    """Return the names of one of several parts, whose sizes differ by at most one.
 
-    They are dealt in order, finished ones too, so processes that see the same slides agree whenever they begin.
+    Sorted names are assigned to parts in turn, including those of finished slides, so that all processes agree on the
+    parts, whenever they start.
 
     Args:
-        names: of all slides.
-        number: which part, from 1.
-        parts: how many there are.
+        names: Names of all slides.
+        number: Number of the part, from 1.
+        parts: Number of parts.
     """
     return set(sorted(names)[number - 1 :: parts])

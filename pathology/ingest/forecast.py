@@ -12,7 +12,7 @@ from pathlib import Path
 from pathology.errors import SlideError
 from pathology.ingest.discover import SlideJob
 from pathology.ingest.identity import SourceStamp
-from pathology.ingest.level_reader import choose_level, own_mpp
+from pathology.ingest.level_reader import choose_level, stored_mpp
 from pathology.ingest.lossless import LosslessSlide
 from pathology.ingest.options import IngestOptions
 from pathology.ingest.pseudonyms import scrubbed
@@ -20,9 +20,9 @@ from pathology.readers.mpp import resolve_mpp
 from pathology.readers.sources import open_source
 
 _BYTES_PER_PX = {"zstd": 1.2, "jpeg": 0.2}
-"""Stained tissue and glass mixed, pyramid included; zstd: from 0.3 (glass) to 2.4 (tissue all over)."""
+"""Typical bytes per pixel of a slide with its pyramid; zstd: from 0.3 (only glass) to 2.4 (only tissue)."""
 _PX_PER_CORE_S = 25e6
-LEAST_BYTES_PER_PX = 0.15
+MIN_BYTES_PER_PX = 0.15
 """Lower bound of a slide's size, pyramid included: mostly glass, zstd."""
 RESERVE_BYTES = 64 * 2**20
 _SAMPLED = 8
@@ -31,7 +31,15 @@ _SAMPLED = 8
 
 @dataclass(slots=True)
 class Forecast:
-    """Slides that would be ingested, those that would not and why, pixels to decode, bytes to write, hours."""
+    """Estimated cost of an ingest.
+
+    Attributes:
+        slides: Number of slides that would be ingested.
+        source_px: Pixels to decode.
+        store_px: Pixels of all slides in the store, without coarser levels.
+        store_bytes: Bytes to write.
+        refused: Slides that would fail, each with the reason.
+    """
 
     slides: int = 0
     source_px: int = 0
@@ -65,7 +73,7 @@ def forecast(
                     LosslessSlide(source)
                     read_px, written_px, written_bytes = 0, 0, float(SourceStamp.of(job.source).size_bytes)
                 else:
-                    wanted_um = own_mpp(source, stated.um, None if options.native else options.mpp)
+                    wanted_um = stored_mpp(source, stated.um, None if options.native else options.mpp)
                     choice = choose_level(source, stated.um, wanted_um)
                     level = source.levels[choice.level]
                     read_px, written_px = level.height_px * level.width_px, choice.height_px * choice.width_px
@@ -82,14 +90,14 @@ def forecast(
     return total
 
 
-def sampled_least_bytes(jobs: Sequence[SlideJob], options: IngestOptions) -> float:
+def lower_bound_bytes(jobs: Sequence[SlideJob], options: IngestOptions) -> float:
     """Return a lower bound of the size of all slides, extrapolated from a few; 0 if parts may be omitted."""
-    may_be_less = options.crop_tissue or options.lossless or options.glass != "keep" or not options.pixel_codec.exact
-    if not jobs or may_be_less:
+    may_omit_parts = options.crop_tissue or options.lossless or options.glass != "keep" or not options.pixel_codec.exact
+    if not jobs or may_omit_parts:
         return 0.0
     step = max(1, len(jobs) // _SAMPLED)
     found = forecast(jobs[::step][:_SAMPLED], options)
-    return found.store_px / min(len(jobs), _SAMPLED) * len(jobs) * LEAST_BYTES_PER_PX
+    return found.store_px / min(len(jobs), _SAMPLED) * len(jobs) * MIN_BYTES_PER_PX
 
 
 def free_bytes(folder: Path) -> int:
@@ -109,7 +117,7 @@ def require_room(store: Path, finest_px: int) -> None:
     Raises:
         OSError: It cannot (`errno.ENOSPC`); the message has the needed and the free bytes.
     """
-    needed, free = int(finest_px * LEAST_BYTES_PER_PX) + RESERVE_BYTES, free_bytes(store)
+    needed, free = int(finest_px * MIN_BYTES_PER_PX) + RESERVE_BYTES, free_bytes(store)
     if needed > free:
         reason = f"disk full: the next slide needs at least {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
         raise OSError(errno.ENOSPC, reason, str(store))

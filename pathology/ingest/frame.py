@@ -65,10 +65,10 @@ def find_frame(slide: SlideSource, mpp: SourceMpp, options: IngestOptions) -> Fr
     if not options.crop_tissue and options.glass == "keep":
         return Frame(choice, (options.mpp, options.mpp), whole, None, options.mpp * scale)
     masks = _masks(slide, mpp, options, level_sizes(choice.height_px, choice.width_px, level + 1)[level])
-    box = _around(masks.tissue, scale, whole, options.mpp) if options.crop_tissue else whole
+    box = _tissue_box(masks.tissue, scale, whole, options.mpp) if options.crop_tissue else whole
     part = (slice(box.y0 // scale, -(-box.y1 // scale)), slice(box.x0 // scale, -(-box.x1 // scale)))
-    kept = TissueMasks(masks.tissue[part], masks.pen[part]) if options.glass == "blank" else None
-    return Frame(choice, (options.mpp, options.mpp), box, kept, options.mpp * scale)
+    written = TissueMasks(masks.tissue[part], masks.pen[part]) if options.glass == "blank" else None
+    return Frame(choice, (options.mpp, options.mpp), box, written, options.mpp * scale)
 
 
 def whole_frame(slide: SlideSource, mpp: SourceMpp) -> Frame:
@@ -86,16 +86,17 @@ def _masks(slide: SlideSource, mpp: SourceMpp, options: IngestOptions, size: Lev
     return find_tissue(fitted(pixels, size), mask_mpp, options.tissue)
 
 
-def _around(tissue: Mask, scale: int, whole: Box, mpp_um: float) -> Box:
+def _tissue_box(tissue: Mask, scale: int, whole: Box, mpp_um: float) -> Box:
     """Return the box around the tissue with a margin, aligned; the whole slide if there is none."""
     rows, columns = np.flatnonzero(tissue.any(1)), np.flatnonzero(tissue.any(0))
     if not rows.size:
         return whole
     margin = round(CROP_MARGIN_UM / mpp_um)
-    (y0, y1), (x0, x1) = (_aligned(found, scale, margin) for found in (rows, columns))
+    (y0, y1), (x0, x1) = (_aligned(indices, scale, margin) for indices in (rows, columns))
     return Box(y0, y1, x0, x1).intersect(whole)
 
 
-def _aligned(found: npt.NDArray[np.intp], scale: int, margin: int) -> tuple[int, int]:
-    start, stop = int(found[0]) * scale - margin, (int(found[-1]) + 1) * scale + margin
+def _aligned(indices: npt.NDArray[np.intp], scale: int, margin: int) -> tuple[int, int]:
+    """Return the start and end, with a margin, of sorted indices of a mask, in pixels aligned to `CROP_ALIGN_PX`."""
+    start, stop = int(indices[0]) * scale - margin, (int(indices[-1]) + 1) * scale + margin
     return max(0, start // CROP_ALIGN_PX * CROP_ALIGN_PX), -(-stop // CROP_ALIGN_PX) * CROP_ALIGN_PX

@@ -18,11 +18,11 @@ _READ_BYTES = 4 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class SourceStamp:
-    """Size and time of a slide's files; companions (the folder beside an MRXS) included.
+    """Size and time of a slide's files, including those beside it (such as the folder of an MRXS).
 
     Attributes:
-        size_bytes: Of all together.
-        mtime_ns: The file's; for several files a number that changes with the name, size or time of any of them.
+        size_bytes: Total size.
+        mtime_ns: Time of modification; for several files a digest of the names, sizes and times of all.
     """
 
     size_bytes: int
@@ -30,7 +30,7 @@ class SourceStamp:
 
     @classmethod
     def of(cls, path: Path) -> SourceStamp:
-        """Stat the slide's files.
+        """Return the stamp of a slide.
 
         Raises:
             SlideError: The slide does not exist or cannot be read.
@@ -46,15 +46,15 @@ class SourceStamp:
         return cls(size_bytes, int.from_bytes(hashlib.sha256(repr(listed).encode()).digest()[:7], "big"))
 
     def to_json(self, secret: str = "") -> dict[str, int]:
-        """Return both numbers.
+        """Return both numbers as JSON.
 
         Args:
-            secret: Not empty: the time is replaced by a keyed digest.
+            secret: If not empty, the time is replaced by a keyed digest.
         """
-        return {"size_bytes": self.size_bytes, "mtime_ns": _disguised(self.mtime_ns, secret)}
+        return {"size_bytes": self.size_bytes, "mtime_ns": _hidden_time(self.mtime_ns, secret)}
 
 
-def _disguised(mtime_ns: int, secret: str) -> int:
+def _hidden_time(mtime_ns: int, secret: str) -> int:
     if not secret:
         return mtime_ns
     digest = hmac.digest(secret.encode(), str(mtime_ns).encode(), "sha256")
@@ -62,7 +62,11 @@ def _disguised(mtime_ns: int, secret: str) -> int:
 
 
 def source_digest(path: Path) -> str:
-    """Return the SHA-256 of the slide's file; with companions, that of all their digests."""
+    """Return the SHA-256 of the slide's file; for several files, that of their digests.
+
+    Raises:
+        SlideError: A file cannot be read.
+    """
     with RunningDigest(path) as digest:
         return digest.result()
 
@@ -91,7 +95,7 @@ class RunningDigest:
         self._pool.shutdown(wait=True)
 
     def result(self) -> str:
-        """Wait for the end and return the hexadecimal digits.
+        """Wait until all files are read, and return the digest in hexadecimal.
 
         Raises:
             SlideError: A file cannot be read.
@@ -100,12 +104,12 @@ class RunningDigest:
 
     def _run(self) -> str:
         try:
-            digests = [self._of(file) for file in files_of(self._path)]
+            digests = [self._digest_of(file) for file in files_of(self._path)]
         except OSError as error:
             raise SlideError(f"the file cannot be read: {error.strerror}") from error
         return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
-    def _of(self, file: Path) -> str:
+    def _digest_of(self, file: Path) -> str:
         digest, buffer = hashlib.sha256(), memoryview(bytearray(_READ_BYTES))
         with file.open("rb", buffering=0) as stream:
             while (size := stream.readinto(buffer)) and not self._stop.is_set():

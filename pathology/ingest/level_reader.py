@@ -1,4 +1,4 @@
-"""The level of a source that a store is made from, and its boxes at the store's own microns per pixel."""
+"""Chooses the source level for a store's resolution, and reads boxes resampled to that resolution."""
 
 from __future__ import annotations
 
@@ -16,20 +16,29 @@ from pathology.readers.threads import decode_threads, run_in_pool
 
 FINE_ENOUGH = 1.02
 """A level may be coarser than requested by this factor."""
-UPSAMPLED_TO = 1.05
-"""The finest level may be this much coarser than asked; it is upsampled and flagged."""
-AS_IT_IS = 0.01
-"""A level within this tolerance is not resampled: 0.499 for 0.5."""
+MAX_UPSAMPLING = 1.05
+"""The finest level may be coarser than requested by this factor; it is then upsampled and flagged."""
+NATIVE_TOLERANCE = 0.01
+"""A level whose resolution is within this relative tolerance is not resampled: 0.499 for 0.5."""
 _BAND_PX = 2**22
 """Source pixels read at a time: enough tiles for all threads, 12 MiB."""
 _WIDEST_PX = 16_384
 """Source columns kept at a time."""
-_GLASS = 255
+_WHITE = 255
 
 
 @dataclass(frozen=True, slots=True)
 class LevelChoice:
-    """The level to read, and its pixels per pixel of the store, (y, x)."""
+    """The level to read, and how it is resampled.
+
+    Attributes:
+        level: Index of the source's level.
+        mpp: Microns per pixel (y, x) of that level.
+        ratio: Pixels (y, x) of that level for each pixel of the store.
+        height_px: Rows of the whole slide at the store's resolution.
+        width_px: Columns likewise.
+        upsampled: Whether the level is coarser than the store.
+    """
 
     level: int
     mpp: tuple[float, float]
@@ -52,7 +61,7 @@ def choose_level(source: SlideSource, source_mpp: tuple[float, float], mpp_um: f
     """
     finest = sum(source_mpp) / 2
     fits = [k for k, level in enumerate(source.levels) if finest * max(level.downsample) <= FINE_ENOUGH * mpp_um]
-    if not fits and finest > UPSAMPLED_TO * mpp_um:
+    if not fits and finest > MAX_UPSAMPLING * mpp_um:
         raise SlideError(
             f"its finest level has {finest:.4g} µm/px, more than 5 % coarser than the {mpp_um:g} asked for; "
             f"--mpp {finest:.3g} would work"
@@ -67,35 +76,35 @@ def choose_level(source: SlideSource, source_mpp: tuple[float, float], mpp_um: f
     return LevelChoice(index, mpp, ratio, height, width, upsampled=not fits)
 
 
-def own_mpp(source: SlideSource, source_mpp: tuple[float, float], mpp_um: float | None) -> float:
+def stored_mpp(source: SlideSource, source_mpp: tuple[float, float], mpp_um: float | None) -> float:
     """Return the microns per pixel of the stored slide for a requested ``mpp_um``.
 
     Args:
         source: The slide.
         source_mpp: Microns per pixel (y, x) of its finest level.
-        mpp_um: Requested; None: those of the finest level.
+        mpp_um: Requested value; None for that of the finest level.
 
     Returns:
-        Those of the nearest level if within tolerance (`AS_IT_IS`), else the requested ones.
+        The value of the nearest level if it is within `NATIVE_TOLERANCE`, so that it is not resampled; else ``mpp_um``.
     """
     finest = sum(source_mpp) / 2
     if mpp_um is None:
         return finest
     found = [finest * sum(level.downsample) / 2 for level in source.levels]
     nearest = min(found, key=lambda um: abs(um / mpp_um - 1))
-    return nearest if abs(nearest / mpp_um - 1) <= AS_IT_IS else mpp_um
+    return nearest if abs(nearest / mpp_um - 1) <= NATIVE_TOLERANCE else mpp_um
 
 
 class LevelReader:
     """Reads boxes of the store's finest level from a source, and counts unreadable tiles.
 
-    Each source tile under a box is decoded once for it. Memory: the box itself, and bands of its source pixels of
-    about 30 MiB, whatever the box and the ratio.
+    Each source tile is decoded at most once for each box. Memory: the result, and bands of source pixels of about
+    30 MiB, for any size of box and any ratio.
 
     Args:
         source: The open slide.
         choice: From `choose_level`.
-        max_bad: Fraction of the level's tiles that may fail and are then white. 0: the first raises.
+        max_bad: Fraction of the level's tiles that may fail; they are white. 0: the first one raises.
     """
 
     def __init__(self, source: SlideSource, choice: LevelChoice, max_bad: float) -> None:
@@ -117,7 +126,7 @@ class LevelReader:
         """Return ``(3, h, w)`` uint8 of a box of the store's finest level.
 
         Raises:
-            SlideError: More tiles cannot be decoded than allowed.
+            SlideError: More tiles cannot be decoded than ``max_bad`` allows.
         """
         out: Planes = np.empty((3, *box.shape), np.uint8)
         ry, rx = self._choice.ratio
@@ -133,6 +142,7 @@ class LevelReader:
         return out
 
     def _resample_into(self, start: int, stop: int, columns: Taps, out: Planes) -> None:
+        """Fill ``out`` with target rows ``[start, stop)``, in steps of as many rows as a band of source pixels has."""
         ratio, height = self._choice.ratio[0], self._level.height_px
         window = _RowWindow(self._read_into, columns.first, columns.end, height, self._level.tile_px[0])
         step = max(1, int(window.band_px / ratio))
@@ -154,7 +164,7 @@ class LevelReader:
         for tile in found:
             self._bad[tile.box] = tile.reason
             place = tile.box.intersect(box)
-            out[place.relative_to(box).slices()] = _GLASS
+            out[place.relative_to(box).slices()] = _WHITE
             if self.bad_tiles > self._max_bad * self.tiles:
                 raise SlideError(
                     f"at least {self.bad_tiles} of {self.tiles} tiles cannot be decoded (--max-bad {self._max_bad:g}): "
@@ -163,10 +173,10 @@ class LevelReader:
 
 
 class _RowWindow:
-    """Rows of some source columns, from top to bottom; rows shared by two steps are kept, so no tile is decoded twice.
+    """Reads rows of some source columns, top to bottom; keeps rows that are needed again, so no tile is decoded twice.
 
     ```
-    step 1    ████████████▒▒▒▒        ▒ read to the end of its tiles and kept
+    step 1    ████████████▒▒▒▒        ▒ rows to the end of the tiles, kept for the next step
     step 2                ▒▒▒▒███████████▒
     ```
     """
@@ -182,7 +192,7 @@ class _RowWindow:
         self.band_px = min(whole, max(1, _BAND_PX // (x1 - x0))) if tile_height_px > 1024 else whole
 
     def rows(self, first: int, end: int) -> Planes:
-        """Return ``(3, end - first, w)``, valid until the next call; ``first`` must not go back."""
+        """Return ``(3, end - first, w)``, valid until the next call; ``first`` must not decrease from call to call."""
         have_end = self._first + self._have.shape[1]
         if end > have_end:
             begin = max(first, have_end)

@@ -33,9 +33,9 @@ from pathology.readers.slide_source import SlideSource
 from pathology.readers.tiff_level import TiffLevel
 from pathology.readers.tiff_source import TiffSource
 
-_Place = tuple[bytes, int, int]
+_TileBytes = tuple[bytes, int, int]
 """Bytes of a file, and the start and end of a tile in them."""
-_COMPARED = 5
+_COMPARED_TILES = 5
 """Tiles of each level that are decoded and compared before the copy begins."""
 _SOI, _EOI = b"\xff\xd8", b"\xff\xd9"
 _APP0, _APP14, _SOS = 0xE0, 0xEE, 0xDA
@@ -50,14 +50,14 @@ class TileJoiner:
     """Converts tiles of one level to standalone JPEGs.
 
     Attributes:
-        prefix: Start, colours and tables, from `pathology.readers.jpeg_tile.jpeg_prefix`.
+        prefix: Start marker, colour space and tables, from `pathology.readers.jpeg_tile.jpeg_prefix`.
         tile_px: (height, width) that every tile must have.
     """
 
     prefix: bytes
     tile_px: tuple[int, int]
-    _seen: bytes = field(default=b"", repr=False)
-    _made: bytes = field(default=b"", repr=False)
+    _tile_header: bytes = field(default=b"", repr=False)
+    _full_header: bytes = field(default=b"", repr=False)
 
     def join(self, block: bytes, start: int = 0, end: int | None = None) -> tuple[bytes, int]:
         """Return the first bytes of the standalone JPEG, and the position in ``block`` of the rest, up to ``end``.
@@ -66,22 +66,22 @@ class TileJoiner:
 
         Args:
             block: Bytes of the file that include the tile.
-            start: Where in them the tile begins.
-            end: Where it ends; default: with the block.
+            start: Offset of the tile in it.
+            end: End of the tile in it; default: the end of the block.
 
         Raises:
-            TileError: It is not a complete JPEG of this size with three colours.
+            TileError: The tile is not a complete JPEG of the right size with three colours.
         """
         end = len(block) if end is None else end
-        if not (self._seen and block.startswith(self._seen, start, end)):
-            # Cached: nearly all tiles of a level have the same header.
+        # The last header is cached: nearly all tiles of a level have the same.
+        if not (self._tile_header and block.startswith(self._tile_header, start, end)):
             tile = block[start:end]
             kept, coded = self._header(tile)
-            self._seen, self._made = tile[:coded], self.prefix + kept
-        coded = start + len(self._seen)
+            self._tile_header, self._full_header = tile[:coded], self.prefix + kept
+        coded = start + len(self._tile_header)
         if block.rfind(_EOI, coded, end) < 0:
             raise TileError("its JPEG is cut off: it has no end marker")
-        return self._made, coded
+        return self._full_header, coded
 
     def _header(self, tile: bytes) -> tuple[bytes, int]:
         """Return the tile's own segments without those for colours, and the start of its coded data."""
@@ -129,7 +129,7 @@ class LosslessSlide:
         slide: The slide, open for reading; stays open.
 
     Raises:
-        SlideError: Its pixels are not in JPEG tiles that can be copied; the message says what they are.
+        SlideError: Its pixels are not JPEG tiles that can be copied; the message says what they are.
     """
 
     def __init__(self, slide: SlideSource) -> None:
@@ -148,16 +148,16 @@ class LosslessSlide:
         )
 
     def check(self) -> None:
-        """Compare some tiles of each level, as they would be stored, with what the slide's reader shows.
+        """Compare some tiles of each level, as they would be stored, with the pixels of the slide's reader.
 
         Raises:
             SlideError: They differ.
         """
         for k, level in enumerate(self._levels):
             present = np.flatnonzero(level.lengths)
-            places = np.unique(np.linspace(0, max(0, len(present) - 1), _COMPARED).astype(int))[: len(present)]
+            sampled = np.unique(np.linspace(0, max(0, len(present) - 1), _COMPARED_TILES).astype(int))[: len(present)]
             missing = np.flatnonzero(level.lengths == 0)[:1]
-            for index in [*present[places].tolist(), *missing.tolist()]:
+            for index in [*present[sampled].tolist(), *missing.tolist()]:
                 self._compare(k, index)
 
     def copy(self, writer: SlideWriter, max_bad: float = 0.0) -> Copied:
@@ -182,27 +182,27 @@ class LosslessSlide:
         return copied
 
     def _chunks(self, k: int, indices: Sequence[int], copied: Copied, max_bad: float) -> Iterator[Buffers | None]:
-        """Yield the tiles as chunks: views of what was read, their headers before them; None for omitted ones."""
+        """Yield the tiles as chunks, each as a header and a view of the file's bytes; None for omitted tiles."""
         join = self._joiners[k].join
-        for index, place in self._tiles(self._levels[k], indices):
-            if place is None:
+        for index, found in self._tiles(self._levels[k], indices):
+            if found is None:
                 yield None
                 continue
-            block, start, end = place
+            block, start, end = found
             try:
-                head, at = join(block, start, end)
+                header, coded = join(block, start, end)
             except TileError as error:
                 copied.bad.append(f"tile {index} of level {k}: {error}")
                 _refuse_too_many(copied, max_bad)
                 yield None
             else:
-                yield head, np.frombuffer(block, np.uint8, end - at, at)
+                yield header, np.frombuffer(block, np.uint8, end - coded, coded)
 
-    def _tiles(self, level: TiffLevel, indices: Sequence[int]) -> Iterator[tuple[int, _Place | None]]:
-        """Yield (index, where its bytes are) in the order asked, None for omitted tiles; with few, long reads."""
+    def _tiles(self, level: TiffLevel, indices: Sequence[int]) -> Iterator[tuple[int, _TileBytes | None]]:
+        """Yield (index, bytes) in the order of ``indices``, with None for omitted tiles; few, large reads."""
         present = [index for index in indices if level.lengths[index]]
         offsets, lengths = level.offsets[present].tolist(), level.lengths[present].tolist()
-        found: dict[int, _Place] = {}
+        found: dict[int, _TileBytes] = {}
         for span in coalesced(offsets, lengths):
             block = self._slide.file.read(span.offset, span.length)
             for member in span.members:
@@ -213,14 +213,14 @@ class LosslessSlide:
     def _compare(self, k: int, index: int) -> None:
         level = self._levels[k]
         box = level.tile_box(index)
-        ((_, place),) = self._tiles(level, [index])
+        ((_, found),) = self._tiles(level, [index])
         try:
             shown = self._slide.read(box, k)
             stored: Any = np.full_like(shown, BACKGROUND)
-            if place is not None:
-                block, start, end = place
-                head, at = self._joiners[k].join(block, start, end)
-                stored = simplejpeg.decode_jpeg(head + block[at:end], "RGB", strict=True)
+            if found is not None:
+                block, start, end = found
+                header, coded = self._joiners[k].join(block, start, end)
+                stored = simplejpeg.decode_jpeg(header + block[coded:end], "RGB", strict=True)
         except (TileError, ValueError):
             return  # damaged: reported and counted by the copy
         if not np.array_equal(stored[: box.height, : box.width], shown):

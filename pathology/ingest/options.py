@@ -9,7 +9,7 @@ from typing import Any
 from data.store.codec import PixelCodec
 from hyfi_core.errors import RequestError
 from pathology.readers.mpp import SENSIBLE_UM
-from pathology.tissue.tissue import PEN, TissueParameters
+from pathology.tissue.tissue import PEN_MODES, TissueParameters
 
 GLASS = ("keep", "blank")
 ICC = ("keep", "apply")
@@ -61,22 +61,23 @@ class IngestOptions:
             raise RequestError(f"--max-bad {self.max_bad:g}: expected a fraction from 0 to 1")
         if self.glass not in GLASS:
             raise RequestError(f"--glass {self.glass}: expected {' or '.join(GLASS)}")
-        if self.tissue.pen not in PEN:
-            raise RequestError(f"--pen {self.tissue.pen}: expected one of {', '.join(PEN)}")
+        if self.tissue.pen not in PEN_MODES:
+            raise RequestError(f"--pen {self.tissue.pen}: expected one of {', '.join(PEN_MODES)}")
         if self.icc not in ICC:
             raise RequestError(f"--icc {self.icc}: expected {' or '.join(ICC)}")
         _ = self.pixel_codec
         if self.lossless:
-            self._refuse_what_changes_tiles()
+            self._require_unchanged_tiles()
 
-    def _refuse_what_changes_tiles(self) -> None:
+    def _require_unchanged_tiles(self) -> None:
+        """Refuse options that cannot be combined with ``lossless``."""
         changes = {
             f"--codec {self.codec}": self.codec != "zstd:1",
             "--unsharded": not self.sharded,
             "--crop-tissue": self.crop_tissue,
             "--icc apply": self.icc == "apply",
         }
-        found = [name for name, is_asked in changes.items() if is_asked]
+        found = [name for name, is_set in changes.items() if is_set]
         if found:
             raise RequestError(f"--lossless copies the scanner's tiles unchanged: leave {' and '.join(found)} out")
 
@@ -98,7 +99,7 @@ class IngestOptions:
 
         Default values of newer options are omitted, so that existing stores stay valid.
         """
-        asked = {
+        if_not_default = {
             "glass": None if self.glass == "keep" else self.glass,
             "sharded": None if self.sharded else False,
             "crop_tissue": True if self.crop_tissue else None,
@@ -106,4 +107,4 @@ class IngestOptions:
         }
         pixels = {"mpp": "native" if self.native else self.mpp, "codec": str(self.pixel_codec)}
         always = {**({"lossless": True} if self.lossless else pixels), "tissue": self.tissue.to_json()}
-        return always | {name: value for name, value in asked.items() if value is not None}
+        return always | {name: value for name, value in if_not_default.items() if value is not None}

@@ -28,11 +28,11 @@ from pathology.ingest.slide import save_outcome
 from pathology.ingest.work import CLAIMS, Outcome, do_job
 from pathology.readers.threads import set_decode_threads
 
-_LOOK_EVERY_S = 0.5
+_POLL_S = 0.5
 """Interval of progress reports and of checks for slides released by other runs."""
 
-_shares: Any = None
-"""In a worker: shared memory for the progress of jobs, without a lock that a dying worker could hold."""
+_fractions: Any = None
+"""In a worker: shared memory with the completed fraction of each job, without a lock that a dying worker could hold."""
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class SlidePool:
     options: IngestOptions
     workers: int
     finished: Callable[[Outcome], None]
-    progress: Callable[[Sequence[float]], None] = lambda shares: None
+    progress: Callable[[Sequence[float]], None] = lambda fractions: None
     _jobs: tuple[SlideJob, ...] = field(default=(), init=False)
     _done: Any = field(default=None, init=False)
     _waiting: deque[int] = field(default_factory=deque, init=False)
@@ -70,10 +70,10 @@ class SlidePool:
             if not self._waiting:
                 self._wait_for_others()
             elif self.workers <= 1:
-                self._here()
+                self._run_here()
             else:
-                for number in self._until_broken():
-                    self._take(number, self._alone(number))
+                for number in self._run_in_workers():
+                    self._finish(number, self._run_alone(number))
 
     def _wait_for_others(self) -> None:
         """Return abandoned slides to the queue; sleep if there are none."""
@@ -82,19 +82,21 @@ class SlidePool:
             held = is_held(self.store / CLAIMS, self._jobs[number].slide_id)
             (self._elsewhere if held else self._waiting).append(number)
         if not self._waiting:
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_POLL_S)
 
-    def _here(self) -> None:
+    def _run_here(self) -> None:
+        """Process the queue in this process."""
         while self._waiting:
             number = self._waiting.popleft()
 
-            def progress(share: float, number: int = number) -> None:
-                self._done[number] = share
+            def progress(fraction: float, number: int = number) -> None:
+                self._done[number] = fraction
                 self.progress(self._done)
 
-            self._take(number, do_job(self._jobs[number], self.store, self.options, 0, progress))
+            self._finish(number, do_job(self._jobs[number], self.store, self.options, 0, progress))
 
-    def _take(self, number: int, outcome: Outcome | None) -> None:
+    def _finish(self, number: int, outcome: Outcome | None) -> None:
+        """Report a job's result; None: another run works on it, so it is checked again later."""
         if outcome is None:
             self._elsewhere.append(number)
             return
@@ -102,7 +104,7 @@ class SlidePool:
         self.finished(outcome)
         self.progress(self._done)
 
-    def _until_broken(self) -> list[int]:
+    def _run_in_workers(self) -> list[int]:
         """Process the queue until it is empty or a worker dies; return the interrupted jobs."""
         running: dict[Future[Outcome | None], int] = {}
         with _pool(self.workers, self._done, self._threads) as pool:
@@ -111,9 +113,9 @@ class SlidePool:
                     while self._waiting and len(running) < 2 * self.workers:
                         number = self._waiting.popleft()
                         running[self._submit(pool, number)] = number
-                    for future in wait(running, timeout=_LOOK_EVERY_S, return_when=FIRST_COMPLETED).done:
+                    for future in wait(running, timeout=_POLL_S, return_when=FIRST_COMPLETED).done:
                         outcome = future.result()
-                        self._take(running.pop(future), outcome)
+                        self._finish(running.pop(future), outcome)
                     self.progress(self._done)
             except BrokenProcessPool:
                 return list(running.values())
@@ -134,8 +136,8 @@ class SlidePool:
         """Threads of each worker: the cores divided by the workers."""
         return max(1, usable_cores() // self.workers)
 
-    def _alone(self, number: int) -> Outcome | None:
-        """Ingest one slide in a separate process."""
+    def _run_alone(self, number: int) -> Outcome | None:
+        """Ingest one slide in a process of its own; if that dies, the slide fails."""
         job = self._jobs[number]
         with _pool(1, self._done, self._threads) as pool:
             try:
@@ -151,10 +153,10 @@ class SlidePool:
 
 
 @contextlib.contextmanager
-def _pool(workers: int, shares: Any, threads: int) -> Iterator[ProcessPoolExecutor]:
+def _pool(workers: int, fractions: Any, threads: int) -> Iterator[ProcessPoolExecutor]:
     # Spawned, because readers and their threads do not survive a fork.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(shares, threads)) as pool:
+    with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(fractions, threads)) as pool:
         yield pool
 
 
@@ -168,15 +170,15 @@ def _interrupts_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _start_worker(shares: Any, threads: int) -> None:
-    global _shares
-    _shares = shares
+def _start_worker(fractions: Any, threads: int) -> None:
+    global _fractions
+    _fractions = fractions
     set_decode_threads(threads)
     return_what_is_freed()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
     parent = multiprocessing.parent_process()
-    if parent is not None and not parent.is_alive():  # it ended before it was watched
+    if parent is not None and not parent.is_alive():  # the parent ended before `die_with_parent`
         os._exit(1)
 
 
@@ -189,7 +191,7 @@ def _end_workers(pool: ProcessPoolExecutor) -> None:
 
 
 def _work(number: int, job: SlideJob, store: Path, options: IngestOptions, threads: int) -> Outcome | None:
-    def progress(share: float) -> None:
-        _shares[number] = share
+    def progress(fraction: float) -> None:
+        _fractions[number] = fraction
 
     return do_job(job, store, options, threads, progress)

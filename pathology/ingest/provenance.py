@@ -15,15 +15,15 @@ from pathology.readers.slide_source import SlideSource
 
 _LARGEST_ICC_BYTES = 2**20
 IDENTITY = ("parameters", "size_bytes", "mtime_ns", "sha256")
-"""Attributes by which a slide is recognised."""
+"""Attributes by which a later run recognises that a slide is finished and unchanged."""
 
 
 def provenance(slide: SlideSource, mpp: SourceMpp, frame: Frame) -> dict[str, Any]:
     """Return the slide's metadata to store: an allow-list without names of persons, dates and paths."""
     bounds, choice = slide.bounds, frame.choice
-    scale = [kept / stated for kept, stated in zip(frame.mpp, mpp.um, strict=True)]
+    scale = [stored / stated for stored, stated in zip(frame.mpp, mpp.um, strict=True)]
     icc = slide.icc if slide.icc and len(slide.icc) <= _LARGEST_ICC_BYTES else None
-    kept: dict[str, Any] = {
+    metadata: dict[str, Any] = {
         "mpp": list(frame.mpp),
         "size_px": [frame.box.height, frame.box.width],
         "source": {
@@ -48,17 +48,17 @@ def provenance(slide: SlideSource, mpp: SourceMpp, frame: Frame) -> dict[str, An
     }
     if frame.cropped:
         whole = {"height_px": choice.height_px, "width_px": choice.width_px}
-        kept["crop"] = {"y0": frame.box.y0, "y1": frame.box.y1, "x0": frame.box.x0, "x1": frame.box.x1, "of": whole}
-    return kept
+        metadata["crop"] = {"y0": frame.box.y0, "y1": frame.box.y1, "x0": frame.box.x0, "x1": frame.box.x1, "of": whole}
+    return metadata
 
 
 def record_of(attributes: dict[str, Any], name: str, source_path: str) -> SlideRecord:
     """Return the record of a finished slide from its `hyfi` attributes.
 
     Args:
-        attributes: Of the slide's group.
+        attributes: The ``hyfi`` attributes of the slide's group.
         name: The slide's name.
-        source_path: Its file; empty with pseudonyms.
+        source_path: Path of its file; empty with pseudonyms.
     """
     stains = attributes.get("stains") or {}
     return SlideRecord(

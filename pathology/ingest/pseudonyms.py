@@ -38,7 +38,7 @@ _COLUMNS = ("slide_id", "case_id", "secret", "source_path", "real_slide_id", "re
 
 @dataclass(frozen=True, slots=True)
 class KeyRow:
-    """One row of the key; see the module."""
+    """One row of the key; the columns are described at the top of this module."""
 
     slide_id: str
     case_id: str
@@ -74,34 +74,34 @@ class KeyFile:
         self._rows = _load(self._path)
         self._secret = next((row.secret for row in self._rows.values()), secrets.token_hex(32))
 
-    def disguise(self, jobs: Sequence[SlideJob]) -> list[SlideJob]:
-        """Return the jobs with pseudonyms, and rows without private columns."""
-        return [self._disguised(job) for job in jobs]
+    def pseudonymise(self, jobs: Sequence[SlideJob]) -> list[SlideJob]:
+        """Return the jobs with pseudonyms, and with manifest rows that have only `KEPT_COLUMNS`."""
+        return [self._pseudonymised(job) for job in jobs]
 
     def commit(self) -> bool:
-        """Save the names of `disguise`, readable only by the owner.
+        """Save the pseudonyms, in a file that only the owner can read.
 
         Returns:
-            False if another run has created the key in the meantime: its names are valid, and `disguise` must be
-            repeated.
+            False if another run has created the key in the meantime: its pseudonyms are valid, and `pseudonymise` must
+            be called again.
 
         Raises:
             OSError: The key cannot be written.
         """
         folder = self._path.parent / f".{self._path.name}.claims"
         with Claim.wait(folder, "key"):
-            there = _load(self._path)
-            if any(row.secret != self._secret for row in there.values()):
-                self._rows, self._secret = there, next(iter(there.values())).secret
+            saved = _load(self._path)
+            if any(row.secret != self._secret for row in saved.values()):
+                self._rows, self._secret = saved, next(iter(saved.values())).secret
                 return False
-            ours = {row.slide_id for row in self._rows.values()}  # a moved slide has another path there
-            self._rows = {path: row for path, row in there.items() if row.slide_id not in ours} | self._rows
+            ours = {row.slide_id for row in self._rows.values()}  # the path of a moved slide differs in the file
+            self._rows = {path: row for path, row in saved.items() if row.slide_id not in ours} | self._rows
             _save(self._path, self._rows.values())
         with suppress(OSError):
             folder.rmdir()
         return True
 
-    def _disguised(self, job: SlideJob) -> SlideJob:
+    def _pseudonymised(self, job: SlideJob) -> SlideJob:
         row = self._row(job)
         self._rows[row.source_path] = row
         shown = {"slide_id": row.slide_id, **{k: v for k, v in job.row.items() if k in KEPT_COLUMNS}}
@@ -116,21 +116,21 @@ class KeyFile:
         path, given = str(job.source), job.row
         row = self._rows.get(path) or self._moved(job.source)
         if row is None:
-            row = KeyRow(self._drawn("s", path), "", self._secret, path, given.get("slide_id", job.slide_id), "")
+            row = KeyRow(self._pseudonym("s", path), "", self._secret, path, given.get("slide_id", job.slide_id), "")
         if given.get("case_id"):
-            row = replace(row, case_id=self._drawn("c", given["case_id"]), real_case_id=given["case_id"])
+            row = replace(row, case_id=self._pseudonym("c", given["case_id"]), real_case_id=given["case_id"])
         others = {k: v for k, v in given.items() if k not in (*_COLUMNS, *KEPT_COLUMNS, "path")}
         return replace(row, others=row.others | others)
 
     def _moved(self, source: Path) -> KeyRow | None:
         """Return the row of a moved slide with this file name, if there is exactly one."""
-        alike = [row for row in self._rows.values() if Path(row.source_path).name == source.name]
-        gone = [row for row in alike if is_gone(Path(row.source_path))]
+        same_name = [row for row in self._rows.values() if Path(row.source_path).name == source.name]
+        gone = [row for row in same_name if is_gone(Path(row.source_path))]
         if len(gone) != 1:
             return None
         return replace(self._rows.pop(gone[0].source_path), source_path=str(source))
 
-    def _drawn(self, kind: str, real: str) -> str:
+    def _pseudonym(self, kind: str, real: str) -> str:
         digest = hmac.new(self._secret.encode(), f"{kind}:{real}".encode("utf-8", "surrogateescape"), "sha256")
         return f"{kind}-{digest.hexdigest()[:16]}"
 

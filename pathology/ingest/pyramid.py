@@ -1,4 +1,4 @@
-"""The pyramid in one pass and bounded memory: depth first, from the shards of level 0 upwards.
+"""Builds a pyramid in one pass and bounded memory: depth first, from the shards of level 0 upwards.
 
 ```
 level 2                 ┌───┐  computed from four halved shards of level 1, after the last of them
@@ -6,8 +6,9 @@ level 1           ┌───┬─┴─┐
 level 0     ┌──┬──┤ 1 │ 2 │ …      order: 0.0 0.1 0.2 0.3 → 1.0, 0.4 … → 1.1, … → 2.0
 ```
 
-Shards have an even size, so each half is one quarter of its parent: no halo, no second pass. At any time one shard of
-each level is in memory, for any slide size; those of coarse levels, which wait longest, are compressed.
+Shards have an even size, so each halved shard is exactly one quarter of a shard of the next level: no halo, no second
+pass. At any time one shard of each level is in memory, for any slide size. Shards of coarse levels, which are kept
+longest, are compressed.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from pathology.readers.resample import Planes, halve
 _codecs: Any = imagecodecs  # annotated for bytes only, but takes arrays
 
 SMALLEST_PX = 512
-_PACKED_FROM = 3
-"""Level from which waiting halves are compressed: they are few and wait long."""
+_COMPRESSED_FROM = 3
+"""From this level on, halved shards are compressed until they are used: there are few, and they are kept long."""
 
 
 def level_sizes(height_px: int, width_px: int, at_least: int) -> tuple[LevelSize, ...]:
@@ -45,11 +46,14 @@ def level_sizes(height_px: int, width_px: int, at_least: int) -> tuple[LevelSize
 
 
 def fitted(pixels: Planes, size: LevelSize) -> Planes:
-    """Return the pixels cropped, or padded at the edge, to a size: halving rounds up, resampling to the nearest."""
+    """Return the pixels cropped, or padded with their edge, to the size of a level.
+
+    The sizes may differ by a pixel because halving rounds up, and resampling rounds to the nearest.
+    """
     _, height, width = pixels.shape
     more = ((0, 0), (0, max(0, size.height_px - height)), (0, max(0, size.width_px - width)))
-    kept = pixels[:, : size.height_px, : size.width_px]
-    return np.ascontiguousarray(np.pad(kept, more, mode="edge") if any(map(any, more)) else kept)
+    cropped = pixels[:, : size.height_px, : size.width_px]
+    return np.ascontiguousarray(np.pad(cropped, more, mode="edge") if any(map(any, more)) else cropped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,25 +80,26 @@ class PyramidBuilder:
                 self._build(len(self.sizes) - 1, row, column)
 
     def _build(self, level: int, row: int, column: int) -> Planes:
+        """Build, write and return one shard, after all shards below it."""
         box = self._shard_box(level, row, column)
         block = self.read(box) if level == 0 else self._from_below(level, box, row, column)
         self.write(level, box.y0, box.x0, block)
         return block
 
     def _from_below(self, level: int, box: Box, row: int, column: int) -> Planes:
-        # Quarters are assembled when all exist, so that an incomplete block needs memory for three, not four.
-        quarters: dict[tuple[int, int], Planes | _Packed] = {}
+        # The block is allocated when all quarters exist, so that meanwhile at most three quarters are in memory.
+        quarters: dict[tuple[int, int], Planes | _Compressed] = {}
         for y in (0, 1):
             for x in (0, 1):
                 if not self._shard_box(level - 1, 2 * row + y, 2 * column + x).empty:
                     quarter = halve(self._build(level - 1, 2 * row + y, 2 * column + x))
-                    quarters[y, x] = quarter if level < _PACKED_FROM else _Packed.of(quarter)
+                    quarters[y, x] = quarter if level < _COMPRESSED_FROM else _Compressed.of(quarter)
                     del quarter
         block: Planes = np.empty((3, *box.shape), np.uint8)
         half = self.shard_px // 2
         for y, x in list(quarters):
-            kept = quarters.pop((y, x))
-            part = kept.unpacked() if isinstance(kept, _Packed) else kept
+            stored = quarters.pop((y, x))
+            part = stored.pixels() if isinstance(stored, _Compressed) else stored
             _, height, width = part.shape
             block[:, y * half : y * half + height, x * half : x * half + width] = part
         return block
@@ -106,17 +111,17 @@ class PyramidBuilder:
 
 
 @dataclass(frozen=True, slots=True)
-class _Packed:
-    """Waiting pixels, compressed with zstd."""
+class _Compressed:
+    """Pixels compressed with zstd."""
 
     shape: tuple[int, ...]
     data: bytes
 
     @classmethod
-    def of(cls, pixels: Planes) -> _Packed:
+    def of(cls, pixels: Planes) -> _Compressed:
         return cls(pixels.shape, bytes(_codecs.zstd_encode(pixels, level=1)))
 
-    def unpacked(self) -> Planes:
+    def pixels(self) -> Planes:
         out: Planes = np.empty(self.shape, np.uint8)
         _codecs.zstd_decode(self.data, out=out.reshape(-1))
         return out

@@ -28,7 +28,7 @@ from pathology.readers.file_check import check_file
 from pathology.readers.mpp import SourceMpp, resolve_mpp
 from pathology.readers.slide_source import SlideSource
 from pathology.readers.sources import open_source
-from pathology.readers.tiff_facts import is_truncated
+from pathology.readers.tiff_metadata import is_truncated
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
 
@@ -42,7 +42,7 @@ def ingest_slide(
     *,
     secret: str = "",
     threads: int = 0,
-    progress: Callable[[float], None] = lambda share: None,
+    progress: Callable[[float], None] = lambda fraction: None,
 ) -> SlideRecord:
     """Ingest one slide and write its record; a failed slide leaves only its record with the reason.
 
@@ -54,7 +54,7 @@ def ingest_slide(
         options: How to ingest; see `IngestOptions`.
         manifest_row: The slide's row of the user's manifest; its own columns are kept.
         slide_id: The slide's name; default the row's, else the file's name without its suffix.
-        secret: Not empty: name, path and time of the file are not stored (see `pathology.ingest.pseudonyms`).
+        secret: If not empty, name, path and time of the file are not stored (see `pathology.ingest.pseudonyms`).
         threads: Chunks encoded at a time; 0: as many as there are cores.
         progress: Called with the completed fraction, before each shard and before the final rename; it may raise
             `ClaimLostError`.
@@ -76,7 +76,7 @@ def ingest_slide(
     except SlideError as error:
         record = work.failed(str(error))
     except OSError as error:
-        if _is_stores_fault(error, store):
+        if _concerns_store(error, store):
             raise
         record = work.failed(f"the file cannot be read: {error.strerror or error}")
     except ClaimLostError:
@@ -120,26 +120,27 @@ class _SlideIngest:
         """Return the record of a slide that failed."""
         if self.secret:
             reason = scrubbed(reason, self.source, self.name)
-        return SlideRecord(self.name, self._shown, FAILED, reason=reason)
+        return SlideRecord(self.name, self._source_path, FAILED, reason=reason)
 
     @property
-    def _shown(self) -> str:
+    def _source_path(self) -> str:
+        """Path of the file for the record; empty with pseudonyms."""
         return "" if self.secret else str(self.source.absolute())
 
     def run(self) -> SlideRecord:
         """Ingest the slide; `ingest_slide` turns exceptions into a record."""
         check_file(self.source)  # before it is copied or hashed: reading a pipe would block
         stamp = SourceStamp.of(self.source)
-        with self._at_hand() as file, RunningDigest(file) as digest, closing(open_source(file)) as slide:
+        with self._local_file() as file, RunningDigest(file) as digest, closing(open_source(file)) as slide:
             mpp = resolve_mpp(slide.mpp, self.manifest_mpp, self.options.slide_mpp, self.options.force_mpp)
             given = None if mpp.origin == "file" else mpp.um[0]
             identity = {"parameters": self.options.parameters() | {"given_mpp": given}, **stamp.to_json(self.secret)}
             found = self._published_before(identity)
             if found is None:
                 found = self._written(slide, mpp, identity, lambda: _unchanged(self.source, stamp, digest))
-        return record_of(found, self.name, self._shown)
+        return record_of(found, self.name, self._source_path)
 
-    def _at_hand(self) -> AbstractContextManager[Path]:
+    def _local_file(self) -> AbstractContextManager[Path]:
         """Context that yields the slide's file, or its copy on a local disk."""
         return nullcontext(self.source) if self.options.cache is None else staged(self.source, self.options.cache)
 
@@ -179,7 +180,7 @@ class _SlideIngest:
                 "truncated": is_truncated(self.source),
             }
             flags = quality.flags | known | {"bad_tiles": content.bad_tiles > 0}
-            attributes["flags"] = [name for name, is_so in flags.items() if is_so]
+            attributes["flags"] = [name for name, applies in flags.items() if applies]
             self.progress(1.0)
             writer.publish(attributes)
         return attributes
@@ -209,7 +210,7 @@ def _unchanged(source: Path, stamp: SourceStamp, digest: RunningDigest) -> str:
     return found
 
 
-def _is_stores_fault(error: OSError, store: Path) -> bool:
+def _concerns_store(error: OSError, store: Path) -> bool:
     """Whether an error concerns the store's disk and not the slide."""
     if error.errno in _FULL:
         return True

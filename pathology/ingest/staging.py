@@ -1,7 +1,7 @@
 """Staging: a temporary copy of a slide on a local disk, made with large reads.
 
 ```
-CACHE/hyfi-stage-HOST-PID-xxxx/slide.mrxs        the copy, and for formats of several files the others beside it
+CACHE/hyfi-stage-HOST-PID-xxxx/slide.mrxs        the copy; for formats of several files, all of them
                               /slide/Data0000.dat
 ```
 
@@ -56,7 +56,7 @@ def staged(source: Path, cache: Path, spare_bytes: int = _SPARE_BYTES) -> Iterat
         return
     folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{socket.gethostname()}-{os.getpid()}-", dir=cache))
     try:
-        yield folder / source.name if _fits(files, source.parent, folder) else source
+        yield folder / source.name if _copy_all(files, source.parent, folder) else source
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -64,7 +64,8 @@ def staged(source: Path, cache: Path, spare_bytes: int = _SPARE_BYTES) -> Iterat
 def files_of(source: Path) -> list[Path]:
     """Return all files of a slide, itself first.
 
-    MRXS has a folder of its name, VMS and VMU name theirs, the levels of a DICOM slide are the files of one series.
+    An MRXS has a folder of the same name; VMS and VMU files list the others; the levels of a DICOM slide are the files
+    of one series.
 
     Raises:
         OSError: The folder or the list of names cannot be read.
@@ -74,13 +75,14 @@ def files_of(source: Path) -> list[Path]:
         folder = source.with_suffix("")
         return [source, *sorted(path for path in folder.rglob("*") if path.is_file())]
     if suffix in (".vms", ".vmu"):
-        return [source, *_named_in(source)]
+        return [source, *_files_listed_in(source)]
     if suffix in (".dcm", ""):
         return series_files(source)
     return [source]
 
 
-def _named_in(index: Path) -> list[Path]:
+def _files_listed_in(index: Path) -> list[Path]:
+    """Return the files beside a VMS or VMU that occur in it as values."""
     parser = configparser.ConfigParser(strict=False, interpolation=None, allow_no_value=True)
     try:
         parser.read_string(index.read_text(encoding="utf-8-sig", errors="replace"))
@@ -91,8 +93,8 @@ def _named_in(index: Path) -> list[Path]:
     return [index.parent / name for name in plain if (index.parent / name).is_file() and name != index.name]
 
 
-def _fits(files: list[Path], root: Path, folder: Path) -> bool:
-    """Copy all files, or none if the disk becomes full."""
+def _copy_all(files: list[Path], root: Path, folder: Path) -> bool:
+    """Copy all files; if the disk becomes full, remove the copies and return False."""
     try:
         for file in files:
             _copy(file, folder / file.relative_to(root))
@@ -107,19 +109,19 @@ def _fits(files: list[Path], root: Path, folder: Path) -> bool:
 def _copy(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
-        reading = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+        handle = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise SlideError(f"the file cannot be read: {error.strerror}") from error
     try:
-        before = os.fstat(reading)
-        with target.open("xb") as writing:
+        before = os.fstat(handle)
+        with target.open("xb") as file:
             offset = 0
-            while data := _block(reading, offset):
-                writing.write(data)
+            while data := _block(handle, offset):
+                file.write(data)
                 offset += len(data)
         after = source.stat()
     finally:
-        os.close(reading)
+        os.close(handle)
     if (offset, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         raise SlideError("the file changed while it was copied; ingest it again")
 
@@ -132,6 +134,7 @@ def _block(handle: int, offset: int) -> bytes:
 
 
 def _remove_left_behind(cache: Path) -> None:
+    """Remove the folders of processes of this host that have ended."""
     mine = re.compile(rf"{re.escape(_PREFIX + socket.gethostname())}-(\d+)-")
     for folder in cache.glob(f"{_PREFIX}*"):
         found = mine.match(folder.name)

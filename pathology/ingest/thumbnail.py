@@ -28,7 +28,12 @@ _STRIP_SOURCE_PX = 32_000_000
 
 @dataclass(frozen=True, slots=True)
 class Thumbnail:
-    """A picture ``(h, w, 3)`` uint8 and the tissue mask of the whole slide, of any resolution; None if unknown."""
+    """A picture of a whole slide.
+
+    Attributes:
+        image: ``(h, w, 3)`` uint8.
+        tissue: Tissue mask of the whole slide, at any resolution; None if unknown.
+    """
 
     image: RGB
     tissue: Mask | None
@@ -80,7 +85,7 @@ def thumbnail_of_source(
 
 
 def contact_sheet(slides: Sequence[tuple[str, Thumbnail]], columns: int = 6, side_px: int = 300) -> RGB:
-    """Return the pictures of many slides in rows, each over its name."""
+    """Return one picture with many slides in rows, each with its name below."""
     rows = -(-len(slides) // columns)
     text_px = 18
     sheet = Image.new("RGB", (columns * side_px, max(1, rows) * (side_px + text_px)), "white")
@@ -102,7 +107,7 @@ def save_png(image: RGB, path: Path) -> None:
 
 
 def _overview(source: SlideSource, longest_px: int) -> Planes:
-    """Return ``(3, h, w)`` of the coarsest level that is at least as large, shrunk by whole factors in strips."""
+    """Return ``(3, h, w)`` of the coarsest level with at least ``longest_px``, reduced by a whole factor, in strips."""
     large = [k for k, v in enumerate(source.levels) if max(v.height_px, v.width_px) >= longest_px]
     level = max(large, key=lambda k: source.levels[k].downsample, default=0)
     size = source.levels[level]
@@ -119,7 +124,7 @@ def _overview(source: SlideSource, longest_px: int) -> Planes:
 
 
 def _shrunk(image: Planes, longest_px: int, planes: bool = False) -> RGB:
-    """Return ``(h, w, 3)``, or ``(3, h, w)`` with ``planes``, no longer than ``longest_px``."""
+    """Return the image reduced to at most ``longest_px``, as ``(h, w, 3)``, or with ``planes`` as ``(3, h, w)``."""
     ratio = max(1.0, max(image.shape[1:]) / longest_px)
     _, height, width = image.shape
     rows = make_taps(0, target_size(height, ratio), ratio, height)

@@ -25,9 +25,9 @@ class Outcome:
     """Result of a job.
 
     Attributes:
-        record: Of its slide.
+        record: The record of its slide.
         job: The job as executed; its name may have changed.
-        ours: Whether this run did it, and not another one in the meantime.
+        ours: Whether this run ingested the slide, not another one in the meantime.
     """
 
     record: SlideRecord
@@ -66,11 +66,11 @@ def do_job(
             found = SlideRecord.load(record_path(store, job.slide_id))
             if _is_of_another(found, job):
                 return _another_name(job, found, store, options, threads, progress)
-            return Outcome(_as_asked(found, options), job, ours=False)
+            return Outcome(_with_checked_parameters(found, options), job, ours=False)
 
-        def checked_progress(share: float) -> None:
+        def checked_progress(fraction: float) -> None:
             claim.check()
-            progress(share)
+            progress(fraction)
 
         try:
             record = ingest_slide(
@@ -94,6 +94,7 @@ def do_job(
 
 
 def _is_of_another(record: SlideRecord, job: SlideJob) -> bool:
+    """Whether a record with the job's name is of another file."""
     return not job.secret and record.source_path != str(job.source)
 
 
@@ -113,8 +114,8 @@ def _another_name(
     return do_job(replace(job, slide_id=name, seen=record_state(store, name)), store, options, threads, progress)
 
 
-def _as_asked(record: SlideRecord, options: IngestOptions) -> SlideRecord:
-    """Return the record of another run; as failed, if its parameters differ."""
+def _with_checked_parameters(record: SlideRecord, options: IngestOptions) -> SlideRecord:
+    """Return the record of another run, as failed if that run used other parameters."""
     made = {k: v for k, v in record.identity.get("parameters", {}).items() if k != "given_mpp"}
     changed = differences(made, options.parameters()) if record.status == DONE else []
     if not changed:

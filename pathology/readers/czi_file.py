@@ -1,21 +1,22 @@
-"""What a Zeiss CZI says about itself: where its blocks of pixels lie, on the slide and in the file.
+"""Parser for the directory and metadata of Zeiss CZI files: where each block of pixels is on the slide and in the file.
 
 ```
-file      ZISRAWFILE → ZISRAWDIRECTORY   an entry for each block: place, size there, stored size, compression
-                     → ZISRAWMETADATA    XML: microns per pixel, the objective; and names, of which nothing is read
-          ZISRAWSUBBLOCK …               the blocks
+ZISRAWFILE       header, with the positions of the next two
+ZISRAWDIRECTORY  one entry per block: its box on the slide, its stored size, its compression
+ZISRAWMETADATA   XML: microns per pixel, objective (it also has names of people, which are not read)
+ZISRAWSUBBLOCK   one for each block: its pixels
 ```
 
 Source: ZEISS ZISRAW (CZI) file format, design specification 1.2.2.
 
-What was tried in place of this parser, on slides of raw, zstd and JPEG XR blocks and on 300 with a damaged directory:
+Libraries compared with this parser, on slides with raw, zstd and JPEG XR blocks and on 300 with a damaged directory:
 
-| library | what is lost |
+| library | disadvantage |
 |---|---|
-| pylibCZIrw 6.1 | does not report where a block is in the file: one damaged block fails all of a region |
-| czifile 2019.7.2 | accepts 223 of the 300 damaged directories; 119 are accepted here, the others refused |
+| pylibCZIrw 6.1 | does not report where a block is in the file: one damaged block makes a whole region fail |
+| czifile 2019.7.2 | accepts 223 of the 300 damaged directories; this parser accepts 119 |
 
-Both give the same places, sizes, levels and microns per pixel for undamaged slides.
+For undamaged slides both return the same positions, sizes, levels and microns per pixel.
 """
 
 from __future__ import annotations
@@ -42,45 +43,45 @@ class CziBlock:
     """A block of pixels.
 
     Attributes:
-        scene: Number of the piece of glass that it belongs to.
-        y0: First row on the slide, in pixels of the finest level.
-        x0: First column.
-        factor: Finest pixels that one of its pixels spans.
-        height_px: Rows as it is stored.
-        width_px: Columns.
-        order: Where blocks overlap, the highest is seen.
-        compression: See the constants of this module.
-        position: Where its segment begins in the file.
-        head_bytes: Its bytes before metadata and pixels.
+        scene: Number of the scene, one of the areas of the slide that were scanned separately.
+        y0: First row, in level-0 pixels and the scanner's coordinates; see `CziFile.origin`.
+        x0: First column, in the same coordinates.
+        downsample: Level-0 pixels for each pixel of the block.
+        height_px: Stored rows.
+        width_px: Stored columns.
+        order: Where blocks overlap, the one with the highest order is on top.
+        compression: `RAW`, `JPEG_XR`, `ZSTD` or `ZSTD_1`.
+        position: Byte offset of its segment in the file.
+        header_bytes: Bytes before metadata and pixels, without the 32 bytes that every segment starts with.
     """
 
     scene: int
     y0: int
     x0: int
-    factor: int
+    downsample: int
     height_px: int
     width_px: int
     order: int
     compression: int
     position: int
-    head_bytes: int
+    header_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class CziFile:
-    """What is known of a slide.
+    """The blocks and properties of one slide.
 
     Attributes:
-        blocks: Of each level, finest first, in the order in which they are drawn.
-        factors: Of each level.
-        origin: (y, x) of the slide's first pixel, in the scanner's count.
+        blocks: The blocks of each level, finest level first, bottom block first.
+        downsamples: Level-0 pixels for each pixel of each level.
+        origin: (y, x) of the slide's first pixel in the scanner's coordinates.
         size_px: (height, width) of the finest level.
-        mpp: Microns per pixel (y, x), None where it is not stated.
-        objective_power: As the file states it.
+        mpp: Microns per pixel (y, x); None if the file does not state it.
+        objective_power: Magnification of the objective; None if the file does not state it.
     """
 
     blocks: tuple[tuple[CziBlock, ...], ...]
-    factors: tuple[int, ...]
+    downsamples: tuple[int, ...]
     origin: tuple[int, int]
     size_px: tuple[int, int]
     mpp: tuple[float, float] | None
@@ -88,16 +89,16 @@ class CziFile:
 
 
 def is_czi(path: Path) -> bool:
-    """Whether a file begins as a CZI does."""
+    """Whether a file starts with the magic number of CZI."""
     with path.open("rb") as file:
         return file.read(10) == b"ZISRAWFILE"
 
 
 def read_czi(file: SlideFile) -> CziFile:
-    """Return what a CZI holds.
+    """Parse the directory and metadata of a CZI file.
 
     Raises:
-        SlideError: It is damaged, or its pixels are not 8-bit colour in a compression that is known.
+        SlideError: The file is damaged, its pixels are not 8-bit colour, or their compression is not supported.
     """
     try:
         directory, metadata = struct.unpack("<qq", file.read(32 + 52, 16))
@@ -106,17 +107,18 @@ def read_czi(file: SlideFile) -> CziFile:
         root = ElementTree.fromstring(xml[256 : 256 + struct.unpack_from("<i", xml)[0]].decode("utf-8", "replace"))
     except (struct.error, ElementTree.ParseError) as error:
         raise SlideError("the file is truncated or damaged: its directory or metadata cannot be read") from error
-    if not any(block.factor == 1 for block in blocks):
+    if not any(block.downsample == 1 for block in blocks):
         raise SlideError("the file has no pixels")
     origin = min(block.y0 for block in blocks), min(block.x0 for block in blocks)
-    finest = [block for block in blocks if block.factor == 1]
+    finest = [block for block in blocks if block.downsample == 1]
     ends = max(b.y0 + b.height_px for b in finest), max(b.x0 + b.width_px for b in finest)
-    coarsest = [max(b.factor for b in blocks if b.scene == scene) for scene in {b.scene for b in blocks}]
-    factors = sorted({block.factor for block in blocks if block.factor <= min(coarsest)})
+    # A level counts only if every scene has it.
+    coarsest = [max(b.downsample for b in blocks if b.scene == scene) for scene in {b.scene for b in blocks}]
+    downsamples = sorted({block.downsample for block in blocks if block.downsample <= min(coarsest)})
     ordered = sorted(blocks, key=lambda block: block.order)
     return CziFile(
-        tuple(tuple(block for block in ordered if block.factor == factor) for factor in factors),
-        tuple(factors),
+        tuple(tuple(block for block in ordered if block.downsample == downsample) for downsample in downsamples),
+        tuple(downsamples),
         origin,
         (ends[0] - origin[0], ends[1] - origin[1]),
         _mpp(root),
@@ -125,6 +127,7 @@ def read_czi(file: SlideFile) -> CziFile:
 
 
 def _segment(file: SlideFile, position: int, name: bytes) -> bytes:
+    """Return the content of the segment at a byte position, which must have this name."""
     found, _, used = _HEAD.unpack(file.read(position, _HEAD.size))
     content = file.read(position + _HEAD.size, max(0, used)) if found.rstrip(b"\0") == name else b""
     if not content or len(content) < used:
@@ -133,6 +136,7 @@ def _segment(file: SlideFile, position: int, name: bytes) -> bytes:
 
 
 def _blocks(directory: bytes) -> list[CziBlock]:
+    """Parse all entries of a directory."""
     (count,), at, found = struct.unpack_from("<i", directory), 128, []
     for _ in range(count):
         block, at = _block(directory, at)
@@ -141,6 +145,7 @@ def _blocks(directory: bytes) -> list[CziBlock]:
 
 
 def _block(directory: bytes, at: int) -> tuple[CziBlock, int]:
+    """Parse the entry at an offset; return it and the offset of the next one."""
     schema, pixels, position, _, compression, _, count = _ENTRY.unpack_from(directory, at)
     if schema != b"DV":
         raise SlideError("the file is damaged: its directory has an entry of unknown type")
@@ -152,9 +157,9 @@ def _block(directory: bytes, at: int) -> tuple[CziBlock, int]:
     _check(dimensions, pixels, compression)
     (x0, width, columns), (y0, _, rows) = dimensions["X"], dimensions["Y"]
     scene, order = (dimensions.get(name, (0, 0, 0))[0] for name in "SM")
-    factor = max(1, (width + columns // 2) // columns)
-    head = max(256, 16 + end - at)
-    return CziBlock(scene, y0, x0, factor, rows, columns, order, compression, position, head), end
+    downsample = max(1, (width + columns // 2) // columns)
+    header_bytes = max(256, 16 + end - at)
+    return CziBlock(scene, y0, x0, downsample, rows, columns, order, compression, position, header_bytes), end
 
 
 def _check(dimensions: dict[str, tuple[int, int, int]], pixels: int, compression: int) -> None:

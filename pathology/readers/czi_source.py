@@ -1,10 +1,10 @@
-"""CZI slides. OpenSlide does not decode JPEG XR, which is what Zeiss' scanners write."""
+"""CZI slides (Zeiss). OpenSlide does not decode JPEG XR, the compression that Zeiss scanners use."""
 
 from __future__ import annotations
 
 import struct
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,29 +16,29 @@ from hyfi_core.plan.box import Box
 from pathology.errors import SlideError, TileError
 from pathology.readers.czi_file import JPEG_XR, ZSTD, ZSTD_1, CziBlock, read_czi
 from pathology.readers.slide_file import SlideFile
-from pathology.readers.source_level import RGB, BadTile, SourceLevel, moved_by
+from pathology.readers.source_level import RGB, BadTile, SourceLevel, translation
 from pathology.readers.threads import decode_threads, run_in_pool
 
 _CACHE_BYTES = 128 * 2**20
-_GLASS = 255
+_WHITE = 255
 _SUBBLOCK = struct.Struct("<16sqqiiq")
 _JPEG_XR_MAGIC = b"II\xbc"
 
 
 class CziSource:
-    """A CZI read by its blocks; see `pathology.readers.slide_source.SlideSource`.
+    """A CZI file, read block by block; see `pathology.readers.slide_source.SlideSource`.
 
-    Blocks are large (up to 2056 × 2464 px). Where they overlap the highest is seen, as in Zeiss' own libCZI; between
-    scenes there is white glass.
-    A block that is missing, cut off or of another size is an error. JPEG XR itself has no check: bytes that changed
-    inside of a block show as other pixels, and no decoder can detect it.
-    Memory: 128 MiB of decoded blocks and one more for each thread.
+    Blocks are large (up to 2056 × 2464 px). Where they overlap, the one with the highest order is on top, as in Zeiss'
+    own libCZI. Areas between scenes are white.
+    A block that is missing, truncated or of an unexpected size is an error. JPEG XR has no checksum: changed bytes
+    inside a block give wrong pixels, which no decoder can detect.
+    Memory: 128 MiB of decoded blocks, and one block for each thread.
 
     Args:
         path: The slide's file.
 
     Raises:
-        SlideError: The file is damaged, or its pixels are of a kind that is not known.
+        SlideError: The file is damaged, or its pixel type or compression is not supported.
     """
 
     def __init__(self, path: Path) -> None:
@@ -48,26 +48,26 @@ class CziSource:
         self.mpp, self.objective_power = czi.mpp, czi.objective_power
         self.vendor = "zeiss"
         self.icc: bytes | None = None
-        self.levels = tuple(map(self._level, czi.factors, czi.blocks))
+        self.levels = tuple(map(self._level, czi.downsamples, czi.blocks))
         self.bounds = Box.of_size(*czi.size_px)
-        self.to_file_px = moved_by((0, 0))
+        self.to_file_px = translation((0, 0))
         self._areas = [[self._area(block) for block in blocks] for blocks in czi.blocks]
         largest = max(level.tile_px[0] * level.tile_px[1] * 3 for level in self.levels)
-        self._kept: OrderedDict[int, RGB] = OrderedDict()
-        self._most_kept = max(2, _CACHE_BYTES // largest)
+        self._cache: OrderedDict[int, RGB] = OrderedDict()  # by position in the file, least recently used first
+        self._cached_blocks = max(2, _CACHE_BYTES // largest)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CziSource, (self._path,)
 
-    def _level(self, factor: int, blocks: Sequence[CziBlock]) -> SourceLevel:
+    def _level(self, downsample: int, blocks: Sequence[CziBlock]) -> SourceLevel:
         height, width = self._czi.size_px
         tile = max(b.height_px for b in blocks), max(b.width_px for b in blocks)
-        return SourceLevel(max(1, height // factor), max(1, width // factor), (float(factor),) * 2, tile)
+        return SourceLevel(max(1, height // downsample), max(1, width // downsample), (float(downsample),) * 2, tile)
 
     def _area(self, block: CziBlock) -> Box:
-        """Return where a block lies on its level, to the nearest pixel."""
-        y = round((block.y0 - self._czi.origin[0]) / block.factor)
-        x = round((block.x0 - self._czi.origin[1]) / block.factor)
+        """Return the box of a block on its level, to the nearest pixel."""
+        y = round((block.y0 - self._czi.origin[0]) / block.downsample)
+        x = round((block.x0 - self._czi.origin[1]) / block.downsample)
         return Box(y, y + block.height_px, x, x + block.width_px)
 
     def read(self, box: Box, level: int) -> RGB:
@@ -78,34 +78,36 @@ class CziSource:
 
     def read_into(self, box: Box, level: int, out: RGB, bad: list[BadTile] | None = None) -> None:
         """Fill ``out``; see `pathology.readers.slide_source.SlideSource.read_into`."""
-        out[...] = _GLASS
+        out[...] = _WHITE
         whole = Box.of_size(self.levels[level].height_px, self.levels[level].width_px)
         areas = self._areas[level]
         wanted = [k for k, area in enumerate(areas) if not area.intersect(box).empty]
-        for some in _groups(wanted, decode_threads()):
-            found = run_in_pool(lambda k: self._decoded(level, k), some)
-            for k, pixels in zip(some, found, strict=True):  # in order: where blocks overlap, the last is seen
+        at_a_time = decode_threads()
+        for start in range(0, len(wanted), at_a_time):
+            group = wanted[start : start + at_a_time]
+            found = run_in_pool(lambda k: self._decoded(level, k), group)
+            for k, pixels in zip(group, found, strict=True):  # in order: where blocks overlap, the last is on top
                 shared = areas[k].intersect(box)
                 if isinstance(pixels, TileError):
                     if bad is None:
                         raise pixels
                     bad.append(BadTile(areas[k].intersect(whole), str(pixels)))
-                    out[shared.relative_to(box).slices()] = _GLASS
+                    out[shared.relative_to(box).slices()] = _WHITE
                 else:
                     out[shared.relative_to(box).slices()] = pixels[shared.relative_to(areas[k]).slices()]
 
     def _decoded(self, level: int, index: int) -> RGB | TileError:
-        """Return a block's pixels, or what is wrong with it.
+        """Return a block's pixels, or the error if it cannot be decoded.
 
-        Single operations on the dictionary are atomic for other threads and for a fork; two threads may decode the same
-        block.
+        There is no lock: each operation on the cache is atomic, for other threads and for a fork. Two threads may
+        decode the same block.
         """
         block = self._czi.blocks[level][index]
-        kept = self._kept.get(block.position)
-        if kept is not None:
+        cached = self._cache.get(block.position)
+        if cached is not None:
             with suppress(KeyError):
-                self._kept.move_to_end(block.position)
-            return kept
+                self._cache.move_to_end(block.position)
+            return cached
         try:
             pixels = _decode(block, self._data(block))
         except SlideError:
@@ -114,18 +116,19 @@ class CziSource:
             area = self._areas[level][index]
             place = f"rows {area.y0}–{area.y1}, columns {area.x0}–{area.x1} of level {level}"
             return TileError(f"the block of {place} cannot be decoded: {error}")
-        self._kept[block.position] = pixels
-        while len(self._kept) > self._most_kept:
+        self._cache[block.position] = pixels
+        while len(self._cache) > self._cached_blocks:
             with suppress(KeyError):
-                self._kept.popitem(last=False)
+                self._cache.popitem(last=False)
         return pixels
 
     def _data(self, block: CziBlock) -> bytes:
+        """Return a block's encoded pixels."""
         head = self._file.read(block.position, _SUBBLOCK.size)
         if len(head) < _SUBBLOCK.size or not head.startswith(b"ZISRAWSUBBLOCK\0"):
             raise ValueError(f"there is no block at byte {block.position}")
         metadata, _, size = _SUBBLOCK.unpack(head)[3:]
-        data = self._file.read(block.position + 32 + block.head_bytes + max(0, metadata), max(0, size))
+        data = self._file.read(block.position + 32 + block.header_bytes + max(0, metadata), max(0, size))
         if not data or len(data) < size:
             raise ValueError("the file ends before it")
         return data
@@ -133,11 +136,11 @@ class CziSource:
     def close(self) -> None:
         """Close the file and drop the decoded blocks."""
         self._file.close()
-        self._kept.clear()
+        self._cache.clear()
 
 
 def _decode(block: CziBlock, data: bytes) -> RGB:
-    """Return ``(h, w, 3)`` RGB."""
+    """Return ``(h, w, 3)`` uint8; raises any exception if the data is damaged."""
     shape = block.height_px, block.width_px, 3
     if block.compression == JPEG_XR and data.startswith(_JPEG_XR_MAGIC):
         pixels: RGB = imagecodecs.jpegxr_decode(data)  # RGB, whichever order the stream is in
@@ -145,20 +148,19 @@ def _decode(block: CziBlock, data: bytes) -> RGB:
             raise ValueError(f"its image has shape {pixels.shape} {pixels.dtype}; expected {shape}")
         return pixels
     if block.compression in (ZSTD, ZSTD_1):
-        data = _without_head(data) if block.compression == ZSTD_1 else data
+        data = _without_header(data) if block.compression == ZSTD_1 else data
         data = bytes(imagecodecs.zstd_decode(data))
     if len(data) != shape[0] * shape[1] * 3:
         raise ValueError(f"it has {len(data)} bytes; expected {shape[0] * shape[1] * 3}")
     return np.frombuffer(data, np.uint8).reshape(shape)[..., ::-1]
 
 
-def _without_head(data: bytes) -> bytes:
-    """Return the stream behind the head of one or three bytes; the latter may say that bytes were moved."""
+def _without_header(data: bytes) -> bytes:
+    """Return a ZSTD_1 stream without its header of one or three bytes.
+
+    Raises:
+        ValueError: The header is invalid, or states that high and low bytes were packed apart (16-bit pixels only).
+    """
     if data[0] not in (1, 3) or (data[0] == 3 and (data[1] != 1 or data[2] & 1)):
         raise ValueError(f"its zstd header {data[:3].hex()} is not supported")
     return data[data[0] :]
-
-
-def _groups(items: Sequence[int], size: int) -> Iterator[Sequence[int]]:
-    for k in range(0, len(items), size):
-        yield items[k : k + size]

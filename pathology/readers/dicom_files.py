@@ -1,11 +1,11 @@
-"""Which files of a folder make one DICOM slide: those of one series (DICOM PS3.3 A.32.8, PS3.10 section 7).
+"""Which files of a folder form one DICOM slide: those of one series (DICOM PS3.3 A.32.8, PS3.10 section 7).
 
 ```
 SLIDE/1.dcm   level 0  \
       2.dcm   level 1   |  one series, one slide: OpenSlide opens any of them and finds the others
       3.dcm   label    /
       4.dcm   another series: another slide
-      5.dcm   a CT picture: none
+      5.dcm   a CT image: no slide
 ```
 """
 
@@ -27,13 +27,13 @@ _SOP_CLASS, _SERIES, _SERIES_NUMBER = 0x00020002, 0x0020000E, 0x00200011
 
 
 @dataclass(frozen=True, slots=True)
-class DicomHead:
-    """What a DICOM file says about itself at its start.
+class DicomHeader:
+    """The series that a DICOM file belongs to.
 
     Attributes:
-        whole_slide: Whether it is a file of a whole-slide image; True, too, where it is too damaged to tell.
-        series: UID of its series; empty where it says none that can be read.
-        number: Number of its series in the study; alike.
+        whole_slide: Whether the file is part of a whole-slide image; True also if it is too damaged to tell.
+        series: UID of its series; empty if the file has none or it cannot be read.
+        number: Number of its series in the study; empty likewise.
     """
 
     whole_slide: bool
@@ -41,68 +41,70 @@ class DicomHead:
     number: str = ""
 
 
-def dicom_head(path: Path) -> DicomHead | None:
-    """Return what a DICOM file is; None for other files. Reads some kilobytes, once for each state of the file.
+def read_header(path: Path) -> DicomHeader | None:
+    """Return the header of a DICOM file; None for other files.
+
+    Reads a few kilobytes. The result is cached until the file's size or time of modification changes.
 
     Raises:
-        OSError: It cannot be read.
+        OSError: The file cannot be read.
     """
     state = path.stat()
     if not stat.S_ISREG(state.st_mode):
-        return None  # a pipe would be waited for
-    return _head(str(path), state.st_size, state.st_mtime_ns)
+        return None  # opening a pipe would block
+    return _cached_header(str(path), state.st_size, state.st_mtime_ns)
 
 
 def series_files(path: Path) -> list[Path]:
-    """Return the files of a DICOM slide: itself, then those of its folder that belong to the same series, by name.
+    """Return the files of a DICOM slide: ``path``, then the others of its series in the folder, sorted by name.
 
     Raises:
         OSError: The folder or the file cannot be read.
     """
-    own = dicom_head(path)
+    own = read_header(path)
     if own is None or not own.series:
         return [path]
     with os.scandir(path.parent) as entries:
         others = sorted(entry.name for entry in entries if entry.is_file() and entry.name != path.name)
-    return [path, *(other for name in others if _is_of(own, other := path.parent / name))]
+    return [path, *(other for name in others if _belongs_to(own, other := path.parent / name))]
 
 
-def series_in(folder: Path) -> dict[DicomHead, Path]:
-    """Return the whole-slide series whose files lie in a folder, each with the first of its files by name.
+def series_in(folder: Path) -> dict[DicomHeader, Path]:
+    """Return the whole-slide series in a folder, each with the first of its files by name.
 
     Raises:
         OSError: The folder cannot be read.
     """
     with os.scandir(folder) as entries:
         names = sorted(entry.name for entry in entries if entry.is_file())
-    found: dict[DicomHead, Path] = {}
+    found: dict[DicomHeader, Path] = {}
     for name in names:
         with suppress(OSError):
-            head = dicom_head(folder / name)
-            if head is not None and head.whole_slide and head.series:
-                found.setdefault(head, folder / name)
+            header = read_header(folder / name)
+            if header is not None and header.whole_slide and header.series:
+                found.setdefault(header, folder / name)
     return found
 
 
 def file_of_slide(path: Path) -> Path:
-    """Return a file that opens the slide: of a folder with one DICOM series its first, else ``path`` itself."""
+    """Return the first file of the only DICOM series in a folder; ``path`` itself if it is anything else."""
     try:
         series = series_in(path) if path.is_dir() else {}
     except OSError:
-        return path  # what is wrong with it, its reader will say
+        return path  # the reader will report what is wrong with it
     return next(iter(series.values())) if len(series) == 1 else path
 
 
-def _is_of(series: DicomHead, other: Path) -> bool:
+def _belongs_to(series: DicomHeader, other: Path) -> bool:
     try:
-        return dicom_head(other) == series
+        return read_header(other) == series
     except OSError:
         return False  # a file that cannot be read belongs to no slide
 
 
 @lru_cache(maxsize=2**17)
-def _head(path: str, size: int, mtime_ns: int) -> DicomHead | None:
-    """The arguments beyond the path are there for the cache: another state is read again."""
+def _cached_header(path: str, size: int, mtime_ns: int) -> DicomHeader | None:
+    """Return `read_header`'s result; size and time are only keys of the cache, so that a changed file is read again."""
     with Path(path).open("rb") as file:
         if file.read(132)[128:] != b"DICM":
             return None
@@ -110,22 +112,22 @@ def _head(path: str, size: int, mtime_ns: int) -> DicomHead | None:
         return _parsed(file)
 
 
-def _parsed(file: BinaryIO) -> DicomHead:
-    from pydicom.filereader import read_partial  # takes half a second, which only DICOM slides should cost
+def _parsed(file: BinaryIO) -> DicomHeader:
+    from pydicom.filereader import read_partial  # importing it takes half a second: only for DICOM slides
 
     try:
         found = read_partial(
             file, stop_when=lambda tag, vr, length: tag > _SERIES_NUMBER, specific_tags=[_SERIES, _SERIES_NUMBER]
         )
-    except Exception as error:  # each kind of damage has its own, an OSError without a number among them
+    except Exception as error:  # damaged files raise many types, also OSError without errno
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        return DicomHead(True, "")  # what is wrong with it, its reader will say
+        return DicomHeader(True, "")  # the reader will report what is wrong with it
     series, number = _text(found, _SERIES), _text(found, _SERIES_NUMBER)
-    return DicomHead(_text(found.file_meta, _SOP_CLASS) == _WHOLE_SLIDE, series, number)
+    return DicomHeader(_text(found.file_meta, _SOP_CLASS) == _WHOLE_SLIDE, series, number)
 
 
 def _text(elements: Dataset, tag: int) -> str:
-    """Return a value as it is stored: a wrong one is not worth a warning."""
+    """Return a value as text, without pydicom's warnings about invalid ones."""
     value = elements.get_item(tag).value if tag in elements else b""
     return value.decode("ascii", "replace").rstrip("\0 ") if isinstance(value, bytes) else str(value or "")

@@ -1,4 +1,4 @@
-"""What is wrong with a file that no reader will open, in plain words."""
+"""Checks of a file before a reader opens it, for clear messages about files that none can open."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ from pathology.errors import SlideError
 from pathology.readers.dicom_files import series_in
 
 _LARGEST_SLIDEDAT_BYTES = 2**20
-_MOST_NAMED = 10
+_LISTED_FILES = 10
 
-
-CLOSED_FOLDER = "the folder cannot be searched for slides"
-"""Begins the reason of a folder that fails in place of the slides that may lie in it."""
+UNREADABLE_FOLDER = "the folder cannot be searched for slides"
+"""Start of the reason recorded for a folder that cannot be searched."""
 
 
 def check_file(path: Path) -> None:
-    """Look at a file's size and first bytes.
+    """Check a file's type, size and first bytes.
 
     Raises:
-        SlideError: The file is missing, unreadable, empty, another kind of picture, an MRXS whose folder or a file of
-            it is missing, or a TIFF cut before its directory.
+        SlideError: The file is missing, unreadable, empty, a PNG, JPEG or PDF with the extension of a slide, an MRXS
+            without its folder or a file in it, or a TIFF that is truncated before its directory.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait forever
-            raise SlideError(_of_folder(path) if path.is_dir() else "it is not a regular file")
+            raise SlideError(_folder_problem(path) if path.is_dir() else "it is not a regular file")
         with path.open("rb") as file:
             head = file.read(16)
             size = os.fstat(file.fileno()).st_size
@@ -39,14 +38,14 @@ def check_file(path: Path) -> None:
         if head.startswith(magic) and path.suffix.lower() in {".svs", ".tif", ".tiff"}:
             raise SlideError(f"the file is {name} with the extension of a slide")
     if path.suffix.lower() == ".mrxs":
-        _check_folder(path)
+        _check_mrxs_folder(path)
     first = _first_directory(head)
     if first is not None and first >= size:
         raise SlideError(f"the file is truncated: its directory should be at byte {first}, but it has {size} bytes")
 
 
-def closed_folder(path: Path) -> OSError | None:
-    """Return why a folder cannot be searched; None where it can."""
+def folder_error(path: Path) -> OSError | None:
+    """Return the error of listing a folder; None if it can be listed."""
     try:
         os.scandir(path).close()
     except OSError as error:
@@ -54,19 +53,20 @@ def closed_folder(path: Path) -> OSError | None:
     return None
 
 
-def _of_folder(path: Path) -> str:
-    closed = closed_folder(path)
-    if closed:
-        return f"{CLOSED_FOLDER}: {closed.strerror}"
-    several = [file.name for file in series_in(path).values()]
-    if several:
-        names = ", ".join(several[:_MOST_NAMED])
-        return f"it is a folder of {len(several)} DICOM slides; name one file of each: {names}"
+def _folder_problem(path: Path) -> str:
+    """Return why a folder is not a slide."""
+    error = folder_error(path)
+    if error:
+        return f"{UNREADABLE_FOLDER}: {error.strerror}"
+    slides = [file.name for file in series_in(path).values()]
+    if slides:
+        names = ", ".join(slides[:_LISTED_FILES])
+        return f"it is a folder of {len(slides)} DICOM slides; name one file of each: {names}"
     return "it is a folder, not a slide file"
 
 
-def _check_folder(path: Path) -> None:
-    """Look for the files that an MRXS names; OpenSlide opens a data file only when a tile of it is asked for."""
+def _check_mrxs_folder(path: Path) -> None:
+    """Check that the files named in an MRXS's Slidedat.ini exist; OpenSlide opens them only when it reads a tile."""
     if path.suffix != ".mrxs":
         raise SlideError(f"OpenSlide needs the extension .mrxs, not {path.suffix}; rename the file")
     folder = path.with_suffix("")
@@ -88,16 +88,16 @@ def _check_folder(path: Path) -> None:
 def _is_missing(path: Path) -> bool:
     try:
         path.stat()
-    except (OSError, ValueError):  # names come from the file: some of them no disk takes
+    except (OSError, ValueError):  # ValueError: the name in the file is not valid as a path
         return True
     return False
 
 
 def _first_directory(head: bytes) -> int | None:
-    """Return the offset of a TIFF's first directory; None for other files (TIFF 6.0, and BigTIFF with 43)."""
+    """Return the offset of a TIFF's first directory (version 42: TIFF 6.0, 43: BigTIFF); None for other files."""
     order = {b"II": "little", b"MM": "big"}.get(head[:2])
     if order is None or len(head) < 16:
         return None
     version = int.from_bytes(head[2:4], "little" if order == "little" else "big")
-    part = {42: head[4:8], 43: head[8:16]}.get(version)
-    return None if part is None else int.from_bytes(part, "little" if order == "little" else "big")
+    field = {42: head[4:8], 43: head[8:16]}.get(version)
+    return None if field is None else int.from_bytes(field, "little" if order == "little" else "big")

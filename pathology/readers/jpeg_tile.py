@@ -1,10 +1,11 @@
 """JPEG tiles of a TIFF, decoded by libjpeg-turbo in its strict mode.
 
-A tile may lack its tables (they stand once, in the tag JPEGTables) and must be read in the colours that the TIFF
-states, whatever its own markers say: Aperio writes RGB tiles with the component numbers of YCbCr. So each is decoded as
+The quantisation and Huffman tables may be stored once, in the TIFF's tag JPEGTables, instead of in each tile. The
+colour space is the one that the TIFF states, whatever the tile's own markers say: Aperio writes RGB tiles with the
+component numbers of YCbCr. So each tile is decoded as
 
 ```
-SOI  Adobe(RGB or YCbCr)  tables of the TIFF  | the tile's own segments, its APP0 and APP14 left out | scan  EOI
+SOI  Adobe(RGB or YCbCr)  tables of the TIFF  | the tile's own segments without APP0 and APP14 | scan  EOI
 ```
 
 (TIFF Technical Note 2; Adobe Technical Note 5116 for the marker, whose last byte is the colour transform.)
@@ -28,7 +29,7 @@ _ADOBE = b"\xff\xee\x00\x0eAdobe\x00\x64\x00\x00\x00\x00"
 
 @dataclass(frozen=True, slots=True)
 class JpegDecoder:
-    """Decodes one tile at a time; threads may share it.
+    """Decodes one tile at a time; may be called from several threads.
 
     Attributes:
         height_px: Rows of a tile.
@@ -41,30 +42,30 @@ class JpegDecoder:
     prefix: bytes
 
     def __call__(self, data: bytes, index: int) -> RGB:
-        """Return ``(h, w, 3)`` uint8, new, at most the tile's size; a last strip has fewer rows.
+        """Return a new ``(h, w, 3)`` uint8 array of the tile's size; the last strip may have fewer rows.
 
         Raises:
-            ValueError: Anything is wrong with the tile, a missing end included: libjpeg's warnings are errors here.
+            ValueError: The tile is damaged or has no end marker; warnings of libjpeg are errors here.
         """
-        scan = _own_segments(data)
-        if data.rfind(_EOI) < scan.start:
+        segments = _split_segments(data)
+        if data.rfind(_EOI) < segments.scan_start:
             raise ValueError("its JPEG is cut off: it has no end marker")
-        # A buffer of the right size: a damaged header that asks for gigabytes is refused, not allocated.
+        # With a buffer of the tile's size, a damaged header that states gigabytes is an error instead of an allocation.
         buffer: RGB = np.empty((self.height_px, self.width_px, 3), np.uint8)
         pixels: RGB = simplejpeg.decode_jpeg(
-            self.prefix + scan.kept + data[scan.start :], "RGB", buffer=buffer, strict=True
+            self.prefix + segments.kept + data[segments.scan_start :], "RGB", buffer=buffer, strict=True
         )
         return pixels
 
 
 @dataclass(frozen=True, slots=True)
 class RestartDecoder:
-    """Decodes what stands between two restart markers of one large JPEG, as a picture of its own (Hamamatsu NDPI).
+    """Decodes the data between two restart markers of one large JPEG as a JPEG of its own (Hamamatsu NDPI).
 
     Attributes:
-        height_px: Rows of a block: those of one unit of the JPEG.
-        width_px: Columns of a block: a restart interval.
-        header: The JPEG's header with the size of a block in it, up to and with that of the scan.
+        height_px: Rows of a block: one row of MCUs (JPEG's minimum coded units).
+        width_px: Columns of a block: one restart interval.
+        header: The JPEG's header up to and including the scan header, with the size of one block in it.
     """
 
     height_px: int
@@ -72,10 +73,10 @@ class RestartDecoder:
     header: bytes
 
     def __call__(self, data: bytes, index: int) -> RGB:
-        """Return ``(height_px, width_px, 3)`` uint8, new.
+        """Return a new ``(height_px, width_px, 3)`` uint8 array.
 
         Raises:
-            ValueError: Anything is wrong with the block, a missing marker at its end included.
+            ValueError: The block is damaged or has no marker at its end.
         """
         end = len(data) - 2 if data[-2:-1] == b"\xff" and data[-1] in _RESTARTS else data.rfind(_EOI)
         if end < 0:
@@ -86,7 +87,15 @@ class RestartDecoder:
 
 
 def jpeg_prefix(tables: bytes | None, ycbcr: bool) -> bytes:
-    """Return what stands before each tile's own segments: start, colours, tables (the tag, with its SOI and EOI)."""
+    """Return the bytes to put before each tile's own segments.
+
+    Args:
+        tables: Value of the tag JPEGTables, which starts with SOI and ends with EOI; None if the TIFF has none.
+        ycbcr: Whether the TIFF states YCbCr; otherwise RGB.
+
+    Returns:
+        The start marker, the Adobe marker with the colour space, and the tables.
+    """
     own = b"" if not tables else tables.removeprefix(_SOI).removesuffix(_EOI)
     return _SOI + _ADOBE + bytes([1 if ycbcr else 0]) + own
 
@@ -94,12 +103,17 @@ def jpeg_prefix(tables: bytes | None, ycbcr: bool) -> bytes:
 @dataclass(frozen=True, slots=True)
 class _Segments:
     kept: bytes
-    """What stands before the scan, without the markers that state colours."""
-    start: int
-    """Where the scan's header begins."""
+    """The segments before the scan, without those that state the colour space."""
+    scan_start: int
+    """Offset of the scan's header."""
 
 
-def _own_segments(data: bytes) -> _Segments:
+def _split_segments(data: bytes) -> _Segments:
+    """Find the scan of a JPEG and the segments before it.
+
+    Raises:
+        ValueError: The header is damaged.
+    """
     if data[:2] != _SOI:
         raise ValueError("its JPEG has no start marker")
     kept: list[bytes] = []

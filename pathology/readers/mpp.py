@@ -1,4 +1,4 @@
-"""Microns per pixel: read with care, checked for sense, and taken from the user where the file is silent."""
+"""Microns per pixel: parsed, checked for plausibility, and taken from the user if the file does not state them."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ UM_PER_OME_UNIT = {
     "pt": 25_400.0 / 72,
     "li": 25_400.0 / 12,
 }
-"""Micrometres in each unit of length that OME-XML may state and that a slide could be measured in."""
+"""Micrometres per unit of length, for the units of OME-XML in which a slide could be measured."""
 
 HOW_TO_GIVE = "give it in the column `source_mpp` of a manifest CSV, or for all such slides with --slide-mpp"
 
 
 @dataclass(frozen=True, slots=True)
 class SourceMpp:
-    """Microns per pixel (y, x) of a source's finest level and where they come from: file, manifest or flag."""
+    """Microns per pixel (y, x) of a source's finest level; ``origin`` is ``file``, ``manifest`` or ``flag``."""
 
     um: tuple[float, float]
     origin: str
 
 
 def parse_mpp(text: str) -> float:
-    """Return a number that people may have written with a decimal comma, or, before it, with points as in 1.000,5.
+    """Parse a number that may have a decimal comma, and then points between thousands, as in ``1.000,5``.
 
     Raises:
-        ValueError: It is no finite number.
+        ValueError: The text is not a finite number.
     """
     whole, comma, part = text.strip().rpartition(",")
     points = comma and re.fullmatch(r"\d{1,3}(\.\d{3})+", whole)
@@ -59,7 +59,7 @@ def parse_mpp(text: str) -> float:
 
 
 def mpp_of_resolution(pixels_per_unit: float, unit: str) -> float | None:
-    """Return microns per pixel of a TIFF resolution tag; None where the unit says nothing, 0 for what is no number."""
+    """Return microns per pixel of a TIFF resolution tag: None for an unknown unit, 0 for a resolution of 0 or less."""
     if unit not in _UM_PER_UNIT:
         return None
     return _UM_PER_UNIT[unit] / pixels_per_unit if pixels_per_unit > 0 else 0.0
@@ -73,7 +73,7 @@ def is_sensible(mpp: tuple[float, float] | None) -> bool:
 
 
 def first_sensible(*stated: tuple[float, float] | None) -> tuple[float, float] | None:
-    """Return the first (y, x) that makes sense; where none does, the first that is stated, to be refused by name."""
+    """Return the first plausible (y, x); if none is, the first that is not None, to be shown in the error message."""
     known = [pair for pair in stated if pair is not None]
     return next((pair for pair in known if is_sensible(pair)), known[0] if known else None)
 
@@ -81,16 +81,16 @@ def first_sensible(*stated: tuple[float, float] | None) -> tuple[float, float] |
 def resolve_mpp(
     file_mpp: tuple[float, float] | None, manifest_mpp: str, flag_mpp: float | None, force: bool = False
 ) -> SourceMpp:
-    """Decide a slide's microns per pixel.
+    """Choose a slide's microns per pixel: those of the file, else of the manifest, else of the flag.
 
     Args:
-        file_mpp: (y, x) as the file states them, None where it does not.
+        file_mpp: (y, x) as the file states them; None if it does not.
         manifest_mpp: The cell ``source_mpp`` of the slide's manifest row; may be empty.
-        flag_mpp: ``--slide-mpp``: stands in where neither file nor manifest states a sensible value.
-        force: ``--force-mpp``: manifest and flag win over a sensible value of the file, too.
+        flag_mpp: ``--slide-mpp``: used if neither file nor manifest states a plausible value.
+        force: ``--force-mpp``: manifest and flag take precedence over the file.
 
     Raises:
-        SlideError: Nothing sensible is known, or file and manifest are more than 5 % apart.
+        SlideError: No plausible value is known, or file and manifest differ by more than 5 %.
     """
     stated = _manifest_value(manifest_mpp)
     if file_mpp is not None and is_sensible(file_mpp) and not (force and (stated or flag_mpp)):
@@ -133,7 +133,7 @@ def _what_the_file_says(file_mpp: tuple[float, float] | None) -> str:
 
 
 def _number(um: float) -> str:
-    return f"{um:.4g}" if um < 1000 else f"{um:.1f}"  # to be found again in the file: 9999.9, not 1e+04
+    return f"{um:.4g}" if um < 1000 else f"{um:.1f}"  # as it is in the file: 9999.9, not 1e+04
 
 
 def _range() -> str:

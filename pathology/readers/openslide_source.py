@@ -1,4 +1,4 @@
-"""Slides read with OpenSlide. The only place that imports it and knows its ``(x, y)`` order."""
+"""Slides read with OpenSlide. Only this module imports OpenSlide and uses its ``(x, y)`` order."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from hyfi_core.plan.box import Box
 from pathology.errors import SlideError, TileError
 from pathology.readers.mpp import first_sensible, mpp_of_resolution, parse_mpp
 from pathology.readers.per_thread import PerThread
-from pathology.readers.source_level import RGB, Affine, BadTile, SourceLevel, moved_by, snapped_levels
+from pathology.readers.source_level import RGB, Affine, BadTile, SourceLevel, levels_of_sizes, translation
 from pathology.readers.threads import run_in_pool
 
 _BLOCK_PX = 1024
-_CACHE_BYTES = 64 * 2**20
+_CACHE_BYTES = 16 * 2**20
 
 
 class UnsupportedFormatError(SlideError):
-    """OpenSlide does not know the format, or not its compression; another reader may."""
+    """OpenSlide does not support the format or its compression; another reader may."""
 
 
 def open_handle(path: Path) -> openslide.OpenSlide:
@@ -37,12 +37,13 @@ def open_handle(path: Path) -> openslide.OpenSlide:
 class OpenSlideSource:
     """A slide read with OpenSlide; see `SlideSource`.
 
-    Each thread has its own handle, so that blocks of a box are decoded in parallel. An error leaves a handle dead:
-    it is replaced. Memory: the result, a block for each thread, a cache of 64 MiB of decoded tiles.
+    Each thread has its own handle, so that blocks of a box are decoded in parallel. After an error a handle cannot be
+    used any more and is replaced. Memory: the result, one block for each thread, and for each thread a cache of 16 MiB
+    of decoded tiles.
 
     Raises:
-        UnsupportedFormatError: OpenSlide does not know the format or its compression.
-        SlideError: OpenSlide knows the format and cannot open the file.
+        UnsupportedFormatError: OpenSlide does not support the format or its compression.
+        SlideError: OpenSlide supports the format but cannot open the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -55,7 +56,7 @@ class OpenSlideSource:
         self.objective_power = _number(properties.get(openslide.PROPERTY_NAME_OBJECTIVE_POWER))
         self.icc = _icc_profile(slide)
         self.bounds = _bounds(slide)
-        self.to_file_px: Affine = moved_by((self.bounds.y0, self.bounds.x0))
+        self.to_file_px: Affine = translation((self.bounds.y0, self.bounds.x0))
         self._background = _background(properties)
         self._downsamples = slide.level_downsamples
         self.levels = tuple(self._described(slide, k, v) for k, v in enumerate(_whole_levels(slide)))
@@ -66,13 +67,13 @@ class OpenSlideSource:
         except openslide.OpenSlideUnsupportedFormatError as error:
             raise UnsupportedFormatError("OpenSlide does not know the format") from error
         except openslide.OpenSlideError as error:
-            reason = f"OpenSlide cannot open it: {_why(error, self._path, 'Slidedat.ini or Index.dat')}"
-            # It knows the scanner, and not how this one compresses its tiles.
+            reason = f"OpenSlide cannot open it: {_reason(error, self._path, 'Slidedat.ini or Index.dat')}"
+            # OpenSlide supports the scanner, but not the compression of this file's tiles.
             raise (UnsupportedFormatError if "compression" in str(error) else SlideError)(reason) from error
 
     def _new_handle(self) -> openslide.OpenSlide:
         slide = open_handle(self._path)
-        slide.set_cache(openslide.OpenSlideCache(_CACHE_BYTES // 4))
+        slide.set_cache(openslide.OpenSlideCache(_CACHE_BYTES))
         return slide
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -104,9 +105,9 @@ class OpenSlideSource:
             if bad is None:
                 self._read(block, level, part)
                 return []
-            return self._read_what_can_be(block, level, part)
+            return self._read_undamaged(block, level, part)
 
-        found = run_in_pool(read, _pieces(box, (_BLOCK_PX, _BLOCK_PX)))
+        found = run_in_pool(read, _split_on_grid(box, (_BLOCK_PX, _BLOCK_PX)))
         if bad is not None:
             bad += [tile for tiles in found for tile in tiles]
 
@@ -118,11 +119,11 @@ class OpenSlideSource:
         except openslide.OpenSlideError as error:
             self._handles.drop()
             place = f"rows {block.y0}–{block.y1}, columns {block.x0}–{block.x1} of level {level}"
-            raise TileError(f"OpenSlide cannot decode {place}: {_why(error, self._path, 'a data file')}") from error
+            raise TileError(f"OpenSlide cannot decode {place}: {_reason(error, self._path, 'a data file')}") from error
         self._put(rgba, out)
 
-    def _read_what_can_be(self, block: Box, level: int, out: RGB) -> list[BadTile]:
-        """Read a block whole; where that fails, tile by tile."""
+    def _read_undamaged(self, block: Box, level: int, out: RGB) -> list[BadTile]:
+        """Read a block; if that fails, read it tile by tile and return the tiles that fail."""
         try:
             self._read(block, level, out)
             return []
@@ -130,7 +131,7 @@ class OpenSlideSource:
             pass
         bad = []
         size = self.levels[level]
-        for place in _pieces(block, size.tile_px):
+        for place in _split_on_grid(block, size.tile_px):
             part = out[place.relative_to(block).slices()]
             try:
                 self._read(place, level, part)
@@ -148,20 +149,21 @@ class OpenSlideSource:
             raise SlideError(f"the file cannot be opened any more: {error}") from error
 
     def _put(self, rgba: RGB, out: RGB) -> None:
+        """Write the colours over the slide's background colour into ``out``."""
         alpha, colours = rgba[..., 3:], rgba[..., :3]
         if alpha.min() < 255:
-            share = alpha.astype(np.float32) / 255
-            colours = np.rint(colours * share + self._background * (1 - share)).astype(np.uint8)
-        for k in range(3):  # a quarter of the time of all three at once, which NumPy copies by threes
+            opacity = alpha.astype(np.float32) / 255
+            colours = np.rint(colours * opacity + self._background * (1 - opacity)).astype(np.uint8)
+        for k in range(3):  # channel by channel takes a quarter of the time of all three at once
             out[..., k] = colours[..., k]
 
     def close(self) -> None:
-        """Close OpenSlide's handles; reading opens new ones."""
+        """Close OpenSlide's handles. Reading again opens new ones."""
         self._handles.close()
 
 
-def _pieces(box: Box, size: tuple[int, int]) -> list[Box]:
-    """Cut a box along the lines of a grid that starts at (0, 0)."""
+def _split_on_grid(box: Box, size: tuple[int, int]) -> list[Box]:
+    """Split a box along the lines of a grid with cells of ``size`` that starts at (0, 0)."""
     height, width = size
     rows = range(box.y0 // height * height, box.y1, height)
     columns = range(box.x0 // width * width, box.x1, width)
@@ -169,23 +171,24 @@ def _pieces(box: Box, size: tuple[int, int]) -> list[Box]:
 
 
 def _whole_levels(slide: openslide.OpenSlide) -> tuple[SourceLevel, ...]:
-    levels = snapped_levels([(h, w) for w, h in slide.level_dimensions])
+    levels = levels_of_sizes([(h, w) for w, h in slide.level_dimensions])
     return tuple(_as_stated(level, levels[0], f) for level, f in zip(levels, slide.level_downsamples, strict=True))
 
 
 def _as_stated(level: SourceLevel, finest: SourceLevel, factor: float) -> SourceLevel:
-    """Return the level with the whole factor that its format states, where it states one.
+    """Return the level with the whole downsample that its format states, if it states one.
 
-    MRXS, Philips and Ventana know their factors (2, 4, 8 …). The sizes of coarse levels, rounded down or filled up to
-    whole tiles, no longer tell: 2047 / 31 px is 66, and the factor was 64.
+    MRXS, Philips and Ventana files state theirs (2, 4, 8 …). It cannot be computed from the sizes of coarse levels,
+    which are rounded down or padded to whole tiles: 2047 / 31 px is 66 where the downsample is 64.
     """
-    by_size = (finest.height_px / level.height_px + finest.width_px / level.width_px) / 2  # where none is stated
+    # OpenSlide's value for formats that state none.
+    by_size = (finest.height_px / level.height_px + finest.width_px / level.width_px) / 2
     stated = factor == round(factor) and abs(factor - by_size) > 1e-6 * factor
     return replace(level, downsample=(factor, factor)) if stated else level
 
 
 def _stated_mpp(properties: Mapping[str, str]) -> tuple[float, float] | None:
-    """Return (y, x): OpenSlide's own reading, else the maker's text (decimal commas too), else resolution tags."""
+    """Return (y, x): OpenSlide's value, else Aperio's text (which may have a decimal comma), else resolution tags."""
     pairs = [
         (properties.get(openslide.PROPERTY_NAME_MPP_Y), properties.get(openslide.PROPERTY_NAME_MPP_X)),
         (properties.get("aperio.MPP"), properties.get("aperio.MPP")),
@@ -237,20 +240,20 @@ def _icc_profile(slide: openslide.OpenSlide) -> bytes | None:
     try:
         profile = slide.color_profile
     except (openslide.OpenSlideError, ImageCms.PyCMSError, OSError, ValueError):
-        return None  # a broken profile is no profile, its slide is still a slide
+        return None  # a slide with a damaged profile is treated as one without
     return None if profile is None else bytes(profile.tobytes())
 
 
-def _why(error: openslide.OpenSlideError, path: Path, suspect: str) -> str:
-    """Return what OpenSlide says; names of files and what is taken from them stand in plain quotes, to be found there.
+def _reason(error: openslide.OpenSlideError, path: Path, suspect: str) -> str:
+    """Return OpenSlide's message, with file names (without their folder) and DICOM UIDs in plain quotes.
 
     Args:
-        error: Its error.
-        path: Of the slide.
-        suspect: What is damaged if the slide is an MRXS and the error names no file of its folder.
+        error: OpenSlide's error.
+        path: The slide's file.
+        suspect: The file that is probably damaged if the slide is an MRXS and the message names none.
     """
-    words = str(error).translate(dict.fromkeys(map(ord, "“”„"), '"'))
-    words = re.sub(rf"{re.escape(str(path.parent))}/([^:]*)", r'"\1"', words)
-    words = re.sub(r"\b\d+(\.\d+){3,}\b", r'"\g<0>"', words)  # the UIDs of DICOM
-    named = path.suffix != ".mrxs" or re.search(r"\.(dat|ini)\b", words, re.IGNORECASE)
-    return words if named else f"{words} ({suspect} in its folder is damaged or cut off)"
+    text = str(error).translate(dict.fromkeys(map(ord, "“”„"), '"'))
+    text = re.sub(rf"{re.escape(str(path.parent))}/([^:]*)", r'"\1"', text)
+    text = re.sub(r"\b\d+(\.\d+){3,}\b", r'"\g<0>"', text)  # DICOM UIDs
+    names_a_file = path.suffix != ".mrxs" or re.search(r"\.(dat|ini)\b", text, re.IGNORECASE)
+    return text if names_a_file else f"{text} ({suspect} in its folder is damaged or truncated)"

@@ -1,4 +1,4 @@
-"""One object for each thread of each process, of a kind that two threads must not share and no fork may inherit."""
+"""One object per thread and process, for objects that are neither thread-safe nor usable after a fork."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ T = TypeVar("T")
 
 _living: weakref.WeakSet[PerThread[Any]] = weakref.WeakSet()
 _left_behind: list[Any] = []
-"""Objects of a parent process: a thread of it may have been inside one, so a child must not even close them."""
+"""Keeps objects of the parent process alive: a thread may have been using one at the fork, so it must not be closed."""
 
 
 class PerThread(Generic[T]):
-    """Makes a thread's own object when it first asks.
+    """Makes an object for each thread at its first `get`.
 
     Args:
-        make: Makes one; may raise.
-        close: Ends one.
+        make: Returns a new object; may raise.
+        close: Closes an object.
     """
 
     def __init__(self, make: Callable[[], T], close: Callable[[T], None]) -> None:
@@ -29,30 +29,30 @@ class PerThread(Generic[T]):
         _living.add(self)
 
     def get(self) -> T:
-        """Return this thread's object."""
+        """Return this thread's object, a new one if it has none. Objects of threads that have ended are closed."""
         thread = threading.current_thread()
         found = self._objects.get(thread)
         if found is None:
-            self._end([other for other in list(self._objects) if not other.is_alive()])
+            self._close_those_of([other for other in list(self._objects) if not other.is_alive()])
             found = self._objects[thread] = self._make()
         return found
 
     def drop(self) -> None:
-        """End this thread's object; the next `get` makes a new one."""
-        self._end([threading.current_thread()])
+        """Close this thread's object; the next `get` makes a new one."""
+        self._close_those_of([threading.current_thread()])
 
     def close(self) -> None:
-        """End all of them; no other thread may be using its own."""
-        self._end(list(self._objects))
+        """Close all objects; no other thread may be using its own."""
+        self._close_those_of(list(self._objects))
 
-    def _end(self, threads: list[threading.Thread]) -> None:
+    def _close_those_of(self, threads: list[threading.Thread]) -> None:
         for thread in threads:
             gone = self._objects.pop(thread, None)
             if gone is not None:
                 self._close(gone)
 
     def forget(self) -> None:
-        """Never touch the objects again: they belong to the process that this one was forked from."""
+        """Drop the objects without closing them: after a fork they belong to the parent process."""
         _left_behind.append(self._objects)
         self._objects = {}
 

@@ -1,11 +1,11 @@
-"""Area resampling: each target pixel is the mean of exactly the source area under it.
+"""Area resampling: each target pixel is the mean of the source area that it covers.
 
 ```
 source pixels   |  0  |  1  |  2  |  3  |  4  |        target pixel i covers [i·r, (i+1)·r) of the source,
-target pixels   |    0     |    1     |    2  …        a source pixel counts by the share that is covered
+target pixels   |    0     |    1     |    2  …        a source pixel is weighted by the fraction that is covered
 ```
 
-Positions come from the pixel's index, never from a running sum, so nothing drifts over a slide.
+Positions are computed from the pixel's index, not from a running sum, so rounding does not accumulate over a slide.
 """
 
 from __future__ import annotations
@@ -19,24 +19,31 @@ import numpy.typing as npt
 
 Planes = npt.NDArray[np.uint8]
 _ROUNDING = 0.5 + 1e-4
-"""Half is rounded up; the excess keeps float sums of exact halves on that side."""
+"""Added before truncation: rounds half up; the excess makes up for float sums slightly below an exact half."""
 
 _STRIP_PX = 16
-"""Target rows made at a time: what they need stays in the processor's cache."""
+"""Target rows computed at a time, so that their source rows stay in the processor's cache."""
 _HALVED_STRIP_PX = 32
-"""Source rows halved at a time, for the same reason."""
+"""Source rows halved at a time, likewise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Taps:
-    """Weights of a one-dimensional resampling: ``target[i] = Σ_k weight[k, i] · source[first + index[k, i]]``."""
+    """Weights of a one-dimensional resampling: ``target[i] = Σ_k weight[k, i] · source[first + index[k, i]]``.
+
+    Attributes:
+        first: First source pixel that is read.
+        end: End of the source pixels that are read.
+        index: ``(k, n)``: source pixels of each target pixel, relative to ``first``.
+        weight: ``(k, n)``: their weights, which sum to 1 for each target pixel.
+        whole: If every target pixel is the mean of the same number of whole source pixels, this number; otherwise 0.
+    """
 
     first: int
     end: int
     index: npt.NDArray[np.intp]
     weight: npt.NDArray[np.float32]
     whole: int
-    """The factor, where every target pixel is the mean of this many whole source pixels in a row; otherwise 0."""
 
 
 def make_taps(start: int, stop: int, ratio: float, source_px: int) -> Taps:
@@ -45,9 +52,9 @@ def make_taps(start: int, stop: int, ratio: float, source_px: int) -> Taps:
     Args:
         start: First target pixel.
         stop: End of the target pixels.
-        ratio: Source pixels under one target pixel.
-        source_px: Source pixels that exist; where a target pixel hangs over their end it is the mean of the rest,
-            and the last source pixel where nothing is left.
+        ratio: Source pixels for each target pixel.
+        source_px: Number of source pixels. A target pixel that extends over their end is the mean of those that exist;
+            one that lies beyond it equals the last source pixel.
     """
     edges = np.minimum(np.arange(start, stop + 1, dtype=np.float64) * ratio, source_px)
     nearest = np.rint(edges)
@@ -60,13 +67,22 @@ def make_taps(start: int, stop: int, ratio: float, source_px: int) -> Taps:
     total = covered.sum(0)
     covered[0, total == 0] = 1
     first, end = int(index.min()), int(index.max()) + 1
-    # Not whole where a last target pixel lies beyond the source and shows its last pixel once more.
+    # The second condition fails if the last target pixel lies beyond the source and repeats its last pixel.
     whole = count if bool(np.all(covered == 1)) and end - first == count * (stop - start) else 0
     return Taps(first, end, index - first, (covered / covered.sum(0)).astype(np.float32), whole)
 
 
 def resample(source: Planes, rows: Taps, columns: Taps) -> Planes:
-    """Return ``(c, h, w)`` uint8 from the pixels ``[first, end)`` of both taps, ``(c, y, x)`` uint8."""
+    """Resample an image along both axes.
+
+    Args:
+        source: ``(c, y, x)`` uint8: source pixels ``[first, end)`` of both taps.
+        rows: Taps of the target rows.
+        columns: Taps of the target columns.
+
+    Returns:
+        ``(c, h, w)`` uint8, new unless nothing is resampled.
+    """
     if rows.whole == columns.whole == 1:
         return np.ascontiguousarray(source)
     if rows.whole == columns.whole == 2:
@@ -83,6 +99,7 @@ def resample(source: Planes, rows: Taps, columns: Taps) -> Planes:
 def _strip(
     source: Planes, index: npt.NDArray[np.intp], weight: npt.NDArray[np.float32], columns: Taps
 ) -> npt.NDArray[np.float32]:
+    """Return target rows with these taps as floats whose truncation rounds half up."""
     tall: npt.NDArray[np.float32] = source[:, index[0]] * weight[0][:, None]
     for k in range(1, len(index)):
         tall += source[:, index[k]] * weight[k][:, None]
@@ -94,7 +111,7 @@ def _strip(
 
 
 def halve(block: Planes) -> Planes:
-    """Return ``(c, ceil(h / 2), ceil(w / 2))``: means of 2 × 2 pixels, a last odd row or column counted twice."""
+    """Return ``(c, ceil(h / 2), ceil(w / 2))``: means of 2 × 2 pixels; a last odd row or column is repeated."""
     _, height, width = block.shape
     if height % 2 or width % 2:
         block = np.pad(block, ((0, 0), (0, height % 2), (0, width % 2)), mode="edge")
@@ -106,12 +123,12 @@ def mean_of_2x2(block: Planes) -> Planes:
 
     ```
     a row      a b c d e f …        read as 16-bit numbers: ab cd ef …
-    low byte   a   c   e            ab & 255 = a        (which of the two is low does not matter: they are added)
+    low byte   a   c   e            ab & 255 = a        (byte order does not matter: both bytes are added)
     high byte    b   d   f          ab >> 8  = b
-    sum       a+b c+d e+f           and the same of the row below, added; + 2, >> 2
+    sum       a+b c+d e+f           plus the same sums of the row below, + 2, >> 2
     ```
 
-    All operations run over contiguous memory, so the processor takes 16 numbers at a time.
+    All operations run over contiguous memory, so that the processor can use vector instructions.
 
     Args:
         block: ``(c, h, w)`` uint8 of any strides, h and w even.
@@ -132,22 +149,22 @@ def mean_of_2x2(block: Planes) -> Planes:
 
 def _mean_of_whole(source: Planes, rows: int, columns: int) -> Planes:
     """Return means of ``rows × columns`` pixels, half rounded up; a fast path of `resample` with the same result."""
-    kind: type[np.uint16 | np.uint32] = np.uint16 if rows * columns <= 256 else np.uint32
-    tall: npt.NDArray[Any] = source[:, 0::rows].astype(kind)
+    dtype: type[np.uint16 | np.uint32] = np.uint16 if rows * columns <= 256 else np.uint32
+    tall: npt.NDArray[Any] = source[:, 0::rows].astype(dtype)
     for k in range(1, rows):
         tall += source[:, k::rows]
     total = tall[:, :, 0::columns].copy()
     for k in range(1, columns):
         total += tall[:, :, k::columns]
     area = rows * columns
-    total += kind(area // 2)
+    total += dtype(area // 2)
     if area & (area - 1) == 0:
-        total >>= kind(area.bit_length() - 1)
+        total >>= dtype(area.bit_length() - 1)
     else:
-        total //= kind(area)
+        total //= dtype(area)
     return total.astype(np.uint8)
 
 
 def target_size(source_px: int, ratio: float) -> int:
-    """Return how many target pixels show ``source_px``: the nearest whole number, at least one."""
+    """Return the number of target pixels for ``source_px`` source pixels, rounded; at least one."""
     return max(1, math.floor(source_px / ratio + 0.5))

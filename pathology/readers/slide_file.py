@@ -1,4 +1,4 @@
-"""A slide's file, read by position: no shared place in the file, so threads and forked processes cannot mix bytes."""
+"""Positional reads of a slide's file: without a shared file offset, threads and forked processes cannot interfere."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from pathology.errors import SlideError
 
 LARGEST_READ_BYTES = 8 * 2**20
 _GAP_BYTES = 64 * 2**10
-"""Bytes between two tiles that are read and thrown away rather than asked for apart: about what a seek costs."""
+"""Up to this gap between two parts, reading and discarding it is cheaper than a second read."""
 
 
 class SlideFile:
-    """Positional reads of one file, opened again in each process.
+    """Positional reads of one file; each process opens it again.
+
+    Args:
+        path: The file.
 
     Raises:
-        SlideError: It cannot be opened, or it is another file than before.
+        SlideError: The file cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,21 +46,21 @@ class SlideFile:
         self._handle, self._pid, self._stamp = handle, os.getpid(), stamp
 
     def read(self, offset: int, length: int) -> bytes:
-        """Return ``length`` bytes from ``offset``, fewer where the file ends.
+        """Return ``length`` bytes from ``offset``; fewer at the end of the file.
 
         Raises:
             OSError: The disk fails.
-            SlideError: The file is closed or is another one than before.
+            SlideError: The slide is closed, or the file has changed since it was first opened.
         """
         if self._pid != os.getpid():
-            # A lock for each process: one that was held while its process forked would stay held in the child.
+            # One lock for each process: a lock that is held during a fork stays locked in the child.
             with self._locks.setdefault(os.getpid(), threading.Lock()):
                 if self._pid != os.getpid():
                     self._open()
         if self._handle < 0:
             raise SlideError("the slide is closed")
         data = os.pread(self._handle, length, offset)
-        while len(data) < length:  # NFS and files over 2 GiB may give less at a time
+        while len(data) < length:  # NFS returns less than asked for at times, and so do reads over 2 GiB
             more = os.pread(self._handle, length - len(data), offset + len(data))
             if not more:
                 break
@@ -65,7 +68,7 @@ class SlideFile:
         return data
 
     def close(self) -> None:
-        """Let go of the file; a forked child leaves its parent's handle alone."""
+        """Close the file; a handle inherited from a parent process stays open."""
         if self._handle >= 0 and self._pid == os.getpid():
             os.close(self._handle)
         self._handle, self._pid = -1, os.getpid()
@@ -73,7 +76,7 @@ class SlideFile:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Bytes ``[offset, offset + length)`` that one read brings, and which of the wanted parts lie in them."""
+    """One read of bytes ``[offset, offset + length)``, and the indices of the parts that lie in it."""
 
     offset: int
     length: int
@@ -83,7 +86,7 @@ class Span:
 def coalesced(
     offsets: Sequence[int], lengths: Sequence[int], largest: int = LARGEST_READ_BYTES, gap: int = _GAP_BYTES
 ) -> list[Span]:
-    """Join parts of a file that lie close together into reads of at most ``largest`` bytes (or one part, if larger).
+    """Combine parts of a file that are close together into reads of at most ``largest`` bytes (or one larger part).
 
     ```
     tiles  ▕0▏▕1▏▕2▏            ▕3▏▕4▏        spans  ▕ 0 1 2 ▏            ▕ 3 4 ▏
@@ -91,19 +94,19 @@ def coalesced(
 
     Args:
         offsets: First byte of each part, in any order.
-        lengths: Bytes of each.
-        largest: Bound of one read.
-        gap: Unwanted bytes that are read along.
+        lengths: Bytes of each part.
+        largest: Maximum bytes of one read.
+        gap: Maximum unused bytes between two parts of one read.
 
     Returns:
-        Spans in the order of the file; ``members`` are indices into ``offsets``.
+        Reads in the order of the file; ``members`` are indices into ``offsets``.
     """
     spans: list[Span] = []
     members: list[int] = []
     start = end = 0
     for index in sorted(range(len(offsets)), key=offsets.__getitem__):
         first, last = offsets[index], offsets[index] + lengths[index]
-        # Plain comparisons: a slide has a million tiles.
+        # Comparisons are faster than max(): a slide may have a million tiles.
         if last < end:
             last = end
         if members and (first > end + gap or last - start > largest):

@@ -1,4 +1,4 @@
-"""What every reader of slides offers."""
+"""Interface of all readers of slides."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from pathology.readers.source_level import RGB, Affine, BadTile, SourceLevel
 
 
 class SlideSource(Protocol):
-    """An open slide file. Threads, forked and spawned processes may all read from one.
+    """An open slide file. It can be read from threads, and from forked or spawned processes.
 
     Attributes:
-        levels: Finest first. A source that states bounds counts pixels from their first one.
-        mpp: Microns per pixel (y, x) of the finest level, None where the file does not state them.
-        bounds: The box of the file's finest level that ``levels`` show.
-        to_file_px: From (y, x) of ``levels[0]`` to (y, x) of the file's finest level as it is stored: adds the start
-            of the bounds, undoes what Orientation did. What is put beside the file (heatmaps, outlines) counts so.
+        levels: Finest first. If the file states bounds, pixels are counted from their corner.
+        mpp: Microns per pixel (y, x) of the finest level; None if the file does not state them.
+        bounds: The box of the file's finest level that ``levels`` cover.
+        to_file_px: Maps (y, x) of ``levels[0]`` to (y, x) of the file's finest level as stored: adds the corner of the
+            bounds, reverts the tag Orientation. For results in the file's coordinates, such as heatmaps and outlines.
         vendor: Name of the scanner's maker or of the format.
-        objective_power: As the file states it.
-        icc: The ICC profile's bytes; pixels are as stored, `pathology.ingest.content` converts them.
+        objective_power: Magnification of the objective; None if the file does not state it.
+        icc: The ICC profile's bytes; None if there is none. It is not applied to pixels here; see
+            `pathology.ingest.content`.
     """
 
     levels: tuple[SourceLevel, ...]
@@ -31,24 +32,24 @@ class SlideSource(Protocol):
     icc: bytes | None
 
     def read(self, box: Box, level: int) -> RGB:
-        """Return ``(h, w, 3)`` uint8 of a box inside the level, new and the caller's own.
+        """Return a new ``(h, w, 3)`` uint8 array with the pixels of a box inside the level.
 
         Raises:
-            TileError: Something in the box cannot be decoded. The source stays usable.
+            TileError: A tile in the box cannot be decoded. The source stays usable.
         """
 
     def read_into(self, box: Box, level: int, out: RGB, bad: list[BadTile] | None = None) -> None:
-        """Fill the caller's memory with a box inside the level.
+        """Write the pixels of a box into an array of the caller.
 
         Args:
-            box: Pixels of the level.
-            level: Its index.
-            out: ``(h, w, 3)`` uint8 of any strides: a view of planes will do.
-            bad: Takes the tiles that cannot be decoded; their place in ``out`` is white and all others are read.
+            box: A box inside the level.
+            level: Index of the level.
+            out: ``(h, w, 3)`` uint8 of any strides, for example a transposed view of planes.
+            bad: If given, tiles that cannot be decoded are appended; they are white in ``out``, all others are read.
 
         Raises:
-            TileError: Something cannot be decoded and there is no ``bad``. The source stays usable.
+            TileError: A tile cannot be decoded and ``bad`` is None. The source stays usable.
         """
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""

@@ -1,4 +1,4 @@
-"""What every reader of slides returns: RGB pixels, the levels of a pyramid, and the tiles that cannot be read."""
+"""Types of all readers of slides: RGB pixels, levels of a pyramid, tiles that cannot be decoded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hyfi_core.plan.box import Box
 
 RGB = npt.NDArray[np.uint8]
 Affine = tuple[tuple[float, float, float], tuple[float, float, float]]
-"""Two rows: the point (y, x, 1), measured from the corner of pixel 0, becomes (y, x) of another frame."""
+"""A 2 × 3 matrix: times (y, x, 1), measured from the corner of pixel 0, it is (y, x) in other coordinates."""
 
 USUAL_TILE_PX = 256
 
@@ -23,9 +23,9 @@ class SourceLevel:
     Attributes:
         height_px: Rows.
         width_px: Columns.
-        downsample: Finest pixels that one of its pixels spans, (y, x).
-        tile_px: (height, width) of what is decoded and fails as one, where the format says it.
-        missing_tiles: Tiles that the scanner left out (byte count 0): background by intent, not damage.
+        downsample: Level-0 pixels for each pixel of the level, (y, x).
+        tile_px: (height, width) of the tiles that are decoded one by one; a default if the format does not state it.
+        missing_tiles: Tiles that the scanner left out as background (byte count 0). They are not damage.
     """
 
     height_px: int
@@ -36,33 +36,34 @@ class SourceLevel:
 
     @property
     def tiles(self) -> int:
-        """How many tiles the level has."""
+        """Number of tiles of the level."""
         return -(-self.height_px // self.tile_px[0]) * -(-self.width_px // self.tile_px[1])
 
 
 @dataclass(frozen=True, slots=True)
 class BadTile:
-    """A tile that cannot be decoded: all of its box (pixels of its level), and why."""
+    """A tile that cannot be decoded: its box in pixels of its level, and the reason."""
 
     box: Box
     reason: str
 
 
-def snapped_levels(sizes: list[tuple[int, int]]) -> tuple[SourceLevel, ...]:
-    """Return levels of these (height, width) with their downsample.
+def levels_of_sizes(sizes: list[tuple[int, int]]) -> tuple[SourceLevel, ...]:
+    """Return levels of these (height, width), finest first, with their downsample.
 
-    Scanners halve and drop or keep the odd pixel: where both sizes fit a whole factor (rounded down or up) that is
-    the factor. Anything else would let registration drift: 13812 / 3453 px is 4, and so is 29382 / 7346.
+    Scanners drop or keep the odd pixel when they halve. So if both sizes are those of a whole downsample, rounded down
+    or up, it is the downsample: 13812 / 3453 px is 4, and so is 29382 / 7346. The plain ratio would shift positions at
+    the far end of the slide.
     """
     levels = []
     for height, width in sizes:
         ratios = (sizes[0][0] / height, sizes[0][1] / width)
-        factor = max(1, round(sum(ratios) / 2))
-        whole = all(abs(full / factor - part) < 1 for full, part in zip(sizes[0], (height, width), strict=True))
-        levels.append(SourceLevel(height, width, (float(factor), float(factor)) if whole else ratios))
+        whole = max(1, round(sum(ratios) / 2))
+        fits = all(abs(full / whole - size) < 1 for full, size in zip(sizes[0], (height, width), strict=True))
+        levels.append(SourceLevel(height, width, (float(whole), float(whole)) if fits else ratios))
     return tuple(levels)
 
 
-def moved_by(origin: tuple[float, float]) -> Affine:
-    """Return the map that adds ``origin`` (y, x) to a point."""
-    return ((1.0, 0.0, float(origin[0])), (0.0, 1.0, float(origin[1])))
+def translation(offset: tuple[float, float]) -> Affine:
+    """Return the map that adds ``offset`` (y, x) to a point."""
+    return ((1.0, 0.0, float(offset[0])), (0.0, 1.0, float(offset[1])))

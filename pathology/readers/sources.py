@@ -1,15 +1,13 @@
-"""Which reader opens a slide file.
+"""Opens a slide file with the reader that suits its format.
 
-```
-OME-TIFF (OpenSlide does not see levels in SubIFDs)         → pathology.readers.tiff_source
-what OpenSlide knows: TIFFs of no scanner (libtiff shows
-                      damaged tiles without error)           → pathology.readers.tiff_source, or refused
-                      Aperio and NDPI that both show with
-                      the same pixels (tried on open)       → pathology.readers.tiff_source; facts, gaps: OpenSlide
-                      all else (MRXS, SCN, VMS, DICOM …)    → pathology.readers.openslide_source
-CZI (OpenSlide has no JPEG XR; damage ends its process)     → pathology.readers.czi_source
-what OpenSlide does not know                                → pathology.readers.tiff_source
-```
+| file | reader | reason |
+|---|---|---|
+| CZI | `czi_source` | OpenSlide does not decode JPEG XR, and crashes on damaged files |
+| OME-TIFF | `tiff_source` | OpenSlide does not find levels in SubIFDs |
+| TIFF of no known scanner | `tiff_source` | libtiff, in OpenSlide, returns damaged tiles without an error |
+| Aperio, NDPI | `tiff_source`, metadata from OpenSlide | faster; used if a tile of each level is the same in both |
+| other formats of OpenSlide: MRXS, SCN, VMS, DICOM … | `openslide_source` | |
+| formats unknown to OpenSlide | `tiff_source` | |
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from pathology.readers.file_check import check_file
 from pathology.readers.openslide_source import OpenSlideSource, UnsupportedFormatError
 from pathology.readers.slide_source import SlideSource
 from pathology.readers.source_level import RGB
-from pathology.readers.tiff_facts import is_ome_tiff, is_truncated, largest_page, orientation_of_file
+from pathology.readers.tiff_metadata import is_ome_tiff, is_truncated, largest_page, orientation_of_file
 from pathology.readers.tiff_source import TiffSource, tiled_sizes
 from pathology.readers.upright import UprightSource
 
@@ -37,7 +35,7 @@ SLIDE_SUFFIXES = frozenset(
         *(".czi", ".dcm"),
     )
 )
-"""What a folder is searched for; of DICOM files those that are whole slides."""
+"""Extensions of slides in a folder that is searched; of DICOM files only those of whole slides count."""
 
 _PLAIN_TIFF = "generic-tiff"
 _TILED_TIFF_VENDORS = frozenset(("aperio", _PLAIN_TIFF, "hamamatsu"))
@@ -47,7 +45,7 @@ def open_source(path: Path) -> SlideSource:
     """Open a slide file, or the folder of one DICOM slide.
 
     Raises:
-        SlideError: No reader knows the file, or it is damaged; the message says why.
+        SlideError: No reader supports the file, or it is damaged; the message says why.
     """
     path = file_of_slide(path)
     check_file(path)
@@ -62,7 +60,7 @@ def open_source(path: Path) -> SlideSource:
     except SlideError:
         if not is_truncated(path):
             raise
-        return _upright(_tiff(path), path)  # what precedes the cut may be all that is wanted
+        return _upright(_tiff(path), path)  # the levels before the end of the file may be enough
     if slow.vendor not in _TILED_TIFF_VENDORS:
         return slow
     if slow.vendor == _PLAIN_TIFF:
@@ -70,7 +68,7 @@ def open_source(path: Path) -> SlideSource:
         size = slow.levels[0].height_px, slow.levels[0].width_px
         largest = largest_page(path) == size  # OpenSlide takes the first page, which may be a label
         return _upright(_tiff(path, known=slow if largest else None), path)
-    if orientation_of_file(path) != 1:  # OpenSlide turns each tile and leaves it in its place
+    if orientation_of_file(path) != 1:  # OpenSlide rotates each tile but not its position
         slow.close()
         return _upright(_tiff(path, known=slow), path)
     return _faster(path, slow) or slow
@@ -86,7 +84,7 @@ def _upright(stored: TiffSource, path: Path) -> SlideSource:
 
 
 def _faster(path: Path, slow: OpenSlideSource) -> TiffSource | None:
-    """Return the fast reader where it shows what OpenSlide shows; None where it does not read the file."""
+    """Return a `TiffSource` if it has the same pixels as OpenSlide; None if it does not or cannot read the file."""
     stored = _stored_levels(path, slow) if slow.vendor == "hamamatsu" else list(range(len(slow.levels)))
 
     def fill_missing(box: Box, level: int, out: RGB) -> None:
@@ -97,16 +95,17 @@ def _faster(path: Path, slow: OpenSlideSource) -> TiffSource | None:
     except SlideError:
         return None
     if all(_same_pixels(fast, k, slow, level) for k, level in enumerate(stored)):
-        slow.close()  # until a tile that was left out is asked for
+        slow.close()  # opens itself again if a missing tile is read
         return fast
     fast.close()
     return None
 
 
 def _stored_levels(path: Path, slow: OpenSlideSource) -> list[int]:
-    """Return those levels of an NDPI that are in the file.
+    """Return the indices of the levels of an NDPI that are stored in the file.
 
-    OpenSlide adds halves of them, decoded at a smaller size; an area filter over the stored pixels keeps more detail.
+    OpenSlide adds levels in between by decoding JPEGs at a smaller size; area resampling of stored pixels keeps more
+    detail.
     """
     sizes = tiled_sizes(path)
     found = [k for k, level in enumerate(slow.levels) if (level.height_px, level.width_px) in sizes]
@@ -114,9 +113,9 @@ def _stored_levels(path: Path, slow: OpenSlideSource) -> list[int]:
 
 
 def _same_pixels(fast: TiffSource, k: int, slow: OpenSlideSource, level: int) -> bool:
-    """Whether both readers return the same pixels of one tile: the middle of the finest level, the first of others.
+    """Whether both readers return the same pixels for a tile: the middle one of the finest level, the first of others.
 
-    True where it is damaged: the fast reader refuses it when it is read, and OpenSlide may show it anyway.
+    True if the tile is damaged: `TiffSource` then raises when it is read, whereas OpenSlide might return wrong pixels.
     """
     size = fast.levels[k]
     height, width = size.tile_px

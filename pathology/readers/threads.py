@@ -1,4 +1,4 @@
-"""The threads that decode: one pool for each process, made when it is first needed and never carried over a fork."""
+"""The pool of decoding threads: one for each process, started at first use; a forked process starts its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from data.cores import usable_cores
 T = TypeVar("T")
 R = TypeVar("R")
 
-_MOST_THREADS = 8
+_MAX_THREADS = 8
 _lock = threading.Lock()
 _pool: ThreadPoolExecutor | None = None
 _threads: int | None = None
@@ -21,7 +21,7 @@ _in_pool = threading.local()
 
 
 def set_decode_threads(count: int) -> None:
-    """Say how many threads this process, and those forked from it, decode with; workers share the cores.
+    """Set the number of decoding threads of this process and of those forked from it later.
 
     Raises:
         ValueError: The count is below one.
@@ -36,22 +36,24 @@ def set_decode_threads(count: int) -> None:
 
 
 def decode_threads() -> int:
-    """Return the number of threads: as set, else one for each core that this process may use, at most eight."""
-    return _threads or min(_MOST_THREADS, usable_cores())
+    """Return the number of threads: as set, by default the number of usable cores, at most eight."""
+    return _threads or min(_MAX_THREADS, usable_cores())
 
 
 def run_in_pool(call: Callable[[T], R], parts: Iterable[T]) -> list[R]:
-    """Return ``call`` of each part, in order, made on the pool's threads; on this thread where it is one of them.
+    """Call ``call`` with each part on the pool's threads, and return the results in order.
+
+    On a thread of the pool itself (or with a single part or thread) the calls are made in place.
 
     Raises:
-        Exception: The first one that ``call`` raised, in the order of the parts, after all have ended.
+        Exception: The first exception of ``call``, in the order of the parts, after all calls have ended.
     """
-    waiting = list(parts)
-    if len(waiting) < 2 or decode_threads() == 1 or in_pool():
-        return [call(part) for part in waiting]
-    futures = [submit(call, part) for part in waiting]
+    pending = list(parts)
+    if len(pending) < 2 or decode_threads() == 1 or in_pool():
+        return [call(part) for part in pending]
+    futures = [submit(call, part) for part in pending]
     for future in futures:
-        future.exception()  # nothing may still write into the caller's memory when an error reaches the caller
+        future.exception()  # wait for all: none may write into the caller's memory after an exception is raised
     return [future.result() for future in futures]
 
 
@@ -63,7 +65,7 @@ def submit(call: Callable[[T], R], part: T) -> Future[R]:
 
 
 def in_pool() -> bool:
-    """Whether this thread is one of the pool's: it must not wait for others of them."""
+    """Whether this is a thread of the pool, which must not wait for other threads of the pool (deadlock)."""
     return getattr(_in_pool, "yes", False)
 
 
@@ -79,7 +81,7 @@ def _mark() -> None:
 
 
 def _after_fork() -> None:
-    """Threads do not survive a fork, and the lock may have been held: start from nothing."""
+    """Reset the module in a forked process: threads do not survive a fork, and the lock may have been held."""
     global _lock, _pool, _in_pool
     _lock, _pool, _in_pool = threading.Lock(), None, threading.local()
 

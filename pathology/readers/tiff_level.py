@@ -1,4 +1,4 @@
-"""One level of a TIFF: where its tiles are in the file and on the picture, and how they are decoded."""
+"""One level of a TIFF: the positions of its tiles in the file and in the image, and their decoder."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _STRIP_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class TiffLevel:
-    """Tiles (or strips: tiles as wide as the picture) of one level, row-major.
+    """The tiles of one level, row-major. Strips are tiles as wide as the image.
 
     Attributes:
         height_px: Rows of the level.
         width_px: Columns of the level.
-        tile_height_px: Rows of a tile; the last row of tiles hangs over the level's end.
-        tile_width_px: Columns of a tile.
+        tile_height_px: Rows of a tile; the last row of tiles may extend beyond the level.
+        tile_width_px: Columns of a tile; likewise.
         offsets: First byte of each tile.
-        lengths: Bytes of each tile; 0: the scanner left it out.
-        decode: From a tile's bytes to its pixels.
-        compression: What the tiles are packed with, for messages.
+        lengths: Bytes of each tile; 0 if the scanner left it out.
+        decode: Decoder of the tiles.
+        compression: Name of the compression, for messages.
     """
 
     height_px: int
@@ -48,24 +48,24 @@ class TiffLevel:
         return -(-self.width_px // self.tile_width_px)
 
     def tiles_in(self, box: Box) -> list[int]:
-        """Return the indices of the tiles that a box inside the level touches."""
+        """Return the indices of the tiles that intersect a box inside the level."""
         height, width = self.tile_height_px, self.tile_width_px
         rows = range(box.y0 // height, -(-box.y1 // height))
         columns = range(box.x0 // width, -(-box.x1 // width))
         return [row * self.columns + column for row in rows for column in columns]
 
     def tile_box(self, index: int) -> Box:
-        """Return the pixels of a tile, without what hangs over."""
+        """Return the box of a tile, clipped to the level."""
         row, column = divmod(index, self.columns)
         y, x = row * self.tile_height_px, column * self.tile_width_px
         return Box(y, min(y + self.tile_height_px, self.height_px), x, min(x + self.tile_width_px, self.width_px))
 
 
 def parse_level(page: Any) -> TiffLevel:
-    """Return the level that a page of tifffile holds; the file must still be open.
+    """Return the level of a tifffile page; the file must still be open.
 
     Raises:
-        SlideError: Its pixels are not 8-bit RGB or grey, or it is not cut into parts that can be decoded one by one.
+        SlideError: The pixels are not 8-bit RGB or grey, or the page is one large compressed block.
     """
     height, width = int(page.imagelength), int(page.imagewidth)
     tile = (int(page.tilelength), int(page.tilewidth)) if page.is_tiled else (int(page.rowsperstrip), width)
@@ -74,7 +74,7 @@ def parse_level(page: Any) -> TiffLevel:
     lengths = np.asarray(page.databytecounts, np.int64)
     decode = make_decoder(page, *tile)
     if page.compression == 1 and not page.is_tiled:
-        tile, offsets, lengths = _cut_strips(tile, height, int(page.samplesperpixel) * width, offsets, lengths)
+        tile, offsets, lengths = _split_strips(tile, height, int(page.samplesperpixel) * width, offsets, lengths)
     level = TiffLevel(height, width, *tile, offsets, lengths, decode, compression_name(page))
     if tile[0] * tile[1] > _LARGEST_TILE_PX:
         raise SlideError(
@@ -86,20 +86,20 @@ def parse_level(page: Any) -> TiffLevel:
     return level
 
 
-def left_out_from_below(levels: Sequence[TiffLevel]) -> list[TiffLevel]:
-    """Return levels in which a tile is left out where a tile under it is, in the next finer level.
+def propagate_missing_tiles(levels: Sequence[TiffLevel]) -> list[TiffLevel]:
+    """Return the levels with each tile marked as missing that covers a missing tile of the next finer level.
 
-    Aperio's encoder sometimes writes nothing for a tile and rubbish for the coarser ones above it. OpenSlide shows
-    these from the finer level, and so do its users expect them.
+    Aperio's encoder sometimes leaves out a tile and writes invalid pixels into the coarser tiles that cover it.
+    OpenSlide computes these from the finer level.
     """
     found = [levels[0]]
     for level in levels[1:]:
-        below = found[-1]
-        scale = (level.height_px / below.height_px, level.width_px / below.width_px)
+        finer = found[-1]
+        scale = (level.height_px / finer.height_px, level.width_px / finer.width_px)
         lengths = level.lengths.copy()
         whole = Box.of_size(level.height_px, level.width_px)
-        for index in np.flatnonzero(below.lengths == 0).tolist():
-            tile = below.tile_box(index)
+        for index in np.flatnonzero(finer.lengths == 0).tolist():
+            tile = finer.tile_box(index)
             y = int(tile.y0 * scale[0]), math.ceil(tile.y1 * scale[0])
             x = int(tile.x0 * scale[1]), math.ceil(tile.x1 * scale[1])
             lengths[level.tiles_in(Box(*y, *x).intersect(whole))] = 0
@@ -107,14 +107,14 @@ def left_out_from_below(levels: Sequence[TiffLevel]) -> list[TiffLevel]:
     return found
 
 
-def _cut_strips(
+def _split_strips(
     strip: tuple[int, int],
     height: int,
     row_bytes: int,
     offsets: npt.NDArray[np.int64],
     lengths: npt.NDArray[np.int64],
 ) -> tuple[tuple[int, int], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return strips of about a megabyte out of large uncompressed ones: a part of such a strip is as good as all."""
+    """Split large uncompressed strips, which can be read in part, into strips of about 1 MiB."""
     step = max(1, min(strip[0], _STRIP_BYTES // row_bytes))
     while strip[0] % step:
         step -= 1

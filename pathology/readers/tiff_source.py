@@ -1,7 +1,7 @@
-"""Tiled and striped TIFF, OME-TIFF with its levels in SubIFDs included: parsed once, read and decoded in parallel.
+"""Tiled and striped TIFF, also OME-TIFF with levels in SubIFDs: parsed once, read and decoded in parallel.
 
 ```
-box → its tiles → one read for neighbours in the file (pread, ≤ 8 MiB) → decoded on threads → copied to their place
+box → its tiles → combined reads of adjacent tiles (pread, ≤ 8 MiB) → decoded on threads → copied into the result
 ```
 """
 
@@ -25,34 +25,35 @@ from pathology.errors import SlideError, TileError
 from pathology.readers.mpp import first_sensible
 from pathology.readers.slide_file import SlideFile, coalesced
 from pathology.readers.slide_source import SlideSource
-from pathology.readers.source_level import RGB, Affine, BadTile, SourceLevel, moved_by, snapped_levels
+from pathology.readers.source_level import RGB, Affine, BadTile, SourceLevel, levels_of_sizes, translation
 from pathology.readers.threads import decode_threads, in_pool, submit
-from pathology.readers.tiff_facts import is_truncated, keyframe, mpp_of_tiff
-from pathology.readers.tiff_level import TiffLevel, left_out_from_below, parse_level
+from pathology.readers.tiff_level import TiffLevel, parse_level, propagate_missing_tiles
+from pathology.readers.tiff_metadata import is_truncated, keyframe, mpp_of_tiff
 
-_JOB_PX = 2**19
-_MOST_AHEAD_BYTES = 24 * 2**20
+_TASK_PX = 2**19
+_MAX_PENDING_BYTES = 24 * 2**20
 _WHITE = 255
-_SAME_SHAPE = 0.02
+_ASPECT_TOLERANCE = 0.02
 
 FillMissing = Callable[[Box, int, RGB], None]
-"""Shows what a reader that knows the scanner's ways puts where a tile was left out: (box, level, out)."""
+"""Fills in the pixels of tiles that the scanner left out: (box, level, out)."""
 
 
 class TiffSource:
     """A slide in a TIFF; see `pathology.readers.slide_source.SlideSource`.
 
-    Memory: the result, 24 MiB of file, a tile a thread.
+    Memory: the result, 24 MiB of encoded tiles, one decoded tile for each thread.
 
     Args:
         path: The file.
-        known: What OpenSlide says of it: levels are then those pages that have their sizes, and all else is as there.
-        fill_missing: Paints the places of tiles that were left out; otherwise they are white.
-        stored: Indices of those levels of ``known`` that are in the file, where it has others, too.
-        reopen: Opens the file again in another process; default: this class, without the other arguments.
+        known: The same slide opened with OpenSlide. If given, the levels are the pages with the sizes of its levels,
+            and its metadata is used.
+        fill_missing: Fills in tiles that the scanner left out; by default they are white.
+        stored: Indices of the levels of ``known`` that are stored in the file; default: all.
+        reopen: Opens the file again when the source is unpickled; default: this class, without the other arguments.
 
     Raises:
-        SlideError: Not a TIFF, not 8-bit RGB or grey, or its pages are not the levels that ``known`` has.
+        SlideError: The file is not a TIFF, not 8-bit RGB or grey, or has no pages for the levels of ``known``.
     """
 
     def __init__(
@@ -68,31 +69,31 @@ class TiffSource:
         try:
             with tifffile.TiffFile(path) as tiff:
                 pages = _pages_of_series(tiff) if known is None else _pages_known(tiff, known, stored)
-                levels = _whole_levels([parse_level(page) for page in pages], path.stat().st_size)
-                self._levels = left_out_from_below(levels) if known and known.vendor == "aperio" else levels
+                levels = _complete_levels([parse_level(page) for page in pages], path.stat().st_size)
+                self._levels = propagate_missing_tiles(levels) if known and known.vendor == "aperio" else levels
                 first = pages[0]
                 self.mpp = first_sensible(known.mpp if known else None, mpp_of_tiff(tiff, first))
                 self.vendor = known.vendor if known else "ome-tiff" if tiff.is_ome else "generic-tiff"
-                # The tag itself: OpenSlide's binding gives the profile as Little CMS would write it.
+                # The tag itself: OpenSlide's binding returns the profile as rewritten by Little CMS.
                 self.icc: bytes | None = first.iccprofile or (known.icc if known else None)
         except (tifffile.TiffFileError, OSError, IndexError, ValueError, KeyError) as error:
-            why = "the file is truncated within its directories" if is_truncated(path) else str(error)
-            raise SlideError(f"neither OpenSlide nor tifffile can open it: {why}") from error
+            reason = "the file is truncated within its directories" if is_truncated(path) else str(error)
+            raise SlideError(f"neither OpenSlide nor tifffile can open it: {reason}") from error
         self.objective_power = known.objective_power if known else None
         self.bounds = Box.of_size(self._levels[0].height_px, self._levels[0].width_px)
-        self.to_file_px: Affine = moved_by((0, 0))
-        geometry = snapped_levels([(v.height_px, v.width_px) for v in self._levels])
+        self.to_file_px: Affine = translation((0, 0))
+        geometry = levels_of_sizes([(v.height_px, v.width_px) for v in self._levels])
         self.levels: tuple[SourceLevel, ...] = tuple(map(_described, geometry, self._levels))
         self._file = SlideFile(path)
 
     @property
     def tiff_levels(self) -> tuple[TiffLevel, ...]:
-        """Where the tiles of each level are in the file, for callers that copy them as they are."""
+        """The levels with the positions of their tiles in the file, for callers that copy encoded tiles."""
         return tuple(self._levels)
 
     @property
     def file(self) -> SlideFile:
-        """The file that holds them."""
+        """The open file."""
         return self._file
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -106,16 +107,16 @@ class TiffSource:
 
     def read_into(self, box: Box, level: int, out: RGB, bad: list[BadTile] | None = None) -> None:
         """Fill ``out`` with a box of a level; see `pathology.readers.slide_source.SlideSource.read_into`."""
-        found = _Reading(self._levels[level], self._file, box, out).run()
+        failed = _BoxReader(self._levels[level], self._file, box, out).run()
         missing = [index for index in self._levels[level].tiles_in(box) if self._levels[level].lengths[index] == 0]
         for index in missing:
-            self._paint_missing(index, level, box, out)
-        if found and bad is None:
-            raise TileError(f"level {level} ({self.levels[level].width_px} px wide), {found[0].reason}")
+            self._fill_missing_tile(index, level, box, out)
+        if failed and bad is None:
+            raise TileError(f"level {level} ({self.levels[level].width_px} px wide), {failed[0].reason}")
         if bad is not None:
-            bad += found
+            bad += failed
 
-    def _paint_missing(self, index: int, level: int, box: Box, out: RGB) -> None:
+    def _fill_missing_tile(self, index: int, level: int, box: Box, out: RGB) -> None:
         place = self._levels[level].tile_box(index).intersect(box)
         part = out[place.relative_to(box).slices()]
         if self._fill_missing is None:
@@ -128,59 +129,61 @@ class TiffSource:
         self._file.close()
 
 
-class _Reading:
-    """One box on its way from the file into memory."""
+class _BoxReader:
+    """Reads one box of a level: groups of encoded tiles are read here and decoded on the pool's threads."""
 
     def __init__(self, level: TiffLevel, file: SlideFile, box: Box, out: RGB) -> None:
         self._level, self._file, self._box, self._out = level, file, box, out
         self._tiles = [index for index in level.tiles_in(box) if level.lengths[index] > 0]
 
     def run(self) -> list[BadTile]:
-        """Read and decode; return the tiles that failed, in order."""
-        alone = decode_threads() == 1 or in_pool() or len(self._tiles) < 2
+        """Read and decode all tiles; return those that failed, by position."""
+        in_place = decode_threads() == 1 or in_pool() or len(self._tiles) < 2
         bad: list[BadTile] = []
-        under_way: deque[tuple[Future[list[BadTile]], int]] = deque()
+        pending: deque[tuple[Future[list[BadTile]], int]] = deque()
         try:
-            for job in self._jobs():
-                if alone:
-                    bad += self._decode(job)
+            for group in self._groups():
+                if in_place:
+                    bad += self._decode(group)
                     continue
-                under_way.append((submit(self._decode, job), sum(len(data) for _, data in job)))
-                while len(under_way) > 4 * decode_threads() or sum(n for _, n in under_way) > _MOST_AHEAD_BYTES:
-                    bad += under_way.popleft()[0].result()
-        finally:  # no thread may still write into the caller's memory when an error reaches the caller
-            for future, _ in under_way:
+                pending.append((submit(self._decode, group), sum(len(data) for _, data in group)))
+                while len(pending) > 4 * decode_threads() or sum(n for _, n in pending) > _MAX_PENDING_BYTES:
+                    bad += pending.popleft()[0].result()
+        finally:  # wait for all: no thread may write into the caller's memory after an exception is raised
+            for future, _ in pending:
                 future.exception()
-        bad += [tile for future, _ in under_way for tile in future.result()]
+        bad += [tile for future, _ in pending for tile in future.result()]
         return sorted(bad, key=lambda tile: (tile.box.y0, tile.box.x0))
 
-    def _jobs(self) -> Iterator[list[tuple[int, bytes]]]:
-        """Yield (tile, bytes) in groups; one group is one job."""
+    def _groups(self) -> Iterator[list[tuple[int, bytes]]]:
+        """Yield groups of (tile index, encoded bytes); a thread decodes one group at a time."""
         tile_px = self._level.tile_height_px * self._level.tile_width_px
-        size = max(1, min(_JOB_PX // tile_px, len(self._tiles) // (2 * decode_threads())))
+        size = max(1, min(_TASK_PX // tile_px, len(self._tiles) // (2 * decode_threads())))
         tiles = self._encoded()
-        while job := list(islice(tiles, size)):
-            yield job
+        while group := list(islice(tiles, size)):
+            yield group
 
     def _encoded(self) -> Iterator[tuple[int, bytes]]:
+        """Yield (tile index, encoded bytes) in the order of the file."""
         offsets = self._level.offsets[self._tiles].tolist()
         lengths = self._level.lengths[self._tiles].tolist()
         for span in coalesced(offsets, lengths):
-            data = self._bytes_of(span.offset, span.length)
+            data = self._read_or_nothing(span.offset, span.length)
             for member in span.members:
                 start = offsets[member] - span.offset
-                # A disk that cannot read some sector of the span may still have all of most tiles.
-                tile = data[start : start + lengths[member]] or self._bytes_of(offsets[member], lengths[member])
+                # A bad sector makes the combined read fail; most of its tiles may still be readable one by one.
+                tile = data[start : start + lengths[member]] or self._read_or_nothing(offsets[member], lengths[member])
                 yield self._tiles[member], tile
 
-    def _bytes_of(self, offset: int, length: int) -> bytes:
-        """Return the bytes; fewer where the file ends, none where the disk fails."""
+    def _read_or_nothing(self, offset: int, length: int) -> bytes:
+        """Return bytes of the file; fewer at its end, none if the disk fails."""
         try:
             return self._file.read(offset, length)
         except OSError:
             return b""
 
     def _decode(self, tiles: Sequence[tuple[int, bytes]]) -> list[BadTile]:
+        """Decode tiles into the result; return those that failed, which are white."""
         bad = []
         for index, data in tiles:
             whole = self._level.tile_box(index)
@@ -196,6 +199,7 @@ class _Reading:
         return bad
 
     def _pixels(self, index: int, data: bytes, whole: Box) -> RGB:
+        """Return a tile's pixels; raise ValueError with the reason if it is damaged."""
         expected = int(self._level.lengths[index])
         if len(data) != expected:
             raise ValueError(f"the tile is truncated or cannot be read: {len(data)} of {expected} bytes")
@@ -203,7 +207,7 @@ class _Reading:
             pixels = self._level.decode(data, index)
         except MemoryError:
             raise
-        except Exception as error:  # each codec has its own exception
+        except Exception as error:  # each codec raises its own types
             raise ValueError(f"the tile cannot be decoded: {error}") from error
         if pixels.shape[0] < whole.height or pixels.shape[1] < whole.width:
             raise ValueError(f"the tile cannot be decoded: {pixels.shape[:2]} px instead of {whole.shape}")
@@ -215,14 +219,14 @@ def _described(level: SourceLevel, tiles: TiffLevel) -> SourceLevel:
     return replace(level, tile_px=(tiles.tile_height_px, tiles.tile_width_px), missing_tiles=missing)
 
 
-def _whole_levels(levels: Sequence[TiffLevel], size_bytes: int) -> list[TiffLevel]:
-    """Return the finest level, and those of the others whose tiles all stand before the end of the file."""
+def _complete_levels(levels: Sequence[TiffLevel], size_bytes: int) -> list[TiffLevel]:
+    """Return the finest level, and those of the others whose tiles all lie within the file."""
     ends = [int(np.max((level.offsets + level.lengths)[level.lengths > 0], initial=0)) for level in levels]
     return [level for k, level in enumerate(levels) if k == 0 or ends[k] <= size_bytes]
 
 
 def _pages_of_series(tiff: tifffile.TiffFile) -> list[Any]:
-    """Return the levels of the series with the most pixels: labels, macros and thumbnails are smaller."""
+    """Return the pages of the series with the most pixels; labels, macros and thumbnails are smaller."""
     try:
         if not tiff.series:
             raise SlideError("the TIFF has no image")
@@ -241,21 +245,21 @@ def _pages_of_series(tiff: tifffile.TiffFile) -> list[Any]:
 
 
 def _pages_before_the_damage(tiff: tifffile.TiffFile) -> list[Any]:
-    """Return the largest tiled page and its smaller copies, of those before the first directory that is damaged."""
+    """Return the largest tiled page and those of its aspect ratio, of the pages before the first damaged directory."""
     found: list[Any] = []
     with suppress(tifffile.TiffFileError):
         for k in range(len(tiff.pages)):
             found.append(keyframe(tiff.pages[k]))
     tiled = sorted((page for page in found if page.is_tiled), key=lambda page: -math.prod(_size(page)))
     height, width = _size(tiled[0]) if tiled else (1, 1)
-    return [page for page in tiled if abs(_size(page)[0] * width / (_size(page)[1] * height) - 1) < _SAME_SHAPE]
+    return [page for page in tiled if abs(_size(page)[0] * width / (_size(page)[1] * height) - 1) < _ASPECT_TOLERANCE]
 
 
 def _pages_known(tiff: tifffile.TiffFile, known: SlideSource, stored: Sequence[int] | None) -> list[Any]:
-    """Return the tiled page that has the size of each level."""
+    """Return the tiled page with the size of each level of ``known``."""
     found, pages = [], _tiled_pages(tiff)
     plain = known.vendor == "generic-tiff"
-    if plain:  # OpenSlide takes the first page and those marked as smaller copies of it
+    if plain:  # as OpenSlide does: the first page and those marked as reduced copies of it
         pages = [page for page in pages if page.index == 0 or page.is_reduced]
     for level in known.levels if stored is None else [known.levels[k] for k in stored]:
         same = [page for page in pages if _size(page) == (level.height_px, level.width_px)]

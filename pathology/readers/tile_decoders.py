@@ -1,4 +1,4 @@
-"""From the bytes of a TIFF's tile to its pixels, one decoder for each compression; none of them guesses."""
+"""Decoders of TIFF tiles, one for each compression. A damaged tile is an error, never wrong pixels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pathology.readers.jpeg_tile import JpegDecoder, RestartDecoder, jpeg_prefix
 from pathology.readers.source_level import RGB
 
 Decode = Callable[[bytes, int], RGB]
-"""From a tile's bytes and its index to ``(h, w, 3)`` uint8. Raises any exception where the tile is damaged."""
+"""Decodes a tile's bytes (second argument: its index) to ``(h, w, 3)`` uint8; raises any exception if it is damaged."""
 
 JPEG = 7
 JPEG_2000 = (33003, 33005, 34712)
@@ -34,15 +34,15 @@ _CONVERT = (
 
 
 def make_decoder(page: Any, height_px: int, width_px: int) -> Decode:
-    """Return the decoder of a TIFF page's tiles of this size; the file must still be open.
+    """Return the decoder for the tiles of a TIFF page; the file must still be open.
 
     Args:
-        page: tifffile's page.
+        page: A page of tifffile.
         height_px: Rows of a tile.
         width_px: Columns of a tile.
 
     Raises:
-        SlideError: The page is not 8-bit RGB (with or without alpha) or grey, or its compression is not known.
+        SlideError: The page is not 8-bit RGB (with or without alpha) or grey, or its compression is not supported.
     """
     _check_page(page)
     decode = _decoder_of_samples(page, height_px, width_px)
@@ -50,13 +50,13 @@ def make_decoder(page: Any, height_px: int, width_px: int) -> Decode:
 
 
 def compression_name(page: Any) -> str:
-    """Return what a page's tiles are packed with, as people say it: JPEG, grey JPEG, LZW, uncompressed."""
+    """Return the name of a page's compression, as in ``JPEG``, ``grey JPEG``, ``LZW`` or ``uncompressed``."""
     name = "uncompressed" if page.compression == 1 else _name_of(tifffile.COMPRESSION, page.compression)
     return f"grey {name}" if page.samplesperpixel == 1 else name
 
 
 def _decoder_of_samples(page: Any, height_px: int, width_px: int) -> Decode:
-    """Return what decodes the samples as they are stored: one of grey is still one."""
+    """Return the decoder of the stored samples; grey stays one sample per pixel unless the codec returns RGB."""
     if page.compression == JPEG and page.jpegheader:
         return RestartDecoder(height_px, width_px, page.jpegheader)
     if page.compression == JPEG and page.samplesperpixel in (1, 3):
@@ -65,12 +65,12 @@ def _decoder_of_samples(page: Any, height_px: int, width_px: int) -> Decode:
         return Jpeg2000Decoder(page.compression == _JPEG_2000_YCBCR)
     if page.compression == 1 and page.fillorder == 1:
         return PlainDecoder(width_px, page.samplesperpixel, _alpha_of(page))
-    if page.compression in (_OLD_JPEG, JPEG):  # its decoder would show a damaged tile as it comes
+    if page.compression in (_OLD_JPEG, JPEG):  # its decoder returns wrong pixels for damaged tiles
         raise SlideError(
             f"its type of JPEG cannot be checked for damage: {page.samplesperpixel} samples, "
             f"{_name_of(tifffile.COMPRESSION, page.compression)}. {_CONVERT}"
         )
-    decode = page.decode  # built while the file is open (it looks for a JFIF header), used after
+    decode = page.decode  # tifffile needs the open file to make it, not to call it
     return CodecDecoder(decode, page.jpegtables, _alpha_of(page))
 
 
@@ -94,9 +94,9 @@ def _name_of(names: type[IntEnum], value: int) -> str:
 
 
 def _alpha_of(page: Any) -> int:
-    """Return the meaning of a fourth sample: associated, unassociated, or none (TIFF 6.0, ExtraSamples).
+    """Return how the fourth sample is to be used: 1 associated alpha, 2 unassociated alpha, 0 ignored.
 
-    A fourth sample without a stated meaning is ignored, wherever it is on the slide: its meaning is unknown.
+    See TIFF 6.0, ExtraSamples. A fourth sample of unspecified meaning is ignored.
     """
     extra = page.extrasamples
     return int(extra[0]) if page.samplesperpixel == 4 and extra else 0
@@ -104,7 +104,7 @@ def _alpha_of(page: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CodecDecoder:
-    """Deflate, LZW, zstd, WebP and what else tifffile knows, predictors included, through imagecodecs."""
+    """Deflate, LZW, zstd, WebP and other codecs of tifffile (which uses imagecodecs), with their predictors."""
 
     decode: Callable[..., Any]
     jpegtables: bytes | None
@@ -120,43 +120,43 @@ class CodecDecoder:
 
 @dataclass(frozen=True, slots=True)
 class PlainDecoder:
-    """Uncompressed tiles and strips; a last strip may have fewer rows."""
+    """Uncompressed tiles and strips; the last strip may have fewer rows."""
 
     width_px: int
     samples: int
     alpha: int
 
     def __call__(self, data: bytes, index: int) -> RGB:
-        """Return ``(h, w, 3)``, a view of ``data`` where it has no alpha; see `Decode`."""
+        """Return ``(h, w, 3)``, a read-only view of ``data`` if there is no alpha; see `Decode`."""
         return _over_white(np.frombuffer(data, np.uint8).reshape(-1, self.width_px, self.samples), self.alpha)
 
 
 @dataclass(frozen=True, slots=True)
 class GreyDecoder:
-    """Grey as the colours that it shows.
+    """Grey tiles as RGB.
 
     Attributes:
-        decode: Gives the grey as its first sample, or its only one.
-        inverted: 0 is white.
+        decode: Decoder whose first (or only) sample is the grey value.
+        inverted: Whether 0 is white.
     """
 
     decode: Decode
     inverted: bool
 
     def __call__(self, data: bytes, index: int) -> RGB:
-        """Return ``(h, w, 3)``, a view that is not to be written to; see `Decode`."""
+        """Return ``(h, w, 3)``, a read-only view; see `Decode`."""
         grey: RGB = self.decode(data, index)[..., :1]
         shown: RGB = 255 - grey if self.inverted else grey
         return np.broadcast_to(shown, (*grey.shape[:2], 3))
 
 
 _NOT_IN_PACKETS = re.compile(rb"\xff[\x94-\xd8\xda-\xff]")
-"""Two bytes that no JPEG 2000 packet holds (ISO 15444-1, annex A.1.3: nothing above FF8F but markers)."""
+"""Byte pairs that cannot occur in JPEG 2000 packets (ISO 15444-1, A.1.3: above FF8F there are only markers)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Jpeg2000Decoder:
-    """JPEG 2000 tiles; OpenJPEG fills in what it misses, so the end and the packets are looked at first."""
+    """JPEG 2000 tiles. OpenJPEG makes up missing data, so the end marker and the packets are checked first."""
 
     ycbcr: bool
 
@@ -175,7 +175,7 @@ def _check_codestream(data: bytes) -> None:
     if data.rfind(b"\xff\xd9") < 0:
         raise ValueError("its JPEG 2000 is cut off: it has no end marker")
     packets = data.find(b"\xff\x93")
-    several_parts = data.find(b"\xff\x90", packets) >= 0  # their headers may hold any bytes
+    several_parts = data.find(b"\xff\x90", packets) >= 0  # headers of further tile-parts may have any bytes
     if packets >= 0 and not several_parts and _NOT_IN_PACKETS.search(data, packets):
         raise ValueError("its JPEG 2000 packets have invalid bytes")
 
@@ -185,7 +185,7 @@ _RED_OF_CR = np.rint(1.402 * _CHROMA).astype(np.int32)
 _BLUE_OF_CB = np.rint(1.772 * _CHROMA).astype(np.int32)
 _GREEN_OF_CB = np.rint(-0.34414 * 65536 * _CHROMA).astype(np.int32) + 32768
 _GREEN_OF_CR = np.rint(-0.71414 * 65536 * _CHROMA).astype(np.int32)
-"""JFIF's equations, rounded where OpenSlide rounds them: both readers show the same pixels."""
+"""Conversion of JFIF, with the rounding of OpenSlide, so that both readers return the same pixels."""
 
 
 def _rgb_of_ycbcr(pixels: RGB) -> RGB:
@@ -198,11 +198,11 @@ def _rgb_of_ycbcr(pixels: RGB) -> RGB:
 
 
 def _over_white(pixels: npt.NDArray[np.uint8], alpha: int) -> RGB:
-    """Return the colours as they look on white glass."""
+    """Return the colours blended over white."""
     colours = pixels[..., :3]
     if alpha not in (_ASSOCIATED, _UNASSOCIATED):
         return colours
-    share = pixels[..., 3:].astype(np.uint16)
-    over = colours.astype(np.uint16) * (share if alpha == _UNASSOCIATED else 255) + (255 - share) * 255
-    seen: RGB = np.minimum((over + 127) // 255, 255).astype(np.uint8)
-    return seen
+    opacity = pixels[..., 3:].astype(np.uint16)
+    over = colours.astype(np.uint16) * (opacity if alpha == _UNASSOCIATED else 255) + (255 - opacity) * 255
+    blended: RGB = np.minimum((over + 127) // 255, 255).astype(np.uint8)
+    return blended

@@ -1,7 +1,7 @@
-"""What is where on a synthetic slide: everything is placed here, before a pixel is drawn.
+"""The objects of a synthetic slide and their positions, as decided before any pixel is rendered.
 
-Placement does not depend on the label. A positive slide differs from the negative one of the same seed only in the
-drawings of the nuclei of its few foci: same outlines, same mean colour (see ``sprites``).
+Positions do not depend on the label. A positive slide differs from the negative slide of the same seed only in the
+chromatin of the nuclei in its few foci; their outlines and mean colour are the same (see ``sprites``).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ GLAND, VESSEL, FAT = range(3)
 
 @dataclass(frozen=True)
 class SlideSpec:
-    """All that a synthetic slide is made from; equal specs give equal bytes.
+    """Parameters of a synthetic slide; equal specs give equal bytes.
 
     Attributes:
-        seed: of the archive.
-        index: of the slide in the archive; (seed, index) is the source of all its randomness but the stain of its case.
-        case: number of the case; slides of a case are stained alike.
-        size_px: height and width of level 0.
-        positive: whether the chromatin in its foci is coarse.
-        mpp_um: microns per pixel of level 0.
-        pen: draw pen marks on the glass.
-        blur: leave a part of the tissue out of focus.
+        seed: Seed of the archive.
+        index: Index of the slide in the archive. All randomness comes from (seed, index), except the stain of the case.
+        case: Number of the case; slides of a case have similar stains.
+        size_px: Height and width of level 0.
+        positive: Whether the chromatin in the foci is coarse.
+        mpp_um: Microns per pixel of level 0.
+        pen: Whether there are pen marks on the glass.
+        blur: Whether part of the slide is out of focus.
     """
 
     seed: int
@@ -46,18 +46,20 @@ class SlideSpec:
         return self.size_px * self.mpp_um
 
     def rng(self, purpose: int) -> np.random.Generator:
-        """Return a fresh generator for one purpose, so that what one part draws does not move another."""
+        """Return a new generator for one purpose (a number), so that changes of one part do not affect others."""
         return np.random.default_rng([self.seed, self.index, purpose])
 
 
 @dataclass(frozen=True)
 class Tissue:
-    """Several irregular pieces; ``depth`` is roughly the distance to their edge in µm, positive inside.
+    """Outline of the tissue: the union of several distorted ellipses.
+
+    It is defined by a depth, approximately the distance to the edge in µm, positive inside.
 
     Attributes:
-        pieces: (n, 5) of centre y, x, half axes along and across, angle; µm and radians.
-        coarse: noise that bends the outline of a piece.
-        fine: noise that frays it.
+        pieces: (n, 5): centre y and x, half axes along and across, angle; in µm and radians.
+        coarse: Noise that bends the outline.
+        fine: Noise that roughens it.
     """
 
     pieces: Array
@@ -65,7 +67,7 @@ class Tissue:
     fine: Noise
 
     def grid(self, ys_um: Array, xs_um: Array) -> Array:
-        """Return the depth on a grid of coordinates."""
+        """Return the depth in µm on the grid ``ys_um × xs_um``, (len(ys), len(xs)) float32."""
         return self._depth(
             ys_um[:, None].astype(np.float32),
             xs_um[None, :].astype(np.float32),
@@ -74,7 +76,7 @@ class Tissue:
         )
 
     def at(self, y_um: Array, x_um: Array) -> Array:
-        """Return the depth at points."""
+        """Return the depth in µm at points, (n,) float32."""
         return self._depth(y_um, x_um, self.coarse.at(y_um, x_um), self.fine.at(y_um, x_um))
 
     def _depth(self, y: Array, x: Array, coarse: Array, fine: Array) -> Array:
@@ -90,17 +92,19 @@ class Tissue:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """A whole slide as placed objects; ``render`` draws any box of it.
+    """All objects of a slide; ``render.Renderer`` draws boxes of it.
 
     Attributes:
-        spec: what it was made from.
-        tissue: the pieces.
-        fields: smooth fields by name: ``across``, ``along`` (fibre coordinates), ``cells`` (cellularity), ``wobble``.
-        angle: main direction of the fibres, radians.
-        hollows: (n, 8) glands, vessels and fat droplets: kind, y, x, radius, aspect, angle, lumen share, tint; µm.
-        nests: (n, 3) clusters of plump cells: y, x, radius; µm.
-        nuclei: (n, 4) int32, sorted by row: y_px, x_px, kind, drawing.
-        foci: nests whose nuclei have coarse chromatin on a positive slide, indices into ``nests``.
+        spec: Parameters of the slide.
+        tissue: Outline of the tissue.
+        fields: Smooth fields by name: ``across`` and ``along`` (distort the coordinates of the fibres), ``cells``
+            (cellularity), ``wobble`` (distorts outlines).
+        angle: Main direction of the fibres, radians.
+        hollows: (n, 8): glands, vessels and fat cells: kind, y, x, radius, aspect ratio, angle, radius of the lumen as
+            a fraction, tint; in µm.
+        nests: (n, 3): clusters of large cells: y, x, radius; in µm.
+        nuclei: (n, 4) int32, sorted by row: y_px, x_px, kind, index of the sprite.
+        foci: Indices of the nests whose nuclei have coarse chromatin on a positive slide.
     """
 
     spec: SlideSpec
@@ -113,7 +117,7 @@ class Anatomy:
     foci: Array
 
     def fibre_direction(self, y_um: Array, x_um: Array) -> Array:
-        """Return the angle of the fibres at points, radians in image coordinates (y down)."""
+        """Return the direction of the fibres at points, in radians, with y pointing down."""
         step = 2.0
         down = self.across(y_um + step, x_um) - self.across(y_um - step, x_um)
         right = self.across(y_um, x_um + step) - self.across(y_um, x_um - step)
@@ -121,7 +125,7 @@ class Anatomy:
         return result
 
     def across(self, y_um: Array, x_um: Array) -> Array:
-        """Return the coordinate across the fibres at points, µm."""
+        """Return the coordinate perpendicular to the fibres at points, in µm."""
         straight = y_um * np.cos(self.angle) - x_um * np.sin(self.angle)
         bend = BEND_UM * self.fields["across"].at(y_um, x_um) + CRIMP_UM * self.fields["wobble"].at(y_um, x_um)
         result: Array = straight + bend
@@ -129,14 +133,14 @@ class Anatomy:
 
 
 BEND_UM = 55.0
-"""How far the fibres wander from a straight line (standard deviation)."""
+"""Standard deviation of the fibres from a straight line."""
 
 CRIMP_UM = 3.5
-"""How far their small waves swing."""
+"""Standard deviation of their small waves."""
 
 
 def focus_boxes(anatomy: Anatomy) -> list[Box]:
-    """Return the boxes of the structures that make the slide positive, level-0 pixels; none on a negative slide."""
+    """Return the boxes of the foci of a positive slide, in level-0 pixels; [] for a negative slide."""
     if not anatomy.spec.positive:
         return []
     mpp = anatomy.spec.mpp_um
@@ -148,7 +152,7 @@ def focus_boxes(anatomy: Anatomy) -> list[Box]:
 
 
 def tissue_truth(anatomy: Anatomy, mpp_um: float) -> Array:
-    """Return where tissue was put, a bool mask of the whole slide at ``mpp_um``; lumens and fat count as tissue."""
+    """Return the true tissue mask of the whole slide at ``mpp_um``, (n, n) bool; lumens and fat count as tissue."""
     n = max(1, round(anatomy.spec.size_um / mpp_um))
     centres = (np.arange(n) + 0.5) * mpp_um
     result: Array = anatomy.tissue.grid(centres, centres) > 0

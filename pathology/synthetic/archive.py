@@ -1,8 +1,9 @@
-"""A whole synthetic archive: which slide belongs to which case, label and split, and its files."""
+"""Synthetic archives: cases, labels and splits of slides, and their files."""
 
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,24 +20,24 @@ from pathology.synthetic.tiff import write_slide
 NEGATIVE, POSITIVE = "benign", "malignant"
 SMALLEST_PX, LARGEST_PX = 512, 200_000
 COLUMNS = ("path", "slide_id", "case_id", "label", "split", "source_mpp")
-_SPLIT_SHARES = (("test", 0.4), ("val", 0.1))  # of the cases of each label; the rest trains
+_SPLIT_FRACTIONS = (("test", 0.4), ("val", 0.1))  # fractions of the slides of each label; the others are for training
 
 
 @dataclass(frozen=True)
 class ArchiveSlide:
-    """One slide of an archive: what it is drawn from and its row in the manifest."""
+    """One slide of an archive, with its row of the manifest."""
 
     spec: SlideSpec
     split: str
 
     @property
     def slide_id(self) -> str:
-        """Name of the slide and of its file, without the ending."""
+        """Name of the slide, which is that of its file without the extension."""
         return f"slide-{self.spec.index:04d}"
 
     @property
     def row(self) -> dict[str, str]:
-        """The manifest's row, keys ``COLUMNS``."""
+        """Row of the manifest, with the keys ``COLUMNS``."""
         return {
             "path": f"{self.slide_id}.tiff",
             "slide_id": self.slide_id,
@@ -52,11 +53,19 @@ def plan_archive(
 ) -> list[ArchiveSlide]:
     """Return the slides of an archive; the same arguments give the same archive.
 
-    Cases have one to three slides and one label; labels are balanced over slides. 40 % of the cases of each label are
-    for testing, 10 % for validation.
+    Cases have one to three slides and one label; labels are balanced over slides. About 40 % of the slides of each
+    label are for testing and 10 % for validation; a case is in one split only.
+
+    Args:
+        slides: Number of slides.
+        size_px: Height and width of each slide.
+        seed: Not negative.
+        mpp_um: Microns per pixel.
+        pen: Whether slides have pen marks.
+        blur: Whether slides have an area out of focus.
 
     Raises:
-        RequestError: no slides are asked for, or a size that cannot be drawn.
+        RequestError: Number, size or seed is out of range.
     """
     if slides < 1:
         raise RequestError(f"--slides is {slides}; use at least 1")
@@ -76,27 +85,27 @@ def plan_archive(
 
 
 def _cases(rng: np.random.Generator, slides: int) -> list[tuple[int, bool]]:
-    """Return (number of slides, positive) of each case; the label with fewer slides so far gets the next case."""
+    """Return (number of slides, positive) of each case; each case gets the label that has fewer slides so far."""
     cases: list[tuple[int, bool]] = []
-    have = [0, 0]
-    while sum(have) < slides:
-        count = min(int(rng.choice([1, 2, 3], p=[0.5, 0.3, 0.2])), slides - sum(have))
-        positive = bool(rng.integers(0, 2)) if have[0] == have[1] else have[1] < have[0]
-        have[positive] += count
+    counts = [0, 0]  # slides of each label
+    while sum(counts) < slides:
+        count = min(int(rng.choice([1, 2, 3], p=[0.5, 0.3, 0.2])), slides - sum(counts))
+        positive = bool(rng.integers(0, 2)) if counts[0] == counts[1] else counts[1] < counts[0]
+        counts[positive] += count
         cases.append((count, positive))
     return cases
 
 
 def _splits(rng: np.random.Generator, cases: list[tuple[int, bool]]) -> list[str]:
-    """Return each case's split, shares taken by slides within each label."""
+    """Return the split of each case, such that the fractions of slides hold within each label."""
     splits = ["train"] * len(cases)
     for label in (False, True):
         members = [number for number, case in enumerate(cases) if case[1] == label]
         total = sum(cases[number][0] for number in members)
         order = iter(rng.permutation(members).tolist())
-        for name, share in _SPLIT_SHARES:
+        for name, fraction in _SPLIT_FRACTIONS:
             taken = 0
-            while taken < round(share * total):
+            while taken < round(fraction * total):
                 case = next(order)
                 splits[case] = name
                 taken += cases[case][0]
@@ -104,12 +113,16 @@ def _splits(rng: np.random.Generator, cases: list[tuple[int, bool]]) -> list[str
 
 
 def write_archive_slide(slide: ArchiveSlide, folder: Path, *, truth: bool = False) -> Path:
-    """Draw one slide into ``folder`` and return its path; a file of that name is replaced.
+    """Render a slide into ``folder`` and return its path; an existing file is replaced.
 
     Args:
-        slide: what to draw.
-        folder: exists already.
-        truth: also write ``truth/<slide_id>.json`` with the boxes of the foci, ``[y0, y1, x0, x1]`` in pixels.
+        slide: The slide to render.
+        folder: An existing folder.
+        truth: Whether to also write ``truth/<slide_id>.json`` with the boxes of the foci, ``[y0, y1, x0, x1]`` in
+            level-0 pixels.
+
+    Raises:
+        OSError: The folder cannot be written.
     """
     anatomy = make_anatomy(slide.spec)
     path = folder / f"{slide.slide_id}.tiff"
@@ -123,19 +136,13 @@ def write_archive_slide(slide: ArchiveSlide, folder: Path, *, truth: bool = Fals
 
 
 def write_manifest(slides: list[ArchiveSlide], folder: Path) -> Path:
-    """Write ``manifest.csv`` with one row a slide, paths relative to it; returns its path."""
-    lines: list[str] = []
-
-    class _Lines:
-        def write(self, line: str) -> int:
-            lines.append(line)
-            return len(line)
-
-    writer = csv.DictWriter(_Lines(), COLUMNS, lineterminator="\n")
+    """Write ``manifest.csv``, one row per slide with a path relative to ``folder``, and return its path."""
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()
     writer.writerows(slide.row for slide in slides)
     path = folder / "manifest.csv"
-    write_atomically(path, "".join(lines).encode())
+    write_atomically(path, text.getvalue().encode())
     return path
 
 
@@ -147,25 +154,28 @@ def make_archive(
     truth: bool = False,
     done: Callable[[Path], None] = lambda path: None,
 ) -> Path:
-    """Draw all slides and write the manifest last; returns the manifest's path.
+    """Render all slides, then write the manifest; return the manifest's path.
 
     Args:
-        slides: from ``plan_archive``.
-        folder: created if missing.
-        workers: processes that draw; with 1 this process draws.
-        truth: see ``write_archive_slide``.
-        done: called here with the path of each finished slide.
+        slides: From `plan_archive`.
+        folder: Created if it does not exist.
+        workers: Number of processes; 1 renders in this process.
+        truth: See `write_archive_slide`.
+        done: Called in this process with the path of each finished slide.
+
+    Raises:
+        OSError: The folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if workers > 1 and len(slides) > 1:
-        _draw_together(slides, folder, min(workers, len(slides)), truth, done)
+        _render_in_processes(slides, folder, min(workers, len(slides)), truth, done)
     else:
         for slide in slides:
             done(write_archive_slide(slide, folder, truth=truth))
     return write_manifest(slides, folder)
 
 
-def _draw_together(
+def _render_in_processes(
     slides: list[ArchiveSlide], folder: Path, workers: int, truth: bool, done: Callable[[Path], None]
 ) -> None:
     import multiprocessing

@@ -1,4 +1,4 @@
-"""What goes wrong with slides: marks of a felt pen, and tissue out of focus."""
+"""Artefacts of synthetic slides: marks of a felt pen, and an area out of focus."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pathology.synthetic.fields import Array
 BLUR_REACH_PX = 20
 _INKS = np.array(
     [[0.16, 0.28, 0.62], [0.12, 0.42, 0.24], [0.15, 0.15, 0.17]]
-)  # blue, green, black: what passes through
+)  # blue, green, black: transmitted fraction of red, green and blue light
 
 
 class Artefacts:
-    """Pen marks and the out-of-focus area of one slide, as its spec asks; without them everything passes unchanged."""
+    """The pen marks and the out-of-focus area of one slide, if its spec asks for them."""
 
     def __init__(self, spec: SlideSpec) -> None:
         rng = spec.rng(3)
@@ -30,36 +30,37 @@ class Artefacts:
         self.sigma_px = 2.2 / spec.mpp_um
 
     def blur(self, planes: tuple[Array, ...], box: Box) -> tuple[Array, ...]:
-        """Return the planes of ``box``, out of focus inside the slide's blurred disc."""
+        """Return the planes of ``box``, blurred inside the slide's out-of-focus disc; unchanged outside of it."""
         if not self.radius_px:
             return planes
         y = np.arange(box.y0, box.y1, dtype=np.float32)[:, None] - np.float32(self.centre[0])
         x = np.arange(box.x0, box.x1, dtype=np.float32)[None, :] - np.float32(self.centre[1])
-        share = np.clip((self.radius_px - np.hypot(y, x)) / 60, 0, 1)
-        if not share.any():
+        weight = np.clip((self.radius_px - np.hypot(y, x)) / 60, 0, 1)
+        if not weight.any():
             return planes
-        return tuple(self._mixed(plane, share) for plane in planes)
+        return tuple(self._blurred(plane, weight) for plane in planes)
 
-    def _mixed(self, plane: Array, share: Array) -> Array:
+    def _blurred(self, plane: Array, weight: Array) -> Array:
+        """Blend a plane with its blurred version; weight 1 is fully blurred."""
         sharp = plane.astype(np.float32)
         soft = ndimage.gaussian_filter(sharp, self.sigma_px, mode="nearest", truncate=3)
-        result: Array = (sharp + share * (soft - sharp) + 0.5).astype(np.uint8)
+        result: Array = (sharp + weight * (soft - sharp) + 0.5).astype(np.uint8)
         return result
 
     def pen(self, pixels: Array, block: Box) -> Array:
-        """Return the pixels of ``block`` with the ink that lies over them; the same array where there is none."""
+        """Return the pixels of ``block`` with the ink over them; the same array if there is none."""
         for points in self.strokes:
             for start, end in pairwise(points):
-                near = _distance(block, start, end) if self._touches(block, start, end) else None
-                if near is None:
+                if not self._touches(block, start, end):
                     continue
-                share = np.clip((self.half_width_px - near) / 3, 0, 1)[..., None] * np.float32(0.93)
+                distance = _distance(block, start, end)
+                opacity = np.clip((self.half_width_px - distance) / 3, 0, 1)[..., None] * np.float32(0.93)
                 inked = np.minimum(pixels, 245 * self.ink + 0.1 * pixels)
-                pixels = (pixels + share * (inked - pixels)).astype(np.uint8)
+                pixels = (pixels + opacity * (inked - pixels)).astype(np.uint8)
         return pixels
 
     def inked(self, mpp_um: float, source_mpp_um: float, side_px: int) -> Array:
-        """Return where the ink is, a bool mask ``(side_px, side_px)`` of the whole slide at ``mpp_um``."""
+        """Return the mask of the ink, ``(side_px, side_px)`` bool, of the whole slide at ``mpp_um``."""
         scale = source_mpp_um / mpp_um
         whole = Box.of_size(side_px, side_px)
         found = np.zeros((side_px, side_px), bool)
@@ -69,13 +70,14 @@ class Artefacts:
         return found
 
     def unsharp(self, mpp_um: float, source_mpp_um: float, side_px: int) -> Array:
-        """Return where it is out of focus, a bool mask ``(side_px, side_px)`` of the whole slide at ``mpp_um``."""
+        """Return the mask of the out-of-focus area, ``(side_px, side_px)`` bool, of the whole slide at ``mpp_um``."""
         centres = (np.arange(side_px) + 0.5) * mpp_um / source_mpp_um
         y, x = centres[:, None] - self.centre[0], centres[None, :] - self.centre[1]
         result: Array = np.hypot(y, x) < self.radius_px
         return result
 
     def _touches(self, block: Box, start: Array, end: Array) -> bool:
+        """Whether a stroke's bounding box intersects a block."""
         low, high = np.minimum(start, end) - self.half_width_px, np.maximum(start, end) + self.half_width_px
         return bool(high[0] > block.y0 and low[0] < block.y1 and high[1] > block.x0 and low[1] < block.x1)
 

@@ -1,4 +1,4 @@
-"""Smooth random fields, evaluated anywhere: every region of a slide can be made alone from the seed."""
+"""Smooth random fields that can be evaluated at any position, so that each box of a slide is rendered on its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
-_PERIOD = 64  # knots of a field before it repeats
+_PERIOD = 64  # number of knots after which a field repeats
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Noise:
 
     Attributes:
         knots: (64, 64) float32.
-        wavelength_um: distance of two knots.
+        wavelength_um: Distance between two knots.
     """
 
     knots: Array
@@ -29,7 +29,7 @@ class Noise:
     def make(cls, rng: np.random.Generator, wavelength_um: float) -> Noise:
         """Draw the knots from ``rng``."""
         knots = rng.standard_normal((_PERIOD, _PERIOD)).astype(np.float32)
-        return cls(knots / np.float32(0.48), wavelength_um)  # 0.48: what the spline leaves of the knots' deviation
+        return cls(knots / np.float32(0.48), wavelength_um)  # the spline reduces the standard deviation to 0.48
 
     def grid(self, ys_um: Array, xs_um: Array) -> Array:
         """Return the field on the grid ``ys_um × xs_um`` of coordinates, (len(ys), len(xs)) float32."""
@@ -40,7 +40,7 @@ class Noise:
         return result
 
     def at(self, y_um: Array, x_um: Array) -> Array:
-        """Return the field at points, one value each."""
+        """Return the field at points, (n,) float32."""
         iy, wy = _taps(np.asarray(y_um) / self.wavelength_um)
         ix, wx = _taps(np.asarray(x_um) / self.wavelength_um)
         result = np.zeros(iy.shape, np.float32)
@@ -51,7 +51,7 @@ class Noise:
 
 
 def _taps(position: Array) -> tuple[Array, Array]:
-    """Return the first of the four knots that a position needs and their B-spline weights, (4, n) float32."""
+    """Return, for each position, the first of four knots and the B-spline weights of the four, (4, n) float32."""
     first = np.floor(position)
     t = (position - first).astype(np.float32)
     weights = np.stack([(1 - t) ** 3, 3 * t**3 - 6 * t**2 + 4, -3 * t**3 + 3 * t**2 + 3 * t + 1, t**3]) / np.float32(6)

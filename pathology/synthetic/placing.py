@@ -1,4 +1,4 @@
-"""Places tissue pieces, glands, nests and nuclei on a slide."""
+"""Positions of tissue, glands, vessels, fat, nests and nuclei on a synthetic slide."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathology.synthetic.anatomy import FAT, GLAND, VESSEL, Anatomy, SlideSpec, 
 from pathology.synthetic.fields import Array, Noise
 from pathology.synthetic.sprites import ANGLES, COARSE, DUSTY, LYMPHOCYTE, OVAL, RED_CELL, SPINDLE, VARIANTS
 
-_CELL_UM = 8.0  # raster on which objects are kept apart
+_CELL_UM = 8.0  # cell of the raster that keeps objects from overlapping
 
-# Objects for each mm² of tissue.
+# Objects per mm² of tissue.
 _GLANDS, _VESSELS, _NESTS, _SPINDLES, _SCATTERED, _AGGREGATES = 75.0, 14.0, 70.0, 2600.0, 1500.0, 7.0
 
 
 def make_anatomy(spec: SlideSpec) -> Anatomy:
-    """Place everything on the slide; the same spec gives the same slide."""
+    """Place all objects of a slide; the same spec gives the same result."""
     rng = spec.rng(1)
     tissue = _tissue(spec, rng)
     fields = {
@@ -30,32 +30,37 @@ def make_anatomy(spec: SlideSpec) -> Anatomy:
     nests = _nests(rng, raster)
     count = min((len(nests) + 2) // 3, int(rng.integers(5, 8)))
     foci = np.sort(rng.choice(len(nests), count, replace=False)) if count else np.zeros(0, np.int64)
-    bare = Anatomy(spec, tissue, fields, angle, hollows, nests, np.zeros((0, 4), np.int32), foci)
+    without_nuclei = Anatomy(spec, tissue, fields, angle, hollows, nests, np.zeros((0, 4), np.int32), foci)
     nuclei = np.concatenate(
-        [_stroma(bare, rng, raster), _around_hollows(bare, rng), _in_nests(bare, rng), _aggregates(rng, raster)]
+        [
+            _stroma(without_nuclei, rng, raster),
+            _around_hollows(without_nuclei, rng),
+            _in_nests(without_nuclei, rng),
+            _aggregates(rng, raster),
+        ]
     )
     return Anatomy(spec, tissue, fields, angle, hollows, nests, _pixels(spec, nuclei), foci)
 
 
 def _tissue(spec: SlideSpec, rng: np.random.Generator) -> Tissue:
-    """Spread two to four pieces: candidates are tried and the ones that lie farthest apart are kept."""
+    """Place two to four pieces; of 40 random positions for each, the one farthest from the others is taken."""
     size, count = spec.size_um, int(rng.integers(2, 5))
     pieces: list[tuple[float, ...]] = []
     for _ in range(count):
-        tries = rng.uniform(0.2, 0.8, (40, 2)) * size
+        candidates = rng.uniform(0.2, 0.8, (40, 2)) * size
         if pieces:
             centres = np.array(pieces)[:, :2]
-            gaps = np.hypot(*(tries[:, None] - centres[None]).transpose(2, 0, 1)).min(axis=1)
-            tries = tries[np.argmax(gaps)][None]
+            gaps = np.hypot(*(candidates[:, None] - centres[None]).transpose(2, 0, 1)).min(axis=1)
+            candidates = candidates[np.argmax(gaps)][None]
         area = 0.56 * size * size / count * rng.uniform(0.75, 1.2)
         aspect = rng.uniform(1.05, 1.9)
         short = np.sqrt(area / np.pi / aspect)
-        pieces.append((tries[0, 0], tries[0, 1], short * aspect, short, rng.uniform(0, np.pi)))
+        pieces.append((candidates[0, 0], candidates[0, 1], short * aspect, short, rng.uniform(0, np.pi)))
     return Tissue(np.array(pieces), Noise.make(rng, size / 9), Noise.make(rng, 24.0))
 
 
 class _Raster:
-    """The slide in cells of 8 µm: how deep in the tissue each lies and whether an object has it."""
+    """The slide in cells of 8 µm: the depth of each cell in the tissue, and whether an object occupies it."""
 
     def __init__(self, spec: SlideSpec, tissue: Tissue) -> None:
         self.n = max(1, int(np.ceil(spec.size_um / _CELL_UM)))
@@ -65,7 +70,7 @@ class _Raster:
         self.tissue_mm2 = float((self.depth > 0).sum()) * _CELL_UM**2 / 1e6
 
     def count(self, rng: np.random.Generator, per_mm2: float) -> int:
-        """Return how many objects of a density fit this slide, at random."""
+        """Return a random number of objects for a density, from a Poisson distribution."""
         return int(rng.poisson(per_mm2 * self.tissue_mm2))
 
     def points(self, rng: np.random.Generator, count: int, depth_um: float) -> Array:
@@ -77,7 +82,7 @@ class _Raster:
         return (np.stack([cell // self.n, cell % self.n], 1) + rng.uniform(0, 1, (count, 2))) * _CELL_UM
 
     def take(self, y_um: float, x_um: float, radius_um: float) -> bool:
-        """Reserve a disc; False, and nothing reserved, where another object or the edge is in the way."""
+        """Reserve a disc; return False without reserving if it overlaps another object or the tissue's edge."""
         low = [max(0, int((v - radius_um) / _CELL_UM)) for v in (y_um, x_um)]
         high = [min(self.n, int((v + radius_um) / _CELL_UM) + 1) for v in (y_um, x_um)]
         window = (slice(low[0], high[0]), slice(low[1], high[1]))
@@ -90,13 +95,14 @@ class _Raster:
         return True
 
     def free(self, points: Array) -> Array:
-        """Return which points (y, x) in µm no object has reserved."""
+        """Return a mask of the points (y, x), in µm, that are not in a reserved disc."""
         cell = np.clip((points / _CELL_UM).astype(np.int64), 0, self.n - 1)
         result: Array = ~self.taken[cell[:, 0], cell[:, 1]]
         return result
 
 
 def _hollows(rng: np.random.Generator, raster: _Raster, cells: Noise) -> Array:
+    """Place glands, vessels and fat cells; see `Anatomy.hollows`."""
     rows: list[tuple[float, ...]] = []
     for y, x in raster.points(rng, 4 * raster.count(rng, _GLANDS), 30):
         radius, aspect = rng.uniform(19, 46), rng.uniform(1, 1.9)
@@ -118,6 +124,7 @@ def _hollows(rng: np.random.Generator, raster: _Raster, cells: Noise) -> Array:
 
 
 def _nests(rng: np.random.Generator, raster: _Raster) -> Array:
+    """Place nests; see `Anatomy.nests`."""
     rows = []
     for y, x in raster.points(rng, 12 * raster.count(rng, _NESTS), 24):
         radius = rng.uniform(22, 38)
@@ -126,17 +133,19 @@ def _nests(rng: np.random.Generator, raster: _Raster) -> Array:
     return np.array(rows, np.float64).reshape(-1, 3)
 
 
-def _rows(points: Array, kind: Array | int, drawing: Array) -> Array:
-    return np.column_stack([points, np.broadcast_to(kind, len(points)), drawing])
+def _rows(points: Array, kind: Array | int, sprite: Array) -> Array:
+    """Return rows of `Anatomy.nuclei`, with positions in µm."""
+    return np.column_stack([points, np.broadcast_to(kind, len(points)), sprite])
 
 
 def _aligned(angle: Array, rng: np.random.Generator, kind: int) -> Array:
-    """Return drawings of elongated nuclei that lie along ``angle``."""
+    """Return the indices of sprites of elongated nuclei that lie along ``angle``."""
     turn = np.round(angle / np.pi * ANGLES).astype(np.int64) % ANGLES
     return turn * VARIANTS[kind] + rng.integers(0, VARIANTS[kind], len(turn))
 
 
 def _stroma(anatomy: Anatomy, rng: np.random.Generator, raster: _Raster) -> Array:
+    """Return spindle nuclei along the fibres, and scattered round ones."""
     spindles = raster.points(rng, raster.count(rng, _SPINDLES), 2)
     sparse = rng.normal(0, 0.5, len(spindles)) < anatomy.fields["cells"].at(spindles[:, 0], spindles[:, 1]) + 0.5
     spindles = spindles[raster.free(spindles) & sparse]
@@ -154,15 +163,16 @@ def _stroma(anatomy: Anatomy, rng: np.random.Generator, raster: _Raster) -> Arra
 
 
 def _around_hollows(anatomy: Anatomy, rng: np.random.Generator) -> Array:
+    """Return the nuclei in the walls of glands and vessels, and the red cells inside vessels."""
     parts = [np.zeros((0, 4))]
     for kind, y, x, radius, aspect, angle, lumen, _ in anatomy.hollows:
         if kind == FAT:
             continue
-        spacing, at = (6.6, 0.78) if kind == GLAND else (22.0, 0.93)
-        n = max(4, int(6.28 * radius * at * np.sqrt(aspect) / spacing))
+        spacing, reach = (6.6, 0.78) if kind == GLAND else (22.0, 0.93)
+        n = max(4, int(6.28 * radius * reach * np.sqrt(aspect) / spacing))
         turn = np.arange(n) / n * 2 * np.pi + rng.normal(0, 0.25 / n * 6.28, n)
-        share = at + rng.normal(0, 0.045, n) if kind == GLAND else np.full(n, at)
-        points, outward = _on_ring(anatomy, (y, x, radius, aspect, angle), turn, share)
+        reaches = reach + rng.normal(0, 0.045, n) if kind == GLAND else np.full(n, reach)
+        points, outward = _on_ring(anatomy, (y, x, radius, aspect, angle), turn, reaches)
         along = outward if kind == GLAND else outward + np.pi / 2
         lining = OVAL if kind == GLAND else SPINDLE
         parts.append(_rows(points, lining, _aligned(along, rng, lining)))
@@ -178,25 +188,25 @@ def _around_hollows(anatomy: Anatomy, rng: np.random.Generator) -> Array:
     return np.concatenate(parts)
 
 
-def _on_ring(anatomy: Anatomy, shape: tuple[float, ...], turn: Array, share: Array) -> tuple[Array, Array]:
-    """Return points at ``share`` of a hollow's wobbly radius in direction ``turn``, and the angle outward there."""
+def _on_ring(anatomy: Anatomy, shape: tuple[float, ...], turn: Array, fraction: Array) -> tuple[Array, Array]:
+    """Return points at a ``fraction`` of a hollow's distorted radius in direction ``turn``, and their outward angle."""
     y, x, radius, aspect, angle = shape
     long, short = radius * np.sqrt(aspect), radius / np.sqrt(aspect)
-    reach = share.copy()
-    for _ in range(3):  # the radius at a point depends on the wobble at that point
+    reach = fraction.copy()
+    for _ in range(3):  # fixed-point iteration: the radius at a point depends on the wobble field at that point
         along, across = np.cos(turn) * long * reach, np.sin(turn) * short * reach
         px = x + along * np.cos(angle) - across * np.sin(angle)
         py = y + along * np.sin(angle) + across * np.cos(angle)
-        reach = share / (1 + WOBBLE * anatomy.fields["wobble"].at(py, px))
+        reach = fraction / (1 + WOBBLE * anatomy.fields["wobble"].at(py, px))
     return np.stack([py, px], 1), np.arctan2(py - y, px - x)
 
 
 WOBBLE = 0.11
-"""Relative standard deviation of a gland's radius along its outline."""
+"""Relative standard deviation of the radius of a gland along its outline."""
 
 
 def _in_nests(anatomy: Anatomy, rng: np.random.Generator) -> Array:
-    """Fill each nest with plump nuclei on a loose lattice; in a positive slide's foci their chromatin is coarse."""
+    """Fill each nest with large nuclei on a jittered lattice; in foci of a positive slide their chromatin is coarse."""
     parts = [np.zeros((0, 4))]
     step = 12.5
     lattice = np.array([(i * step * 0.87, (j + i % 2 / 2) * step) for i in range(-4, 5) for j in range(-4, 5)])
@@ -206,13 +216,14 @@ def _in_nests(anatomy: Anatomy, rng: np.random.Generator) -> Array:
         rotation = np.array([[np.cos(turn), -np.sin(turn)], [np.sin(turn), np.cos(turn)]])
         offsets = lattice @ rotation + rng.normal(0, 1.7, lattice.shape)
         offsets = offsets[(np.hypot(*offsets.T) < radius - 4) & (rng.random(len(offsets)) < 0.92)]
-        drawing, odd = rng.integers(0, VARIANTS[DUSTY], len(offsets)), rng.random(len(offsets)) < 0.95
-        kind = np.where(odd & (number in foci), COARSE, DUSTY)
-        parts.append(_rows(offsets + np.array([y, x]), kind, drawing))
+        sprite, affected = rng.integers(0, VARIANTS[DUSTY], len(offsets)), rng.random(len(offsets)) < 0.95
+        kind = np.where(affected & (number in foci), COARSE, DUSTY)
+        parts.append(_rows(offsets + np.array([y, x]), kind, sprite))
     return np.concatenate(parts)
 
 
 def _aggregates(rng: np.random.Generator, raster: _Raster) -> Array:
+    """Return the nuclei of clusters of lymphocytes."""
     parts = [np.zeros((0, 4))]
     for y, x in raster.points(rng, raster.count(rng, _AGGREGATES), 15):
         n = int(rng.integers(25, 140))
@@ -226,7 +237,7 @@ def _aggregates(rng: np.random.Generator, raster: _Raster) -> Array:
 
 
 def _pixels(spec: SlideSpec, nuclei: Array) -> Array:
-    """Return nuclei with positions in level-0 pixels, sorted by row, without those off the slide."""
+    """Return the nuclei inside the slide, with positions in level-0 pixels, sorted by row."""
     rows = np.column_stack([np.round(nuclei[:, :2] / spec.mpp_um), nuclei[:, 2:]]).astype(np.int32)
     rows = rows[((rows[:, :2] >= 0) & (rows[:, :2] < spec.size_px)).all(1)]
     result: Array = rows[np.argsort(rows[:, 0], kind="stable")]

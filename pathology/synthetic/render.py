@@ -1,7 +1,7 @@
-"""Draws any box of a placed slide: stain densities first, then colours by Beer-Lambert with the case's dyes.
+"""Renders boxes of a synthetic slide: first stain densities, then colours by the Beer-Lambert law.
 
-The slide is drawn in blocks of 1024 pixels, each with a margin wide enough for every drawing that hangs into it, so a
-block's pixels do not depend on which box was asked for, and memory does not depend on the slide's size.
+The slide is rendered in blocks of 1024 pixels, each with a margin for objects that extend into it. So the pixels of a
+block do not depend on the requested box, and memory does not depend on the slide's size.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import numpy as np
 
 from hyfi_core.plan.box import Box
 from pathology.synthetic import artefacts
-from pathology.synthetic.anatomy import BEND_UM, CRIMP_UM, FAT, GLAND, Anatomy, SlideSpec
+from pathology.synthetic.anatomy import BEND_UM, CRIMP_UM, FAT, GLAND, VESSEL, Anatomy, SlideSpec
 from pathology.synthetic.fields import Array, enlarge
 from pathology.synthetic.placing import WOBBLE
 from pathology.synthetic.sprites import (
@@ -34,10 +34,10 @@ _NODE_PX = 16  # smooth fields are evaluated this far apart and interpolated
 
 
 class Renderer:
-    """Draws boxes of one slide; holds the sorted objects and the slide's colours (a few MB).
+    """Renders boxes of one slide; holds its objects and its colour table (a few MB).
 
     Args:
-        anatomy: the placed slide.
+        anatomy: The objects of the slide.
     """
 
     def __init__(self, anatomy: Anatomy) -> None:
@@ -47,12 +47,13 @@ class Renderer:
         self.colours = stain_table(anatomy.spec)
         self.pigment = pigment_light(self.library.dust)
         self.artefacts = artefacts.Artefacts(anatomy.spec)
-        # A drawing whose centre lies outside may hang in, and only drawings wholly inside the margin can be stamped.
+        # Twice the reach of a sprite: those centred outside the block may extend into it, and only those that are
+        # wholly inside the margin can be stamped.
         reach = 2 * self.library.reach_px + (artefacts.BLUR_REACH_PX if anatomy.spec.blur else 0)
         self.margin_px = -(-reach // _NODE_PX) * _NODE_PX
 
     def read(self, box: Box) -> Array:
-        """Return the pixels of ``box``, which lies on the slide: (h, w, 3) uint8, the caller owns them."""
+        """Return the pixels of a box inside the slide, a new (h, w, 3) uint8 array."""
         out = np.empty((box.height, box.width, 3), np.uint8)
         for y in range(box.y0 // BLOCK_PX * BLOCK_PX, box.y1, BLOCK_PX):
             for x in range(box.x0 // BLOCK_PX * BLOCK_PX, box.x1, BLOCK_PX):
@@ -80,7 +81,10 @@ class Renderer:
 
 
 class _Planes:
-    """The haematoxylin and eosin planes of one box, float32 until nuclei are stamped, then uint8."""
+    """The haematoxylin, eosin and pigment planes of one box.
+
+    Haematoxylin and eosin are float32 (``h_f``, ``e_f``) until `nuclei` makes them uint8 (``h``, ``e``).
+    """
 
     def __init__(self, renderer: Renderer, box: Box) -> None:
         self.renderer, self.anatomy, self.box, self.mpp = renderer, renderer.anatomy, box, renderer.mpp
@@ -105,7 +109,7 @@ class _Planes:
         return self.anatomy.fields[name].grid(self.rows_um, self.columns_um)
 
     def _fibres(self) -> Array:
-        """Return the fibre texture where the bent coordinates of this box point into it."""
+        """Return the fibre texture of the box, looked up at its distorted coordinates."""
         angle = self.anatomy.angle
         y, x = self.rows_um[:, None], self.columns_um[None, :]
         across = y * np.cos(angle) - x * np.sin(angle) + BEND_UM * self._field("across")
@@ -118,34 +122,35 @@ class _Planes:
         return fibres().reshape(-1)[index]
 
     def _base(self, depth: Array) -> None:
-        """Stroma on glass: fibres, frayed edges, the shadow that tissue throws on the glass beside it."""
+        """Paint stroma and glass: fibres, rough edges, and a faint shadow of the tissue on the glass next to it."""
         fibre = self._fibres()
         self.wobble = enlarge(self._field("wobble"), _NODE_PX)
         cells = enlarge(self._field("cells"), _NODE_PX)
         depth = depth + (fibre - 0.5) * 9 + self.grain * 0.6
         self.cover = np.clip(depth / 2.5 + 0.5, 0, 1)
-        rim = np.clip(1 - depth / 9, 0, 1)  # edges take more eosin
+        rim = np.clip(1 - depth / 9, 0, 1)  # edges have more eosin
         density = np.clip(0.50 + 0.06 * cells, 0.3, 0.75)
         eosin = density * (0.12 + 1.3 * fibre) + 0.05 * self.grain * fibre + 0.10 * rim
-        self.e_f = self.cover * np.minimum(200 * eosin, 110 + 50 * eosin)  # nothing but red cells is redder
+        self.e_f = self.cover * np.minimum(200 * eosin, 110 + 50 * eosin)  # limited, so that only red cells are redder
         self.h_f = self.cover * (13 + 7 * np.clip(cells, -1, 2) + 4 * self.grain)
         self.h_f += (1 - self.cover) * 7 * np.clip(1 + depth / 14, 0, 1)
         self.e_f += 2.5 + np.clip(self.grain, -2, 2)
 
     def hollows(self) -> None:
-        """Paint glands, vessels and fat over the stroma."""
+        """Paint glands, vessels and fat cells over the stroma."""
         for kind, y, x, radius, aspect, angle, lumen, tint in self.anatomy.hollows.tolist():
             view = self._near(y, x, radius * np.sqrt(aspect) * 1.5 + 6)
             if view is not None:
                 self._hollow(view, int(kind), (y, x, radius, aspect, angle), lumen, tint)
 
     def _near(self, y_um: float, x_um: float, reach_um: float) -> tuple[slice, slice] | None:
-        """Return the part of the planes within reach of a point, None where there is none."""
+        """Return the slices of the planes within reach of a point; None if there are none."""
         y, x, r = y_um / self.mpp, x_um / self.mpp, reach_um / self.mpp
         area = Box(int(y - r), int(y + r) + 1, int(x - r), int(x + r) + 1).intersect(self.box)
         return None if area.empty else area.relative_to(self.box).slices()
 
     def _coordinates(self, view: tuple[slice, slice], y_um: float, x_um: float) -> tuple[Array, Array]:
+        """Return y and x of a view relative to a point, in µm, (h, 1) and (1, w)."""
         rows = (np.arange(view[0].start, view[0].stop, dtype=np.float32) + self.box.y0) * self.mpp - y_um
         columns = (np.arange(view[1].start, view[1].stop, dtype=np.float32) + self.box.x0) * self.mpp - x_um
         return rows.astype(np.float32)[:, None], columns.astype(np.float32)[None, :]
@@ -163,7 +168,7 @@ class _Planes:
         frayed = lumen + 0.035 * grain * (kind == GLAND)
         hole = np.clip((frayed - rho) * soft + 0.5, 0, 1)
         e_wall, h_wall = _WALLS[kind]
-        if kind == GLAND:  # paler towards the lumen, some glands bluer
+        if kind == GLAND:  # paler towards the lumen; some glands are bluer
             apex = 0.70 + 0.34 * np.clip((rho - lumen) / (1 - lumen), 0, 1)
             e_wall, h_wall = e_wall * apex * (1.1 - 0.25 * tint), h_wall * (0.75 + 0.6 * tint)
         content = 30 * max(0.0, tint - 0.55) if kind == GLAND else 0.0
@@ -171,7 +176,7 @@ class _Planes:
         self.h_f[view] += inside * (h_wall * (1 + 0.12 * grain) - self.h_f[view])
         self.e_f[view] += hole * (3 + content * (1 + 0.3 * grain) - self.e_f[view])
         self.h_f[view] += hole * (0.3 * content - self.h_f[view])
-        if kind == GLAND:  # the cleft that shrinking leaves around a gland
+        if kind == GLAND:  # the clear cleft around a gland, an artefact of shrinkage
             cleft = np.exp(-np.square((rho - 1.0) * radius - 2.0) / 2.5) * np.clip(
                 0.35 + 0.3 * self.wobble[view], 0, 0.75
             )
@@ -179,7 +184,7 @@ class _Planes:
             self.h_f[view] *= 1 - cleft
 
     def nests(self) -> None:
-        """Paint the pale cytoplasm that nests of plump cells share."""
+        """Paint the pale cytoplasm of nests."""
         for y_um, x_um, radius in self.anatomy.nests.tolist():
             view = self._near(y_um, x_um, radius * 1.4)
             if view is None:
@@ -192,7 +197,7 @@ class _Planes:
             self.h_f[view] += inside * (255 * NEST_H * (1 + 0.2 * grain) - self.h_f[view])
 
     def nuclei(self) -> None:
-        """Stamp nuclei and red cells: of two drawings the darker one shows."""
+        """Stamp the sprites of nuclei and red cells; where they overlap, the darker value counts."""
         self.e = np.clip(self.e_f, 0, 255).astype(np.uint8)
         self.h = np.clip(self.h_f, 0, 255).astype(np.uint8)
         library = self.renderer.library
@@ -202,29 +207,30 @@ class _Planes:
         low, high = np.searchsorted(all_nuclei[:, 0], [self.box.y0 + reach, self.box.y1 - reach])
         near = all_nuclei[low:high]
         near = near[(near[:, 1] >= self.box.x0 + reach) & (near[:, 1] < self.box.x1 - reach)]
-        for y, x, kind, drawing in (near - [self.box.y0, self.box.x0, 0, 0]).tolist():
-            stamp = stamps[kind][drawing]
+        for y, x, kind, sprite in (near - [self.box.y0, self.box.x0, 0, 0]).tolist():
+            stamp = stamps[kind][sprite]
             r = stamp.shape[0] // 2
-            if kind in pigment:  # the nucleoplasm is clear: what lies under it does not show
+            if kind in pigment:  # the nucleoplasm is clear and hides what is below it
                 for plane, level in ((self.e, NUCLEOPLASM_E), (self.h, 0), (self.pigment, 0)):
                     view = plane[y - r : y + r + 1, x - r : x + r + 1]
-                    view[:] = (view * (255 - cover[drawing]) + level * cover[drawing]) // 255
+                    view[:] = (view * (255 - cover[sprite]) + level * cover[sprite]) // 255
             plane = self.e if kind == RED_CELL else self.h
             view = plane[y - r : y + r + 1, x - r : x + r + 1]
             np.maximum(view, stamp, out=view)
             if kind in pigment:
                 view = self.pigment[y - r : y + r + 1, x - r : x + r + 1]
-                np.maximum(view, pigment[kind][drawing], out=view)
+                np.maximum(view, pigment[kind][sprite], out=view)
 
 
-_WALLS = {GLAND: (95.0, 42.0), 1: (150.0, 16.0), FAT: (120.0, 8.0)}
-"""Eosin and haematoxylin of the walls of glands, vessels and fat droplets."""
+_WALLS = {GLAND: (95.0, 42.0), VESSEL: (150.0, 16.0), FAT: (120.0, 8.0)}
+"""Values of the eosin and haematoxylin planes in the walls of glands, vessels and fat cells."""
 
 
 def stain_table(spec: SlideSpec) -> Array:
-    """Return the colour of every pair of plane values, (65536,) uint32 of R, G, B, 0 at index ``256 * H + E``.
+    """Return the colour for each pair of plane values, (65536,) uint32 of bytes R, G, B, 0 at index ``256 * H + E``.
 
-    Dyes and their strength vary with the case, a little again with the slide; so does the light.
+    Stain colours, their strength and the colour of glass vary from case to case; stains also a little from slide to
+    slide.
     """
     case = np.random.default_rng([spec.seed, 1_000_003, spec.case])
     slide = spec.rng(2)

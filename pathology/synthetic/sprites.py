@@ -1,6 +1,6 @@
-"""Drawings that are stamped thousands of times: nuclei, red cells, and the textures between them.
+"""Sprites (small images of nuclei and red cells that are stamped many times) and background textures.
 
-All are made once a process from a seed of their own, so a slide differs from another only by what it places where.
+They are made once per process from a fixed seed, so slides differ only in which sprites are where.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from scipy import ndimage
 from pathology.synthetic.fields import Array
 
 SPINDLE, OVAL, LYMPHOCYTE, DUSTY, COARSE, RED_CELL = range(6)
-"""Kinds of drawings. DUSTY is the look-alike, COARSE what makes a slide positive: the same plump
-nuclei with the same mean colour, their chromatin fine as dust or in coarse clumps on clear nucleoplasm."""
+"""Kinds of sprites. COARSE nuclei make a slide positive; DUSTY nuclei are their negative counterpart: the same large
+nuclei with the same mean colour, but with fine instead of clumped chromatin."""
 
 VARIANTS = (6, 6, 24, 48, 48, 12)
-"""Drawings of each kind (of the elongated kinds: in each direction)."""
+"""Number of sprites of each kind; for elongated kinds, in each direction."""
 
 ANGLES = 16
-"""Directions of a half turn in which SPINDLE and OVAL nuclei are drawn."""
+"""Number of directions, over half a turn, of SPINDLE and OVAL nuclei."""
 
 H_SCALE, E_SCALE = 2.4 / 255, 1.6 / 255
 """Optical density of one unit of the haematoxylin and the eosin plane."""
 
 HAEMATOXYLIN, EOSIN = (0.60, 0.72, 0.36), (0.14, 0.83, 0.50)
-"""How much of its density each dye has in red, green and blue light, before a case varies it."""
+"""Relative optical density of each stain in red, green and blue light, before the variation of the case."""
 
 NEST_H, NEST_E = 24 / 255, 82 / 255
-"""The two planes of the cytoplasm that nests of plump cells share, as a share of the darkest."""
+"""Values of the two planes in the cytoplasm of nests, as fractions of 255."""
 
 PIGMENT = (2.1, 2.8, 1.25)
 """Optical density of a clump of chromatin in red, green and blue light."""
 
 NUCLEOPLASM_E = 10
-"""Value of the eosin plane inside a plump nucleus."""
+"""Value of the eosin plane inside a large nucleus."""
 
 DUST_ONE, DUST_MOST = 40, 70
-"""Values of the pigment plane: dust of density one, and the most of it; above are coarse granules."""
+"""Values of the pigment plane: fine chromatin of density one, and its maximum; larger values are coarse granules."""
 
 _RED_GREEN_BLUE_H = np.array([H_SCALE * share for share in HAEMATOXYLIN], np.float32)
 
@@ -51,9 +51,14 @@ _MARGIN_PX = 2
 
 @dataclass(frozen=True)
 class Library:
-    """Drawings by kind: ``stamps[kind][i]`` is a (s, s) uint8 square, s odd, of haematoxylin (of eosin: RED_CELL).
+    """All sprites for one resolution, (s, s) uint8 with odd s.
 
-    ``pigment[kind][i]`` is the chromatin of plump nuclei, ``cover[i]`` what they cover, ``dust`` the density of dust.
+    Attributes:
+        stamps: ``stamps[kind][i]``: values of the haematoxylin plane; for RED_CELL of the eosin plane.
+        pigment: ``pigment[kind][i]``: values of the pigment plane (chromatin) of DUSTY and COARSE nuclei.
+        cover: ``cover[i]``: opacity of a DUSTY or COARSE nucleus, 0 to 255.
+        dust: Optical density of fine chromatin of value ``DUST_ONE`` in red, green and blue light.
+        reach_px: Half the side of the largest sprite, plus one.
     """
 
     stamps: tuple[tuple[Array, ...], ...]
@@ -65,7 +70,7 @@ class Library:
 
 @dataclass(frozen=True)
 class _Pair:
-    """One plump nucleus: its outline, what it covers, and where its chromatin lies (0…1), as dust and as granules."""
+    """One large nucleus: its haematoxylin plane, its opacity, and its chromatin (0…1), once fine and once clumped."""
 
     nucleus: Array
     cover: Array
@@ -75,15 +80,15 @@ class _Pair:
 
 @lru_cache(maxsize=4)
 def library(mpp_um: float) -> Library:
-    """Return the drawings for slides of this resolution (level 0)."""
+    """Return the sprites for slides with these microns per pixel at level 0."""
     rng = np.random.default_rng(_SEED)
     stamps = [
-        _turned(rng, mpp_um, length_um=(10, 17), width_um=(2.3, 3.4), density=(0.5, 0.72), count=VARIANTS[SPINDLE]),
-        _turned(rng, mpp_um, length_um=(9.0, 11.5), width_um=(5.4, 7.2), density=(0.5, 0.78), count=VARIANTS[OVAL]),
+        _elongated(rng, mpp_um, length_um=(10, 17), width_um=(2.3, 3.4), density=(0.5, 0.72), count=VARIANTS[SPINDLE]),
+        _elongated(rng, mpp_um, length_um=(9.0, 11.5), width_um=(5.4, 7.2), density=(0.5, 0.78), count=VARIANTS[OVAL]),
         tuple(_nucleus(rng, mpp_um, rng.uniform(5.6, 7), 1.1, 0, 0.74, 0.10) for _ in range(VARIANTS[LYMPHOCYTE])),
     ]
     pairs = [_pair(rng, mpp_um) for _ in range(VARIANTS[DUSTY])]
-    dust, fine, coarse = _even_out(pairs)
+    dust, fine, coarse = _match_colours(pairs)
     stamps += [tuple(pair.nucleus for pair in pairs)] * 2
     pigment = {DUSTY: tuple(fine), COARSE: tuple(coarse)}
     stamps.append(tuple(_red_cell(rng, mpp_um) for _ in range(VARIANTS[RED_CELL])))
@@ -91,7 +96,7 @@ def library(mpp_um: float) -> Library:
     return Library(tuple(stamps), pigment, tuple(pair.cover for pair in pairs), dust, reach)
 
 
-def _turned(
+def _elongated(
     rng: np.random.Generator,
     mpp_um: float,
     length_um: tuple[float, float],
@@ -99,7 +104,7 @@ def _turned(
     density: tuple[float, float],
     count: int,
 ) -> tuple[Array, ...]:
-    """Return ``ANGLES * count`` elongated nuclei; number ``angle * count + variant``."""
+    """Return ``ANGLES * count`` elongated nuclei, at index ``angle * count + variant``."""
     shapes = [(rng.uniform(*length_um), rng.uniform(*width_um), rng.uniform(*density)) for _ in range(count)]
     return tuple(
         _nucleus(rng, mpp_um, width, length / width, np.pi * angle / ANGLES, dark, 0.16)
@@ -109,7 +114,7 @@ def _turned(
 
 
 def _outline(rng: np.random.Generator, mpp_um: float, width_um: float, aspect: float, angle: float) -> Array:
-    """Return the distance from the outline in µm, positive inside, on a square that holds the shape."""
+    """Return the distance from a nucleus' outline in µm, positive inside, on a square that contains it."""
     half = int(np.ceil(width_um * aspect * 0.62 / mpp_um)) + _MARGIN_PX
     y, x = np.mgrid[-half : half + 1, -half : half + 1].astype(np.float32) * np.float32(mpp_um)
     along, across = x * np.cos(angle) + y * np.sin(angle), -x * np.sin(angle) + y * np.cos(angle)
@@ -121,6 +126,7 @@ def _outline(rng: np.random.Generator, mpp_um: float, width_um: float, aspect: f
 
 
 def _chromatin(rng: np.random.Generator, shape: tuple[int, ...], grain_px: float) -> Array:
+    """Return smoothed noise with standard deviation 1."""
     noise = ndimage.gaussian_filter(rng.standard_normal(shape), grain_px)
     result: Array = (noise / noise.std()).astype(np.float32)
     return result
@@ -137,7 +143,7 @@ def _nucleus(
 
 
 def _pair(rng: np.random.Generator, mpp_um: float) -> _Pair:
-    """Return a plump nucleus and its chromatin, once as fine dust all over it and once in coarse clumps."""
+    """Return a large nucleus with its chromatin, once fine and once in coarse clumps."""
     width, aspect = rng.uniform(11.5, 13.5), rng.uniform(1.0, 1.2)
     inside = _outline(rng, mpp_um, width, aspect, rng.uniform(0, np.pi))
     cover = np.clip(inside / 0.9 + 0.5, 0, 1)
@@ -148,7 +154,7 @@ def _pair(rng: np.random.Generator, mpp_um: float) -> _Pair:
 
 
 def _granules(rng: np.random.Generator, mpp_um: float, inside: Array) -> Array:
-    """Return how much of each pixel coarse granules cover: discs that keep their distance, on a loose lattice."""
+    """Return the fraction of each pixel covered by coarse granules: discs on a jittered lattice."""
     half = inside.shape[0] // 2
     y, x = np.mgrid[-half : half + 1, -half : half + 1].astype(np.float32) * np.float32(mpp_um)
     turn = rng.uniform(0, np.pi)
@@ -164,10 +170,14 @@ def _granules(rng: np.random.Generator, mpp_um: float, inside: Array) -> Array:
     return (result * np.clip((inside - 0.3) / 0.8, 0, 1)).astype(np.float32)
 
 
-def _even_out(pairs: list[_Pair]) -> tuple[Array, list[Array], list[Array]]:
-    """Return (density of the dust in red, green and blue, dust stamps, granule stamps), with one mean colour for both.
+def _match_colours(pairs: list[_Pair]) -> tuple[Array, list[Array], list[Array]]:
+    """Choose the density of fine chromatin so that both versions of the nuclei have the same mean colour.
 
-    The dust's colour makes all pairs together equal in all three lights; its strength makes each pair equal in green.
+    The density per colour channel makes the mean over all nuclei equal in red, green and blue. A gain for each nucleus
+    then makes its own mean equal in green.
+
+    Returns:
+        The density of fine chromatin in red, green and blue, its pigment planes, and those of coarse chromatin.
     """
     coarse = [_coarse_codes(pair.granules) for pair in pairs]
     plain = pigment_light(np.ones(3, np.float32))
@@ -188,17 +198,18 @@ def _even_out(pairs: list[_Pair]) -> tuple[Array, list[Array], list[Array]]:
 
 
 def _coarse_codes(granules: Array) -> Array:
+    """Return the pigment plane of coarse granules."""
     codes = np.where(granules > 0.04, DUST_MOST + granules * (255 - DUST_MOST), 0)
     return np.clip(codes + 0.5, 0, 255).astype(np.uint8)
 
 
 def _light_through(light: Sequence[Array], dust: Sequence[Array], scale: float, density: float) -> float:
-    """Return the sum of the light that passes dust of ``density · scale``."""
+    """Return the sum of the light transmitted by fine chromatin of ``density · scale``."""
     return sum(float((b * np.exp(-density * scale * d)).sum()) for b, d in zip(light, dust, strict=True))
 
 
 def _solve(light: Callable[[float], float], wanted: float) -> float:
-    """Return the density at which so much light passes; more density, less light."""
+    """Return the density at which ``light`` (a decreasing function of it) is ``wanted``, by bisection."""
     low, high = 0.0, 8.0
     for _ in range(40):
         middle = (low + high) / 2
@@ -207,10 +218,10 @@ def _solve(light: Callable[[float], float], wanted: float) -> float:
 
 
 def pigment_light(dust: Array) -> Array:
-    """Return the share of red, green and blue light that passes each value of the pigment plane, (256, 3) float32.
+    """Return the transmitted fraction of red, green and blue light for values of the pigment plane, (256, 3) float32.
 
     Args:
-        dust: optical density of the dust at value ``DUST_ONE``.
+        dust: See `Library`.
     """
     codes = np.arange(256, dtype=np.float32)[:, None]
     fine = codes / DUST_ONE * dust
@@ -224,8 +235,9 @@ def _red_cell(rng: np.random.Generator, mpp_um: float) -> Array:
     return _plane(np.clip(inside / 0.8 + 0.5, 0, 1) * rng.uniform(0.55, 0.68) * dimple)
 
 
-def _plane(drawing: Array) -> Array:
-    return np.clip(drawing * 255 + 0.5, 0, 255).astype(np.uint8)
+def _plane(values: Array) -> Array:
+    """Return values 0…1 as uint8."""
+    return np.clip(values * 255 + 0.5, 0, 255).astype(np.uint8)
 
 
 @lru_cache(maxsize=1)

@@ -1,4 +1,4 @@
-"""Writes a rendered slide as a pyramidal, tiled JPEG TIFF in bounded memory."""
+"""Writes a synthetic slide as a pyramidal, tiled JPEG TIFF in bounded memory."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _SMALLEST_LEVEL_PX = 256
 
 
 def write_slide(anatomy: Anatomy, path: Path) -> None:
-    """Write the slide to ``path``: written beside, synced, renamed.
+    """Write a slide to ``path`` atomically (temporary file, sync, rename).
 
-    Levels are halves of each other down to 256 pixels or more; the resolution stands in the TIFF's own tags. Memory:
-    one row of blocks (512 lines of the slide) and the encoded tiles of the reduced levels.
+    Each level has half the size of the one before, down to at least 256 pixels. Microns per pixel are in the TIFF's
+    resolution tags. Memory: one row of blocks (1024 rows of the slide) and the encoded tiles of the reduced levels.
 
     Raises:
-        OSError: the folder cannot be written.
+        OSError: The folder cannot be written.
     """
     size = anatomy.spec.size_px
     levels = _levels(size)
@@ -45,7 +45,7 @@ def write_slide(anatomy: Anatomy, path: Path) -> None:
 
 
 def _levels(size_px: int) -> list[_PyramidLevel]:
-    """Return the levels, finest first, each linked to the next."""
+    """Return the levels, finest first, each linked to the next coarser one."""
     sizes = [size_px]
     while sizes[-1] // 2 >= _SMALLEST_LEVEL_PX:
         sizes.append(sizes[-1] // 2)
@@ -75,46 +75,46 @@ def _write_level(
 
 
 def _full_level(anatomy: Anatomy, levels: list[_PyramidLevel]) -> Iterator[bytes]:
-    """Render row after row of blocks and yield level 0's tiles; the reduced levels fill as it goes."""
+    """Render one row of blocks after the other and yield level 0's tiles; reduced levels are filled on the way."""
     renderer, size = Renderer(anatomy), levels[0].size_px
     for y in range(0, size, BLOCK_PX):
         levels[0].feed(renderer.read(Box(y, min(y + BLOCK_PX, size), 0, size)))
-        if y + BLOCK_PX >= size:  # before the last yield: no tile is asked for after the last
+        if y + BLOCK_PX >= size:  # before the last tiles are yielded: the writer does not resume after them
             levels[0].finish()
         yield from levels[0].drain()
 
 
 class _PyramidLevel:
-    """A level that grows from the top; holds less than one row of tiles as pixels, the finished ones encoded."""
+    """A level that is filled from the top; keeps less than one row of tiles as pixels, finished tiles encoded."""
 
-    def __init__(self, size_px: int, below: _PyramidLevel | None) -> None:
-        self.size_px, self.below = size_px, below
+    def __init__(self, size_px: int, coarser: _PyramidLevel | None) -> None:
+        self.size_px, self.coarser = size_px, coarser
         self.encoded: list[bytes] = []
         self._rows = np.empty((0, size_px, 3), np.uint8)
 
     def feed(self, rows: Array) -> None:
-        """Take further rows ``(n, size_px, 3)``; full bands are encoded and go, halved, to the level below."""
+        """Add rows ``(n, size_px, 3)``; full rows of tiles are encoded, and passed to the next level at half size."""
         self._rows = np.concatenate([self._rows, rows])
         while len(self._rows) >= TILE_PX:
             band, self._rows = self._rows[:TILE_PX], self._rows[TILE_PX:]
             self._finish_band(band)
 
     def finish(self) -> None:
-        """Encode what is left, here and below."""
+        """Encode the remaining rows, of this level and of all coarser ones."""
         if len(self._rows):
             self._finish_band(self._rows)
-        if self.below is not None:
-            self.below.finish()
+        if self.coarser is not None:
+            self.coarser.finish()
 
     def drain(self) -> Iterator[bytes]:
-        """Yield the encoded tiles and forget them."""
+        """Yield the encoded tiles and drop them."""
         tiles, self.encoded = self.encoded, []
         yield from tiles
 
     def _finish_band(self, band: Array) -> None:
         self.encoded += _tiles(band)
-        if self.below is not None:
-            self.below.feed(_halved(band, self.below.size_px))
+        if self.coarser is not None:
+            self.coarser.feed(_halved(band, self.coarser.size_px))
 
 
 def _halved(rows: Array, width: int) -> Array:
@@ -125,7 +125,7 @@ def _halved(rows: Array, width: int) -> Array:
 
 
 def _tiles(rows: Array) -> Iterator[bytes]:
-    """Yield the encoded tiles of a band of rows, row-major; ragged ones are filled up with their edge."""
+    """Yield the encoded tiles of a band of rows, row-major; incomplete ones are padded with their edge."""
     for y in range(0, rows.shape[0], TILE_PX):
         for x in range(0, rows.shape[1], TILE_PX):
             tile = rows[y : y + TILE_PX, x : x + TILE_PX]

@@ -1,4 +1,4 @@
-"""Where the tissue is out of focus: a map of sharpness over patches, measured while a slide is ingested."""
+"""Out-of-focus tissue: a map of the sharpness of patches, measured while a slide is ingested."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ Mask = npt.NDArray[np.bool_]
 
 PATCH_PX = 128
 OUT_OF_FOCUS = 0.075
-"""A patch below this is out of focus: at about 1 µm/px sharp ones have 0.11 to 4, blurred ones a tenth."""
+"""Patches with a lower sharpness are out of focus. At 1 µm/px, sharp patches have 0.11 to 4, blurred ones a tenth."""
 MEASURED_MPP_UM = 1.0
-"""Resolution at which this holds; the level of the pyramid nearest to it is looked at."""
-_FEWEST = 4
-_LEAST_VARIANCE = 60.0
-_PALEST_MEAN = 235.0
+"""Resolution for which the threshold was chosen; the nearest level of the pyramid is measured."""
+_MIN_PATCHES = 4
+_MIN_VARIANCE = 60.0
+_MAX_MEAN = 235.0
 _GLASS = 215
-_LOOK_PX = 8
+"""Patches whose darkest sampled pixel is brighter than this are glass and are not measured."""
+_SAMPLE_STEP_PX = 8
 
 
 @dataclass(slots=True)
 class BlurMap:
-    """Sharpness of the patches of one level: variance of the Laplacian over variance, in green.
+    """Sharpness of the patches of one level: variance of the Laplacian / variance, in the green channel.
 
-    Both variances scale with contrast, so pale and dark stains compare; blur takes the fine detail, which is what the
-    Laplacian sees, before the coarse.
+    Blur removes fine detail, which the Laplacian measures, before coarse detail. Both variances scale with contrast,
+    so pale and dark stains have comparable values.
 
     Attributes:
         height_px, width_px: Size of the level.
-        values: ``(rows, columns)`` float32 of patches of ``PATCH_PX``; NaN where nothing can be said: glass, too little
-            contrast, or a last row or column less than half a patch wide.
+        values: ``(rows, columns)`` float32, one for each patch of ``PATCH_PX``; NaN if it cannot be measured: glass,
+            low contrast, or a last row or column less than half a patch wide.
     """
 
     height_px: int
@@ -52,56 +53,57 @@ class BlurMap:
             if min(patch.shape) >= PATCH_PX // 2:
                 self.values[y0 // PATCH_PX + r, x0 // PATCH_PX + c] = _sharpness(patch)
 
-    def keep(self, tissue: Mask, pen: Mask) -> None:
-        """Forget the patches that are not mostly tissue, or that have ink on them.
+    def restrict_to(self, tissue: Mask, pen: Mask) -> None:
+        """Set patches to NaN that are not mostly tissue, or that have ink on them.
 
         Args:
-            tissue: ``(h, w)`` of the whole slide, of any resolution.
-            pen: Alike.
+            tissue: ``(h, w)`` of the whole slide, at any resolution.
+            pen: Likewise.
         """
         rows, columns = self.values.shape
-        share = _patch_means(tissue, rows, columns, self.height_px / PATCH_PX, self.width_px / PATCH_PX)
+        on_tissue = _patch_means(tissue, rows, columns, self.height_px / PATCH_PX, self.width_px / PATCH_PX)
         inked = _patch_means(pen, rows, columns, self.height_px / PATCH_PX, self.width_px / PATCH_PX)
-        self.values[(share < 0.5) | (inked > 0.02)] = np.nan
+        self.values[(on_tissue < 0.5) | (inked > 0.02)] = np.nan
 
     @property
     def blurred(self) -> Mask:
-        """``(rows, columns)``: patches that are out of focus."""
+        """``(rows, columns)`` bool: patches that are out of focus."""
         with np.errstate(invalid="ignore"):
             result: Mask = self.values < OUT_OF_FOCUS
         return result
 
     @property
     def patches(self) -> int:
-        """Patches of which something can be said."""
+        """Number of measured patches."""
         return int(np.isfinite(self.values).sum())
 
     @property
     def median(self) -> float | None:
-        """The median sharpness; None when there are fewer than four patches."""
-        return float(np.nanmedian(self.values)) if self.patches >= _FEWEST else None
+        """Median sharpness; None if fewer than four patches were measured."""
+        return float(np.nanmedian(self.values)) if self.patches >= _MIN_PATCHES else None
 
     @property
     def share(self) -> float:
-        """Share of the patches that are out of focus; 0 when there are fewer than four."""
-        return float(self.blurred.sum() / self.patches) if self.patches >= _FEWEST else 0.0
+        """Fraction of the measured patches that are out of focus; 0 if there are fewer than four."""
+        return float(self.blurred.sum() / self.patches) if self.patches >= _MIN_PATCHES else 0.0
 
 
 def _darkest(green: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """Return the darkest of every eighth pixel of each patch: glass need not be measured."""
-    few = green[::_LOOK_PX, ::_LOOK_PX]
-    side = PATCH_PX // _LOOK_PX
-    padded = np.pad(few, ((0, -few.shape[0] % side), (0, -few.shape[1] % side)), constant_values=255)
+    """Return the darkest value of each patch among every eighth pixel: a quick test for glass."""
+    sampled = green[::_SAMPLE_STEP_PX, ::_SAMPLE_STEP_PX]
+    side = PATCH_PX // _SAMPLE_STEP_PX
+    padded = np.pad(sampled, ((0, -sampled.shape[0] % side), (0, -sampled.shape[1] % side)), constant_values=255)
     result: npt.NDArray[np.uint8] = padded.reshape(padded.shape[0] // side, side, -1, side).min((1, 3))
     return result
 
 
 def _sharpness(patch: npt.NDArray[np.uint8]) -> float:
+    """Return variance of the Laplacian / variance; NaN for patches of low contrast."""
     values = patch.astype(np.int16)
     mean, variance = _moments(values)
-    if variance < _LEAST_VARIANCE or mean > _PALEST_MEAN:
+    if variance < _MIN_VARIANCE or mean > _MAX_MEAN:
         return float("nan")
-    # Whole rows first: what lies together is quick to add.
+    # Along whole rows first: contiguous memory is faster.
     laplacian = 4 * values[1:-1]
     laplacian -= values[:-2]
     laplacian -= values[2:]
@@ -111,22 +113,30 @@ def _sharpness(patch: npt.NDArray[np.uint8]) -> float:
 
 
 def _moments(values: npt.NDArray[np.int16]) -> tuple[float, float]:
-    """Return mean and variance, without a picture of the squares."""
-    apart = values.astype(np.float32)
-    mean = float(apart.sum()) / apart.size
-    apart -= mean
-    return mean, float(np.einsum("yx,yx->", apart, apart)) / apart.size
+    """Return mean and variance, without a temporary array of squares."""
+    centred = values.astype(np.float32)
+    mean = float(centred.sum()) / centred.size
+    centred -= mean
+    return mean, float(np.einsum("yx,yx->", centred, centred)) / centred.size
 
 
 def _patch_means(mask: Mask, rows: int, columns: int, height: float, width: float) -> Float:
-    """Return the share of ``mask`` in each of rows × columns patches; the slide is ``height`` × ``width`` patches."""
+    """Return the fraction of each patch that ``mask`` covers.
+
+    Args:
+        mask: ``(h, w)`` of the whole slide, at any resolution.
+        rows: Rows of patches.
+        columns: Columns of patches.
+        height: Height of the slide in patches; not whole if the last row is cut off.
+        width: Width of the slide in patches.
+    """
     down = np.clip(np.round(np.arange(rows + 1) * mask.shape[0] / height).astype(int), 0, mask.shape[0])
     across = np.clip(np.round(np.arange(columns + 1) * mask.shape[1] / width).astype(int), 0, mask.shape[1])
     if not mask.any():
         return np.zeros((rows, columns), np.float32)
-    # A patch is some twenty rows of a mask: their sum fits a byte, and bytes are added many at a time.
-    kind = np.uint8 if int(np.diff(down).max()) < 256 else np.int32
-    total = np.add.reduceat(np.pad(mask, ((0, 1), (0, 1))).view(np.uint8), down[:-1], axis=0, dtype=kind)
+    # A patch is about twenty rows of a mask, whose sum fits in a byte; sums of bytes are faster.
+    dtype = np.uint8 if int(np.diff(down).max()) < 256 else np.int32
+    total = np.add.reduceat(np.pad(mask, ((0, 1), (0, 1))).view(np.uint8), down[:-1], axis=0, dtype=dtype)
     total = np.add.reduceat(total, across[:-1], axis=1, dtype=np.int32)
     area = np.maximum(np.diff(down), 1)[:, None] * np.maximum(np.diff(across), 1)
     result: Float = (total / area).astype(np.float32)

@@ -1,8 +1,8 @@
-"""Growing and shrinking of masks by octagons: a few passes over the mask, whatever the radius' shape costs.
+"""Dilation, closing and opening of masks with octagons.
 
-An octagon of radius r is r steps of one pixel, to four and to eight neighbours in turn; it differs from a disk by less
-than a tenth of the radius, and costs a hundredth. All is done in bands of rows that stay in the processor's cache; each
-is worked out with as many rows of its neighbours as it depends on, so bands leave no seam.
+An octagon of radius r is made of r steps of one pixel, to the four and to the eight neighbours in turn. It differs from
+a disk by less than a tenth of the radius, at a hundredth of the time. Masks are processed in bands of rows that fit
+into the processor's cache; each band is read with the rows around it on which it depends, so bands have no seams.
 """
 
 from __future__ import annotations
@@ -18,35 +18,39 @@ _BAND_BYTES = 2**17
 
 
 def dilated(mask: Mask, radius_px: int) -> Mask:
-    """Return ``(h, w)`` bool: within ``radius_px`` of a pixel of ``mask``."""
-    return _in_bands(mask, radius_px, lambda window: _grown(window, radius_px))
+    """Return the mask ``(h, w)`` of all pixels within ``radius_px`` of a set pixel."""
+    return _in_bands(mask, radius_px, lambda window: _dilate(window, radius_px))
 
 
 def closed(mask: Mask, radius_px: int) -> Mask:
-    """Return the mask with gaps up to twice ``radius_px`` bridged; beyond the border nothing is set."""
+    """Return the mask with gaps of up to about twice ``radius_px`` closed; pixels beyond the border are unset."""
     height, width = mask.shape
     side = radius_px
 
     def close(top: int, window: Mask) -> Mask:
-        # Room for what grows over the border. Elsewhere the window ends in rows that are cut off again.
+        # At the border, pad for pixels set beyond it. Elsewhere the window has extra rows, which are cut off later.
         above, below = side * (top == 0), side * (top + len(window) == height)
         padded = np.pad(window, ((above, below), (side, side)))
-        return _shrunk(_grown(padded, side), side)[above : above + len(window), side : side + width]
+        return _erode(_dilate(padded, side), side)[above : above + len(window), side : side + width]
 
     return _in_placed_bands(mask, 2 * side, close)
 
 
 def opened(mask: Mask, radius_px: int) -> Mask:
-    """Return the mask without what is narrower than about twice ``radius_px``; beyond the border all is set."""
-    return _in_bands(mask, 2 * radius_px, lambda window: _grown(_shrunk(window, radius_px), radius_px))
+    """Return the mask without parts narrower than about twice ``radius_px``; pixels beyond the border are set."""
+    return _in_bands(mask, 2 * radius_px, lambda window: _dilate(_erode(window, radius_px), radius_px))
 
 
 def _in_bands(mask: Mask, halo_px: int, work: Callable[[Mask], Mask]) -> Mask:
+    """As `_in_placed_bands`, for work that does not depend on the position."""
     return _in_placed_bands(mask, halo_px, lambda _, window: work(window))
 
 
 def _in_placed_bands(mask: Mask, halo_px: int, work: Callable[[int, Mask], Mask]) -> Mask:
-    """Return the mask that ``work`` makes, from (first row, rows with a halo) to the same rows; nothing of nothing."""
+    """Apply ``work`` to bands of rows: it gets the index of the first row and the rows with a halo, and returns these.
+
+    Bands without a set pixel are skipped; their result is unset.
+    """
     height, width = mask.shape
     out: Mask = np.zeros_like(mask)
     step = max(1, 2 * halo_px, _BAND_BYTES // max(1, width))
@@ -59,13 +63,14 @@ def _in_placed_bands(mask: Mask, halo_px: int, work: Callable[[int, Mask], Mask]
     return out
 
 
-def _grown(mask: Mask, radius_px: int) -> Mask:
+def _dilate(mask: Mask, radius_px: int) -> Mask:
+    """Return the mask dilated by an octagon."""
     grown = mask
     for step in range(radius_px):
         wider = grown.copy()
         wider[:, 1:] |= grown[:, :-1]
         wider[:, :-1] |= grown[:, 1:]
-        # From the widened rows a step reaches eight neighbours, from the ones before it four.
+        # Shifting the widened rows reaches eight neighbours; shifting the original ones reaches four.
         rows = wider if step % 2 else grown
         taller = wider.copy()
         taller[1:] |= rows[:-1]
@@ -74,5 +79,6 @@ def _grown(mask: Mask, radius_px: int) -> Mask:
     return grown
 
 
-def _shrunk(mask: Mask, radius_px: int) -> Mask:
-    return ~_grown(~mask, radius_px)
+def _erode(mask: Mask, radius_px: int) -> Mask:
+    """Return the mask eroded by an octagon."""
+    return ~_dilate(~mask, radius_px)

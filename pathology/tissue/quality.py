@@ -1,4 +1,4 @@
-"""What is found out about a slide's pixels in the same pass that writes them: tissue, pen, blur, stains."""
+"""Tissue, pen marks, blur and stains of a slide, measured in the same pass that writes its pixels."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from pathology.tissue.stain import StainSample, StainVectors
 from pathology.tissue.tissue import TissueMasks, TissueParameters, find_tissue
 
 BLURRED_SHARE = 0.08
-"""Slides with more than this share of their tissue out of focus are flagged ``blur``."""
+"""Slides with a larger fraction of their tissue out of focus have the flag ``blur``."""
 PEN_SHARE = 0.002
-"""Slides with more than this share of their area under ink are flagged ``pen``."""
+"""Slides with a larger fraction of their area under ink have the flag ``pen``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """What was found.
+    """Measurements of one slide.
 
     Attributes:
         overview: ``(3, h, w)`` uint8, the whole slide at ``mpp_um``.
-        masks: Tissue and pen, of the same size.
-        mpp_um: Microns per pixel of both.
-        blur: Sharpness of the tissue's patches.
-        blur_mpp_um: Microns per pixel at which it was measured.
-        stains: None where there is too little tissue.
+        masks: Tissue and pen masks of the same size.
+        mpp_um: Microns per pixel of overview and masks.
+        blur: Sharpness of the patches with tissue.
+        blur_mpp_um: Microns per pixel at which sharpness was measured.
+        stains: None if there is too little tissue.
     """
 
     overview: Planes
@@ -44,7 +44,7 @@ class Quality:
     stains: StainVectors | None
 
     def to_json(self) -> dict[str, Any]:
-        """Return what a slide's attributes say about it."""
+        """Return the JSON object that is stored in the slide's attributes."""
         tissue, pen = self.masks.tissue, self.masks.pen
         tissue_px = np.count_nonzero(tissue)
         return {
@@ -63,7 +63,7 @@ class Quality:
 
     @property
     def flags(self) -> dict[str, bool]:
-        """Warnings that a reader of the table should see, and whether they hold."""
+        """For each flag (warning) of the manifest, whether it applies to the slide."""
         return {
             "no_tissue": not self.masks.tissue.any(),
             "pen": self._pen_share > PEN_SHARE,
@@ -76,15 +76,15 @@ class Quality:
 
 
 @dataclass(slots=True)
-class Survey:
-    """Sees every block of every level as it is written, and looks at the ones it needs.
+class QualityAccumulator:
+    """Takes all blocks of all levels as they are written and collects the measurements of `Quality`.
 
-    Memory: the slide at about 8 µm per pixel, three bytes a pixel, and 3 MB.
+    Memory: the slide at about 8 µm per pixel, three bytes a pixel, plus up to 3 MB for stains.
 
     Attributes:
-        sizes: Of the pyramid's levels.
-        mpp_um: Microns per pixel of the finest.
-        parameters: Of the tissue mask.
+        sizes: Sizes of the pyramid's levels.
+        mpp_um: Microns per pixel of the finest level.
+        parameters: Parameters of the tissue mask.
     """
 
     sizes: Sequence[LevelSize]
@@ -102,15 +102,15 @@ class Survey:
 
     @property
     def mask_level(self) -> int:
-        """The level that the masks are made from."""
+        """Index of the level from which the masks are computed."""
         return mask_level(self.mpp_um, self.parameters)
 
     @property
     def _sharp_level(self) -> int:
         return min(max(0, round(math.log2(MEASURED_MPP_UM / self.mpp_um))), len(self.sizes) - 1)
 
-    def see(self, level: int, y0: int, x0: int, block: Planes) -> None:
-        """Take ``block`` ``(3, h, w)`` of a level, which starts at ``(y0, x0)``; nothing of it is kept."""
+    def add(self, level: int, y0: int, x0: int, block: Planes) -> None:
+        """Measure ``block`` ``(3, h, w)`` of a level, which starts at ``(y0, x0)``; no reference to it is kept."""
         if level == self.mask_level:
             self._overview[:, y0 : y0 + block.shape[1], x0 : x0 + block.shape[2]] = block
         if level == self._sharp_level:
@@ -118,18 +118,18 @@ class Survey:
             self._stains.add(y0, x0, block)
 
     def result(self, masks: TissueMasks | None = None) -> Quality:
-        """Return what was found, after the last block.
+        """Return the measurements; call it after the last block.
 
         Args:
-            masks: Known before; default: they are made now.
+            masks: Masks of the mask level if they are known; by default they are computed here.
         """
         mpp_um = self.mpp_um * 2**self.mask_level
         found = masks or find_tissue(self._overview, mpp_um, self.parameters)
-        self._blur.keep(found.tissue, found.pen)
+        self._blur.restrict_to(found.tissue, found.pen)
         stains = self._stains.estimate(found.tissue, glass_colour(self._overview))
         return Quality(self._overview, found, mpp_um, self._blur, self.mpp_um * 2**self._sharp_level, stains)
 
 
 def mask_level(mpp_um: float, parameters: TissueParameters) -> int:
-    """Return the level of a pyramid that starts at ``mpp_um`` whose resolution is nearest to the one the mask wants."""
+    """Return the level nearest to the resolution of the tissue mask, for a pyramid whose level 0 has ``mpp_um``."""
     return max(0, round(math.log2(parameters.mpp_um / mpp_um)))

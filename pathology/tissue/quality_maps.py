@@ -1,4 +1,4 @@
-"""Pen mask and blur map as a slide's attributes keep them: small PNGs in base64, with their resolution."""
+"""Pen mask and blur map as JSON for a slide's attributes: small PNGs in base64, with their resolution."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Mask = npt.NDArray[np.bool_]
 Float = npt.NDArray[np.float32]
 
 SHARPNESS_STEP = 1 / 200
-"""What one grey level of a blur map stands for; 0 is "nothing can be said", 255 also all that is sharper."""
+"""Sharpness per grey level of a blur map. Level 0 means not measured; level 255 also stands for all larger values."""
 _PEN_BLOCK_PX = 4
 
 
 def blur_to_json(blur: BlurMap, mpp_um: float) -> dict[str, Any]:
-    """Return the map of sharpness, one pixel a patch.
+    """Return a blur map as JSON, one pixel for each patch.
 
     Args:
         blur: The map.
-        mpp_um: Microns per pixel at which it was measured.
+        mpp_um: Microns per pixel at which sharpness was measured.
     """
     known = np.isfinite(blur.values)
     levels = np.clip(np.rint(np.nan_to_num(blur.values) / SHARPNESS_STEP), 1, 255)
@@ -34,16 +34,16 @@ def blur_to_json(blur: BlurMap, mpp_um: float) -> dict[str, Any]:
 
 
 def blur_from_json(value: dict[str, Any]) -> tuple[Float, float]:
-    """Return the sharpness ``(rows, columns)``, NaN where nothing can be said, and the microns per patch."""
+    """Return the sharpness ``(rows, columns)``, NaN where it was not measured, and the microns per patch."""
     grey = _decoded(value["png"]).astype(np.float32)
     return np.where(grey > 0, grey * np.float32(value["step"]), np.float32(np.nan)), float(value["mpp"])
 
 
 def pen_to_json(pen: Mask, mpp_um: float) -> dict[str, Any]:
-    """Return the pen mask, a pixel set where any of 4 × 4 is."""
+    """Return a pen mask as JSON, reduced 4 × 4; a pixel is set if any of the sixteen is."""
     block = _PEN_BLOCK_PX
     small = np.zeros((-(-pen.shape[0] // block), -(-pen.shape[1] // block)), bool)
-    if pen.any():  # on most slides there is none, and looking for it costs less than listing it
+    if pen.any():  # most slides have none, and any() is faster than nonzero()
         y, x = np.nonzero(pen)
         small[y // block, x // block] = True
     return {"mpp": mpp_um * block, "png": _encoded(Image.fromarray(small))}

@@ -1,13 +1,13 @@
-"""Smoothing of some rows of a picture by a binomial bell: sums of neighbouring lines, again and again.
+"""Binomial filter: smoothing like a Gaussian, by repeated sums of neighbouring lines.
 
 ```
-pairs 1     1 2 1              each pair is two sums of neighbours, of lines first and of columns then; its variance
-pairs 2     1 4 6 4 1          is half a pixel squared, and variances add: the bell is as wide as a Gaussian of the
-pairs 3     1 6 15 20 15 6 1   nearest variance, and nearly of its shape
+passes   weights
+1        1 2 1                each pass adds neighbours twice along each axis, which adds ½ px² of variance:
+2        1 4 6 4 1            n passes are close to a Gaussian with σ² = n / 2
+3        1 6 15 20 15 6 1
 ```
 
-A picture of bytes summed twice over fits 16 bits: nothing is rounded, and a pixel takes a fifteenth of the time of a
-Gaussian in floats.
+Two passes over bytes fit into 16 bits: they are exact, and take a fifteenth of the time of a Gaussian in floats.
 """
 
 from __future__ import annotations
@@ -20,48 +20,49 @@ import numpy.typing as npt
 Float = npt.NDArray[np.float32]
 Sums = npt.NDArray[np.uint16] | Float
 
-_EXACT_PAIRS = 2
-"""Up to here the sums of bytes, sixteen-fold for each pair, fit 16 bits."""
+_EXACT_PASSES = 2
+"""Sums of bytes grow by 16 with each pass; up to this many passes they fit into 16 bits."""
 
 
-def smoothed(plane: npt.NDArray[Any], rows: slice, sigma_px: float) -> tuple[Sums, int]:
-    """Return rows of a smoothed plane, ``(rows, w)``, new, and what they are to be divided by.
-
-    Beyond the border lies the border's pixel again and again.
+def binomial_filter(plane: npt.NDArray[Any], rows: slice, sigma_px: float) -> tuple[Sums, int]:
+    """Smooth some rows of a plane. Beyond the border its pixels are repeated.
 
     Args:
         plane: ``(h, w)`` of numbers.
-        rows: Which rows; of the others as many are looked at as the smoothing sees.
-        sigma_px: Standard deviation; its square is rounded to halves. 0 for none.
+        rows: Rows to compute; rows around them are read as needed.
+        sigma_px: Standard deviation; its square is rounded to a multiple of ½. 0 for none.
+
+    Returns:
+        A new array ``(rows, w)``, and the number by which it has to be divided.
     """
-    pairs = pairs_of(sigma_px)
-    exact = plane.dtype == np.uint8 and pairs <= _EXACT_PAIRS
-    if pairs == 0:
+    passes = passes_for(sigma_px)
+    exact = plane.dtype == np.uint8 and passes <= _EXACT_PASSES
+    if passes == 0:
         return plane[rows].astype(np.float32), 1
-    first, end = rows.start - pairs, rows.stop + pairs
+    first, end = rows.start - passes, rows.stop + passes
     if first >= 0 and end <= len(plane):
         lines = plane[first:end]
     else:
         lines = plane[np.clip(np.arange(first, end), 0, len(plane) - 1)]
-    down = _summed(lines.astype(np.uint16 if exact else np.float32), pairs)
-    across = _summed(edged(down, pairs, 1).T, pairs).T
-    return across, 16**pairs if exact else 1
+    down = _filter_lines(lines.astype(np.uint16 if exact else np.float32), passes)
+    across = _filter_lines(pad_edges(down, passes, 1).T, passes).T
+    return across, 16**passes if exact else 1
 
 
-def pairs_of(sigma_px: float) -> int:
-    """Return the pairs of sums whose bell is about as wide as a Gaussian of this standard deviation."""
+def passes_for(sigma_px: float) -> int:
+    """Return the number of passes that is closest to a Gaussian of this standard deviation."""
     return round(2 * sigma_px**2)
 
 
-def edged(values: npt.NDArray[Any], reach: int, axis: int) -> npt.NDArray[Any]:
-    """Return ``(h, w)`` values with the first and the last line of an axis repeated ``reach`` times."""
-    first, last = values.take([0] * reach, axis), values.take([-1] * reach, axis)
+def pad_edges(values: npt.NDArray[Any], width: int, axis: int) -> npt.NDArray[Any]:
+    """Return ``(h, w)`` values padded along one axis with ``width`` copies of the first and of the last line."""
+    first, last = values.take([0] * width, axis), values.take([-1] * width, axis)
     return np.concatenate((first, values, last), axis)
 
 
-def _summed(lines: Any, pairs: int) -> Any:
-    """Return sums of neighbouring lines; of floats means, which do not grow."""
-    for _ in range(pairs):
+def _filter_lines(lines: Any, passes: int) -> Any:
+    """Return weighted sums of neighbouring lines: of integers sums, 4 times larger for each pass; of floats means."""
+    for _ in range(passes):
         once = lines[1:] + lines[:-1]
         lines = once[1:] + once[:-1]
         if lines.dtype != np.uint16:

@@ -12,13 +12,13 @@ Planes = npt.NDArray[np.uint8]
 Mask = npt.NDArray[np.bool_]
 Float = npt.NDArray[np.float32]
 
-LEAST_DENSITY = 0.15
-"""Pixels whose optical density (natural logarithm) is below this in some channel say nothing about stains."""
+MIN_DENSITY = 0.15
+"""Only pixels whose optical density (natural logarithm) is above this in all channels are used."""
 _PERCENTILE = 1.0
 _STRENGTH_PERCENTILE = 99.0
-_FEWEST_PX = 1000
-_MOST_PX = 1_000_000
-_LEAST_SPREAD = 0.02
+_MIN_PX = 1000
+_MAX_PX = 1_000_000
+_MIN_ANGLE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,8 @@ class StainVectors:
     """Haematoxylin and eosin of one slide.
 
     Attributes:
-        haematoxylin, eosin: Optical density in (red, green, blue), of length 1.
-        strength: The 99th percentile of the amount of each.
+        haematoxylin, eosin: Unit vectors of optical density in (red, green, blue).
+        strength: 99th percentile of the concentration of each stain.
     """
 
     haematoxylin: tuple[float, float, float]
@@ -35,28 +35,29 @@ class StainVectors:
     strength: tuple[float, float]
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object of the fields, rounded to what is significant."""
+        """Return a JSON object of the fields, rounded to four digits."""
         vectors = {"haematoxylin": self.haematoxylin, "eosin": self.eosin, "strength": self.strength}
         return {name: [round(v, 4) for v in values] for name, values in vectors.items()}
 
 
 def estimate_stains(pixels: npt.NDArray[np.uint8], glass: Float) -> StainVectors | None:
-    """Estimate the stains of tissue.
+    """Estimate the stain vectors of tissue with Macenko's method.
 
-    The plane of the two largest eigenvectors of the optical densities holds the stains; they are its extreme
-    directions, the 1st and 99th percentile of the angle. The one that absorbs more red is haematoxylin.
+    Both stain vectors lie in the plane of the two largest eigenvectors of the optical densities' covariance. They are
+    the extreme directions in it: the 1st and 99th percentile of the angle. The one that absorbs more red is
+    haematoxylin.
 
     Args:
-        pixels: ``(n, 3)`` of tissue.
-        glass: ``(3,)`` what glass looks like.
+        pixels: ``(n, 3)`` uint8, pixels of tissue.
+        glass: ``(3,)`` colour of glass.
 
     Returns:
-        None where fewer than a thousand pixels are stained, or all in one direction.
+        None if fewer than a thousand pixels are stained, or all of them in one direction.
     """
-    # By channels: NumPy is quick along what lies together, and slow along threes.
+    # Channels first: contiguous memory is faster.
     density = np.log((glass[:, None] + 1) / (pixels.T.astype(np.float32) + 1))
-    density = density.take(np.flatnonzero(density.min(0) > LEAST_DENSITY), axis=1)
-    if density.shape[1] < _FEWEST_PX:
+    density = density.take(np.flatnonzero(density.min(0) > MIN_DENSITY), axis=1)
+    if density.shape[1] < _MIN_PX:
         return None
     _, vectors = np.linalg.eigh(np.cov(density, dtype=np.float64))
     plane = vectors[:, [2, 1]]
@@ -64,20 +65,20 @@ def estimate_stains(pixels: npt.NDArray[np.uint8], glass: Float) -> StainVectors
     projected = plane.T.astype(np.float32) @ density
     angle = np.arctan2(projected[1], projected[0])
     low, high = np.percentile(angle, [_PERCENTILE, 100 - _PERCENTILE])
-    if high - low < _LEAST_SPREAD:
+    if high - low < _MIN_ANGLE:
         return None
     found = [plane @ [np.cos(a), np.sin(a)] for a in (low, high)]
     stains = np.stack([_direction(v) for v in found])
     if stains[0, 0] < stains[1, 0]:
         stains = stains[::-1]
-    amounts = np.linalg.pinv(stains.T).astype(np.float32) @ density
+    concentrations = np.linalg.pinv(stains.T).astype(np.float32) @ density
     h, e = (tuple(float(v) for v in vector) for vector in stains)
-    strong = np.percentile(amounts, _STRENGTH_PERCENTILE, axis=1)
+    strong = np.percentile(concentrations, _STRENGTH_PERCENTILE, axis=1)
     return StainVectors(h, e, (float(strong[0]), float(strong[1])))  # type: ignore[arg-type]
 
 
 def _direction(vector: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return the vector at length 1; absorption is never negative."""
+    """Return the unit vector of absorption: of the sign with positive sum, negative components set to 0."""
     absorbing = np.maximum(vector if vector.sum() >= 0 else -vector, 0)
     result: npt.NDArray[np.float64] = absorbing / np.linalg.norm(absorbing)
     return result
@@ -85,10 +86,10 @@ def _direction(vector: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 @dataclass(slots=True)
 class StainSample:
-    """Pixels of a slide for `estimate_stains`, picked on a grid while it is ingested; 12 MB at most.
+    """Pixels of a slide for `estimate_stains`, sampled on a regular grid while it is ingested; about 3 MB at most.
 
     Attributes:
-        height_px, width_px: Size of the level that is looked at.
+        height_px, width_px: Size of the level that is sampled.
     """
 
     height_px: int
@@ -97,19 +98,19 @@ class StainSample:
     _pixels: Planes = field(init=False)
 
     def __post_init__(self) -> None:
-        self._step = max(1, int(np.ceil(np.sqrt(self.height_px * self.width_px / _MOST_PX))))
+        self._step = max(1, int(np.ceil(np.sqrt(self.height_px * self.width_px / _MAX_PX))))
         shape = (-(-self.height_px // self._step), -(-self.width_px // self._step))
         self._pixels = np.full((3, *shape), 255, np.uint8)
 
     def add(self, y0: int, x0: int, block: Planes) -> None:
-        """Pick from ``block`` ``(3, h, w)``, which starts at ``(y0, x0)``."""
+        """Sample pixels of ``block`` ``(3, h, w)``, which starts at ``(y0, x0)``."""
         step = self._step
-        picked = block[:, -y0 % step :: step, -x0 % step :: step]
+        sampled = block[:, -y0 % step :: step, -x0 % step :: step]
         y, x = -(-y0 // step), -(-x0 // step)
-        self._pixels[:, y : y + picked.shape[1], x : x + picked.shape[2]] = picked
+        self._pixels[:, y : y + sampled.shape[1], x : x + sampled.shape[2]] = sampled
 
     def estimate(self, tissue: Mask, glass: Float) -> StainVectors | None:
-        """Return the stains of what was picked within ``tissue``, a mask of the whole slide of any resolution."""
+        """Estimate the stains from the samples within ``tissue``, a mask of the whole slide at any resolution."""
         rows = (np.arange(self._pixels.shape[1]) * self._step * tissue.shape[0] // max(1, self.height_px)).astype(int)
         columns = (np.arange(self._pixels.shape[2]) * self._step * tissue.shape[1] // max(1, self.width_px)).astype(int)
         inside = tissue[np.minimum(rows, tissue.shape[0] - 1)][:, np.minimum(columns, tissue.shape[1] - 1)]

@@ -1,10 +1,10 @@
-"""Where the tissue is, at about 8 µm per pixel: pen, dust, coverslip edges and grey scanners notwithstanding.
+"""Tissue masks at about 8 µm per pixel, robust to pen marks, dust, coverslip edges and grey backgrounds.
 
-All is decided in optical density relative to the slide's own glass, so a scanner's grey or yellowish background is
-not tissue. Stained tissue absorbs differently in the three channels, and most in green (haematoxylin and eosin both
-do). Dust, shadows and ink absorb otherwise (see `pathology.tissue.pen`). How far density and colour must
-stand out is Otsu's threshold, held between a floor (an empty slide has no tissue) and a ceiling (dark nuclei do not
-make pale stroma glass). Fat, which is nearly as clear as glass, is found by its walls (see `pathology.tissue.fat`).
+All thresholds apply to optical density relative to the slide's own glass, so a grey or yellowish background is not
+tissue. Stained tissue absorbs differently in the three channels, and most in green (both haematoxylin and eosin do);
+dust, shadows and ink do not (see `pathology.tissue.pen`). The thresholds on density and colour are Otsu's, limited by a
+lower bound (so that an empty slide has no tissue) and an upper bound (so that dark nuclei do not raise the threshold
+above pale stroma). Fat, nearly as clear as glass, is detected by its cell walls (see `pathology.tissue.fat`).
 """
 
 from __future__ import annotations
@@ -21,40 +21,41 @@ from skimage.filters import threshold_otsu
 from data.components import fill_small_holes, without_small
 from hyfi_core.errors import RequestError
 from pathology.readers.threads import run_in_pool
-from pathology.tissue.density import Float, density_of, glass_colour, strips_of
-from pathology.tissue.fat import find_fat, wall_density
+from pathology.tissue.density import Float, density_of, glass_colour, row_strips
+from pathology.tissue.fat import find_fat, wall_contrast
 from pathology.tissue.morphology import closed
-from pathology.tissue.pen import PALEST_INK, ink, pen_marks, smooth
+from pathology.tissue.pen import MIN_INK_DENSITY, classify_ink, pen_marks, without_texture
 
 Mask = npt.NDArray[np.bool_]
 Planes = npt.NDArray[np.uint8]
 Levels = npt.NDArray[np.uint16]
 
-_MOST_VALUES = 1_000_000
-"""About so many pixels decide a threshold."""
-_DENSEST = 0.5
-"""Denser pixels count as this for the thresholds, which lie far below."""
-_STEP = np.float32(_DENSEST / 65_535)
-"""What density and colour are kept in, 16 bits each."""
-_CORE, _CERTAIN, _FAINT, _COLOURED, _EVEN = 1, 2, 4, 8, 16
-PEN = ("flag", "mask", "off")
+_THRESHOLD_PX = 1_000_000
+"""A threshold is computed from about this many pixels."""
+_MAX_DENSITY = 0.5
+"""Higher densities are stored as this; all thresholds are far lower."""
+_STEP = np.float32(_MAX_DENSITY / 65_535)
+"""Unit in which density and colour are stored as 16-bit integers."""
+_CORE, _CERTAIN, _FAINT, _COLOURED, _SMOOTH = 1, 2, 4, 8, 16
+"""Bits of `_PixelFeatures.bits`."""
+PEN_MODES = ("flag", "mask", "off")
 
 
 @dataclass(frozen=True, slots=True)
 class TissueParameters:
-    """What the mask depends on; kept with every slide.
+    """Parameters of the tissue mask; stored with every slide.
 
     Attributes:
-        mpp_um: Resolution aimed at; the pyramid's level nearest to it is used.
+        mpp_um: Resolution of the mask; the nearest level of the pyramid is used.
         smooth_um: Standard deviation of the smoothing, about the size of a cell.
-        density: Floor and ceiling of the threshold on optical density.
-        colour: Floor and ceiling of the threshold on the channels' difference in optical density.
-        close_um: Gaps up to about twice this are bridged.
-        smallest_um2: Smaller pieces are specks.
+        density: Lower and upper bound of the threshold on optical density.
+        colour: Lower and upper bound of the threshold on the difference between its channels.
+        close_um: Gaps of up to about twice this are closed.
+        smallest_um2: Smaller components are removed.
         hole_um2: Smaller holes are filled.
-        fat: Whether areas of fat count as tissue.
-        pen: ``flag`` finds pen marks and leaves the tissue mask as it is; ``mask`` takes them out of it; ``off`` does
-            not look for them.
+        fat: Whether fat counts as tissue.
+        pen: ``flag`` detects pen marks but leaves them in the tissue mask; ``mask`` removes them from it; ``off`` does
+            not detect them.
     """
 
     mpp_um: float = 8.0
@@ -67,27 +68,27 @@ class TissueParameters:
     fat: bool = True
     pen: str = "flag"
 
-    def changed(self, settings: Sequence[str]) -> TissueParameters:
-        """Return these parameters with some of them changed.
+    def with_settings(self, settings: Sequence[str]) -> TissueParameters:
+        """Return a copy with some parameters replaced.
 
         Args:
-            settings: ``name=value`` each: a number, ``floor,ceiling`` for a pair, ``true`` or ``false`` for ``fat``.
+            settings: ``name=value`` each: a number, ``lower,upper`` for a pair, ``true`` or ``false`` for ``fat``.
 
         Raises:
-            RequestError: There is no such parameter, or the value is none of its kind.
+            RequestError: A parameter does not exist, or a value cannot be parsed.
         """
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for text in settings:
             name, _, value = text.partition("=")
-            known = getattr(self, name, None) if name in _SETTABLE else None
-            if known is None:
+            current = getattr(self, name, None) if name in _SETTABLE else None
+            if current is None:
                 raise RequestError(f"--tissue-set {text}: expected NAME=VALUE, with a name of {', '.join(_SETTABLE)}")
             try:
-                found[name] = _parsed(value, known)
+                values[name] = _parsed(value, current)
             except ValueError as error:
-                example = ",".join(map(str, known)) if isinstance(known, tuple) else str(known).lower()
+                example = ",".join(map(str, current)) if isinstance(current, tuple) else str(current).lower()
                 raise RequestError(f"--tissue-set {text}: {error}; {name}={example} is the default") from error
-        return replace(self, **found)
+        return replace(self, **values)
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object of the fields."""
@@ -98,10 +99,10 @@ _SETTABLE = ("density", "colour", "smooth_um", "close_um", "smallest_um2", "hole
 
 
 def _parsed(text: str, like: Any) -> Any:
-    """Return the value of a parameter, of the kind of ``like``.
+    """Parse the value of a parameter, which must have the type of ``like``.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It has not.
     """
     if isinstance(like, bool):
         if text not in ("true", "false"):
@@ -117,7 +118,7 @@ def _parsed(text: str, like: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class TissueMasks:
-    """Tissue and pen marks of one slide, both ``(h, w)`` bool; they overlap unless pen marks were masked."""
+    """Tissue and pen marks of one slide, both ``(h, w)`` bool; they may overlap unless ``pen`` is ``mask``."""
 
     tissue: Mask
     pen: Mask
@@ -126,99 +127,105 @@ class TissueMasks:
 def find_tissue(image: Planes, mpp_um: float, parameters: TissueParameters | None = None) -> TissueMasks:
     """Find the tissue and the pen marks of a slide.
 
-    Memory: about 11 bytes a pixel besides the image, and strips of half a million pixels as floats.
+    Memory: about 11 bytes a pixel besides the image, and floats for strips of half a million pixels.
 
     Args:
         image: ``(3, h, w)`` uint8, the whole slide at a low resolution.
-        mpp_um: Its microns per pixel.
-        parameters: See `TissueParameters`; the default values suit H&E and immunostains.
+        mpp_um: Microns per pixel of the image.
+        parameters: See `TissueParameters`; the defaults suit H&E and immunostains.
     """
     p = parameters or TissueParameters()
     glass = glass_colour(image)
-    seen = _Seen.of(image, glass, mpp_um, p)
-    marks = seen.pen(mpp_um)
-    pen = marks if p.pen == "mask" else np.zeros_like(marks)
-    stained = _stained(seen, pen, p)
+    features = _PixelFeatures.of(image, glass, mpp_um, p)
+    marks = features.pen(mpp_um)
+    excluded = marks if p.pen == "mask" else np.zeros_like(marks)
+    stained = _stained(features, excluded, p)
     gap_px, smallest_px = max(1, round(p.close_um / mpp_um)), _pixels(p.smallest_um2, mpp_um)
-    tissue = closed(stained, gap_px) & ~pen
+    tissue = closed(stained, gap_px) & ~excluded
     if p.fat:
         known = without_small(tissue, smallest_px)
-        fat = find_fat(image, glass, known | pen, mpp_um, wall_density(seen.median_density(known)))
-        tissue = closed(tissue | fat, gap_px) & ~pen if fat.any() else tissue
+        fat = find_fat(image, glass, known | excluded, mpp_um, wall_contrast(features.median_density(known)))
+        tissue = closed(tissue | fat, gap_px) & ~excluded if fat.any() else tissue
     tissue = without_small(tissue, smallest_px)
-    # What reaches the picture's border is no hole: a small slide without tissue would be one.
+    # Areas at the image's border do not count as holes: a small slide without tissue would be one.
     fill_small_holes(tissue, _pixels(p.hole_um2, mpp_um))
-    return TissueMasks(tissue & ~pen, marks)
+    return TissueMasks(tissue & ~excluded, marks)
 
 
-def _stained(seen: _Seen, pen: Mask, p: TissueParameters) -> Mask:
-    dense, coloured = (_threshold(v, pen, b) for v, b in ((seen.density, p.density), (seen.colour, p.colour)))
-    stained: Mask = np.empty_like(pen)
-    for rows in strips_of(*pen.shape):
-        # What absorbs alike in all channels has no stain: shadows, dust, the coverslip's edge.
-        stained[rows] = (seen.marks[rows] & np.uint8(_COLOURED)).astype(bool) & ~pen[rows]
-        stained[rows] &= (seen.density[rows] > dense) & (seen.colour[rows] > coloured)
+def _stained(features: _PixelFeatures, excluded: Mask, p: TissueParameters) -> Mask:
+    """Return the mask of pixels above both thresholds, without grey and excluded ones."""
+    min_density = _threshold(features.density, excluded, p.density)
+    min_colour = _threshold(features.colour, excluded, p.colour)
+    stained: Mask = np.empty_like(excluded)
+    for rows in row_strips(*excluded.shape):
+        # Pixels that absorb equally in all channels are not stained: shadows, dust, the coverslip's edge.
+        stained[rows] = (features.bits[rows] & np.uint8(_COLOURED)).astype(bool) & ~excluded[rows]
+        stained[rows] &= (features.density[rows] > min_density) & (features.colour[rows] > min_colour)
     return stained
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
-    """What the decision is made from, five bytes a pixel.
+class _PixelFeatures:
+    """Features by which pixels are classified, five bytes a pixel.
 
     Attributes:
-        density: ``(h, w)`` uint16, mean optical density in `_STEP`, smoothed.
-        colour: ``(h, w)`` uint16, the channels' difference in it.
-        marks: ``(h, w)`` uint8, one bit for each thing that ink is, one for what is not grey.
+        density: ``(h, w)`` uint16, smoothed optical density, mean of the channels, in units of `_STEP`.
+        colour: ``(h, w)`` uint16, largest difference between its channels, in units of `_STEP`.
+        bits: ``(h, w)`` uint8: `_CORE`, `_CERTAIN` and `_FAINT` of `classify_ink`, `_SMOOTH` for core pixels without
+            texture, `_COLOURED` for pixels that are not grey.
     """
 
     density: Levels
     colour: Levels
-    marks: npt.NDArray[np.uint8]
+    bits: npt.NDArray[np.uint8]
 
     @classmethod
-    def of(cls, image: Planes, glass: Float, mpp_um: float, p: TissueParameters) -> _Seen:
-        """Look at a slide; in strips, so that one of 25 × 75 mm needs no gigabytes of floats."""
+    def of(cls, image: Planes, glass: Float, mpp_um: float, p: TissueParameters) -> _PixelFeatures:
+        """Compute the features of a slide, in strips, so that the floats of a large slide do not need gigabytes."""
         shape = image.shape[1:]
-        seen = cls(np.empty(shape, np.uint16), np.empty(shape, np.uint16), np.zeros(shape, np.uint8))
+        features = cls(np.empty(shape, np.uint16), np.empty(shape, np.uint16), np.zeros(shape, np.uint8))
 
-        def look(rows: slice) -> None:
+        def fill(rows: slice) -> None:
             density = density_of(image, glass, rows, p.smooth_um / mpp_um)
             mean: Float = (density[0] + density[1] + density[2]) * np.float32(1 / 3)
             colour: Float = density.max(0) - density.min(0)
-            marks = (colour > 0.2 * mean).view(np.uint8) * np.uint8(_COLOURED)
-            dark = np.flatnonzero(mean > PALEST_INK) if p.pen != "off" else np.empty(0, np.intp)
-            core, certain, faint = ink(density.reshape(3, -1).take(dark, axis=1), mean.take(dark), colour.take(dark))
-            bits = np.uint8(_CORE) * core | np.uint8(_CERTAIN) * certain | np.uint8(_FAINT) * faint
+            bits = (colour > 0.2 * mean).view(np.uint8) * np.uint8(_COLOURED)
+            dark = np.flatnonzero(mean > MIN_INK_DENSITY) if p.pen != "off" else np.empty(0, np.intp)
+            core, certain, faint = classify_ink(
+                density.reshape(3, -1).take(dark, axis=1), mean.take(dark), colour.take(dark)
+            )
+            ink_bits = np.uint8(_CORE) * core | np.uint8(_CERTAIN) * certain | np.uint8(_FAINT) * faint
             if core.any():
-                bits |= np.uint8(_EVEN) * (core & smooth(image, glass, rows, mpp_um).reshape(-1).take(dark))
-            marks.reshape(-1)[dark] |= bits
-            seen.marks[rows] = marks
-            seen.density[rows], seen.colour[rows] = _levels(mean), _levels(colour)
+                smooth = without_texture(image, glass, rows, mpp_um).reshape(-1).take(dark)
+                ink_bits |= np.uint8(_SMOOTH) * (core & smooth)
+            bits.reshape(-1)[dark] |= ink_bits
+            features.bits[rows] = bits
+            features.density[rows], features.colour[rows] = _levels(mean), _levels(colour)
 
-        run_in_pool(look, strips_of(*shape))
-        return seen
+        run_in_pool(fill, row_strips(*shape))
+        return features
 
-    def marked(self, mark: int) -> Mask:
-        """Return where a bit is set, new."""
-        result: Mask = (self.marks & np.uint8(mark)).astype(bool)
+    def has(self, bit: int) -> Mask:
+        """Return a new mask of the pixels with a bit set."""
+        result: Mask = (self.bits & np.uint8(bit)).astype(bool)
         return result
 
     def median_density(self, mask: Mask) -> float:
-        """Return the median density within a mask; 0 where it is empty."""
+        """Return the median optical density within a mask; 0 if it is empty."""
         counts = np.bincount(self.density[mask] >> 4, minlength=4096)
         half = int(np.searchsorted(counts.cumsum(), counts.sum() / 2))
         return float((half << 4) * _STEP) if mask.any() else 0.0
 
     def pen(self, mpp_um: float) -> Mask:
-        """Return the marks of a pen."""
-        if not int(np.bitwise_or.reduce(self.marks, axis=None)) & (_CORE | _CERTAIN):
-            return np.zeros(self.marks.shape, bool)
-        core, even, certain, faint = (self.marked(mark) for mark in (_CORE, _EVEN, _CERTAIN, _FAINT))
-        return pen_marks(core, even, certain, faint, mpp_um)
+        """Return the mask of pen marks."""
+        if not int(np.bitwise_or.reduce(self.bits, axis=None)) & (_CORE | _CERTAIN):
+            return np.zeros(self.bits.shape, bool)
+        core, smooth, certain, faint = (self.has(bit) for bit in (_CORE, _SMOOTH, _CERTAIN, _FAINT))
+        return pen_marks(core, smooth, certain, faint, mpp_um)
 
 
 def _levels(values: Float) -> Levels:
-    """Return values in `_STEP`; they are given up."""
+    """Return values in units of `_STEP`, rounded; ``values`` is overwritten."""
     values *= 1 / _STEP
     np.minimum(values, 65_535, out=values)
     values += 0.5
@@ -226,24 +233,25 @@ def _levels(values: Float) -> Levels:
     return result
 
 
-def _threshold(levels: Levels, pen: Mask, bounds: tuple[float, float]) -> np.uint16:
-    """Return the greatest level that is not above the threshold."""
-    values = _every_so_many(levels, pen) * _STEP
+def _threshold(levels: Levels, excluded: Mask, bounds: tuple[float, float]) -> np.uint16:
+    """Return Otsu's threshold within bounds, in units of `_STEP`, rounded down."""
+    values = _sampled(levels, excluded) * _STEP
     flat = values.size == 0 or float(values.min()) == float(values.max())
     threshold = bounds[0] if flat else float(np.clip(threshold_otsu(values), *bounds))  # type: ignore[no-untyped-call]
-    return np.uint16(min(threshold, _DENSEST) / _STEP)
+    return np.uint16(min(threshold, _MAX_DENSITY) / _STEP)
 
 
-def _every_so_many(levels: Levels, pen: Mask) -> Levels:
-    """Return of the pixels without ink so many that there are about `_MOST_VALUES`, evenly spread."""
-    if not pen.any():
-        return levels.reshape(-1)[:: 1 + levels.size // _MOST_VALUES]
-    per_row = np.count_nonzero(~pen, axis=1)
-    step = 1 + int(per_row.sum()) // _MOST_VALUES
-    before = np.cumsum(per_row) - per_row
-    rows = [row[~inked][-skipped % step :: step] for row, inked, skipped in zip(levels, pen, before, strict=True)]
+def _sampled(levels: Levels, excluded: Mask) -> Levels:
+    """Return every n-th of the pixels that are not excluded, n such that there are about `_THRESHOLD_PX`."""
+    if not excluded.any():
+        return levels.reshape(-1)[:: 1 + levels.size // _THRESHOLD_PX]
+    per_row = np.count_nonzero(~excluded, axis=1)
+    step = 1 + int(per_row.sum()) // _THRESHOLD_PX
+    before = np.cumsum(per_row) - per_row  # usable pixels in the rows above
+    rows = [row[~out][-count % step :: step] for row, out, count in zip(levels, excluded, before, strict=True)]
     return np.concatenate(rows)
 
 
 def _pixels(area_um2: float, mpp_um: float) -> int:
+    """Return an area in pixels, at least 1."""
     return max(1, round(area_um2 / mpp_um**2))

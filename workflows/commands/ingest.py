@@ -61,7 +61,7 @@ def run(
         **_mpp(mpp),
         slide_mpp=slide_mpp,
         force_mpp=force_mpp,
-        tissue=TissueParameters(pen=pen).changed(tissue_set),
+        tissue=TissueParameters(pen=pen).with_settings(tissue_set),
         codec=codec,
         max_bad=max_bad,
         glass=glass,
@@ -176,9 +176,9 @@ def _refuse_too_little_room(plan: Plan, request: Request) -> None:
     Raises:
         RequestError: It has less room than a lower bound of what the slides need.
     """
-    from pathology.ingest.forecast import free_bytes, sampled_least_bytes
+    from pathology.ingest.forecast import free_bytes, lower_bound_bytes
 
-    needed, free = sampled_least_bytes(plan.jobs, request.options), free_bytes(request.store)
+    needed, free = lower_bound_bytes(plan.jobs, request.options), free_bytes(request.store)
     if needed > free:
         raise RequestError(
             f"{request.store}: its disk has {free / 1e9:.1f} GB free, but the slides need at least "

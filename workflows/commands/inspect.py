@@ -161,7 +161,7 @@ def _file(path: Path, png: Path | None, slide_mpp: float | None) -> dict[str, An
     from pathology.ingest.thumbnail import thumbnail_of_source
     from pathology.readers.mpp import is_sensible, resolve_mpp
     from pathology.readers.sources import open_source
-    from pathology.readers.tiff_facts import is_truncated
+    from pathology.readers.tiff_metadata import is_truncated
 
     try:
         source = open_source(path)

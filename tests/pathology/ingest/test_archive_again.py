@@ -63,7 +63,7 @@ def test_two_runs_at_once_do_each_slide_once_and_both_end_with_all(tmp_path: Pat
 def test_a_slide_that_another_run_has_is_waited_for(
     tmp_path: Path, make_slide: MakeSlide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slide_pool, "_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(slide_pool, "_POLL_S", 0.01)
     sources, store = [make_slide(f"{k}.tiff", seed=k) for k in range(2)], tmp_path / "store"
     plan = make_plan(Request(sources, store, AT_HALF))
     other = Claim.take(store / CLAIMS, "0")

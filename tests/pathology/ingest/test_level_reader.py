@@ -12,7 +12,7 @@ from pathology.errors import SlideError, TileError
 from pathology.ingest import level_reader
 from pathology.ingest.level_reader import LevelReader, choose_level
 from pathology.readers.resample import make_taps, resample
-from pathology.readers.source_level import RGB, BadTile, SourceLevel, moved_by, snapped_levels
+from pathology.readers.source_level import RGB, BadTile, SourceLevel, levels_of_sizes, translation
 from pathology.readers.sources import open_source
 from tests.pathology.tiffs import MakeSlide
 
@@ -30,11 +30,11 @@ class DrawnSource:
     mpp: tuple[float, float] | None = (0.25, 0.25)
 
     def __post_init__(self) -> None:
-        geometry = snapped_levels([image.shape[:2] for image in self.images])
+        geometry = levels_of_sizes([image.shape[:2] for image in self.images])
         tile = (self.tile_px, self.tile_px)
         self.levels = tuple(SourceLevel(v.height_px, v.width_px, v.downsample, tile) for v in geometry)
         self.bounds = Box.of_size(*self.images[0].shape[:2])
-        self.to_file_px = moved_by((0, 0))
+        self.to_file_px = translation((0, 0))
 
     def read(self, box: Box, level: int) -> RGB:
         out = np.empty((*box.shape, 3), np.uint8)

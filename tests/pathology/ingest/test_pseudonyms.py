@@ -160,12 +160,12 @@ def test_what_is_no_key_is_left_alone(tmp_path: Path, make_slide: MakeSlide) -> 
 def test_of_two_runs_that_begin_together_the_slower_takes_the_fasters_names(tmp_path: Path) -> None:
     jobs = [SlideJob(tmp_path / f"{k}.svs", str(k), {"case_id": "one"}) for k in range(3)]
     fast, slow = (KeyFile(tmp_path / "key.csv", tmp_path / "store") for _ in range(2))
-    given, lost = fast.disguise(jobs), slow.disguise(jobs[1:])
+    given, lost = fast.pseudonymise(jobs), slow.pseudonymise(jobs[1:])
     assert given[1].slide_id != lost[0].slide_id
     assert fast.commit() and not slow.commit()
-    assert slow.disguise(jobs[1:]) == given[1:] and slow.commit()
+    assert slow.pseudonymise(jobs[1:]) == given[1:] and slow.commit()
     later = KeyFile(tmp_path / "key.csv", tmp_path / "store")
-    more = later.disguise([SlideJob(tmp_path / "9.svs", "9", {"case_id": "one"})])
+    more = later.pseudonymise([SlideJob(tmp_path / "9.svs", "9", {"case_id": "one"})])
     assert more[0].row["case_id"] == given[0].row["case_id"] and later.commit()
     assert len(list(csv.DictReader((tmp_path / "key.csv").open()))) == 4
 

@@ -12,7 +12,7 @@ from pathology.ingest.level_reader import LevelReader, choose_level
 from pathology.ingest.pyramid import PyramidBuilder, level_sizes
 from pathology.readers.resample import Planes
 from pathology.readers.slide_source import SlideSource
-from pathology.readers.source_level import RGB, BadTile, SourceLevel, moved_by
+from pathology.readers.source_level import RGB, BadTile, SourceLevel, translation
 from pathology.readers.sources import open_source
 from tests.pathology.tiffs import write_slide
 
@@ -82,7 +82,7 @@ class Endless:
 
     def __init__(self, width_px: int) -> None:
         self.levels = (SourceLevel(64, width_px, (1.0, 1.0)),)
-        self.mpp, self.bounds, self.to_file_px = (MPP, MPP), Box.of_size(64, width_px), moved_by((0, 0))
+        self.mpp, self.bounds, self.to_file_px = (MPP, MPP), Box.of_size(64, width_px), translation((0, 0))
         self.vendor, self.objective_power, self.icc = "drawn", None, None
 
     def read(self, box: Box, level: int) -> RGB:

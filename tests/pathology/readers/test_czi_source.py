@@ -84,7 +84,7 @@ def test_few_blocks_are_kept_and_each_shows_the_same(slide: Path, monkeypatch: p
     monkeypatch.setattr(czi_source, "_CACHE_BYTES", 1)
     source, again = CziSource(slide), CziSource(slide)
     assert np.array_equal(whole(source, 0), whole(again, 0)) and np.array_equal(whole(source, 0), whole(again, 0))
-    assert len(source._kept) == 2
+    assert len(source._cache) == 2
 
 
 def test_an_ingest_decodes_each_block_once(slide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ def test_an_ingest_decodes_each_block_once(slide: Path, tmp_path: Path, monkeypa
 
     monkeypatch.setattr(czi_source, "_decode", counted)
     assert ingest_slide(slide, tmp_path, IngestOptions(mpp=0.37)).status == DONE
-    assert len(decoded) == len(set(decoded)) == 4 + 6 and {block.factor for block in decoded} == {1}
+    assert len(decoded) == len(set(decoded)) == 4 + 6 and {block.downsample for block in decoded} == {1}
 
 
 @pytest.mark.parametrize("mpp", [0.25, 1.0])

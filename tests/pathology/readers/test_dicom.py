@@ -21,7 +21,7 @@ from pathology.ingest.discover import find_jobs
 from pathology.ingest.identity import SourceStamp
 from pathology.ingest.staging import files_of, staged
 from pathology.readers import dicom_files
-from pathology.readers.dicom_files import DicomHead, dicom_head
+from pathology.readers.dicom_files import DicomHeader, read_header
 from pathology.readers.openslide_source import OpenSlideSource
 from pathology.readers.sources import open_source
 from tests.pathology.readers.dicom_slides import CT, element, write_file, write_series
@@ -160,24 +160,24 @@ def test_heads_of_all_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     heads = {
         b"": None,
         b"no DICOM at all" * 20: None,
-        start: DicomHead(True, ""),
-        start + series: DicomHead(True, "1.2.3"),
-        start + series[:-3]: DicomHead(True, "1.2."[:3]),
-        start + endless + inner + struct.pack("<HHI", 0xFFFE, 0xE0DD, 0) + series: DicomHead(True, "1.2.3"),
-        start + endless + inner: DicomHead(True, ""),
-        start + element(0x00080070, "UN", bytes(70_000)) + series: DicomHead(True, "1.2.3"),
-        start + endless + endless * 5000 + series: DicomHead(True, ""),
-        start + element(0x00200010, "SH", "after it"): DicomHead(True, ""),
+        start: DicomHeader(True, ""),
+        start + series: DicomHeader(True, "1.2.3"),
+        start + series[:-3]: DicomHeader(True, "1.2."[:3]),
+        start + endless + inner + struct.pack("<HHI", 0xFFFE, 0xE0DD, 0) + series: DicomHeader(True, "1.2.3"),
+        start + endless + inner: DicomHeader(True, ""),
+        start + element(0x00080070, "UN", bytes(70_000)) + series: DicomHeader(True, "1.2.3"),
+        start + endless + endless * 5000 + series: DicomHeader(True, ""),
+        start + element(0x00200010, "SH", "after it"): DicomHeader(True, ""),
     }
     for content, expected in heads.items():
         (tmp_path / "a.dcm").write_bytes(content)
-        assert dicom_head(tmp_path / "a.dcm") == expected
+        assert read_header(tmp_path / "a.dcm") == expected
     with pytest.raises(SlideError, match="cannot be read"):
         SourceStamp.of(tmp_path / "none.dcm")
 
 
 def test_a_pipe_that_is_named_so_is_no_slide_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.dcm")
-    assert dicom_head(tmp_path / "a.dcm") is None and dicom_files.series_files(tmp_path / "a.dcm") == [
+    assert read_header(tmp_path / "a.dcm") is None and dicom_files.series_files(tmp_path / "a.dcm") == [
         tmp_path / "a.dcm"
     ]

@@ -17,7 +17,7 @@ from pathology.ingest.archive import IngestOptions, ingest_slide
 from pathology.ingest.lossless import LosslessSlide
 from pathology.readers.openslide_source import OpenSlideSource
 from pathology.readers.sources import open_source
-from pathology.readers.tiff_facts import is_truncated
+from pathology.readers.tiff_metadata import is_truncated
 from pathology.readers.tiff_source import TiffSource
 from tests.pathology.readers.scanners import smooth
 from tests.pathology.tiffs import MakeSlide

@@ -12,7 +12,7 @@ from hyfi_core.plan.box import Box
 from pathology.errors import SlideError, TileError
 from pathology.readers.jpeg_tile import jpeg_prefix
 from pathology.readers.openslide_source import OpenSlideSource
-from pathology.readers.source_level import snapped_levels
+from pathology.readers.source_level import levels_of_sizes
 from pathology.readers.sources import open_source
 from pathology.readers.tiff_source import TiffSource
 from tests.pathology.readers.scanners import jpeg, smooth, write_encoded
@@ -63,7 +63,7 @@ def test_a_striped_tiff_is_read_though_openslide_does_not(tmp_path: Path) -> Non
 def test_downsamples_are_whole_where_sizes_say_so(
     full: tuple[int, int], part: tuple[int, int], factor: float | None
 ) -> None:
-    found = snapped_levels([full, part])[1].downsample
+    found = levels_of_sizes([full, part])[1].downsample
     assert found == ((factor, factor) if factor else (1000 / 300, 1000 / 300))
 
 

@@ -105,10 +105,10 @@ def test_masks_grow_and_shrink_in_bands_as_they_do_whole(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("sigma", [0, 0.4, 0.6, 1.0, 1.4, 2.7])
 def test_smoothing_in_strips_is_a_convolution_with_a_bell_as_wide_as_a_gaussian(sigma: float) -> None:
     rng = np.random.default_rng(2)
-    pairs = smoothing.pairs_of(sigma)
+    pairs = smoothing.passes_for(sigma)
     assert abs(pairs / 2 - sigma**2) <= 0.25
     for plane in (rng.integers(0, 256, (70, 9), dtype=np.uint8), rng.random((70, 9), dtype=np.float32)):
-        strips = [smoothing.smoothed(plane, slice(a, b), sigma) for a, b in ((0, 3), (3, 70))]
+        strips = [smoothing.binomial_filter(plane, slice(a, b), sigma) for a, b in ((0, 3), (3, 70))]
         rows = np.concatenate([sums / weight for sums, weight in strips])
         exact = plane.dtype == np.uint8 and pairs <= 2
         assert np.abs(rows - plain_tissue.smoothed(plane, sigma)).max() <= (0 if exact else 1e-4)
@@ -120,5 +120,5 @@ def test_the_glass_of_a_large_picture_is_counted_on_some_of_its_rows(monkeypatch
     rng = np.random.default_rng(3)
     image = rng.integers(190, 250, (3, 90, 20), dtype=np.uint8)
     assert np.array_equal(density.glass_colour(image), plain_tissue.glass_colour(image))
-    monkeypatch.setattr(density, "_COUNTED_PX", 600)
+    monkeypatch.setattr(density, "_HISTOGRAM_PX", 600)
     assert np.array_equal(density.glass_colour(image), plain_tissue.glass_colour(image[:, ::3]))

@@ -9,7 +9,7 @@ import pytest
 
 from pathology.readers.resample import halve, make_taps, resample, target_size
 from pathology.tissue.density import glass_colour
-from pathology.tissue.pen import smooth
+from pathology.tissue.pen import without_texture
 from pathology.tissue.tissue import TissueMasks, TissueParameters, find_tissue
 from tests.pathology.tissue.drawn_slides import PENS, Drawn, draw
 
@@ -72,6 +72,6 @@ def test_the_area_of_tissue_is_the_same_at_any_resolution(stain: str) -> None:
 def test_ink_is_smooth_and_nuclei_are_not() -> None:
     slide = drawn("ihc", "blue")
     image = overview(slide)
-    even = smooth(image, glass_colour(image), slice(0, image.shape[1]), 8.0)
+    even = without_texture(image, glass_colour(image), slice(0, image.shape[1]), 8.0)
     assert even[at_8_um(slide.ink)].mean() > 0.5
     assert even[at_8_um(slide.follicles)].mean() < 0.05

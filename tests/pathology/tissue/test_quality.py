@@ -15,9 +15,9 @@ from pathology.synthetic.placing import make_anatomy
 from pathology.synthetic.render import Renderer
 from pathology.synthetic.sprites import EOSIN, HAEMATOXYLIN
 from pathology.tissue.blur import OUT_OF_FOCUS, BlurMap
-from pathology.tissue.density import density_of, glass_colour, strips_of
+from pathology.tissue.density import density_of, glass_colour, row_strips
 from pathology.tissue.morphology import closed, dilated, opened
-from pathology.tissue.quality import Quality, Survey
+from pathology.tissue.quality import Quality, QualityAccumulator
 from pathology.tissue.quality_maps import blur_from_json, blur_to_json, pen_from_json, pen_to_json
 from pathology.tissue.stain import StainSample, estimate_stains
 from pathology.tissue.tissue import TissueParameters, find_tissue
@@ -37,12 +37,12 @@ def planes(spec: SlideSpec) -> np.ndarray:
 @cache
 def surveyed(spec: SlideSpec) -> Quality:
     sizes = level_sizes(SIZE_PX, SIZE_PX, 4)
-    survey = Survey(sizes, 1.0, TissueParameters(pen="mask"))
+    survey = QualityAccumulator(sizes, 1.0, TissueParameters(pen="mask"))
     block = planes(spec)
     for level in range(4):
         half = block.shape[1] // 2
-        survey.see(level, 0, 0, block[:, :half])  # in two blocks, as a pyramid would come
-        survey.see(level, half, 0, block[:, half:])
+        survey.add(level, 0, 0, block[:, :half])  # in two blocks, as a pyramid would come
+        survey.add(level, half, 0, block[:, half:])
         block = halve(block)
     return survey.result()
 
@@ -138,7 +138,7 @@ def test_density_in_strips_has_no_seams() -> None:
     rng = np.random.default_rng(1)
     image = rng.integers(90, 250, (3, 1200, 40), dtype=np.uint8)
     glass = glass_colour(image)
-    strips = np.concatenate([density_of(image, glass, rows, 2.0) for rows in strips_of(1200, 40 * 200)], axis=1)
+    strips = np.concatenate([density_of(image, glass, rows, 2.0) for rows in row_strips(1200, 40 * 200)], axis=1)
     middle = density_of(image[:, 400:800], glass, slice(0, 400), 2.0)
     assert np.abs(strips[:, 420:780] - middle[:, 20:-20]).max() < 1e-5
 
@@ -195,9 +195,9 @@ def test_maps_survive_their_json() -> None:
 
 def test_small_slides_are_surveyed_too() -> None:
     sizes = (LevelSize(3, 5), LevelSize(2, 3), LevelSize(1, 2), LevelSize(1, 1))
-    survey = Survey(sizes, 1.0, TissueParameters())
+    survey = QualityAccumulator(sizes, 1.0, TissueParameters())
     for level, size in enumerate(sizes):
-        survey.see(level, 0, 0, np.full((3, size.height_px, size.width_px), 240, np.uint8))
+        survey.add(level, 0, 0, np.full((3, size.height_px, size.width_px), 240, np.uint8))
     found = survey.result()
     assert found.flags == {"no_tissue": True, "pen": False, "blur": False} and found.stains is None
     assert found.to_json()["sharpness"] is None

@@ -84,11 +84,11 @@ def test_fat_of_a_real_biopsy_is_tissue_and_its_dust_is_not(real_slides: Path) -
 
 
 def test_thresholds_are_set_by_name_and_what_is_wrong_is_named() -> None:
-    p = TissueParameters(pen="off").changed(["density=0.01,0.015", "fat=false", "close_um=12"])
+    p = TissueParameters(pen="off").with_settings(["density=0.01,0.015", "fat=false", "close_um=12"])
     assert (p.density, p.fat, p.close_um, p.pen) == ((0.01, 0.015), False, 12.0, "off")
-    assert TissueParameters().changed([]) == TissueParameters()
+    assert TissueParameters().with_settings([]) == TissueParameters()
     image, truth = scene()
-    strict = TissueParameters().changed(["density=0.9,0.9", "fat=false"])  # denser than anything is counted
+    strict = TissueParameters().with_settings(["density=0.9,0.9", "fat=false"])  # denser than anything is counted
     assert truth.any() and not find_tissue(image, MPP, strict).tissue.any()
     for text, why in (
         ("densty=1", "with a name of density, colour"),
@@ -99,4 +99,4 @@ def test_thresholds_are_set_by_name_and_what_is_wrong_is_named() -> None:
         ("to_json=1", "with a name of"),
     ):
         with pytest.raises(RequestError, match=why):
-            TissueParameters().changed([text])
+            TissueParameters().with_settings([text])

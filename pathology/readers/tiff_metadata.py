@@ -1,4 +1,4 @@
-"""What a TIFF says about itself beside its pixels: microns per pixel, orientation, whether it is an OME-TIFF."""
+"""Metadata of TIFF files: microns per pixel, orientation, page sizes; whether one is OME-TIFF or truncated."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from pathology.readers.mpp import UM_PER_OME_UNIT, first_sensible, mpp_of_resolu
 _UNITS = {1: "", 2: "inch", 3: "centimeter", 4: "millimeter", 5: "micrometer"}
 _TYPE_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4, 16: 8, 17: 8, 18: 8}
 _DATA_TAGS = {273: 279, 324: 325}
-"""The tags that list where strips and tiles stand, and those that list their bytes."""
-_MOST_DIRECTORIES = 10_000
-tifffile.logger().setLevel(logging.CRITICAL + 1)  # what is wrong with a file, its reader says in plain words
-_NO_TIFF = (tifffile.TiffFileError, OSError, IndexError, ValueError, KeyError, TypeError)
+"""Tags with the offsets of strips and tiles, and those with their byte counts."""
+_MAX_DIRECTORIES = 10_000
+tifffile.logger().setLevel(logging.CRITICAL + 1)  # readers raise errors of their own instead
+_PARSE_ERRORS = (tifffile.TiffFileError, OSError, IndexError, ValueError, KeyError, TypeError)
 
 
 def mpp_of_tiff(tiff: tifffile.TiffFile, page: Any) -> tuple[float, float] | None:
-    """Return (y, x) microns per pixel of a page: of OME-XML, Aperio's description, or resolution tags; else None."""
+    """Return (y, x) microns per pixel of a page, from OME-XML, Aperio's description or resolution tags; else None."""
     stated = mpp_of_ome(tiff.ome_metadata or "", page) if tiff.is_ome else _mpp_of_aperio(page.description)
     return first_sensible(stated, _mpp_of_tags(page))
 
@@ -40,28 +40,28 @@ def _mpp_of_aperio(description: str) -> tuple[float, float] | None:
 
 
 def is_ome_tiff(path: Path) -> bool:
-    """Whether a file is a TIFF with OME-XML in it, whatever its name."""
+    """Whether a file is a TIFF with OME-XML, whatever its name; False if it cannot be read."""
     try:
         with tifffile.TiffFile(path) as tiff:
             return bool(tiff.is_ome)
-    except (*_NO_TIFF, struct.error):
-        return False  # whatever is wrong with it, the reader will say
+    except (*_PARSE_ERRORS, struct.error):
+        return False  # the reader will report what is wrong with it
 
 
 def largest_page(path: Path) -> tuple[int, int]:
-    """Return (height, width) of the largest picture of a TIFF; (0, 0) for other files."""
+    """Return (height, width) of the largest page of a TIFF; (0, 0) for other files."""
     try:
         with tifffile.TiffFile(path) as tiff:
             sizes = [(int(page.imagelength), int(page.imagewidth)) for page in map(keyframe, tiff.pages)]
-    except _NO_TIFF:
+    except _PARSE_ERRORS:
         return 0, 0
     return max(sizes, key=math.prod, default=(0, 0))
 
 
 def is_truncated(path: Path) -> bool:
-    """Whether a TIFF names directories, values of tags or tiles beyond its own end; False for other files.
+    """Whether a TIFF refers to directories, tag values or tiles beyond its end; False for other files.
 
-    Of classic TIFFs beyond 4 GiB, which some scanners write with offsets of their own making, nothing is said.
+    Always False for classic TIFFs of 4 GiB or more: some scanners write these with non-standard offsets.
     """
     try:
         with path.open("rb") as file:
@@ -74,43 +74,43 @@ def is_truncated(path: Path) -> bool:
                 return False
             return any(end > size for end in _ends(file, order, big=version == 43))
     except (OSError, ValueError):
-        return False  # what is wrong with it, its reader will say
+        return False  # the reader will report what is wrong with it
     except struct.error:
-        return True  # it ends within a directory
+        return True  # the file ends within a directory
 
 
 def _ends(file: BinaryIO, order: str, big: bool) -> Iterator[int]:
-    """Yield where things end that the directories of a TIFF name (TIFF 6.0, section 2; BigTIFF)."""
+    """Yield the end offsets of all tag values and image data of a TIFF (TIFF 6.0, section 2; BigTIFF)."""
     wide, count_format, entry_bytes = ("Q", "Q", 20) if big else ("I", "H", 12)
     word = 8 if big else 4
     file.seek(word)
     seen: set[int] = set()
     (at,) = struct.unpack(f"{order}{wide}", file.read(word))
-    while at and at not in seen and len(seen) < _MOST_DIRECTORIES:
+    while at and at not in seen and len(seen) < _MAX_DIRECTORIES:
         seen.add(at)
         file.seek(at)
         (count,) = struct.unpack(f"{order}{count_format}", file.read(struct.calcsize(count_format)))
         entries, following = file.read(count * entry_bytes), file.read(word)
         values = {}
-        for tag, kind, number, inline in struct.iter_unpack(f"{order}HH{wide}{word}s", entries):
-            length = _TYPE_BYTES.get(kind, 1) * number
+        for tag, field_type, number, inline in struct.iter_unpack(f"{order}HH{wide}{word}s", entries):
+            length = _TYPE_BYTES.get(field_type, 1) * number
             if length > word:
                 (offset,) = struct.unpack(f"{order}{wide}", inline)
                 yield offset + length
             if tag in _DATA_TAGS or tag in _DATA_TAGS.values():
-                values[tag] = _numbers(file, order, kind, number, inline)
-        for places, lengths in _DATA_TAGS.items():
-            pairs = zip(values.get(places, ()), values.get(lengths, ()), strict=False)
+                values[tag] = _integers(file, order, field_type, number, inline)
+        for offsets_tag, lengths_tag in _DATA_TAGS.items():
+            pairs = zip(values.get(offsets_tag, ()), values.get(lengths_tag, ()), strict=False)
             yield max((offset + length for offset, length in pairs if length), default=0)
         (at,) = struct.unpack(f"{order}{wide}", following)
 
 
-def _numbers(file: BinaryIO, order: str, kind: int, number: int, inline: bytes) -> tuple[int, ...]:
-    """Return the whole numbers of a tag; none of another kind."""
-    letter = {3: "H", 4: "I", 16: "Q"}.get(kind)
+def _integers(file: BinaryIO, order: str, field_type: int, number: int, inline: bytes) -> tuple[int, ...]:
+    """Return the values of a tag of type SHORT, LONG or LONG8; () for other types."""
+    letter = {3: "H", 4: "I", 16: "Q"}.get(field_type)
     if letter is None:
         return ()
-    length = _TYPE_BYTES[kind] * number
+    length = _TYPE_BYTES[field_type] * number
     if length > len(inline):
         file.seek(struct.unpack(f"{order}{'Q' if len(inline) == 8 else 'I'}", inline)[0])
         inline = file.read(length)
@@ -118,18 +118,18 @@ def _numbers(file: BinaryIO, order: str, kind: int, number: int, inline: bytes) 
 
 
 def keyframe(page: Any) -> Any:
-    """Return a page of tifffile with all its tags."""
+    """Return a page of tifffile with all its tags; some pages come as light ``TiffFrame`` objects without them."""
     return page.aspage() if isinstance(page, tifffile.TiffFrame) else page
 
 
 def orientation_of_file(path: Path) -> int:
-    """Return the tag Orientation of a TIFF's first page; 1 (upright) for other files and values without a meaning."""
+    """Return the tag Orientation of a TIFF's first page; 1 (upright) for other files and for invalid values."""
     try:
         with tifffile.TiffFile(path) as tiff:
             tag = tiff.pages.first.tags.get("Orientation")
             value = 1 if tag is None else int(tag.value)
-    except _NO_TIFF:
-        return 1  # whatever is wrong with it, the reader will say
+    except _PARSE_ERRORS:
+        return 1  # the reader will report what is wrong with it
     return value if 1 <= value <= 8 else 1
 
 
@@ -147,7 +147,7 @@ def _ratio(value: tuple[int, int]) -> float:
 
 
 def mpp_of_ome(xml: str, page: Any) -> tuple[float, float] | None:
-    """Return PhysicalSizeY and X of a page's image in OME-XML (2016-06), in micrometres; None where it has none."""
+    """Return PhysicalSizeY and PhysicalSizeX of a page's image in OME-XML (2016-06), in micrometres; else None."""
     try:
         root = ElementTree.fromstring(xml)
     except ElementTree.ParseError:
@@ -169,16 +169,17 @@ def mpp_of_ome(xml: str, page: Any) -> tuple[float, float] | None:
 
 
 def _pixels_of_page(root: ElementTree.Element, page: Any) -> ElementTree.Element | None:
-    """Return the only element Pixels, or that which has the page's size: beside the slide there may be a label."""
+    """Return the element Pixels of a page: the only one, else by size and page index (there may be a label image)."""
     found = _elements(root, "Pixels")
     if len(found) < 2:
         return next(iter(found), None)
     size = [str(page.imagelength), str(page.imagewidth)]
     same = [pixels for pixels in found if [pixels.get("SizeY"), pixels.get("SizeX")] == size]
-    at = str(page.index)
-    named = [pixels for pixels in same if any(data.get("IFD", "0") == at for data in _elements(pixels, "TiffData"))]
+    index = str(page.index)
+    named = [pixels for pixels in same if any(data.get("IFD", "0") == index for data in _elements(pixels, "TiffData"))]
     return next(iter(named or same), None)
 
 
 def _elements(parent: ElementTree.Element, name: str) -> list[ElementTree.Element]:
+    """Return all elements below ``parent`` with a name, whatever their XML namespace."""
     return [element for element in parent.iter() if element.tag.rpartition("}")[2] == name]
