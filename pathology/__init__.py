@@ -34,8 +34,8 @@ def open_slide(path: StrPath) -> SlideSource:
     """Open a slide file of any supported format.
 
     Returns:
-        The slide: ``levels`` (finest first), ``mpp`` as (y, x) or None, ``read(box, level)`` gives ``(h, w, 3)`` uint8
-        that the caller owns. Close it when done.
+        The slide: ``levels`` (finest first), ``mpp`` as (y, x) or None, and ``read(box, level)``, which returns a new
+        ``(h, w, 3)`` uint8 array. The caller closes it; see `pathology.readers.slide_source.SlideSource`.
 
     Raises:
         SlideError: No reader supports the file, or it is damaged; the message says why.

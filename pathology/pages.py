@@ -31,7 +31,12 @@ FLAG_MEANINGS = {
 
 
 def render(template: str, **values: Any) -> str:
-    """Return a page as HTML; texts are escaped, and undefined names are errors."""
+    """Return a page as HTML.
+
+    Args:
+        template: Name of a file in `TEMPLATES`.
+        values: Variables of the template; texts are escaped, and a missing variable is an error.
+    """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(

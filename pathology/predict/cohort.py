@@ -1,8 +1,10 @@
-"""Prediction of slides: each is computed by a group of ranks and written by its first; failures are isolated.
+"""Prediction of slides: each slide is computed by a group of ranks, whose first writes its results.
+
+A slide that fails does not affect others.
 
 ```
 first rank        slide file ── ingest ──> OUT/.ingest.tmp-…/<slide_id>.zarr   (removed when the slide is done)
-every rank        the same view of it; reads only the box of the image that its part of the network needs
+every rank        makes the same view of it, and reads only the box of the image that its part of the network needs
 first rank        OUT/<slide_id>/ …, then the slide's row in OUT/predictions.csv
 ```
 """
@@ -38,7 +40,7 @@ from pathology.predict.out_folder import OutFolder
 from pathology.predict.report import percent
 from pathology.predict.slide_result import SlideResult, coverage_of
 from pathology.predict.table import DONE, FAILED, INCOMPLETE, Prediction
-from pathology.predict.whole_tissue import combined_words
+from pathology.predict.whole_tissue import combination_text
 from pathology.tissue.tissue import TissueParameters
 
 T = TypeVar("T")
@@ -49,9 +51,9 @@ class PredictionReport:
     """Result of a run; the same on every rank.
 
     Attributes:
-        done, incomplete, failed: slides of this run, in order; the latter two carry their reasons.
-        skipped: names of slides that were finished earlier.
-        stopped: whether it ended early on request.
+        done, incomplete, failed: Slides of this run, in order; the last two have a reason.
+        skipped: Names of slides that were finished earlier.
+        stopped: Whether the run ended early on request.
     """
 
     done: tuple[Prediction, ...]
@@ -105,7 +107,7 @@ def predict_slides(
     folder = OutFolder(out, members, spec, options=options)
     options.check_tissue([one.slide_id for one in inputs])
     device = own_device(options.device, comm)
-    chosen = _decided(comm, lambda: folder.open(inputs))
+    chosen = _on_all_ranks(comm, lambda: folder.open(inputs))
     group = own_group(comm, group_size(options.ranks_per_slide, comm.size, len(chosen)))
     for member in members:
         member.model.to(device)
@@ -221,6 +223,7 @@ class _Run:
                 shutil.rmtree(slide_path(self._scratch, one.slide_id), ignore_errors=True)
 
     def _ingested(self, one: SlideInput) -> SlideRecord:
+        """Ingest a slide file into the temporary store."""
         from pathology.ingest.slide import ingest_slide
 
         record = ingest_slide(one.path, self._scratch, self._ingest_options, dict(one.row), one.slide_id)
@@ -252,7 +255,7 @@ class _Run:
         known: Prediction,
         dataset: SlideDataset,
         views: Sequence[View],
-        said: Sequence[Attribution],
+        attributions: Sequence[Attribution],
     ) -> SlideResult:
         slide, level = dataset.slide(0), dataset.level(0)
         assert isinstance(slide, SlideStore)
@@ -268,7 +271,7 @@ class _Run:
                 mpp=size.mpp,
                 class_names=self._spec.class_names,
             )
-            for attribution in said
+            for attribution in attributions
         ]
         heatmap = average(heatmaps) if len(heatmaps) > 1 else heatmaps[0]
         return SlideResult(
@@ -278,21 +281,21 @@ class _Run:
             slide=slide,
             level=level,
             views=tuple(views),
-            combined=combined_words(views, self._members[0].pooling),
+            combined=combination_text(views, self._members[0].pooling),
             label=one.row.get(str(self._members[0].config.get("target", "label")), ""),
             withheld=known.reason if known.status == INCOMPLETE and not self._options.allow_partial else "",
             heatmap=heatmap,
-            probabilities=np.stack([attribution.probabilities for attribution in said]),
-            uncalibrated=np.stack([attribution.uncalibrated for attribution in said]),
+            probabilities=np.stack([attribution.probabilities for attribution in attributions]),
+            uncalibrated=np.stack([attribution.uncalibrated for attribution in attributions]),
             flags=known.flags if heatmap.exact else (*known.flags, "heatmap_by_centre"),
         )
 
 
 def _ingest_options(members: Sequence[Member], spec: InputSpec, options: PredictOptions) -> IngestOptions:
-    """Return the ingest options of the training slides."""
+    """Return the options with which the training slides were ingested, at the resolution of the prediction."""
     found = members[0].config.get("tissue") or {}
     known = {item.name for item in fields(TissueParameters)}
-    # Older models do not state the treatment of pen marks: they were masked.
+    # Older models do not state how pen marks were treated: they were removed from the mask.
     tissue: dict[str, Any] = {"pen": "mask"} | {
         k: tuple(v) if isinstance(v, list) else v for k, v in found.items() if k in known
     }
@@ -304,12 +307,12 @@ def _flags_of(text: str) -> tuple[str, ...]:
 
 
 def _merged(*groups: Sequence[str]) -> tuple[str, ...]:
-    """Return all flags once, in the order in which they first appear."""
+    """Return all flags without duplicates, in order of their first occurrence."""
     return tuple(dict.fromkeys(flag for group in groups for flag in group))
 
 
-def _decided(comm: Communicator, action: Callable[[], T]) -> T:
-    """Run ``action`` on rank 0 and return its value on all ranks; refusals are raised on all. Collective."""
+def _on_all_ranks(comm: Communicator, action: Callable[[], T]) -> T:
+    """Run ``action`` on rank 0; return its value, or raise its `RequestError`, on all ranks. Collective."""
     value, refusal = None, ""
     if comm.rank == 0:
         try:
@@ -329,7 +332,7 @@ def _scratch(folder: OutFolder, comm: Communicator, needed: bool) -> Iterator[Pa
     if not needed:
         yield path
         return
-    _decided(comm, lambda: _make(folder, path))
+    _on_all_ranks(comm, lambda: _make(folder, path))
     try:
         yield path
     finally:
@@ -338,6 +341,7 @@ def _scratch(folder: OutFolder, comm: Communicator, needed: bool) -> Iterator[Pa
 
 
 def _make(folder: OutFolder, scratch: Path) -> None:
+    """Create the results' folder and the temporary store in it."""
     try:
         folder.begin()
         remove_leftovers(folder.path / "ingest")

@@ -1,4 +1,4 @@
-"""Evaluation of slides by the members of an ensemble, distributed over ranks."""
+"""Evaluation of slides by the models of an ensemble, distributed over ranks."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from hyfi_core.plan.box import Box
 from hyfi_core.runtime.attribution import Explanation
 from pathology.errors import SlideError
 from pathology.predict.members import InputSpec, Member
-from pathology.predict.whole_tissue import SizedEngines, evidence, views_of
+from pathology.predict.whole_tissue import SizedEngines, image_weights, views_of
 
 T = TypeVar("T")
 
 
 def together(comm: Communicator, action: Callable[[], T]) -> T:
-    """Run ``action`` on every rank and return its value; if one of them fails, the slide fails on all. Collective.
+    """Run ``action`` on every rank and return its value; if it fails on one rank, the slide fails on all. Collective.
 
     ``action`` must not be collective: a failing rank would leave the others waiting.
 
@@ -40,11 +40,11 @@ class Attribution:
     """One member's result for a slide; the same on every rank.
 
     Attributes:
-        logits: (classes,) float64, of all images together.
-        contributions: of each image, (classes, h, w) float32; over all images they sum to the logits less the bias.
-        scores: of each image, (classes, h, w) float32: output of the head at each position, before pooling; 0 to 1, and
-            1 in total over classes.
-        temperature: by which logits are divided before the softmax.
+        logits: (classes,) float64, of all images combined.
+        contributions: For each image, (classes, h, w) float32; their sum over all images is the logits minus the bias.
+        scores: For each image, (classes, h, w) float32: output of the head at each position, before pooling; 0 to 1,
+            and 1 in total over classes.
+        temperature: Logits are divided by it before the softmax.
     """
 
     logits: NDArray[np.float64]
@@ -54,7 +54,7 @@ class Attribution:
 
     @property
     def probabilities(self) -> NDArray[np.float64]:
-        """(classes,): softmax of the logits over the temperature."""
+        """(classes,): softmax of the logits divided by the temperature."""
         return softmax(self.logits / self.temperature)
 
     @property
@@ -66,8 +66,8 @@ class Attribution:
 def softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the softmax of ``logits`` (classes,)."""
     weights = np.exp(logits - logits.max())
-    shares: NDArray[np.float64] = weights / weights.sum()
-    return shares
+    probabilities: NDArray[np.float64] = weights / weights.sum()
+    return probabilities
 
 
 class Ensemble:
@@ -101,7 +101,7 @@ class Ensemble:
         return views_of(dataset, index, self._engines, lambda action: together(self._comm, action))
 
     def attribute(self, dataset: SlideDataset, index: int, views: Sequence[View]) -> list[Attribution]:
-        """Return the mean result of all members for a slide.
+        """Return the result of each member for a slide.
 
         Raises:
             SlideError: the pixels cannot be read, or a member's output is not finite.
@@ -116,7 +116,7 @@ class Ensemble:
     ) -> Attribution:
         found = [self._of_image(member, engines, dataset, index, view) for view in views]
         logits = np.stack([one.logits for one in found])
-        weights = evidence(logits, views, member.pooling)
+        weights = image_weights(logits, views, member.pooling)
         contributions = tuple(
             (one.contributions[0] * weight[:, None, None]).astype(np.float32)
             for one, weight in zip(found, weights, strict=True)
@@ -140,7 +140,7 @@ class Ensemble:
         else:
             box = engine.input_box
             part = together(self._comm, lambda: read(box))
-            found = engine.explain(_given(part, box))
+            found = engine.explain(_boxes_of(part, box))
         if not bool(torch.isfinite(found.logits).all()):
             raise SlideError(f"the network's output is not finite: {found.logits[0].tolist()}")
         return Attribution(
@@ -153,10 +153,9 @@ class Ensemble:
 def position_scores(found: Explanation, temperature: float = 1.0) -> torch.Tensor:
     """Return (classes, h, w) float32: the softmax over classes of the head's logits at each position.
 
-    Logits are first divided by ``temperature``, as for slides.
-
-    A head that needs a whole map is treated as if it averaged the map: then a position's logits are its contributions
-    times the number of positions, plus the bias.
+    Logits are first divided by ``temperature``, as those of slides are. A head that cannot be evaluated at single
+    positions is treated as the mean over positions: the logits of a position are its contributions times the number of
+    positions, plus the bias.
     """
     logits = found.positions
     if logits is None:
@@ -166,7 +165,7 @@ def position_scores(found: Explanation, temperature: float = 1.0) -> torch.Tenso
     return (logits[0].float() / temperature).softmax(dim=0)
 
 
-def _given(part: torch.Tensor, box: Box) -> Callable[[Box], torch.Tensor]:
+def _boxes_of(part: torch.Tensor, box: Box) -> Callable[[Box], torch.Tensor]:
     """Return a function that serves boxes of a part that was read in advance."""
 
     def images(asked: Box) -> torch.Tensor:

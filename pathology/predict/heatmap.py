@@ -6,7 +6,7 @@ that image. The heatmap has the same cells on the slide's grid:
     training image (view)             slide (heatmap)
     +----+--+                         . . . . . . .        .  NaN: the model did not look
     |AAAA|BB|    contributions        . A A . . . .
-    |AAAA|BB|   ---------------->     . A A . B . .        sum(A) + sum(B) + share of the background + bias == logit
+    |AAAA|BB|   ---------------->     . A A . B . .        sum(A) + sum(B) + sum(background) + bias == logit
     +----+--+   source <- target      . . . . B . .
     |    background                   . . . . . . .
 
@@ -45,9 +45,10 @@ class Heatmap:
         mpp: (y, x) micrometres per pixel of the slide at the model's resolution.
         slide_size_px: (height, width) of the slide at the model's resolution.
         class_names: names of the channels.
-        logits: of each class.
-        bias: of each class, ``logit - sum of the contributions``: the bias of a linear head.
-        shared: of each class, the part of the background's contribution in every cell; included in ``values``.
+        logits: one for each class.
+        bias: for each class, ``logit - sum of the contributions``: the bias of a linear head.
+        shared: for each class, the part of the background's contribution that every seen cell got; included in
+            ``values``.
         exact: whether cells were mapped one to one; otherwise by their centres.
     """
 
@@ -67,10 +68,10 @@ class Heatmap:
         """Micrometres per cell as (y, x)."""
         return self.mpp[0] * self.cell_px, self.mpp[1] * self.cell_px
 
-    def speaks_for(self, class_index: int) -> NDArray[np.float64]:
-        """(rows, columns): each cell's positive contribution to a class's logit, else 0.
+    def positive_contributions(self, class_index: int) -> NDArray[np.float64]:
+        """Return each cell's contribution to a class's logit if it is positive, else 0; (rows, columns).
 
-        The background's part, which is the same in all cells, is not included.
+        The part of the background (``shared``), equal in all cells, is not included.
         """
         own = self.values[class_index].astype(np.float64) - self.shared[class_index]
         positive: NDArray[np.float64] = np.maximum(np.nan_to_num(own), 0.0)
@@ -106,17 +107,17 @@ def place(
     The contribution of the background (cells in no piece) is divided equally among the seen cells.
 
     Args:
-        contributions: of each image, (classes, h, w); the sum over (h, w) and all images + bias = logit.
-        scores: of each image, (classes, h, w), 0 to 1.
-        logits: of each class.
+        contributions: for each image, (classes, h, w); the sum over (h, w) and all images + bias = logit.
+        scores: for each image, (classes, h, w), 0 to 1.
+        logits: one for each class.
         views: the composition of each image; all of one size.
         align_px: alignment of the view's pieces.
         slide_size_px: (height, width) of the slide at the model's resolution.
-        mpp: (y, x) of the slide at the model's resolution.
+        mpp: (y, x) micrometres per pixel of the slide at the model's resolution.
         class_names: one for each class.
 
     Returns:
-        The heatmap; it owns its memory: ``8 * classes * slide pixels / cell_px**2`` bytes.
+        The heatmap, in new memory: ``8 * classes * slide pixels / cell_px**2`` bytes.
 
     Raises:
         ValueError: the views have no piece.
@@ -129,12 +130,12 @@ def place(
     canvas = np.zeros((2 * classes + 1, *shape))  # contributions, scores, number of cells
     seen = np.zeros(shape, dtype=bool)
     totals, background = np.zeros(classes), np.zeros(classes)
-    for given, score, view in zip(contributions, scores, views, strict=True):
-        summed = np.asarray(given, dtype=np.float64)
-        maps = np.concatenate([summed, score, np.ones((1, *summed.shape[1:]))])
+    for contribution, score, view in zip(contributions, scores, views, strict=True):
+        values = np.asarray(contribution, dtype=np.float64)
+        maps = np.concatenate([values, score, np.ones((1, *values.shape[1:]))])
         used = (_copy_cells if exact else _scatter_centres)(maps, view, cell_px, canvas, seen)
-        totals += summed.sum(axis=(1, 2))
-        background += np.where(used, 0.0, summed).sum(axis=(1, 2))
+        totals += values.sum(axis=(1, 2))
+        background += np.where(used, 0.0, values).sum(axis=(1, 2))
     shared = background / max(1, int(seen.sum()))
     canvas[:classes] += shared[:, None, None]
     canvas[:, ~seen] = np.nan
@@ -165,7 +166,7 @@ def _cells_of(
 def network_stride(size_px: tuple[int, int], cells: tuple[int, ...], align_px: int) -> int | None:
     """Return the number of pixels of one cell, if it divides ``align_px``, else None.
 
-    Each axis has ceil(size / stride) cells; the smallest such divisor, since a map of a single cell fits many.
+    A map has ceil(size / stride) cells along each axis. If several divisors fit, the smallest is returned.
     """
     for stride in range(1, align_px + 1):
         if align_px % stride == 0 and all(math.ceil(s / stride) == c for s, c in zip(size_px, cells, strict=True)):
@@ -210,18 +211,18 @@ def _scatter_centres(
             continue
         to_y = ((centre_y[in_y] - piece.target.y0 + piece.source.y0) // cell_px).astype(int)
         to_x = ((centre_x[in_x] - piece.target.x0 + piece.source.x0) // cell_px).astype(int)
-        places = (to_y[:, None] * canvas.shape[2] + to_x).ravel()
+        indices = (to_y[:, None] * canvas.shape[2] + to_x).ravel()
         values = maps[:, in_y[:, None], in_x].reshape(len(maps), -1)
-        np.add.at(canvas.reshape(len(canvas), -1).T, places, values.T)
+        np.add.at(canvas.reshape(len(canvas), -1).T, indices, values.T)
         seen[np.ix_(to_y, to_x)] = True
         used[np.ix_(in_y, in_x)] = True
     return used
 
 
 def average(heatmaps: Sequence[Heatmap]) -> Heatmap:
-    """Return the mean of an ensemble's heatmaps, on the grid of the finest.
+    """Return the mean of an ensemble's heatmaps, on the finest grid.
 
-    A coarser cell is divided into equal cells with equal parts of its contribution, which preserves sums.
+    A coarser cell is divided into smaller cells with equal parts of its contribution, which preserves sums.
 
     Raises:
         ValueError: the cells of one do not divide those of another, or the slides differ.
@@ -261,7 +262,7 @@ def average(heatmaps: Sequence[Heatmap]) -> Heatmap:
 
 
 def _refine(heatmap: Heatmap, cell_px: int, shape: tuple[int, ...]) -> NDArray[np.float64]:
-    """Cut each cell into equal cells of ``cell_px``, of which only those on the slide count."""
+    """Divide each cell's contribution equally among its cells of ``cell_px`` that lie on the slide."""
     times = heatmap.cell_px // cell_px
     sides = [np.bincount(np.arange(n) // times) for n in shape]
     return _repeated(heatmap.values.astype(np.float64) / np.outer(*sides), times, shape)
@@ -275,13 +276,13 @@ def _repeated(values: NDArray[np.floating], times: int, shape: tuple[int, ...]) 
 
 
 def smoothed(scores: NDArray[np.floating], sigma: float = SMOOTH_CELLS) -> NDArray[np.float32]:
-    """Return maps (classes, rows, columns) smoothed by a Gaussian over what was seen; NaN stays NaN.
+    """Return maps (classes, rows, columns) smoothed by a Gaussian over the seen cells; NaN stays NaN.
 
     Weights are normalised at the border of the seen area, which preserves sums over classes.
 
     Args:
-        scores: NaN where nothing was seen.
-        sigma: of the Gaussian, in cells.
+        scores: (classes, rows, columns); NaN in cells that were not seen.
+        sigma: standard deviation of the Gaussian, in cells.
     """
     from skimage.filters import gaussian
 
@@ -294,9 +295,14 @@ def smoothed(scores: NDArray[np.floating], sigma: float = SMOOTH_CELLS) -> NDArr
 
 
 def pyramid(values: NDArray[np.float32], smallest_px: int = 256) -> list[NDArray[np.float32]]:
-    """Return level 0 and its halvings, until both sides are at most ``smallest_px``; at least one, if it can be halved.
+    """Return the levels of a pyramid: ``values`` and its halvings, until both sides are at most ``smallest_px``.
 
-    A coarser pixel is the mean of those of its four that are not NaN (NaN where all are); odd sizes round up.
+    There is at least one halving, unless ``values`` is a single pixel. A coarser pixel is the mean of its four pixels
+    without NaN (NaN if all are); odd sizes round up.
+
+    Args:
+        values: (channels, rows, columns).
+        smallest_px: Longest side of the last level.
     """
     levels = [values]
     while max(levels[-1].shape[1:]) > smallest_px or (len(levels) == 1 and max(values.shape[1:]) > 1):

@@ -1,4 +1,4 @@
-"""A heatmap as a file: pyramidal OME-TIFF, in register with the slide."""
+"""Heatmaps as pyramidal OME-TIFF files, in register with the slide."""
 
 from __future__ import annotations
 
@@ -36,17 +36,16 @@ def write_heatmap(
 ) -> None:
     """Write ``heatmap`` as a pyramidal OME-TIFF: float32, two named channels for each class, levels as SubIFDs.
 
-    Channels are all scores, then all contributions. The upper left corner is ``origin_um`` away from the slide's (as
-    PositionX and PositionY); one pixel is one cell, whose size in micrometres is in the metadata (as PhysicalSizeX and
-    PhysicalSizeY). Bias, logits and other metadata are in a map annotation.
-    Follows the OME-TIFF specification 6.3, section "Sub-resolutions".
+    Channels are all scores, then all contributions. One pixel is one cell, whose size in micrometres is stated as
+    PhysicalSizeX and PhysicalSizeY; ``origin_um`` is stated as PositionX and PositionY. Bias, logits and other metadata
+    are in a map annotation. Format: OME-TIFF specification 6.3, section "Sub-resolutions".
 
     Args:
         path: the file; an existing one is replaced atomically.
         heatmap: the heatmap.
         name: name of the image, the slide's.
         provenance: further keys of the annotation; values are written as JSON unless they are text.
-        origin_um: (y, x) of the heatmap's corner on the slide.
+        origin_um: (y, x) of the heatmap's upper left corner, from the slide's, in micrometres.
 
     Raises:
         OSError: the file cannot be written.
@@ -119,12 +118,12 @@ def ome_metadata(
 def write_score_picture(path: Path, heatmap: Heatmap) -> None:
     """Write the scores in the classes' colours as a pyramidal RGB TIFF that OpenSlide and QuPath open as a slide.
 
-    Levels are separate directories, as OpenSlide expects, with resolution tags; areas not seen are white, undecided
-    ones pale.
+    Levels are separate directories, as OpenSlide expects, with resolution tags. Cells that were not seen are white;
+    the more similar the scores of a cell, the paler its colour.
 
     Args:
         path: the file; an existing one is replaced atomically.
-        heatmap: with the scores; one pixel is one cell.
+        heatmap: the heatmap; one pixel is one cell.
 
     Raises:
         OSError: the file cannot be written.
@@ -156,6 +155,6 @@ def write_score_picture(path: Path, heatmap: Heatmap) -> None:
 
 
 def _resolution(heatmap: Heatmap, level: int) -> dict[str, Any]:
-    """Return the tags that state a level's pixels per centimetre."""
+    """Return the resolution tags of a level, in pixels per centimetre."""
     y_um, x_um = heatmap.cell_um
     return {"resolution": (1e4 / (x_um * 2**level), 1e4 / (y_um * 2**level)), "resolutionunit": "CENTIMETER"}

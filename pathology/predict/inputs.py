@@ -18,12 +18,12 @@ class SlideInput:
     """One slide to predict.
 
     Attributes:
-        slide_id: names its results.
-        case_id: the patient or block, empty where unknown.
-        path: the slide file, or ``STORE/<slide_id>.zarr``.
-        stored: whether it is already in a store.
-        row: the user's or the store's manifest row.
-        reason: why it cannot be predicted, if known in advance; else empty.
+        slide_id: Name of the slide and of its folder of results.
+        case_id: The patient or specimen; empty if unknown.
+        path: The slide file, or ``STORE/<slide_id>.zarr``.
+        stored: Whether it is in a store already.
+        row: Its row of the user's or the store's manifest.
+        reason: Why it cannot be predicted, if this is known in advance; else empty.
     """
 
     slide_id: str
@@ -37,7 +37,7 @@ class SlideInput:
 def find_inputs(paths: Sequence[Path]) -> list[SlideInput]:
     """Return all slides: those of stores first, then files, folders and manifests in the given order.
 
-    Slide files are named as by an ingest.
+    Slide files get the same names as in an ingest.
 
     Raises:
         RequestError: a path is missing, a folder has no slide, a manifest is invalid, or two slides have the same name.

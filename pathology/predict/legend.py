@@ -1,4 +1,4 @@
-"""The legend below a picture."""
+"""Legends below pictures: samples of colours and lines with labels, and a scale bar."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ STRIP_RGB = (255, 255, 255)
 
 @dataclass(frozen=True)
 class Key:
-    """A sample of a colour or line, and its label."""
+    """A sample of a colour or line, with a label.
+
+    Attributes:
+        kind: ``class``: a filled rectangle; ``outline``: a line; ``region``: a framed rectangle; ``unseen``: grey.
+        text: The label.
+        color: RGB; only for ``class``.
+    """
 
     kind: Literal["class", "outline", "region", "unseen"]
     text: str
@@ -23,7 +29,7 @@ class Key:
 
 @dataclass(frozen=True)
 class ScaleBar:
-    """A bar of a round length, at ``um_per_px`` micrometres per pixel of the picture."""
+    """A scale bar of a round length, for a picture with ``um_per_px`` micrometres per pixel."""
 
     um_per_px: float
 
@@ -35,10 +41,10 @@ Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 
 def typeset(text: str, size_px: int) -> tuple[str, Font]:
-    """Return ``text`` and a font that has all its letters.
+    """Return a text and a font that can draw it.
 
-    Pillow's own font covers little beyond ASCII; other texts use DejaVu Sans if installed; otherwise accents are
-    dropped, and unknown letters become question marks.
+    Pillow's own font has little beyond ASCII. For other texts DejaVu Sans is used if it is installed; otherwise accents
+    are dropped, and letters that the font lacks become question marks.
     """
     own = ImageFont.load_default(size_px)
     if all(_has(own, letter) for letter in text):
@@ -51,11 +57,12 @@ def typeset(text: str, size_px: int) -> tuple[str, Font]:
 
 
 def _has(font: Font, letter: str) -> bool:
+    """Whether a font has a letter: it is not drawn as the sign for unknown letters (of U+FFFF)."""
     return letter == " " or bytes(font.getmask(letter)) != bytes(font.getmask("\uffff"))
 
 
 def add_legend(image: Image.Image, items: list[LegendItem]) -> Image.Image:
-    """Return ``image`` with a strip below it; items flow into as many rows as they need."""
+    """Return ``image`` with a legend below it, in as many rows as the items need."""
     unit = max(13, min(28, round(image.width / 68)))
     rows = _rows(items, image.width, unit)
     row_px = round(unit * 2.1)
@@ -72,13 +79,14 @@ def add_legend(image: Image.Image, items: list[LegendItem]) -> Image.Image:
 
 
 def bar_length_um(um_per_px: float, longest_px: float) -> float:
-    """Return the longest of 1, 2, 5 x 10^n micrometres that is at most ``longest_px`` long."""
+    """Return the longest bar of 1, 2 or 5 × 10ⁿ micrometres that has at most ``longest_px``."""
     lengths = [digit * 10.0**power for power in range(-1, 7) for digit in (1, 2, 5)]
     fitting = [length for length in lengths if length / um_per_px <= longest_px]
     return fitting[-1] if fitting else lengths[0]
 
 
 def _rows(items: list[LegendItem], width_px: int, unit: int) -> list[list[LegendItem]]:
+    """Divide items into rows that fit into ``width_px``; ``unit`` is the height of the text in pixels."""
     rows: list[list[LegendItem]] = [[]]
     used = unit
     for item in items:
@@ -92,6 +100,7 @@ def _rows(items: list[LegendItem], width_px: int, unit: int) -> list[list[Legend
 
 
 def _sample_px(item: LegendItem, unit: int, width_px: int) -> int:
+    """Return the width of an item's sample or bar."""
     if isinstance(item, ScaleBar):
         return round(bar_length_um(item.um_per_px, width_px / 8) / item.um_per_px)
     return round(unit * 1.9)

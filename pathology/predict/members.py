@@ -25,9 +25,9 @@ class Member:
     """One trained model.
 
     Attributes:
-        path: its checkpoint, as the user named it.
-        model: with its weights, in evaluation mode.
-        config: the content of ``model.json``.
+        path: The checkpoint's folder, as given by the user.
+        model: The module with the checkpoint's weights, in evaluation mode.
+        config: Content of the checkpoint's ``model.json``.
     """
 
     path: str
@@ -36,17 +36,17 @@ class Member:
 
     @property
     def digest(self) -> str:
-        """sha256 of the weights' file."""
+        """SHA-256 of the file of weights."""
         return str(self.config.get("files", {}).get("model.safetensors", {}).get("sha256", ""))
 
     @property
     def pooling(self) -> Literal["mean", "max"]:
-        """How its head pools, and so how the logits of several images of one slide are combined."""
+        """Pooling of the head; the logits of several images of one slide are combined in the same way."""
         return "max" if self.config.get("model", {}).get("pool") == "max" else "mean"
 
     @property
     def min_coverage(self) -> float:
-        """Smallest fraction of a slide's tissue that it must see, as in training."""
+        """Smallest fraction of a slide's tissue that must be seen for a prediction, as in training."""
         return float(self.config.get("min_coverage", MIN_COVERAGE))
 
     @property

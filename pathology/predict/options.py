@@ -25,17 +25,17 @@ class PredictOptions:
     """Options of a prediction, validated on creation.
 
     Attributes:
-        mpp: micrometres per pixel of the images; None: the checkpoint's.
-        slide_mpp: of slide files that do not state their own.
-        overwrite: predict finished slides again, and replace results of other checkpoints.
-        cells: rows and columns in which one process computes every image; None: only for large images.
-        image: ``whole`` shows all tissue of a slide, ``trained`` what one image of the trained size shows.
-        tissue: the tissue mask: ``off``: the whole slide; a GeoJSON of one slide, or a folder with
+        mpp: Micrometres per pixel of the images; None: the checkpoint's.
+        slide_mpp: Micrometres per pixel of slide files that do not state a plausible value.
+        overwrite: Predict finished slides again, and replace results of other checkpoints.
+        cells: Rows and columns of cells in which one process computes every image; None: only large images have cells.
+        image: ``whole``: images show all tissue of a slide; ``trained``: one image of the trained size.
+        tissue: Tissue mask: ``off``: the whole slide; a GeoJSON of one slide, or a folder with
             ``<slide_id>.geojson``; None: the detected one.
         device: ``cuda``: one GPU for each rank; ``auto``: GPUs if there are enough; or ``cpu``.
-        ranks_per_slide: ranks that share a slide; the others predict other slides at the same time. ``auto``: as few
+        ranks_per_slide: Ranks that share a slide; the others predict other slides at the same time. ``auto``: as few
             as keep all ranks busy; None: all ranks.
-        allow_partial: predict slides of which less tissue was seen than the checkpoint requires.
+        allow_partial: Predict slides of which less tissue was seen than the checkpoint requires.
 
     Raises:
         RequestError: ``image`` is not allowed.
@@ -52,7 +52,7 @@ class PredictOptions:
     ranks_per_slide: RanksPerSlide = None
 
     def tissue_file(self, slide_id: str) -> Path | None:
-        """Return the GeoJSON of a slide's tissue, None if there is none."""
+        """Return the path of the GeoJSON with a slide's tissue; None if there is none."""
         if self.tissue is None or self.tissue == OFF:
             return None
         path = Path(self.tissue)
@@ -62,7 +62,7 @@ class PredictOptions:
         return path if path.exists() else None
 
     def tissue_given(self, slide_id: str) -> str | None:
-        """Return the source of a slide's tissue mask: ``off``, or the sha256 of the file; None if detected.
+        """Return an identifier of a slide's given tissue mask: ``off``, or the SHA-256 of the file; None if detected.
 
         Raises:
             RequestError: the file cannot be read.
@@ -79,7 +79,7 @@ class PredictOptions:
         """Open a stored slide with the requested tissue mask.
 
         Raises:
-            StoreError: as `SlideStore.open`.
+            StoreError: See `SlideStore.open`.
             RequestError: the tissue file is not a GeoJSON with polygons.
         """
         slide = SlideStore.open(path)

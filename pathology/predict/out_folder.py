@@ -25,15 +25,15 @@ class OutFolder:
 
     ```
     DIR/predictions.csv      one row a slide
-    DIR/predictions.json     their checkpoints and resolution
+    DIR/predictions.json     checkpoints and settings of these predictions
     DIR/<slide_id>/          see pathology.predict.results
     ```
 
     Args:
-        path: the folder; need not exist.
-        members: the models.
-        spec: their common input.
-        options: with ``overwrite``, finished slides are predicted again, also those of other checkpoints.
+        path: The folder; need not exist.
+        members: The models.
+        spec: Their common input.
+        options: Options of the prediction.
     """
 
     def __init__(self, path: Path, members: Sequence[Member], spec: InputSpec, *, options: PredictOptions) -> None:
@@ -72,15 +72,19 @@ class OutFolder:
         return [k for k, one in enumerate(inputs) if self._overwrite or not self._finished(one)]
 
     def begin(self) -> None:
-        """Make the folder and say in it who predicts; rows of other checkpoints go."""
+        """Create the folder and write `RUN_FILE`; predictions of other checkpoints are removed from the table.
+
+        Raises:
+            OSError: The folder cannot be written.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
         with Claim.wait(self.path, CLAIM):
-            if self._made_by_others() is not None:  # no other process of this run has begun before
+            if self._made_by_others() is not None:  # False if another process of this run was first
                 (self.path / FILE_NAME).unlink(missing_ok=True)
             write_json_atomically(self.path / RUN_FILE, self._made_by)
 
     def write(self, one: SlideInput, result: SlideResult) -> None:
-        """Write a slide's folder."""
+        """Write a slide's folder; see `pathology.predict.results`."""
         write_results(self.path / one.slide_id, result, self._members, self._spec, self._key(one))
 
     def note(self, prediction: Prediction) -> None:
@@ -102,6 +106,7 @@ class OutFolder:
         return None
 
     def _check_name(self, slide_id: str) -> None:
+        """Refuse a slide whose folder cannot be created, or exists with other contents."""
         if slide_id in ("", ".", "..") or "/" in slide_id or "\\" in slide_id or slide_id.startswith("."):
             raise RequestError(f"slide_id {slide_id!r} cannot be a folder name; change it in the manifest")
         folder = self.path / slide_id
@@ -109,16 +114,17 @@ class OutFolder:
             raise RequestError(f"{folder} exists and was not written by hyfi predict; choose another --out")
 
     def _finished(self, one: SlideInput) -> bool:
+        """Whether the slide's results exist and depend on the same checkpoints, file and options."""
         assert self._table is not None, "open comes first"
         row = self._table.row(one.slide_id)
         path = self.path / one.slide_id / PREDICTION_FILE
         if row is None or row["status"] not in (DONE, INCOMPLETE) or not path.exists():
             return False
-        as_asked = row["status"] == DONE or bool(row["prediction"]) == self._options.allow_partial
-        return as_asked and _read(path).get("key") == self._key(one)
+        as_requested = row["status"] == DONE or bool(row["prediction"]) == self._options.allow_partial
+        return as_requested and _read(path).get("key") == self._key(one)
 
     def _key(self, one: SlideInput) -> dict[str, Any]:
-        """Return a key of everything that a slide's results depend on."""
+        """Return all that a slide's results depend on: checkpoints, settings, and the size and time of its file."""
         source = one.path / "zarr.json" if one.stored else one.path
         try:
             status = source.stat()
@@ -143,5 +149,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _short(value: object) -> str:
+    """Return a value, or the items of a list, cut to 12 characters each: digests are long."""
     parts = value if isinstance(value, list) else [value]
     return ", ".join(str(part)[:12] for part in parts)

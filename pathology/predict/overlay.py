@@ -1,4 +1,4 @@
-"""The overlay: a picture of the slide with the score of each position in the colour of its class."""
+"""The overlay: a picture of the slide, coloured by the class scores of each position."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from pathology.tissue.outlines import outline
 
 OUTLINE_RGB = (52, 64, 84)
 REGION_RGB = (17, 24, 39)
-SATURATION = 0.35  # of the tissue under the colours, to distinguish stain and score
-STRONGEST_ALPHA = 0.62
+SATURATION = 0.35  # of the slide under the colours, so that stain is not mistaken for score
+MAX_OPACITY = 0.62
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,11 +27,11 @@ class Overlay:
 
     Attributes:
         thumbnail: (h, w, 3) uint8, the whole slide.
-        heatmap: on the same slide.
-        shown: whether to show classes; else only the tissue that was not seen.
-        tissue: bool mask of the slide; aligned with the slide's first pixel; the last may extend beyond the slide.
+        heatmap: Heatmap of the slide.
+        shown: Whether to show scores; otherwise only tissue that was not seen is marked.
+        tissue: Bool mask of the slide, from its upper left corner; it may extend beyond the slide at the other end.
         tissue_mpp: (y, x) micrometres per pixel of the mask.
-        regions: numbered outlines.
+        regions: Regions to outline and number.
     """
 
     thumbnail: NDArray[np.uint8]
@@ -43,7 +43,7 @@ class Overlay:
 
 
 def draw_overlay(overlay: Overlay) -> Image.Image:
-    """Return the thumbnail under translucent colours, with the tissue's outline, the regions and a legend below."""
+    """Return the thumbnail with scores in translucent colours, outlines of tissue and regions, and a legend below."""
     shape = overlay.thumbnail.shape[:2]
     extent = slide_extent(overlay.tissue_mpp, overlay.heatmap)
     tissue = _resize(overlay.tissue.astype(np.float32), shape, extent)
@@ -53,7 +53,7 @@ def draw_overlay(overlay: Overlay) -> Image.Image:
     canvas = _blend(canvas, np.full(3, 255.0), 0.65 * unseen * _hatching(shape))
     if overlay.shown:
         colors, certainty = score_colors(overlay.heatmap, shape)
-        canvas = _blend(canvas, colors, STRONGEST_ALPHA * certainty * seen * _near(tissue))
+        canvas = _blend(canvas, colors, MAX_OPACITY * certainty * seen * _near(tissue))
     canvas = _blend(canvas, np.array(OUTLINE_RGB, dtype=np.float64), 0.8 * _line(tissue))
     image = Image.fromarray(np.round(canvas).clip(0, 255).astype(np.uint8))
     _draw_regions(image, overlay)
@@ -61,10 +61,10 @@ def draw_overlay(overlay: Overlay) -> Image.Image:
 
 
 def score_colors(heatmap: Heatmap, shape: Sequence[int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the classes' colours mixed by their scores, (h, w, 3) from 0 to 255, and how certain each is, (h, w).
+    """Return the mean of the class colours weighted by score, (h, w, 3) from 0 to 255, and the certainty, (h, w).
 
     Args:
-        heatmap: of the slide.
+        heatmap: Heatmap of the slide.
         shape: (h, w) of a picture of the whole slide.
     """
     extent = _cells_extent(heatmap)
@@ -76,7 +76,7 @@ def score_colors(heatmap: Heatmap, shape: Sequence[int]) -> tuple[NDArray[np.flo
 
 
 def slide_extent(mpp: tuple[float, float], heatmap: Heatmap) -> tuple[float, float]:
-    """Return the slide's (height, width) in pixels of ``mpp``; not whole numbers."""
+    """Return the (height, width) of the slide in pixels of ``mpp``; not rounded."""
     return (
         heatmap.slide_size_px[0] * heatmap.mpp[0] / mpp[0],
         heatmap.slide_size_px[1] * heatmap.mpp[1] / mpp[1],
@@ -84,16 +84,17 @@ def slide_extent(mpp: tuple[float, float], heatmap: Heatmap) -> tuple[float, flo
 
 
 def _cells_extent(heatmap: Heatmap) -> tuple[float, float]:
+    """Return the (height, width) of the slide in cells; not rounded."""
     return slide_extent(heatmap.cell_um, heatmap)
 
 
 def tissue_cells(tissue: NDArray[np.bool_], tissue_mpp: tuple[float, float], heatmap: Heatmap) -> NDArray[np.bool_]:
-    """Return (rows, columns): the cells of the heatmap that have some tissue in them.
+    """Return the mask of the heatmap's cells that contain tissue, (rows, columns) bool.
 
     Args:
-        tissue: mask of the slide.
+        tissue: Mask of the slide.
         tissue_mpp: (y, x) micrometres per pixel of the mask.
-        heatmap: of the same slide.
+        heatmap: Heatmap of the slide.
     """
     rows, columns = heatmap.values.shape[1:]
     scale_y, scale_x = (fine / coarse for fine, coarse in zip(tissue_mpp, heatmap.cell_um, strict=True))
@@ -107,7 +108,7 @@ def tissue_cells(tissue: NDArray[np.bool_], tissue_mpp: tuple[float, float], hea
 
 
 def _near(soft_mask: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return 1 in the tissue and just outside it, fading to 0 on the glass."""
+    """Return weights: 1 in the tissue and close to it, decreasing to 0 on the glass."""
     from skimage.filters import gaussian
 
     wide: NDArray[np.float64] = gaussian(soft_mask, max(soft_mask.shape) / 400)  # type: ignore[no-untyped-call]
@@ -115,14 +116,14 @@ def _near(soft_mask: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _resize(values: NDArray[np.float32], shape: Sequence[int], extent: tuple[float, float]) -> NDArray[np.float64]:
-    """Resample the slide's ``extent`` (height, width) of ``values`` to (h, w); what hangs over its end is cut off."""
+    """Resample values to (h, w), cropped to ``extent`` (height, width), which excludes parts off the slide."""
     box = (0.0, 0.0, min(extent[1], values.shape[1]), min(extent[0], values.shape[0]))
     image = Image.fromarray(values).resize((shape[1], shape[0]), Image.Resampling.BILINEAR, box=box)
     return np.asarray(image, dtype=np.float64)
 
 
 def _greyed(thumbnail: NDArray[np.uint8]) -> NDArray[np.float64]:
-    """Take most of the stain's colour away; keep structure and lightness."""
+    """Reduce the saturation; structure and lightness stay."""
     rgb = thumbnail.astype(np.float64)
     grey = (rgb @ np.array([0.299, 0.587, 0.114]))[..., None]
     mixed: NDArray[np.float64] = grey + SATURATION * (rgb - grey)
@@ -134,12 +135,13 @@ def _blend(canvas: NDArray[np.float64], color: NDArray[np.float64], alpha: NDArr
 
 
 def _hatching(shape: Sequence[int]) -> NDArray[np.float64]:
+    """Return weights (h, w) of diagonal stripes."""
     y, x = np.ogrid[: shape[0], : shape[1]]
     return np.where((y + x) % 8 < 4, 1.0, 0.55)
 
 
 def _line(soft_mask: NDArray[np.float64], width_px: float = 1.6) -> NDArray[np.float64]:
-    """Return how much of each pixel a line along the mask's border covers, smooth at its edges."""
+    """Return the opacity, per pixel, of an antialiased line along the mask's border."""
     from skimage.filters import gaussian
 
     smooth: NDArray[np.float64] = gaussian(soft_mask, 1.2)  # type: ignore[no-untyped-call]

@@ -1,11 +1,11 @@
-"""The regions of a slide where a class scores highest, and its tissue, as polygons that QuPath opens.
+"""Regions of a slide where a class scores highest, its tissue and density contours, as GeoJSON for QuPath.
 
-Where a class has more than half of the score is cut into connected regions, ranked by score times area. Outlines
-follow the edges of cells exactly:
+The cells in which a class has more than half of the score are divided into connected regions, which are ranked by
+score × area. Outlines follow the edges of cells:
 
-    +--+--+        (x, y) of level 0, minus the slide's bounds: the coordinates that QuPath shows.
-    |  |  |        Cells of a region share edges. Where two touch at a corner only, the outline
-    +--+  +--+     crosses over, so that a hole there is a ring of its own and every ring is simple.
+    +--+--+        Coordinates are (x, y) of level 0 from the corner of the slide's bounds, as in QuPath.
+    |  |  |        Cells of a region share edges. At a corner where only two diagonal cells meet, outlines
+    +--+  +--+     are closed separately, so that holes are rings of their own and no ring touches itself.
     |  |     |
     +--+-----+
 """
@@ -30,8 +30,9 @@ from pathology.tissue.outlines import TISSUE_RGB, Ring, outline
 
 CONTOUR_LEVELS = (0.25, 0.5, 0.75)
 DENSITY_UM = 64.0
+"""Standard deviation of the smoothing of densities."""
 TISSUE_UM = 32.0
-"""Outlines of tissue are this coarse."""
+"""Resolution of the outlines of tissue."""
 _NAMESPACE = uuid.UUID("5a0f1e0c-6f3f-5d0f-8a57-2f1d5f1f6b11")
 
 
@@ -40,13 +41,13 @@ class Region:
     """A connected set of cells where a class has a high score.
 
     Attributes:
-        rank: 1 for the region of most evidence.
+        rank: 1 for the region with the highest score × area.
         cells: (rows, columns) of its cells on the heatmap, each (n,).
-        score: mean over its cells, 0 to 1.
-        contribution: sum of its cells' contributions to the logit.
-        share: of all positive contribution to this logit, 0 to 1.
-        area_um2: of its cells.
-        peak: (row, column) of the cell of the highest score.
+        score: Mean score of its cells, 0 to 1.
+        contribution: Sum of the positive contributions of its cells to the logit.
+        share: ``contribution`` as a fraction of that of all cells, 0 to 1.
+        area_um2: Area of its cells.
+        peak: (row, column) of its cell with the highest score.
     """
 
     rank: int
@@ -66,20 +67,20 @@ def find_regions(
     most: int = 12,
     least_um: float = 100.0,
 ) -> list[Region]:
-    """Return the regions where a class has the highest evidence: score times area, the strongest first.
+    """Return the regions where a class scores highest, by score × area in descending order.
 
-    A region is where the class has more than half of the score; where it nowhere has, more than half of its highest
-    score. Smaller regions than one sees become a square of ``least_um`` around their highest score.
+    Regions are connected cells in which the score is at least 0.5, or, if there are none, at least half of the highest
+    score. A region that is too small to be visible is replaced by a square around its highest score.
 
     Args:
-        heatmap: of the slide.
-        class_index: the class.
-        tissue: (rows, columns) of the heatmap: where regions may lie; None: anywhere.
-        most: regions to return at most.
-        least_um: side of the smallest region.
+        heatmap: Heatmap of the slide.
+        class_index: The class.
+        tissue: (rows, columns) mask of cells that may be in a region; None: all.
+        most: Maximum number of regions.
+        least_um: Side of the square for small regions, in micrometres.
 
     Returns:
-        At most ``most`` regions; none where the class scores nothing.
+        At most ``most`` regions; [] if the class has no score above 0.
     """
     score = np.nan_to_num(heatmap.scores[class_index].astype(np.float64))
     if tissue is not None:
@@ -90,7 +91,7 @@ def find_regions(
     groups = label(chosen)
     sums = np.bincount(groups.ravel(), weights=score.ravel())[1:]
     strongest = np.argsort(-sums, kind="stable")[:most]
-    total = float(heatmap.speaks_for(class_index).sum())
+    total = float(heatmap.positive_contributions(class_index).sum())
     side_px = tuple(max(1, round(least_um / um)) for um in heatmap.cell_um)
     found = [
         _region(
@@ -102,12 +103,14 @@ def find_regions(
 
 
 def _large_enough(cells: Any, score: NDArray[np.float64], side: tuple[int, ...]) -> Any:
-    """Return the cells, or those of a square around the highest score where they are fewer than it has."""
+    """Return the cells; if they are fewer than those of a square of ``side``, a square around the highest score."""
     if len(cells[0]) >= side[0] * side[1]:
         return cells
     peak = int(np.argmax(score[cells]))
-    lows = [max(0, int(at[peak]) - n // 2) for at, n in zip(cells, side, strict=True)]
-    rows, columns = (np.arange(low, min(low + n, m)) for low, n, m in zip(lows, side, score.shape, strict=True))
+    starts = [max(0, int(axis[peak]) - n // 2) for axis, n in zip(cells, side, strict=True)]
+    rows, columns = (
+        np.arange(start, min(start + n, size)) for start, n, size in zip(starts, side, score.shape, strict=True)
+    )
     return tuple(axis.ravel() for axis in np.meshgrid(rows, columns, indexing="ij"))
 
 
@@ -115,7 +118,7 @@ def _region(
     rank: int, cells: Any, score: NDArray[np.float64], heatmap: Heatmap, class_index: int, total: float
 ) -> Region:
     strongest = int(np.argmax(score[cells]))
-    contribution = float(heatmap.speaks_for(class_index)[cells].sum())
+    contribution = float(heatmap.positive_contributions(class_index)[cells].sum())
     return Region(
         rank=rank,
         cells=cells,
@@ -133,11 +136,11 @@ def to_geojson(
     """Return the regions as a GeoJSON feature collection of QuPath annotations.
 
     Args:
-        regions: of ``heatmap``.
-        heatmap: on whose cells they lie.
-        class_index: the class that they speak for; it names and colours them.
-        slide_id: the same slide and region have the same id every time.
-        level0: how pixels of the slide at the model's resolution become QuPath's.
+        regions: Regions of ``heatmap``.
+        heatmap: Heatmap of the slide.
+        class_index: Class of the regions; gives their name and colour.
+        slide_id: Name of the slide. Features have the same id whenever they are written.
+        level0: Map to the coordinates of QuPath.
     """
     name = heatmap.class_names[class_index]
     color = list(class_color(class_index))
@@ -163,14 +166,14 @@ def to_geojson(
 def tissue_features(
     tissue: NDArray[np.bool_], mpp: tuple[float, float], heatmap: Heatmap, *, slide_id: str, level0: Level0
 ) -> list[dict[str, Any]]:
-    """Return the outlines of the tissue as GeoJSON features, one for each piece, at about 32 µm.
+    """Return the outlines of the tissue as GeoJSON features, one for each connected component, at about 32 µm.
 
     Args:
-        tissue: mask of the slide.
+        tissue: Mask of the slide.
         mpp: (y, x) micrometres per pixel of the mask.
-        heatmap: of the same slide.
-        slide_id: the same slide and piece have the same id every time.
-        level0: how pixels of the slide at the model's resolution become QuPath's.
+        heatmap: Heatmap of the slide.
+        slide_id: Name of the slide. Features have the same id whenever they are written.
+        level0: Map to the coordinates of QuPath.
     """
     from skimage.measure import block_reduce
 
@@ -198,24 +201,24 @@ def contour_features(
 ) -> list[dict[str, Any]]:
     """Return contours of a class's density as GeoJSON features, one for each area above one of `CONTOUR_LEVELS`.
 
-    The density is the mean score of the tissue around a place, weighted by a normal distribution of `DENSITY_UM`.
+    The density at a position is the mean score of the tissue around it, weighted by a Gaussian of `DENSITY_UM`.
 
     Args:
-        heatmap: of the slide.
-        class_index: the class.
-        tissue: (rows, columns) of the heatmap: where it counts.
-        slide_id: the same slide and area have the same id every time.
-        level0: how pixels of the slide at the model's resolution become QuPath's.
+        heatmap: Heatmap of the slide.
+        class_index: The class.
+        tissue: (rows, columns) mask of the cells with tissue; only these count.
+        slide_id: Name of the slide. Features have the same id whenever they are written.
+        level0: Map to the coordinates of QuPath.
     """
     from contourpy import FillType, contour_generator
     from scipy.ndimage import gaussian_filter
 
     seen = tissue & np.isfinite(heatmap.scores[class_index])
     sigma = [DENSITY_UM / um for um in heatmap.cell_um]
-    shares = [np.where(seen, values, 0.0).astype(np.float64) for values in (heatmap.scores[class_index], 1.0)]
-    total, weight = (gaussian_filter(values, sigma, mode="constant") for values in shares)
+    score_and_one = [np.where(seen, values, 0.0).astype(np.float64) for values in (heatmap.scores[class_index], 1.0)]
+    total, weight = (gaussian_filter(values, sigma, mode="constant") for values in score_and_one)
     density = np.where(seen, total / np.maximum(weight, 1e-6), 0.0)
-    # A cell's value lies in its middle; around the map there is nothing, so that every contour is closed.
+    # Values are those of cell centres. A border of zeros around the map closes every contour.
     rows, columns = (np.arange(-1, n + 1) + 0.5 for n in density.shape)
     lines = contour_generator(columns, rows, np.pad(density, 1), fill_type=FillType.OuterOffset)
     name, color = heatmap.class_names[class_index], list(class_color(class_index))
@@ -248,18 +251,18 @@ def _feature(identity: str, rings: list[Ring], properties: dict[str, Any]) -> di
 
 @dataclass(frozen=True)
 class Level0:
-    """From pixels of the slide at the model's resolution to the file's level 0, as QuPath counts it.
+    """Maps pixels of the slide at the model's resolution to level 0 of the file, in the coordinates of QuPath.
 
     Attributes:
-        affine: (2, 3) rows: the point (y, x, 1), measured from the corner of pixel 0, becomes (y, x) of level 0.
-        bounds_origin_px: (y, x) where the file says that its scanned part begins; QuPath counts from there.
+        affine: 2 × 3 matrix that maps (y, x, 1), measured from the corner of pixel 0, to (y, x) of level 0.
+        bounds_origin_px: (y, x) of the corner of the bounds that the file states, which is the origin in QuPath.
     """
 
     affine: tuple[tuple[float, float, float], tuple[float, float, float]]
     bounds_origin_px: tuple[float, float] = (0.0, 0.0)
 
     def point(self, column: float, row: float, heatmap: Heatmap) -> tuple[float, float]:
-        """Return the corner of a cell as GeoJSON's (x, y), in level-0 pixels minus the bounds; never off the slide."""
+        """Return the corner of a cell as (x, y) of level 0 from the corner of the bounds, clipped to the slide."""
         y = min(row * heatmap.cell_px, heatmap.slide_size_px[0])
         x = min(column * heatmap.cell_px, heatmap.slide_size_px[1])
         level0_y, level0_x = (a * y + b * x + c for a, b, c in self.affine)
@@ -267,5 +270,9 @@ class Level0:
 
 
 def write_regions(path: Path, collection: dict[str, Any]) -> None:
-    """Write a feature collection as UTF-8 JSON."""
+    """Write a feature collection as UTF-8 JSON.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
     path.write_text(json.dumps(collection, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""One self-contained HTML page about one slide: what was predicted, from where, with what."""
+"""The HTML report of one slide, a single file without external resources."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathology.pages import FLAG_MEANINGS, render
 
 @dataclass(frozen=True)
 class ClassBar:
-    """One class: probability 0 to 1, its spread over an ensemble (None for one model), a CSS colour."""
+    """A class: its probability, 0 to 1, the standard deviation over an ensemble (None for one model), a CSS colour."""
 
     name: str
     probability: float
@@ -20,7 +20,7 @@ class ClassBar:
 
 @dataclass(frozen=True)
 class Flag:
-    """Something about the slide that a reader must know."""
+    """A warning about the slide, with its description."""
 
     name: str
     meaning: str
@@ -28,7 +28,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class RegionPicture:
-    """A region: its rank, a data URI, its mean score, area and place in words."""
+    """A region: its rank, picture (a data URI), mean score, area as text, and centre in level-0 pixels of QuPath."""
 
     rank: int
     picture: str
@@ -40,11 +40,28 @@ class RegionPicture:
 
 @dataclass(frozen=True)
 class Report:
-    """All that the page says; pictures are data URIs, ``wide`` puts them below each other.
+    """Values of the report's template.
 
-    ``withheld`` says why no class is given (empty: one is), ``partial`` that one is given though too little was seen.
-    ``facts`` and the rows of ``provenance`` are (label, value); ``first`` is the index of the predicted class;
-    ``off_tissue`` is the share, 0 to 1, of what speaks for it on glass.
+    Attributes:
+        slide_id, case_id: The slide.
+        prediction: Name of the predicted class.
+        withheld: Why no class is given; empty if one is.
+        partial: Whether a class is given though less tissue was seen than required.
+        coverage: Fraction of the tissue that was seen, 0 to 1.
+        first: Index of the predicted class.
+        classes: All classes.
+        probability_note: How probabilities were computed.
+        facts: Rows (label, value) about what was seen.
+        flags: Warnings.
+        thumbnail, overlay: Pictures of the slide, as data URIs.
+        wide: Whether pictures are placed below each other.
+        logit, bias: Logit of the predicted class, and its bias.
+        off_tissue: Fraction, 0 to 1, of the positive contributions to the predicted class that are outside of tissue.
+        cell: Size of the heatmap's cells, as text.
+        regions: Regions where the predicted class scores highest.
+        crop: Size of their pictures, as text.
+        provenance: Sections (title, rows) about slide, models and software.
+        made_at, version: When and with which version of hyfi the report was made.
     """
 
     slide_id: str
@@ -73,29 +90,29 @@ class Report:
 
 
 def render_report(report: Report) -> str:
-    """Return the page as HTML; every text in it is escaped, nothing in it needs a network or a script."""
+    """Return the report as HTML. Texts are escaped; it has no scripts and no external resources."""
     return render("report.html", report=report, percent=percent, signed=signed)
 
 
-def percent(share: float) -> str:
-    """Return a share as text; what is not quite all or nothing is never rounded to it."""
-    if 0 < share < 0.001:
+def percent(fraction: float) -> str:
+    """Return a fraction as a percentage; only 0 and 1 themselves are shown as 0 and 100 %."""
+    if 0 < fraction < 0.001:
         return "< 0.1 %"
-    if 0.999 < share < 1:
+    if 0.999 < fraction < 1:
         return "> 99.9 %"
-    return f"{share * 100:.1f} %"
+    return f"{fraction * 100:.1f} %"
 
 
 def signed(value: float) -> str:
-    """Return a number with its sign and three decimals; what rounds to nothing has a plus."""
+    """Return a number with sign and three decimals; zero has a plus."""
     return f"{round(value, 3) + 0.0:+.3f}"
 
 
 def area_text(area_um2: float) -> str:
-    """Return an area in mm², with three significant digits, or a small one in whole µm²."""
+    """Return an area in mm² with three significant digits; below 10,000 µm² in whole µm²."""
     return f"{area_um2 / 1e6:.3g} mm²" if area_um2 >= 1e4 else f"{area_um2:.0f} µm²"
 
 
 def flags_of(names: Sequence[str]) -> tuple[Flag, ...]:
-    """Return flags with their meaning, where it is known."""
+    """Return flags with their descriptions, which are empty for unknown flags."""
     return tuple(Flag(name, FLAG_MEANINGS.get(name, "")) for name in names)

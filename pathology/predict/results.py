@@ -1,4 +1,4 @@
-"""The folder of one slide's results: heatmap, overlay, regions, report; written beside and renamed when whole.
+"""Writes the folder of one slide's results atomically: heatmap, overlay, regions, report.
 
 ```
 DIR/<slide_id>/heatmap.tiff  scores.tiff  overlay.png  thumbnail.jpg  regions.geojson  report.html  prediction.json
@@ -28,23 +28,24 @@ from pathology.predict.slide_result import SlideResult, cell_to_level0, level0_o
 
 PREDICTION_FILE, THUMBNAIL_FILE = "prediction.json", "thumbnail.jpg"
 THUMBNAIL_PX = 128
-OVERLAY_PX = 1920  # the legend goes below; with it a square slide's picture stays under 2048 px
+OVERLAY_PX = 1920  # with the legend below it, the picture of a square slide has less than 2048 px
 
 
 def write_results(
     folder: Path, result: SlideResult, members: Sequence[Member], spec: InputSpec, key: Mapping[str, Any]
 ) -> None:
-    """Write a slide's folder beside ``folder`` and rename it; an older one is replaced.
+    """Write a slide's results to a temporary folder and rename it; an existing ``folder`` is replaced.
 
     Args:
         folder: ``DIR/<slide_id>``.
-        result: what is known.
-        members: who predicted.
-        spec: how they looked.
-        key: goes to ``prediction.json``; a run that would have the same key need not do the slide again.
+        result: Result of the slide.
+        members: The models.
+        spec: Their common input.
+        key: All that the results depend on, stored in ``prediction.json``. A later run with the same key skips the
+            slide.
 
     Raises:
-        OSError: nothing new is left behind then.
+        OSError: The folder cannot be written; an existing one is unchanged.
     """
     remove_leftovers(folder)
     beside = temporary_beside(folder)
@@ -63,7 +64,7 @@ def _write_files(
     folder: Path, result: SlideResult, members: Sequence[Member], spec: InputSpec, key: Mapping[str, Any]
 ) -> None:
     heatmap, predicted = result.heatmap, result.predicted
-    about = {
+    metadata = {
         "checkpoints": [member.digest for member in members],
         "probabilities": result.mean.tolist(),
         "probabilities_uncalibrated": result.uncalibrated.mean(axis=0).tolist(),
@@ -73,8 +74,8 @@ def _write_files(
         "images": [list(view.size_px) for view in result.views],
         "combined": result.combined,
     }
-    placed = about | {"cell_to_level0": cell_to_level0(result)}
-    write_heatmap(folder / "heatmap.tiff", heatmap, result.slide_id, placed, origin_um(result))
+    with_position = metadata | {"cell_to_level0": cell_to_level0(result)}
+    write_heatmap(folder / "heatmap.tiff", heatmap, result.slide_id, with_position, origin_um(result))
     thumb = thumbnail_of_store(result.slide, OVERLAY_PX).image
     mask, mask_mpp = result.slide.tissue()
     cells = tissue_cells(mask, mask_mpp, heatmap)
@@ -95,6 +96,6 @@ def _write_files(
     report = fill_report(result, members, spec, Pictures(Image.fromarray(thumb), overlay, cells), regions, level0)
     (folder / "report.html").write_text(render_report(report), encoding="utf-8")
     text = json.dumps(
-        {"key": dict(key), "slide_id": result.slide_id, "label": result.label, **about}, ensure_ascii=False, indent=1
+        {"key": dict(key), "slide_id": result.slide_id, "label": result.label, **metadata}, ensure_ascii=False, indent=1
     )
     (folder / PREDICTION_FILE).write_text(text + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What the report of one slide says: numbers into words, pictures into data URIs."""
+"""Fills in the report of one slide: numbers as texts, pictures as data URIs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,13 @@ Rows = list[tuple[str, str]]
 
 @dataclass(frozen=True, eq=False)
 class Pictures:
-    """The slide, the slide under its heatmap, and (rows, columns) of the heatmap's cells with tissue."""
+    """Pictures of a slide.
+
+    Attributes:
+        thumbnail: The slide.
+        overlay: The slide with scores.
+        tissue_cells: (rows, columns) mask of the heatmap's cells with tissue.
+    """
 
     thumbnail: Image.Image
     overlay: Image.Image
@@ -45,7 +51,11 @@ def fill_report(
     regions: Sequence[Region],
     level0: Level0,
 ) -> Report:
-    """Return the report of a slide; its regions' pictures are read from the store."""
+    """Return the report of a slide; the pictures of its regions are read from the store.
+
+    Raises:
+        StoreError: The store is damaged.
+    """
     heatmap, predicted, spread = result.heatmap, result.predicted, result.spread
     return Report(
         slide_id=result.slide_id,
@@ -67,7 +77,7 @@ def fill_report(
         wide=pictures.thumbnail.width > 1.4 * pictures.thumbnail.height,
         logit=heatmap.logits[predicted],
         bias=heatmap.bias[predicted],
-        off_tissue=_off_tissue(heatmap.speaks_for(predicted), pictures.tissue_cells),
+        off_tissue=_off_tissue(heatmap.positive_contributions(predicted), pictures.tissue_cells),
         cell=f"{heatmap.cell_um[1]:.3g} × {heatmap.cell_um[0]:.3g} µm",
         regions=[_region(result, region, level0) for region in regions[:CROPS]],
         crop=f"{CROP_UM:g} µm",
@@ -81,9 +91,10 @@ def fill_report(
     )
 
 
-def _off_tissue(speaks_for: NDArray[np.float64], tissue: NDArray[np.bool_]) -> float:
-    total = float(speaks_for.sum())
-    return float(speaks_for[~tissue].sum()) / total if total > 0 else 0.0
+def _off_tissue(contributions: NDArray[np.float64], tissue: NDArray[np.bool_]) -> float:
+    """Return the fraction of positive contributions that is outside of tissue."""
+    total = float(contributions.sum())
+    return float(contributions[~tissue].sum()) / total if total > 0 else 0.0
 
 
 def _css(index: int) -> str:
@@ -92,10 +103,10 @@ def _css(index: int) -> str:
 
 def _probability_note(members: Sequence[Member]) -> str:
     fitted = [f"{member.temperature:.3g}" for member in members if member.config.get("calibration")]
-    about = f"calibrated by temperature {', '.join(fitted)}" if len(fitted) == len(members) else "not calibrated"
+    note = f"calibrated by temperature {', '.join(fitted)}" if len(fitted) == len(members) else "not calibrated"
     if len(members) == 1:
-        return f"Softmax of the model's logits: a score between 0 and 1, {about}."
-    return f"Mean of {len(members)} models, ± their standard deviation in percentage points; {about}."
+        return f"Softmax of the model's logits: a score between 0 and 1, {note}."
+    return f"Mean of {len(members)} models, ± their standard deviation in percentage points; {note}."
 
 
 def _facts(result: SlideResult, spec: InputSpec) -> Rows:
@@ -129,13 +140,13 @@ def _region(result: SlideResult, region: Region, level0: Level0) -> RegionPictur
 
 
 def _crop(result: SlideResult, region: Region) -> str:
-    """Read a square of ``CROP_UM`` with the region's strongest cell, inside the slide, at the store's finest level."""
-    finest, looked = result.slide.levels[0], result.slide.levels[result.level]
+    """Return a square of ``CROP_UM`` around the region's peak, within the slide, at the store's finest level."""
+    finest, model_level = result.slide.levels[0], result.slide.levels[result.level]
     cell_px = result.heatmap.cell_px
     sides = [max(32, round(CROP_UM / mpp)) for mpp in finest.mpp]
     centre = [
         round((peak + 0.5) * cell_px * coarse / fine)
-        for peak, coarse, fine in zip(region.peak, looked.mpp, finest.mpp, strict=True)
+        for peak, coarse, fine in zip(region.peak, model_level.mpp, finest.mpp, strict=True)
     ]
     y0, x0 = (
         max(0, min(middle - side // 2, length - side))
@@ -148,13 +159,13 @@ def _crop(result: SlideResult, region: Region) -> str:
 def _slide_rows(result: SlideResult) -> Rows:
     attributes = result.slide.attributes
     source: dict[str, Any] = attributes["source"]
-    scanned, looked = source["levels"][0], result.slide.levels[result.level]
+    scanned, used = source["levels"][0], result.slide.levels[result.level]
     stated = {"file": "stated in the file", "manifest": "from the manifest", "flag": "given by the user"}
     rows: Rows = [
         ("file", PurePath(result.path).name),
         ("size", f"{scanned['width_px']} × {scanned['height_px']} px"),
         ("µm per pixel", f"{np.mean(source['mpp']):.4g}, {stated.get(source['mpp_from'], source['mpp_from'])}"),
-        ("predicted at", f"{looked.width_px} × {looked.height_px} px of {looked.mpp[1]:.4g} µm"),
+        ("predicted at", f"{used.width_px} × {used.height_px} px of {used.mpp[1]:.4g} µm"),
         ("vendor", str(source["vendor"])),
         ("sha256", str(attributes["sha256"])),
     ]

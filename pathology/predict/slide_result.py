@@ -1,4 +1,4 @@
-"""All that is known about one slide after prediction."""
+"""The result of the prediction of one slide."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from pathology.predict.regions import Level0
 
 @dataclass(frozen=True, eq=False)
 class SlideResult:
-    """All that is known about one slide after prediction.
+    """The result of the prediction of one slide.
 
     Attributes:
-        slide_id, case_id, path: the slide.
-        slide: open in the store that was read.
-        level: of the store, that the model looked at.
-        views: the images of the slide that the model was given.
-        combined: how the evidence of several images is combined, in words; empty for one.
-        withheld: why no class is given, in words; empty where one is.
-        label: true class, as the user's or the store's manifest has it; empty where unknown.
-        heatmap: contributions, logits and biases; means over an ensemble.
-        probabilities: (members, classes), calibrated where a member's checkpoint says how.
-        uncalibrated: (members, classes): without that.
-        flags: what a reader must know.
+        slide_id, case_id, path: The slide.
+        slide: The open slide in its store.
+        level: Index of the store's level from which images were made.
+        views: The images of the slide that were the model's input.
+        combined: How the logits of several images are combined, as text; empty for one image.
+        withheld: Why no class is given, as text; empty if one is.
+        label: True class from the user's or the store's manifest; empty if unknown.
+        heatmap: Scores, contributions, logits and biases; means over an ensemble.
+        probabilities: (members, classes), calibrated if the checkpoint has a temperature.
+        uncalibrated: (members, classes), without calibration.
+        flags: Warnings about the slide.
     """
 
     slide_id: str
@@ -48,7 +48,7 @@ class SlideResult:
 
     @property
     def coverage(self) -> float:
-        """Share of the slide's tissue in the images, 0 to 1."""
+        """Fraction of the slide's tissue in the images, 0 to 1."""
         return coverage_of(self.views)
 
     @property
@@ -59,7 +59,7 @@ class SlideResult:
 
     @property
     def predicted(self) -> int:
-        """Index of the class of highest mean probability; the first of equals."""
+        """Index of the class with the highest mean probability; the first one if there are several."""
         return int(self.mean.argmax())
 
     @property
@@ -72,28 +72,28 @@ class SlideResult:
 
 
 def coverage_of(views: Sequence[View]) -> float:
-    """Return the share of a slide's tissue that images show together, exactly 1.0 where nothing is left out."""
+    """Return the fraction of a slide's tissue in its images, 0 to 1; several images always show all of it."""
     return 1.0 if len(views) > 1 else views[0].coverage
 
 
 def level0_of(result: SlideResult) -> Level0:
-    """Return how pixels that the model looked at become level-0 pixels as QuPath counts them."""
-    looked, finest = result.slide.levels[result.level], result.slide.levels[0]
-    factors = (looked.mpp[0] / finest.mpp[0], looked.mpp[1] / finest.mpp[1], 1.0)
+    """Return the map from pixels of the result's level to level 0 of the file, in the coordinates of QuPath."""
+    used, finest = result.slide.levels[result.level], result.slide.levels[0]
+    factors = (used.mpp[0] / finest.mpp[0], used.mpp[1] / finest.mpp[1], 1.0)
     rows = [tuple(float(v) * f for v, f in zip(row, factors, strict=True)) for row in result.slide.attributes["affine"]]
     bounds = result.slide.attributes["source"]["bounds"]
     return Level0((rows[0], rows[1]), (bounds["y0"], bounds["x0"]))  # type: ignore[arg-type]
 
 
 def cell_to_level0(result: SlideResult) -> list[list[float]]:
-    """Return two rows: (row, column, 1) of a cell's corner becomes (y, x) of level 0 as QuPath counts it."""
+    """Return the 2 × 3 matrix that maps (row, column, 1) of a cell's corner to (y, x) of level 0, as in QuPath."""
     level0, cell_px = level0_of(result), result.heatmap.cell_px
     pairs = zip(level0.affine, level0.bounds_origin_px, strict=True)
     return [[a * cell_px, b * cell_px, c - origin] for (a, b, c), origin in pairs]
 
 
 def origin_um(result: SlideResult) -> tuple[float, float]:
-    """Return where the stored part of the slide begins on the slide, (y, x) in micrometres; not 0 after a crop."""
+    """Return the corner of the stored part on the slide, (y, x) in micrometres; (0, 0) unless it was cropped."""
     crop = result.slide.attributes.get("crop", {"y0": 0, "x0": 0})
     mpp_y, mpp_x = result.slide.levels[0].mpp
     return crop["y0"] * mpp_y, crop["x0"] * mpp_x

@@ -1,4 +1,4 @@
-"""The table of predictions: one row a slide, replaced atomically, whatever becomes of the run."""
+"""The table of predictions: one row for each slide, replaced atomically after each."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from pathology.ingest.claims import Claim
 
 FILE_NAME = "predictions.csv"
 CLAIM = f".{FILE_NAME}.claim"
-"""Held by whoever writes the table."""
+"""Name of the claim that a process holds while it writes the table."""
 DONE, INCOMPLETE, FAILED = "done", "incomplete", "failed"
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What became of one slide.
+    """The outcome of one slide.
 
     Attributes:
-        slide_id: its name; also that of its folder of results.
-        case_id: the patient or block that it belongs to; empty where unknown.
-        path: the input as the user named it, or as it was found in a folder of theirs.
-        status: ``done``; ``incomplete``: less tissue seen than the checkpoint asks for; ``failed``.
-        prediction: the class of highest probability; empty when failed, or incomplete and not asked for.
-        probabilities: of each class, 0 to 1; empty with it.
-        spread: standard deviation of the predicted class's probability over an ensemble; None for one model.
-        coverage: share of the tissue that the model has seen; None when failed before that was known.
-        flags: what a reader must know, e.g. ``cropped``.
-        reason: why it failed or is incomplete.
+        slide_id: Name of the slide and of its folder of results.
+        case_id: The patient or specimen; empty if unknown.
+        path: The slide, as given by the user or found in a folder.
+        status: ``done``; ``incomplete``: less tissue was seen than the checkpoint requires; ``failed``.
+        prediction: The class with the highest probability; empty if failed, or if incomplete without ``allow_partial``.
+        probabilities: Of each class, 0 to 1; empty if ``prediction`` is.
+        spread: Standard deviation of the predicted class's probability over an ensemble; None for one model.
+        coverage: Fraction of the tissue that the model has seen; None if the slide failed before it was known.
+        flags: Warnings about the slide, such as ``cropped``.
+        reason: Why it failed or is incomplete.
     """
 
     slide_id: str
@@ -54,7 +54,7 @@ class Prediction:
         return cls(**known)
 
     def row(self, class_names: Sequence[str], with_spread: bool) -> dict[str, str]:
-        """Return the row of ``predictions.csv``; what is not known is empty."""
+        """Return the row of ``predictions.csv``; unknown values are empty."""
         probabilities = [f"{value:.6f}" for value in self.probabilities] or [""] * len(class_names)
         row = {
             "slide_id": self.slide_id,
@@ -71,16 +71,16 @@ class Prediction:
 
 
 class PredictionTable:
-    """``predictions.csv`` of one folder. Rows of earlier runs and other processes stay until their slide is done again.
+    """``predictions.csv`` of one folder. Rows of earlier runs and of other processes are kept until they are replaced.
 
     Args:
-        folder: where the table lies or will lie.
-        class_names: in the order of the model.
-        with_spread: whether an ensemble predicts.
-        keep: whether rows of an earlier run stay; where not, whoever opens the folder removes the file.
+        folder: Folder of the table, which need not exist yet.
+        class_names: Names of the classes, in the order of the model.
+        with_spread: Whether there is a column ``spread``, for an ensemble.
+        keep: Whether to read the rows of an existing table; if not, the caller removes it.
 
     Raises:
-        RequestError: an earlier table there has other columns, or cannot be read.
+        RequestError: An existing table has other columns or cannot be read.
     """
 
     def __init__(self, folder: Path, class_names: Sequence[str], *, with_spread: bool, keep: bool = True) -> None:
@@ -88,16 +88,20 @@ class PredictionTable:
         self._class_names = tuple(class_names)
         self._with_spread = with_spread
         self.columns = columns(class_names, with_spread=with_spread)
-        self._rows: dict[str, dict[str, str]] = self._earlier() if keep else {}
+        self._rows: dict[str, dict[str, str]] = self._load() if keep else {}
 
     def row(self, slide_id: str) -> Mapping[str, str] | None:
-        """Return the row of a slide, None where there is none."""
+        """Return the row of a slide; None if it has none."""
         return self._rows.get(slide_id)
 
     def put(self, prediction: Prediction) -> None:
-        """Set the row of a slide and replace the file; one process at a time, and what others have set stays."""
+        """Set the row of a slide and write the table, with the rows that other processes have written meanwhile.
+
+        Raises:
+            OSError: The table cannot be written.
+        """
         with Claim.wait(self.path.parent, CLAIM):
-            self._rows = self._earlier()
+            self._rows = self._load()
             self._rows[prediction.slide_id] = prediction.row(self._class_names, self._with_spread)
             text = io.StringIO(newline="")
             writer = csv.DictWriter(text, self.columns, lineterminator="\n")
@@ -105,7 +109,7 @@ class PredictionTable:
             writer.writerows(self._rows[slide_id] for slide_id in sorted(self._rows))
             write_atomically(self.path, text.getvalue().encode("utf-8"))
 
-    def _earlier(self) -> dict[str, dict[str, str]]:
+    def _load(self) -> dict[str, dict[str, str]]:
         if not self.path.exists():
             return {}
         try:
@@ -124,6 +128,6 @@ class PredictionTable:
 
 
 def columns(class_names: Sequence[str], *, with_spread: bool) -> list[str]:
-    """Return the header of the table."""
+    """Return the names of the table's columns."""
     head = ["slide_id", "case_id", "path", "prediction", *(f"p_{name}" for name in class_names)]
     return [*head, "coverage", "flags", "status", "reason", *(["spread"] if with_spread else [])]

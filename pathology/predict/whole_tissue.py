@@ -1,10 +1,10 @@
-"""Evaluating a network on all tissue of a slide, however large the images are that it was trained on.
+"""Evaluation of a network on all tissue of a slide, also if this is larger than the images of the training.
 
-```
-the tissue fits the trained size     one image, as in training
-the network takes any size           one larger image, cell by cell: memory stays that of a cell
-the network needs its trained size   several images, whose logits are combined as the network pools: mean or maximum
-```
+| if | then |
+|---|---|
+| the tissue fits into an image of the trained size | one image, as in training |
+| the network takes images of any size | one larger image, computed in cells, with the memory of one cell |
+| the network takes the trained size only | several images; logits are combined as the network pools: mean or max |
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from hyfi_core.process_memory import return_what_is_freed
 from hyfi_core.runtime.engine import Engine
 
 CELL_PX = 2048
-"""Sides of the cells in which one process computes images larger than those trained on, if these are smaller."""
+"""Side of the cells in which one process computes larger images; the trained size if that is larger."""
 
 Pooling = Literal["mean", "max"]
 Size = tuple[int, int]
 
 
 class SizedEngines:
-    """One network on the ranks of a group, for images of any size. Collective.
+    """The engines of one network for images of any size. Collective.
 
-    Kept are the engine of the trained size and the one made last. Memory: one image part (of a cell, where one process
-    computes a larger image) and its activations; with several ranks, the image is divided among them.
+    The engine of the trained size and the last other one are kept. Memory: one image and its activations, divided among
+    the ranks; if a single process computes a larger image in cells, those of one cell.
 
     Args:
-        module: in evaluation mode; the engines share its weights.
-        trained: its engine for images of the trained size; None: one is made.
-        size_px: (height, width) of the images that it was trained on.
-        comm: the group.
-        cells: rows and columns in which one process computes every image; None: as large images need it.
-        autocast: computes in this type where autocast would.
-        grid: rows and columns of ranks; None: as square as they can be.
+        module: The network, in evaluation mode; the engines share its weights.
+        trained: Its engine for images of the trained size; None: it is made here.
+        size_px: (height, width) of the images of the training.
+        comm: Ranks among which images are divided.
+        cells: Rows and columns of cells in which one process computes every image; None: as needed for large images.
+        autocast: Type for autocast; None: no autocast.
+        grid: Rows and columns of ranks; None: as square as possible.
 
     Raises:
-        RequestError: the network cannot be evaluated at its trained size, or cells are asked for with several ranks.
+        RequestError: The network cannot be evaluated at its trained size, or there are cells with several ranks.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class SizedEngines:
         self._any_size: bool | None = None
 
     def at(self, size_px: Size) -> Engine | None:
-        """Return the engine for images of a size; None where the network cannot be evaluated at it."""
+        """Return the engine for images of a size; None if the network does not support this size."""
         if size_px == self._size:
             return self._trained
         if size_px != self._latest[0]:
@@ -85,7 +85,7 @@ class SizedEngines:
             try:
                 self._latest = (size_px, self._make(size_px))
             except RequestError:
-                self._any_size = False  # all ranks are refused alike
+                self._any_size = False  # the error is the same on all ranks
                 return None
             self._any_size = True
         return self._latest[1]
@@ -97,7 +97,7 @@ class SizedEngines:
             rows, columns = (math.ceil(n / max(known, CELL_PX)) for n, known in zip(size_px, self._size, strict=True))
             cells = (rows, columns) if rows * columns > 1 else None
         if cells is not None:
-            return_what_is_freed()  # else the heap keeps as much again as a cell needs
+            return_what_is_freed()  # otherwise the heap keeps freed memory, as much again as a cell needs
             plan = hyfi_core.ParallelPlan(grids=((1, 1),), cells=cells)
         else:
             plan = hyfi_core.ParallelPlan(grids=(self._grid,))
@@ -108,42 +108,45 @@ def views_of(
     dataset: SlideDataset,
     index: int,
     engines: Sequence[SizedEngines],
-    agreed: Callable[[Callable[[], tuple[View, ...]]], tuple[View, ...]],
+    agree: Callable[[Callable[[], tuple[View, ...]]], tuple[View, ...]],
 ) -> tuple[View, ...]:
-    """Return the images in which all tissue of a slide is shown to networks that must all take them. Collective.
+    """Return images of a slide with all its tissue, of sizes that all networks support. Collective.
 
     Args:
-        dataset: of the trained size.
-        index: the slide.
-        engines: of the networks.
-        agreed: runs its argument on all ranks; fails on all where it fails on one.
+        dataset: Dataset of the trained size.
+        index: Index of the slide.
+        engines: Engines of all networks.
+        agree: Calls its argument on all ranks, and raises on all if it raises on one.
     """
-    larger = agreed(lambda: dataset.whole_views(index, several=False))
+    larger = agree(lambda: dataset.whole_views(index, several=False))
     sizes = {view.size_px for view in larger}
     if all(one.at(size) is not None for one in engines for size in sizes):
         return larger
-    return agreed(lambda: dataset.whole_views(index, several=True))
+    return agree(lambda: dataset.whole_views(index, several=True))
 
 
-def evidence(logits: NDArray[np.float64], views: Sequence[View], pooling: Pooling) -> NDArray[np.float64]:
-    """Return the weight of each image's logit in the slide's, (images, classes); each class's weights sum to 1.
+def image_weights(logits: NDArray[np.float64], views: Sequence[View], pooling: Pooling) -> NDArray[np.float64]:
+    """Return the weights by which the logits of images are added to those of the slide, (images, classes).
+
+    The weights of each class sum to 1.
 
     Args:
         logits: (images, classes).
-        views: the images.
-        pooling: ``mean``: images weigh what they show of the tissue. ``max``: the largest logit of each class counts.
+        views: The images.
+        pooling: ``mean``: weights are proportional to the tissue in an image. ``max``: the image with the largest logit
+            of a class has weight 1.
     """
     if pooling == "max":
         largest: NDArray[np.float64] = (np.arange(len(logits))[:, None] == logits.argmax(axis=0)).astype(np.float64)
         return largest
     shown = np.array([view.coverage for view in views])
-    shares = shown / shown.sum() if shown.sum() > 0 else np.full(len(views), 1 / len(views))
-    weights: NDArray[np.float64] = np.repeat(shares[:, None], logits.shape[1], axis=1)
+    fractions = shown / shown.sum() if shown.sum() > 0 else np.full(len(views), 1 / len(views))
+    weights: NDArray[np.float64] = np.repeat(fractions[:, None], logits.shape[1], axis=1)
     return weights
 
 
-def combined_words(views: Sequence[View], pooling: Pooling) -> str:
-    """Return how the images' evidence is combined, for people; empty for one image."""
+def combination_text(views: Sequence[View], pooling: Pooling) -> str:
+    """Return how the logits of several images are combined, as text; empty for one image."""
     if len(views) == 1:
         return ""
     how = "largest logit of each class" if pooling == "max" else "mean of the logits, weighted by tissue"

@@ -1,7 +1,8 @@
-"""Annotations drawn on slides, as GeoJSON that QuPath opens: pixels of level 0, minus the slide's bounds.
+"""Annotations of slides as GeoJSON files for QuPath, in pixels of level 0 from the corner of the slide's bounds.
 
-They lie in ``<folder>/<slide_id>.geojson``, never beside the slides' files, and are replaced as a whole. Whoever saves
-says which state they began from; where somebody else saved meanwhile, they are refused rather than lose his work.
+They are stored in ``<folder>/<slide_id>.geojson``, not beside the slides, and a file is always replaced as a whole. A
+save states the version (a digest) that was loaded. If the file has changed since, the save is refused, so that changes
+of another user are not lost.
 """
 
 from __future__ import annotations
@@ -22,18 +23,17 @@ from pathology.tissue.outlines import SlideGrid
 LARGEST_BYTES = 64 * 2**20
 NO_FILE = "none"
 _DEPTHS = {"Point": 0, "MultiPoint": 1, "LineString": 1, "Polygon": 2, "MultiLineString": 2, "MultiPolygon": 3}
-"""How deep positions lie in a geometry's coordinates."""
+"""Nesting depth of the positions in the coordinates of a geometry."""
 
-
-Move = Callable[[Any], list[list[float]]]
+MapPoints = Callable[[Any], list[list[float]]]
 
 
 class AnnotationError(RequestError):
-    """What was given is no GeoJSON of annotations."""
+    """The data is not GeoJSON of annotations."""
 
 
 class ChangedMeanwhileError(RequestError):
-    """The file is not what the annotations were loaded from."""
+    """The file has changed since the annotations were loaded."""
 
 
 @dataclass(frozen=True)
@@ -42,131 +42,139 @@ class AnnotationFile:
 
     Attributes:
         path: ``<folder>/<slide_id>.geojson``; need not exist.
-        grid: from shown pixels to level 0 as QuPath counts it.
+        grid: Map between shown pixels and level 0.
     """
 
     path: Path
     grid: SlideGrid
 
     def load(self) -> tuple[dict[str, Any], str]:
-        """Return the feature collection in shown pixels, and its state, to be given to `save`.
+        """Return the feature collection in shown pixels, and the version of the file, for `save`.
 
         Raises:
-            AnnotationError: the file is no GeoJSON.
-            OSError: it cannot be read.
+            AnnotationError: The file is not GeoJSON.
+            OSError: The file cannot be read.
         """
         try:
             data = self.path.read_bytes()
         except FileNotFoundError:
             return {"type": "FeatureCollection", "features": []}, NO_FILE
-        return shown_collection(data, str(self.path), self.grid), _state(data)
+        return shown_collection(data, str(self.path), self.grid), _version(data)
 
-    def save(self, data: bytes, state: str) -> str:
-        """Replace the file by a feature collection in shown pixels, and return its new state.
+    def save(self, data: bytes, version: str) -> str:
+        """Replace the file by a feature collection in shown pixels, and return its new version.
 
         Args:
             data: GeoJSON.
-            state: what `load` or the last `save` returned.
+            version: The version that `load` or the last `save` returned.
 
         Raises:
-            AnnotationError: it is no GeoJSON of annotations; nothing is written.
-            ChangedMeanwhileError: the file has another state; nothing is written.
-            OSError: it cannot be written.
+            AnnotationError: The data is not GeoJSON of annotations; nothing is written.
+            ChangedMeanwhileError: The file has another version; nothing is written.
+            OSError: The file cannot be written.
         """
         collection = level0_collection(data, self.grid)
         text = (json.dumps(collection, ensure_ascii=False, indent=1) + "\n").encode()
         with _saving:
             try:
-                now = _state(self.path.read_bytes())
+                current = _version(self.path.read_bytes())
             except FileNotFoundError:
-                now = NO_FILE
-            if now != state:
+                current = NO_FILE
+            if current != version:
                 raise ChangedMeanwhileError(f"{self.path}: was changed by somebody else; load the page again to see it")
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self.path, text)
-        return _state(text)
+        return _version(text)
 
 
 _saving = threading.Lock()
 
 
 def parsed(data: bytes, name: str) -> dict[str, Any]:
-    """Return GeoJSON as a feature collection whose geometries are sound.
+    """Parse GeoJSON into a feature collection with valid geometries.
+
+    Args:
+        data: A feature collection, a list of features, or one feature.
+        name: Name of the data in error messages.
 
     Raises:
-        AnnotationError: it is something else; the message says what.
+        AnnotationError: The data is too large or invalid; the message says what is wrong.
     """
     if len(data) > LARGEST_BYTES:
         raise AnnotationError(f"{name}: has {len(data) / 1e6:.0f} MB; at most {LARGEST_BYTES / 1e6:.0f} MB are read")
     try:
         found = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise AnnotationError(f"{name}: is no GeoJSON ({error})") from error
+        raise AnnotationError(f"{name}: is not GeoJSON ({error})") from error
     if isinstance(found, dict) and found.get("type") == "Feature":
         found = [found]
     if isinstance(found, list):  # QuPath writes features without a collection, too
         found = {"type": "FeatureCollection", "features": found}
     if not isinstance(found, dict) or not isinstance(found.get("features"), list):
-        raise AnnotationError(f"{name}: is no feature collection")
+        raise AnnotationError(f"{name}: is not a feature collection")
     for number, feature in enumerate(found["features"]):
         geometry = feature.get("geometry") if isinstance(feature, dict) else None
         kind = geometry.get("type") if isinstance(geometry, dict) else None
         if not isinstance(geometry, dict) or not isinstance(kind, str) or kind not in _DEPTHS:
-            raise AnnotationError(f"{name}: feature {number} has the geometry {kind}; {', '.join(_DEPTHS)} are known")
-        if not _sound(geometry.get("coordinates"), _DEPTHS[kind]):
-            raise AnnotationError(f"{name}: the coordinates of feature {number} are no {kind}")
+            raise AnnotationError(
+                f"{name}: feature {number} has the geometry {kind}; supported are {', '.join(_DEPTHS)}"
+            )
+        if not _are_valid(geometry.get("coordinates"), _DEPTHS[kind]):
+            raise AnnotationError(f"{name}: feature {number} has invalid coordinates for a {kind}")
     return found
 
 
 def shown_collection(data: bytes, name: str, grid: SlideGrid) -> dict[str, Any]:
-    """Return GeoJSON that counts as QuPath does as a feature collection in shown pixels.
+    """Convert GeoJSON in level-0 pixels, as of QuPath, to a feature collection in shown pixels.
 
     Args:
-        data: the file's content.
-        name: what to call it in errors.
-        grid: of the slide.
+        data: Content of the file.
+        name: Name of the file in error messages.
+        grid: Map between shown pixels and level 0.
 
     Raises:
-        AnnotationError: it is no GeoJSON.
+        AnnotationError: The data is not GeoJSON.
     """
-    return _moved(parsed(data, name), lambda ring: grid.from_level0(ring)[:, ::-1].round(3).tolist())
+    return _mapped_collection(parsed(data, name), lambda ring: grid.from_level0(ring)[:, ::-1].round(3).tolist())
 
 
 def level0_collection(data: bytes, grid: SlideGrid) -> dict[str, Any]:
-    """Return GeoJSON in shown pixels as a feature collection that counts as QuPath does.
+    """Convert GeoJSON in shown pixels to a feature collection in level-0 pixels, as of QuPath.
 
     Raises:
-        AnnotationError: it is no GeoJSON of annotations.
+        AnnotationError: The data is not GeoJSON of annotations.
     """
-    return _moved(parsed(data, "annotations"), grid.to_level0)
+    return _mapped_collection(parsed(data, "annotations"), grid.to_level0)
 
 
-def _moved(collection: dict[str, Any], move: Move) -> dict[str, Any]:
-    """Return a feature collection with all its positions moved; everything else stays as it is."""
+def _mapped_collection(collection: dict[str, Any], map_points: MapPoints) -> dict[str, Any]:
+    """Return a copy of a feature collection with all positions mapped and everything else unchanged."""
     features = []
     for feature in collection["features"]:
         geometry = feature["geometry"]
-        places = _mapped(geometry["coordinates"], _DEPTHS[geometry["type"]], move)
-        features.append({**feature, "geometry": {**geometry, "coordinates": places}})
+        coordinates = _mapped(geometry["coordinates"], _DEPTHS[geometry["type"]], map_points)
+        features.append({**feature, "geometry": {**geometry, "coordinates": coordinates}})
     return {**collection, "features": features}
 
 
-def _mapped(coordinates: Any, depth: int, move: Move) -> Any:
+def _mapped(coordinates: Any, depth: int, map_points: MapPoints) -> Any:
+    """Return the coordinates of a geometry with all positions mapped; see `_DEPTHS`."""
     if depth == 0:
-        return move([coordinates[:2]])[0]
+        return map_points([coordinates[:2]])[0]
     if depth == 1:
-        return move([position[:2] for position in coordinates]) if coordinates else []
-    return [_mapped(part, depth - 1, move) for part in coordinates]
+        return map_points([position[:2] for position in coordinates]) if coordinates else []
+    return [_mapped(part, depth - 1, map_points) for part in coordinates]
 
 
-def _sound(coordinates: Any, depth: int) -> bool:
+def _are_valid(coordinates: Any, depth: int) -> bool:
+    """Whether coordinates are nested lists of this depth with finite positions; see `_DEPTHS`."""
     if not isinstance(coordinates, list):
         return False
     if depth:
-        return all(_sound(part, depth - 1) for part in coordinates)
+        return all(_are_valid(part, depth - 1) for part in coordinates)
     numbers = [v for v in coordinates if isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v)]
     return len(coordinates) >= 2 and len(numbers) == len(coordinates)
 
 
-def _state(data: bytes) -> str:
+def _version(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()

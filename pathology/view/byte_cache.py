@@ -1,4 +1,4 @@
-"""Arrays that are kept while there is room, counted in bytes."""
+"""A cache of arrays with a limit in bytes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 
 class ByteCache:
-    """Arrays by key; who was asked for longest ago leaves first. Threads may share one.
+    """Arrays by key; the least recently used are dropped first. Safe to use from several threads.
 
     Args:
-        limit_bytes: of all arrays together; one that is larger than this is not kept.
+        limit_bytes: Maximum size of all arrays together; a larger array is not cached.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -25,13 +25,13 @@ class ByteCache:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of all arrays that are kept."""
+        """Bytes of all cached arrays."""
         return self._held_bytes
 
     def get(self, key: Hashable, make: Callable[[], NDArray[Any]]) -> NDArray[Any]:
-        """Return the array of a key, made where it is not kept; nobody may write to it.
+        """Return the array of a key, from the cache or from ``make``; it is read-only.
 
-        Two threads that miss at once both make it: neither waits for the other's disk.
+        If two threads need the same missing array, both make it, instead of one waiting for the other.
         """
         with self._lock:
             found = self._arrays.get(key)

@@ -1,10 +1,10 @@
-"""Which slides a viewer shows: those of stores, files and predictions that it was given, and nothing else.
+"""The slides that a viewer shows: those of the given stores, files and predictions, and no others.
 
 ```
-slide file, folder of slides, manifest   as `hyfi predict` finds them
+slide file, folder of slides, manifest   found as by `hyfi predict`
 STORE, STORE/<slide_id>.zarr             likewise
-predictions (a predictions.csv)          the slides of its table; from a store or file that was given too, where one
-                                         has their name, else from where the prediction read them
+folder with a predictions.csv            the slides of the table: a given store or file with the same slide_id if there
+                                         is one, else the path in the table
 ```
 """
 
@@ -25,9 +25,9 @@ from pathology.predict.table import FILE_NAME
 from pathology.readers.sources import SLIDE_SUFFIXES
 from pathology.view.pixels import FilePixels, ShownSlide, StoredPixels
 
-MOST_OPEN = 24
-MOST_TRIED_AT_START = 64
-WHAT_WOULD_WORK = (
+MAX_OPEN = 24
+MAX_CHECKED_AT_START = 64
+EXPECTED_PATHS = (
     "give a store, a slide of a store (.zarr), slide files, a folder of slides, or a folder of predictions "
     "(with a predictions.csv)"
 )
@@ -38,15 +38,15 @@ class GallerySlide:
     """One slide of the list.
 
     Attributes:
-        key: names it in addresses; its slide_id, with its folder where two have one.
-        slide_id: its name.
-        path: the file, or ``STORE/<slide_id>.zarr``.
-        stored: whether it lies in a store.
-        manifest_mpp: what a manifest says of its file's pixels; may be empty.
-        prediction: the class that it was given; empty where none.
-        predictions: the folder of predictions that it is from; None where from none.
-        annotations: where its annotations lie; None: nowhere.
-        reason: why it cannot be shown; empty where nothing is known against it.
+        key: Identifies it in addresses: its slide_id, with the folder of predictions if two have the same.
+        slide_id: Its name.
+        path: The file, or ``STORE/<slide_id>.zarr``.
+        stored: Whether it is in a store.
+        manifest_mpp: The manifest's ``source_mpp``; may be empty.
+        prediction: The predicted class; empty if there is none.
+        predictions: Its folder of predictions; None if it is from none.
+        annotations: File of its annotations; None if they cannot be saved.
+        reason: Why it cannot be shown, if this is known; else empty.
     """
 
     key: str
@@ -60,10 +60,13 @@ class GallerySlide:
     reason: str = ""
 
     def open(self, slide_mpp: float | None) -> ShownSlide:
-        """Open it.
+        """Open the slide; the caller closes it.
+
+        Args:
+            slide_mpp: Micrometres per pixel of a file if neither file nor manifest states them.
 
         Raises:
-            SlideError, StoreError: it cannot be; the message says why.
+            SlideError, StoreError: The slide cannot be opened; the message says why.
         """
         if self.reason:
             raise SlideError(self.reason)
@@ -73,14 +76,14 @@ class GallerySlide:
 
 
 def find_slides(paths: Sequence[Path], annotations: Path | None = None) -> tuple[list[GallerySlide], list[Path]]:
-    """Return the slides that are meant, and the folders of predictions among ``paths``.
+    """Return the slides in ``paths``, and the folders of predictions among them.
 
     Args:
-        paths: what the user gave.
-        annotations: the folder that annotations go to; default: ``annotations`` in the folder of predictions.
+        paths: Slide files, folders, manifests, stores and folders of predictions.
+        annotations: Folder for annotations; default: ``annotations`` in the folder of predictions.
 
     Raises:
-        RequestError: a path is none of the kinds that can be shown.
+        RequestError: A path cannot be shown.
     """
     predictions = [path for path in paths if (path / FILE_NAME).is_file()]
     others = [path for path in paths if path not in predictions]
@@ -89,31 +92,31 @@ def find_slides(paths: Sequence[Path], annotations: Path | None = None) -> tuple
     given = {one.slide_id: one for one in (find_inputs(others) if others else [])}
     found: dict[str, GallerySlide] = {}
     for folder in predictions:
-        place = annotations or folder / "annotations"
+        annotation_folder = annotations or folder / "annotations"
         for row in _rows(folder):
-            slide = _predicted(folder, row, given, place / f"{row['slide_id']}.geojson")
+            slide = _predicted(folder, row, given, annotation_folder / f"{row['slide_id']}.geojson")
             key = slide.slide_id if slide.slide_id not in found else f"{slide.slide_id} ({folder.name})"
             found[key] = replace(slide, key=key)
     shown = {slide.slide_id for slide in found.values()}
     for one in given.values():
         if one.slide_id not in shown:
-            place_of_one = annotations / f"{one.slide_id}.geojson" if annotations else None
-            found[one.slide_id] = replace(_of_input(one), annotations=place_of_one)
+            file = annotations / f"{one.slide_id}.geojson" if annotations else None
+            found[one.slide_id] = replace(_of_input(one), annotations=file)
     return list(found.values()), predictions
 
 
 def _require_slide(path: Path) -> None:
-    """Refuse a file that nobody would call a slide; what is wrong with a slide is said beside it.
+    """Refuse a file without the extension of a slide that no reader opens; damaged slides are listed with the reason.
 
     Raises:
-        RequestError: it is a file of another kind that no reader opens.
+        RequestError: The file is not a slide.
     """
     if not path.is_file() or path.suffix.lower() in SLIDE_SUFFIXES | {".csv", ".tsv"}:
         return
     try:
         FilePixels(path).close()
     except SlideError as error:
-        raise RequestError(f"{path}: is nothing that can be shown ({error}); {WHAT_WOULD_WORK}") from error
+        raise RequestError(f"{path}: cannot be shown ({error}); {EXPECTED_PATHS}") from error
 
 
 def _of_input(one: SlideInput) -> GallerySlide:
@@ -129,14 +132,15 @@ def _rows(folder: Path) -> list[dict[str, str]]:
     except (OSError, ValueError, csv.Error) as error:
         raise RequestError(f"{folder / FILE_NAME}: cannot be read ({error})") from error
     if not rows or not {"slide_id", "path", "prediction"} <= rows[0].keys():
-        raise RequestError(f"{folder / FILE_NAME}: is not the table of a prediction; {WHAT_WOULD_WORK}")
+        raise RequestError(f"{folder / FILE_NAME}: is not the table of a prediction; {EXPECTED_PATHS}")
     for row in rows:
         if not row["slide_id"] or row["slide_id"].startswith(".") or "/" in row["slide_id"] or "\\" in row["slide_id"]:
-            raise RequestError(f"{folder / FILE_NAME}: slide_id {row['slide_id']!r} cannot be a slide's name")
+            raise RequestError(f"{folder / FILE_NAME}: slide_id {row['slide_id']!r} is not valid as a name")
     return rows
 
 
 def _predicted(folder: Path, row: dict[str, str], given: dict[str, SlideInput], annotations: Path) -> GallerySlide:
+    """Return the slide of a row of a table of predictions."""
     slide_id = row["slide_id"]
     known = given.get(slide_id)
     if known is not None:
@@ -145,51 +149,53 @@ def _predicted(folder: Path, row: dict[str, str], given: dict[str, SlideInput], 
         path = Path(row["path"])
         if not path.is_absolute() and not path.exists() and (folder.parent / path).exists():
             path = folder.parent / path
-        missing = "" if path.exists() else f"{path} is not there any more; give its store or folder as a further PATH"
+        missing = "" if path.exists() else f"{path} no longer exists; add its new store or folder as another PATH"
         slide = GallerySlide(slide_id, slide_id, path, path.suffix == ".zarr", reason=missing)
     return replace(slide, prediction=row["prediction"], predictions=folder, annotations=annotations)
 
 
 @dataclass
-class _Opened:
+class _OpenSlide:
+    """An open slide, the number of its users, and whether to close it after the last."""
+
     slide: ShownSlide
     users: int = 0
-    leaving: bool = False
+    closing: bool = False
 
 
 @dataclass
 class Gallery:
-    """The slides of a viewer, opened when they are asked for. Threads may share one.
+    """The slides of a viewer, opened on demand. Safe to use from several threads.
 
     Attributes:
-        slides: by key, in order.
-        predictions: folders of predictions, whose tables are shown.
-        slide_mpp: micrometres per pixel of files that do not say theirs.
-        reasons: why slides that were tried cannot be opened, by key.
+        slides: The slides by key, in order.
+        predictions: Folders of predictions, whose tables are shown.
+        slide_mpp: Micrometres per pixel of files that do not state them.
+        reasons: By key, why slides cannot be opened, as far as they have been tried.
     """
 
     slides: dict[str, GallerySlide]
     predictions: tuple[Path, ...] = ()
     slide_mpp: float | None = None
     reasons: dict[str, str] = field(default_factory=dict)
-    _open: dict[str, _Opened] = field(default_factory=dict)
+    _open: dict[str, _OpenSlide] = field(default_factory=dict)
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     @classmethod
     def of(cls, paths: Sequence[Path], annotations: Path | None = None, slide_mpp: float | None = None) -> Gallery:
-        """Return the gallery of what a user gave.
+        """Return the gallery of the slides in ``paths``; see `find_slides`.
 
         Raises:
-            RequestError: a path is none of the kinds that can be shown.
+            RequestError: A path cannot be shown.
         """
         slides, predictions = find_slides(paths, annotations)
-        made = cls({slide.key: slide for slide in slides}, tuple(predictions), slide_mpp)
-        made.reasons.update({slide.key: slide.reason for slide in slides if slide.reason})
-        return made
+        gallery = cls({slide.key: slide for slide in slides}, tuple(predictions), slide_mpp)
+        gallery.reasons.update({slide.key: slide.reason for slide in slides if slide.reason})
+        return gallery
 
     def try_all(self) -> dict[str, str]:
-        """Open each slide once, of many only the first; return why those that fail do, by key."""
-        for key in list(self.slides)[:MOST_TRIED_AT_START]:
+        """Open each of the first slides once, and return the reasons of those that fail, by key."""
+        for key in list(self.slides)[:MAX_CHECKED_AT_START]:
             try:
                 with self.opened(key):
                     pass
@@ -199,14 +205,14 @@ class Gallery:
 
     @contextmanager
     def opened(self, key: str) -> Iterator[ShownSlide]:
-        """Give a slide, open; the ones used longest ago are closed when there are many.
+        """Context that yields an open slide; if many are open, the least recently used is closed.
 
         Raises:
-            KeyError: there is no such slide.
-            SlideError, StoreError: it cannot be opened.
+            KeyError: There is no such slide.
+            SlideError, StoreError: The slide cannot be opened.
         """
         with self._lock:
-            held = self._open.pop(key, None) or self._opened(key)
+            held = self._open.pop(key, None) or self._open_slide(key)
             self._open[key] = held
             held.users += 1
             self._close_oldest()
@@ -215,7 +221,7 @@ class Gallery:
         finally:
             with self._lock:
                 held.users -= 1
-                if held.leaving and not held.users:
+                if held.closing and not held.users:
                     held.slide.close()
 
     def close(self) -> None:
@@ -225,16 +231,16 @@ class Gallery:
                 held.slide.close()
             self._open.clear()
 
-    def _opened(self, key: str) -> _Opened:
+    def _open_slide(self, key: str) -> _OpenSlide:
         try:
-            return _Opened(self.slides[key].open(self.slide_mpp))
+            return _OpenSlide(self.slides[key].open(self.slide_mpp))
         except (SlideError, StoreError) as error:
             self.reasons[key] = str(error)
             raise
 
     def _close_oldest(self) -> None:
-        while len(self._open) > MOST_OPEN:
+        while len(self._open) > MAX_OPEN:
             oldest = self._open.pop(next(iter(self._open)))
-            oldest.leaving = True
+            oldest.closing = True
             if not oldest.users:
                 oldest.slide.close()

@@ -1,7 +1,7 @@
-"""What lies over a slide as tiles: the outline of its tissue, and the maps of a prediction's ``heatmap.tiff``.
+"""Tiles of layers over a slide: the outline of its tissue, and the channels of a prediction's ``heatmap.tiff``.
 
-A pixel of a layer's tile shows the cell under its centre, found through the same affine maps that put the cells on the
-slide; so layers are in register at any zoom, whatever the slide is shown from.
+A pixel of a tile shows the heatmap's cell under its centre. It is found with the affine matrices of slide and heatmap,
+so layers are in register at any zoom, for slides of stores and of files.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ from pathology.view.tiles import TILE_PX, TileGrid
 
 RGBA = NDArray[np.uint8]
 SCORE, CONTRIBUTION = "score", "contribution"
-AGAINST_RGB = (64, 68, 78)
-"""What speaks against a class."""
-STRONGEST_ALPHA = 235
+NEGATIVE_RGB = (64, 68, 78)
+"""Colour of negative contributions."""
+MAX_ALPHA = 235
 _OUTLINE_PX = 2
-_LOUD_PERCENTILE = 99.5
-_LARGEST_FOR_RANGE_PX = 1_000_000
+_RANGE_PERCENTILE = 99.5
+"""Percentile of the contributions that is drawn with full opacity."""
+_MAX_RANGE_PX = 1_000_000
+"""The percentile is computed from a level with at most this many cells."""
 _OME = "{http://www.openmicroscopy.org/Schemas/OME/2016-06}"
 
 
@@ -41,15 +43,15 @@ class LayerError(RequestError):
 
 @dataclass(frozen=True)
 class HeatmapChannel:
-    """One map of a prediction.
+    """One channel of a heatmap.
 
     Attributes:
-        index: of the channel in the file.
+        index: Index of the channel in the file.
         kind: ``score`` or ``contribution``.
-        class_name: of which class.
-        color: of the class.
-        strongest: the value that is drawn in full: 1 of a score, of contributions what few places exceed.
-        offset: what every place was given alike; taken off before drawing.
+        class_name: Its class.
+        color: Colour of the class.
+        strongest: The value that is drawn with full opacity: 1 for scores, a high percentile for contributions.
+        offset: Subtracted before drawing: the background's part, which is equal in all cells.
     """
 
     index: int
@@ -66,13 +68,13 @@ class HeatmapChannel:
 
 
 class HeatmapFile:
-    """The maps of one ``heatmap.tiff``; threads may share one. Every read opens the file anew: nothing to close.
+    """One ``heatmap.tiff``. Safe to use from several threads; each read opens the file, so there is nothing to close.
 
     Args:
-        path: the file.
+        path: The file.
 
     Raises:
-        LayerError: it cannot be read, or does not say where it lies on the slide.
+        LayerError: The file cannot be read, or does not state its position on the slide.
     """
 
     def __init__(self, path: Path) -> None:
@@ -81,62 +83,66 @@ class HeatmapFile:
         self.path = path
         try:
             with tifffile.TiffFile(path) as file:
-                about, names = _annotation(file.ome_metadata or "")
+                metadata, names = _metadata_of(file.ome_metadata or "")
                 self._shapes = [level.shape[-2:] for level in file.series[0].levels]
         except (OSError, ValueError, IndexError, ElementTree.ParseError, tifffile.TiffFileError) as error:
             raise LayerError(f"{path}: cannot be read ({error})") from error
-        if "cell_to_level0" not in about:
-            raise LayerError(f"{path}: does not say where it lies on the slide; predict again with --overwrite")
-        self.cells = SlideGrid(np.array(about["cell_to_level0"], np.float64))
-        classes, shared = list(about["class_names"]), list(about["background_share_per_pixel"])
+        if "cell_to_level0" not in metadata:
+            raise LayerError(f"{path}: does not state its position on the slide; predict again with --overwrite")
+        self.cells = SlideGrid(np.array(metadata["cell_to_level0"], np.float64))
+        classes, shared = list(metadata["class_names"]), list(metadata["background_share_per_pixel"])
         self.channels = tuple(self._channel(k, name, classes, shared) for k, name in enumerate(names))
 
     def values(self, channel: int, level: int = 0) -> NDArray[np.float32]:
-        """Return ``(rows, columns)`` float32 of a channel, NaN where the network did not look."""
+        """Return a level of a channel, ``(rows, columns)`` float32; NaN in cells that were not seen."""
         import tifffile
 
         with tifffile.TiffFile(self.path) as file:
             return np.asarray(file.series[0].levels[level].pages[channel].asarray(), np.float32)  # type: ignore[union-attr]
 
     def level_for(self, cells_per_pixel: float) -> int:
-        """Return the coarsest level whose cells are not larger than a pixel that spans so many of the finest."""
+        """Return the coarsest level whose cells are not larger than a pixel.
+
+        Args:
+            cells_per_pixel: Cells of the finest level for each pixel, along an axis.
+        """
         return min(len(self._shapes) - 1, max(0, math.floor(math.log2(max(cells_per_pixel, 1.0)))))
 
     def _channel(self, index: int, name: str, classes: list[str], shared: list[float]) -> HeatmapChannel:
         kind, _, class_name = name.partition(" ")
         if kind not in (SCORE, CONTRIBUTION) or class_name not in classes:
-            raise LayerError(f"{self.path}: has a channel {name!r}; score or contribution of a class is expected")
-        place = classes.index(class_name)
+            raise LayerError(f"{self.path}: has a channel {name!r}; expected score or contribution of a class")
+        class_index = classes.index(class_name)
         if kind == SCORE:
-            return HeatmapChannel(index, kind, class_name, class_color(place), 1.0, 0.0)
+            return HeatmapChannel(index, kind, class_name, class_color(class_index), 1.0, 0.0)
         small = next(
-            (k for k, shape in enumerate(self._shapes) if shape[0] * shape[1] <= _LARGEST_FOR_RANGE_PX),
+            (k for k, shape in enumerate(self._shapes) if shape[0] * shape[1] <= _MAX_RANGE_PX),
             len(self._shapes) - 1,
         )
-        strength = np.abs(self.values(index, small) - shared[place])
+        strength = np.abs(self.values(index, small) - shared[class_index])
         seen = strength[np.isfinite(strength)]
-        strongest = float(np.percentile(seen, _LOUD_PERCENTILE)) if seen.size else 0.0
-        return HeatmapChannel(index, kind, class_name, class_color(place), strongest or 1.0, shared[place])
+        strongest = float(np.percentile(seen, _RANGE_PERCENTILE)) if seen.size else 0.0
+        return HeatmapChannel(index, kind, class_name, class_color(class_index), strongest or 1.0, shared[class_index])
 
 
-def _annotation(ome_xml: str) -> tuple[dict[str, Any], list[str]]:
-    """Return the map annotation, its values read as JSON where they are, and the names of the channels."""
+def _metadata_of(ome_xml: str) -> tuple[dict[str, Any], list[str]]:
+    """Return the map annotation, with values parsed as JSON if possible, and the names of the channels."""
     root = ElementTree.fromstring(ome_xml)
-    about: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
     for entry in root.iter(f"{_OME}M"):
         text = entry.text or ""
         try:
-            about[entry.get("K", "")] = json.loads(text)
+            metadata[entry.get("K", "")] = json.loads(text)
         except ValueError:
-            about[entry.get("K", "")] = text
-    return about, [channel.get("Name", "") for channel in root.iter(f"{_OME}Channel")]
+            metadata[entry.get("K", "")] = text
+    return metadata, [channel.get("Name", "") for channel in root.iter(f"{_OME}Channel")]
 
 
 class LayerPainter:
-    """Paints tiles of layers. Threads may share one.
+    """Renders tiles of layers. Safe to use from several threads.
 
     Args:
-        cache: keeps maps and masks.
+        cache: Cache for channels of heatmaps.
     """
 
     def __init__(self, cache: ByteCache) -> None:
@@ -150,14 +156,14 @@ class LayerPainter:
         place: tuple[int, int, int],
         smooth: bool,
     ) -> RGBA:
-        """Return a tile ``(TILE_PX, TILE_PX, 4)`` of a map.
+        """Return a tile of a heatmap, ``(TILE_PX, TILE_PX, 4)`` uint8.
 
         Args:
-            slide: what it lies over.
-            heatmap: the file.
-            channel: of it.
+            slide: The slide below the layer.
+            heatmap: The heatmap.
+            channel: One of its channels.
             place: (zoom, row, column) of the tile.
-            smooth: between the centres of cells values are interpolated; else each cell has one colour.
+            smooth: Whether to interpolate between the centres of cells; otherwise each cell has one colour.
         """
         y, x = _shown_points(slide, place)
         to_cells = np.linalg.inv(_square(heatmap.cells)) @ _square(slide.to_level0)
@@ -171,7 +177,7 @@ class LayerPainter:
         return painted(sampled - channel.offset, channel)
 
     def tissue(self, slide: ShownSlide, tissue: TissueMask, place: tuple[int, int, int]) -> RGBA:
-        """Return a tile with the outline of the tissue; the rest is transparent."""
+        """Return a tile with the outline of the tissue, transparent elsewhere, ``(TILE_PX, TILE_PX, 4)`` uint8."""
         y, x = _shown_points(slide, place, margin=_OUTLINE_PX)
         inside = nearest(tissue.mask.astype(np.float32), y / tissue.pixel_px[0], x / tissue.pixel_px[1]) > 0
         edge = np.zeros_like(inside)
@@ -184,23 +190,23 @@ class LayerPainter:
 
 
 def painted(values: NDArray[np.float32], channel: HeatmapChannel) -> RGBA:
-    """Return values as colours: the class's where they speak for it, grey where against, the stronger the denser."""
+    """Return values as RGBA: in the class's colour if positive, grey if negative, with proportional opacity."""
     strength = np.nan_to_num(values / channel.strongest)
     out: RGBA = np.empty((*values.shape, 4), np.uint8)
-    out[..., :3] = np.where((strength >= 0)[..., None], channel.color, AGAINST_RGB)
-    out[..., 3] = np.rint(np.minimum(np.abs(strength), 1.0) * STRONGEST_ALPHA)
+    out[..., :3] = np.where((strength >= 0)[..., None], channel.color, NEGATIVE_RGB)
+    out[..., 3] = np.rint(np.minimum(np.abs(strength), 1.0) * MAX_ALPHA)
     return out
 
 
 def nearest(
     values: NDArray[np.float32], rows: NDArray[np.float64], columns: NDArray[np.float64]
 ) -> NDArray[np.float32]:
-    """Return the values of the cells under points, NaN beyond the map.
+    """Return the values of the cells that contain points; NaN for points outside.
 
     Args:
         values: (rows, columns); cell (i, j) covers ``[i, i + 1) × [j, j + 1)``.
-        rows: of the points.
-        columns: likewise, of a shape that broadcasts with it.
+        rows: Row coordinates of the points.
+        columns: Column coordinates, of a shape that broadcasts with ``rows``.
     """
     i, j = np.floor(rows).astype(np.intp), np.floor(columns).astype(np.intp)
     inside = (i >= 0) & (i < values.shape[0]) & (j >= 0) & (j < values.shape[1])
@@ -211,7 +217,10 @@ def nearest(
 def interpolated(
     values: NDArray[np.float32], rows: NDArray[np.float64], columns: NDArray[np.float64]
 ) -> NDArray[np.float32]:
-    """Return values between the centres of cells; NaN where `nearest` is, cells without a value do not count."""
+    """Return values interpolated linearly between cell centres; NaN where `nearest` is. Cells with NaN have no weight.
+
+    See `nearest` for the arguments.
+    """
     y, x = rows - 0.5, columns - 0.5
     i, j = np.floor(y).astype(np.intp), np.floor(x).astype(np.intp)
     down, across = (y - i).astype(np.float32), (x - j).astype(np.float32)
@@ -231,7 +240,7 @@ def interpolated(
 def _shown_points(
     slide: ShownSlide, place: tuple[int, int, int], margin: int = 0
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return (y, x) of the centres of a tile's pixels in shown pixels, (n, 1) and (1, n), ``margin`` more around."""
+    """Return y, (n, 1), and x, (1, n), of the centres of a tile's pixels, in shown pixels, with a margin of pixels."""
     zoom, row, column = place
     scale = TileGrid.of(slide).scale(zoom)
     steps = np.arange(-margin, TILE_PX + margin, dtype=np.float64) + 0.5
@@ -240,10 +249,17 @@ def _shown_points(
 
 
 def _along(axis: NDArray[np.float64], y: NDArray[np.float64], x: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return one coordinate of mapped points; a column or a row where the other coordinate does not count."""
+    """Return one coordinate of mapped points, as a column or row if the matrix does not mix the axes.
+
+    Args:
+        axis: Row of the affine matrix.
+        y: (n, 1).
+        x: (1, n).
+    """
     terms = [factor * points for factor, points in zip(axis[:2], (y, x), strict=True) if factor]
     return np.asarray(sum(terms, start=np.float64(axis[2])), np.float64)
 
 
 def _square(grid: SlideGrid) -> NDArray[np.float64]:
+    """Return the affine matrix as 3 × 3."""
     return np.vstack([grid.affine, [0.0, 0.0, 1.0]])

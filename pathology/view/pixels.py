@@ -1,8 +1,10 @@
-"""An open slide as the viewer sees it: levels of RGB pixels from a store or a slide file, and where they lie.
+"""Open slides of the viewer: RGB pixels of a store or a slide file, and their coordinates.
 
-A slide is shown in pixels of its finest level ("shown pixels"): of the store where it comes from one, else of the file.
-What is written or read beside the slide (regions, annotations) counts as QuPath does: pixels of the file's finest
-level, minus the slide's bounds.
+Two coordinate systems are used:
+
+- shown pixels: pixels of the finest level of what is shown, the store or the file;
+- level 0: pixels of the file's finest level, from the corner of the slide's bounds, as in QuPath. Regions and
+  annotations are stored in these.
 """
 
 from __future__ import annotations
@@ -31,7 +33,14 @@ _DAMAGE_STRIPE_PX = 12
 
 @dataclass(frozen=True, slots=True)
 class ShownLevel:
-    """One level: size in pixels, shown pixels under one of its own as (y, x), and what is read at a time."""
+    """One level of a shown slide.
+
+    Attributes:
+        height_px: Rows.
+        width_px: Columns.
+        downsample: Shown pixels for each pixel of the level, (y, x).
+        block_px: (height, width) of the blocks that are read and cached.
+    """
 
     height_px: int
     width_px: int
@@ -41,20 +50,25 @@ class ShownLevel:
 
 @dataclass(frozen=True)
 class TissueMask:
-    """Where the tissue is: ``(h, w)`` bool from the slide's corner on, and the shown pixels under one as (y, x)."""
+    """A tissue mask.
+
+    Attributes:
+        mask: ``(h, w)`` bool, from the slide's upper left corner.
+        pixel_px: Shown pixels for each pixel of the mask, (y, x).
+    """
 
     mask: NDArray[np.bool_]
     pixel_px: tuple[float, float]
 
 
 class ShownSlide(Protocol):
-    """An open slide; threads may share it.
+    """An open slide; safe to read from several threads.
 
     Attributes:
-        levels: finest first.
-        mpp: micrometres per shown pixel as (y, x); None where nobody knows.
-        to_level0: from shown (row, column) to (x, y) as QuPath counts it, and back.
-        facts: what a person may want to know, as (name, words).
+        levels: Finest first.
+        mpp: Micrometres per shown pixel, (y, x); None if unknown.
+        to_level0: Map between shown pixels and level 0.
+        facts: Properties for display, as (name, text).
     """
 
     levels: tuple[ShownLevel, ...]
@@ -63,13 +77,13 @@ class ShownSlide(Protocol):
     facts: tuple[tuple[str, str], ...]
 
     def read(self, box: Box, level: int) -> RGB:
-        """Return ``(h, w, 3)`` uint8 of a box inside a level; what is damaged is striped, never white."""
+        """Return ``(h, w, 3)`` uint8 of a box inside a level; damaged tiles are striped, not white."""
 
     def tissue(self) -> TissueMask | None:
-        """Return where the tissue is; None where that is not known."""
+        """Return the tissue mask; None if unknown."""
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
 
 
 class StoredPixels:
@@ -79,7 +93,7 @@ class StoredPixels:
         path: ``STORE/<slide_id>.zarr``.
 
     Raises:
-        StoreError: it is missing or damaged.
+        StoreError: The slide is missing or damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -121,12 +135,12 @@ class FilePixels:
     """A slide's file.
 
     Args:
-        path: the file, or the folder of one DICOM slide.
-        manifest_mpp: the manifest's ``source_mpp``; may be empty.
-        slide_mpp: micrometres per pixel where neither file nor manifest says them.
+        path: The file, or the folder of one DICOM slide.
+        manifest_mpp: The manifest's ``source_mpp``; may be empty.
+        slide_mpp: Micrometres per pixel if neither file nor manifest states them.
 
     Raises:
-        SlideError: it cannot be opened.
+        SlideError: The file cannot be opened.
     """
 
     def __init__(self, path: Path, manifest_mpp: str = "", slide_mpp: float | None = None) -> None:
@@ -155,7 +169,7 @@ class FilePixels:
         return out
 
     def tissue(self) -> TissueMask | None:
-        """See `ShownSlide`; found here, at about 8 µm per pixel, and undamaged slides only."""
+        """See `ShownSlide`. The mask is computed here, at about 8 µm per pixel; None if the slide is damaged."""
         try:
             mask = thumbnail_of_source(self._source, self.mpp, longest_px=1)[0].tissue
         except SlideError:
@@ -171,21 +185,21 @@ class FilePixels:
 
 
 def mark_damage(out: RGB) -> None:
-    """Stripe pixels that cannot be decoded, so that nobody takes them for glass."""
+    """Fill an area that cannot be decoded with stripes, so that it does not look like glass."""
     height, width = out.shape[:2]
     stripe = (np.arange(height)[:, None] + np.arange(width)) // _DAMAGE_STRIPE_PX % 2 == 0
     out[...] = np.where(stripe[..., None], *_DAMAGE)
 
 
 def _block_of(tile_px: tuple[int, int]) -> tuple[int, int]:
-    """Return what to read at a time: whole tiles of the file, about 512 pixels, where its tiles are not huge."""
+    """Return the (height, width) of a block: whole tiles of the file, about 512 pixels, at most 1024."""
     return tuple(  # type: ignore[return-value]
         LARGEST_BLOCK_PX if side > LARGEST_BLOCK_PX else max(1, round(STORE_BLOCK_PX / side)) * side for side in tile_px
     )
 
 
 def _grid_of_store(slide: SlideStore) -> SlideGrid:
-    """Return how the store's pixels become the file's; its own pixels where it does not know a file."""
+    """Return the map from a store's pixels to level 0 of its file; the identity if the store does not state it."""
     if "affine" not in slide.attributes or "source" not in slide.attributes:
         return SlideGrid(np.eye(2, 3))
     finest = slide.levels[0].mpp
@@ -193,18 +207,18 @@ def _grid_of_store(slide: SlideStore) -> SlideGrid:
 
 
 def _facts_of_store(slide: SlideStore) -> tuple[tuple[str, str], ...]:
-    about: dict[str, Any] = slide.attributes
-    source = about.get("source", {})
+    attributes: dict[str, Any] = slide.attributes
+    source = attributes.get("source", {})
     facts = [("Scanner", str(source["vendor"]))] if "vendor" in source else []
     facts += [*_mpp_fact(slide.levels[0].mpp, ""), *_power_fact(source.get("objective_power"))]
-    fraction = about.get("tissue", {}).get("fraction")
+    fraction = attributes.get("tissue", {}).get("fraction")
     facts += [] if fraction is None else [("Tissue", f"{fraction:.1%} of the slide")]
-    return (*facts, ("Flags", ", ".join(about["flags"]))) if about.get("flags") else tuple(facts)
+    return (*facts, ("Flags", ", ".join(attributes["flags"]))) if attributes.get("flags") else tuple(facts)
 
 
 def _mpp_fact(mpp: tuple[float, float] | None, note: str) -> tuple[tuple[str, str], ...]:
     if mpp is None:
-        return (("Pixel size", f"not known: {note}"),)
+        return (("Pixel size", f"unknown: {note}"),)
     y, x = mpp
     return (("Pixel size", f"{x:.4g} µm" if abs(x - y) < 1e-6 * x else f"{x:.4g} × {y:.4g} µm"),)
 

@@ -1,16 +1,21 @@
-"""What a viewer answers about the slides of a gallery: facts, tiles, layers, regions, annotations."""
+"""Content of the viewer for the slides of a gallery: metadata, tiles, layers, regions, annotations."""
 
 from __future__ import annotations
 
+import io
 import os
 import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import simplejpeg
+from numpy.typing import NDArray
+from PIL import Image
+
 from hyfi_core.errors import RequestError
 from pathology.view.annotations import AnnotationFile, level0_collection, shown_collection
 from pathology.view.byte_cache import ByteCache
-from pathology.view.encode import jpeg, png
 from pathology.view.gallery import Gallery, GallerySlide
 from pathology.view.layers import HeatmapFile, LayerError, LayerPainter
 from pathology.view.pixels import ShownSlide, TissueMask
@@ -18,21 +23,24 @@ from pathology.view.tiles import TILE_PX, TileCutter, TileGrid
 
 TISSUE = "tissue"
 HEATMAP_FILE, REGIONS_FILE = "heatmap.tiff", "regions.geojson"
-MOST_MASKS = 8
+MAX_MASKS = 8
+JPEG_QUALITY = 90
+_RUN_LENGTHS = 3
+"""zlib's strategy for run-length encoding: nearly as small as the default, in half of the time."""
 Place = tuple[int, int, int]
 """(zoom, row, column) of a tile."""
 
 
 class NotInGalleryError(RequestError):
-    """There is no such slide, layer or tile."""
+    """The requested slide, layer or tile does not exist."""
 
 
 class Scene:
-    """Answers about the slides of a gallery. Threads may share one.
+    """Content of the viewer, independent of HTTP. Safe to use from several threads.
 
     Args:
-        gallery: what may be shown.
-        cache_bytes: for decoded pixels and maps together.
+        gallery: The slides.
+        cache_bytes: Size of the cache of decoded pixels and heatmaps.
     """
 
     def __init__(self, gallery: Gallery, cache_bytes: int) -> None:
@@ -44,7 +52,7 @@ class Scene:
         self._finding = threading.Lock()
 
     def slides(self) -> list[dict[str, Any]]:
-        """Return the list of slides, with the reasons why some cannot be shown."""
+        """Return the list of slides as JSON, with the reasons why some cannot be shown."""
         reasons = self.gallery.reasons
         return [
             {"key": one.key, "prediction": one.prediction, "reason": reasons.get(one.key, "")}
@@ -52,10 +60,10 @@ class Scene:
         ]
 
     def about(self, key: str) -> dict[str, Any]:
-        """Return what the page must know of a slide.
+        """Return the metadata of a slide as JSON.
 
         Raises:
-            NotInGalleryError, SlideError, StoreError: it cannot be shown.
+            NotInGalleryError, SlideError, StoreError: The slide cannot be shown.
         """
         one = self._slide(key)
         layers, note = self._layers(one)
@@ -75,14 +83,14 @@ class Scene:
                 "layers": layers,
                 "layers_note": note,
                 "regions": _file_of(one, REGIONS_FILE) is not None,
-                "annotations": _saving_words(one),
+                "annotations": _annotation_target(one),
             }
 
     def tile(self, key: str, place: Place, lossless: bool) -> bytes:
-        """Return a tile of a slide as PNG (exactly the pixels that are cut) or JPEG.
+        """Return a tile of a slide, as PNG if ``lossless``, else as JPEG.
 
         Raises:
-            NotInGalleryError, SlideError, StoreError: it cannot be shown.
+            NotInGalleryError, SlideError, StoreError: The tile cannot be shown.
         """
         self._slide(key)
         with self.gallery.opened(key) as slide:
@@ -95,13 +103,13 @@ class Scene:
         """Return a tile of a layer as PNG.
 
         Args:
-            key: of the slide.
-            layer: ``tissue``, or the number of a channel of its heatmap.
-            place: of the tile.
-            smooth: whether values are interpolated between cells.
+            key: Key of the slide.
+            layer: ``tissue``, or the index of a channel of its heatmap.
+            place: Position of the tile.
+            smooth: Whether to interpolate between cells.
 
         Raises:
-            NotInGalleryError, LayerError, SlideError, StoreError: it cannot be shown.
+            NotInGalleryError, LayerError, SlideError, StoreError: The tile cannot be shown.
         """
         one = self._slide(key)
         with self.gallery.opened(key) as slide:
@@ -115,10 +123,10 @@ class Scene:
             return png(self._painter.heatmap(slide, heatmap, heatmap.channels[int(layer)], place, smooth))
 
     def regions(self, key: str) -> dict[str, Any]:
-        """Return the regions of a slide's prediction in shown pixels; none where there is no prediction.
+        """Return the regions of a slide's prediction as GeoJSON in shown pixels; without features if there are none.
 
         Raises:
-            NotInGalleryError, SlideError, StoreError, AnnotationError, OSError: they cannot be read.
+            NotInGalleryError, SlideError, StoreError, AnnotationError, OSError: They cannot be read.
         """
         path = _file_of(self._slide(key), REGIONS_FILE)
         if path is None:
@@ -127,30 +135,30 @@ class Scene:
             return shown_collection(path.read_bytes(), str(path), slide.to_level0)
 
     def annotations(self, key: str) -> tuple[dict[str, Any], str]:
-        """Return a slide's annotations in shown pixels, and their state.
+        """Return a slide's annotations as GeoJSON in shown pixels, and their version.
 
         Raises:
-            NotInGalleryError, SlideError, StoreError, AnnotationError, OSError: they cannot be read.
+            NotInGalleryError, SlideError, StoreError, AnnotationError, OSError: They cannot be read.
         """
         file = self._annotation_file(key)
         return file.load() if file is not None else ({"type": "FeatureCollection", "features": []}, "")
 
-    def save(self, key: str, data: bytes, state: str) -> str:
-        """Replace a slide's annotations and return their new state; see `AnnotationFile.save`.
+    def save(self, key: str, data: bytes, version: str) -> str:
+        """Replace a slide's annotations and return their new version; see `AnnotationFile.save`.
 
         Raises:
-            RequestError: they are not saved; the message says why.
+            RequestError: They are not saved; the message says why.
         """
         file = self._annotation_file(key)
         if file is None:
-            raise RequestError(f"{key}: {_saving_words(self._slide(key))['reason']}")
-        return file.save(data, state)
+            raise RequestError(f"{key}: {_annotation_target(self._slide(key))['reason']}")
+        return file.save(data, version)
 
     def exported(self, key: str, data: bytes) -> dict[str, Any]:
-        """Return annotations given in shown pixels as they count for QuPath; nothing is written.
+        """Convert annotations in shown pixels to level 0, as of QuPath; nothing is written.
 
         Raises:
-            RequestError, SlideError: they are no GeoJSON, or the slide cannot be opened.
+            RequestError, SlideError: They are not GeoJSON, or the slide cannot be opened.
         """
         self._slide(key)
         with self.gallery.opened(key) as slide:
@@ -167,10 +175,10 @@ class Scene:
         try:
             return self.gallery.slides[key]
         except KeyError:
-            raise NotInGalleryError(f"there is no slide {key!r} here") from None
+            raise NotInGalleryError(f"there is no slide {key!r}") from None
 
     def _layers(self, one: GallerySlide) -> tuple[list[dict[str, Any]], str]:
-        """Return the maps of a slide's prediction, and why there are none."""
+        """Return the channels of a slide's heatmap as JSON, and the reason if it cannot be read."""
         try:
             heatmap = self._heatmap(one)
         except LayerError as error:
@@ -191,37 +199,53 @@ class Scene:
         path = _file_of(one, HEATMAP_FILE)
         if path is None:
             return None
-        state = str(path), path.stat().st_mtime_ns
-        if state not in self._heatmaps:
-            self._heatmaps[state] = HeatmapFile(path)
-        return self._heatmaps[state]
+        path_and_time = str(path), path.stat().st_mtime_ns  # a changed file is read again
+        if path_and_time not in self._heatmaps:
+            self._heatmaps[path_and_time] = HeatmapFile(path)
+        return self._heatmaps[path_and_time]
 
     def _tissue(self, key: str, slide: ShownSlide) -> TissueMask:
-        """Return where the tissue of a slide is; found once."""
-        with self._finding:  # a browser asks for several tiles at once; to find it twice would take twice as long
+        """Return the tissue mask of a slide, which is cached.
+
+        Raises:
+            NotInGalleryError: It is unknown.
+        """
+        with self._finding:  # several tiles are requested at once; only the first request computes the mask
             found = self._masks.get(key)
             if found is None:
                 found = slide.tissue()
                 if found is None:
-                    raise NotInGalleryError(f"{key}: where its tissue is is not known")
+                    raise NotInGalleryError(f"{key}: its tissue mask is unknown")
                 self._masks[key] = found
-                while len(self._masks) > MOST_MASKS:
+                while len(self._masks) > MAX_MASKS:
                     del self._masks[next(iter(self._masks))]
             return found
 
 
+def png(pixels: NDArray[np.uint8]) -> bytes:
+    """Encode ``(h, w, 3)`` or ``(h, w, 4)`` as PNG."""
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG", compress_level=1, compress_type=_RUN_LENGTHS)
+    return buffer.getvalue()
+
+
+def jpeg(pixels: NDArray[np.uint8]) -> bytes:
+    """Encode ``(h, w, 3)`` as JPEG without chroma subsampling."""
+    return bytes(simplejpeg.encode_jpeg(np.ascontiguousarray(pixels), quality=JPEG_QUALITY, colorsubsampling="444"))
+
+
 def _file_of(one: GallerySlide, name: str) -> Path | None:
-    """Return a file of a slide's results; None where there is none."""
+    """Return a file of a slide's results; None if it does not exist."""
     if one.predictions is None:
         return None
     path = one.predictions / one.slide_id / name
     return path if path.is_file() else None
 
 
-def _saving_words(one: GallerySlide) -> dict[str, Any]:
-    """Return whether annotations of a slide are saved, where, and why not."""
+def _annotation_target(one: GallerySlide) -> dict[str, Any]:
+    """Return as JSON whether annotations of a slide are saved, the path, and the reason if not."""
     if one.annotations is None:
-        return {"saved": False, "path": "", "reason": "start with --annotations DIR to save what is drawn"}
+        return {"saved": False, "path": "", "reason": "start with --annotations DIR to save annotations"}
     folder = one.annotations.parent
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent

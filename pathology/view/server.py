@@ -1,7 +1,7 @@
-"""The viewer's web server: pages, tiles and annotations of one gallery, for whoever knows its token.
+"""The viewer's web server: pages, tiles and annotations of one gallery, protected by a token.
 
-Every address begins with a random token; whatever does not is refused with 403 before anything is looked at. Slides
-are named by their key in the gallery and files of the page by their name in a table: no address becomes a path.
+Every address starts with a random token; requests without it are refused with 403 before any other code runs. Slides
+are identified by their key in the gallery, and static files by name in a fixed set, so no address is used as a path.
 """
 
 from __future__ import annotations
@@ -38,56 +38,60 @@ from pathology.view.web_files import (
 )
 
 PAGE_FILE, REPORT_FILE = "index.html", "report.html"
-_KEPT = {**HEADERS, "Cache-Control": "private, max-age=86400, immutable"}  # the token changes with every start
+_CACHED = {**HEADERS, "Cache-Control": "private, max-age=86400, immutable"}  # addresses change at each start (token)
 _FRESH = {**HEADERS, "Cache-Control": "no-store"}
 _STATUS = {NotInGalleryError: 404, ChangedMeanwhileError: 412, AnnotationError: 422, RequestError: 409}
 
 
 def new_token() -> str:
-    """Return a token that nobody guesses."""
+    """Return a random token of 192 bits."""
     return secrets.token_urlsafe(24)
 
 
 class TokenGate:
-    """Refuses every request whose address does not begin with the token.
+    """ASGI middleware that refuses requests whose path does not start with the token.
 
     Args:
-        app: answers the others.
-        token: the first part of their path.
+        app: Handles all other requests.
+        token: The first part of the path.
     """
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app, self._token = app, token.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request (ASGI)."""
+        """Handle one request (ASGI)."""
         if scope["type"] == "http":
             first = scope["path"].lstrip("/").split("/", 1)[0]
             if not secrets.compare_digest(first.encode("utf-8", "replace"), self._token):
-                words = "This address needs the token that hyfi view printed when it started.\n"
-                await PlainTextResponse(words, 403, headers=_FRESH)(scope, receive, send)
+                text = "This address needs the token that hyfi view printed when it started.\n"
+                await PlainTextResponse(text, 403, headers=_FRESH)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
 
 def make_app(scene: Scene, token: str) -> ASGIApp:
-    """Return the web application of a scene; ``token`` begins every address. It closes the gallery when it ends."""
+    """Return the web application of a scene, which closes the gallery at the end.
+
+    Args:
+        scene: Content of the viewer.
+        token: The first part of every path.
+    """
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        # A few tiles at a time: each needs some megabytes while it is cut, and more threads than cores win nothing.
+        # Each tile needs a few megabytes while it is made, and more threads than cores are not faster.
         anyio.to_thread.current_default_thread_limiter().total_tokens = usable_cores() + 2
         yield
         scene.gallery.close()
 
-    answers = _Answers(scene)
-    mounted = Mount(f"/{token}", routes=answers.routes())
-    refusals: dict[Any, Any] = dict.fromkeys((HTTPException, SlideError, StoreError, RequestError, OSError), _refused)
-    return TokenGate(Starlette(routes=[mounted], lifespan=lifespan, exception_handlers=refusals), token)
+    mounted = Mount(f"/{token}", routes=_Handlers(scene).routes())
+    handled: dict[Any, Any] = dict.fromkeys((HTTPException, SlideError, StoreError, RequestError, OSError), _error)
+    return TokenGate(Starlette(routes=[mounted], lifespan=lifespan, exception_handlers=handled), token)
 
 
-def _refused(request: Request, error: Exception) -> Response:
-    """Say in JSON why a request is not answered."""
+def _error(request: Request, error: Exception) -> Response:
+    """Return an exception as JSON with the status code of its type."""
     if isinstance(error, HTTPException):
         return _json({"error": error.detail}, status=error.status_code)
     status = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), 409)
@@ -99,23 +103,23 @@ def _json(value: object, status: int = 200, **headers: str) -> Response:
 
 
 async def _body(request: Request) -> bytes:
-    """Return what is sent, as long as it is not too much to hold."""
+    """Return the body of a request; 413 if it is too large."""
     data = bytearray()
-    async for part in request.stream():
-        data += part
+    async for chunk in request.stream():
+        data += chunk
         if len(data) > LARGEST_BYTES:
-            raise HTTPException(413, f"annotations of more than {LARGEST_BYTES} bytes are not taken")
+            raise HTTPException(413, f"annotations are limited to {LARGEST_BYTES} bytes")
     return bytes(data)
 
 
-class _Answers:
-    """One method for each address; plain functions run on threads."""
+class _Handlers:
+    """One method for each route; those that are not async run on threads."""
 
     def __init__(self, scene: Scene) -> None:
         self._scene, self._gallery = scene, scene.gallery
 
     def routes(self) -> list[Route]:
-        """Return the addresses after the token."""
+        """Return the routes, without the token."""
         tile = "{zoom:int}/{row:int}/{column:int}"
         return [
             Route("/", self.first),
@@ -139,14 +143,14 @@ class _Answers:
 
     def viewer(self, request: Request) -> Response:
         found = static_file("viewer.html")
-        assert found is not None, "the page is part of this package"
+        assert found is not None, "viewer.html is in this package"
         return HTMLResponse(found[0], headers=PAGE_HEADERS)
 
     def static(self, request: Request) -> Response:
         found = static_file(request.path_params["name"])
         if found is None:
             raise HTTPException(404)
-        return Response(found[0], media_type=found[1], headers=_KEPT)
+        return Response(found[0], media_type=found[1], headers=_CACHED)
 
     def cohort(self, request: Request) -> Response:
         folder = self._folder(request)
@@ -181,13 +185,13 @@ class _Answers:
         if at["kind"] not in ("png", "jpg"):
             raise HTTPException(404)
         data = self._scene.tile(at["key"], (at["zoom"], at["row"], at["column"]), at["kind"] == "png")
-        return Response(data, media_type=f"image/{'png' if at['kind'] == 'png' else 'jpeg'}", headers=_KEPT)
+        return Response(data, media_type=f"image/{'png' if at['kind'] == 'png' else 'jpeg'}", headers=_CACHED)
 
     def layer(self, request: Request) -> Response:
         at = request.path_params
         smooth = request.query_params.get("smooth") == "1"
         data = self._scene.layer(at["key"], at["layer"], (at["zoom"], at["row"], at["column"]), smooth)
-        return Response(data, media_type="image/png", headers=_KEPT)
+        return Response(data, media_type="image/png", headers=_CACHED)
 
     def regions(self, request: Request) -> Response:
         return _json(self._scene.regions(request.path_params["key"]))

@@ -1,12 +1,13 @@
-"""Square tiles of a slide at any zoom, cut from the nearest finer level of its pyramid.
+"""Square tiles of a slide at any zoom, resampled from the nearest finer level of its pyramid.
 
 ```
-zoom 0        the whole slide in one tile                   a tile of zoom z has 2^(Z − z) shown pixels under each of
-zoom Z        one pixel of the tile is one of the slide     its own; at Z they are the slide's, untouched
+zoom 0   the whole slide in one tile
+zoom z   each pixel of a tile covers 2^(Z − z) × 2^(Z − z) shown pixels
+zoom Z   pixels of tiles are shown pixels, unchanged
 ```
 
-Where no level is near (a slide without a pyramid), a tile is the mean of the four below it, so that no tile ever needs
-more than a few megapixels in memory.
+If the nearest finer level is much finer (as in a slide without a pyramid), a tile is computed from the four tiles of
+the next zoom, so that no tile needs more than a few megapixels in memory.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from pathology.view.byte_cache import ByteCache
 from pathology.view.pixels import ShownSlide
 
 TILE_PX = 256
-LARGEST_STEP = 8.0
-"""Pixels of a level under one of the tile; where there are more, the tile is made of four finer ones."""
-_SAME = 1 + 1e-3
-"""Levels this close to a zoom are taken for it."""
+MAX_REDUCTION = 8.0
+"""Maximum pixels of a level for each pixel of a tile; beyond it, the tile is computed from the next zoom."""
+_TOLERANCE = 1 + 1e-3
+"""A level may be coarser than a zoom by this factor."""
 
 
 @dataclass(frozen=True, slots=True)
 class TileGrid:
-    """How many zooms a slide has, and where a tile lies.
+    """The zooms of a slide, and the positions of its tiles.
 
     Attributes:
-        height_px, width_px: the slide's.
+        height_px, width_px: Size of the slide in shown pixels.
     """
 
     height_px: int
@@ -47,11 +48,11 @@ class TileGrid:
 
     @property
     def finest_zoom(self) -> int:
-        """The zoom at which one pixel of a tile is one of the slide."""
+        """The zoom at which pixels of tiles are shown pixels."""
         return max(0, math.ceil(math.log2(max(self.height_px, self.width_px) / TILE_PX)))
 
     def scale(self, zoom: int) -> int:
-        """Return how many shown pixels lie under one of a tile, along each axis."""
+        """Return the shown pixels for each pixel of a tile, along each axis."""
         return int(2 ** (self.finest_zoom - zoom))
 
     def size_px(self, zoom: int) -> tuple[int, int]:
@@ -60,7 +61,7 @@ class TileGrid:
         return -(-self.height_px // scale), -(-self.width_px // scale)
 
     def box(self, zoom: int, row: int, column: int) -> Box:
-        """Return the pixels of a zoom that a tile shows; empty where there is no such tile."""
+        """Return the box of a tile in pixels of its zoom, clipped to the slide; empty if there is no such tile."""
         if not 0 <= zoom <= self.finest_zoom or row < 0 or column < 0:
             return Box(0, 0, 0, 0)
         y, x = row * TILE_PX, column * TILE_PX
@@ -68,24 +69,24 @@ class TileGrid:
 
 
 class TileCutter:
-    """Cuts tiles of open slides. Threads may share one.
+    """Makes tiles of open slides. Safe to use from several threads.
 
     Args:
-        cache: keeps decoded blocks of slides, and tiles that were made of others.
+        cache: Cache for decoded blocks, and for tiles that were computed from others.
     """
 
     def __init__(self, cache: ByteCache) -> None:
         self._cache = cache
 
     def cut(self, slide: ShownSlide, key: str, zoom: int, row: int, column: int) -> RGB | None:
-        """Return a tile, ``(TILE_PX, TILE_PX, 3)`` uint8, white beyond the slide; None where there is none.
+        """Return a tile, ``(TILE_PX, TILE_PX, 3)`` uint8, white beyond the slide; None if there is no such tile.
 
         Args:
-            slide: open.
-            key: names it in the cache.
-            zoom: of the tile.
-            row: of the tile, from the slide's upper edge.
-            column: of the tile, from its left edge.
+            slide: The open slide.
+            key: Identifies the slide in the cache.
+            zoom: Zoom of the tile.
+            row: Row of the tile, from the top.
+            column: Column of the tile, from the left.
         """
         box = TileGrid.of(slide).box(zoom, row, column)
         if box.empty:
@@ -98,12 +99,12 @@ class TileCutter:
         return out
 
     def _part(self, slide: ShownSlide, key: str, zoom: int, box: Box) -> RGB:
-        """Return the pixels of a box of a zoom that lies inside the slide and in one tile."""
+        """Return the pixels of a box of a zoom, inside the slide and within one tile."""
         scale = TileGrid.of(slide).scale(zoom)
-        level = max(k for k, v in enumerate(slide.levels) if k == 0 or max(v.downsample) <= scale * _SAME)
+        level = max(k for k, v in enumerate(slide.levels) if k == 0 or max(v.downsample) <= scale * _TOLERANCE)
         steps = [scale / factor for factor in slide.levels[level].downsample]
-        if max(steps) > LARGEST_STEP:
-            return self._cache.get((key, "tile", zoom, box), lambda: self._of_four(slide, key, zoom, box))
+        if max(steps) > MAX_REDUCTION:
+            return self._cache.get((key, "tile", zoom, box), lambda: self._from_next_zoom(slide, key, zoom, box))
         size = slide.levels[level]
         rows = make_taps(box.y0, box.y1, steps[0], size.height_px)
         columns = make_taps(box.x0, box.x1, steps[1], size.width_px)
@@ -113,7 +114,8 @@ class TileCutter:
         small = resample(np.ascontiguousarray(pixels.transpose(2, 0, 1)), rows, columns)
         return np.ascontiguousarray(small.transpose(1, 2, 0))
 
-    def _of_four(self, slide: ShownSlide, key: str, zoom: int, box: Box) -> RGB:
+    def _from_next_zoom(self, slide: ShownSlide, key: str, zoom: int, box: Box) -> RGB:
+        """Return the pixels of a box as means of 2 × 2 pixels of the next zoom."""
         height, width = TileGrid.of(slide).size_px(zoom + 1)
         fine = Box(box.y0 * 2, min(box.y1 * 2, height), box.x0 * 2, min(box.x1 * 2, width))
         whole: RGB = np.empty((*fine.shape, 3), np.uint8)
@@ -124,7 +126,7 @@ class TileCutter:
         return np.ascontiguousarray(halve(whole.transpose(2, 0, 1)).transpose(1, 2, 0))
 
     def _region(self, slide: ShownSlide, key: str, level: int, box: Box) -> RGB:
-        """Return a box of a level, put together from blocks that are kept."""
+        """Return the pixels of a box of a level, from cached blocks."""
         size = slide.levels[level]
         down, across = size.block_px
         whole = Box.of_size(size.height_px, size.width_px)

@@ -1,4 +1,4 @@
-"""The files of the viewer's page, and the pages of a prediction as the viewer shows them."""
+"""Static files of the viewer, and the HTML pages of predictions with links to the viewer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LEAFLET = ("leaflet.js", "leaflet.css")
 
 
 def static_file(name: str) -> tuple[bytes, str] | None:
-    """Return content and type of one of the page's own files; None where there is none of this name.
+    """Return content and media type of a static file; None if there is none with this name.
 
     Raises:
         RequestError: Leaflet is not installed.
@@ -40,10 +40,10 @@ def static_file(name: str) -> tuple[bytes, str] | None:
 
 
 def leaflet_folder() -> Path:
-    """Return where Leaflet lies: its package brings the files and needs no Django for them.
+    """Return the folder with Leaflet's files. Its package is made for Django, but the files do not need it.
 
     Raises:
-        RequestError: it is not installed.
+        RequestError: Leaflet is not installed.
     """
     found = importlib.util.find_spec("js_lib_leaflet")
     if found is None or found.origin is None:
@@ -52,22 +52,22 @@ def leaflet_folder() -> Path:
 
 
 def with_viewer(page: str, address: str) -> str:
-    """Return a page of `hyfi predict` told that a viewer serves it; its table then links to ``address`` + slide.
+    """Return a page of `hyfi predict` whose table links to ``address`` + slide_id.
 
-    The page's script looks for the element ``hyfi-viewer``.
+    The page's script reads the address from the element ``hyfi-viewer``, which is added here.
     """
-    told = f'<head>\n<meta name="hyfi-viewer" content="{escape(address)}">\n<link rel="icon" href="data:,">'
-    return page.replace("<head>", told, 1)
+    head = f'<head>\n<meta name="hyfi-viewer" content="{escape(address)}">\n<link rel="icon" href="data:,">'
+    return page.replace("<head>", head, 1)
 
 
 def knows_viewer(page: str) -> bool:
-    """Whether a page links to a viewer that serves it; those of earlier versions do not."""
+    """Whether a page supports `with_viewer`; pages of earlier versions do not."""
     return "hyfi-viewer" in page
 
 
 def list_page(title: str, links: list[tuple[str, str, str]]) -> str:
-    """Return a plain page of links: (address, words, note) of each."""
-    rows = "\n".join(f'<li><a href="{escape(at)}">{escape(words)}</a> {escape(note)}</li>' for at, words, note in links)
+    """Return a simple page with a list of links, each (address, text, note)."""
+    rows = "\n".join(f'<li><a href="{escape(url)}">{escape(text)}</a> {escape(note)}</li>' for url, text, note in links)
     return (
         f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<link rel="icon" href="data:,"></head><body><h1>{escape(title)}</h1><ul>{rows}</ul></body></html>'
@@ -75,5 +75,9 @@ def list_page(title: str, links: list[tuple[str, str, str]]) -> str:
 
 
 def as_json(value: object) -> bytes:
-    """Return JSON in UTF-8; what has no JSON is an error, not NaN."""
+    """Return compact JSON in UTF-8.
+
+    Raises:
+        ValueError: A number is NaN or infinite, which JSON does not have.
+    """
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()

@@ -80,11 +80,11 @@ def _require_one(gallery: Gallery, failed: dict[str, str]) -> None:
     Raises:
         RequestError: None can.
     """
-    from pathology.view.gallery import WHAT_WOULD_WORK
+    from pathology.view.gallery import EXPECTED_PATHS
 
     if gallery.slides and len(failed) == len(gallery.slides):
         reasons = "; ".join(f"{gallery.slides[key].path}: {reason}" for key, reason in list(failed.items())[:3])
-        raise RequestError(f"none of the slides can be shown ({reasons}); {WHAT_WOULD_WORK}")
+        raise RequestError(f"none of the slides can be shown ({reasons}); {EXPECTED_PATHS}")
 
 
 def _check_annotations(folder: Path, paths: list[Path]) -> None:

@@ -13,7 +13,7 @@ import torch
 from data.samples.dataset import SlideDataset
 from data.samples.view import View
 from hyfi_core.comm.base import Communicator
-from pathology.predict.whole_tissue import Pooling, SizedEngines, evidence, views_of
+from pathology.predict.whole_tissue import Pooling, SizedEngines, image_weights, views_of
 from workflows.evaluation.evaluate import DatasetImages, OneImage
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ class WholeSlides:
         elif views[0].size_px != self.dataset.size_px:
             self.enlarged.add(index)
         logits = np.stack([self._logits_of(index, view) for view in views])
-        return torch.from_numpy((evidence(logits, views, self.pooling) * logits).sum(axis=0))[None]
+        return torch.from_numpy((image_weights(logits, views, self.pooling) * logits).sum(axis=0))[None]
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Load weights, on every rank; all engines share one module."""

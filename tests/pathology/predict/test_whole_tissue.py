@@ -27,7 +27,7 @@ from pathology.predict.cohort import PredictionReport, predict_slides
 from pathology.predict.inputs import find_inputs
 from pathology.predict.members import Member
 from pathology.predict.options import PredictOptions
-from pathology.predict.whole_tissue import evidence
+from pathology.predict.whole_tissue import image_weights
 from tests.pathology.slides import Darkness, draw_slide, member_of, write_slide
 
 SMALL = {"size_px": [256, 256]}
@@ -174,6 +174,6 @@ def test_an_image_is_whole_or_trained() -> None:
 def test_evidence_is_a_mean_by_tissue_or_a_maximum_by_class(store: Path) -> None:
     views = SlideDataset(store, [SlideRef("one")], size_px=256, mpp=1.0).whole_views(0, several=True)[:2]
     logits = np.array([[1.0, -2.0], [0.5, 3.0]])
-    np.testing.assert_array_equal(evidence(logits, views, "max"), [[1, 0], [0, 1]])
+    np.testing.assert_array_equal(image_weights(logits, views, "max"), [[1, 0], [0, 1]])
     shares = np.array([view.coverage for view in views])
-    np.testing.assert_allclose(evidence(logits, views, "mean")[:, 1], shares / shares.sum())
+    np.testing.assert_allclose(image_weights(logits, views, "mean")[:, 1], shares / shares.sum())

@@ -59,15 +59,24 @@ def test_what_somebody_else_saved_meanwhile_is_not_lost(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"{", "is no GeoJSON"),
-        (b"[" * 100_000, "is no GeoJSON"),
-        (b'"text"', "no feature collection"),
-        (b'{"type": "FeatureCollection", "features": 3}', "no feature collection"),
+        (b"{", "is not GeoJSON"),
+        (b"[" * 100_000, "is not GeoJSON"),
+        (b'"text"', "not a feature collection"),
+        (b'{"type": "FeatureCollection", "features": 3}', "not a feature collection"),
         (b'[{"type": "Feature", "geometry": null}]', "has the geometry None"),
         (b'[{"type": "Feature", "geometry": {"type": "Circle", "coordinates": [1, 2]}}]', "the geometry Circle"),
-        (b'[{"type": "Feature", "geometry": {"type": "Point", "coordinates": [1]}}]', "are no Point"),
-        (b'[{"type": "Feature", "geometry": {"type": "Point", "coordinates": [1, NaN]}}]', "are no Point"),
-        (b'[{"type": "Feature", "geometry": {"type": "Polygon", "coordinates": [[1, 2], [3, 4]]}}]', "are no Polygon"),
+        (
+            b'[{"type": "Feature", "geometry": {"type": "Point", "coordinates": [1]}}]',
+            "invalid coordinates",
+        ),
+        (
+            b'[{"type": "Feature", "geometry": {"type": "Point", "coordinates": [1, NaN]}}]',
+            "invalid coordinates",
+        ),
+        (
+            b'[{"type": "Feature", "geometry": {"type": "Polygon", "coordinates": [[1, 2], [3, 4]]}}]',
+            "invalid coordinates",
+        ),
     ],
 )
 def test_what_is_no_geojson_is_named_and_not_written(tmp_path: Path, data: bytes, words: str) -> None:

@@ -201,7 +201,7 @@ def test_a_slide_that_does_not_open_is_listed_with_its_reason(make_slide: MakeSl
 def test_what_is_no_slide_is_refused_with_what_would_work(tmp_path: Path) -> None:
     notes = tmp_path / "notes.txt"
     notes.write_text("no slide")
-    with pytest.raises(RequestError, match=r"notes\.txt: is nothing that can be shown .* give a store"):
+    with pytest.raises(RequestError, match=r"notes\.txt: cannot be shown .* give a store"):
         Gallery.of([notes])
     with pytest.raises(RequestError, match="no such file or folder"):
         Gallery.of([tmp_path / "missing"])
@@ -211,14 +211,14 @@ def test_what_is_no_slide_is_refused_with_what_would_work(tmp_path: Path) -> Non
     with pytest.raises(RequestError, match="not the table of a prediction"):
         Gallery.of([tmp_path])
     (tmp_path / "predictions.csv").write_text("slide_id,path,prediction\n../x,a.svs,\n")
-    with pytest.raises(RequestError, match="cannot be a slide's name"):
+    with pytest.raises(RequestError, match="is not valid as a name"):
         Gallery.of([tmp_path])
 
 
 def test_slides_that_are_gone_are_named_and_few_are_held_open(
     make_slide: MakeSlide, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pathology.view.gallery.MOST_OPEN", 2)
+    monkeypatch.setattr("pathology.view.gallery.MAX_OPEN", 2)
     paths = [make_slide(f"{name}.tiff", size=(300, 300)) for name in "abcd"]
     gallery = Gallery.of(paths)
     before = len(list(Path("/proc/self/fd").iterdir()))

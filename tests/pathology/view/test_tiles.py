@@ -15,8 +15,8 @@ from pathology.readers.source_level import RGB
 from pathology.readers.sources import open_source
 from pathology.tissue.outlines import SlideGrid
 from pathology.view.byte_cache import ByteCache
-from pathology.view.encode import jpeg, png
 from pathology.view.pixels import FilePixels, ShownLevel, ShownSlide, StoredPixels, TissueMask
+from pathology.view.scene import jpeg, png
 from pathology.view.tiles import TILE_PX, TileCutter, TileGrid
 from tests.pathology.tiffs import MakeSlide, stained, write_slide
 
