@@ -149,7 +149,7 @@ def _predicted(folder: Path, row: dict[str, str], given: dict[str, SlideInput], 
         path = Path(row["path"])
         if not path.is_absolute() and not path.exists() and (folder.parent / path).exists():
             path = folder.parent / path
-        missing = "" if path.exists() else f"{path} no longer exists; add its new store or folder as another PATH"
+        missing = "" if path.exists() else f"{path} no longer exists; give its store or folder as another PATH"
         slide = GallerySlide(slide_id, slide_id, path, path.suffix == ".zarr", reason=missing)
     return replace(slide, prediction=row["prediction"], predictions=folder, annotations=annotations)
 

@@ -67,15 +67,15 @@ def test_what_somebody_else_saved_meanwhile_is_not_lost(tmp_path: Path) -> None:
         (b'[{"type": "Feature", "geometry": {"type": "Circle", "coordinates": [1, 2]}}]', "the geometry Circle"),
         (
             b'[{"type": "Feature", "geometry": {"type": "Point", "coordinates": [1]}}]',
-            "invalid coordinates",
+            "coordinates for a Point",
         ),
         (
             b'[{"type": "Feature", "geometry": {"type": "Point", "coordinates": [1, NaN]}}]',
-            "invalid coordinates",
+            "coordinates for a Point",
         ),
         (
             b'[{"type": "Feature", "geometry": {"type": "Polygon", "coordinates": [[1, 2], [3, 4]]}}]',
-            "invalid coordinates",
+            "coordinates for a Polygon",
         ),
     ],
 )
