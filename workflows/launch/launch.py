@@ -82,7 +82,7 @@ def launch_program(program: Sequence[str], ranks: int) -> int:
             start_new_session=True,
             preexec_fn=functools.partial(die_with_parent, signal.SIGTERM),
         )
-        return _Supervisor(process, status, ranks).wait_for_all()
+        return _LaunchMonitor(process, status, ranks).wait_for_all()
 
 
 def _refuse_several_nodes(command: str, ranks: int) -> None:
@@ -110,7 +110,7 @@ def _environment(ranks: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(max(1, usable_cores() // ranks))} | RANK_SETTINGS | kept
 
 
-class _Supervisor:
+class _LaunchMonitor:
     """Supervises one mpiexec: forwards signals and output, and determines the exit code."""
 
     def __init__(self, process: subprocess.Popen[bytes], status: RunStatus, ranks: int) -> None:
