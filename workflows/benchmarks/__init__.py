@@ -1,1 +1,1 @@
-"""Benchmarks: each prints a ratio against something measured in the same run."""
+"""Benchmarks; each prints ratios to something that is measured in the same run."""

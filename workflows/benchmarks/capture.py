@@ -1,10 +1,9 @@
-"""Time and memory of making a model ready: capture at full size, planning and lowering for one rank of a grid.
+"""Benchmark of preparing a model: capture at full size, fused-halo planning and lowering for one rank of a grid.
 
     python -m workflows.benchmarks.capture [--model resnet50] [--size 16384] [--grid 2 2] [--fused-halo auto]
 
-Prints a JSON line: seconds of each part, processor seconds of all of it, and the growth of this process's peak memory
-over what PyTorch, the model and one export of a single layer take.
-No image is ever allocated.
+Prints a JSON line: seconds of each part, CPU seconds of all parts, and the growth of this process's peak memory over
+that of PyTorch, the model and one export of a single layer. No image is allocated.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from hyfi_core.process_memory import peak_bytes
 
 
 def main() -> None:
-    """Print the figures of one model."""
+    """Print the measurements of one model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--model", default="resnet50", help="a maker of hyfi_core.models.resnet, resnet1001 or amoebanet"
+        "--model", default="resnet50", help="a function of hyfi_core.models.resnet, or resnet1001, or amoebanet"
     )
     parser.add_argument("--size", type=int, default=16384)
     parser.add_argument("--grid", type=int, nargs=2, default=[2, 2])
@@ -39,11 +38,11 @@ def main() -> None:
 
 
 def measure(name: str, size: int, grid: tuple[int, int], fused_halo: int | str) -> dict[str, object]:
-    """Return seconds and bytes of making ``name`` ready for images of ``size`` x ``size``."""
+    """Return time and memory of preparing the model ``name`` for images of ``size`` x ``size`` pixels."""
     model = _model(name)
-    capture(nn.Conv2d(3, 3, 1), (1, 3, 8, 8), torch.float32)  # an export loads half of PyTorch the first time
+    capture(nn.Conv2d(3, 3, 1), (1, 3, 8, 8), torch.float32)  # the first export imports much of PyTorch
     before = peak_bytes()
-    started, worked = time.perf_counter(), time.process_time()
+    started, cpu_started = time.perf_counter(), time.process_time()
     program = capture(model, (1, 3, size, size), torch.float32)
     captured = time.perf_counter()
     target = Target(grid, 0)
@@ -60,7 +59,7 @@ def measure(name: str, size: int, grid: tuple[int, int], fused_halo: int | str) 
         "capture_s": round(captured - started, 2),
         "plan_s": round(done - captured, 2),
         "total_s": round(done - started, 2),
-        "total_processor_s": round(time.process_time() - worked, 2),
+        "total_processor_s": round(time.process_time() - cpu_started, 2),
         "peak_growth_mib": round((peak_bytes() - before) / 2**20, 1),
     }
 

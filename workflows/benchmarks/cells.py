@@ -1,15 +1,15 @@
-"""Cell by cell against one piece: memory that one process grows by to predict or train one image, and its seconds.
+"""Benchmark of cells: memory and time of one process to predict or train one image cell by cell, or in one piece.
 
     python -m workflows.benchmarks.cells [--size 4096] [--cells 4,4 8,8] [--model resnet18] [--threads N]
     python -m workflows.benchmarks.cells --train --spill FOLDER --memory 1.5e9 [--precision bfloat16] [--only-cells] …
 
-With ``--train`` one step is measured, live batch norm included, after which memory holds gradients; activations of
-cells leave memory for a file in the folder, so that the process holds ``--memory`` bytes, libraries included.
+With ``--train``, one step is measured, with batch norm in training mode. With ``--spill``, activations of cells are
+moved to a file in the folder, so that the process needs at most ``--memory`` bytes, libraries included.
 
-Every way has a process of its own: plain PyTorch in one piece, then each grid of cells. Growth is the process' largest
-resident memory (VmHWM) less what it had with model, engine and kernels there (a small image has been predicted by
-then). Cells read the image, noise repeated, box by box, and have the C library give back what is freed, as the commands
-do; one piece is given it whole, as it must. Prints a JSON line for each way, with ratios to one piece.
+Every way runs in its own process: plain PyTorch in one piece, then each grid of cells. Growth is the process's peak
+resident memory (VmHWM) less its memory after a small image was predicted, with model, engine and kernels loaded. The
+image is a repeated noise pattern. Cells read it box by box, and freed memory is returned to the system, as in the
+commands; in one piece, the whole image is in memory. Prints a JSON line for each way, with ratios to the first.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SPILLED = ("written", "read", "recomputed", "store")
 
 
 def main() -> None:
-    """Measure each way in a process of its own, or, as a child, one of them."""
+    """Measure each way in its own process; or, as such a process, one of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=4096)
     parser.add_argument("--cells", nargs="+", default=["4,4"])
@@ -50,14 +50,14 @@ def main() -> None:
     if given.way is not None:
         print(json.dumps(train(given) if given.train else measure(given.model, given.size, given.way, given.threads)))
         return
-    passed_on = ["--train", *(["--spill", given.spill] if given.spill else []), "--precision", given.precision]
-    passed_on += ["--memory", str(given.memory)] if given.memory else []
+    child_options = ["--train", *(["--spill", given.spill] if given.spill else []), "--precision", given.precision]
+    child_options += ["--memory", str(given.memory)] if given.memory else []
     first: dict[str, Any] | None = None
     for way in (*([] if given.only_cells else ["one piece"]), *given.cells):
         command = [sys.executable, "-m", "workflows.benchmarks.cells", "--way", way]
         command += ["--size", str(given.size), "--model", given.model]
         command += ["--threads", str(given.threads)] if given.threads else []
-        command += passed_on if given.train else []
+        command += child_options if given.train else []
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
             print(json.dumps({"way": way, "size_px": given.size, "failed": done.stderr.splitlines()[-1:]}), flush=True)
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def measure(name: str, size_px: int, way: str, threads: int | None) -> dict[str, Any]:
-    """Predict one image in this process and return megabytes, seconds and logits."""
+    """Predict one image in this process and return its memory in MB, seconds and logits."""
     import torch
 
     import hyfi_core
@@ -97,7 +97,7 @@ def measure(name: str, size_px: int, way: str, threads: int | None) -> dict[str,
             model(torch.zeros(1, 3, _WARM_PX, _WARM_PX))
     prepared_s = time.perf_counter() - began_s
     pattern = torch.randn(1, 3, _PATTERN_PX, _PATTERN_PX)
-    forget_peak()  # it was the capture's
+    forget_peak()  # that of the capture
     before, began_s, cpu_s = resident_bytes(), time.perf_counter(), time.process_time()
     if cells is not None:
         logits = engine.predict(lambda box: read(pattern, box))
@@ -120,7 +120,7 @@ def measure(name: str, size_px: int, way: str, threads: int | None) -> dict[str,
 
 
 def train(given: argparse.Namespace) -> dict[str, Any]:
-    """Train one image for one step in this process and return megabytes, seconds and the loss."""
+    """Train one image for one step in this process and return its memory in MB, seconds and loss."""
     import torch
 
     import hyfi_core
@@ -170,7 +170,7 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def read(pattern: torch.Tensor, box: Box) -> torch.Tensor:
-    """Return a box of the image that repeats ``pattern`` forever; memory of its own."""
+    """Return a box of the image that repeats ``pattern``, as a new tensor."""
     import torch
 
     rows, columns = (torch.arange(start, stop) % _PATTERN_PX for start, stop in ((box.y0, box.y1), (box.x0, box.x1)))

@@ -1,12 +1,12 @@
-"""How fast a slide's tiles become pixels: our reader against OpenSlide, each on two threads, taken in turns.
+"""Benchmark of decoding: this project's reader against OpenSlide, each with two threads, in turns.
 
     python -m workflows.benchmarks.decode [SLIDE ...] [--size 20480] [--region 8192] [--rounds 5] [--threads 2]
 
-Prints a JSON line for each slide: megapixels a second (medians over the rounds) and their ratio, for a square region in
-the middle of the finest level. Beside the slides given, one of ``--size`` is made: an SVS whose tiles are those of a
-synthetic slide, again and again. The files are in the page cache: what is measured is decoding, not the disk.
-OpenSlide reads strips of 1024 rows with one handle for each thread, what is the best use of it; its pixels are counted
-as they come (RGBA), without conversion. That both show the same pixels is checked first.
+Prints a JSON line for each slide: megapixels per second (medians over the rounds) and their ratio, for a square region
+in the middle of the finest level. In addition to the given slides, an SVS of ``--size`` is written, which repeats the
+tiles of a synthetic slide. The files are in the page cache, so that decoding is measured, not the disk. OpenSlide reads
+strips of 1024 rows with one handle for each thread, which is its fastest use; its RGBA pixels are not converted. Both
+readers are first checked to return the same pixels.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from pathology.synthetic.tiff import write_slide
 _MOTIF_PX = 2048
 _TILE_PX = 256
 _LEVELS = 4
-"""2048, 1024, 512 and 256 px: as far as the motif is whole tiles."""
+"""Levels of 2048, 1024, 512 and 256 px, in which the motif consists of whole tiles."""
 _STRIP_PX = 1024
 _ABOUT = "Aperio Image Library (made for a benchmark)\r\n{size}x{size} (256x256) JPEG/RGB Q=88|AppMag = 20|MPP = 0.5"
 
 
 def main() -> None:
-    """Measure the slides given and one that is made."""
+    """Measure the given slides and a synthetic one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("slides", type=Path, nargs="*")
     parser.add_argument(
@@ -54,13 +54,13 @@ def main() -> None:
     given = parser.parse_args()
     set_decode_threads(given.threads)
     with tempfile.TemporaryDirectory() as folder:
-        made = [write_large_svs(Path(folder) / f"synthetic_{given.size}.svs", given.size)] if given.size else []
-        for path in [*given.slides, *made]:
+        synthetic = [write_large_svs(Path(folder) / f"synthetic_{given.size}.svs", given.size)] if given.size else []
+        for path in [*given.slides, *synthetic]:
             print(json.dumps(compare(path, given.region, given.rounds, given.threads)), flush=True)
 
 
 def compare(path: Path, region_px: int, rounds: int, threads: int) -> dict[str, object]:
-    """Return the medians of both readers for the middle of a slide."""
+    """Return the median rates of both readers for a region in the middle of a slide."""
     source = open_source(path)
     finest = source.levels[0]
     height, width = min(region_px, finest.height_px), min(region_px, finest.width_px)
@@ -96,7 +96,7 @@ def _check_equal(source: SlideSource, path: Path, box: Box) -> None:
     corner = Box(box.y0, min(box.y1, box.y0 + 2048), box.x0, min(box.x1, box.x0 + 2048))
     slow = OpenSlideSource(path)
     if not np.array_equal(source.read(corner, 0), slow.read(corner, 0)):
-        raise SystemExit(f"{path}: the two readers show different pixels; nothing was measured")
+        raise SystemExit(f"{path}: the two readers return different pixels; nothing was measured")
     slow.close()
 
 
@@ -113,7 +113,7 @@ def _read_with_openslide(path: Path, box: Box, threads: int) -> None:
 
 
 def write_large_svs(path: Path, size_px: int) -> Path:
-    """Write an SVS of ``size_px`` squared, levels 1, 2, 4 and 8, out of one synthetic slide's encoded tiles."""
+    """Write an SVS, ``size_px`` squared with downsamples 1, 2, 4, 8, from a synthetic slide's encoded tiles."""
     motif = path.with_name("motif.tiff")
     write_slide(make_anatomy(SlideSpec(seed=0, index=0, case=0, size_px=_MOTIF_PX, positive=True)), motif)
     with tifffile.TiffFile(motif) as read, tifffile.TiffWriter(path, bigtiff=True) as tiff:

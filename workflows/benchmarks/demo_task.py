@@ -1,6 +1,6 @@
-"""Does the demo's task need the whole resolution? The same network, trained the same way, on slides and on thumbnails.
+"""Benchmark of the demo's task: the same network trained on slides and on thumbnails, to see if it needs resolution.
 
-Plain PyTorch on one process: what it reaches is a property of the synthetic slides, not of any parallel run.
+Plain PyTorch in one process: the result depends on the synthetic slides, not on parallel training.
 
     python -m workflows.benchmarks.demo_task [--slides N] [--size PX] [--archive-seed S] [--seed 0 1 2]
 """
@@ -31,7 +31,7 @@ THUMBNAIL_PX = 256
 
 @dataclass(frozen=True)
 class TaskRecipe:
-    """How the demo's network is trained: what the demo's own YAML says."""
+    """Model and training parameters of the demo's YAML."""
 
     name: str
     width: int
@@ -70,7 +70,7 @@ class Slides:
 
 
 def read_archive(planned: list[ArchiveSlide], folder: Path, mpp_um: float = 1.0) -> dict[str, Slides]:
-    """Draw the archive into ``folder`` and read each slide whole at ``mpp_um``; returns the slides of each split."""
+    """Write the archive into ``folder``, read each whole slide at ``mpp_um``, and return the slides of each split."""
     make_archive(planned, folder, workers=2)
     found: dict[str, list[tuple[NDArray[np.uint8], int]]] = {"train": [], "val": [], "test": []}
     for slide in planned:
@@ -84,7 +84,7 @@ def read_archive(planned: list[ArchiveSlide], folder: Path, mpp_um: float = 1.0)
 
 
 def shrink(slides: Slides, size_px: int) -> Slides:
-    """Return the slides as thumbnails: means over squares of pixels."""
+    """Return the slides as thumbnails of ``size_px``, by averaging squares of pixels."""
     n, height = slides.images.shape[:2]
     factor = height // size_px
     cut = slides.images[:, : size_px * factor, : size_px * factor].reshape(n, size_px, factor, size_px, factor, 3)
@@ -92,7 +92,7 @@ def shrink(slides: Slides, size_px: int) -> Slides:
 
 
 def augmented(image: NDArray[np.uint8], rng: np.random.Generator) -> torch.Tensor:
-    """Return one image (3, h, w) float32 in 0…255, turned, mirrored and slightly restained."""
+    """Return one augmented image (3, h, w) float32 in 0…255: rotated, mirrored, with slightly changed colours."""
     image = np.rot90(image, int(rng.integers(4)))
     image = image[:, ::-1] if rng.random() < 0.5 else image
     gain, shift = rng.uniform(0.95, 1.05, 3).astype(np.float32), rng.uniform(-0.01, 0.01, 3).astype(np.float32)
@@ -102,7 +102,7 @@ def augmented(image: NDArray[np.uint8], rng: np.random.Generator) -> torch.Tenso
 
 
 def normalised(batch: torch.Tensor) -> torch.Tensor:
-    """Return images of 0…255 as the network takes them."""
+    """Return images of 0…255 normalised for the network."""
     return (batch - 178.5) / 51.0
 
 
@@ -148,13 +148,13 @@ def scores(model: torch.nn.Module, slides: Slides) -> NDArray[np.float64]:
 
 
 def auroc(score: NDArray[np.float64], labels: NDArray[np.int64]) -> float:
-    """Return the share of (positive, negative) pairs in the right order, ties half."""
+    """Return the area under the ROC curve: the fraction of pairs (positive, negative) in right order, ties half."""
     gaps = score[labels == 1][:, None] - score[labels == 0][None, :]
     return float(((gaps > 0) + 0.5 * (gaps == 0)).mean())
 
 
 def compare(splits: dict[str, Slides], recipe: TaskRecipe, seed: int, log: bool = False) -> dict[str, float]:
-    """Train on whole slides and on thumbnails; returns both AUROCs on the test split and the seconds of the first."""
+    """Train on whole slides and on thumbnails; return both AUROCs on the test split, and the seconds of the first."""
     start = time.perf_counter()
     test = splits["test"]
     whole = auroc(scores(train(splits["train"], recipe, seed, log), test), test.labels)

@@ -1,10 +1,10 @@
-"""The dimensions side by side: layer, pipeline, spatial, spatial + pipeline, two directions, replicas.
+"""Benchmark of the dimensions of parallelism: layer, pipeline, spatial, two directions, replicas, and combinations.
 
-    python -m workflows.benchmarks.dimensions [--out DIR] [--steps 3]       eight ranks whose compute sleeps
+    python -m workflows.benchmarks.dimensions [--out DIR] [--steps 3]       eight ranks that sleep instead of computing
     python -m workflows.benchmarks.dimensions --real [--size 1024]          two ranks that train ResNet-18
 
-Prints a table. With ``--out``, the first writes for every plan ``NAME.json`` (open it in Perfetto) and ``NAME.svg``,
-the picture of who did what when.
+Prints a table. With ``--out``, the first also writes, for each plan, ``NAME.json`` (a trace for Perfetto) and
+``NAME.svg`` (a timeline of all ranks).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hyfi_core.runtime.engine import Engine
 from hyfi_core.schedule.picture import draw
 from hyfi_core.schedule.simulate import simulate
 from hyfi_core.schedule.trace import TraceEvent, bubble, to_json
-from workflows.benchmarks.resting import RestingNetwork
+from workflows.benchmarks.sleeping import SleepingNetwork
 from workflows.evaluation.models import convert_model
 from workflows.launch.launch import own_rank
 from workflows.launch.mpiexec import find
@@ -41,7 +41,7 @@ ONE = (1, 1)
 
 
 def _plans() -> dict[str, ParallelPlan]:
-    """Return plans for eight ranks whose stages all take the same time."""
+    """Return plans for eight ranks; in each plan all ranks have the same work."""
     eight = tuple(f"blocks.{n}" for n in range(1, BLOCKS - 1, 2))
     behind = ("blocks.7", "blocks.9", "blocks.11", "blocks.13")
     plans = {
@@ -59,7 +59,7 @@ def _plans() -> dict[str, ParallelPlan]:
 
 
 def main() -> None:
-    """Start the ranks, or be one of them."""
+    """Start the ranks, or run as one of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--steps", type=int, default=3)
@@ -74,7 +74,7 @@ def main() -> None:
     elif own_rank() is None or "HYFI_BENCHMARK" not in os.environ:
         _start(8, sys.argv[1:])
     else:
-        _resting_rank(given.out, given.steps)
+        _sleeping_rank(given.out, given.steps)
 
 
 def _start(ranks: int, arguments: list[str]) -> None:
@@ -82,26 +82,27 @@ def _start(ranks: int, arguments: list[str]) -> None:
     subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1", "HYFI_BENCHMARK": "1"}, check=True)
 
 
-def _resting_rank(out: Path | None, steps: int) -> None:
+def _sleeping_rank(out: Path | None, steps: int) -> None:
     comm = hyfi_core.init()
     torch.manual_seed(0)
     if comm.rank == 0:
-        print(f"8 ranks, batch {BATCH}; a block sleeps {BLOCK_S * 1e3:.0f} ms an image forward and twice that backward")
+        sleep_ms = f"{BLOCK_S * 1e3:.0f} ms"
+        print(f"8 ranks, batch {BATCH}; a block sleeps {sleep_ms} per image in forward, twice that in backward")
         print("| plan | step (s) | to layer | bubble | simulated | in flight | stage KB | halo KB | reduce KB |")
         print("|---|---|---|---|---|---|---|---|---|")
     layer_s = 0.0
     for name, plan in _plans().items():
-        seconds, engine = _timed(comm, plan, RestingNetwork(BLOCKS, BLOCK_S, SIZE_PX), steps)
+        seconds, engine = _timed(comm, plan, SleepingNetwork(BLOCKS, BLOCK_S, SIZE_PX), steps)
         layer_s = layer_s or seconds
         events = _gathered(comm, engine)
         traffic = comm.gather_objects(engine.traffic())
         if events is not None and traffic is not None:
-            _tell(name, plan, engine, events, traffic, (seconds, layer_s))
-            _picture(out, name, events)
+            _print_row(name, plan, engine, events, traffic, (seconds, layer_s))
+            _write_timeline(out, name, events)
 
 
 def _timed(comm: Communicator, plan: ParallelPlan, model: torch.nn.Module, steps: int) -> tuple[float, Engine]:
-    """Return (the median step, the engine after it)."""
+    """Return the median seconds of a step, and the engine."""
     batch = BATCH // plan.replicas
     engine = hyfi_core.parallelize(model, (batch, 3, SIZE_PX, SIZE_PX), plan, comm)
     images, labels = torch.zeros(batch, 3, SIZE_PX, SIZE_PX), torch.zeros(batch, dtype=torch.long)
@@ -129,7 +130,7 @@ def _gathered(comm: Communicator, engine: Engine) -> list[TraceEvent] | None:
     return [TraceEvent(r, name, b - first, e - first, kind) for part in parts for r, name, b, e, kind in part]
 
 
-def _tell(
+def _print_row(
     name: str,
     plan: ParallelPlan,
     engine: Engine,
@@ -146,7 +147,7 @@ def _tell(
     print(f"| {name} | {row} | " + " | ".join(f"{kilobytes[k]:.0f}" for k in kilobytes) + " |", flush=True)
 
 
-def _picture(out: Path | None, name: str, events: list[TraceEvent]) -> None:
+def _write_timeline(out: Path | None, name: str, events: list[TraceEvent]) -> None:
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         stem = name.replace(" ", "_").replace(",", "").replace("+", "and")
@@ -191,10 +192,10 @@ def _real_rank(fields: dict[str, Any], size_px: int, steps: int) -> None:
         engine.accumulate(images, labels)
 
     seconds = _median(comm, step, steps)
-    told = comm.gather_objects([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, engine.traffic()])
-    if told is not None:
-        sums = [sum(rank[1][kind]["bytes"] for rank in told) / 1e6 for kind in ("stage", "halo", "reduce")]
-        largest = max(rank[0] for rank in told) / 1e3
+    reports = comm.gather_objects([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, engine.traffic()])
+    if reports is not None:
+        sums = [sum(rank[1][kind]["bytes"] for rank in reports) / 1e6 for kind in ("stage", "halo", "reduce")]
+        largest = max(rank[0] for rank in reports) / 1e3
         print(json.dumps([f"{seconds:.2f}", f"{largest:.0f}", *(f"{item:.1f}" for item in sums)]))
 
 

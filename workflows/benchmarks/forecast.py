@@ -1,11 +1,11 @@
-"""What ``hyfi simulate`` says of a step against the step itself, on two ranks of one thread of this machine.
+"""Benchmark of forecasts: ``hyfi simulate`` against measured steps, on two ranks with one thread each.
 
     python -m workflows.benchmarks.forecast [--size 256] [--steps 5] [--machine machine.yaml]
 
-Prints a JSON line for each plan of three networks (one rank and two; grids, stages, schedules, replicas, recomputation,
-cells): seconds predicted, seconds measured (of the shortest step, on a busy machine the honest one), their ratio; then
-a line with the median and the worst error and the rank correlation. Without ``--machine`` the machine is measured
-first, as ``hyfi doctor --measure`` does.
+Prints a JSON line for each plan of three networks (one rank or two; grids, stages, schedules, replicas, recomputation,
+cells): predicted seconds, measured seconds (of the shortest step, which other processes disturb least), and their
+ratio. The last line has the median and the worst error, and the rank correlation. Without ``--machine``, the machine is
+measured first, as by ``hyfi doctor --measure``.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MODELS = ("resnet6", "resnet18", "resnet50")
 
 
 def main() -> None:
-    """Start two ranks, or be one of them."""
+    """Start two ranks, or run as one of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=256)
     parser.add_argument("--steps", type=int, default=5)
@@ -97,7 +97,7 @@ def _predicted_s(machine: MachineModel, name: str, plan: ParallelPlan, size: int
 
 
 def _measured_s(comm: Communicator, name: str, plan: ParallelPlan, given: argparse.Namespace) -> float:
-    """Return the seconds of the shortest step; the second rank waits where the plan has one."""
+    """Return the seconds of the shortest step; if the plan has one rank, the second waits."""
     found = 0.0
     if comm.rank < plan.ranks:
         torch.manual_seed(0)
@@ -127,8 +127,8 @@ def _measured_s(comm: Communicator, name: str, plan: ParallelPlan, given: argpar
 
 
 def _short(plan: ParallelPlan) -> str:
-    fields, plain = plan.to_json(), ParallelPlan(grids=_ONE).to_json()
-    return ", ".join(f"{key} {value}" for key, value in fields.items() if key == "grids" or value != plain[key])
+    fields, defaults = plan.to_json(), ParallelPlan(grids=_ONE).to_json()
+    return ", ".join(f"{key} {value}" for key, value in fields.items() if key == "grids" or value != defaults[key])
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Fused halos against an exchange before each window, where every message is slow: the same step, taken in turns.
+"""Benchmark of fused halos against an exchange before each window operator, with slow messages, in turns.
 
     python -m workflows.benchmarks.fused [--model amoebanet] [--size 128] [--delay-ms 0.5] [--fused-halo 2] [--rounds 5]
 
-Two thread-ranks on a 1 x 2 grid, one compute thread each; every halo exchange and every all-reduce arrives so many
-milliseconds after it began, as between hosts. Prints a JSON line: seconds of a training step (median), messages sent
-for halos by a rank, and the ratio of fused to plain.
+Two ranks (threads) on a 1 x 2 grid, with one compute thread each. Every halo exchange and every all-reduce takes
+``--delay-ms``, as between hosts. Prints a JSON line: seconds of a training step (median), halo messages of one rank,
+and the ratio of fused to plain.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def compare(name: str, size: int, delay_s: float, fused_halo: int | str, rounds: int) -> dict[str, object]:
-    """Return medians of both sides, which take turns so that a noisy neighbour hits both."""
+    """Return medians of both sides, which alternate so that other processes disturb both."""
     torch.manual_seed(0)
     model = amoebanet.amoebanet_d(2, 3, 64) if name == "amoebanet" else getattr(resnet, name)(2, width=16)
     models = [[copy.deepcopy(model) for _ in range(2)] for _ in range(2)]

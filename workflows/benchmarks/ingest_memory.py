@@ -1,11 +1,10 @@
-"""Memory of an ingest by the side of its slide: one worker's growth, and the ratio of the larger slide to the smaller.
+"""Benchmark of an ingest's memory by slide size: growth of one worker, and its ratio to the first size.
 
     python -m workflows.benchmarks.ingest_memory [--size 20480 40960] [--mpp 0.5] [--folder DIR] [--threads 2]
 
-Each slide is a synthetic one, repeated to fill its size (so that drawing it takes seconds), tiled JPEG of ``--mpp``; it
-is ingested at its own resolution with pyramid, mask, blur, stains and picture, in a process like an ingest's workers.
-Growth is the process' largest resident memory (VmHWM) less what it had after importing everything. Prints a JSON line
-for each size.
+Each slide is a tiled JPEG of ``--mpp`` that repeats a small synthetic slide. It is ingested at its own resolution with
+pyramid, mask, blur, stains and thumbnail, in a process like an ingest's workers. Growth is the process's peak resident
+memory (VmHWM) less its memory after the imports. Prints a JSON line for each size.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _PATTERN_PX = 4096
 
 
 def main() -> None:
-    """Measure each size in a process of its own, or, as a child, one of them."""
+    """Measure each size in its own process; or, as such a process, one of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, nargs="+", default=[20480, 40960])
     parser.add_argument("--mpp", type=float, default=0.5, help="microns per pixel stated in the slides")
@@ -51,7 +50,7 @@ def main() -> None:
 
 
 def measure(slide: Path, mpp_um: float, threads: int) -> dict[str, float]:
-    """Ingest ``slide`` in this process and return megabytes and seconds."""
+    """Ingest ``slide`` in this process and return its memory in MB and seconds."""
     from hyfi_core.process_memory import return_what_is_freed
     from pathology.ingest.archive import IngestOptions, ingest_slide
     from pathology.ingest.contact import write_picture
@@ -74,7 +73,7 @@ def measure(slide: Path, mpp_um: float, threads: int) -> dict[str, float]:
 
 
 def write_slide(path: Path, size_px: int, mpp_um: float) -> Path:
-    """Write a tiled JPEG slide of ``size_px`` squared: one drawn slide, repeated; returns its path."""
+    """Write a tiled JPEG slide of ``size_px`` × ``size_px`` that repeats a small synthetic one; return its path."""
     import imagecodecs
     import numpy as np
     import tifffile

@@ -1,15 +1,15 @@
-"""Networks of other packages, untouched: captured at full size, and trained a step on 2 x 2 ranks against one process.
+"""Test of unmodified networks of other packages: capture at full size, and a step on 2 x 2 ranks against one process.
 
     python -m workflows.benchmarks.networks [--only PATTERN] [--seconds 3600] [--rows FILE] [--again refused]
 
-Each network is captured for images of 2048 x 2048 px, and lowered for 2 x 2 ranks there. Then 2 x 2 ranks, which are
-threads, train one step on small images in float64, with random weights. A line for each network says ``exact`` with the
-largest error of a gradient over its norm, ``refused`` with what was refused, ``impossible`` where the network itself
-does not run on such images, ``stopped`` where it took too long, or ``wrong``; their numbers come last.
+Each network is captured for images of 2048 x 2048 px and lowered for 2 x 2 ranks. Then 2 x 2 ranks (threads) train one
+step on small images in float64, with random weights. Prints a line for each network: ``exact`` with the largest error
+of a gradient relative to its norm, ``refused`` with the reason, ``impossible`` if the network itself does not run on
+such images, ``stopped`` if it takes too long, or ``wrong``; at the end, the number of networks with each outcome.
 
-With ``--rows`` each network's line is added to a file of JSON lines as it is known, and networks that are there are not
-run again, unless their outcome is given with ``--again``. Packages that are not installed are left out:
-``pip install timm torchvision pytorchcv transformers monai`` brings them, of versions that go with the installed torch.
+With ``--rows``, results are appended to a file of JSON lines, and networks in that file are not run again, unless their
+outcome is given with ``--again``. Packages that are not installed are skipped; install them with
+``pip install timm torchvision pytorchcv transformers monai``, in versions for the installed torch.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from hyfi_core.lowering.lower import Target, lower
 
 FULL = (1, 3, 2048, 2048)
 SMALL = [(2, 3, 96, 96), (2, 3, 224, 224), (2, 3, 256, 256)]
-"""The first on which the network runs by itself is taken."""
+"""Image shapes to try; the first on which the network itself runs is used."""
 CLASSES = 3
 TOLERANCE = 1e-8
-LARGEST = 60_000_000
-"""Parameters, in float64, with their gradients, on every rank and in the reference: 5 GB."""
+MAX_PARAMETERS = 60_000_000
+"""Most parameters: in float64, with gradients, on every rank and in the reference these are 5 GB."""
 GRID = (2, 2)
 
 TIMM = """
@@ -93,12 +93,12 @@ DenseNet121 SEResNet50 SEResNext50 SENet154 resnet10 resnet18 resnet34 resnet50 
 """
 
 Make = Callable[[int], nn.Module]
-"""The side of the images in pixels -> the network."""
+"""Returns the network for images of a given height and width in pixels."""
 Row = dict[str, str]
 
 
 def networks() -> Iterator[tuple[str, Make]]:
-    """Yield (package/name, maker) of what is installed, by turns of the packages."""
+    """Yield (package/name, maker) of the networks of installed packages, alternating between packages."""
     sources: list[list[tuple[str, Make]]] = []
     for package, place, names, make in (
         ("timm", "timm", TIMM, _timm),
@@ -140,7 +140,7 @@ def _torchvision(module: Any, name: str, side_px: int) -> nn.Module:
 
 
 def _cv(module: Any, name: str, side_px: int) -> nn.Module:
-    """The network as it is for its 224 px, but for its last mean: of 7 x 7 pixels there, of all pixels here."""
+    """Return the network for 224 px, with its last pooling (7 x 7 pixels) replaced by global pooling."""
     model: nn.Module = module.get_model(name, pretrained=False, num_classes=CLASSES)
     last = getattr(getattr(model, "features", None), "final_pool", None)
     if isinstance(last, nn.AvgPool2d):
@@ -149,7 +149,7 @@ def _cv(module: Any, name: str, side_px: int) -> nn.Module:
 
 
 class Logits(nn.Module):
-    """The logits of a classifier of transformers."""
+    """A classifier of transformers that returns its logits."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ def _monai(module: Any, name: str, side_px: int) -> nn.Module:
 
 
 def without_drops(model: nn.Module) -> nn.Module:
-    """Return the model with nothing random in it: PyTorch's random numbers are others than ours."""
+    """Return the model without random operators, whose random numbers would differ from plain PyTorch's."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
@@ -193,7 +193,7 @@ def without_drops(model: nn.Module) -> nn.Module:
 
 
 def full_size(make: Make) -> str:
-    """Return what became of the capture and the lowering of one network at full size."""
+    """Return the outcome of capturing and lowering one network at full size."""
     try:
         model = without_drops(make(FULL[-1])).train()
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -212,21 +212,21 @@ def full_size(make: Make) -> str:
 
 
 def small_size(make: Make) -> str:
-    """Return what became of one step of one network on small images."""
-    labels, why = torch.tensor([0, 1]), ""
+    """Return the outcome of one training step of one network on small images."""
+    labels, reason = torch.tensor([0, 1]), ""
     for shape in SMALL:
         torch.manual_seed(0)
         try:
             model = without_drops(make(shape[-1])).double().train()
-            if sum(p.numel() for p in model.parameters()) > LARGEST:
-                return f"impossible: more than {LARGEST} parameters, which each of {GRID[0] * GRID[1]} ranks would hold"
+            if sum(p.numel() for p in model.parameters()) > MAX_PARAMETERS:
+                return f"impossible: more than {MAX_PARAMETERS} parameters, on each of {GRID[0] * GRID[1]} ranks"
             images, reference = torch.randn(shape, dtype=torch.float64), copy.deepcopy(model)
             F.cross_entropy(reference(images), labels).backward()
             break
         except Exception as error:
-            why = _first_line(error)
+            reason = _first_line(error)
     else:
-        return f"impossible: {why}"
+        return f"impossible: {reason}"
     try:
         program = capture(model, shape, torch.float64)
         found = trained(model, program, images, labels)
@@ -241,7 +241,7 @@ def _first_line(error: Exception) -> str:
 
 
 def trained(model: nn.Module, program: Program, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the gradients of a step on 2 x 2 ranks, which share one capture."""
+    """Return the gradients of a step on 2 x 2 ranks, which share one captured program."""
     copies = [copy.deepcopy(model) for _ in range(GRID[0] * GRID[1])]
     plan, (batch, channels, height, width) = hyfi_core.ParallelPlan(grids=(GRID,)), images.shape
     shape = batch, channels, height, width
@@ -257,7 +257,7 @@ def trained(model: nn.Module, program: Program, images: torch.Tensor, labels: to
 
 
 def worst(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
-    """Return the largest error of a gradient over its norm, or over a thousandth of all gradients' norm."""
+    """Return the largest error of a gradient relative to its norm, or to 1/1000 of the norm of all gradients."""
     if set(found) != set(wanted):
         return float("inf")
     everything = torch.cat([g.flatten() for g in wanted.values()]).norm()
@@ -265,20 +265,20 @@ def worst(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> fl
 
 
 def in_child(what: Callable[[Make], str], make: Make, limit_s: float) -> str:
-    """Return what a process of its own finds, so that a network that hangs or takes all memory is one line only."""
-    here, there = multiprocessing.get_context("fork").Pipe(duplex=False)
+    """Return the outcome of ``what(make)`` in a child process; hanging or crashing is an outcome, too."""
+    receiver, sender = multiprocessing.get_context("fork").Pipe(duplex=False)
 
     def run() -> None:
         try:
-            there.send(what(make))
+            sender.send(what(make))
         except Exception as error:
-            there.send(f"failed: {_first_line(error)}")
+            sender.send(f"failed: {_first_line(error)}")
 
     child = multiprocessing.get_context("fork").Process(target=run, daemon=True)
     child.start()
-    there.close()
+    sender.close()
     try:
-        return str(here.recv()) if here.poll(limit_s) else f"stopped after {limit_s:.0f} s"
+        return str(receiver.recv()) if receiver.poll(limit_s) else f"stopped after {limit_s:.0f} s"
     except EOFError:
         return "stopped: its process ended"
     finally:
@@ -287,7 +287,7 @@ def in_child(what: Callable[[Make], str], make: Make, limit_s: float) -> str:
 
 
 def main() -> None:
-    """Print what became of each network."""
+    """Print the outcome of each network."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="*", help="a pattern of package/name")
     parser.add_argument("--seconds", type=float, default=3600.0, help="start no network after this many seconds")
@@ -298,7 +298,7 @@ def main() -> None:
     parser.add_argument("--again", default="", help="run networks with this outcome again, such as refused")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    logging.getLogger("torch").setLevel(logging.CRITICAL)  # what a network cannot do is one line here
+    logging.getLogger("torch").setLevel(logging.CRITICAL)  # failures are reported as outcomes
     rows = _read(given.rows)
     began = time.monotonic()
     for name, make in networks():
@@ -319,12 +319,12 @@ def main() -> None:
         print(f"{what}: " + ", ".join(f"{count} {found}" for found, count in sorted(counts.items())), flush=True)
 
 
-def _outcome(told: str) -> str:
-    return told.split()[0].rstrip(":")
+def _outcome(result: str) -> str:
+    return result.split()[0].rstrip(":")
 
 
 def _read(path: Path | None) -> dict[str, Row]:
-    """Return the rows of a file by name; of two of one network the later."""
+    """Return the rows of a file by name; if a network has several, the last."""
     if path is None or not path.exists():
         return {}
     return {row["name"]: row for row in map(json.loads, path.read_text().splitlines())}

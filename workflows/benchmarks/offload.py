@@ -1,17 +1,18 @@
-"""What loaders and validators on other ranks win, where computing is a sleep: real slides, real ranks, real waiting.
+"""Benchmark of offloading: what loader and validator ranks gain, with real slides and ranks, and sleeps for compute.
 
     python -m workflows.benchmarks.offload [--size 1024] [--steps 45] [--share 0.2] [--rounds 2]
 
-Four runs of `hyfi train` on one trainer, the same slides in the same order; the network only sleeps:
+Runs of ``hyfi train`` with one trainer on the same slides in the same order; the network only sleeps:
 
-    pure            images are there, nothing is validated: the least that a step can take
+    pure            images are in memory, and there is no validation: the lower bound of a step
     inline          the trainer loads and validates itself
-    offload_all     a loader rank and a validator rank do it
-    bound by compute: inline and offload_all again, on images so small that loading and validation are next to nothing
+    offload_all     a loader rank and a validator rank do that
+    compute-bound   inline and offload_all again, with images so small that loading and validation hardly take time
 
-The sleeps are chosen, from what reading a batch takes here, so that loading and validation are ``--share`` of an inline
-step, half of it each. Prints one JSON object; times are medians over groups of steps between two validations, the first
-three groups left out (by then validators' children have started); of ``--rounds`` rounds the least disturbed counts.
+The sleeps are chosen from the measured time of reading a batch, so that loading and validation are each half of
+``--share`` of an inline step. Prints one JSON object. Times are medians over the groups of steps between two
+validations, without the first three groups, during which the validators' children start; the shortest of ``--rounds``
+rounds counts.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import yaml
 from torch import nn
 
 SETTING = "HYFI_BENCHMARK_OFFLOAD"
-"""The environment variable that tells every rank and child how long to sleep, and where to note the time."""
+"""Environment variable with the sleeps, and the file for the times, for every rank and child (JSON)."""
 
 EVERY_STEPS, BATCH, VAL_SLIDES = 5, 2, 2
 WARM = 3 * EVERY_STEPS
@@ -40,7 +41,7 @@ SMALL_PX, COMPUTE_BOUND_S = 128, 0.25
 
 
 def main() -> None:
-    """Measure, and print what came out."""
+    """Measure and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=1024, help="height and width of an image in pixels")
     parser.add_argument("--steps", type=int, default=45, help=f"at least {WARM + 2 * EVERY_STEPS}")
@@ -54,19 +55,19 @@ def main() -> None:
 
 
 def compare(folder: Path, size_px: int, steps: int, share: float, rounds: int) -> dict[str, Any]:
-    """Return seconds of a step of each run, and the ratios that matter."""
+    """Return the seconds of a step of each run, and their ratios."""
     store, small = make_store(folder, size_px), make_store(folder / "small", SMALL_PX)
     load_s = seconds_to_load(store, size_px)
     compute_s = 2 * load_s * (1 - share) / share
     runs: dict[str, list[OffloadRun]] = {}
-    for turn in range(rounds):  # in turns, so that a noisy neighbour hits all of them
+    for turn in range(rounds):  # alternate, so that other processes disturb all runs
         for name, design in (("pure", "inline"), ("inline", "inline"), ("offload_all", "offload_all")):
             run = OffloadRun(folder / f"{name}-{turn}", store, size_px, steps, design, compute_s, load_s)
             runs.setdefault(name, []).append(run.go(pure=name == "pure"))
         for design in ("inline", "offload_all"):
             run = OffloadRun(folder / f"bound-{design}-{turn}", small, SMALL_PX, steps, design, COMPUTE_BOUND_S, 0.0)
             runs.setdefault(f"bound_{design}", []).append(run.go())
-    step = {name: min(run.seconds for run in of) for name, of in runs.items()}
+    step = {name: min(run.seconds for run in group) for name, group in runs.items()}
     return {
         "size_px": size_px,
         "batch": BATCH,
@@ -84,16 +85,16 @@ class OffloadRun:
     """One run of ``hyfi train``.
 
     Args:
-        folder: of the run.
-        store: the slides.
-        size_px: of an image's side.
-        steps: how many.
-        design: name of the roles.
-        compute_s: sleep of a training step.
-        validate_s: what a step's share of validation sleeps; all of it after every ``EVERY_STEPS`` steps.
+        folder: Folder of the run.
+        store: The slides.
+        size_px: Height and width of an image.
+        steps: Number of steps.
+        design: Value of ``roles.design``.
+        compute_s: Sleep of a training step.
+        validate_s: Sleep of validation per step; the sum follows after every ``EVERY_STEPS`` steps.
 
     Attributes:
-        seconds: of a step, what comes between two steps included.
+        seconds: Seconds from one step to the next.
     """
 
     seconds: float
@@ -112,7 +113,7 @@ class OffloadRun:
         }
 
     def go(self, pure: bool = False) -> OffloadRun:
-        """Run it, with images that are there and without validation if ``pure``; sets ``seconds``."""
+        """Run it and set ``seconds``; ``pure``: with images in memory and without validation."""
         if pure:
             self._tree["validation"]["every_steps"] = 10**9
         path = self._folder.with_suffix(".yaml")
@@ -125,13 +126,13 @@ class OffloadRun:
             stdout=subprocess.DEVNULL,
             check=True,
         )
-        begun = [float(line) for line in clock.read_text().split()]
-        groups = range(WARM, len(begun) - EVERY_STEPS, EVERY_STEPS)
-        self.seconds = statistics.median((begun[k + EVERY_STEPS] - begun[k]) / EVERY_STEPS for k in groups)
+        starts = [float(line) for line in clock.read_text().split()]
+        groups = range(WARM, len(starts) - EVERY_STEPS, EVERY_STEPS)
+        self.seconds = statistics.median((starts[k + EVERY_STEPS] - starts[k]) / EVERY_STEPS for k in groups)
         return self
 
     def waiting(self) -> float:
-        """Return the share of its steps that the run spent waiting for images, once warm."""
+        """Return the fraction of its steps that the run waited for images, without the warm-up."""
         lines = [json.loads(line) for line in (self._folder / "metrics.jsonl").read_text().splitlines()]
         warm = [line for line in lines if line["kind"] == "train" and line["step"] > WARM]
         waited_s, whole_s = (sum(float(line[key]) for line in warm) for key in ("wait_seconds", "seconds"))
@@ -139,7 +140,7 @@ class OffloadRun:
 
 
 def make_store(folder: Path, size_px: int) -> Path:
-    """Write eight slides of noise to train on, and two to validate."""
+    """Write a store with eight training and two validation slides of noise; return its path."""
     import numpy as np
 
     from data.store.layout import LevelSize, pyramid_levels
@@ -172,7 +173,7 @@ def make_store(folder: Path, size_px: int) -> Path:
 
 
 def seconds_to_load(store: Path, size_px: int) -> float:
-    """Return how long reading and varying one batch takes in this process, alone."""
+    """Return the seconds of reading and augmenting one batch in this process."""
     from data.samples.augment import Augment
     from data.samples.dataset import SlideDataset, SlideRef
     from hyfi_core.plan.box import Box
@@ -189,7 +190,7 @@ def seconds_to_load(store: Path, size_px: int) -> float:
 
 
 def sleeper(classes: int, **_: Any) -> nn.Module:
-    """Return a network of one layer; in this process engines sleep from now on, instead of computing."""
+    """Return a network of one layer, and make all engines of this process sleep instead of computing."""
     _sleep_instead(json.loads(os.environ[SETTING]))
     return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, classes))
 
@@ -214,9 +215,9 @@ def _sleep_instead(setting: dict[str, Any]) -> None:
         return torch.zeros(1, 2)
 
     def read(feed: Any, numbers: Any, box: Box) -> torch.Tensor:
-        return there.setdefault(box, torch.zeros((len(numbers), 3, *box.shape), dtype=torch.uint8))
+        return images_in_memory.setdefault(box, torch.zeros((len(numbers), 3, *box.shape), dtype=torch.uint8))
 
-    there: dict[Box, torch.Tensor] = {}
+    images_in_memory: dict[Box, torch.Tensor] = {}
     Engine.accumulate, Engine.predict = accumulate, predict  # type: ignore[method-assign,assignment]
     if setting["pure"]:
         InlineFeed.read = read  # type: ignore[method-assign,assignment]

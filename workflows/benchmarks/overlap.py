@@ -1,17 +1,16 @@
-"""How much of the messages' latency disappears behind a rank's own work.
+"""Benchmark of overlap: how much of the messages' latency is hidden behind computation.
 
     python -m workflows.benchmarks.overlap [--size 1024] [--latency-ms 4] [--steps 3] [--resting-ms 0]
 
-Two ranks, one thread each, ResNet-18, batch 1, float32, channels-last. Each message is there only some time after it
-was sent; that is less than what a convolution takes on a rank's own part. Prints a JSON line for forward (a prediction)
-and one for the whole training step:
+Two ranks with one thread each, ResNet-18, batch 1, float32, channels-last. Each message arrives ``--latency-ms`` after
+it was sent, which is less than the time of a convolution of a rank's part. Prints a JSON line for forward (a
+prediction) and one for a training step, with and without overlap:
 
-    hidden           of the injected latency, what no rank sat out
-    left_in_step     by how much latency makes the step longer, over all injected latency
+    hidden           fraction of the injected latency during which no rank waited
+    left_in_step     by how much latency makes the step longer, as a fraction of the injected latency
 
-each with overlap and without. Both ask for a quiet machine: ranks that fight for cores wait for each other, and latency
-passes meanwhile. On a busy one let the convolutions of own parts take ``--resting-ms`` longer, asleep (backward
-for the map and for the weight), with a small ``--size``.
+This needs an idle machine: ranks that compete for cores wait for each other, which also hides latency. On a busy
+machine use a small ``--size`` and ``--resting-ms``, by which each convolution of a rank's part takes longer, sleeping.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ from workflows.launch.mpiexec import find
 T = TypeVar("T")
 
 
-class RestingConvolution(Convolution):
-    """A convolution whose call on the own part, or on the canvas, takes some time more and no processor."""
+class SleepingConvolution(Convolution):
+    """A convolution that additionally sleeps when it computes the rank's part (not its border strips)."""
 
     seconds: ClassVar[float] = 0.0
 
@@ -55,7 +54,7 @@ class RestingConvolution(Convolution):
 
 
 def main() -> None:
-    """Start two ranks, or be one of them."""
+    """Start two ranks, or run as one of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=1024)
     parser.add_argument("--latency-ms", type=float, default=4.0)
@@ -63,7 +62,7 @@ def main() -> None:
     parser.add_argument("--resting-ms", type=float, default=0.0)
     given = parser.parse_args()
     if "HYFI_OVERLAP_RANK" in os.environ:
-        RestingConvolution.seconds = given.resting_ms / 1000
+        SleepingConvolution.seconds = given.resting_ms / 1000
         _compare(given.size, given.latency_ms / 1000, given.steps)
         return
     environment = os.environ | {"OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1", "HYFI_OVERLAP_RANK": "1"}
@@ -84,15 +83,15 @@ def _compare(size: int, latency_s: float, steps: int) -> None:
 
 
 def _runs(comm: DelayedCommunicator, size: int, overlapped: bool) -> dict[str, Callable[[], object]]:
-    """Return a prediction and a training step; without overlap convolutions wait for their canvas."""
+    """Return a prediction and a training step; without overlap, convolutions wait for their halo."""
     torch.manual_seed(0)
     model = convert_model(resnet.resnet18(2), "float32", "channels_last")
     images = torch.randn(1, 3, size, size).contiguous(memory_format=torch.channels_last)
     plan = hyfi_core.ParallelPlan(grids=((1, 2),), fused_halo=1)
-    made = functools.partial(RestingConvolution, apart=overlapped)
+    convolution = functools.partial(SleepingConvolution, apart=overlapped)
 
     def run(call: Callable[[], T]) -> T:
-        with mock.patch("hyfi_core.rules.overlap.Convolution", made):  # lowered at the first call
+        with mock.patch("hyfi_core.rules.overlap.Convolution", convolution):  # lowered at the first call
             return call()
 
     engine = run(lambda: hyfi_core.parallelize(model, (1, 3, size, size), plan, comm))
@@ -108,8 +107,8 @@ def _runs(comm: DelayedCommunicator, size: int, overlapped: bool) -> dict[str, C
 def _measured(
     run: Callable[[], object], latency: Latency, late_s: float, comm: Communicator, steps: int
 ) -> dict[str, float]:
-    """Run with and without latency in turns; report the rank that hid least and the shortest times."""
-    run()  # warms caches and captures
+    """Run with and without latency in turns; return the shortest times, and ``hidden`` of the rank that hid least."""
+    run()  # captures the model and fills caches
     times: dict[float, list[float]] = {0.0: [], late_s: []}
     latency.injected_s = latency.visible_s = 0.0
     for latency.seconds in [0.0, late_s] * steps:

@@ -1,4 +1,4 @@
-"""Draws the README's picture from a finished demo: a slide, where its prediction comes from, how the run learned.
+"""Draws the README's figure from a finished demo: a slide, its heatmap, a region, and the curves of the run.
 
 python -m workflows.benchmarks.overview demo docs/overview.jpg
 """
@@ -18,11 +18,11 @@ from pathology.readers.sources import open_source
 
 PANEL_PX, GAP_PX, CAPTION_PX = 440, 20, 52
 INK, SOFT, ACCENT, SECOND = (32, 36, 48), (120, 126, 140), (176, 32, 80), (36, 96, 168)
-SCALE = 2  # drawn twice as large and shrunk, so that lines are smooth
+SCALE = 2  # drawn at twice the size and reduced, which smooths lines
 
 
 def main() -> None:
-    """Write the picture."""
+    """Write the figure."""
     demo, target = Path(sys.argv[1]), Path(sys.argv[2])
     slide_id, path, share = _clearest(demo)
     panels = [
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def _clearest(demo: Path) -> tuple[str, Path, str]:
-    """Return (slide, file, class and probability) of the first slide that was found positive."""
+    """Return (slide id, file, class and probability) of the first slide that was predicted positive."""
     with (demo / "predictions" / "predictions.csv").open(encoding="utf-8", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["prediction"] == "malignant"]
     row = next(row for row in rows if _regions(demo / "predictions" / row["slide_id"] / "regions.geojson"))

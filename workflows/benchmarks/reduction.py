@@ -1,9 +1,10 @@
-"""How much of the gradient reduction hides behind backward, over a link that takes its time for every byte.
+"""Benchmark of gradient reduction: how much of it is hidden behind backward on a slow link.
 
     python -m workflows.benchmarks.reduction [--rounds 3]
 
-Two replicas, threads of one process, whose compute sleeps. The link carries one bucket after the other. Three sides
-take turns: no link time, buckets started while backward runs, all buckets after backward. Prints one JSON line.
+Two replicas (threads of one process) that sleep instead of computing. The link carries one bucket after the other.
+Three variants alternate: a link without cost, buckets sent during backward, all buckets after backward. Prints one JSON
+line.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from hyfi_core.comm.base import Communicator, ForwardingCommunicator, Pending, R
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.runtime import gradients
-from workflows.benchmarks.resting import RestingNetwork
+from workflows.benchmarks.sleeping import SleepingNetwork
 
 BLOCKS, BLOCK_S, SIZE_PX, CHANNELS = 16, 0.01, 16, 64
 LINK_S = 0.24
-"""What all gradients together take on the link: three quarters of backward."""
+"""Seconds of all gradients on the link: three quarters of backward."""
 
 
-class _LateReduction:
-    """A pending reduction that completes when the link has carried it."""
+class _DelayedReduction:
+    """A pending reduction that is not done before a given time."""
 
     def __init__(self, pending: Pending, done_s: float) -> None:
         self._pending, self._done_s = pending, done_s
@@ -48,49 +49,49 @@ class _LateReduction:
         self._pending.wait()
 
 
-class LateCommunicator(ForwardingCommunicator):
-    """A communicator whose reductions take turns on a slow link."""
+class SlowLinkCommunicator(ForwardingCommunicator):
+    """A communicator whose reductions follow one after the other on a slow link."""
 
     def __init__(self, comm: Communicator, seconds_per_byte: float) -> None:
         super().__init__(comm)
         self._seconds_per_byte, self._free_s = seconds_per_byte, 0.0
 
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
-        """Start reducing; it ends when the link has carried it."""
+        """Start a reduction; it is done when the link has carried its bytes."""
         self._free_s = max(time.perf_counter(), self._free_s) + tensor.nbytes * self._seconds_per_byte
-        return _LateReduction(self._comm.start_all_reduce(tensor, op), self._free_s)
+        return _DelayedReduction(self._comm.start_all_reduce(tensor, op), self._free_s)
 
     def split(self, color: int | None, key: int = 0) -> Any:
-        """Return a group behind the same sort of link."""
+        """Return a subgroup with a link of the same speed."""
         group = self._comm.split(color, key)
-        return None if group is None else LateCommunicator(group, self._seconds_per_byte)
+        return None if group is None else SlowLinkCommunicator(group, self._seconds_per_byte)
 
 
 def _step_s(link_s: float, overlapped: bool) -> float:
     def body(comm: Communicator) -> float:
         torch.manual_seed(0)
-        model = RestingNetwork(BLOCKS, BLOCK_S, SIZE_PX, CHANNELS)
+        model = SleepingNetwork(BLOCKS, BLOCK_S, SIZE_PX, CHANNELS)
         total = sum(p.numel() * 4 for p in model.parameters())
-        late: Any = LateCommunicator(comm, link_s / total)
-        engine = hyfi_core.parallelize(model, (1, 3, SIZE_PX, SIZE_PX), ParallelPlan(((1, 1),), replicas=2), late)
+        slow: Any = SlowLinkCommunicator(comm, link_s / total)
+        engine = hyfi_core.parallelize(model, (1, 3, SIZE_PX, SIZE_PX), ParallelPlan(((1, 1),), replicas=2), slow)
         images, labels = torch.zeros(1, 3, SIZE_PX, SIZE_PX), torch.zeros(1, dtype=torch.long)
         engine.accumulate(images, labels)
         begin = time.perf_counter()
         engine.accumulate(images, labels)
         return time.perf_counter() - begin
 
-    def nothing(self: Any, parameters: Sequence[Any]) -> None:
-        """Keep everything for the end."""
+    def do_nothing(self: Any, parameters: Sequence[Any]) -> None:
+        """Start no reduction during backward; all are started after it."""
 
     with mock.patch.object(gradients, "BUCKET_BYTES", 128 << 10):
         if overlapped:
             return max(run_ranks(2, body))
-        with mock.patch.object(gradients.ReductionGroup, "complete", nothing):
+        with mock.patch.object(gradients.ReductionGroup, "complete", do_nothing):
             return max(run_ranks(2, body))
 
 
 def main() -> None:
-    """Run the sides in turns and print medians."""
+    """Run the variants in turns and print medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     rounds = parser.parse_args().rounds

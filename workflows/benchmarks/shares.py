@@ -1,10 +1,10 @@
-"""What a slow replica adds when it takes its share by speed, and what it costs when it takes as much as others.
+"""Benchmark of unequal shares: a slow replica with a share in proportion to its speed, or with an equal share.
 
     python -m workflows.benchmarks.shares [--slower 3] [--batch 8] [--steps 5]
 
-Two replicas, threads of one process, whose compute sleeps for every sample; one sleeps ``--slower`` times as long.
-Three sides, the same batch: the fast one alone, both with equal shares, both with shares by speed, which the code of
-``hyfi train`` measures first. Prints one JSON line; seconds are medians of steps.
+Two replicas (threads of one process) that sleep for every sample; one sleeps ``--slower`` times as long. Three variants
+with the same batch: the fast replica alone, both with equal shares, and both with shares by speed, which are measured
+by the code of ``hyfi train``. Prints one JSON line; seconds are medians of steps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SAMPLE_S, SIZE_PX = 0.02, 16
 
 
 def main() -> None:
-    """Run the sides one after the other and print what came out."""
+    """Run the variants one after the other and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slower", type=float, default=3.0)
     parser.add_argument("--batch", type=int, default=8)
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def _pace(comm: Communicator, sleeps: Sequence[float]) -> tuple[float, ...]:
-    """Return the seconds of a sample of each replica."""
+    """Return the seconds that each replica takes for a sample."""
     group = comm.split(comm.rank)
     assert group is not None
     engine, images, labels = _engine(group, (1,), sleeps[comm.rank])
@@ -63,7 +63,7 @@ def _step_s(shares: tuple[int, ...], sleeps: Sequence[float], steps: int) -> flo
     def body(comm: Communicator) -> float:
         engine, images, labels = _engine(comm, shares, sleeps[comm.rank])
         seconds = []
-        for _ in range(steps + 1):  # the first compiles
+        for _ in range(steps + 1):  # the first is not counted
             start_s = time.perf_counter()
             engine.accumulate(images, labels)
             seconds.append(time.perf_counter() - start_s)

@@ -1,11 +1,11 @@
-"""What handing weights to a validator costs a trainer, and what a validator that is too slow does to it.
+"""Benchmark of snapshots: what sending weights to a validator costs a trainer, also if the validator is too slow.
 
     python -m workflows.benchmarks.snapshot [--model resnet18] [--size 512] [--every 4] [--validations 4]
 
-One trainer trains, one validator's child takes twice as long for each snapshot as training takes from one to the next
-(it sleeps, so that it does not slow the trainer down by what it computes). Prints a JSON line for each policy: seconds
-of gathering, copying and sending by the seconds between validations (``snapshot_share``), seconds of waiting for a
-place in the queue by the same (``wait_share``), and which steps were validated.
+The child of one validator takes twice as long for each snapshot as one trainer takes between two snapshots (it sleeps,
+so that it does not slow the trainer down). Prints a JSON line for each policy: the seconds of gathering, copying and
+sending as a fraction of the seconds between validations (``snapshot_share``), the seconds of waiting for a place in the
+queue likewise (``wait_share``), and which steps were validated.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PROGRAM = ("-m", "workflows.benchmarks.snapshot", "--child")
 
 
 def main() -> None:
-    """Start the ranks, or be one of them, or the validator's child."""
+    """Start the ranks, or run as one of them, or as the validator's child."""
     if "--child" in sys.argv:
         _evaluate_slowly(Parent.from_arguments())
         return
@@ -99,8 +99,8 @@ def _step(engine: Engine, size: int) -> None:
 
 
 def measure(engine: Engine, client: ValidationClient, policy: Policy, given: argparse.Namespace) -> dict[str, Any]:
-    """Train and validate by one policy; return the ratios."""
-    handing_s = waiting_s = 0.0
+    """Train and validate with one policy; return the ratios."""
+    submitting_s = waiting_s = 0.0
     steps: list[int] = []
     start_s = time.perf_counter()
     for step in range(1, given.every * given.validations + 1):
@@ -116,7 +116,7 @@ def measure(engine: Engine, client: ValidationClient, policy: Policy, given: arg
             assert state is not None
             client.submit(step, state, lambda: False)
         steps += [done for done, _ in client.collect()]
-        handing_s += time.perf_counter() - before_s
+        submitting_s += time.perf_counter() - before_s
     train_s = time.perf_counter() - start_s
     client.drain(lambda: False)
     steps += [done for done, _ in client.collect()]
@@ -125,15 +125,15 @@ def measure(engine: Engine, client: ValidationClient, policy: Policy, given: arg
     return {
         "policy": policy,
         "between_validations_s": round(between_s, 3),
-        "snapshot_s": round(handing_s / given.validations, 4),
-        "snapshot_share": round(handing_s / given.validations / between_s, 4),
+        "snapshot_s": round(submitting_s / given.validations, 4),
+        "snapshot_share": round(submitting_s / given.validations / between_s, 4),
         "wait_share": round(waiting_s / given.validations / between_s, 3),
         "validated": steps,
         "of": given.validations,
     }
 
 
-def _start(seconds: float, seat: Mapping[str, Any], descriptors: Sequence[int]) -> ChildProcess:
+def _start(seconds: float, rendezvous: Mapping[str, Any], descriptors: Sequence[int]) -> ChildProcess:
     return ChildProcess(PROGRAM, {"seconds": seconds}, descriptors)
 
 

@@ -1,13 +1,13 @@
-"""Two ranks of one thread against plain PyTorch with two threads: the same step on the same cores, taken in turns.
+"""Benchmark of spatial parallelism: two ranks with one thread against plain PyTorch with two threads, in turns.
 
     python -m workflows.benchmarks.spatial [--size 1024 2048] [--model resnet18] [--keep-memory]
 
-Prints a JSON line for each size: seconds of a training step (shortest, on a busy machine the honest one) and ratios of
-shortest and of median steps. Batch 1, float32, channels-last, batch norm in training mode, no optimiser step on any
-side. All sides have the memory settings that ``hyfi`` gives its ranks; ``as_started`` is plain PyTorch without them.
-``as_written`` and ``as_written_two_ranks`` begin with contiguous images and weights, as a user writes them.
-A small size shows what the engine itself costs: ``--size 64 --model resnet50 --steps 30 --sides plain one_rank``.
-With ``--keep-memory`` all sides but that keep what they free from the system: faster, and larger.
+Prints a JSON line for each size: seconds of a training step (the shortest, which other processes disturb least) and
+ratios of shortest and of median steps. Batch 1, float32, channels-last, batch norm in training mode, without optimizer
+step. All variants ("sides") have the memory settings that ``hyfi`` gives its ranks, except ``as_started``, which is
+plain PyTorch without them. ``as_written`` and ``as_written_two_ranks`` start with contiguous images and weights,
+PyTorch's default. A small size shows the cost of the engine: ``--size 64 --model resnet50 --steps 30 --sides plain
+one_rank``. With ``--keep-memory``, all sides except ``as_started`` keep freed memory: faster, but larger.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SIDES = ("plain", "as_started", "two_ranks", "one_rank", "as_written", "as_writt
 
 
 def main() -> None:
-    """Run the whole comparison, or, as a child, one side of one round."""
+    """Run the whole comparison; or, as a child process, one side of one round."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, nargs="+", default=[1024, 2048])
     parser.add_argument("--model", default="resnet18")
@@ -55,15 +55,15 @@ def main() -> None:
 def compare(
     model: str, size: int, rounds: int, steps: int, settings: dict[str, str], sides: Sequence[str] = SIDES
 ) -> dict[str, object]:
-    """Return the medians of all sides, which take turns so that a noisy neighbour hits all of them."""
+    """Return times of all sides, which alternate so that other processes disturb all of them."""
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     for _ in range(rounds):
         for side, found in seconds.items():
             found += _run(side, model, size, steps, settings)
     result: dict[str, object] = {"model": model, "size_px": size}
     result |= {f"{side}_s": round(min(found), 3) for side, found in seconds.items()}
-    ours_of = [side for side in sides if side not in ("plain", "as_started")]
-    pairs = [(side, "plain") for side in ours_of] + [("two_ranks", "as_started")]
+    engine_sides = [side for side in sides if side not in ("plain", "as_started")]
+    pairs = [(side, "plain") for side in engine_sides] + [("two_ranks", "as_started")]
     for ours, theirs in (pair for pair in pairs if {*pair} <= {*sides}):
         for name, middle in (("", min), ("_median", statistics.median)):
             result[f"{ours}_to_{theirs}{name}"] = round(middle(seconds[ours]) / middle(seconds[theirs]), 3)
@@ -83,7 +83,7 @@ def _run(side: str, model: str, size: int, steps: int, settings: dict[str, str])
 
 
 def _side(side: str, name: str, size: int) -> Callable[[], None]:
-    """Return one training step of one side."""
+    """Return the function that runs one training step of a side."""
     torch.manual_seed(0)
     order = torch.contiguous_format if side.startswith("as_written") else torch.channels_last
     model = getattr(resnet, name)(2).to(memory_format=order)
@@ -108,7 +108,7 @@ def _side(side: str, name: str, size: int) -> Callable[[], None]:
 
 
 def _report(step: Callable[[], None], steps: int) -> None:
-    step()  # warms caches and captures
+    step()  # captures the model and fills caches
     times = []
     for _ in range(steps):
         start = time.perf_counter()

@@ -1,10 +1,10 @@
-"""How fast slides become a store and are read from it, against others' writers and readers in the same run.
+"""Benchmark of the store: writing and reading slides, against other libraries in the same run.
 
-python -m workflows.benchmarks.store SLIDE.svs [--runs 3]
+    python -m workflows.benchmarks.store SLIDE.svs [--runs 3]
 
-Others are compared with where they are installed: ``pip install -e .[test,rivals]``. All that is written is synced.
-Every line is a median. ``ratio`` is the rival's seconds for a megapixel over ours, by the clock and by processor time:
-on a machine that others use, too, the second is the steadier one.
+Libraries that are not installed are skipped: ``pip install -e .[test,rivals]``. Everything written is synced. Every
+line is a median. ``ratio`` is the other library's seconds per megapixel divided by ours, in wall-clock and in CPU time;
+on a busy machine, CPU time is more reliable.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ THREADS = usable_cores()
 
 @dataclass(frozen=True)
 class Timing:
-    """Median seconds, by the clock and of all threads together, for a number of megapixels."""
+    """Median wall-clock seconds, and CPU seconds of all threads, for a number of megapixels."""
 
     name: str
     seconds: float
@@ -52,12 +52,12 @@ class Timing:
 
     @property
     def rate(self) -> float:
-        """Megapixels a second."""
+        """Megapixels per second."""
         return self.megapixels / self.seconds
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure and print the results."""
     parser = argparse.ArgumentParser()
     parser.add_argument("slide", type=Path)
     parser.add_argument("--runs", type=int, default=3)
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def measure(path: Path, folder: Path, runs: int) -> None:
-    """Measure writing and reading on one slide; print a line for each."""
+    """Measure writing and reading of one slide; print a line for each library."""
     source = open_source(path)
     mpp = sum(source.mpp or (1.0, 1.0)) / 2
     size = source.levels[0]
@@ -105,7 +105,7 @@ def _region(height: int, width: int) -> Box:
 
 
 def _timed(name: str, runs: int, megapixels: float, folder: Path, work: Callable[[Path], object]) -> Timing | None:
-    """Time ``work`` on a fresh folder; the last one stays, under ``name``. None where the rival is not installed."""
+    """Time ``work`` on an empty folder ``name``, which is kept; return None if the library is not installed."""
     seconds, cpu = [], []
     for _ in range(runs):
         out = folder / name
@@ -120,18 +120,18 @@ def _timed(name: str, runs: int, megapixels: float, folder: Path, work: Callable
             return None
         seconds.append(time.perf_counter() - begin)
         cpu.append(time.process_time() - cpu_begin)
-    return _told(Timing(name, statistics.median(seconds), statistics.median(cpu), megapixels))
+    return _printed(Timing(name, statistics.median(seconds), statistics.median(cpu), megapixels))
 
 
-def _told(timing: Timing) -> Timing:
-    print(f"{timing.name:28} {timing.seconds:7.2f} s {timing.rate:6.0f} MP/s   processor {timing.cpu_s:6.2f} s")
+def _printed(timing: Timing) -> Timing:
+    print(f"{timing.name:28} {timing.seconds:7.2f} s {timing.rate:6.0f} MP/s   CPU {timing.cpu_s:6.2f} s")
     return timing
 
 
 def _compare(ours: Timing | None, rival: Timing | None) -> None:
     if ours and rival:
         cpu = (rival.cpu_s / rival.megapixels) / (ours.cpu_s / ours.megapixels)
-        print(f"ratio {ours.rate / rival.rate:6.2f}   by processor time {cpu:6.2f}   {ours.name} : {rival.name}")
+        print(f"ratio {ours.rate / rival.rate:6.2f}   by CPU time {cpu:6.2f}   {ours.name} : {rival.name}")
 
 
 def _ingest(path: Path, out: Path, options: IngestOptions) -> None:
@@ -141,7 +141,7 @@ def _ingest(path: Path, out: Path, options: IngestOptions) -> None:
 
 
 def _write(pixels: Planes, out: Path) -> None:
-    """Pyramid and store of pixels that are in memory already."""
+    """Write a pyramid and a store from pixels in memory."""
     sizes = level_sizes(pixels.shape[1], pixels.shape[2], at_least=1)
     with SlideWriter(out, "s", pyramid_levels(sizes, 1.0)) as writer:
         PyramidBuilder(sizes, lambda box: pixels[(slice(None), *box.slices())], writer.write).build()
@@ -180,11 +180,11 @@ def _reading(path: Path, region: Box, runs: int) -> None:
     slide = SlideStore.open(path)
     out = np.empty((3, *region.shape), np.uint8)
     box = region.slices()
-    ours = _best("read, our reader", runs, region, lambda: slide.read(region, 0, THREADS, out))
+    ours = _timed_read("read, our reader", runs, region, lambda: slide.read(region, 0, THREADS, out))
     import zarr
 
     array: Any = zarr.open_group(path, mode="r")["0"]
-    _compare(ours, _best("read, zarr-python", runs, region, lambda: array[(slice(None), *box)]))
+    _compare(ours, _timed_read("read, zarr-python", runs, region, lambda: array[(slice(None), *box)]))
     try:
         import tensorstore
     except ImportError:
@@ -192,18 +192,18 @@ def _reading(path: Path, region: Box, runs: int) -> None:
         return
     spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(path / "0")}}
     other = tensorstore.open(spec, open=True).result()
-    _compare(ours, _best("read, tensorstore", runs, region, lambda: other[(slice(None), *box)].read().result()))
+    _compare(ours, _timed_read("read, tensorstore", runs, region, lambda: other[(slice(None), *box)].read().result()))
 
 
-def _best(name: str, runs: int, region: Box, work: Callable[[], object]) -> Timing:
+def _timed_read(name: str, runs: int, region: Box, work: Callable[[], object]) -> Timing:
     seconds, cpu = [], []
     for _ in range(runs + 1):
         begin, cpu_begin = time.perf_counter(), time.process_time()
         work()
         seconds.append(time.perf_counter() - begin)
         cpu.append(time.process_time() - cpu_begin)
-    # The first one fills caches.
-    return _told(Timing(name, statistics.median(seconds[1:]), statistics.median(cpu[1:]), region.area / 1e6))
+    # Without the first, which fills caches.
+    return _printed(Timing(name, statistics.median(seconds[1:]), statistics.median(cpu[1:]), region.area / 1e6))
 
 
 def _sizes(path: Path, folder: Path, kinds: dict[str, IngestOptions]) -> None:
@@ -214,7 +214,7 @@ def _sizes(path: Path, folder: Path, kinds: dict[str, IngestOptions]) -> None:
 
 
 def _growth(path: Path, folder: Path, options: IngestOptions) -> int:
-    """Return by how many bytes a fresh process grows that ingests the slide."""
+    """Return by how many bytes a new process grows that ingests the slide."""
     context = get_context("spawn")
     results = context.SimpleQueue()
     out = folder / "memory"

@@ -1,11 +1,11 @@
-"""How fast the viewer cuts and serves tiles, and what memory it needs.
+"""Benchmark of the viewer: time of tiles, and its memory.
 
-python -m workflows.benchmarks.view SLIDE_OR_STORE... [--tiles 300] [--gigapixel PX]
+    python -m workflows.benchmarks.view SLIDE_OR_STORE... [--tiles 300] [--gigapixel PX]
 
-For each slide a fresh viewer serves places drawn at random near the tissue: ``cold``, nothing of them decoded before,
-``warm``, the same places again. Times are from the request to the last byte, over HTTP from a process of its own, one
-request at a time; tiles a second are those of the processor time that the server takes for them, as on one core.
-``--gigapixel PX`` adds a drawn slide of PX × PX pixels at 0.25 µm, the same JPEG tile everywhere.
+For each slide a new viewer serves randomly chosen tiles: ``cold``, when nothing is decoded, and ``warm``, the same
+tiles again. Times are from the request to the last byte, over HTTP, one request at a time. Tiles per second are
+computed from the server's CPU time, as on one core. ``--gigapixel PX`` adds a synthetic slide of PX × PX pixels at 0.25
+µm, which repeats one JPEG tile.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ import tifffile
 
 @dataclass(frozen=True)
 class Served:
-    """What a series of tiles took: milliseconds of each by the clock, and seconds of the server's processor."""
+    """Times of a series of tiles: milliseconds of each, and CPU seconds of the server for all of them."""
 
     milliseconds: list[float]
     cpu_s: float
 
-    def words(self) -> str:
-        """Return a line for people."""
+    def describe(self) -> str:
+        """Return the times as one line of text."""
         ordered = sorted(self.milliseconds)
         return (
             f"median {statistics.median(ordered):5.1f} ms, 95 % {ordered[int(0.95 * len(ordered))]:6.1f} ms, "
-            f"{len(ordered) / self.cpu_s:5.0f} tiles a second of one core"
+            f"{len(ordered) / self.cpu_s:5.0f} tiles/s on one core"
         )
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure and print the results."""
     parser = argparse.ArgumentParser()
     parser.add_argument("paths", type=Path, nargs="*")
     parser.add_argument("--tiles", type=int, default=300)
     parser.add_argument("--gigapixel", type=int)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        drawn = [draw(Path(folder), arguments.gigapixel)] if arguments.gigapixel else []
-        for path in [*arguments.paths, *drawn]:
+        synthetic = [draw(Path(folder), arguments.gigapixel)] if arguments.gigapixel else []
+        for path in [*arguments.paths, *synthetic]:
             measure(path, arguments.tiles)
 
 
@@ -73,7 +73,7 @@ def measure(path: Path, count: int) -> None:
             about = _json(f"{slide}/about.json")
             print(f"{path.name}: {about['width_px']} × {about['height_px']} px")
             _series(server.pid, slide, about, count)
-            print(f"  most memory of the server: {_status_mib(server.pid, 'VmHWM'):.0f} MiB")
+            print(f"  peak memory of the server: {_status_mib(server.pid, 'VmHWM'):.0f} MiB")
         finally:
             server.terminate()
 
@@ -85,17 +85,17 @@ def _series(pid: int, slide: str, about: dict[str, Any], count: int) -> None:
         places = list(_places(about, levels, count))
         for state in ("cold", "warm"):
             served = _fetch(pid, [f"{slide}/tile/{z}/{y}/{x}.{kind}" for z, y, x in places])
-            print(f"  {name:18} {state}: {served.words()}")
+            print(f"  {name:18} {state}: {served.describe()}")
 
 
 def _places(about: dict[str, Any], levels: Sequence[int], count: int) -> Iterator[tuple[int, int, int]]:
-    """Yield tiles as somebody looks at them: some next to each other, then others elsewhere."""
-    draw_from = random.Random(0)
+    """Yield (zoom, row, column) of tiles as a user views them: twelve neighbours, then twelve elsewhere."""
+    generator = random.Random(0)
     for k in range(0, count, 12):
         zoom = levels[k // 12 % len(levels)]
         scale = about["tile_px"] * 2 ** (about["finest_zoom"] - zoom)
         rows, columns = -(-about["height_px"] // scale), -(-about["width_px"] // scale)
-        row, column = draw_from.randrange(max(1, rows - 3)), draw_from.randrange(max(1, columns - 4))
+        row, column = generator.randrange(max(1, rows - 3)), generator.randrange(max(1, columns - 4))
         for n in range(12):
             yield zoom, min(rows - 1, row + n // 4), min(columns - 1, column + n % 4)
 
@@ -117,7 +117,7 @@ def _fetch(pid: int, addresses: Sequence[str]) -> Served:
 
 
 def draw(folder: Path, side_px: int) -> Path:
-    """Write a pyramid of ``side_px`` squared from one encoded tile, and return it."""
+    """Write a pyramidal TIFF of ``side_px`` × ``side_px`` that repeats one encoded tile, and return its path."""
     grain = np.random.default_rng(0).integers(110, 230, (32, 32, 3), np.uint8).repeat(8, 0).repeat(8, 1)
     tile = simplejpeg.encode_jpeg(np.ascontiguousarray(grain), quality=80, colorspace="RGB", colorsubsampling="420")
     path, side = folder / "gigapixel.tiff", side_px
@@ -146,7 +146,7 @@ def _json(address: str) -> Any:
 
 
 def _cpu_s(pid: int) -> float:
-    """Return what a process has taken of the processors, in user and system mode (Linux, proc(5))."""
+    """Return the CPU seconds of a process, in user and system mode (Linux, proc(5))."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / 100
 

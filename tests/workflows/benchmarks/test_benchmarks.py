@@ -33,7 +33,7 @@ SMALL = {
     "store": ["SLIDE", "--runs", "1"],
     "view": ["SLIDE", "--tiles", "24", "--gigapixel", "3000"],
 }
-PARTS = {"__init__", "resting"}
+PARTS = {"__init__", "sleeping"}
 
 
 def test_all_benchmarks_are_known_here() -> None:
