@@ -73,7 +73,7 @@ def supervise(comm: Communicator, store: Any = None) -> None:
     board = open_board(comm) if store is None else Board(store, comm.rank, comm.size)
     peers = watch_peers(comm, _tell_lost)
     comm.barrier()  # every rank is on the board before any reads it
-    Supervisor(comm, board, peers, limit_s).install()
+    RankSupervisor(comm, board, peers, limit_s).install()
 
 
 def _tell_lost(rank: int) -> None:
@@ -83,7 +83,7 @@ def _tell_lost(rank: int) -> None:
     print(words, file=sys.stderr, flush=True)
 
 
-class Supervisor:
+class RankSupervisor:
     """Failure handling of one rank.
 
     Args:

@@ -14,7 +14,7 @@ import pytest
 from hyfi_core.comm.activity import ACTIVITY, Wait
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.supervision.board import RankStatus, State
-from hyfi_core.comm.supervision.supervisor import Supervisor, time_limit_s
+from hyfi_core.comm.supervision.supervisor import RankSupervisor, time_limit_s
 from hyfi_core.errors import RequestError
 from tests.conftest import MPIEXEC, ROOT
 from tests.hyfi_core.comm.supervision.failing_ranks import (
@@ -138,7 +138,7 @@ def test_a_long_transfer_is_no_deadlock(
 ) -> None:
     """All ranks wait while a large message is on its way, and none computes."""
     board: Any = TwoQuietRanks(nbytes, other)
-    supervisor = Supervisor(AloneCommunicator(), board, None, 0.0)
+    supervisor = RankSupervisor(AloneCommunicator(), board, None, 0.0)
     ended: list[str] = []
     monkeypatch.setattr(supervisor, "_end_all", ended.append)
     monkeypatch.setattr(ACTIVITY, "wait", Wait(lambda: "an exchange", 0.0, nbytes=nbytes))
