@@ -14,23 +14,23 @@ from typing import Any
 from hyfi_core.files import swap_directory, sync_file
 
 
-def temporary_beside(path: Path) -> Path:
+def temporary_path(path: Path) -> Path:
     """Return this process's temporary name for ``path``: ``.name.tmp-<host>-<pid>`` in the same folder."""
     return path.with_name(f".{path.name}.tmp-{socket.gethostname()}-{os.getpid()}")
 
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Replace ``path`` by ``data``: readers see the old content or the new, even after a crash."""
-    beside = temporary_beside(path)
+    temporary = temporary_path(path)
     try:
-        with beside.open("wb") as file:
+        with temporary.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(path)
+        temporary.replace(path)
         sync_file(path.parent)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
@@ -56,8 +56,8 @@ def sync_tree(folder: Path, only: str | None = None) -> None:
 
 def publish_directory(prepared: Path, final: Path) -> None:
     """Rename the finished directory ``prepared`` to ``final``, replacing an older one if there is one."""
-    beside = temporary_beside(final)
-    old = beside.with_name(beside.name.replace(".tmp-", ".old-"))
+    temporary = temporary_path(final)
+    old = temporary.with_name(temporary.name.replace(".tmp-", ".old-"))
     swap_directory(prepared, final, old)
 
 

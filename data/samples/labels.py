@@ -61,19 +61,19 @@ def load_labels(csv: Path, target: str, *, classes: Sequence[str] | None = None)
     key = table.key
     found = _class_names(table, key, target)
     names = tuple(classes) if classes is not None else tuple(sorted(set(found.values()) - {""}, key=natural_key))
-    _refuse_lookalikes(table, key, {name: who for who, name in found.items() if name})
+    _refuse_lookalikes(table, key, {name: item for item, name in found.items() if name})
     if not any(found.values()):
         raise RequestError(f"{table.name}: the column {target!r} is empty for every slide")
     index = {name: i for i, name in enumerate(names)}
-    unknown = {name: who for who, name in found.items() if name and name not in index}
+    unknown = {name: item for item, name in found.items() if name and name not in index}
     if unknown:
-        name, who = next(iter(unknown.items()))
+        name, item = next(iter(unknown.items()))
         meant = [known for known in names if _plain_class(known) == _plain_class(name)]
         hint = f" (write it {meant[0]!r})" if meant else ""
         raise RequestError(
-            f"{table.name}: {key} {who}: unknown class {name!r} in {target!r}; known: {', '.join(names)}{hint}"
+            f"{table.name}: {key} {item}: unknown class {name!r} in {target!r}; known: {', '.join(names)}{hint}"
         )
-    indices = {who: index[name] if name else None for who, name in found.items()}
+    indices = {item: index[name] if name else None for item, name in found.items()}
     return Labels(target, key, names, indices, _cases(table), table.rows)
 
 
@@ -93,26 +93,26 @@ def _class_names(table: Table, key: str, target: str) -> dict[str, str]:
     found: dict[str, str] = {}
     lines: dict[str, int] = {}
     for line, row in zip(table.lines, table.rows, strict=True):
-        who, name = row[key], row[target]
-        if not who:
+        item, name = row[key], row[target]
+        if not item:
             if name:
                 raise RequestError(f"{table.name}, line {line}: {target} {name!r}, but no {key}")
             continue
-        if found.setdefault(who, name) != name:
-            first = f"{found[who]!r} on line {lines[who]}"
-            raise RequestError(f"{table.name}: {key} {who} has two labels: {first} and {name!r} on line {line}")
-        lines.setdefault(who, line)
+        if found.setdefault(item, name) != name:
+            first = f"{found[item]!r} on line {lines[item]}"
+            raise RequestError(f"{table.name}: {key} {item} has two labels: {first} and {name!r} on line {line}")
+        lines.setdefault(item, line)
     return found
 
 
 def _refuse_lookalikes(table: Table, key: str, classes: Mapping[str, str]) -> None:
     """Refuse classes that differ only in case or white space; ``classes``: class to a slide or case that has it."""
     seen: dict[str, str] = {}
-    for name, who in classes.items():
+    for name, item in classes.items():
         other = seen.setdefault(_plain_class(name), name)
         if other != name:
             raise RequestError(
-                f"{table.name}: the classes {other!r} ({key} {classes[other]}) and {name!r} ({key} {who}) differ only "
+                f"{table.name}: the classes {other!r} ({key} {classes[other]}) and {name!r} ({key} {item}) differ only "
                 "in case or white space; write them alike"
             )
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import StoreError
-from data.files import publish_directory, remove_leftovers, sync_tree, temporary_beside
+from data.files import publish_directory, remove_leftovers, sync_tree, temporary_path
 from data.store.metadata import omero
 from data.store.sharded_array import ShardedArray, read_json
 from data.store.slide_store import SlideStore, slide_path
@@ -55,14 +55,14 @@ def export_ngff04(slide: Path, folder: Path, threads: int, progress: Callable[[i
     if _is_copy(final, store):
         return False
     remove_leftovers(final)
-    beside = temporary_beside(final)
-    shutil.rmtree(beside, ignore_errors=True)
+    temporary = temporary_path(final)
+    shutil.rmtree(temporary, ignore_errors=True)
     try:
-        _write_in_thread(store, beside, threads, progress or (lambda _: None))
-        sync_tree(beside)
-        publish_directory(beside, final)
+        _write_in_thread(store, temporary, threads, progress or (lambda _: None))
+        sync_tree(temporary)
+        publish_directory(temporary, final)
     except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
     return True
 

@@ -19,7 +19,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from data.files import remove_leftovers, sha256_of, temporary_beside
+from data.files import remove_leftovers, sha256_of, temporary_path
 from data.store.shard import TEMPORARY, FileEntry
 
 JOURNAL = "journal.jsonl"
@@ -35,7 +35,7 @@ def unfinished_folder(final: Path, identity: list[Any] | None) -> Path:
     remove_leftovers(final)
     prefix = f".{final.name}.part-"
     if identity is None:
-        folder = temporary_beside(final)
+        folder = temporary_path(final)
         shutil.rmtree(folder, ignore_errors=True)
     else:
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()

@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from data.files import temporary_beside
+from data.files import temporary_path
 from hyfi_core.errors import RequestError
 from hyfi_core.files import sync_file
 from pathology.ingest.claims import Claim
@@ -192,7 +192,7 @@ def _save(path: Path, rows: Iterable[KeyRow]) -> None:
     writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
     writer.writeheader()
     writer.writerows(table)
-    beside = temporary_beside(path)
+    beside = temporary_path(path)
     try:
         # The mode is set on creation, so that others can never read the file.
         handle = os.open(beside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)

@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from data.files import remove_leftovers, temporary_beside
+from data.files import remove_leftovers, temporary_path
 from data.samples.dataset import SlideDataset, SlideRef
 from data.samples.view import View
 from data.store.manifest import SlideRecord
@@ -328,7 +328,7 @@ def _on_all_ranks(comm: Communicator, action: Callable[[], T]) -> T:
 @contextmanager
 def _scratch(folder: OutFolder, comm: Communicator, needed: bool) -> Iterator[Path]:
     """Context that yields a temporary store in the results' folder, with the same name on every rank."""
-    path = Path(comm.broadcast_object(str(temporary_beside(folder.path / "ingest"))))
+    path = Path(comm.broadcast_object(str(temporary_path(folder.path / "ingest"))))
     if not needed:
         yield path
         return

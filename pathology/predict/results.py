@@ -15,7 +15,7 @@ from typing import Any
 
 from PIL import Image
 
-from data.files import publish_directory, remove_leftovers, temporary_beside
+from data.files import publish_directory, remove_leftovers, temporary_path
 from hyfi_core.files import sync_file
 from pathology.ingest.thumbnail import thumbnail_of_store
 from pathology.predict.heatmap_tiff import write_heatmap, write_score_picture
@@ -48,7 +48,7 @@ def write_results(
         OSError: The folder cannot be written; an existing one is unchanged.
     """
     remove_leftovers(folder)
-    beside = temporary_beside(folder)
+    beside = temporary_path(folder)
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir()
     try:

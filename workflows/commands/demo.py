@@ -100,9 +100,9 @@ def _prepare(out: Path, parameters: dict[str, Any]) -> None:
 
 
 def _mark(out: Path, parameters: dict[str, Any], done: bool) -> None:
-    beside = out / f"{MARKER}.tmp"
-    beside.write_text(json.dumps({"done": done, "parameters": parameters}))
-    beside.replace(out / MARKER)
+    temporary = out / f"{MARKER}.tmp"
+    temporary.write_text(json.dumps({"done": done, "parameters": parameters}))
+    temporary.replace(out / MARKER)
 
 
 class _Demo:

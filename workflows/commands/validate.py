@@ -57,14 +57,14 @@ class EvaluationRequest:
 
     def arguments(self) -> list[str]:
         """Return the command line of the same request, for the ranks."""
-        words = ["validate", str(self.checkpoint), "--store", str(self.store), "--split", self.split]
-        words += ["--labels", str(self.labels)] if self.labels else []
-        words += ["--splits", str(self.splits)] if self.splits else []
-        words += ["--split-column", self.split_column] if self.split_column else []
-        words += ["--cells", self.cells] if self.cells else []
-        words += ["--out", str(self.out)] if self.out else []
-        words += ["--calibrate"] * self.calibrate + ["--device", self.device]
-        return [*words, "--image", self.image, *["--json"] * self.as_json]
+        arguments = ["validate", str(self.checkpoint), "--store", str(self.store), "--split", self.split]
+        arguments += ["--labels", str(self.labels)] if self.labels else []
+        arguments += ["--splits", str(self.splits)] if self.splits else []
+        arguments += ["--split-column", self.split_column] if self.split_column else []
+        arguments += ["--cells", self.cells] if self.cells else []
+        arguments += ["--out", str(self.out)] if self.out else []
+        arguments += ["--calibrate"] * self.calibrate + ["--device", self.device]
+        return [*arguments, "--image", self.image, *["--json"] * self.as_json]
 
 
 def run(request: EvaluationRequest, ranks: int | None) -> int:

@@ -45,8 +45,8 @@ def find() -> MpiExec:
     Raises:
         RequestError: There is none.
     """
-    beside = Path(sys.executable).parent / "mpiexec"
-    found = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpiexec")
+    own = Path(sys.executable).parent / "mpiexec"
+    found = str(own) if os.access(own, os.X_OK) else shutil.which("mpiexec")
     if found is None:
         raise RequestError(NO_MPI)
     return MpiExec(Path(found), _flavour(found))

@@ -101,6 +101,6 @@ class RunStatus:
 
     def _write(self, name: str, text: str) -> None:
         # Atomic: the launcher may read at any time.
-        beside = self.folder / f".{name}.{os.getpid()}.tmp"
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(self.folder / name)
+        temporary = self.folder / f".{name}.{os.getpid()}.tmp"
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(self.folder / name)

@@ -1,4 +1,4 @@
-"""The trace of a few training steps: what every trainer did when, in ``RUN/trace.json``, for Perfetto.
+"""Trace of a few training steps in ``RUN/trace.json``, for Perfetto: the spans of all trainers.
 
 ::
 
@@ -26,9 +26,9 @@ def traced_steps(done: int, last: int, count: int) -> range:
     """Return the steps to trace: ``count`` of them from the second on, because the first captures the model.
 
     Args:
-        done: steps that were finished before this process began.
-        last: the run's last step.
-        count: number of steps wanted; a run of one step traces that one.
+        done: Number of steps that were finished before this process started.
+        last: The run's last step.
+        count: Number of steps to trace; if the run has only one step, that one is traced.
     """
     first = min(done + 2, last)
     return range(first, min(first + count, last + 1))
@@ -38,10 +38,10 @@ class StepTrace:
     """One trainer's part of a trace; all trainers call its methods together.
 
     Args:
-        path: file that rank 0 writes.
-        engine: whose steps are traced.
-        trainers: its ranks.
-        steps: to trace; may be empty.
+        path: File that rank 0 writes.
+        engine: The trainers' engine.
+        trainers: All trainers.
+        steps: Steps to trace; may be empty.
     """
 
     def __init__(self, path: Path, engine: Engine, trainers: Communicator, steps: range) -> None:
