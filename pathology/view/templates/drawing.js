@@ -1,8 +1,8 @@
-// Annotations of the active slide: drawn, named, moved, saved. Everything drawn is saved a moment later.
-import {addressOf, areaWords, ask, by, css, element, lengthWords, toPlace, toPoint} from "./page.js";
+// Annotations of the active slide: drawing, naming, editing. Changes are saved automatically after a short delay.
+import {byId, css, element, formatArea, formatLength, request, slideUrl, toLatLng, toPosition} from "./page.js";
 
 const SAVE_AFTER_MS = 400;
-const MOST_CORNERS_TO_MOVE = 200;
+const MAX_EDITABLE_CORNERS = 200;
 const FREEHAND_STEP_PX = 3;
 const COLORS = [[200, 0, 0], [150, 200, 150], [90, 60, 190], [230, 150, 20], [0, 140, 160], [120, 120, 120]];
 
@@ -19,15 +19,15 @@ export class Annotations {
     this.colors = new Map();
     this.timer = 0;
     this.writing = Promise.resolve();
-    for (const button of by("tools").children) button.addEventListener("click", () => this.draw(button.dataset.tool));
-    by("download").addEventListener("click", () => this.download().catch(error => this.say(error.message, true)));
+    for (const button of byId("tools").children) button.addEventListener("click", () => this.draw(button.dataset.tool));
+    byId("download").addEventListener("click", () => this.download().catch(error => this.say(error.message, true)));
     addEventListener("beforeunload", event => { if (this.unsaved) event.preventDefault(); });
   }
 
   get unsaved() { return this.timer !== 0 && this.pane?.about?.annotations.saved; }
 
-  // Whose annotations are shown; what was drawn before is saved first.
-  async of(pane) {
+  // Show the annotations of a pane's slide; pending changes are saved first.
+  async show(pane) {
     await this.flush();
     this.stop();
     this.remove();
@@ -38,10 +38,10 @@ export class Annotations {
     const {key} = pane;
     this.say(pane.about.annotations.saved ? "" : `Not saved: ${pane.about.annotations.reason}`);
     try {
-      const answer = await ask(addressOf(key, "annotations.json"));
-      const found = await answer.json();
+      const response = await request(slideUrl(key, "annotations.json"));
+      const found = await response.json();
       if (this.pane !== pane || pane.key !== key || !pane.map) return;
-      this.state = (answer.headers.get("ETag") || "").replaceAll('"', "");
+      this.version = (response.headers.get("ETag") || "").replaceAll('"', "");
       this.collection = found;
       this.key = key;
       for (const one of found.features) this.put(one);
@@ -54,7 +54,7 @@ export class Annotations {
   remove() {
     for (const shape of this.shapes.values()) shape.remove();
     this.shapes.clear();
-    this.hold(null);
+    this.select(null);
   }
 
   colorOf(name) {
@@ -69,16 +69,16 @@ export class Annotations {
     const color = css(one.properties?.classification?.color || [30, 30, 30]);
     const chosen = one === this.selected;
     const shape = L.geoJSON(one, {
-      coordsToLatLng: toPoint,
+      coordsToLatLng: toLatLng,
       style: {color, weight: chosen ? 4 : 2.5, fillOpacity: chosen ? 0.14 : 0.06},
       pointToLayer: (_, at) => L.circleMarker(at, {radius: chosen ? 9 : 6, color, weight: chosen ? 4 : 2.5, fillOpacity: 0.3}),
     });
-    shape.on("click", event => { if (!this.drawing) { L.DomEvent.stop(event); this.hold(one); } });
+    shape.on("click", event => { if (!this.drawing) { L.DomEvent.stop(event); this.select(one); } });
     this.shapes.set(one, shape.addTo(this.pane.map));
   }
 
-  // Select an annotation: its corners can be moved.
-  hold(one) {
+  // Select an annotation, so that its corners can be moved.
+  select(one) {
     const before = this.selected;
     this.selected = one;
     for (const corner of this.corners) corner.remove();
@@ -91,13 +91,13 @@ export class Annotations {
   handles(one) {
     const {type, coordinates} = one.geometry;
     const lines = {Polygon: coordinates, LineString: [coordinates], Point: [[coordinates]]}[type] || [];
-    if (lines.flat().length > MOST_CORNERS_TO_MOVE) return;
+    if (lines.flat().length > MAX_EDITABLE_CORNERS) return;
     for (const line of lines) {
       const closed = type === "Polygon";
       for (let k = 0; k < line.length - (closed ? 1 : 0); k++) {
-        const corner = L.marker(toPoint(line[k]), {draggable: true, icon: L.divIcon({className: "corner"}), keyboard: false});
+        const corner = L.marker(toLatLng(line[k]), {draggable: true, icon: L.divIcon({className: "corner"}), keyboard: false});
         corner.on("drag", () => {
-          line[k] = toPlace(corner.getLatLng());
+          line[k] = toPosition(corner.getLatLng());
           if (closed && k === 0) line[line.length - 1] = line[0];
           if (type === "Point") one.geometry.coordinates = line[0];
           this.put(one);
@@ -113,12 +113,12 @@ export class Annotations {
     const same = this.drawing?.tool === tool;
     this.stop();
     if (same || !this.collection || !this.pane.map) return;
-    this.hold(null);
+    this.select(null);
     const {map, mapHolder} = this.pane, places = [];
     const line = L.polyline([], {color: css(this.colorOf(this.className)), weight: 2.5, dashArray: "4 4", interactive: false}).addTo(map);
     this.drawing = {tool, places, line, handlers: {}};
     mapHolder.classList.add("drawing");
-    by("tools").querySelector(`[data-tool=${tool}]`).setAttribute("aria-pressed", "true");
+    byId("tools").querySelector(`[data-tool=${tool}]`).setAttribute("aria-pressed", "true");
     map.doubleClickZoom.disable();
     if (tool !== "polygon") map.dragging.disable();
     Object.assign(this.drawing.handlers, this[tool](map, places, line));
@@ -129,7 +129,7 @@ export class Annotations {
     if (!this.drawing) return;
     const {line, handlers} = this.drawing, {map, mapHolder} = this.pane;
     this.drawing = null;
-    for (const button of by("tools").children) button.removeAttribute("aria-pressed");
+    for (const button of byId("tools").children) button.removeAttribute("aria-pressed");
     mapHolder.classList.remove("drawing");
     if (!map) return;
     line.remove();
@@ -170,35 +170,35 @@ export class Annotations {
   }
 
   point() {
-    return {click: event => this.add(feature("Point", toPlace(event.latlng), this.className, this.colorOf(this.className)))};
+    return {click: event => this.add(feature("Point", toPosition(event.latlng), this.className, this.colorOf(this.className)))};
   }
 
-  back() {
+  removeLastCorner() {
     if (this.drawing?.tool !== "polygon") return;
     this.drawing.places.pop();
     this.drawing.line.setLatLngs(this.drawing.places);
   }
 
   close() {
-    // The two clicks of a double click are one corner.
-    const ring = (this.drawing?.places || []).map(toPlace).filter((one, k, all) => !k || one[0] !== all[k - 1][0] || one[1] !== all[k - 1][1]);
+    // Remove repeated corners: a double click adds two.
+    const ring = (this.drawing?.places || []).map(toPosition).filter((one, k, all) => !k || one[0] !== all[k - 1][0] || one[1] !== all[k - 1][1]);
     if (ring.length < 3 || new Set(ring.map(one => one[0])).size < 2 || new Set(ring.map(one => one[1])).size < 2) return this.stop();
     this.add(feature("Polygon", [[...ring, ring[0]]], this.className, this.colorOf(this.className)));
   }
 
-  get className() { return by("class").value.trim() || "Unnamed"; }
+  get className() { return byId("class").value.trim() || "Unnamed"; }
 
   add(one) {
     this.stop();
     this.collection.features.push(one);
     this.put(one);
-    this.hold(one);
+    this.select(one);
     this.changed();
   }
 
   drop(one) {
     if (!one) return;
-    this.hold(null);
+    this.select(null);
     this.shapes.get(one)?.remove();
     this.shapes.delete(one);
     this.collection.features = this.collection.features.filter(other => other !== one);
@@ -233,8 +233,8 @@ export class Annotations {
 
   async write(key, body) {
     try {
-      const answer = await ask(addressOf(key, "annotations.json"), {method: "PUT", body, headers: {"If-Match": `"${this.state}"`}});
-      this.state = answer.headers.get("ETag").replaceAll('"', "");
+      const response = await request(slideUrl(key, "annotations.json"), {method: "PUT", body, headers: {"If-Match": `"${this.version}"`}});
+      this.version = response.headers.get("ETag").replaceAll('"', "");
       this.say(`Saved in ${this.pane.about.annotations.path}`);
     } catch (error) {
       if (error.status === 412) this.conflict = key;
@@ -242,46 +242,46 @@ export class Annotations {
     }
   }
 
-  // A copy for QuPath, also where nothing can be saved.
+  // Download the annotations for QuPath; also possible if they cannot be saved.
   async download() {
     if (!this.collection) return;
-    const answer = await ask(addressOf(this.key, "export.geojson"), {method: "POST", body: JSON.stringify(this.collection)});
-    const link = element("a", {href: URL.createObjectURL(await answer.blob()), download: `${this.pane.about.slide_id}.geojson`});
+    const response = await request(slideUrl(this.key, "export.geojson"), {method: "POST", body: JSON.stringify(this.collection)});
+    const link = element("a", {href: URL.createObjectURL(await response.blob()), download: `${this.pane.about.slide_id}.geojson`});
     link.click();
     setTimeout(() => URL.revokeObjectURL(link.href), 10000);
   }
 
-  say(words, bad = false) {
-    by("saving").textContent = words;
-    by("saving").classList.toggle("bad", bad);
+  say(text, bad = false) {
+    byId("saving").textContent = text;
+    byId("saving").classList.toggle("bad", bad);
   }
 
   list() {
     const features = this.collection?.features || [];
-    by("annotations").replaceChildren(...features.map(one => {
+    byId("annotations").replaceChildren(...features.map(one => {
       const {name = "", classification} = one.properties || {};
       const mark = element("span", {className: "swatch"});
       mark.style.background = css(classification?.color || [30, 30, 30]);
-      const pick = element("button", {className: "pick", title: "Go there"}, mark,
+      const pick = element("button", {className: "pick", title: "Show this annotation; double-click to set its class"}, mark,
         element("span", {textContent: [classification?.name, name].filter(Boolean).join(" · ") || one.geometry.type}),
         element("span", {className: "soft", textContent: this.size(one)}));
-      pick.onclick = () => { this.hold(one); this.pane.flyTo(one); };
+      pick.onclick = () => { this.select(one); this.pane.flyTo(one); };
       pick.ondblclick = () => this.rename(one);
       const row = element("li", {}, pick, element("button", {textContent: "×", title: "Remove", onclick: () => this.drop(one)}));
       if (one === this.selected) row.setAttribute("aria-current", "true");
       return row;
     }));
-    by("download").hidden = !features.length;
+    byId("download").hidden = !features.length;
     const names = [...this.pane?.about?.layers.map(one => one.class_name) || [], "Tumor", "Stroma", "Necrosis", "Other",
       ...features.map(one => one.properties?.classification?.name).filter(Boolean)];
-    by("classes").replaceChildren(...[...new Set(names)].map(value => element("option", {value})));
+    byId("classes").replaceChildren(...[...new Set(names)].map(value => element("option", {value})));
   }
 
   size(one) {
     const {type, coordinates} = one.geometry, unit = this.pane.about.mpp;
     const area = ring => Math.abs(ring.slice(1).reduce((sum, at, k) => sum + ring[k][0] * at[1] - at[0] * ring[k][1], 0)) / 2;
-    if (type === "Polygon" && unit) return areaWords((area(coordinates[0]) - coordinates.slice(1).reduce((sum, hole) => sum + area(hole), 0)) * unit[0] * unit[1]);
-    if (type === "LineString" && unit) return lengthWords(coordinates.slice(1).reduce((sum, at, k) => sum + Math.hypot((at[0] - coordinates[k][0]) * unit[1], (at[1] - coordinates[k][1]) * unit[0]), 0));
+    if (type === "Polygon" && unit) return formatArea((area(coordinates[0]) - coordinates.slice(1).reduce((sum, hole) => sum + area(hole), 0)) * unit[0] * unit[1]);
+    if (type === "LineString" && unit) return formatLength(coordinates.slice(1).reduce((sum, at, k) => sum + Math.hypot((at[0] - coordinates[k][0]) * unit[1], (at[1] - coordinates[k][1]) * unit[0]), 0));
     return "";
   }
 }

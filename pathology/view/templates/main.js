@@ -1,21 +1,21 @@
-// The page: list of slides, panes side by side, layers and regions of the active one, keys.
-import {addressOf, areaWords, ask, by, css, element, lengthWords, short} from "./page.js";
+// The viewer's page: list of slides, panes side by side, layers and regions of the active pane, keyboard.
+import {byId, css, element, formatArea, formatLength, formatNumber, request, slideUrl} from "./page.js";
 import {Annotations} from "./drawing.js";
 import {Pane} from "./pane.js";
 
-const POWERS = [2.5, 5, 10, 20, 40, null]; // null: one pixel of the slide on one of the screen
-const MOST_PANES = 4, MOST_LISTED = 400;
+const POWERS = [2.5, 5, 10, 20, 40, null]; // null: one slide pixel per screen pixel
+const MAX_PANES = 4, MAX_LISTED = 400;
 const panes = [];
 let slides = [], active = null, region = -1, origins = null, following = false;
 const annotations = new Annotations();
 
 // Panes.
 function addPane(key, view = null) {
-  if (panes.length >= MOST_PANES) return;
+  if (panes.length >= MAX_PANES) return;
   const pane = new Pane(slides, {active: activate, moved, shown, pointed});
   pane.closer.onclick = () => closePane(pane);
   panes.push(pane);
-  by("panes").append(pane.holder);
+  byId("panes").append(pane.holder);
   arrange();
   const ready = pane.show(key, view);
   activate(pane);
@@ -25,7 +25,7 @@ function addPane(key, view = null) {
 function closePane(pane) {
   if (panes.length < 2) return;
   panes.splice(panes.indexOf(pane), 1);
-  pane.asked++;
+  pane.requests++;
   if (active === pane) activate(panes[0]);
   pane.clear();
   pane.holder.remove();
@@ -33,19 +33,19 @@ function closePane(pane) {
 }
 
 function arrange() {
-  by("panes").style.setProperty("--across", panes.length > 2 ? 2 : panes.length);
-  by("panes").classList.toggle("several", panes.length > 1);
+  byId("panes").style.setProperty("--across", panes.length > 2 ? 2 : panes.length);
+  byId("panes").classList.toggle("several", panes.length > 1);
   for (const pane of panes) pane.map?.invalidateSize({animate: false});
-  by("beside").disabled = panes.length >= MOST_PANES || !slides.length;
+  byId("beside").disabled = panes.length >= MAX_PANES || !slides.length;
   link();
-  remember();
+  updateAddress();
 }
 
 function activate(pane) {
   if (active === pane) return;
   active = pane;
   for (const other of panes) other.holder.classList.toggle("active", other === pane);
-  describe();
+  showActive();
 }
 
 function shown(pane) {
@@ -55,21 +55,21 @@ function shown(pane) {
     listSlides();
   }
   link();
-  if (pane === active) describe();
-  remember();
+  if (pane === active) showActive();
+  updateAddress();
 }
 
-// Linked panes show the same micrometres per pixel and keep the distance that they had when they were linked;
-// where a slide's pixel size is not known, they keep the ratio of their zooms.
+// Linked panes have the same micrometres per screen pixel and keep the offset that they had when they were linked. If
+// the pixel size of a slide is unknown, they keep the ratio of their zooms instead.
 function link() {
-  origins = by("linked").checked ? new Map(panes.filter(pane => pane.map).map(pane => [pane, state(pane)])) : null;
+  origins = byId("linked").checked ? new Map(panes.filter(pane => pane.map).map(pane => [pane, state(pane)])) : null;
 }
 const state = pane => ({x: pane.view.x * pane.unit, y: pane.view.y * pane.unit, per: pane.perPixel});
 
 function moved(pane) {
-  if (pane === active) tell();
+  if (pane === active) showMagnification();
   if (following) return;
-  remember();
+  updateAddress();
   const from = origins?.get(pane);
   if (!from || origins.size < 2) return;
   const now = state(pane);
@@ -82,82 +82,82 @@ function moved(pane) {
   following = false;
 }
 
-let waiting = 0;
-function remember() {
-  clearTimeout(waiting);
-  waiting = setTimeout(() => {
-    const words = new URLSearchParams();
+let addressTimer = 0;
+function updateAddress() {
+  clearTimeout(addressTimer);
+  addressTimer = setTimeout(() => {
+    const query = new URLSearchParams();
     const [first, ...others] = panes.filter(pane => pane.map);
     if (!first) return;
-    words.set("slide", first.key);
-    for (const [name, value] of Object.entries(first.view)) words.set(name, value.toFixed(name === "zoom" ? 3 : 0));
-    for (const pane of others) words.append("beside", pane.key);
-    history.replaceState(null, "", `?${words}`);
+    query.set("slide", first.key);
+    for (const [name, value] of Object.entries(first.view)) query.set(name, value.toFixed(name === "zoom" ? 3 : 0));
+    for (const pane of others) query.append("beside", pane.key);
+    history.replaceState(null, "", `?${query}`);
   }, 250);
 }
 
-function tell() {
+function showMagnification() {
   const pane = active, ready = !!pane?.map;
-  for (const [k, button] of [...by("powers").children].entries()) {
+  for (const [k, button] of [...byId("powers").children].entries()) {
     button.disabled = !ready || (POWERS[k] !== null && !pane.about.mpp);
     const here = ready && Math.abs(pane.perPixel / (POWERS[k] === null ? pane.unit : 10 / POWERS[k]) - 1) < 0.005;
     button.setAttribute("aria-pressed", String(here && !button.disabled));
   }
-  by("now").textContent = !ready ? "" : pane.about.mpp ? `${short(pane.power)}×, ${short(pane.perPixel)} µm per pixel` : `${short(pane.perPixel)} pixels of the slide per pixel`;
+  byId("now").textContent = !ready ? "" : pane.about.mpp ? `${formatNumber(pane.power)}×, ${formatNumber(pane.perPixel)} µm per pixel` : `${formatNumber(pane.perPixel)} slide pixels per pixel`;
 }
 
 function pointed(pane, at) {
   const inside = pane.bounds.contains(at), {mpp} = pane.about;
-  const words = mpp ? `${lengthWords(at.lng * mpp[1])}, ${lengthWords(at.lat * mpp[0])} · ` : "";
-  pane.place.textContent = inside ? `${words}x ${Math.floor(at.lng)}, y ${Math.floor(at.lat)} px` : "";
+  const lengths = mpp ? `${formatLength(at.lng * mpp[1])}, ${formatLength(at.lat * mpp[0])} · ` : "";
+  pane.place.textContent = inside ? `${lengths}x ${Math.floor(at.lng)}, y ${Math.floor(at.lat)} px` : "";
 }
 
 // The list of slides.
 function listSlides() {
-  const text = by("search").value.trim().toLowerCase();
+  const text = byId("search").value.trim().toLowerCase();
   const found = slides.filter(one => !text || `${one.key}\n${one.prediction}`.toLowerCase().includes(text));
-  const left = found.length - MOST_LISTED;
-  by("slides").replaceChildren(...found.slice(0, MOST_LISTED).map(one => {
+  const left = found.length - MAX_LISTED;
+  byId("slides").replaceChildren(...found.slice(0, MAX_LISTED).map(one => {
     const words = element("span", {}, element("b", {textContent: one.key}));
     if (one.prediction) words.append(element("span", {className: "soft", textContent: one.prediction}));
     if (one.reason) words.append(element("span", {className: "reason", textContent: one.reason}));
-    const picture = one.reason ? [] : [element("img", {src: addressOf(one.key, "tile/0/0/0.jpg"), alt: "", loading: "lazy"})];
+    const picture = one.reason ? [] : [element("img", {src: slideUrl(one.key, "tile/0/0/0.jpg"), alt: "", loading: "lazy"})];
     const button = element("button", {className: one.reason ? "failed" : ""}, ...picture, words);
     button.onclick = () => active.show(one.key);
     if (active?.key === one.key) button.setAttribute("aria-current", "true");
     return element("li", {}, button);
-  }), ...(left > 0 ? [element("li", {className: "soft", textContent: `and ${left} more: type a part of the name`})] : []));
+  }), ...(left > 0 ? [element("li", {className: "soft", textContent: `and ${left} more; type part of a name`})] : []));
 }
 
-function step(by) {
+function step(offset) {
   const usable = slides.filter(one => !one.reason);
   const at = usable.findIndex(one => one.key === active.wanted);
-  const next = usable[at + by];
+  const next = usable[at + offset];
   if (next) active.show(next.key);
 }
 
-// The active slide: facts, layers, regions, annotations.
-function describe() {
+// The active slide: properties, layers, regions, annotations.
+function showActive() {
   region = -1;
   listSlides();
   const {about} = active;
-  by("name").textContent = active.key || "";
+  byId("name").textContent = active.key || "";
   document.title = active.key ? `${active.key} – Slides` : "Slides";
   const size = about ? [["Size", `${about.width_px} × ${about.height_px} px`]] : [];
   const class_ = about?.prediction ? [["Prediction", about.prediction]] : [];
-  by("facts").replaceChildren(...[...class_, ...size, ...(about?.facts || [])].flatMap(([name, words]) => [element("dt", {textContent: name}), element("dd", {textContent: words})]));
+  byId("facts").replaceChildren(...[...class_, ...size, ...(about?.facts || [])].flatMap(([name, words]) => [element("dt", {textContent: name}), element("dd", {textContent: words})]));
   listLayers();
   listRegions();
-  by("annotations-part").hidden = !about;
-  tell();
-  annotations.of(active);
+  byId("annotations-part").hidden = !about;
+  showMagnification();
+  annotations.show(active);
 }
 
 function listLayers() {
   const pane = active, rows = [];
   let kind = "";
   for (const layer of pane.about ? pane.known() : []) {
-    if (layer.kind !== kind && layer.kind !== "tissue") rows.push(element("p", {className: "kind", textContent: {score: "Class score of each place", contribution: "Contribution to the class"}[layer.kind]}));
+    if (layer.kind !== kind && layer.kind !== "tissue") rows.push(element("p", {className: "kind", textContent: {score: "Class score of each position", contribution: "Contribution to the class"}[layer.kind]}));
     kind = layer.kind;
     rows.push(layerRow(pane, layer));
   }
@@ -169,11 +169,11 @@ function listLayers() {
   if (pane.about?.layers.length) {
     const box = element("input", {type: "checkbox", checked: pane.known().every(one => pane.setting(one).smooth), id: "smooth"});
     box.onchange = () => { for (const one of pane.known()) { pane.setting(one).smooth = box.checked; pane.put(one); } };
-    rows.push(element("label", {className: "kind"}, box, "smooth between the network's cells"));
+    rows.push(element("label", {className: "kind"}, box, "interpolate between the network's cells"));
   }
   if (pane.note && pane.about) rows.push(element("p", {className: "bad", textContent: pane.note}));
-  by("layers").replaceChildren(...rows);
-  by("layers-part").hidden = !rows.length;
+  byId("layers").replaceChildren(...rows);
+  byId("layers-part").hidden = !rows.length;
 }
 
 function layerRow(pane, layer) {
@@ -189,7 +189,7 @@ function layerRow(pane, layer) {
 }
 
 function legend(layer) {
-  const bar = element("i"), color = css(layer.color), most = short(layer.strongest);
+  const bar = element("i"), color = css(layer.color), most = formatNumber(layer.strongest);
   const signed = layer.kind === "contribution";
   bar.style.background = signed ? `linear-gradient(90deg, rgb(64, 68, 78), #fff, ${color})` : `linear-gradient(90deg, #fff, ${color})`;
   return element("div", {className: "legend"}, signed ? `−${most}` : "0", bar, signed ? `+${most}` : "1");
@@ -208,10 +208,10 @@ function toggle(wanted) {
   listLayers();
 }
 
-function stronger(by) {
+function changeOpacity(change) {
   for (const one of active.map ? active.known().filter(one => one.kind !== "tissue" && active.setting(one).on) : []) {
     const setting = active.setting(one);
-    setting.opacity = Math.min(1, Math.max(0, Math.round((setting.opacity + by) * 20) / 20));
+    setting.opacity = Math.min(1, Math.max(0, Math.round((setting.opacity + change) * 20) / 20));
     active.layers.get(one.id)?.setOpacity(setting.opacity);
   }
   listLayers();
@@ -219,12 +219,12 @@ function stronger(by) {
 
 function listRegions() {
   const found = active.regions || [];
-  by("regions-part").hidden = !found.length;
-  by("regions").replaceChildren(...found.map((one, k) => {
+  byId("regions-part").hidden = !found.length;
+  byId("regions").replaceChildren(...found.map((one, k) => {
     const {name, classification, measurements} = one.properties;
     const mark = element("span", {className: "swatch"});
     mark.style.background = css(classification.color);
-    const size = element("span", {className: "soft", textContent: `${measurements["mean score"].toFixed(2)}, ${areaWords(measurements["area um^2"])}`});
+    const size = element("span", {className: "soft", textContent: `${measurements["mean score"].toFixed(2)}, ${formatArea(measurements["area um^2"])}`});
     const button = element("button", {title: "Mean score and area; click to go there"}, mark, element("span", {textContent: name}), size);
     button.onclick = () => goTo(k);
     if (k === region) button.setAttribute("aria-current", "true");
@@ -239,24 +239,24 @@ function goTo(k) {
   listRegions();
 }
 
-// Keys.
-const beside = () => { if (!by("beside").disabled) addPane((slides.filter(one => !one.reason)[slides.filter(one => !one.reason).findIndex(one => one.key === active.key) + 1] || slides.find(one => !one.reason)).key); };
+// Keyboard.
+const beside = () => { if (!byId("beside").disabled) addPane((slides.filter(one => !one.reason)[slides.filter(one => !one.reason).findIndex(one => one.key === active.key) + 1] || slides.find(one => !one.reason)).key); };
 const KEYS = {
   0: () => active.fit(), j: () => step(1), k: () => step(-1), n: () => goTo(region + 1), p: () => goTo(region < 0 ? -1 : region - 1),
-  t: () => toggle(one => one.kind === "tissue"), h: () => toggle(one => one.kind === "score"), "[": () => stronger(-0.1), "]": () => stronger(0.1),
-  s: beside, x: () => closePane(active), l: () => by("linked").click(), "?": () => by("keys").showModal(),
+  t: () => toggle(one => one.kind === "tissue"), h: () => toggle(one => one.kind === "score"), "[": () => changeOpacity(-0.1), "]": () => changeOpacity(0.1),
+  s: beside, x: () => closePane(active), l: () => byId("linked").click(), "?": () => byId("keys").showModal(),
   d: () => annotations.draw("polygon"), r: () => annotations.draw("rectangle"), f: () => annotations.draw("freehand"), m: () => annotations.draw("point"),
-  Enter: () => annotations.close(), Backspace: () => annotations.back(), Escape: () => { annotations.stop(); annotations.hold(null); },
+  Enter: () => annotations.close(), Backspace: () => annotations.removeLastCorner(), Escape: () => { annotations.stop(); annotations.select(null); },
   Delete: () => annotations.drop(annotations.selected),
 };
-POWERS.forEach((power, k) => { KEYS[k + 1] = () => { if (!by("powers").children[k].disabled) active.setPower(power); }; });
+POWERS.forEach((power, k) => { KEYS[k + 1] = () => { if (!byId("powers").children[k].disabled) active.setPower(power); }; });
 
 addEventListener("keydown", event => {
   const typing = event.target.closest("input:not([type=checkbox]):not([type=range]), select, dialog");
   if (typing || event.ctrlKey || event.metaKey || event.altKey || !active || !(event.key in KEYS)) return;
   const needs = !["s", "x", "l", "?", "j", "k"].includes(event.key);
   if (needs && !active.map) return;
-  if (event.key === "Enter" && !annotations.drawing) return; // a button's own key
+  if (event.key === "Enter" && !annotations.drawing) return; // Enter presses the focused button
   event.preventDefault();
   KEYS[event.key]();
 });
@@ -264,24 +264,24 @@ addEventListener("keydown", event => {
 async function start() {
   for (const [k, power] of POWERS.entries()) {
     const button = element("button", {textContent: power === null ? "1 : 1" : `${power}×`, disabled: true});
-    button.title = `${power === null ? "One pixel of the slide on one of the screen" : `${10 / power} µm per pixel`} (${k + 1})`;
+    button.title = `${power === null ? "One slide pixel per screen pixel" : `${10 / power} µm per pixel`} (${k + 1})`;
     button.onclick = () => active.setPower(power);
-    by("powers").append(button);
+    byId("powers").append(button);
   }
-  by("fit").onclick = () => active?.map && active.fit();
-  by("beside").onclick = beside;
-  by("linked").onchange = link;
-  by("help").onclick = () => by("keys").showModal();
-  by("search").oninput = listSlides;
-  const found = await (await ask("slides.json")).json();
+  byId("fit").onclick = () => active?.map && active.fit();
+  byId("beside").onclick = beside;
+  byId("linked").onchange = link;
+  byId("help").onclick = () => byId("keys").showModal();
+  byId("search").oninput = listSlides;
+  const found = await (await request("slides.json")).json();
   slides = found.slides;
-  by("tables").hidden = !found.tables.length;
-  const asked = new URLSearchParams(location.search);
-  const first = slides.find(one => one.key === asked.get("slide")) || slides.find(one => !one.reason) || slides[0];
-  const numbers = Object.fromEntries(["x", "y", "zoom"].map(name => [name, asked.has(name) ? Number(asked.get(name)) : NaN]));
+  byId("tables").hidden = !found.tables.length;
+  const query = new URLSearchParams(location.search);
+  const first = slides.find(one => one.key === query.get("slide")) || slides.find(one => !one.reason) || slides[0];
+  const numbers = Object.fromEntries(["x", "y", "zoom"].map(name => [name, query.has(name) ? Number(query.get(name)) : NaN]));
   await addPane(first.key, Object.values(numbers).every(Number.isFinite) ? numbers : null);
-  for (const key of asked.getAll("beside")) if (slides.some(one => one.key === key)) await addPane(key);
+  for (const key of query.getAll("beside")) if (slides.some(one => one.key === key)) await addPane(key);
 }
 
 window.viewer = {panes, annotations, get active() { return active; }, get slides() { return slides; }};
-start().catch(error => by("panes").append(element("p", {className: "bad", textContent: error.message})));
+start().catch(error => byId("panes").append(element("p", {className: "bad", textContent: error.message})));

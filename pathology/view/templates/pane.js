@@ -1,17 +1,17 @@
-// One slide on the screen: its map, its layers, its scale bar.
-import {addressOf, ask, css, element, lengthWords, toPoint} from "./page.js";
+// A pane shows one slide: a Leaflet map with its layers and a scale bar.
+import {css, element, formatLength, request, slideUrl, toLatLng} from "./page.js";
 
-export const UM_AT_1X = 10; // what a pixel of the screen shows at 1×, by custom: 0.25 µm at 40×
-const COARSEST_UM = 4; // 2.5×, which a small slide must not forbid
-const DEEPER = 4; // zooms beyond the slide's own pixels
+export const UM_AT_1X = 10; // micrometres per screen pixel at 1×, by convention: 0.25 µm at 40×
+const COARSEST_UM = 4; // 2.5×, allowed for small slides, too
+const EXTRA_ZOOMS = 4; // additional zooms beyond the slide's full resolution
 const WIDEST_SCALE_PX = 170;
 
 export class Pane {
-  constructor(choices, told) {
-    this.told = told; // {active, moved, shown, pointed}
+  constructor(choices, callbacks) {
+    this.callbacks = callbacks; // {active, moved, shown, pointed}
     this.map = this.about = null;
-    this.asked = 0;
-    this.settings = new Map(); // of layers, by their name, kept from slide to slide
+    this.requests = 0;
+    this.settings = new Map(); // by name of the layer; kept when the slide changes
     this.select = element("select", {title: "Slide of this pane"});
     for (const slide of choices) this.select.append(element("option", {value: slide.key, textContent: slide.key}));
     this.closer = element("button", {textContent: "×", title: "Close this pane (x)"});
@@ -20,20 +20,20 @@ export class Pane {
     this.holder = element("div", {className: "pane"}, this.mapHolder, this.problem,
       element("div", {className: "head"}, this.select, this.closer));
     this.select.addEventListener("change", () => this.show(this.select.value));
-    this.holder.addEventListener("pointerdown", () => told.active(this), true);
+    this.holder.addEventListener("pointerdown", () => callbacks.active(this), true);
   }
 
   async show(key, view = null) {
-    const turn = ++this.asked;
+    const number = ++this.requests;
     this.select.value = this.wanted = key;
     let about, regions = {features: []}, problem = "";
     try {
-      about = await (await ask(addressOf(key, "about.json"))).json();
-      if (about.regions) regions = await (await ask(addressOf(key, "regions.json"))).json();
+      about = await (await request(slideUrl(key, "about.json"))).json();
+      if (about.regions) regions = await (await request(slideUrl(key, "regions.json"))).json();
     } catch (error) {
       problem = error.message;
     }
-    if (turn !== this.asked) return; // another slide was asked for meanwhile
+    if (number !== this.requests) return; // another slide was requested meanwhile
     this.clear();
     this.problem.hidden = !!about;
     this.problem.textContent = about ? "" : `${key}: ${problem}`;
@@ -41,7 +41,7 @@ export class Pane {
     this.key = key;
     this.note = about ? problem || about.layers_note : problem;
     if (about) this.build(about, regions.features, view);
-    this.told.shown(this);
+    this.callbacks.shown(this);
   }
 
   build(about, features, view) {
@@ -50,21 +50,20 @@ export class Pane {
     this.bounds = L.latLngBounds([0, 0], [about.height_px, about.width_px]);
     this.map = L.map(this.mapHolder, {
       crs, zoomSnap: 0, zoomDelta: 1, wheelPxPerZoomLevel: 100, zoomControl: false, attributionControl: false,
-      preferCanvas: true, maxZoom: about.finest_zoom + DEEPER, minZoom: -8, keyboardPanDelta: 160, fadeAnimation: false,
+      preferCanvas: true, maxZoom: about.finest_zoom + EXTRA_ZOOMS, minZoom: -8, keyboardPanDelta: 160, fadeAnimation: false,
     });
     this.controls();
-    const place = view && Number.isFinite(view.zoom) ? view : null;
-    if (place) this.map.setView([place.y, place.x], place.zoom, {animate: false});
+    if (view && Number.isFinite(view.zoom)) this.map.setView([view.y, view.x], view.zoom, {animate: false});
     else this.map.fitBounds(this.bounds, {animate: false});
     const whole = this.map.getBoundsZoom(this.bounds);
     this.map.setMinZoom(Math.min(whole - 1, about.finest_zoom, about.mpp ? this.zoomFor(COARSEST_UM) : whole));
     this.map.setMaxBounds(this.bounds.pad(0.6));
-    this.tiles((z, y, x) => addressOf(about.key, "tile", z, y, `${x}.${z >= about.finest_zoom ? "png" : "jpg"}`), {className: "slide"}).addTo(this.map);
+    this.tiles((z, y, x) => slideUrl(about.key, "tile", z, y, `${x}.${z >= about.finest_zoom ? "png" : "jpg"}`), {className: "slide"}).addTo(this.map);
     this.layers = new Map();
     for (const layer of this.known()) if (this.setting(layer).on) this.put(layer);
     this.vectors(features);
-    this.map.on("move zoom", () => { this.drawScale(); this.told.moved(this); });
-    this.map.on("mousemove", event => this.told.pointed(this, event.latlng));
+    this.map.on("move zoom", () => { this.drawScale(); this.callbacks.moved(this); });
+    this.map.on("mousemove", event => this.callbacks.pointed(this, event.latlng));
     this.drawScale();
   }
 
@@ -76,17 +75,17 @@ export class Pane {
     this.regions = [];
   }
 
-  tiles(address, options = {}) {
+  tiles(url, options = {}) {
     const {about} = this;
     const layer = L.tileLayer("", {
-      tileSize: about.tile_px, minNativeZoom: 0, maxNativeZoom: about.finest_zoom, minZoom: -8, maxZoom: about.finest_zoom + DEEPER,
+      tileSize: about.tile_px, minNativeZoom: 0, maxNativeZoom: about.finest_zoom, minZoom: -8, maxZoom: about.finest_zoom + EXTRA_ZOOMS,
       noWrap: true, bounds: this.bounds, updateWhenZooming: false, keepBuffer: 2, ...options,
     });
-    layer.getTileUrl = at => address(at.z, at.y, at.x);
+    layer.getTileUrl = at => url(at.z, at.y, at.x);
     return layer;
   }
 
-  // Layers over the slide: the tissue's outline and the maps of a prediction.
+  // All layers over the slide: the tissue outline and the channels of the heatmap.
   known() {
     const maps = this.about.layers.map(layer => ({...layer, name: `${layer.kind} ${layer.class_name}`}));
     return [...(this.about.tissue ? [{id: "tissue", kind: "tissue", name: "tissue"}] : []), ...maps];
@@ -107,11 +106,11 @@ export class Pane {
     if (!on) return;
     const {key} = this.about;
     const end = smooth && layer.kind !== "tissue" ? "?smooth=1" : "";
-    const made = this.tiles((z, y, x) => addressOf(key, "layer", layer.id, z, y, `${x}.png${end}`), {opacity, zIndex: layer.kind === "tissue" ? 20 : 10});
-    this.layers.set(layer.id, made.addTo(this.map));
+    const tiles = this.tiles((z, y, x) => slideUrl(key, "layer", layer.id, z, y, `${x}.png${end}`), {opacity, zIndex: layer.kind === "tissue" ? 20 : 10});
+    this.layers.set(layer.id, tiles.addTo(this.map));
   }
 
-  // Regions and contours, as lines.
+  // Regions and density contours, as lines.
   vectors(features) {
     const measured = (feature, name) => feature.properties?.measurements?.[name];
     this.regions = features.filter(one => measured(one, "mean score") !== undefined);
@@ -129,7 +128,7 @@ export class Pane {
     const setting = this.settings.get(name) || {on};
     this.settings.set(name, setting);
     const layer = L.geoJSON(features, {
-      coordsToLatLng: toPoint, interactive: false,
+      coordsToLatLng: toLatLng, interactive: false,
       style: one => ({color: css(one.properties.classification.color), fill: false, ...style}),
     });
     this.groups.push({name, layer, setting});
@@ -137,11 +136,11 @@ export class Pane {
   }
 
   flyTo(feature) {
-    const box = L.geoJSON(feature, {coordsToLatLng: toPoint}).getBounds();
+    const box = L.geoJSON(feature, {coordsToLatLng: toLatLng}).getBounds();
     this.map.flyToBounds(box.pad(0.6), {duration: 0.6, maxZoom: this.about.finest_zoom});
   }
 
-  // Micrometres, or the slide's pixels where nobody knows them, under one of the screen.
+  // `unit` is micrometres per slide pixel, or 1 if unknown; `perPixel` is units per screen pixel.
   get unit() { return this.about.mpp ? this.about.mpp[1] : 1; }
   get perPixel() { return this.unit * 2 ** (this.about.finest_zoom - this.map.getZoom()); }
   get power() { return this.about.mpp ? UM_AT_1X / this.perPixel : null; }
@@ -154,7 +153,7 @@ export class Pane {
 
   fit() { this.after(map => map.fitBounds(this.bounds, {animate: false})); }
 
-  // Leaflet ends a zoom that is under way where that wanted to go: what is asked for meanwhile comes after it.
+  // Leaflet finishes a running zoom animation at its target and ignores changes until then, so they are made after it.
   after(change) {
     const {map} = this;
     map.stop();
@@ -169,9 +168,9 @@ export class Pane {
 
   controls() {
     const control = (position, holder) => {
-      const made = L.control({position});
-      made.onAdd = () => holder;
-      made.addTo(this.map);
+      const corner = L.control({position});
+      corner.onAdd = () => holder;
+      corner.addTo(this.map);
     };
     this.scale = element("div", {className: "scale"});
     this.place = element("div", {className: "place"});
@@ -184,7 +183,7 @@ export class Pane {
     const length = [5, 2, 1].map(n => n * ten).find(n => n <= widest);
     const bar = element("i");
     bar.style.width = `${length / this.perPixel}px`;
-    this.scale.replaceChildren(this.about.mpp ? lengthWords(length) : `${length} px`, bar);
+    this.scale.replaceChildren(this.about.mpp ? formatLength(length) : `${length} px`, bar);
     const zoom = this.map.getZoom();
     this.mapHolder.classList.toggle("crisp", zoom > this.about.finest_zoom);
     this.mapHolder.classList.toggle("between", Math.abs(zoom - Math.round(zoom)) > 1e-6);
