@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate
 
 import torch
 
@@ -154,6 +153,7 @@ class LoaderService:
         )
 
     def _serve_requests(self, pool: DecodePool) -> None:
+        """Receive requests, prepare samples and send them until all trainers have said goodbye."""
         backoff = Backoff()
         while not all(trainer.gone for trainer in self._trainers.values()):
             self._watch()
@@ -171,6 +171,7 @@ class LoaderService:
         self._send_blanks()
 
     def _receive_message(self) -> bool:
+        """Handle one message of a trainer (hello, request or goodbye); return whether there was one."""
         found = self._comm.poll_object(CONTROL_TAG)
         if found is None:
             return False
@@ -192,16 +193,20 @@ class LoaderService:
         for number in sorted({n for t in self._trainers.values() if (n := t.next_number) is not None}):
             needed = {rank: boxes for rank, t in self._trainers.items() if (boxes := t.boxes(self._layout, number))}
             if all(self._trainers[rank].next_number == number for rank in needed):
-                epoch, index = self._stream.at(number)
-                pool.submit(number, epoch, index, tuple(box for boxes in needed.values() for box in boxes))
-                ends = list(accumulate(len(boxes) for boxes in needed.values()))
-                self._recipients[number] = {
-                    rank: slice(end - len(needed[rank]), end) for rank, end in zip(needed, ends, strict=True)
-                }
-                for rank in needed:
-                    self._trainers[rank].started += 1
+                self._start(number, needed, pool)
                 return True
         return False
+
+    def _start(self, number: int, needed: dict[int, list[Box]], pool: DecodePool) -> None:
+        """Start preparing a sample for the trainers (rank to boxes) that need it."""
+        epoch, index = self._stream.at(number)
+        pool.submit(number, epoch, index, tuple(box for boxes in needed.values() for box in boxes))
+        first = 0
+        self._recipients[number] = {}
+        for rank, boxes in needed.items():
+            self._recipients[number][rank] = slice(first, first + len(boxes))
+            self._trainers[rank].started += 1
+            first += len(boxes)
 
     def _send_ready(self, pool: DecodePool) -> bool:
         """Send prepared samples, in each trainer's order of requests; return whether there were any."""

@@ -96,11 +96,13 @@ class TissueGrid:
         """
         strips = np.zeros((len(y_ends) - 1, self.mask.shape[1]), np.int64)
         for i, (y0, y1) in enumerate(pairwise(y_ends.tolist())):
-            rows = slice(max(0, int(np.searchsorted(self.rows, y0, "right")) - 1), int(np.searchsorted(self.rows, y1)))
-            inside = np.clip(self.rows[rows.start : rows.stop + 1], y0, y1)
-            if len(inside) > 1:
-                strips[i] = self._weighted_rows(np.diff(inside), rows.start)
-        return np.diff(self._until(strips, x_ends), axis=1)
+            # Mask rows [first, stop) overlap image rows [y0, y1); each counts once for every image row that it covers.
+            first = max(0, int(np.searchsorted(self.rows, y0, "right")) - 1)
+            stop = int(np.searchsorted(self.rows, y1))
+            ends = np.clip(self.rows[first : stop + 1], y0, y1)
+            if len(ends) > 1:
+                strips[i] = self._weighted_rows(np.diff(ends), first)
+        return np.diff(self._count_left_of(strips, x_ends), axis=1)
 
     def is_glass(self, box: Box) -> bool:
         """Whether ``box`` (image pixels) has no tissue, also not in the mask pixels next to it."""
@@ -116,8 +118,11 @@ class TissueGrid:
             total += some @ self.mask[first + i : first + i + len(some)].astype(np.int64)
         return total
 
-    def _until(self, strips: NDArray[np.int64], x_ends: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the number of tissue pixels of each strip to the left of each end."""
+    def _count_left_of(self, strips: NDArray[np.int64], x_ends: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return (rows of blocks, ends): the number of tissue pixels left of each end.
+
+        ``strips`` (rows of blocks, mask columns): tissue pixels of one image column in each mask column.
+        """
         before = np.zeros((len(strips), strips.shape[1] + 1), np.int64)
         np.cumsum(strips * np.diff(self.columns), axis=1, out=before[:, 1:])
         column = np.clip(np.searchsorted(self.columns, x_ends, "right") - 1, 0, strips.shape[1] - 1)

@@ -55,6 +55,7 @@ def drawn_metrics(
     classes, total = logits.shape[1], counts.sum(1)
     predicted = logits.argmax(1)
     confusion = _summed(counts, targets * classes + predicted, classes**2).view(-1, classes, classes)
+    # (draws, classes): samples of each class, samples predicted as it, and both.
     true, predicted_as, hit = confusion.sum(2), confusion.sum(1), confusion.diagonal(dim1=1, dim2=2)
     several_classes = (true > 0).sum(1) > 1
     f1 = 2 * hit / (true + predicted_as)

@@ -109,7 +109,12 @@ class RunSetup:
 
 
 def shares(spent: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return each kind's fraction of an epoch, from the times of all trainers."""
+    """Return each kind's fraction of an epoch, from the times of all trainers.
+
+    ``wait``, ``validation`` and ``save`` are those of the rank that spends most, which makes all others wait. ``halo``
+    and ``reduce`` are those of the rank that spends least, which are the cost of the messages; what others spend beyond
+    that is ``imbalance``. ``compute`` and ``stage`` are means.
+    """
     totals = [sum(one.values()) or math.inf for one in spent]
 
     def parts(kind: str) -> list[float]:
