@@ -55,7 +55,7 @@ def batch_norm_without_statistics(builder: Builder, op: Operator) -> None:
     part = builder.part(x.name, split)
     affine = tuple(item.name if item is not None else None for item in (weight, bias))
     if builder.grid == (1, 1) and builder.replicas == 1:
-        function, inputs = batch_norm_alone(op)
+        function, inputs = _without_statistics(op)
         names = tuple(part if name == x.name else name for name in inputs)
         builder.compute(function, names, op.outputs[:1], split)
         return
@@ -82,7 +82,26 @@ def batch_norm(builder: Builder, op: Operator) -> None:
     emit_on_part(builder, op, split, split, op)
 
 
-def batch_norm_on_features(op: Operator) -> tuple[Callable[..., Any], tuple[str, ...]]:
+def batch_norm_of_features(builder: Builder, op: Operator) -> tuple[Callable[..., Any], tuple[str, ...]] | None:
+    """Return (function, inputs) of a batch norm in training mode on replicated features; None for other operators.
+
+    Raises:
+        RequestError: its statistics would be computed over several replicas.
+    """
+    if not op.text.startswith("aten._native_batch_norm_legit"):
+        return None
+    if builder.replicas > 1:
+        builder.refuse(
+            op,
+            "normalises features that have no height and width, which plan.sync_batch_norm does not support",
+            "sync_batch_norm=False",
+        )
+    if op.text == "aten._native_batch_norm_legit_functional.default":
+        return _on_features(op)
+    return _without_statistics(op) if op.text == "aten._native_batch_norm_legit.no_stats" else None
+
+
+def _on_features(op: Operator) -> tuple[Callable[..., Any], tuple[str, ...]]:
     """Return (function, inputs) of batch norm in training mode that autograd can differentiate.
 
     It cannot differentiate the functional operator of the captured program.
@@ -109,7 +128,7 @@ def native_batch_norm(has_weight: bool, has_bias: bool, momentum: float, eps: fl
     return call
 
 
-def batch_norm_alone(op: Operator) -> tuple[Callable[..., Any], tuple[str, ...]]:
+def _without_statistics(op: Operator) -> tuple[Callable[..., Any], tuple[str, ...]]:
     """Return (function, inputs) of batch norm without running statistics; inputs are map, weight and bias."""
     x, weight, bias, _, _, eps = op.args
     names = tuple(item.name for item in (x, weight, bias) if item is not None)

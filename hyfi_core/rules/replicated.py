@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from hyfi_core.capture.program import Operator
-from hyfi_core.rules.batch_norm import batch_norm_alone, batch_norm_on_features
+from hyfi_core.rules.batch_norm import batch_norm_of_features
 from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.calls import bound, renamed
 from hyfi_core.rules.instructions import Split
@@ -20,16 +20,9 @@ def replicated(builder: Builder, op: Operator) -> None:
         builder.refuse(op, "draws random numbers that would differ between ranks", "dropout, bernoulli, rand or randn")
     if draws_numbers(op):
         builder.note_draws(op)
-    if builder.replicas > 1 and op.text.startswith("aten._native_batch_norm_legit"):
-        builder.refuse(
-            op,
-            "normalises features that have no height and width, which plan.sync_batch_norm does not support",
-            "sync_batch_norm=False",
-        )
-    if op.text == "aten._native_batch_norm_legit_functional.default":
-        function, inputs = batch_norm_on_features(op)
-    elif op.text == "aten._native_batch_norm_legit.no_stats":
-        function, inputs = batch_norm_alone(op)
+    norm = batch_norm_of_features(builder, op)
+    if norm is not None:
+        function, inputs = norm
     elif op.text in ("aten.view.default", "aten._unsafe_view.default"):
         # Memory formats may differ from those at capture, for example in attention.
         function, inputs = bound(replace(op, target=torch.ops.aten.reshape.default))

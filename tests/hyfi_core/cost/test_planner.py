@@ -72,7 +72,7 @@ def test_the_bound_is_never_above_what_a_plan_takes() -> None:
     trials = planner._PlanTrials(programs, asked)
     plans = random.Random(0).sample(list(candidates(asked)), 12)
     for plan in plans:
-        forecast = trials._judged(plan)
+        forecast = trials._tried(plan)
         if isinstance(forecast, StepForecast):
             assert trials.bound_s(plan) <= forecast.step_s
 
