@@ -125,7 +125,11 @@ def _lower_split(builder: Builder, op: Operator, rule: Rule | None) -> None:
         try:
             gathered(builder, op)
         except RequestError:
-            raise refused from None
+            size = max(builder.nbytes(name) for name in op.inputs if name in builder.splits)
+            if size <= builder.gather_bytes or "gather_bytes" in str(refused):
+                raise refused from None
+            wanted = f"plan.gather_bytes={size} or more (now {builder.gather_bytes})"
+            raise RequestError(f"{refused}; or {wanted}, with which every rank has the whole map") from None
 
 
 def _lower_alone(builder: Builder, op: Operator, rule: Rule | None) -> None:

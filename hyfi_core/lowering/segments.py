@@ -141,15 +141,19 @@ def _drops(index: int, instruction: Instruction, last_use: dict[str, int]) -> tu
 
 
 def _active(ranked: RankProgram, chosen: tuple[Instruction, ...], sources: set[str]) -> set[str]:
-    """Return values that depend on a source and on which the output depends: the same on every rank."""
+    """Return values that depend on a source and on which the output depends: the same on every rank.
+
+    Both through floating-point values only: a parameter that decides only which position is taken has no gradient, and
+    a gradient of zeros would let weight decay change it.
+    """
     reached = set(sources)
     for instruction in chosen:
         if any(name in reached for name in instruction.inputs):
             reached.update(o for o in instruction.outputs if o is not None and ranked.floating(o))
     wanted = {*refs_in(ranked.outputs), *ranked.exits}
     for instruction in reversed(chosen):
-        if any(output in wanted for output in instruction.outputs):
-            wanted.update(name for name in instruction.inputs if name is not None)
+        if any(output in wanted and ranked.floating(output) for output in instruction.outputs if output is not None):
+            wanted.update(name for name in instruction.inputs if name is not None and ranked.floating(name))
     return reached & wanted
 
 

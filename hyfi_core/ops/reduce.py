@@ -116,12 +116,14 @@ class FirstMaximum:
     Attributes:
         box: this rank's part of the map; may be empty.
         width: of the whole map, for positions in row-major order.
+        last_nan: whether the last of several NaN counts, as in that pool, or the first, as in ``torch.max``.
     """
 
     own_cotangents: ClassVar[bool] = True
 
     box: Box
     width: int
+    last_nan: bool = True
 
     def forward(self, comm: Communicator, inputs: Tensors) -> tuple[Tensors, Any]:
         """Return (maximum ``(B, C, 1, 1)``, its position in the flattened map): two small all-reduces."""
@@ -132,14 +134,16 @@ class FirstMaximum:
         mine = own.new_full((batch, channels), -torch.inf)
         local = torch.zeros_like(where)
         if flat.numel():
-            mine, local = flat.max(2)  # of equal values PyTorch takes the first, of several NaN the last
-            last_nan = (flat.isnan() * torch.arange(flat.shape[2], device=own.device)).amax(2)
-            local = torch.where(mine.isnan(), last_nan, local)
+            mine, local = flat.max(2)  # of equal values PyTorch takes the first
+            if self.last_nan:
+                last = (flat.isnan() * torch.arange(flat.shape[2], device=own.device)).amax(2)
+                local = torch.where(mine.isnan(), last, local)
         top = mine.clone()
         comm.all_reduce(top, "max")
         if flat.numel():
             place = (self.box.y0 + local // self.box.width) * self.width + self.box.x0 + local % self.box.width
-            place = torch.where(mine.isnan(), -place, place)  # so that the minimum is the last
+            if self.last_nan:
+                place = torch.where(mine.isnan(), -place, place)  # so that the minimum is the last
             where = torch.where((mine == top) | (mine.isnan() & top.isnan()), place, where)
         mine_at = where.clone()
         comm.all_reduce(where, "min")

@@ -113,6 +113,10 @@ class Builder:
         """Return the global shape of a value."""
         return self.values[name].shape
 
+    def nbytes(self, name: str) -> int:
+        """Return the bytes of a value as a whole."""
+        return prod(self.values[name].shape) * self.values[name].dtype.itemsize
+
     def split_of(self, argument: Any) -> Split | None:
         """Return how an argument is split, None for a replicated value or a constant."""
         return self.splits.get(argument.name) if isinstance(argument, Ref) else None
@@ -333,8 +337,7 @@ class Builder:
         """
         if name not in self.splits:
             return name
-        info = self.values[name]
-        size = prod(info.shape) * info.dtype.itemsize
+        info, size = self.values[name], self.nbytes(name)
         if size > self.gather_bytes and self.grid != (1, 1):
             self.refuse(
                 op,

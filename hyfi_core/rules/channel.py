@@ -16,8 +16,17 @@ from hyfi_core.rules.instructions import Split
 from hyfi_core.rules.moves.strips import along_space, first_extreme
 from hyfi_core.rules.norm import normalise
 from hyfi_core.rules.pointwise import operands
+from hyfi_core.rules.positions import extreme as extreme_position
+from hyfi_core.rules.positions import gather, over_positions, topk
 from hyfi_core.rules.reduction import moments_over_ranks
 from hyfi_core.rules.window_arguments import arguments
+
+_OVER_POSITIONS: dict[str, Rule] = {
+    "aten.argmax.default": extreme_position,
+    "aten.argmin.default": extreme_position,
+    "aten.topk.default": topk,
+    "aten.index_select.default": gather,
+}
 
 
 def _here(builder: Builder, op: Operator) -> Split:
@@ -99,7 +108,9 @@ def along(at: int, keepdim_at: int | None, default: int | None = -1) -> Rule:
         if not isinstance(dim, int):
             builder.refuse(op, "works on the flattened tensor, across all dims", "an explicit dim")
         reduced = None if keepdim_at is None else _keeps(op, keepdim_at)
-        if dim % rank in here.dims:
+        if op.text in _OVER_POSITIONS and over_positions(builder, op, dim):
+            _OVER_POSITIONS[op.text](builder, op)
+        elif dim % rank in here.dims:
             along_space(builder, op, (dim % rank,), reduced)
         else:
             _per_pixel(builder, op, here if reduced is None else _reduced(here, dim % rank, reduced))
@@ -114,7 +125,9 @@ def _keeps(op: Operator, at: int) -> bool:
 def extreme(builder: Builder, op: Operator) -> None:
     """``max`` and ``min`` along one dim, with indices."""
     name = op.args[0].name
-    if op.args[1] % len(builder.shape(name)) in builder.splits[name].dims:
+    if over_positions(builder, op, op.args[1]):
+        extreme_position(builder, op)
+    elif op.args[1] % len(builder.shape(name)) in builder.splits[name].dims:
         first_extreme(builder, op)
     else:
         along(1, 2)(builder, op)

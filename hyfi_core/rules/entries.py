@@ -13,6 +13,7 @@ import torch
 
 from hyfi_core.capture.program import Operator
 from hyfi_core.plan.box import Box
+from hyfi_core.rules import positions
 from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.calls import emit, emit_on_part
 from hyfi_core.rules.instructions import Split
@@ -24,18 +25,28 @@ _CHANNELS = "entries of a dim other than height and width, such as channels (1)"
 
 
 def index(builder: Builder, op: Operator) -> None:
-    """``y[:, [2, 0]]``: indices along dims other than height and width."""
+    """``y[:, [2, 0]]``: indices along dims other than height and width; or by replicated indices of a flat map."""
     name = op.args[0].name
+    given = [item for item in op.args[1] if item is not None]
+    at = builder.splits[name].dims[0] if name in builder.splits else 0
+    by_numbers = all(item.name not in builder.splits and not _is_mask(builder, item.name) for item in given)
+    if by_numbers and at < len(op.args[1]) and op.args[1][at] is not None and positions.over_positions(builder, op, at):
+        positions.index(builder, op)
+        return
     here = builder.same_pixels(op, name)
     split = _indexed(builder, op, here)
     emit_on_part(builder, op, here, split)
+
+
+def _is_mask(builder: Builder, name: str) -> bool:
+    return builder.values[name].dtype in (torch.bool, torch.uint8)
 
 
 def _indexed(builder: Builder, op: Operator, here: Split) -> Split:
     """Return how ``y[indices]`` is split, where ``y`` is split as ``here``."""
     given = [at for at, item in enumerate(op.args[1]) if item is not None]
     infos = [builder.values[op.args[1][at].name] for at in given]
-    if set(given) & set(here.dims) or any(info.dtype in (torch.bool, torch.uint8) for info in infos):
+    if set(given) & set(here.dims) or any(_is_mask(builder, op.args[1][at].name) for at in given):
         builder.refuse(op, f"indexes dims {given} of a map whose height and width are dims {here.dims}", _CHANNELS)
     if any(op.args[1][at].name in builder.splits for at in given):
         builder.refuse(op, "indexes by a feature map", "torch.gather, or indices that are not computed from a map")
@@ -91,6 +102,10 @@ def by_map(builder: Builder, op: Operator) -> None:
     name = op.args[0].name
     shape = builder.shape(name)
     dim = op.args[1] % len(shape)
+    replicated = all(item not in builder.splits for item in op.inputs if item != name)
+    if op.text == "aten.gather.default" and replicated and positions.over_positions(builder, op, dim):
+        positions.gather(builder, op)
+        return
     names, here = operands(builder, op, shape)
     sides = {tuple(builder.shape(item)[at] for at in here.dims) for item in op.inputs if len(builder.shape(item))}
     if dim in here.dims or len(sides) != 1:

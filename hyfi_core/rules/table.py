@@ -7,6 +7,8 @@ part of a fused run, in which ranks compute margins. Other operators end a run; 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hyfi_core.capture.program import Operator, Ref, refs_in
 from hyfi_core.rules import batch_norm as rules_batch_norm
 from hyfi_core.rules import channel as rules_channel
@@ -18,6 +20,7 @@ from hyfi_core.rules import shape as rules_shape
 from hyfi_core.rules import softmax as rules_softmax
 from hyfi_core.rules import window as rules_window
 from hyfi_core.rules.builder import Builder, Rule
+from hyfi_core.rules.calls import renamed
 from hyfi_core.rules.moves import interpolate as rules_interpolate
 from hyfi_core.rules.moves import patches as rules_patches
 from hyfi_core.rules.moves import place as rules_place
@@ -127,6 +130,26 @@ def on_maps(rule: Rule) -> Rule:
     return checked
 
 
+def on_maps_or_flat(rule: Rule) -> Rule:
+    """Return the rule of ``on_maps``, also for a flat map ``(B, C, H · W)``, which is then computed as a map."""
+    rule = on_maps(rule)
+
+    def checked(builder: Builder, op: Operator) -> None:
+        name, output = op.args[0].name, op.outputs[0]
+        here = builder.split_of(op.args[0])
+        if here is None or here.dims != (2, 2) or here.leads != (1, 1) or output is None:
+            rule(builder, op)
+            return
+        opened = builder.opened(builder.part(name, here.owned))
+        result = builder.fresh(output, builder.shape(opened))
+        rule(builder, replace(renamed(op, {name: opened}), outputs=(result, *op.outputs[1:])))
+        shape = here.owned.local_shape(builder.shape(output), builder.rank)
+        part = builder.part(result, builder.splits[opened])
+        builder.compute(lambda tensor: tensor.reshape(shape).clone(), (part,), (output,), here.owned)
+
+    return checked
+
+
 def sliced(builder: Builder, op: Operator) -> None:
     """``slice``: along height or width, pixels are redistributed."""
     name = op.args[0].name
@@ -166,6 +189,13 @@ RULES.update(
             "pixel_shuffle": rules_place.pixel_shuffle,
             "pixel_unshuffle": rules_place.pixel_unshuffle,
             "channel_shuffle": rules_channel.per_pixel,
+        }.items()
+    }
+)
+RULES.update(
+    {
+        _text(name): on_maps_or_flat(rule)
+        for name, rule in {
             "batch_norm": rules_batch_norm.batch_norm,
             "_native_batch_norm_legit_functional": rules_batch_norm.batch_norm_training,
             "_native_batch_norm_legit.no_stats": rules_batch_norm.batch_norm_without_statistics,

@@ -1,0 +1,161 @@
+"""Rules for operators over the positions of a flat map, ``x.flatten(2)``, whose results are small.
+
+    max, argmax          the first extreme of each part, then of these
+    gather, index        each rank takes the positions that it has; one sum over ranks
+    topk                 the k largest of each part, then of these
+
+Of equal values at the limit of a ``topk``, one process may choose others. A map that is small enough is therefore
+gathered (see ``plan.gather_bytes``), which gives the same choice.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from hyfi_core.capture.program import Operator
+from hyfi_core.ops.reduce import FirstMaximum, SumOverRanks
+from hyfi_core.rules.builder import Builder
+from hyfi_core.rules.instructions import Split
+from hyfi_core.rules.product import sum_of_parts
+
+
+def over_positions(builder: Builder, op: Operator, dim: int) -> bool:
+    """Whether an operator along ``dim`` of its first argument is along the positions of one flat map of real numbers.
+
+    A ``dim`` may be negative.
+    """
+    name = op.args[0].name
+    here = builder.splits.get(name)
+    rank = len(builder.shape(name))
+    return (
+        here is not None
+        and here.flat
+        and here.leads == (1, 1)
+        and dim % rank == here.dims[0]
+        and builder.values[name].dtype.is_floating_point
+    )
+
+
+def _places(here: Split, rank: int, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (positions in this rank's part, 0 elsewhere; whether they are there) of positions in the flat map."""
+    box, width = here.layout.parts[rank], here.layout.map.width
+    positions = torch.where(positions < 0, positions + here.layout.map.area, positions)
+    y, x = positions // width, positions % width
+    inside = (y >= box.y0) & (y < box.y1) & (x >= box.x0) & (x < box.x1)
+    return torch.where(inside, (y - box.y0) * box.width + x - box.x0, 0), inside
+
+
+def gather(builder: Builder, op: Operator) -> None:
+    """``gather`` and ``index_select`` along the positions, by indices that every rank has."""
+    name, dim, index = op.args[0].name, op.args[1], op.args[2].name
+    here, select = builder.splits[name].owned, op.text.startswith("aten.index_select")
+    dim %= len(builder.shape(name))
+
+    def own(tensor: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        local, inside = _places(here, builder.rank, positions)
+        if not tensor.numel():
+            return tensor.sum() + tensor.new_zeros(builder.shape(op.first_output))
+        if select:
+            taken = tensor.index_select(dim, local)
+            inside = inside.view(-1, *[1] * (tensor.dim() - 1 - dim))
+        else:
+            taken = tensor.gather(dim, local)
+        return torch.where(inside, taken, 0.0)
+
+    sum_of_parts(builder, own, (builder.part(name, here), index), op.first_output)
+
+
+def index(builder: Builder, op: Operator) -> None:
+    """``h[rows, positions]``, by indices that every rank has."""
+    name, given = op.args[0].name, op.args[1]
+    here = builder.splits[name].owned
+    at = [dim for dim, item in enumerate(given) if item is not None]
+    indices = tuple(given[dim].name for dim in at)
+    first = at[0] if at == list(range(at[0], at[0] + len(at))) else 0
+    place = at.index(here.dims[0])
+
+    def own(tensor: torch.Tensor, *numbers: torch.Tensor) -> torch.Tensor:
+        if not tensor.numel():
+            return tensor.sum() + tensor.new_zeros(builder.shape(op.first_output))
+        local, inside = _places(here, builder.rank, numbers[place])
+        chosen: list[Any] = [slice(None)] * tensor.dim()
+        for dim, number in zip(at, (*numbers[:place], local, *numbers[place + 1 :]), strict=True):
+            chosen[dim] = number
+        taken = tensor[tuple(chosen)]
+        inside = inside.expand(torch.broadcast_shapes(*(number.shape for number in numbers)))
+        return torch.where(inside.reshape(*inside.shape, *[1] * (taken.dim() - first - inside.dim())), taken, 0.0)
+
+    inputs = (builder.part(name, here), *indices)
+    if len(set(inputs)) < len(inputs):
+        builder.refuse(op, "uses one tensor as index of two dims", "a tensor for each")
+    sum_of_parts(builder, own, inputs, op.first_output)
+
+
+def extreme(builder: Builder, op: Operator) -> None:
+    """``max``, ``min``, ``argmax`` and ``argmin`` along the positions: the first of equal extremes."""
+    name = op.args[0].name
+    here, shape = builder.splits[name].owned, builder.shape(name)
+    dim = op.args[1] % len(shape)
+    keepdim = bool(op.args[2] if len(op.args) > 2 else op.kwargs.get("keepdim", False))
+    box, lowest = here.layout.parts[builder.rank], "min" in op.text
+    others = (*shape[:dim], *shape[dim + 1 :])
+    opened = (math.prod(others), 1, box.height, box.width)
+    result = (*shape[:dim], 1, *shape[dim + 1 :]) if keepdim else others
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.movedim(dim, -1).reshape(opened)
+        return -tensor if lowest else tensor.clone()
+
+    def finish(top: torch.Tensor, where: torch.Tensor) -> Any:
+        values = (-top if lowest else top.clone()).reshape(result)
+        return where.reshape(result).clone() if "arg" in op.text else (values, where.reshape(result).clone())
+
+    maps, top = builder.fresh(name, opened), builder.fresh(name, (opened[0], 1, 1, 1))
+    where = builder.fresh(name, (opened[0], 1, 1, 1), torch.int64)
+    builder.compute(own, (builder.part(name, here),), (maps,))
+    builder.communicate(FirstMaximum(box, here.layout.map.width, last_nan=False), (maps,), (top, where), "reduce")
+    builder.compute(finish, (top, where), op.outputs)
+
+
+def topk(builder: Builder, op: Operator) -> None:
+    """``topk`` along the positions of a map that is too large to be gathered."""
+    name, count = op.args[0].name, int(op.args[1])
+    here, shape = builder.splits[name].owned, builder.shape(name)
+    info, ranks = builder.values[name], len(here.layout.parts)
+    dim = (op.args[2] if len(op.args) > 2 else -1) % len(shape)
+    largest = bool(op.args[3]) if len(op.args) > 3 else True
+    small = math.prod(shape) * info.dtype.itemsize <= builder.gather_bytes
+    if small or ranks * count >= shape[dim]:
+        builder.refuse(op, f"takes the {count} largest of {shape[dim]} positions", "fewer values, or a gathered map")
+    box, width = here.layout.parts[builder.rank], here.layout.map.width
+    wide = torch.promote_types(info.dtype, torch.float32)
+    kept = (ranks, *shape[:dim], *shape[dim + 1 :], count)
+
+    def placed(tensor: torch.Tensor, fill: float) -> torch.Tensor:
+        tensor = torch.nn.functional.pad(tensor, (0, count - tensor.shape[-1]), value=fill)
+        rows = (
+            tensor.new_zeros((builder.rank, *tensor.shape)),
+            tensor.new_zeros((ranks - 1 - builder.rank, *tensor.shape)),
+        )
+        return torch.cat([rows[0], tensor[None], rows[1]])
+
+    def own(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        tensor = tensor.movedim(dim, -1).to(wide)
+        values, local = tensor.topk(min(count, box.area), -1, largest)
+        where = (box.y0 + local // max(1, box.width)) * width + box.x0 + local % max(1, box.width)
+        return placed(values, -math.inf if largest else math.inf), placed(where, 0)
+
+    def finish(values: torch.Tensor, where: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values, where = (item.movedim(0, -2).flatten(-2) for item in (values, where))
+        top, at = values.topk(count, -1, largest)
+        return top.to(info.dtype).movedim(-1, dim).clone(), where.gather(-1, at).movedim(-1, dim).clone()
+
+    rows, all_rows = builder.fresh(name, kept, wide), builder.fresh(name, kept, wide)
+    places, all_places = builder.fresh(name, kept, torch.int64), builder.fresh(name, kept, torch.int64)
+    builder.compute(own, (builder.part(name, here),), (rows, places))
+    builder.communicate(SumOverRanks(), (rows,), (all_rows,), "reduce")
+    builder.communicate(SumOverRanks(), (places,), (all_places,), "reduce")
+    builder.compute(finish, (all_rows, all_places), op.outputs)

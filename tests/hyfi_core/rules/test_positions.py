@@ -1,0 +1,111 @@
+"""Operators over the positions of a flat map equal one process, without gathering the map."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hyfi_core import ParallelPlan
+from hyfi_core.errors import RequestError
+from tests.harness import OffsetImages, compare, identity, one_process, parallel
+
+SHAPE = (2, 3, 13, 17)
+
+
+def tokens(x: torch.Tensor) -> torch.Tensor:
+    return x.flatten(2).transpose(1, 2)
+
+
+def best_positions(net: Pooled, x: torch.Tensor) -> torch.Tensor:
+    values, positions = net.score(tokens(x)).squeeze(-1).topk(5, 1)
+    taken = torch.gather(tokens(x), 1, positions.unsqueeze(-1).expand(-1, -1, 6))
+    return (taken * values.sigmoid().unsqueeze(-1)).mean(1)
+
+
+def best_and_worst_scores(net: Pooled, x: torch.Tensor) -> torch.Tensor:
+    scores = net.score(tokens(x)).squeeze(-1)
+    return torch.cat([scores.topk(3, 1)[0], scores.topk(3, 1, largest=False)[0]], 1)
+
+
+def by_index(net: Pooled, x: torch.Tensor) -> torch.Tensor:
+    """The scores decide which positions are taken, so they have no gradient."""
+    positions = net.score(tokens(x)).squeeze(-1).topk(3, 1)[1]
+    rows = torch.arange(x.shape[0]).unsqueeze(1)
+    return tokens(x)[rows, positions].mean(1) + x.flatten(2)[:, :, [5, -1]].sum(-1)
+
+
+def by_extreme(net: Pooled, x: torch.Tensor) -> torch.Tensor:
+    flat = x.flatten(2)
+    top, at = flat.max(-1)
+    low = flat.min(-1, keepdim=True)[0].squeeze(-1)
+    lowest = flat.gather(-1, flat.argmin(-1, keepdim=True)).squeeze(-1)
+    return top + 0.1 * low + lowest + 0.01 * at + 0.01 * flat.argmax(-1)
+
+
+def chosen(net: Pooled, x: torch.Tensor) -> torch.Tensor:
+    return torch.index_select(tokens(x), 1, torch.tensor([0, 40, 62, 7])).sum(1)
+
+
+def with_ties(net: Pooled, x: torch.Tensor) -> torch.Tensor:
+    return x.flatten(2).clamp(-0.1, 0.1).max(-1)[0] * x.flatten(2).clamp(-0.1, 0.1).min(-1)[0] + x.mean((2, 3))
+
+
+def flat_norms(net: Pooled, x: torch.Tensor) -> torch.Tensor:
+    return (torch.relu(net.batch(x.flatten(2))) + net.group(x.flatten(2)).tanh()).pow(2).mean(-1)
+
+
+class Pooled(nn.Module):
+    """A small network that pools positions."""
+
+    def __init__(self, pool: Callable[[Pooled, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.pool, self.stem, self.score, self.head = pool, nn.Conv2d(3, 6, 3, 2, 1), nn.Linear(6, 1), nn.Linear(6, 2)
+        self.batch, self.group = nn.BatchNorm1d(6), nn.GroupNorm(2, 6)
+
+    def extra_repr(self) -> str:
+        return self.pool.__name__
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.pool(self, torch.tanh(self.stem(x))))
+
+
+@pytest.mark.parametrize("grid", [(1, 2), (2, 2), (3, 1)])
+@pytest.mark.parametrize(
+    "pool", [best_positions, best_and_worst_scores, by_index, by_extreme, chosen, with_ties, flat_norms]
+)
+def test_positions_equal_one_process_without_a_gathered_map(
+    pool: Callable[[Pooled, torch.Tensor], torch.Tensor], grid: tuple[int, int]
+) -> None:
+    torch.manual_seed(0)
+    model = OffsetImages(Pooled(pool), (1, *SHAPE[1:])).double()
+    images, labels = torch.randn(SHAPE, dtype=torch.float64), torch.tensor([0, 1])
+    found = parallel(model, images, labels, ParallelPlan(grids=(grid,), gather_bytes=0), F.cross_entropy, None)
+    compare(found, one_process(copy.deepcopy(model), images, labels, 1, F.cross_entropy, identity))
+
+
+@pytest.mark.parametrize("pool", [best_and_worst_scores, by_extreme])
+def test_more_ranks_than_rows_leave_empty_parts(pool: Callable[[Pooled, torch.Tensor], torch.Tensor]) -> None:
+    torch.manual_seed(0)
+    model = Pooled(pool).double()
+    images, labels = torch.randn((2, 3, 7, 9), dtype=torch.float64), torch.tensor([0, 1])
+    plan = ParallelPlan(grids=((5, 1),), gather_bytes=0)
+    found = parallel(model, images, labels, plan, F.cross_entropy, None)
+    compare(found, one_process(copy.deepcopy(model), images, labels, 1, F.cross_entropy, identity))
+
+
+def with_class_token(net: Pooled, x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([net.head.weight[:1].expand(x.shape[0], 1, -1), tokens(x)], 1).mean(1)
+
+
+def test_a_map_too_large_to_gather_is_refused_with_the_limit_that_would_work() -> None:
+    images = torch.randn(SHAPE, dtype=torch.float64)
+    with pytest.raises(RequestError, match=r"aten.cat.*or plan.gather_bytes=6048 or more \(now 6047\)"):
+        parallel(
+            Pooled(with_class_token).double(), images, torch.tensor([0, 1]),
+            ParallelPlan(grids=((2, 1),), gather_bytes=6047), F.cross_entropy, None,
+        )  # fmt: skip
