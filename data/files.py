@@ -7,7 +7,9 @@ import json
 import os
 import shutil
 import socket
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,20 @@ def temporary_path(path: Path) -> Path:
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Replace ``path`` by ``data``: readers see the old content or the new, even after a crash."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(data)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Context that yields a temporary path; at its end, the file there is synced and replaces ``path``.
+
+    After an exception the temporary file is removed and ``path`` is unchanged.
+    """
     temporary = temporary_path(path)
     try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        yield temporary
+        sync_file(temporary)
         temporary.replace(path)
         sync_file(path.parent)
     except BaseException:

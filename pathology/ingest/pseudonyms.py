@@ -23,9 +23,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from data.files import temporary_path
+from data.files import replacing
 from hyfi_core.errors import RequestError
-from hyfi_core.files import sync_file
 from pathology.ingest.claims import Claim
 from pathology.ingest.discover import SlideJob, is_gone
 from pathology.readers.mpp import is_sensible, parse_mpp
@@ -192,15 +191,8 @@ def _save(path: Path, rows: Iterable[KeyRow]) -> None:
     writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
     writer.writeheader()
     writer.writerows(table)
-    beside = temporary_path(path)
-    try:
+    with replacing(path) as temporary:
         # The mode is set on creation, so that others can never read the file.
-        handle = os.open(beside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         with os.fdopen(handle, "wb") as file:
             file.write(text.getvalue().encode("utf-8", "surrogateescape"))
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-        sync_file(path.parent)
-    finally:
-        beside.unlink(missing_ok=True)

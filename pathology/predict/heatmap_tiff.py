@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from data.files import replacing
 from pathology.predict.colors import class_color
 from pathology.predict.heatmap import Heatmap, pyramid
 
@@ -54,7 +54,6 @@ def write_heatmap(
 
     levels = pyramid(np.concatenate([heatmap.scores, heatmap.values]))
     metadata = ome_metadata(heatmap, name, provenance, origin_um)
-    beside = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     options: dict[str, Any] = {
         "photometric": "minisblack",
         "software": "hyfi",
@@ -62,17 +61,13 @@ def write_heatmap(
         "compression": "adobe_deflate",
         "predictor": FLOATING_POINT_PREDICTOR,
     }
-    try:
-        with tifffile.TiffWriter(beside, bigtiff=True, ome=True) as file:
-            for k, level in enumerate(levels):
-                resolution = _resolution(heatmap, k)
-                if k == 0:
-                    file.write(level, subifds=len(levels) - 1, metadata=metadata, **resolution, **options)
-                else:
-                    file.write(level, subfiletype=1, metadata=None, **resolution, **options)
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+    with replacing(path) as temporary, tifffile.TiffWriter(temporary, bigtiff=True, ome=True) as file:
+        for k, level in enumerate(levels):
+            resolution = _resolution(heatmap, k)
+            if k == 0:
+                file.write(level, subifds=len(levels) - 1, metadata=metadata, **resolution, **options)
+            else:
+                file.write(level, subfiletype=1, metadata=None, **resolution, **options)
 
 
 def ome_metadata(
@@ -134,24 +129,19 @@ def write_score_picture(path: Path, heatmap: Heatmap) -> None:
     mixed = np.einsum("khw,kc->hwc", np.nan_to_num(heatmap.scores), colors)
     drawn = 255 + (mixed - 255) * heatmap.certainty[..., None]
     levels = pyramid(drawn.transpose(2, 0, 1).astype(np.float32))
-    beside = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    try:
-        with tifffile.TiffWriter(beside, bigtiff=True) as file:
-            for k, level in enumerate(levels):
-                pixels = np.ascontiguousarray(level.round().clip(0, 255).astype(np.uint8).transpose(1, 2, 0))
-                file.write(
-                    pixels,
-                    photometric="rgb",
-                    software="hyfi",
-                    tile=(TILE_PX, TILE_PX),
-                    compression="adobe_deflate",
-                    subfiletype=int(k > 0),
-                    metadata=None,
-                    **_resolution(heatmap, k),
-                )
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+    with replacing(path) as temporary, tifffile.TiffWriter(temporary, bigtiff=True) as file:
+        for k, level in enumerate(levels):
+            pixels = np.ascontiguousarray(level.round().clip(0, 255).astype(np.uint8).transpose(1, 2, 0))
+            file.write(
+                pixels,
+                photometric="rgb",
+                software="hyfi",
+                tile=(TILE_PX, TILE_PX),
+                compression="adobe_deflate",
+                subfiletype=int(k > 0),
+                metadata=None,
+                **_resolution(heatmap, k),
+            )
 
 
 def _resolution(heatmap: Heatmap, level: int) -> dict[str, Any]:

@@ -48,16 +48,16 @@ def write_results(
         OSError: The folder cannot be written; an existing one is unchanged.
     """
     remove_leftovers(folder)
-    beside = temporary_path(folder)
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir()
+    temporary = temporary_path(folder)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
     try:
-        _write_files(beside, result, members, spec, key)
-        for path in (*beside.iterdir(), beside):
+        _write_files(temporary, result, members, spec, key)
+        for path in (*temporary.iterdir(), temporary):
             sync_file(path)
-        publish_directory(beside, folder)
+        publish_directory(temporary, folder)
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _write_files(

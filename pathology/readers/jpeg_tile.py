@@ -53,7 +53,7 @@ class JpegDecoder:
         # With a buffer of the tile's size, a damaged header that states gigabytes is an error instead of an allocation.
         buffer: RGB = np.empty((self.height_px, self.width_px, 3), np.uint8)
         pixels: RGB = simplejpeg.decode_jpeg(
-            self.prefix + segments.kept + data[segments.scan_start :], "RGB", buffer=buffer, strict=True
+            self.prefix + segments.others + data[segments.scan_start :], "RGB", buffer=buffer, strict=True
         )
         return pixels
 
@@ -102,7 +102,7 @@ def jpeg_prefix(tables: bytes | None, ycbcr: bool) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Segments:
-    kept: bytes
+    others: bytes
     """The segments before the scan, without those that state the colour space."""
     scan_start: int
     """Offset of the scan's header."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import imagecodecs
 import numpy as np
 import tifffile
 
+from data.files import replacing
 from hyfi_core.plan.box import Box
 from pathology.synthetic.anatomy import Anatomy
 from pathology.synthetic.fields import Array
@@ -31,17 +31,10 @@ def write_slide(anatomy: Anatomy, path: Path) -> None:
     """
     size = anatomy.spec.size_px
     levels = _levels(size)
-    beside = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    try:
-        with tifffile.TiffWriter(beside, bigtiff=size > 40_000) as tiff:
-            for number, level in enumerate(levels):
-                tiles = _full_level(anatomy, levels) if number == 0 else level.drain()
-                _write_level(tiff, tiles, level.size_px, anatomy.spec.mpp_um * 2**number, reduced=number > 0)
-        with beside.open("rb") as file:
-            os.fsync(file.fileno())
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+    with replacing(path) as temporary, tifffile.TiffWriter(temporary, bigtiff=size > 40_000) as tiff:
+        for number, level in enumerate(levels):
+            tiles = _full_level(anatomy, levels) if number == 0 else level.drain()
+            _write_level(tiff, tiles, level.size_px, anatomy.spec.mpp_um * 2**number, reduced=number > 0)
 
 
 def _levels(size_px: int) -> list[_PyramidLevel]:

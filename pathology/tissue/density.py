@@ -15,7 +15,7 @@ _STRIP_PX = 2**19
 """Pixels of a strip, so that its floats stay in the processor's cache."""
 _DARKEST_GLASS = 200
 _HISTOGRAM_PX = 2**20
-"""The glass colour is estimated from at least about so many pixels (or all)."""
+"""The glass colour is estimated from a sample of about this many pixels or more."""
 _LOG10_E = np.float32(1 / np.log(10))
 
 

@@ -2,7 +2,7 @@
 
 ```
   ┌───┬────┬──┐      A fat cell is 50–150 µm wide and as clear as glass; only its wall is stained. Averaged over a
-  │   │    ├──┤      few cells, walls cover an eighth of the area or more. They are told from other things on glass:
+  │   │    ├──┤      few cells, walls cover an eighth of the area or more. Other things on glass differ:
   ├──┬┴──┬─┘  │      smears of stain beside the tissue are smooth (no thin walls), hairs and scratches are grey.
   └──┴───┴────┘
 ```

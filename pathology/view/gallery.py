@@ -89,7 +89,7 @@ def find_slides(paths: Sequence[Path], annotations: Path | None = None) -> tuple
     others = [path for path in paths if path not in predictions]
     for path in others:
         _require_slide(path)
-    given = {one.slide_id: one for one in (find_inputs(others) if others else [])}
+    given = {item.slide_id: item for item in (find_inputs(others) if others else [])}
     found: dict[str, GallerySlide] = {}
     for folder in predictions:
         annotation_folder = annotations or folder / "annotations"
@@ -98,10 +98,10 @@ def find_slides(paths: Sequence[Path], annotations: Path | None = None) -> tuple
             key = slide.slide_id if slide.slide_id not in found else f"{slide.slide_id} ({folder.name})"
             found[key] = replace(slide, key=key)
     shown = {slide.slide_id for slide in found.values()}
-    for one in given.values():
-        if one.slide_id not in shown:
-            file = annotations / f"{one.slide_id}.geojson" if annotations else None
-            found[one.slide_id] = replace(_of_input(one), annotations=file)
+    for item in given.values():
+        if item.slide_id not in shown:
+            file = annotations / f"{item.slide_id}.geojson" if annotations else None
+            found[item.slide_id] = replace(_of_input(item), annotations=file)
     return list(found.values()), predictions
 
 
@@ -119,9 +119,9 @@ def _require_slide(path: Path) -> None:
         raise RequestError(f"{path}: cannot be shown ({error}); {EXPECTED_PATHS}") from error
 
 
-def _of_input(one: SlideInput) -> GallerySlide:
+def _of_input(item: SlideInput) -> GallerySlide:
     return GallerySlide(
-        one.slide_id, one.slide_id, one.path, one.stored, one.row.get("source_mpp", ""), reason=one.reason
+        item.slide_id, item.slide_id, item.path, item.stored, item.row.get("source_mpp", ""), reason=item.reason
     )
 
 

@@ -55,8 +55,8 @@ class Scene:
         """Return the list of slides as JSON, with the reasons why some cannot be shown."""
         reasons = self.gallery.reasons
         return [
-            {"key": one.key, "prediction": one.prediction, "reason": reasons.get(one.key, "")}
-            for one in self.gallery.slides.values()
+            {"key": entry.key, "prediction": entry.prediction, "reason": reasons.get(entry.key, "")}
+            for entry in self.gallery.slides.values()
         ]
 
     def about(self, key: str) -> dict[str, Any]:
@@ -65,14 +65,14 @@ class Scene:
         Raises:
             NotInGalleryError, SlideError, StoreError: The slide cannot be shown.
         """
-        one = self._slide(key)
-        layers, note = self._layers(one)
+        entry = self._slide(key)
+        layers, note = self._layers(entry)
         with self.gallery.opened(key) as slide:
             grid = TileGrid.of(slide)
             return {
                 "key": key,
-                "slide_id": one.slide_id,
-                "prediction": one.prediction,
+                "slide_id": entry.slide_id,
+                "prediction": entry.prediction,
                 "height_px": grid.height_px,
                 "width_px": grid.width_px,
                 "finest_zoom": grid.finest_zoom,
@@ -82,8 +82,8 @@ class Scene:
                 "tissue": slide.mpp is not None,
                 "layers": layers,
                 "layers_note": note,
-                "regions": _file_of(one, REGIONS_FILE) is not None,
-                "annotations": _annotation_target(one),
+                "regions": _file_of(entry, REGIONS_FILE) is not None,
+                "annotations": _annotation_target(entry),
             }
 
     def tile(self, key: str, place: Place, lossless: bool) -> bytes:
@@ -111,13 +111,13 @@ class Scene:
         Raises:
             NotInGalleryError, LayerError, SlideError, StoreError: The tile cannot be shown.
         """
-        one = self._slide(key)
+        entry = self._slide(key)
         with self.gallery.opened(key) as slide:
             if TileGrid.of(slide).box(*place).empty:
                 raise NotInGalleryError(f"{key} has no tile {place}")
             if layer == TISSUE:
                 return png(self._painter.tissue(slide, self._tissue(key, slide), place))
-            heatmap = self._heatmap(one)
+            heatmap = self._heatmap(entry)
             if heatmap is None or not layer.isdecimal() or int(layer) >= len(heatmap.channels):
                 raise NotInGalleryError(f"{key} has no layer {layer}")
             return png(self._painter.heatmap(slide, heatmap, heatmap.channels[int(layer)], place, smooth))
@@ -177,10 +177,10 @@ class Scene:
         except KeyError:
             raise NotInGalleryError(f"there is no slide {key!r}") from None
 
-    def _layers(self, one: GallerySlide) -> tuple[list[dict[str, Any]], str]:
+    def _layers(self, entry: GallerySlide) -> tuple[list[dict[str, Any]], str]:
         """Return the channels of a slide's heatmap as JSON, and the reason if it cannot be read."""
         try:
-            heatmap = self._heatmap(one)
+            heatmap = self._heatmap(entry)
         except LayerError as error:
             return [], str(error)
         found = [
@@ -195,8 +195,8 @@ class Scene:
         ]
         return found, ""
 
-    def _heatmap(self, one: GallerySlide) -> HeatmapFile | None:
-        path = _file_of(one, HEATMAP_FILE)
+    def _heatmap(self, entry: GallerySlide) -> HeatmapFile | None:
+        path = _file_of(entry, HEATMAP_FILE)
         if path is None:
             return None
         path_and_time = str(path), path.stat().st_mtime_ns  # a changed file is read again
@@ -234,21 +234,21 @@ def jpeg(pixels: NDArray[np.uint8]) -> bytes:
     return bytes(simplejpeg.encode_jpeg(np.ascontiguousarray(pixels), quality=JPEG_QUALITY, colorsubsampling="444"))
 
 
-def _file_of(one: GallerySlide, name: str) -> Path | None:
+def _file_of(entry: GallerySlide, name: str) -> Path | None:
     """Return a file of a slide's results; None if it does not exist."""
-    if one.predictions is None:
+    if entry.predictions is None:
         return None
-    path = one.predictions / one.slide_id / name
+    path = entry.predictions / entry.slide_id / name
     return path if path.is_file() else None
 
 
-def _annotation_target(one: GallerySlide) -> dict[str, Any]:
+def _annotation_target(entry: GallerySlide) -> dict[str, Any]:
     """Return as JSON whether annotations of a slide are saved, the path, and the reason if not."""
-    if one.annotations is None:
+    if entry.annotations is None:
         return {"saved": False, "path": "", "reason": "start with --annotations DIR to save annotations"}
-    folder = one.annotations.parent
+    folder = entry.annotations.parent
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     if not os.access(folder, os.W_OK):
         return {"saved": False, "path": "", "reason": f"{folder} cannot be written; start with --annotations DIR"}
-    return {"saved": True, "path": str(one.annotations), "reason": ""}
+    return {"saved": True, "path": str(entry.annotations), "reason": ""}

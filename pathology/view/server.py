@@ -159,8 +159,10 @@ class _Handlers:
         page = path.read_text(encoding="utf-8") if path.is_file() else ""
         if knows_viewer(page):
             return HTMLResponse(with_viewer(page, f"../../open/{number}/"), headers=_FRESH)
-        slides = [one for one in self._gallery.slides.values() if one.predictions == folder]
-        links = [(f"../../view?slide={quote(one.key, safe='')}", one.slide_id, one.prediction) for one in slides]
+        slides = [slide for slide in self._gallery.slides.values() if slide.predictions == folder]
+        links = [
+            (f"../../view?slide={quote(slide.key, safe='')}", slide.slide_id, slide.prediction) for slide in slides
+        ]
         return HTMLResponse(list_page(f"Predictions in {folder.name}", links), headers=_FRESH)
 
     def report(self, request: Request) -> Response:
@@ -218,7 +220,7 @@ class _Handlers:
 
     def _slide_of(self, request: Request) -> Any:
         folder, slide_id = self._folder(request), request.path_params["slide_id"]
-        for one in self._gallery.slides.values():
-            if one.predictions == folder and one.slide_id == slide_id:
-                return one
+        for slide in self._gallery.slides.values():
+            if slide.predictions == folder and slide.slide_id == slide_id:
+                return slide
         raise HTTPException(404)
