@@ -27,7 +27,7 @@ from data.store.codec import Buffers, PixelCodec
 from data.store.layout import BACKGROUND, SHARD_PX, ArrayLayout, StoredLevel
 from data.store.writer import SlideWriter
 from pathology.errors import SlideError, TileError
-from pathology.readers.jpeg_tile import JpegDecoder
+from pathology.readers.jpeg_tile import APP0, APP14, JpegDecoder, header_segments
 from pathology.readers.slide_file import coalesced
 from pathology.readers.slide_source import SlideSource
 from pathology.readers.tiff_level import TiffLevel
@@ -37,12 +37,11 @@ _TileBytes = tuple[bytes, int, int]
 """Bytes of a file, and the start and end of a tile in them."""
 _COMPARED_TILES = 5
 """Tiles of each level that are decoded and compared before the copy begins."""
-_SOI, _EOI = b"\xff\xd8", b"\xff\xd9"
-_APP0, _APP14, _SOS = 0xE0, 0xEE, 0xDA
+_EOI = b"\xff\xd9"
 _FRAMES = {0xC0, 0xC1, 0xC2}
 """Baseline, extended and progressive frames of Huffman-coded samples."""
 _ALL_FRAMES = _FRAMES | {0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF}
-_NO_HEADER = "its JPEG has no readable header"
+_DAMAGED_HEADER = "its JPEG header is damaged"
 
 
 @dataclass(slots=True)
@@ -85,28 +84,21 @@ class TileJoiner:
 
     def _header(self, tile: bytes) -> tuple[bytes, int]:
         """Return the tile's own segments without those for colours, and the start of its coded data."""
-        if not tile.startswith(_SOI):
-            raise TileError("its JPEG has no start marker")
-        kept, at, frames = [], len(_SOI), 0
-        while at + 4 <= len(tile) and tile[at] == 0xFF:
-            marker = tile[at + 1]
-            if marker == 0xFF:  # any number of these may precede a marker
-                at += 1
-                continue
-            end = at + 2 + int.from_bytes(tile[at + 2 : at + 4], "big")
-            if marker in _ALL_FRAMES:
-                self._check_frame(marker, tile[at + 4 : end])
-                frames += 1
-            if marker not in (_APP0, _APP14):
-                kept.append(tile[at:end])
-            if marker == _SOS and frames == 1 and end <= len(tile):
-                return b"".join(kept), end
-            at = end
-        raise TileError(_NO_HEADER)
+        try:
+            segments = list(header_segments(tile))
+        except ValueError as error:
+            raise TileError(str(error)) from error
+        frames = [(marker, tile[start + 4 : end]) for marker, start, end in segments if marker in _ALL_FRAMES]
+        for marker, frame in frames:
+            self._check_frame(marker, frame)
+        coded = segments[-1][2]
+        if len(frames) != 1 or coded > len(tile):
+            raise TileError(_DAMAGED_HEADER)
+        return b"".join(tile[start:end] for marker, start, end in segments if marker not in (APP0, APP14)), coded
 
     def _check_frame(self, marker: int, frame: bytes) -> None:
         if len(frame) < 6:
-            raise TileError(_NO_HEADER)
+            raise TileError(_DAMAGED_HEADER)
         if marker not in _FRAMES or frame[0] != 8 or frame[5] != 3:
             raise TileError(f"its JPEG has {frame[5]} colours of {frame[0]} bits; expected 3 of 8 bits")
         size = (int.from_bytes(frame[1:3], "big"), int.from_bytes(frame[3:5], "big"))

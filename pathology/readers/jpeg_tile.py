@@ -13,6 +13,7 @@ SOI  Adobe(RGB or YCbCr)  tables of the TIFF  | the tile's own segments without 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,8 +22,8 @@ import simplejpeg
 from pathology.readers.source_level import RGB
 
 _SOI, _EOI = b"\xff\xd8", b"\xff\xd9"
-_SOS = 0xDA
-_APP0, _APP14 = 0xE0, 0xEE
+SOS = 0xDA
+APP0, APP14 = 0xE0, 0xEE
 _RESTARTS = range(0xD0, 0xD8)
 _ADOBE = b"\xff\xee\x00\x0eAdobe\x00\x64\x00\x00\x00\x00"
 
@@ -114,20 +115,27 @@ def _split_segments(data: bytes) -> _Segments:
     Raises:
         ValueError: The header is damaged.
     """
+    found = list(header_segments(data))
+    others = [data[start:end] for marker, start, end in found[:-1] if marker not in (APP0, APP14)]
+    return _Segments(b"".join(others), found[-1][1])
+
+
+def header_segments(data: bytes) -> Iterator[tuple[int, int, int]]:
+    """Yield (marker, start, end) of the segments of a JPEG, up to and including the header of the (first) scan.
+
+    Raises:
+        ValueError: There is no start marker, or the header is damaged.
+    """
     if data[:2] != _SOI:
         raise ValueError("its JPEG has no start marker")
-    kept: list[bytes] = []
-    at = 2
-    while True:
+    at, marker = 2, 0
+    while marker != SOS:
         if at + 4 > len(data) or data[at] != 0xFF:
             raise ValueError("its JPEG header is damaged")
         marker = data[at + 1]
-        if marker == 0xFF:  # a fill byte
+        if marker == 0xFF:  # any number of fill bytes may precede a marker
             at += 1
             continue
-        if marker == _SOS:
-            return _Segments(b"".join(kept), at)
         end = at + 2 + int.from_bytes(data[at + 2 : at + 4], "big")
-        if marker not in (_APP0, _APP14):
-            kept.append(data[at:end])
+        yield marker, at, end
         at = end
