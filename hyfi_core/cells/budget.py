@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import prod
 
 import torch
@@ -183,7 +184,7 @@ def _peak(tape: Tape, sizes: _Sizes, trains: bool) -> int:
     for at, step in enumerate(tape.steps):
         last.update((name, at) for name in taken_by(step))
         maker.update((name, at) for name in made_by(step))
-    kept = _kept(tape, sizes) if trains else {}
+    kept = _kept(tape, sizes) if trains else set()
     waits = [
         at for at, s in enumerate(tape.steps) if isinstance(s, OperatorStep) and isinstance(s.call, CollectiveCall)
     ]
@@ -201,24 +202,20 @@ def _peak(tape: Tape, sizes: _Sizes, trains: bool) -> int:
             cotangents[end + 1] -= size
     for at, step in enumerate(tape.steps) if trains else ():
         saved[at + 1] += sizes.saved_besides(step)
-    saved, passing, cotangents = map(_summed, (saved, passing, cotangents))
+    saved, passing, cotangents = (list(accumulate(changes)) for changes in (saved, passing, cotangents))
     end = saved[-1]
     return max([end, *(saved[at] + passing[at] + cotangents[at] for at in waits)])
 
 
-def _summed(changes: list[int]) -> list[int]:
-    total, found = 0, []
-    for change in changes:
-        total += change
-        found.append(total)
-    return found
+def _kept(tape: Tape, sizes: _Sizes) -> set[str]:
+    """Return the values that are kept for backward and not recomputed; see ``cells.recipe``.
 
-
-def _kept(tape: Tape, sizes: _Sizes) -> Mapping[str, int]:
-    """Return the values that are kept for backward and not recomputed; see ``cells.recipe``."""
+    A cheap value is recomputed from others, some of them recomputed, too. Its depth is the length of this chain of
+    recipes, 0 for a kept value; a value that would be deeper than ``DEEPEST`` is kept.
+    """
     image = sizes.ranked.program.image
-    kept = {image: 0} if image in sizes.ranked.splits else {}
-    depth = dict(kept)
+    kept = {image} if image in sizes.ranked.splits else set()
+    depth = dict.fromkeys(kept, 0)
     for step in tape.steps:
         sources = [depth[name] for name in taken_by(step) if name in depth and sizes.of(name)]
         operator = step.call.operator if isinstance(step, OperatorStep) else None
@@ -230,7 +227,8 @@ def _kept(tape: Tape, sizes: _Sizes) -> Mapping[str, int]:
                 cheap = cheap_calls(step, name, lambda n: sizes.ranked.values[n].shape) is not None
             depth[name] = max(sources, default=DEEPEST) + (not in_place) if cheap else 0
             if depth[name] > DEEPEST or not cheap:
-                kept[name], depth[name] = 0, 0
+                kept.add(name)
+                depth[name] = 0
     return kept
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hyfi_core.cells.turns import Turns
-from hyfi_core.comm.base import Communicator, Completed, Message, Pending, ReduceOp
+from hyfi_core.comm.base import Communicator, Completed, Message, Pending, ReduceOp, version_of
 from hyfi_core.comm.wire import reduced
 
 
@@ -183,14 +183,14 @@ class CellCommunicator:
         if any(group.members[peer][0] != group.comm.rank for peer in (*peers, *(m.peer for m in sends))):
             raise RuntimeError("cells of different processes share no memory")
         for message in sends:
-            shown = (message.tensor, _version(message.tensor))
+            shown = (message.tensor, version_of(message.tensor))
             group.shown.setdefault((self._rank, message.peer), deque()).append(shown)
         lanes = [(peer, self._rank) for peer in peers]
         group.turns.wait(lambda: all(group.shown.get(lane) for lane in lanes))
         found = []
         for lane in lanes:
             tensor, version = group.shown[lane].popleft()
-            if _version(tensor) != version:
+            if version_of(tensor) != version:
                 raise RuntimeError(
                     f"cell {lane[0]} changed a tensor of shape {tuple(tensor.shape)} before another cell had read it"
                 )
@@ -303,7 +303,3 @@ def _reduce(group: _Group, call: _Call, op: ReduceOp) -> None:
     call.result = total
     if group.comm.size > 1:
         call.pending = group.comm.start_all_reduce(total, op)
-
-
-def _version(tensor: torch.Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version

@@ -26,6 +26,11 @@ class Message:
     tag: int = 0
 
 
+def version_of(tensor: torch.Tensor) -> int | None:
+    """Return the number of a tensor's in-place changes; None for inference tensors, which do not count them."""
+    return None if tensor.is_inference() else tensor._version
+
+
 class Pending(Protocol):
     """Pending communication."""
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from hyfi_core.comm.base import Message
+from hyfi_core.comm.base import Message, version_of
 
 _WAIT_S = 0.05  # how long a waiting rank sleeps before it checks for failures
 _STUCK_S = 1.0  # if all ranks wait for this long, they are deadlocked
@@ -266,11 +266,6 @@ class ThreadGroup:
             raise RuntimeError(
                 f"rank {source} changed {_described(theirs)} before its send to rank {target} had completed"
             )
-
-
-def version_of(tensor: torch.Tensor) -> int | None:
-    """Return a tensor's version counter, None for inference tensors."""
-    return None if tensor.is_inference() else tensor._version
 
 
 def _described(message: Message) -> str:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from hyfi_core.comm.base import Communicator, Completed, Message, ReduceOp
+from hyfi_core.comm.base import Communicator, Completed, Message, ReduceOp, version_of
 from hyfi_core.comm.thread_group import (
     DeadlockError,
     GroupCall,
@@ -26,7 +26,6 @@ from hyfi_core.comm.thread_group import (
     PostedMessage,
     ThreadGroup,
     ThreadWorld,
-    version_of,
 )
 from hyfi_core.comm.wire import reduced
 

@@ -42,7 +42,7 @@ if comm.rank == 0:
 FAILURES = {
     "exception": ("if odd: raise ValueError('the fault')\nstep()", "ValueError: the fault"),
     "interrupted": ("if odd: raise KeyboardInterrupt\nstep()", "KeyboardInterrupt"),
-    "wrong label": ("step(torch.tensor([9]) if odd else label)", "Target 9 is out of bounds"),
+    "wrong label": ("step(torch.tensor([9]) if odd else label)", "ranks disagree: labels is (1,)"),
     "thread": ("def fault(): raise OSError('disk')\nif odd: later(fault); time.sleep(99)\nstep()", "OSError: disk"),
     "exit code 3": ("if odd: sys.exit(3)\nstep()", "rank 1 has ended while rank"),
     "exit code 0": ("if odd: sys.exit(0)\nstep()", "rank 1 has ended while rank"),
