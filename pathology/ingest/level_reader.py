@@ -186,25 +186,26 @@ class _RowWindow:
     ) -> None:
         self._read_into, self._x0, self._x1 = read_into, x0, x1
         self._height, self._tile = height_px, tile_height_px
-        self._have: Planes = np.empty((3, 0, x1 - x0), np.uint8)
+        self._kept: Planes = np.empty((3, 0, x1 - x0), np.uint8)  # rows from `_first` on
         self._first = 0
-        whole = max(1, round(_BAND_PX / (x1 - x0) / tile_height_px)) * tile_height_px
-        self.band_px = min(whole, max(1, _BAND_PX // (x1 - x0))) if tile_height_px > 1024 else whole
+        # Rows for a step: whole tiles of about `_BAND_PX`, or part of a tile if tiles are very high.
+        whole_tiles = max(1, round(_BAND_PX / (x1 - x0) / tile_height_px)) * tile_height_px
+        self.band_px = min(whole_tiles, max(1, _BAND_PX // (x1 - x0))) if tile_height_px > 1024 else whole_tiles
 
     def rows(self, first: int, end: int) -> Planes:
         """Return ``(3, end - first, w)``, valid until the next call; ``first`` must not decrease from call to call."""
-        have_end = self._first + self._have.shape[1]
-        if end > have_end:
-            begin = max(first, have_end)
-            whole = min(self._height, -(-end // self._tile) * self._tile)
-            stop = whole if whole - end <= self.band_px else end
-            kept = self._have[:, max(0, first - self._first) :] if first < have_end else self._have[:, :0]
-            joined: Planes = np.empty((3, kept.shape[1] + stop - begin, self._x1 - self._x0), np.uint8)
-            joined[:, : kept.shape[1]] = kept
-            into = joined[:, kept.shape[1] :].transpose(1, 2, 0)
-            self._read_into(Box(begin, stop, self._x0, self._x1), into)
-            self._have, self._first = joined, begin - kept.shape[1]
-        return self._have[:, first - self._first : end - self._first]
+        kept_end = self._first + self._kept.shape[1]
+        if end > kept_end:
+            read_start = max(first, kept_end)
+            tiles_end = min(self._height, -(-end // self._tile) * self._tile)
+            read_end = tiles_end if tiles_end - end <= self.band_px else end
+            again = self._kept[:, max(0, first - self._first) :] if first < kept_end else self._kept[:, :0]
+            joined: Planes = np.empty((3, again.shape[1] + read_end - read_start, self._x1 - self._x0), np.uint8)
+            joined[:, : again.shape[1]] = again
+            new = joined[:, again.shape[1] :].transpose(1, 2, 0)
+            self._read_into(Box(read_start, read_end, self._x0, self._x1), new)
+            self._kept, self._first = joined, read_start - again.shape[1]
+        return self._kept[:, first - self._first : end - self._first]
 
 
 def _steps(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:

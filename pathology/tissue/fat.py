@@ -73,26 +73,27 @@ def find_fat(image: Planes, glass: Float, known: Mask, mpp_um: float, min_contra
 def _block_means(
     image: Planes, glass: Float, known: Mask, block: int, mpp_um: float, min_contrast: float
 ) -> tuple[Float, ...]:
-    """Return means over blocks: walls, their density, their colour, pixels away from known ones, known pixels."""
+    """Return means over blocks: walls, their density and colour, searched pixels (not near known ones), known pixels."""
     height, width = known.shape
     near = dilated(known, 4)
-    means = tuple(np.empty((-(-height // block), -(-width // block)), np.float32) for _ in range(5))
+    shape = (-(-height // block), -(-width // block))
+    walls, wall_density, wall_colour, searched, known_fraction = (np.empty(shape, np.float32) for _ in range(5))
 
     def fill(rows: slice) -> None:
         blocks = slice(rows.start // block, -(-rows.stop // block))
         wall = _thin_and_dense(image, glass, rows, mpp_um, min_contrast) & ~near[rows]
         y, x = np.divmod(np.flatnonzero(wall), width)
         density = density_of_pixels(image, glass, rows.start + y, x)
-        block_index = y // block * means[0].shape[1] + x // block
+        block_index = y // block * shape[1] + x // block
         colour = density.max(0) - density.min(0)
-        for target, values in ((means[1], density.mean(0)), (means[2], colour)):
+        for target, values in ((wall_density, density.mean(0)), (wall_colour, colour)):
             total = np.bincount(block_index, np.minimum(values, _MAX_DENSITY), target[blocks].size)
-            target[blocks] = total.reshape(-1, target.shape[1]) / block**2
-        for target, mask in ((means[0], wall), (means[3], ~near[rows]), (means[4], known[rows])):
+            target[blocks] = total.reshape(-1, shape[1]) / block**2
+        for target, mask in ((walls, wall), (searched, ~near[rows]), (known_fraction, known[rows])):
             target[blocks] = _block_fractions(mask, block)
 
     run_in_pool(fill, row_strips(height, width, block))
-    return means
+    return walls, wall_density, wall_colour, searched, known_fraction
 
 
 def _thin_and_dense(image: Planes, glass: Float, rows: slice, mpp_um: float, min_contrast: float) -> Mask:
