@@ -73,7 +73,7 @@ def find_fat(image: Planes, glass: Float, known: Mask, mpp_um: float, min_contra
 def _block_means(
     image: Planes, glass: Float, known: Mask, block: int, mpp_um: float, min_contrast: float
 ) -> tuple[Float, ...]:
-    """Return means over blocks: walls, their density and colour, searched pixels (not near known ones), known pixels."""
+    """Return means over blocks: walls, their density, their colour, searched pixels, known pixels."""
     height, width = known.shape
     near = dilated(known, 4)
     shape = (-(-height // block), -(-width // block))
