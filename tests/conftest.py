@@ -41,3 +41,12 @@ def hyfi(tmp_path: Path) -> Hyfi:
         )
 
     return run
+
+
+@pytest.fixture
+def captures_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models are captured once for all ranks and runs of this process, and not verified: both take seconds."""
+    from tests.harness import captured_once
+
+    monkeypatch.setattr("hyfi_core.runtime.subject.capture", captured_once)
+    monkeypatch.setattr("hyfi_core.runtime.parallelize.verify_capture", lambda *given: None)

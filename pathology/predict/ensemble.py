@@ -90,7 +90,10 @@ class Ensemble:
         self, members: Sequence[Member], spec: InputSpec, comm: Communicator, cells: tuple[int, int] | None = None
     ) -> None:
         self._comm, self._members = comm, tuple(members)
-        self._engines = [SizedEngines(member.model, None, spec.size_px, comm, cells) for member in members]
+        self._engines = [
+            SizedEngines(member.model, None, spec.size_px, comm, cells, verify=not member.built_in)
+            for member in members
+        ]
 
     def views(self, dataset: SlideDataset, index: int) -> tuple[View, ...]:
         """Return the images that show all tissue of a slide.

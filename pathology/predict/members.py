@@ -40,6 +40,11 @@ class Member:
         return str(self.config.get("files", {}).get("model.safetensors", {}).get("sha256", ""))
 
     @property
+    def built_in(self) -> bool:
+        """Whether the network is one of this package, whose captures are covered by tests."""
+        return ":" not in str(self.config.get("model", {}).get("name", ""))
+
+    @property
     def pooling(self) -> Literal["mean", "max"]:
         """Pooling of the head; the logits of several images of one slide are combined in the same way."""
         return "max" if self.config.get("model", {}).get("pool") == "max" else "mean"

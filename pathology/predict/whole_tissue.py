@@ -48,6 +48,7 @@ class SizedEngines:
         cells: Rows and columns of cells in which one process computes every image; None: as needed for large images.
         autocast: Type for autocast; None: no autocast.
         grid: Rows and columns of ranks; None: as square as possible.
+        verify: Whether the capture at the trained size is verified; those at other sizes are not verified again.
 
     Raises:
         RequestError: The network cannot be evaluated at its trained size, or there are cells with several ranks.
@@ -63,6 +64,7 @@ class SizedEngines:
         *,
         autocast: torch.dtype | None = None,
         grid: tuple[int, int] | None = None,
+        verify: bool = False,
     ) -> None:
         if cells is not None and comm.size > 1:
             raise RequestError(
@@ -71,7 +73,7 @@ class SizedEngines:
             )
         self._module, self._size, self._comm, self._cells = module.eval(), size_px, comm, cells
         self._autocast, self._grid = autocast, grid or squarest(comm.size)
-        self._trained = trained or self._make(size_px)
+        self._trained = trained or self._make(size_px, verify)
         self._latest: tuple[Size, Engine] = (size_px, self._trained)
         self._any_size: bool | None = None
 
@@ -90,7 +92,7 @@ class SizedEngines:
             self._any_size = True
         return self._latest[1]
 
-    def _make(self, size_px: Size) -> Engine:
+    def _make(self, size_px: Size, verify: bool = False) -> Engine:
         shape = (1, 3, *size_px)
         cells = self._cells
         if cells is None and self._comm.size == 1 and size_px != self._size:
@@ -101,7 +103,7 @@ class SizedEngines:
             plan = hyfi_core.ParallelPlan(grids=((1, 1),), cells=cells)
         else:
             plan = hyfi_core.ParallelPlan(grids=(self._grid,))
-        return hyfi_core.parallelize(self._module, shape, plan, self._comm, autocast=self._autocast)
+        return hyfi_core.parallelize(self._module, shape, plan, self._comm, autocast=self._autocast, verify=verify)
 
 
 def views_of(

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import captured_once
 from tests.workflows.archive import make_store
 from tests.workflows.runs import in_this_process
 
@@ -19,13 +18,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def in_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def in_process(monkeypatch: pytest.MonkeyPatch, captures_once: None) -> Iterator[None]:
     """Runs of ``hyfi train`` are this process's own: see ``in_this_process``."""
     with in_this_process(monkeypatch):
         yield
-
-
-@pytest.fixture
-def captures_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models are captured once for all runs: an export takes a second."""
-    monkeypatch.setattr("hyfi_core.runtime.subject.capture", captured_once)

@@ -45,7 +45,9 @@ def test_sizes_that_do_not_divide_are_refused(layers: int, filters: int) -> None
         amoebanet_d(2, layers, filters)
 
 
-@pytest.mark.parametrize(("grid", "shape"), [((1, 2), (2, 3, 45, 67)), ((2, 2), (2, 3, 71, 53))])
+@pytest.mark.parametrize(
+    ("grid", "shape"), [pytest.param((1, 2), (2, 3, 45, 67), marks=pytest.mark.soak), ((2, 2), (2, 3, 71, 53))]
+)
 def test_it_is_equal_to_one_process_at_odd_sizes(grid: tuple[int, int], shape: Any) -> None:
     torch.manual_seed(0)
     assert_equal_to_one_process(amoebanet_d(2, 3, 16), shape, grid)

@@ -18,6 +18,8 @@ from pathology.predict.inputs import find_inputs
 from pathology.predict.options import PredictOptions, RanksPerSlide
 from tests.pathology.slides import Darkness, draw_slide, member_of, write_slide
 
+pytestmark = pytest.mark.usefixtures("captures_once")
+
 
 @pytest.mark.parametrize(
     ("wanted", "ranks", "slides", "size"),

@@ -21,11 +21,12 @@ from tests.workflows.runs import assert_same_run, in_this_process, run_here
 RECIPE = Path(workflows.__file__).parent / "recipes" / "gigapixel.yaml"
 
 
+@pytest.mark.usefixtures("captures_once")
 def test_a_run_that_spills_is_the_same_to_the_last_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = [
         *(f"data.store={make_store(tmp_path)}", "data.size_px=128", "data.align_px=32", "data.min_coverage=0"),
         *("model.name=resnet6", "model.options={width: 4}", "optimizer.accumulate=2", "run.tensorboard=false"),
-        *("run.epochs=null", "run.steps=4", "validation.every_steps=2", "run.checkpoint_every_steps=2"),
+        *("run.epochs=null", "run.steps=2", "validation.every_steps=2", "run.checkpoint_every_steps=2"),
     ]
     disk = tmp_path / "disk"
     ways = {
@@ -38,7 +39,7 @@ def test_a_run_that_spills_is_the_same_to_the_last_bit(tmp_path: Path, monkeypat
     with in_this_process(monkeypatch):
         for way, plan in ways.items():
             assert run_here(RECIPE, *small, *plan, f"run.dir={tmp_path / way}") == 0
-    assert_same_run(tmp_path / "kept", tmp_path / "spilled", 4)
+    assert_same_run(tmp_path / "kept", tmp_path / "spilled", 2)
     assert list(disk.iterdir()) == []
 
 

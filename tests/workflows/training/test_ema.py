@@ -11,7 +11,7 @@ from hyfi_core.runtime.checkpoint import Checkpoint, load_checkpoint
 from tests.workflows.archive import make_config, make_store
 from tests.workflows.runs import losses, run_here, run_on
 
-pytestmark = pytest.mark.usefixtures("in_process", "captures_once")
+pytestmark = pytest.mark.usefixtures("in_process")
 
 
 def saved(run: Path) -> Checkpoint:

@@ -20,7 +20,7 @@ from workflows.config.load import load_config, refuse_changes
 from workflows.evaluation.evaluate import predict_slides
 from workflows.training.pace import TIMED_TURNS, measured
 
-pytestmark = pytest.mark.usefixtures("in_process", "captures_once")
+pytestmark = pytest.mark.usefixtures("in_process")
 
 SPARE = ["roles.design=offload_naive", "plan.sync_batch_norm=true"]
 STEPS, SHORT = 4, "run.steps=2"

@@ -22,7 +22,7 @@ def test_the_first_step_is_traced_only_if_there_is_no_other(done: int, last: int
     assert list(traced_steps(done, last, count)) == steps
 
 
-@pytest.mark.usefixtures("in_process", "captures_once")
+@pytest.mark.usefixtures("in_process")
 def test_a_trace_has_every_trainer_and_all_that_it_did(tmp_path: Path, store: Path) -> None:
     plan: dict[str, Any] = {"grids": [[1, 2], [1, 1]], "cuts": ["conv2"], "microbatches": 2, "fused_halo": 1}
     config = make_config(tmp_path, store, plan=plan, data={"batch_size": 2}, run={"steps": 3})
