@@ -5,11 +5,11 @@ The tape's backward is simulated once with numbers instead of tensors: each numb
     backward of           gives                            held after it
     a + b                 the cotangent itself, twice      a: 1, b: 1       neither may be overwritten
     norm, which took a    new memory                       x: 2, b: 1       only b has memory 1: it may be
-    relu, which took b    over it                          x: 2, c: 3
+    relu, which took b    memory 1, overwritten            x: 2, c: 3       both may be
 
-A value may have several numbers: any of these may be its memory. Unknown memory (of an operator with unknown backward,
-a gradient that stays with a parameter, the cotangent of the output, which the user's loss may keep) is *shared*: never
-overwritten.
+After an overwrite, the memory gets a new number: no other value had the old one. A value may have several numbers: any
+of these may be its memory. Unknown memory (of an operator with unknown backward, a gradient that stays with a
+parameter, the cotangent of the output, which the user's loss may keep) is *shared*: never overwritten.
 """
 
 from __future__ import annotations
@@ -115,23 +115,24 @@ class BackwardMemory:
         if not any(name in active for name in call.inputs):
             return False, {}
         given = [self._pop(name).memory for name in call.outputs]
-        may = self._alone(given[0], (*self._memories(), *given[1:]))
+        may_overwrite = self._alone(given[0], (*self._memories(), *given[1:]))
         everything = _NOTHING.union(*given)
         if isinstance(operator, SplitBackward):
             self._deferred |= everything  # its weight gradient may be computed later, from the same cotangent
         elif isinstance(operator, AsyncBackward):
             self._deferred = _NOTHING  # deferred gradients have been computed
-        own, found = getattr(operator, "own_cotangents", False), []
+        returns_own = getattr(operator, "own_cotangents", False)
+        found = []
         for name in call.inputs:
             if name is not None and name in active:
-                if own:
+                if returns_own:
                     memory = self._new()
                 elif isinstance(operator, Redistribute):  # nothing is moved: the cotangent is passed through
                     memory = everything
                 else:
                     memory = self._given_to_others(everything | self._new())
-                found.append((name, _Cotangent(memory, own)))
-        return may, self._add(found)
+                found.append((name, _Cotangent(memory, returns_own)))
+        return may_overwrite, self._add(found)
 
     def segment(self, calls: Iterable[LocalCall], inputs: Iterable[str], outputs: Iterable[str]) -> dict[str, Over]:
         """Simulate a segment, whose backward is autograd's; return its sums."""
@@ -218,18 +219,18 @@ class BackwardMemory:
 
 
 def writing_over(
-    call: CustomCall | CollectiveCall, may: bool, made: Collection[str | None]
+    call: CustomCall | CollectiveCall, may_overwrite: bool, made: Collection[str | None]
 ) -> CustomCall | CollectiveCall:
     """Return the call with an operator that overwrites cotangents where allowed.
 
     Args:
         call: any.
-        may: whether the cotangent of its first output may be overwritten.
+        may_overwrite: whether the cotangent of its first output may be overwritten.
         made: values that the tape computes; other memory belongs to the caller.
     """
     operator = call.operator
-    if isinstance(operator, (Relu, BatchNorm)) and operator.overwrites_cotangent != may:
-        return replace(call, operator=replace(operator, overwrites_cotangent=may))  # type: ignore[arg-type]
+    if isinstance(operator, (Relu, BatchNorm)) and operator.overwrites_cotangent != may_overwrite:
+        return replace(call, operator=replace(operator, overwrites_cotangent=may_overwrite))  # type: ignore[arg-type]
     if isinstance(operator, (MaxPool, WholeMaxPool)) and operator.overwrites_map and call.inputs[0] not in made:
         return replace(call, operator=replace(operator, overwrites_map=False))  # type: ignore[arg-type]
     return call

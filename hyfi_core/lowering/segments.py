@@ -115,8 +115,8 @@ def _writing_over(ranked: RankProgram, steps: list[Step], active: set[str]) -> t
         if isinstance(step, Segment):
             done.append(replace(step, sums=memory.segment(step.calls, step.inputs, step.outputs)))
         else:
-            may, sums = memory.operator(step.call)
-            done.append(replace(step, call=writing_over(step.call, may, made), sums=sums))
+            may_overwrite, sums = memory.operator(step.call)
+            done.append(replace(step, call=writing_over(step.call, may_overwrite, made), sums=sums))
     return tuple(reversed(done))
 
 

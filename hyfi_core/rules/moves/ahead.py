@@ -19,7 +19,7 @@ _VIEWS = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.defaul
 _SAME = ("aten.clone.default", "aten.contiguous.default", "aten.alias.default")
 
 Groups = list[tuple[int, ...]]
-"""For each dim of a value, the factors that it holds, in order."""
+"""For each dim of a value, the numbers of the factors that it holds, in order; of (0, 2): ``sizes[0] * sizes[2]``."""
 
 
 def windows_first(
