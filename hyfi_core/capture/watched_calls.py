@@ -99,6 +99,8 @@ class WatchedCalls(TorchFunctionMode):
             made: Any = tensor.grad_fn if isinstance(tensor, torch.Tensor) else None
             if isinstance(made, BackwardCFunction):
                 owner: Any = type(made)._forward_cls  # type: ignore[attr-defined]
+                if owner.__module__ == "torch._library.autograd":
+                    continue  # an operator of torch.library: capture keeps it, with its backward
                 used = "returned" if returned else f"used at {calling_line()}"
                 raise RequestError(
                     f"the model calls {owner.__module__}.{owner.__qualname__}, an autograd.Function, whose own "

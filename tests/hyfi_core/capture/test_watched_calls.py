@@ -155,3 +155,30 @@ def test_a_checkpoint_with_norms_that_keep_nothing_is_a_plain_call() -> None:
     net = Net("checkpoint with statistics")
     net.norm.eval()
     assert any("batch_norm" in op.text for op in capture(net, SHAPE, torch.float32).operators)
+
+
+@torch.library.custom_op("hyfi_tests::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+@twice.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+twice.register_autograd(lambda ctx, cotangent: 2 * cotangent)
+
+
+class WithLibraryOperator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 2, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return twice(self.conv(x)).mean((2, 3))
+
+
+def test_an_operator_of_torch_library_keeps_its_backward() -> None:
+    """PyTorch makes an autograd.Function of it, but capture keeps the operator itself."""
+    assert_equal_to_one_process(WithLibraryOperator(), SHAPE, (1, 2))
