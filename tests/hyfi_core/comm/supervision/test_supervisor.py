@@ -29,7 +29,8 @@ from tests.hyfi_core.comm.supervision.failing_ranks import (
 )
 
 QUICK = {
-    "MPICH": ("exception", "exit code 0", "one step more", "killed"),
+    # not "killed" with MPICH: its mpiexec ends all ranks at once, on a busy machine before any of them can say why
+    "MPICH": ("exception", "exit code 0", "one step more"),
     "Open MPI": ("exception", "killed"),
     "torchrun": ("thread",),
 }
