@@ -108,10 +108,10 @@ def _operator(node: torch.fx.Node, values: dict[str, ValueInfo]) -> Operator:
                 names[user.args[1]] = _canonical(user)  # type: ignore[index]
         for name, item in zip(names, result, strict=True):
             if name is not None:
-                _declare(values, name, item)
+                _declare(values, name, item, node.meta.get("stack_trace"))
     else:
         names = [node.name]
-        _declare(values, node.name, result)
+        _declare(values, node.name, result, node.meta.get("stack_trace"))
     _refuse_numbers(node)
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     return Operator(
@@ -146,9 +146,18 @@ def _canonical(getitem: torch.fx.Node) -> str:
     return f"{source.name}.{index}"  # type: ignore[union-attr]
 
 
-def _declare(values: dict[str, ValueInfo], name: str, value: Any) -> None:
-    if isinstance(value, torch.Tensor):
-        values[name] = ValueInfo(tuple(int(side) for side in value.shape), value.dtype)
+def _declare(values: dict[str, ValueInfo], name: str, value: Any, traced: str | None = None) -> None:
+    if not isinstance(value, torch.Tensor):
+        return
+    try:
+        shape = tuple(int(side) for side in value.shape)
+    except RuntimeError:  # a size that only the image decides
+        place = traced_line(traced or "")
+        raise RequestError(
+            f"the shape of {name!r} depends on the image, as in x[x > 0] or nonzero(){f' ({place})' if place else ''}; "
+            f"compute with a mask instead, such as torch.where(x > 0, x, 0)"
+        ) from None
+    values[name] = ValueInfo(shape, value.dtype)
 
 
 def _argument(item: Any) -> Any:

@@ -27,6 +27,11 @@ class ValueInfo:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def differentiable(self) -> bool:
+        """Whether a value of this dtype can carry a gradient."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
 
 @dataclass(frozen=True, slots=True)
 class Operator:

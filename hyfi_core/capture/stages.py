@@ -81,13 +81,13 @@ def edges(stages: Sequence[Stage]) -> tuple[tuple[int, int], ...]:
 def active_values(program: Program, wanted: tuple[Any, ...], sources: Iterable[str]) -> frozenset[str]:
     """Return the values through which the output depends on a source: they carry gradients.
 
-    A gradient ends where a value is detached or not floating point, as in ``(x > 0).float()``.
+    A gradient ends where a value is detached or neither floating point nor complex, as in ``(x > 0).float()``.
     """
 
     def carrying(names: Iterable[str | None]) -> list[str]:
         # An assertion (of a dtype before a cast) has a name, but its result is no tensor.
         known = (name for name in names if name is not None and name in program.values)
-        return [name for name in known if program.values[name].dtype.is_floating_point]
+        return [name for name in known if program.values[name].differentiable]
 
     passing = [op for op in program.operators if op.text != "aten.detach.default"]
     reached = set(sources)

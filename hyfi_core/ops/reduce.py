@@ -34,15 +34,20 @@ class SumOverRanks:
     def forward(self, comm: Communicator, inputs: Tensors) -> tuple[Tensors, Any]:
         """Return (sum,)."""
         total = inputs[0].clone(memory_format=torch.contiguous_format)
-        comm.all_reduce(total)
+        comm.all_reduce(_real(total))
         return (total,), total
 
     def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
         """Return (sum of all ranks' cotangents,)."""
         (cotangent,) = cotangents
         total = torch.zeros_like(saved) if cotangent is None else cotangent.to(saved.dtype).contiguous().clone()
-        comm.all_reduce(total)
+        comm.all_reduce(_real(total))
         return (total,)
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a tensor as real numbers, in which complex ones are summed."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-
 from hyfi_core.capture.program import Operator, Program, ValueInfo, refs_in
 from hyfi_core.ops.base import Collective, CustomOperator
 from hyfi_core.plan.box import Box
@@ -220,4 +218,4 @@ class RankProgram:
     def floating(self, name: str) -> bool:
         """Whether a value can carry a gradient."""
         info = self.values.get(name)
-        return info is None or info.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+        return info is None or info.differentiable

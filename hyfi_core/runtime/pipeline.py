@@ -273,4 +273,4 @@ def _peer(action: Action) -> int:
 
 
 def _is_float(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+    return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())

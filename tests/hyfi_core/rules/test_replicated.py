@@ -86,3 +86,35 @@ def test_a_refused_rule_leaves_nothing_behind() -> None:
         *program.buffers,
         *program.constants,
     }
+
+
+class Fourier(nn.Module):
+    """A filter of frequencies, which are complex."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.filter, self.head = (
+            nn.Conv2d(3, 4, 3, 2, 1),
+            nn.Parameter(torch.rand(4, 4, 3, 2)),
+            nn.Linear(4, 2),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        frequencies = torch.fft.rfft2(self.stem(x), norm="ortho") * torch.view_as_complex(self.filter)
+        filtered = torch.fft.irfft2(frequencies, s=(4, 5), norm="ortho")
+        return self.head(filtered.amax((2, 3)) + frequencies.abs().mean((2, 3)))
+
+
+@pytest.mark.parametrize("grid", [(1, 2), (2, 2)])
+def test_gradients_go_through_complex_values(grid: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    assert_equal_to_one_process(Fourier(), (2, 3, 7, 9), grid)
+
+
+def test_a_shape_that_depends_on_the_image_is_refused_with_its_line() -> None:
+    class Masked(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x[x > 0].mean().expand(2, 2)
+
+    with pytest.raises(RequestError, match=r"depends on the image, as in x\[x > 0\].*test_replicated.py.*torch.where"):
+        capture(Masked(), (2, 3, 7, 9), torch.float32)
