@@ -38,14 +38,14 @@ class _SavedConvolution:
     """Saved for backward.
 
     Attributes:
-        seen: the input of the native call: own part or canvas.
+        conv_input: the input of the native call: own part or canvas.
         strips: received strips; none with a canvas.
         weight: as passed.
         dtype: of the input map; under autocast the others differ.
         shape: of the input map.
     """
 
-    seen: torch.Tensor
+    conv_input: torch.Tensor
     strips: tuple[torch.Tensor, ...]
     weight: torch.Tensor
     dtype: torch.dtype
@@ -115,7 +115,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
         return own_call(self.window, transfer.have, self.output)
 
     @cached_property
-    def _pieces(self) -> tuple[_ReachingStrip, ...]:
+    def _reaching_strips(self) -> tuple[_ReachingStrip, ...]:
         strips = enumerate(self.halo.transfer.receives)
         reaching = ((index, strip.box, strip_call(self.window, strip.box, self.output)) for index, strip in strips)
         return tuple(_ReachingStrip(index, box, call) for index, box, call in reaching if call is not None)
@@ -133,21 +133,21 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
             result = self._convolve(canvas, kernel, offset, self.canvas_padding)
             return (result,), _SavedConvolution(canvas, (), weight, given.dtype, given.shape)
         pending_strips = self.halo.start(comm, own)
-        seen = own[:, :, self.own.start[0] :, self.own.start[1] :]
+        conv_input = own[:, :, self.own.start[0] :, self.own.start[1] :]
         with polled(pending_strips.pending):
-            result = self._convolve(seen, kernel, offset, self.own.padding)
+            result = self._convolve(conv_input, kernel, offset, self.own.padding)
         strips = pending_strips.wait()
-        self._add_reached(result, kernel, seen, strips)
-        return (result,), _SavedConvolution(seen, strips, weight, given.dtype, given.shape)
+        self._add_reached(result, kernel, conv_input, strips)
+        return (result,), _SavedConvolution(conv_input, strips, weight, given.dtype, given.shape)
 
     def recompute(self, inputs: Tensors, saved: _SavedConvolution) -> torch.Tensor:
         """Return the convolved part once more, of what is saved; see ``ops.base.Recomputable``."""
-        seen, kernel = saved.seen, saved.weight.to(saved.seen.dtype)
-        offset = None if inputs[2] is None else inputs[2].to(seen.dtype)
+        conv_input, kernel = saved.conv_input, saved.weight.to(saved.conv_input.dtype)
+        offset = None if inputs[2] is None else inputs[2].to(conv_input.dtype)
         if self.own is None:
-            return self._convolve(seen, kernel, offset, self.canvas_padding)
-        result = self._convolve(seen, kernel, offset, self.own.padding)
-        self._add_reached(result, kernel, seen, saved.strips)
+            return self._convolve(conv_input, kernel, offset, self.canvas_padding)
+        result = self._convolve(conv_input, kernel, offset, self.own.padding)
+        self._add_reached(result, kernel, conv_input, saved.strips)
         return result
 
     def flops_of_value(self, shapes: Sequence[Sequence[int]]) -> float:
@@ -155,13 +155,14 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
         return 2.0 * prod(shapes[1][1:])
 
     def _add_reached(
-        self, result: torch.Tensor, kernel: torch.Tensor, seen: torch.Tensor, strips: tuple[torch.Tensor, ...]
+        self, result: torch.Tensor, kernel: torch.Tensor, conv_input: torch.Tensor, strips: tuple[torch.Tensor, ...]
     ) -> None:
-        """Add to the outputs that strips reach what these give."""
-        for piece in self._pieces:
-            canvas, tapped, outputs = _canvas(piece, strips, seen), _tapped(kernel, piece), self._outputs(result, piece)
+        """Add the contributions of the strips to the outputs that they reach."""
+        for piece in self._reaching_strips:
+            canvas, tapped = _canvas(piece, strips, conv_input), _tapped(kernel, piece)
+            outputs = self._outputs(result, piece)
             if taps.in_place(kernel, self.groups):
-                taps.add_outputs(outputs, canvas, tapped, *self._steps)
+                taps.add_outputs(outputs, canvas, tapped, *self._stride_dilation)
             else:
                 outputs.add_(self._convolve(canvas, tapped, None, (0, 0)))
 
@@ -170,7 +171,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
     ) -> torch.Tensor:
         if self.output.empty:
             return tensor.new_empty((tensor.shape[0], kernel.shape[0], *self.output.shape))
-        stride, dilation = self._steps
+        stride, dilation = self._stride_dilation
         call = torch.ops.aten.convolution.default
         result: torch.Tensor = call(tensor, kernel, bias, stride, padding, dilation, False, (0, 0), self.groups)
         return result
@@ -179,7 +180,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
 
     def backward(self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
         """Return the cotangents of map, weight and bias; the latter two as this rank's partial sums."""
-        back = self._begun(saved, cotangents, wanted)
+        back = self._backward_arguments(saved, cotangents, wanted)
         d_own, weight_back = self._map_back(comm, back, now=True)
         return d_own, *(weight_back or self._weight_back(back))
 
@@ -187,7 +188,7 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
         self, comm: Communicator, saved: Any, cotangents: Cotangents, wanted: Wanted = ()
     ) -> tuple[Cotangents, Rest]:
         """Return (cotangent of the map, None, None), and the rest of the backward; see ``ops.base.SplitBackward``."""
-        back = self._begun(saved, cotangents, wanted)
+        back = self._backward_arguments(saved, cotangents, wanted)
         d_own, weight_back = self._map_back(comm, back, now=False)
         return (d_own, None, None), lambda: (None, *(weight_back or self._weight_back(back)))
 
@@ -195,15 +196,17 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
         """Release the strips."""
         self.halo.give_back(saved.strips)
 
-    def _begun(self, saved: _SavedConvolution, cotangents: Cotangents, wanted: Wanted) -> _Back:
-        seen, dy = saved.seen, cotangents[0]
+    def _backward_arguments(self, saved: _SavedConvolution, cotangents: Cotangents, wanted: Wanted) -> _Back:
+        conv_input, dy = saved.conv_input, cotangents[0]
         if dy is None:
-            dy = seen.new_zeros((seen.shape[0], saved.weight.shape[0], *self.output.shape))
+            dy = conv_input.new_zeros((conv_input.shape[0], saved.weight.shape[0], *self.output.shape))
         mask = (wanted[0], wanted[1], wanted[2]) if wanted else (True, True, True)
-        return _Back(saved, dy.to(seen.dtype), saved.weight.to(seen.dtype), mask)
+        return _Back(saved, dy.to(conv_input.dtype), saved.weight.to(conv_input.dtype), mask)
 
     def _map_back(self, comm: Communicator, back: _Back, now: bool) -> tuple[torch.Tensor | None, _WeightBack | None]:
         """Return the cotangent of the own part and, if computed during the exchange, those of weight and bias.
+
+            send cotangents of strips ──▶ cotangent of own part ──▶ (weight and bias) ──▶ add what is received
 
         Args:
             comm: the ranks of the stage.
@@ -215,18 +218,18 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
         only = (True, False, False)
         if self.own is None:
             d_canvas = self._differentiate(back, only)[0]
-            given = (back.saved.shape, back.saved.seen.dtype, back.saved.seen.device)
+            given = (back.saved.shape, back.saved.conv_input.dtype, back.saved.conv_input.device)
             d_own = self.halo.backward(comm, given, (d_canvas,))[0]
             assert d_own is not None
             return d_own.to(back.saved.dtype), None
         pending_strips, weight_back = self._send_back(comm, back), None
         pending = pending_strips.pending
         with polled(pending):
-            d_seen = self._differentiate(back, only)[0]
+            d_input = self._differentiate(back, only)[0]
         if pending is not None and (now or not pending.test()):
             with polled(pending):
                 weight_back = self._weight_back(back)
-        d_own = self._widened(d_seen, back.saved)
+        d_own = self._widened(d_input, back.saved)
         self.halo.add_back(d_own, pending_strips)
         return d_own, weight_back
 
@@ -243,54 +246,54 @@ class Convolution(SplitBackward, HoldsBuffers, Recomputable):
         """Start sending the cotangents of strips to their owners."""
         saved, dy, kernel = back.saved, back.dy, back.kernel
         backs = [torch.zeros_like(strip) for strip in saved.strips]
-        for piece in self._pieces:
-            canvas, part = _canvas(piece, saved.strips, saved.seen), self._outputs(dy, piece)
+        for piece in self._reaching_strips:
+            canvas, part = _canvas(piece, saved.strips, saved.conv_input), self._outputs(dy, piece)
             tapped, only = _tapped(kernel, piece), (True, False, False)
             if taps.in_place(kernel, self.groups):
-                d_canvas = taps.back(canvas, tapped, part, *self._steps)
+                d_canvas = taps.back(canvas, tapped, part, *self._stride_dilation)
             else:
                 d_canvas = self._native_back(part, canvas, tapped, (0, 0), only)[0]
             both = piece.call.inputs.intersect(piece.box)
             at(backs[piece.index], both, piece.box).copy_(at(d_canvas, both, piece.call.inputs))
-        return self.halo.start_back(comm, saved.seen, backs)
+        return self.halo.start_back(comm, saved.conv_input, backs)
 
     def _add_strips(self, d_weight: torch.Tensor, back: _Back) -> None:
         """Add the contributions of strips to the weight's cotangent."""
         saved, dy, kernel = back.saved, back.dy, back.kernel
-        for piece in self._pieces:
-            canvas, part = _canvas(piece, saved.strips, saved.seen), self._outputs(dy, piece)
+        for piece in self._reaching_strips:
+            canvas, part = _canvas(piece, saved.strips, saved.conv_input), self._outputs(dy, piece)
             tapped, only = _tapped(d_weight, piece), (False, True, False)
             if taps.in_place(d_weight, self.groups):
-                taps.add_to_weight(tapped, canvas, part, *self._steps)
+                taps.add_to_weight(tapped, canvas, part, *self._stride_dilation)
             else:
                 tapped.add_(self._native_back(part, canvas, _tapped(kernel, piece), (0, 0), only)[1])
 
-    def _widened(self, d_seen: torch.Tensor, saved: _SavedConvolution) -> torch.Tensor:
+    def _widened(self, d_input: torch.Tensor, saved: _SavedConvolution) -> torch.Tensor:
         """Return the cotangent of the whole own part, in its dtype; zero where no window reads it."""
-        if d_seen.shape == saved.shape:
-            return d_seen.to(saved.dtype)
-        result = like(saved.seen, list(saved.shape)).to(saved.dtype).zero_()
+        if d_input.shape == saved.shape:
+            return d_input.to(saved.dtype)
+        result = like(saved.conv_input, list(saved.shape)).to(saved.dtype).zero_()
         assert self.own is not None
-        result[:, :, self.own.start[0] :, self.own.start[1] :] = d_seen
+        result[:, :, self.own.start[0] :, self.own.start[1] :] = d_input
         return result
 
     def _differentiate(self, back: _Back, mask: Mask) -> Any:
         """Return the cotangents of the native call's inputs selected by ``mask``; None if it is empty."""
         if self.output.empty:
-            return torch.zeros_like(back.saved.seen) if mask[0] else None, None, None
+            return torch.zeros_like(back.saved.conv_input) if mask[0] else None, None, None
         padding = self.canvas_padding if self.own is None else self.own.padding
-        return self._native_back(back.dy, back.saved.seen, back.kernel, padding, mask)
+        return self._native_back(back.dy, back.saved.conv_input, back.kernel, padding, mask)
 
     def _native_back(
         self, dy: torch.Tensor, tensor: torch.Tensor, kernel: torch.Tensor, padding: tuple[int, int], mask: Mask
     ) -> Any:
-        stride, dilation = self._steps
+        stride, dilation = self._stride_dilation
         return torch.ops.aten.convolution_backward(
             dy, tensor, kernel, [kernel.shape[0]], stride, padding, dilation, False, (0, 0), self.groups, mask
         )
 
     @property
-    def _steps(self) -> tuple[tuple[int, int], tuple[int, int]]:
+    def _stride_dilation(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """(stride, dilation), each (y, x)."""
         y, x = self.window.y, self.window.x
         return (y.stride, x.stride), (y.dilation, x.dilation)

@@ -101,7 +101,14 @@ def _second_is_shared(builder: Builder, op: Operator, factors: list[_Factor], al
 
 
 def _gridded(builder: Builder, name: str, axis: int, inner: int) -> str:
-    """Return a map whose height or width is two dims (n, ``inner``); ranks share the latter."""
+    """Return a map whose height or width is two dims (n, ``inner``); ranks share the latter.
+
+    For example 8 rows on two ranks, with ``inner`` 4. Rows 0 and 4 belong together, so every rank first gets all rows,
+    of some columns (``strips``); after the view, rows are no longer cut, and ``Builder.part`` may cut the second dim::
+
+        rows 0 1 2 3 | 4 5 6 7  ──▶  0 1 2 3 4 5 6 7  ──▶  0 1 2 3
+        rank 0       | rank 1        each rank              4 5 6 7
+    """
     here = builder.splits[name]
     dim, shape = here.dims[axis], builder.shape(name)
     whole = builder.part(name, strips(builder, here, dim))

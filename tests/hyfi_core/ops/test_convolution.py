@@ -232,7 +232,7 @@ def test_what_is_saved_is_the_own_part_itself_and_the_strips() -> None:
         own = noise(1, 4, 16, 10, seed=comm.rank)
         _, saved = ops[comm.rank].forward(comm, (own, noise(4, 4, 3, 3), None))
         assert [tuple(strip.shape) for strip in saved.strips] == [(1, 4, 16, 1)]
-        return saved.seen.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
+        return saved.conv_input.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
 
     assert run_ranks(2, body) == [True, True]
 
