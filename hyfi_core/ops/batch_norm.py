@@ -139,7 +139,8 @@ class BatchNorm(AsyncBackward, Recomputable):
             if wanted and not wanted[0]:
                 return None, *d_affine
             gain, slope, shift = self._terms(weight, mean, variance, sums / self.count, own.dim())
-            dx = dy.mul_(gain) if self.overwrites_cotangent else torch.mul(dy, gain, out=torch.empty_like(dy))
+            dense = self.overwrites_cotangent and 0 not in dy.stride()  # not expanded, like that of a mean
+            dx = dy.mul_(gain) if dense else torch.mul(dy, gain, out=torch.empty_like(dy))
             self._counted(dx).addcmul_(self._centred(own, mean), slope).add_(shift)
             return dx, *d_affine
 

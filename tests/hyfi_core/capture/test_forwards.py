@@ -386,6 +386,10 @@ def test_drawn_forwards_equal_one_process_or_are_refused() -> None:
     assert found["equal"] >= 3 and found["refused"] >= 3, found
 
 
+def test_a_norm_whose_gradient_is_an_expanded_mean_equals_one_process() -> None:
+    assert outcome(207) == "equal"
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(1800)  # forty captures of several kinds on a machine that may be busy
 @pytest.mark.parametrize("block", range(1, 11))
