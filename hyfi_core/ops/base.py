@@ -25,6 +25,11 @@ Rest = Callable[[], Cotangents]
 """The rest of a backward, without messages; like the backward, it returns a cotangent or None for every input."""
 
 
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether elements share memory, as in the gradient of a mean: such a tensor cannot be overwritten."""
+    return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
 class CustomOperator(Protocol):
     """An operator on local values, without communication."""
 

@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 import torch
 
 from hyfi_core.comm.base import Communicator, Pending
-from hyfi_core.ops.base import AsyncBackward, Cotangents, Recomputable, Rest, Tensors, Wanted
+from hyfi_core.ops.base import AsyncBackward, Cotangents, Recomputable, Rest, Tensors, Wanted, is_expanded
 from hyfi_core.plan.box import Box
 
 MOST_ROWS = 64
@@ -139,8 +139,8 @@ class BatchNorm(AsyncBackward, Recomputable):
             if wanted and not wanted[0]:
                 return None, *d_affine
             gain, slope, shift = self._terms(weight, mean, variance, sums / self.count, own.dim())
-            dense = self.overwrites_cotangent and 0 not in dy.stride()  # not expanded, like that of a mean
-            dx = dy.mul_(gain) if dense else torch.mul(dy, gain, out=torch.empty_like(dy))
+            in_place = self.overwrites_cotangent and not is_expanded(dy)
+            dx = dy.mul_(gain) if in_place else torch.mul(dy, gain, out=torch.empty_like(dy))
             self._counted(dx).addcmul_(self._centred(own, mean), slope).add_(shift)
             return dx, *d_affine
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from hyfi_core.ops.base import Cotangents, Recomputable, Tensors, Wanted
+from hyfi_core.ops.base import Cotangents, Recomputable, Tensors, Wanted, is_expanded
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Relu(Recomputable):
     def backward(self, saved: Any, cotangents: Cotangents, wanted: Wanted = ()) -> Cotangents:
         """Return (cotangent of the map,)."""
         dy = torch.zeros_like(saved) if cotangents[0] is None else cotangents[0].to(saved.dtype)
-        if not self.overwrites_cotangent:
+        if not self.overwrites_cotangent or is_expanded(dy):
             return (torch.ops.aten.threshold_backward.default(dy, saved, 0),)
         torch.ops.aten.threshold_backward.grad_input(dy, saved, 0, grad_input=dy)
         return (dy,)

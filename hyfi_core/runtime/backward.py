@@ -25,7 +25,7 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.progress import polled
 from hyfi_core.lowering.reuse import Over
 from hyfi_core.lowering.segments import OperatorStep, Segment, Tape
-from hyfi_core.ops.base import AsyncBackward, Cotangents, HoldsBuffers, Rest, SplitBackward
+from hyfi_core.ops.base import AsyncBackward, Cotangents, HoldsBuffers, Rest, SplitBackward, is_expanded
 from hyfi_core.rules.instructions import CollectiveCall, CustomCall
 
 Values = dict[str, torch.Tensor]
@@ -267,9 +267,10 @@ def _completing_early(
 
 def _sum(held: torch.Tensor, new: torch.Tensor, over: Over | None) -> torch.Tensor:
     """Return the sum of two cotangents, in place where allowed."""
-    if over is None or held.dtype != new.dtype or held.shape != new.shape:
+    into, added = (held, new) if over == "held" else (new, held)
+    if over is None or held.dtype != new.dtype or held.shape != new.shape or is_expanded(into):
         return held + new
-    return held.add_(new) if over == "held" else new.add_(held)
+    return into.add_(added)
 
 
 def _accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:

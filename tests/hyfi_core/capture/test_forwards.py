@@ -386,8 +386,9 @@ def test_drawn_forwards_equal_one_process_or_are_refused() -> None:
     assert found["equal"] >= 3 and found["refused"] >= 3, found
 
 
-def test_a_norm_whose_gradient_is_an_expanded_mean_equals_one_process() -> None:
-    assert outcome(207) == "equal"
+@pytest.mark.parametrize("seed", [207, 237])
+def test_gradients_that_are_expanded_like_that_of_a_mean_are_not_overwritten(seed: int) -> None:
+    assert outcome(seed) == "equal"
 
 
 @pytest.mark.soak
@@ -395,4 +396,4 @@ def test_a_norm_whose_gradient_is_an_expanded_mean_equals_one_process() -> None:
 @pytest.mark.parametrize("block", range(1, 11))
 def test_many_drawn_forwards(block: int) -> None:
     found = run(range(100 * block, 100 * block + 40))
-    assert found["equal"] >= 15 and found["refused"] >= 5 and found["impossible"] <= 10, found
+    assert found["equal"] >= 15 and found["refused"] >= 2 and found["impossible"] <= 10, found
