@@ -39,10 +39,14 @@ _PROGRAMS: dict[Any, Program] = {}
 
 def captured_once(model: nn.Module, shape: Any, dtype: torch.dtype) -> Program:
     """Capture for all thread-ranks: their modules are copies of one, and an export takes a second."""
-    flags = tuple((name, module.training, repr(module)) for name, module in model.named_modules())
+    plain = (bool, int, float, str, tuple, type(None))
+    modules = tuple(
+        (path, repr(module), *(f"{name}={value}" for name, value in vars(module).items() if isinstance(value, plain)))
+        for path, module in model.named_modules()
+    )
     grads = tuple(p.requires_grad for p in model.parameters())
     with _LOCK:
-        key = (type(model), flags, grads, shape, dtype)
+        key = (type(model), modules, grads, shape, dtype)
         if key not in _PROGRAMS:
             _PROGRAMS[key] = capture(model, shape, dtype)
         return _PROGRAMS[key]

@@ -94,7 +94,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
 def test_a_command_that_fails_ends_the_demo_with_its_code(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert demo.run(tmp_path / "demo", as_json=False, archive=Archive(slides=2, size_px=300)) == 2
     out, err = capfd.readouterr()
-    assert "hyfi synth ended with code 2" in out
+    assert "hyfi synth ended with exit code 2" in out
     assert "--size is 300" in err
 
 
