@@ -24,6 +24,7 @@ from pathology.ingest.work import Outcome, sweep_claims
 from pathology.memory import worker_count
 from pathology.readers.file_check import UNREADABLE_FOLDER, folder_error
 from pathology.readers.mpp import AGREE_TOLERANCE, parse_mpp
+from pathology.tissue.given import GivenTissue
 
 __all__ = ["IngestOptions", "IngestReport", "Plan", "Request", "ingest", "ingest_slide", "make_plan"]
 
@@ -62,11 +63,13 @@ class Plan:
         jobs: Slides to ingest.
         finished: Finished slides by name, with their new records.
         key: The pseudonyms, not saved yet; None if slides keep their names.
+        note: Slides without given tissue outlines, and outlines without a slide; empty if there are none.
     """
 
     jobs: tuple[SlideJob, ...]
     finished: dict[str, SlideRecord]
     key: KeyFile | None = None
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +151,7 @@ def make_plan(request: Request) -> Plan:
     if store.exists() and not store.is_dir():
         raise RequestError(f"{store} is a file; choose a folder for the store")
     records = load_records(store)
-    jobs, key = _jobs(request, records)
+    jobs, key, note = _jobs(request, records)
     to_do, finished, changed = [], {}, []
     for job in jobs:
         known = records.get(job.slide_id)
@@ -166,11 +169,11 @@ def make_plan(request: Request) -> Plan:
         else:
             finished[job.slide_id] = kept
     _refuse_changed(changed, store)
-    return Plan(tuple(to_do), finished, key)
+    return Plan(tuple(to_do), finished, key, note)
 
 
-def _jobs(request: Request, records: dict[str, SlideRecord]) -> tuple[list[SlideJob], KeyFile | None]:
-    """Return the slides of this part with their names in the store, and the key of pseudonyms."""
+def _jobs(request: Request, records: dict[str, SlideRecord]) -> tuple[list[SlideJob], KeyFile | None, str]:
+    """Return the slides of this part with their names in the store, the key of pseudonyms, and the plan's note."""
     _refuse_mixed_names(request, records)
     key = None
     if request.pseudonyms is None:
@@ -178,8 +181,13 @@ def _jobs(request: Request, records: dict[str, SlideRecord]) -> tuple[list[Slide
     else:
         key = KeyFile(request.pseudonyms, request.store)
         jobs = key.pseudonymise(find_jobs(request.paths, {}))
-    mine = part_of_names([job.slide_id for job in jobs], *request.part)
-    return [job for job in jobs if job.slide_id in mine], key
+    names, note = [job.slide_id for job in jobs], ""
+    if request.options.given_tissue is not None:
+        tissue = GivenTissue(request.options.given_tissue)
+        tissue.check(names)
+        note = tissue.note(names)
+    mine = part_of_names(names, *request.part)
+    return [job for job in jobs if job.slide_id in mine], key, note
 
 
 def _refuse_mixed_names(request: Request, records: dict[str, SlideRecord]) -> None:
@@ -210,7 +218,9 @@ def _finished_record(record: SlideRecord | None, store: Path) -> SlideRecord | N
 def _other_parameters(record: SlideRecord, job: SlideJob, options: IngestOptions) -> list[str]:
     """Return the parameters that differ from those of a finished slide, as ``name: old → new``."""
     old = dict(record.identity.get("parameters", {}))
-    new: dict[str, Any] = options.parameters()
+    new: dict[str, Any] = options.parameters(job.slide_id)
+    for values in (old, new):
+        values["tissue outlines"] = str(values.pop("given_tissue", "detected"))[:12]
     given = old.pop("given_mpp", None)
     if given is not None:
         now = _given_mpp(job, options)

@@ -24,7 +24,7 @@ from data.store.tissue_grid import Mask
 from data.store.writer import SlideWriter
 from hyfi_core.plan.box import Box
 from pathology.errors import SlideError
-from pathology.ingest.frame import Frame, find_frame, whole_frame
+from pathology.ingest.frame import Frame, find_frame, slide_grid, whole_frame
 from pathology.ingest.level_reader import LevelReader, choose_level, stored_mpp
 from pathology.ingest.lossless import LosslessSlide
 from pathology.ingest.options import IngestOptions
@@ -36,6 +36,7 @@ from pathology.readers.slide_source import SlideSource
 from pathology.readers.source_level import RGB
 from pathology.readers.threads import run_in_pool
 from pathology.tissue.blur import MEASURED_MPP_UM
+from pathology.tissue.given import SlideTissue
 from pathology.tissue.quality import Quality, QualityAccumulator, mask_level
 from pathology.tissue.tissue import TissueParameters, find_tissue
 
@@ -81,15 +82,25 @@ class SlideContent(Protocol):
         """
 
 
-def content_of(slide: SlideSource, mpp: SourceMpp, options: IngestOptions) -> SlideContent:
+def content_of(
+    slide: SlideSource, mpp: SourceMpp, options: IngestOptions, tissue: SlideTissue | None = None
+) -> SlideContent:
     """Return the content to write for an open slide.
+
+    Args:
+        slide: Open for reading.
+        mpp: Microns per pixel of its finest level.
+        options: How to ingest.
+        tissue: The slide's given tissue; None to detect it.
 
     Raises:
         SlideError: The slide cannot be ingested with these options.
+        RequestError: The given tissue is not of this slide.
     """
     if options.lossless:
-        return LosslessContent(slide, mpp, options)
-    return ResampledContent(slide, mpp, options.at(stored_mpp(slide, mpp.um, None if options.native else options.mpp)))
+        return LosslessContent(slide, mpp, options, tissue)
+    own = options.at(stored_mpp(slide, mpp.um, None if options.native else options.mpp))
+    return ResampledContent(slide, mpp, own, tissue)
 
 
 class ResampledContent:
@@ -97,15 +108,17 @@ class ResampledContent:
 
     kind = "resampled"
 
-    def __init__(self, slide: SlideSource, mpp: SourceMpp, options: IngestOptions) -> None:
+    def __init__(
+        self, slide: SlideSource, mpp: SourceMpp, options: IngestOptions, tissue: SlideTissue | None = None
+    ) -> None:
         self._options = options
         self._to_srgb = ToSrgb(slide.icc) if options.icc == "apply" and slide.icc else None
-        self.frame = find_frame(slide, mpp, options)
+        self.frame = find_frame(slide, mpp, options, tissue)
         self._reader = LevelReader(slide, self.frame.choice, options.max_bad)
         self._sizes = self.frame.sizes(options)
         self.levels = pyramid_levels(self._sizes, options.mpp, options.pixel_codec, options.sharded)
-        masks = self.frame.masks
-        self.glass = None if masks is None else (masks.tissue, self.frame.mask_mpp)
+        near = self.frame.tissue if options.glass == "blank" else None
+        self.glass = None if near is None else (near, self.frame.mask_mpp)
 
     @property
     def bad_tiles(self) -> int:
@@ -138,7 +151,7 @@ class ResampledContent:
             accumulator.add(level, y0, x0, block)
 
         PyramidBuilder(self._sizes, read, write).build()
-        quality = accumulator.result(self.frame.masks)
+        quality = accumulator.result(self.frame.masks, self.frame.given)
         writer.write_tissue(quality.masks.tissue, quality.mpp_um)
         return quality
 
@@ -148,8 +161,10 @@ class LosslessContent:
 
     kind = "source"
 
-    def __init__(self, slide: SlideSource, mpp: SourceMpp, options: IngestOptions) -> None:
-        self._slide, self._mpp, self._options = slide, mpp, options
+    def __init__(
+        self, slide: SlideSource, mpp: SourceMpp, options: IngestOptions, tissue: SlideTissue | None = None
+    ) -> None:
+        self._slide, self._mpp, self._options, self._tissue = slide, mpp, options, tissue
         self._copy = LosslessSlide(slide)
         self._copy.check()
         self.frame = whole_frame(slide, mpp)
@@ -162,7 +177,7 @@ class LosslessContent:
         self.bad_tiles = self.tiles = 0
 
     def _measure(self) -> Quality:
-        return self._quality or measure_lossless(self._slide, self._mpp.um, self._options.tissue)
+        return self._quality or measure_lossless(self._slide, self._mpp, self._options.tissue, self._tissue)
 
     def write(self, writer: SlideWriter, progress: Callable[[float], None]) -> Quality:
         """See `SlideContent`. Memory: the tiles of three shards, and `measure_lossless`, which runs in parallel."""
@@ -176,28 +191,35 @@ class LosslessContent:
         return quality
 
 
-def measure_lossless(slide: SlideSource, mpp: tuple[float, float], parameters: TissueParameters) -> Quality:
+def measure_lossless(
+    slide: SlideSource, source_mpp: SourceMpp, parameters: TissueParameters, tissue: SlideTissue | None = None
+) -> Quality:
     """Measure a slide that is copied; tiles that cannot be decoded are white here and reported by the copy.
 
     Memory: the slide at about 8 µm per pixel, and the pixels that are decoded for it.
 
     Args:
         slide: Open for reading.
-        mpp: Microns per pixel (y, x) of its finest level.
+        source_mpp: Microns per pixel of its finest level.
         parameters: Parameters of the tissue mask.
+        tissue: The slide's given tissue; None to detect it.
 
     Raises:
         SlideError: A level cannot be read at all.
+        RequestError: The given tissue is not of this slide.
     """
+    mpp = source_mpp.um
     base_um = max(MEASURED_MPP_UM, sum(mpp) / 2)
     fine = choose_level(slide, mpp, base_um)
     level = mask_level(base_um, parameters)
     sizes = level_sizes(fine.height_px, fine.width_px, at_least=level + 1)
     accumulator = QualityAccumulator(sizes, base_um, parameters)
-    coarse = choose_level(slide, mpp, base_um * 2**level)
+    mask_mpp, shape = base_um * 2**level, (sizes[level].height_px, sizes[level].width_px)
+    given = None if tissue is None else tissue.mask(slide_grid(slide, source_mpp, mpp, mask_mpp), shape)
+    coarse = choose_level(slide, mpp, mask_mpp)
     overview = LevelReader(slide, coarse, max_bad=1.0).read(Box.of_size(coarse.height_px, coarse.width_px))
     overview = fitted(overview, sizes[level])
-    masks = find_tissue(overview, base_um * 2**level, parameters)
+    masks = find_tissue(overview, mask_mpp, parameters)
     accumulator.add(level, 0, 0, overview)
     if level > 0:
         reader = LevelReader(slide, fine, max_bad=1.0)
@@ -206,8 +228,11 @@ def measure_lossless(slide: SlideSource, mpp: tuple[float, float], parameters: T
             accumulator.add(0, box.y0, box.x0, reader.read(box))
 
         # Blocks do not overlap, so each is read and measured by one thread.
-        run_in_pool(measure, _samples(masks.tissue, 2**level, Box.of_size(fine.height_px, fine.width_px)))
-    return accumulator.result(masks)
+        run_in_pool(
+            measure,
+            _samples(masks.tissue if given is None else given, 2**level, Box.of_size(fine.height_px, fine.width_px)),
+        )
+    return accumulator.result(masks, given)
 
 
 def _samples(tissue: Mask, scale: int, whole: Box) -> list[Box]:

@@ -14,6 +14,8 @@ from pathology.ingest.options import IngestOptions
 from pathology.ingest.pyramid import fitted, level_sizes
 from pathology.readers.mpp import SourceMpp
 from pathology.readers.slide_source import SlideSource
+from pathology.tissue.given import SlideTissue
+from pathology.tissue.outlines import SlideGrid
 from pathology.tissue.quality import mask_level
 from pathology.tissue.tissue import Mask, TissueMasks, find_tissue
 
@@ -30,8 +32,9 @@ class Frame:
         choice: The source's level that is read, and the size of the whole slide.
         mpp: Microns per pixel (y, x) of the store's finest level.
         box: The part that is written, in pixels of that level of the whole slide.
-        masks: Tissue and pen masks of that part, if the writer needs them; else None.
+        masks: Detected tissue and pen masks of that part, if the writer needs them; else None.
         mask_mpp: Microns per pixel of the masks.
+        given: Given tissue mask of that part; None if it is detected.
     """
 
     choice: LevelChoice
@@ -39,6 +42,12 @@ class Frame:
     box: Box
     masks: TissueMasks | None
     mask_mpp: float
+    given: Mask | None = None
+
+    @property
+    def tissue(self) -> Mask | None:
+        """Tissue mask of that part, if it is known before the pixels are read; else None."""
+        return self.given if self.masks is None or self.given is not None else self.masks.tissue
 
     @property
     def cropped(self) -> bool:
@@ -50,25 +59,65 @@ class Frame:
         return level_sizes(self.box.height, self.box.width, at_least=mask_level(options.mpp, options.tissue) + 1)
 
 
-def find_frame(slide: SlideSource, mpp: SourceMpp, options: IngestOptions) -> Frame:
+def find_frame(slide: SlideSource, mpp: SourceMpp, options: IngestOptions, tissue: SlideTissue | None = None) -> Frame:
     """Return the part of a slide to write.
 
     If the tissue must be known first (`--crop-tissue`, `--glass blank`), a coarse level is read.
 
+    Args:
+        slide: Open for reading.
+        mpp: Microns per pixel of its finest level.
+        options: How to ingest.
+        tissue: The slide's given tissue; None to detect it.
+
     Raises:
         SlideError: No level is fine enough, or the coarse level cannot be read.
+        RequestError: The given tissue is not of this slide.
     """
     choice = choose_level(slide, mpp.um, options.mpp)
     whole = Box.of_size(choice.height_px, choice.width_px)
     level = mask_level(options.mpp, options.tissue)
     scale = 2**level
+    stored, mask_mpp = (options.mpp, options.mpp), options.mpp * scale
+    size = level_sizes(choice.height_px, choice.width_px, level + 1)[level]
+    given = (
+        None
+        if tissue is None
+        else tissue.mask(slide_grid(slide, mpp, stored, mask_mpp), (size.height_px, size.width_px))
+    )
     if not options.crop_tissue and options.glass == "keep":
-        return Frame(choice, (options.mpp, options.mpp), whole, None, options.mpp * scale)
-    masks = _masks(slide, mpp, options, level_sizes(choice.height_px, choice.width_px, level + 1)[level])
-    box = _tissue_box(masks.tissue, scale, whole, options.mpp) if options.crop_tissue else whole
+        return Frame(choice, stored, whole, None, mask_mpp, given)
+    masks = _masks(slide, mpp, options, size)
+    found = masks.tissue if given is None else given
+    box = _tissue_box(found, scale, whole, options.mpp) if options.crop_tissue else whole
     part = (slice(box.y0 // scale, -(-box.y1 // scale)), slice(box.x0 // scale, -(-box.x1 // scale)))
     written = TissueMasks(masks.tissue[part], masks.pen[part]) if options.glass == "blank" else None
-    return Frame(choice, (options.mpp, options.mpp), box, written, options.mpp * scale)
+    return Frame(choice, stored, box, written, mask_mpp, None if given is None else given[part])
+
+
+def slide_grid(slide: SlideSource, mpp: SourceMpp, stored_mpp: tuple[float, float], mask_mpp_um: float) -> SlideGrid:
+    """Return the position of a mask of the whole slide.
+
+    Args:
+        slide: Open for reading.
+        mpp: Microns per pixel of its finest level.
+        stored_mpp: (y, x) microns per pixel of the store's finest level.
+        mask_mpp_um: Microns per pixel of the mask.
+    """
+    affine = affine_to_source(slide, mpp, stored_mpp)
+    return SlideGrid.within(slide.bounds, affine, stored_mpp, (mask_mpp_um, mask_mpp_um))
+
+
+def affine_to_source(
+    slide: SlideSource, mpp: SourceMpp, stored_mpp: tuple[float, float], y0: int = 0, x0: int = 0
+) -> list[list[float]]:
+    """Return the (2, 3) map from (y, x, 1) of the store's level 0 to (y, x) of the source's.
+
+    Both are measured from the corner of pixel 0. ``y0`` and ``x0``: corner of the part that is written, in pixels of
+    that level of the whole slide.
+    """
+    scale = [stored / stated for stored, stated in zip(stored_mpp, mpp.um, strict=True)]
+    return [[a * scale[0], b * scale[1], a * y0 * scale[0] + b * x0 * scale[1] + c] for a, b, c in slide.to_file_px]
 
 
 def whole_frame(slide: SlideSource, mpp: SourceMpp) -> Frame:

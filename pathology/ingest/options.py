@@ -9,6 +9,7 @@ from typing import Any
 from data.store.codec import PixelCodec
 from hyfi_core.errors import RequestError
 from pathology.readers.mpp import SENSIBLE_UM
+from pathology.tissue.given import GivenTissue, SlideTissue
 from pathology.tissue.tissue import PEN_MODES, TissueParameters
 
 GLASS = ("keep", "blank")
@@ -33,6 +34,8 @@ class IngestOptions:
         icc: ``keep`` stores pixels unchanged with the profile; ``apply`` converts them to sRGB.
         cache: Folder on a local disk to which each slide is copied before reading; None: no copy.
         tissue: Parameters of the tissue mask.
+        given_tissue: ``off``: the whole slide is tissue; a GeoJSON of one slide, or a folder with
+            ``<slide_id>.geojson``; None: tissue is detected.
 
     Raises:
         RequestError: A value is out of range.
@@ -51,6 +54,7 @@ class IngestOptions:
     icc: str = "keep"
     cache: Path | None = None
     tissue: TissueParameters = field(default_factory=TissueParameters)
+    given_tissue: str | None = None
 
     def __post_init__(self) -> None:
         low, high = SENSIBLE_UM
@@ -94,12 +98,25 @@ class IngestOptions:
         """Return the options for one slide with these microns per pixel."""
         return replace(self, mpp=mpp_um, native=False)
 
-    def parameters(self) -> dict[str, Any]:
-        """Return the parameters that determine a slide's pixels and mask.
+    def tissue_of(self, slide_id: str) -> SlideTissue | None:
+        """Return the given tissue of a slide; None to detect it.
+
+        Raises:
+            RequestError: Its file cannot be read, or has no polygon.
+        """
+        return None if self.given_tissue is None else GivenTissue(self.given_tissue).of(slide_id)
+
+    def parameters(self, slide_id: str) -> dict[str, Any]:
+        """Return the parameters that determine the pixels and the mask of a slide.
 
         Default values of newer options are omitted, so that existing stores stay valid.
+
+        Raises:
+            RequestError: See `tissue_of`.
         """
+        given = self.tissue_of(slide_id)
         if_not_default = {
+            "given_tissue": None if given is None else given.identity,
             "glass": None if self.glass == "keep" else self.glass,
             "sharded": None if self.sharded else False,
             "crop_tissue": True if self.crop_tissue else None,

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from data.store.manifest import DONE, SlideRecord
-from pathology.ingest.frame import Frame
+from pathology.ingest.frame import Frame, affine_to_source
 from pathology.readers.mpp import SourceMpp
 from pathology.readers.slide_source import SlideSource
 
@@ -21,7 +21,6 @@ IDENTITY = ("parameters", "size_bytes", "mtime_ns", "sha256")
 def provenance(slide: SlideSource, mpp: SourceMpp, frame: Frame) -> dict[str, Any]:
     """Return the slide's metadata to store: an allow-list without names of persons, dates and paths."""
     bounds, choice = slide.bounds, frame.choice
-    scale = [stored / stated for stored, stated in zip(frame.mpp, mpp.um, strict=True)]
     icc = slide.icc if slide.icc and len(slide.icc) <= _LARGEST_ICC_BYTES else None
     metadata: dict[str, Any] = {
         "mpp": list(frame.mpp),
@@ -40,11 +39,7 @@ def provenance(slide: SlideSource, mpp: SourceMpp, frame: Frame) -> dict[str, An
             "level_used_mpp": list(choice.mpp),
             "icc_profile": None if icc is None else base64.b64encode(icc).decode(),
         },
-        # (y, x, 1) of the store's level 0 to (y, x) of the source's, both measured from the corner of pixel 0.
-        "affine": [
-            [a * scale[0], b * scale[1], a * frame.box.y0 * scale[0] + b * frame.box.x0 * scale[1] + c]
-            for a, b, c in slide.to_file_px
-        ],
+        "affine": affine_to_source(slide, mpp, frame.mpp, frame.box.y0, frame.box.x0),
     }
     if frame.cropped:
         whole = {"height_px": choice.height_px, "width_px": choice.width_px}

@@ -14,6 +14,7 @@ from data.store.metadata import digest_of_group
 from data.store.sharded_array import read_json
 from data.store.slide_store import SlideStore, StoreError, slide_path
 from data.store.writer import SlideWriter
+from hyfi_core.errors import RequestError
 from pathology.errors import SlideError
 from pathology.ingest.claims import ClaimLostError
 from pathology.ingest.content import content_of
@@ -73,7 +74,7 @@ def ingest_slide(
     work = _SlideIngest(source, store, options, row.get("source_mpp", ""), name, secret, threads, progress)
     try:
         record = work.run()
-    except SlideError as error:
+    except (SlideError, RequestError) as error:  # the latter of tissue outlines that are not of this slide
         record = work.failed(str(error))
     except OSError as error:
         if _concerns_store(error, store):
@@ -134,7 +135,10 @@ class _SlideIngest:
         with self._local_file() as file, RunningDigest(file) as digest, closing(open_source(file)) as slide:
             mpp = resolve_mpp(slide.mpp, self.manifest_mpp, self.options.slide_mpp, self.options.force_mpp)
             given = None if mpp.origin == "file" else mpp.um[0]
-            identity = {"parameters": self.options.parameters() | {"given_mpp": given}, **stamp.to_json(self.secret)}
+            identity = {
+                "parameters": self.options.parameters(self.name) | {"given_mpp": given},
+                **stamp.to_json(self.secret),
+            }
             found = self._published_before(identity)
             if found is None:
                 found = self._written(slide, mpp, identity, lambda: _unchanged(self.source, stamp, digest))
@@ -148,7 +152,8 @@ class _SlideIngest:
         self, slide: SlideSource, mpp: SourceMpp, identity: dict[str, Any], digest: Callable[[], str]
     ) -> dict[str, Any]:
         """Write the slide and return its attributes."""
-        content = content_of(slide, mpp, self.options)
+        given = self.options.tissue_of(self.name)
+        content = content_of(slide, mpp, self.options, given)
         if content.kind == "resampled":
             may_be_small = self.options.glass == "blank" or not self.options.pixel_codec.exact
             require_room(self.store, 0 if may_be_small else content.frame.box.area)
@@ -178,6 +183,7 @@ class _SlideIngest:
                 "mpp_replaced": replaced,
                 "upsampled": content.frame.choice.upsampled,
                 "truncated": is_truncated(self.source),
+                "tissue_given": given is not None,
             }
             flags = quality.flags | known | {"bad_tiles": content.bad_tiles > 0}
             attributes["flags"] = [name for name, applies in flags.items() if applies]

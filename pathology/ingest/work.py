@@ -117,7 +117,7 @@ def _another_name(
 def _with_checked_parameters(record: SlideRecord, options: IngestOptions) -> SlideRecord:
     """Return the record of another run, as failed if that run used other parameters."""
     made = {k: v for k, v in record.identity.get("parameters", {}).items() if k != "given_mpp"}
-    changed = differences(made, options.parameters()) if record.status == DONE else []
+    changed = differences(made, options.parameters(record.slide_id)) if record.status == DONE else []
     if not changed:
         return record
     return replace(record, status=FAILED, reason=f"another run ingested it with other parameters: {', '.join(changed)}")

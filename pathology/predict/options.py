@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-import numpy as np
-
 from data.store.slide_store import SlideStore
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.device import DeviceRequest
-from pathology.tissue.outlines import SlideGrid, mask_of_geojson
+from pathology.tissue.given import GivenTissue, SlideTissue
+from pathology.tissue.outlines import SlideGrid
 
-OFF = "off"
 RanksPerSlide = int | Literal["auto"] | None
 Image = Literal["whole", "trained"]
 
@@ -51,15 +48,10 @@ class PredictOptions:
     device: DeviceRequest = "auto"
     ranks_per_slide: RanksPerSlide = None
 
-    def tissue_file(self, slide_id: str) -> Path | None:
-        """Return the path of the GeoJSON with a slide's tissue; None if there is none."""
-        if self.tissue is None or self.tissue == OFF:
-            return None
-        path = Path(self.tissue)
-        if not path.is_dir():
-            return path
-        path /= f"{slide_id}.geojson"
-        return path if path.exists() else None
+    @property
+    def given_tissue(self) -> GivenTissue | None:
+        """The given tissue masks; None to detect them."""
+        return None if self.tissue is None else GivenTissue(self.tissue)
 
     def tissue_given(self, slide_id: str) -> str | None:
         """Return an identifier of a slide's given tissue mask: ``off``, or the SHA-256 of the file; None if detected.
@@ -67,53 +59,30 @@ class PredictOptions:
         Raises:
             RequestError: the file cannot be read.
         """
-        if self.tissue == OFF:
-            return OFF
-        path = self.tissue_file(slide_id)
-        try:
-            return None if path is None else hashlib.sha256(path.read_bytes()).hexdigest()
-        except OSError as error:
-            raise RequestError(f"--tissue {path}: cannot be read ({error.strerror or error})") from error
+        found = self._tissue_of(slide_id)
+        return None if found is None else found.identity
+
+    def _tissue_of(self, slide_id: str) -> SlideTissue | None:
+        return None if self.given_tissue is None else self.given_tissue.of(slide_id)
 
     def opened(self, path: Path) -> SlideStore:
         """Open a stored slide with the requested tissue mask.
 
         Raises:
             StoreError: See `SlideStore.open`.
-            RequestError: the tissue file is not a GeoJSON with polygons.
+            RequestError: the tissue file is not a GeoJSON with polygons of this slide.
         """
         slide = SlideStore.open(path)
-        file = self.tissue_file(slide.slide_id)
-        if self.tissue is None or (self.tissue != OFF and file is None):
+        given = self._tissue_of(slide.slide_id)
+        if given is None:
             return slide
         mask, mpp = slide.tissue()
-        if file is None:
-            return slide.with_tissue(np.ones_like(mask))
-        grid = SlideGrid.of(slide.attributes, slide.levels[0].mpp, mpp)
-        return slide.with_tissue(mask_of_geojson(file, grid, mask.shape))
+        return slide.with_tissue(given.mask(SlideGrid.of(slide.attributes, slide.levels[0].mpp, mpp), mask.shape))
 
     def check_tissue(self, slide_ids: Sequence[str]) -> None:
-        """Check ``tissue`` against the slides.
-
-        Raises:
-            RequestError: the file or folder is missing, no slide has a file in it, or one file is for several slides.
-        """
-        if self.tissue is None or self.tissue == OFF:
-            return
-        path = Path(self.tissue)
-        if not path.exists():
-            raise RequestError(
-                f"--tissue {path}: no such file or folder; give a GeoJSON file, a folder of them, or off"
-            )
-        if path.is_dir() and not any(self.tissue_file(name) for name in slide_ids):
-            raise RequestError(
-                f"--tissue {path}: no <slide_id>.geojson for any of these slides, such as {slide_ids[0]}.geojson"
-            )
-        if not path.is_dir() and len(slide_ids) > 1:
-            raise RequestError(
-                f"--tissue {path}: one file for {len(slide_ids)} slides; give a folder with a <slide_id>.geojson for "
-                f"each"
-            )
+        """Check ``tissue`` against the slides; see `GivenTissue.check`."""
+        if self.given_tissue is not None:
+            self.given_tissue.check(slide_ids)
 
     def __post_init__(self) -> None:
         if self.image not in get_args(Image):

@@ -20,12 +20,17 @@ from skimage.draw import polygon
 
 from data.components import label
 from hyfi_core.errors import RequestError
+from hyfi_core.plan.box import Box
 
 Mask = NDArray[np.bool_]
 Ring = list[tuple[float, float]]
+Polygon = list[list[list[float]]]
+"""Rings of (x, y): the outer one, then the holes."""
 
 TISSUE_CLASS = "Tissue"
 TISSUE_RGB = (52, 64, 84)
+_OVERDRAWN = 0.05
+"""Polygons may reach beyond the slide by this share of its height or width, as when drawn by hand around an edge."""
 _NAMESPACE = uuid.UUID("0b5c2f0e-7f0b-5d7c-9a55-0c1f2b6f4d10")
 
 
@@ -36,9 +41,11 @@ class SlideGrid:
     Attributes:
         affine: (2, 3): maps (row, column, 1) of a pixel's corner to (y, x) of level 0, from the corner of the slide's
             bounds, as in QuPath.
+        size_px: (height, width) of the bounds at level 0; None if unknown.
     """
 
     affine: NDArray[np.float64]
+    size_px: tuple[int, int] | None = None
 
     @classmethod
     def of(cls, attributes: dict[str, Any], store_mpp: tuple[float, float], mask_mpp: tuple[float, float]) -> SlideGrid:
@@ -49,11 +56,29 @@ class SlideGrid:
             store_mpp: (y, x) microns per pixel of the store's finest level.
             mask_mpp: (y, x) microns per pixel of the mask.
         """
-        bounds = attributes["source"]["bounds"]
-        affine = np.array(attributes["affine"], np.float64)
-        affine[:, :2] *= [coarse / fine for coarse, fine in zip(mask_mpp, store_mpp, strict=True)]
-        affine[:, 2] -= bounds["y0"], bounds["x0"]
-        return cls(affine)
+        bounds = Box(**{side: int(attributes["source"]["bounds"][side]) for side in ("y0", "y1", "x0", "x1")})
+        return cls.within(bounds, attributes["affine"], store_mpp, mask_mpp)
+
+    @classmethod
+    def within(
+        cls,
+        bounds: Box,
+        affine: Sequence[Sequence[float]],
+        store_mpp: tuple[float, float],
+        mask_mpp: tuple[float, float],
+    ) -> SlideGrid:
+        """Return the grid of a mask of a slide.
+
+        Args:
+            bounds: Of the slide, at level 0.
+            affine: (2, 3): maps (row, column, 1) of the store's finest level to (y, x) of level 0.
+            store_mpp: (y, x) microns per pixel of the store's finest level.
+            mask_mpp: (y, x) microns per pixel of the mask.
+        """
+        to_level0 = np.array(affine, np.float64)
+        to_level0[:, :2] *= [coarse / fine for coarse, fine in zip(mask_mpp, store_mpp, strict=True)]
+        to_level0[:, 2] -= bounds.y0, bounds.x0
+        return cls(to_level0, (bounds.height, bounds.width))
 
     def to_level0(self, ring: Sequence[tuple[float, float]]) -> list[list[float]]:
         """Return points (x, y) of the mask as (x, y) of level 0, rounded to a hundredth of a pixel."""
@@ -89,36 +114,77 @@ def mask_to_geojson(mask: Mask, grid: SlideGrid, slide_id: str) -> dict[str, Any
     return {"type": "FeatureCollection", "features": features}
 
 
-def mask_of_geojson(path: Path, grid: SlideGrid, shape: tuple[int, int]) -> Mask:
-    """Return the mask ``shape`` of the polygons of a GeoJSON file: those of the class Tissue; all if none has it.
+def read_polygons(path: Path, data: bytes) -> tuple[Polygon, ...]:
+    """Return the polygons of a GeoJSON file: those of the class Tissue; all if none has it.
+
+    Args:
+        path: The file, for messages.
+        data: Its content.
 
     Raises:
-        RequestError: The file cannot be read, or has no valid polygon.
+        RequestError: It is not GeoJSON, or has no valid polygon.
     """
-    rings = [polygon_rings for feature in _features(path) for polygon_rings in _polygons(feature)]
-    if not rings:
+    found = [rings for feature in _features(path, data) for rings in _polygons(feature)]
+    if not found:
         raise RequestError(
             f"{path}: it has no polygon; draw areas of the class {TISSUE_CLASS} and export them as GeoJSON"
         )
+    try:
+        polygons = tuple([[[float(x), float(y)] for x, y, *_ in ring] for ring in rings] for rings in found)
+        if any(len(ring) < 3 for rings in polygons for ring in rings) or not all(polygons):
+            raise ValueError("fewer than three points")
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"{path}: it has an invalid polygon ({error})") from error
+    return polygons
+
+
+def mask_of_polygons(path: Path, polygons: Sequence[Polygon], grid: SlideGrid, shape: tuple[int, int]) -> Mask:
+    """Return the mask ``shape`` of polygons in level-0 pixels.
+
+    Args:
+        path: Where they are from, for messages.
+        polygons: From `read_polygons`.
+        grid: Position of the mask.
+        shape: Rows and columns of the mask.
+
+    Raises:
+        RequestError: They reach far beyond the slide, or contain no pixel's centre.
+    """
+    _check_inside(path, polygons, grid)
     mask = np.zeros(shape, bool)
-    for outer, *holes in rings:
+    for outer, *holes in polygons:
         part = np.zeros(shape, bool)
         for ring, value in ((outer, True), *((hole, False) for hole in holes)):
-            try:
-                corners = grid.from_level0(ring) - 0.5  # scikit-image's coordinates are those of pixel centres
-            except (TypeError, ValueError, IndexError) as error:
-                raise RequestError(f"{path}: it has an invalid polygon ({error})") from error
+            corners = grid.from_level0(ring) - 0.5  # scikit-image's coordinates are those of pixel centres
             part[polygon(corners[:, 0], corners[:, 1], shape)] = value  # type: ignore[no-untyped-call]
         mask |= part
+    if not mask.any():
+        raise RequestError(
+            f"{path}: its polygons cover no part of the slide's mask; they must be in level-0 pixels, as QuPath "
+            f"exports them"
+        )
     return mask
 
 
-def _features(path: Path) -> list[dict[str, Any]]:
+def _check_inside(path: Path, polygons: Sequence[Polygon], grid: SlideGrid) -> None:
+    """Refuse polygons that reach far beyond the slide: they belong to another one, or are in other units."""
+    if grid.size_px is None:
+        return
+    points = np.array([point for rings in polygons for ring in rings for point in ring])[:, ::-1]
+    low, high = points.min(0), points.max(0)
+    size = np.array(grid.size_px, np.float64)
+    if (low < -_OVERDRAWN * size).any() or (high > (1 + _OVERDRAWN) * size).any():
+        raise RequestError(
+            f"{path}: its polygons reach from y {low[0]:.0f}, x {low[1]:.0f} to y {high[0]:.0f}, x {high[1]:.0f}, but "
+            f"the slide has {size[0]:.0f} × {size[1]:.0f} pixels (rows × columns); give the file of this slide, in "
+            f"level-0 pixels, as QuPath exports it"
+        )
+
+
+def _features(path: Path, data: bytes) -> list[dict[str, Any]]:
     """Return the features of the class Tissue; all features if none has it."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RequestError(f"{path}: cannot be read ({error.strerror or error})") from error
+        found = json.loads(data)
     except ValueError as error:
         raise RequestError(f"{path}: not GeoJSON ({error}); export annotations from QuPath as GeoJSON") from error
     listed = found.get("features", [found]) if isinstance(found, dict) else found
@@ -132,7 +198,7 @@ def _class_of(feature: dict[str, Any]) -> str:
     return str(classification.get("name", "")).strip().lower() if isinstance(classification, dict) else ""
 
 
-def _polygons(feature: dict[str, Any]) -> list[list[Any]]:
+def _polygons(feature: dict[str, Any]) -> list[Any]:
     """Return the polygons of a feature (or of a bare geometry), each as its outer ring and holes."""
     geometry = feature.get("geometry", feature) or {}
     coordinates = geometry.get("coordinates") or []

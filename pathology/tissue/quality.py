@@ -15,7 +15,7 @@ from pathology.tissue.blur import MEASURED_MPP_UM, BlurMap
 from pathology.tissue.density import glass_colour
 from pathology.tissue.quality_maps import blur_to_json, pen_to_json
 from pathology.tissue.stain import StainSample, StainVectors
-from pathology.tissue.tissue import TissueMasks, TissueParameters, find_tissue
+from pathology.tissue.tissue import Mask, TissueMasks, TissueParameters, find_tissue
 
 BLURRED_SHARE = 0.08
 """Slides with a larger fraction of their tissue out of focus have the flag ``blur``."""
@@ -117,17 +117,29 @@ class QualityAccumulator:
             self._blur.add(y0, x0, block)
             self._stains.add(y0, x0, block)
 
-    def result(self, masks: TissueMasks | None = None) -> Quality:
+    def result(self, masks: TissueMasks | None = None, given: Mask | None = None) -> Quality:
         """Return the measurements; call it after the last block.
 
         Args:
             masks: Masks of the mask level if they are known; by default they are computed here.
+            given: Tissue mask that replaces the detected one. Blur and stains are measured where both have tissue, so
+                that glass is not measured; or in all of it if nothing was detected there.
         """
         mpp_um = self.mpp_um * 2**self.mask_level
         found = masks or find_tissue(self._overview, mpp_um, self.parameters)
-        self._blur.restrict_to(found.tissue, found.pen)
-        stains = self._stains.estimate(found.tissue, glass_colour(self._overview))
-        return Quality(self._overview, found, mpp_um, self._blur, self.mpp_um * 2**self._sharp_level, stains)
+        tissue = found.tissue if given is None else given
+        measured = tissue & found.tissue
+        measured = measured if measured.any() else tissue
+        self._blur.restrict_to(measured, found.pen)
+        stains = self._stains.estimate(measured, glass_colour(self._overview))
+        return Quality(
+            self._overview,
+            TissueMasks(tissue, found.pen),
+            mpp_um,
+            self._blur,
+            self.mpp_um * 2**self._sharp_level,
+            stains,
+        )
 
 
 def mask_level(mpp_um: float, parameters: TissueParameters) -> int:

@@ -33,6 +33,7 @@ def run(
     force_mpp: bool,
     pen: str,
     tissue_set: list[str],
+    tissue: str | None,
     codec: str,
     glass: str,
     sharded: bool,
@@ -62,6 +63,7 @@ def run(
         slide_mpp=slide_mpp,
         force_mpp=force_mpp,
         tissue=TissueParameters(pen=pen).with_settings(tissue_set),
+        given_tissue=tissue,
         codec=codec,
         max_bad=max_bad,
         glass=glass,
@@ -75,6 +77,8 @@ def run(
     request = Request(paths, out, options, overwrite, parse_part(part), pseudonyms)
     memory_bytes = None if memory is None else parse_bytes(memory)
     processes, plan = worker_count(workers, memory_bytes), make_plan(request)
+    if plan.note:
+        console.warn(f"note: {plan.note}")
     if dry_run:
         return _dry_run(plan, request, processes, as_json)
     _refuse_too_little_room(plan, request)

@@ -144,7 +144,7 @@ def _slide_of_store(path: Path, png: Path | None) -> dict[str, Any]:
         f"{slide.slide_id}: {facts['kind']}, {len(levels)} levels, {len(shards)} shards, "
         f"{facts['stored_bytes'] / 1e6:.1f} MB",
         *_level_lines(levels),
-        f"  tissue    {facts['tissue']['fraction']:.1%} of the slide",
+        f"  tissue    {facts['tissue']['fraction']:.1%} of the slide{_given_text(facts['parameters'])}",
         f"  source    {source['vendor']}, {_power(source['objective_power'])}{_mpp_text(source['mpp'])} "
         f"({source['mpp_from']}), level {source['level_used']} used",
         f"  sha256    {facts['sha256']}",
@@ -259,6 +259,13 @@ def _mpp_text(mpp: list[float] | tuple[float, float] | None) -> str:
         return "µm/px not stated"
     y, x = mpp
     return f"{x:.4g} µm/px" if abs(x - y) < 1e-6 * x else f"{y:.4g} × {x:.4g} µm/px (y, x)"
+
+
+def _given_text(parameters: dict[str, Any]) -> str:
+    given = parameters.get("given_tissue")
+    if given is None:
+        return ""
+    return ", as given: " + ("all of it" if given == "off" else f"outlines with SHA-256 {given}")
 
 
 def _power(power: float | None) -> str:

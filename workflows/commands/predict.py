@@ -112,11 +112,14 @@ def _check(request: PredictionRequest) -> list[SlideInput]:
         spec = InputSpec.of(read_model_json(checkpoint))
         IngestOptions(mpp=options.mpp or spec.mpp, slide_mpp=options.slide_mpp)
     found = find_inputs(request.inputs)
-    options.check_tissue([one.slide_id for one in found])
+    names = [one.slide_id for one in found]
+    options.check_tissue(names)
+    if options.given_tissue is not None and (note := options.given_tissue.note(names)) and own_rank() == 0:
+        console.warn(f"note: {note}")
     require_writable(out)
     if out.exists() and not out.is_dir():
         raise RequestError(f"{out} is a file; choose a folder for the results")
-    mine = part_of_names([one.slide_id for one in found], *request.part)
+    mine = part_of_names(names, *request.part)
     return [one for one in found if one.slide_id in mine]
 
 

@@ -13,7 +13,7 @@ from hyfi_core.errors import RequestError
 from pathology.ingest.options import IngestOptions
 from pathology.ingest.slide import ingest_slide
 from pathology.predict.options import PredictOptions
-from pathology.tissue.outlines import SlideGrid, mask_of_geojson, mask_to_geojson
+from pathology.tissue.outlines import SlideGrid, mask_of_polygons, mask_to_geojson, read_polygons
 from tests.pathology.tiffs import MakeSlide
 
 GRID = SlideGrid(np.array([[15.9, 0.0, 37.5], [0.0, 16.1, -3.25]]))
@@ -29,6 +29,10 @@ def saved(folder: Path, content: object) -> Path:
     path = folder / "a.geojson"
     path.write_text(json.dumps(content))
     return path
+
+
+def mask_of_geojson(path: Path, grid: SlideGrid, shape: tuple[int, int]) -> np.ndarray:
+    return mask_of_polygons(path, read_polygons(path, path.read_bytes()), grid, shape)
 
 
 def imported(folder: Path, content: object) -> np.ndarray:
@@ -61,6 +65,9 @@ def test_polygons_of_the_class_tissue_count_or_all_where_there_is_none(tmp_path:
         ({"type": "FeatureCollection", "features": []}, "no polygon"),
         (feature([1.0, 2.0], kind="Point"), "no polygon"),
         (feature([[["x", 0], [1, 2], [3, 4]]]), "invalid polygon"),
+        (feature([[[1, 0], [1, 2]]]), "fewer than three points"),
+        (feature([]), "fewer than three points"),
+        (feature([[[0.1, 0.1], [0.2, 0.1], [0.2, 0.2]]]), "cover no part"),
         ("text", "no polygon"),
     ],
 )
