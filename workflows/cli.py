@@ -158,35 +158,32 @@ def ingest(
     """Convert slides into a store. Safe to run again: finished slides are skipped."""
     from workflows.commands import ingest
 
-    _exit(
-        partial(
-            ingest.run,
-            paths=paths,
-            out=out,
-            mpp=mpp,
-            workers=workers,
-            overwrite=overwrite,
-            slide_mpp=slide_mpp,
-            force_mpp=force_mpp,
-            pen=pen,
-            tissue_set=tissue_set or [],
-            tissue=tissue,
-            codec=codec,
-            glass=glass,
-            sharded=not unsharded,
-            crop_tissue=crop_tissue,
-            lossless=lossless,
-            icc=icc,
-            cache=cache,
-            max_bad=max_bad,
-            memory=memory,
-            part=part,
-            pseudonyms=pseudonyms,
-            dry_run=dry_run,
-            as_json=as_json,
-        ),
-        writes=None if dry_run else out,
+    arguments = ingest.IngestArguments(
+        paths=paths,
+        out=out,
+        mpp=mpp,
+        workers=workers,
+        overwrite=overwrite,
+        slide_mpp=slide_mpp,
+        force_mpp=force_mpp,
+        pen=pen,
+        tissue_set=tissue_set or [],
+        tissue=tissue,
+        codec=codec,
+        glass=glass,
+        sharded=not unsharded,
+        crop_tissue=crop_tissue,
+        lossless=lossless,
+        icc=icc,
+        cache=cache,
+        max_bad=max_bad,
+        memory=memory,
+        part=part,
+        pseudonyms=pseudonyms,
+        dry_run=dry_run,
+        as_json=as_json,
     )
+    _exit(partial(ingest.run, arguments), writes=None if dry_run else out)
 
 
 @app.command()

@@ -23,70 +23,92 @@ if TYPE_CHECKING:
 _MAX_SHOWN = 20
 
 
-def run(
-    paths: list[Path],
-    out: Path,
-    mpp: str,
-    workers: int,
-    overwrite: bool,
-    slide_mpp: float | None,
-    force_mpp: bool,
-    pen: str,
-    tissue_set: list[str],
-    tissue: str | None,
-    codec: str,
-    glass: str,
-    sharded: bool,
-    crop_tissue: bool,
-    lossless: bool,
-    icc: str,
-    cache: Path | None,
-    max_bad: float,
-    memory: str | None,
-    part: str,
-    pseudonyms: Path | None,
-    dry_run: bool,
-    as_json: bool,
-) -> int:
-    """Ingest ``paths`` into the store ``out``; return 0, or 1 if slides failed. See `hyfi ingest --help`.
+@dataclass(frozen=True)
+class IngestArguments:
+    """The arguments of ``hyfi ingest``; see `hyfi ingest --help`, and `IngestOptions` for most."""
+
+    paths: Sequence[Path]
+    out: Path
+    mpp: str
+    workers: int
+    overwrite: bool
+    slide_mpp: float | None
+    force_mpp: bool
+    pen: str
+    tissue_set: Sequence[str]
+    tissue: str | None
+    codec: str
+    glass: str
+    sharded: bool
+    crop_tissue: bool
+    lossless: bool
+    icc: str
+    cache: Path | None
+    max_bad: float
+    memory: str | None
+    part: str
+    pseudonyms: Path | None
+    dry_run: bool
+    as_json: bool
+
+    def request(self) -> Request:
+        """Return what to ingest.
+
+        Raises:
+            RequestError: A value is not valid.
+        """
+        from pathology.ingest.archive import IngestOptions, Request
+        from pathology.tissue.tissue import TissueParameters
+
+        options = IngestOptions(
+            **_mpp(self.mpp),
+            slide_mpp=self.slide_mpp,
+            force_mpp=self.force_mpp,
+            tissue=TissueParameters(pen=self.pen).with_settings(self.tissue_set),
+            given_tissue=self.tissue,
+            codec=self.codec,
+            max_bad=self.max_bad,
+            glass=self.glass,
+            sharded=self.sharded,
+            crop_tissue=self.crop_tissue,
+            lossless=self.lossless,
+            icc=self.icc,
+            cache=self.cache,
+        )
+        _check_cache(self.cache)
+        return Request(self.paths, self.out, options, self.overwrite, parse_part(self.part), self.pseudonyms)
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Memory of all workers together; None to use most of the free memory."""
+        from pathology.memory import parse_bytes
+
+        return None if self.memory is None else parse_bytes(self.memory)
+
+
+def run(arguments: IngestArguments) -> int:
+    """Ingest slides into a store; return 0, or 1 if slides failed.
 
     Raises:
         RequestError: A path, a value or the store is not valid; nothing was written.
         KeyboardInterrupt: Stopped on request; the same command continues.
     """
-    from pathology.ingest.archive import IngestOptions, Request, ingest, make_plan
-    from pathology.memory import parse_bytes, worker_count
-    from pathology.tissue.tissue import TissueParameters
+    from pathology.ingest.archive import ingest, make_plan
+    from pathology.memory import worker_count
 
-    options = IngestOptions(
-        **_mpp(mpp),
-        slide_mpp=slide_mpp,
-        force_mpp=force_mpp,
-        tissue=TissueParameters(pen=pen).with_settings(tissue_set),
-        given_tissue=tissue,
-        codec=codec,
-        max_bad=max_bad,
-        glass=glass,
-        sharded=sharded,
-        crop_tissue=crop_tissue,
-        lossless=lossless,
-        icc=icc,
-        cache=cache,
-    )
-    _check_cache(cache)
-    request = Request(paths, out, options, overwrite, parse_part(part), pseudonyms)
-    memory_bytes = None if memory is None else parse_bytes(memory)
-    processes, plan = worker_count(workers, memory_bytes), make_plan(request)
+    request = arguments.request()
+    memory_bytes = arguments.memory_bytes
+    processes, plan = worker_count(arguments.workers, memory_bytes), make_plan(request)
     if plan.note:
         console.warn(f"note: {plan.note}")
-    if dry_run:
-        return _dry_run(plan, request, processes, as_json)
+    if arguments.dry_run:
+        return _dry_run(plan, request, processes, arguments.as_json)
     _refuse_too_little_room(plan, request)
     run_ingest = partial(ingest, request, workers=processes, memory_bytes=memory_bytes, plan=plan)
     with console.progress(len(plan.jobs), "ingest") as bar:
         shown = _ByteProgress(bar, Pace(plan.jobs))
         report = run_ingest(finished=shown.finished, progress=shown.progress)
-    return _report(report, out, as_json)
+    return _report(report, request.store, arguments.as_json)
 
 
 def _mpp(text: str) -> dict[str, Any]:
