@@ -1,6 +1,7 @@
 # Needs make and Python 3.11 or newer; everything else goes into .venv with pip.
 #   make demo     the whole job on a small synthetic archive, into ./demo
 #   make test     all tests but the long ones      make soak    the long ones
+#   make gpu-check   what works on the GPUs of this machine and how fast, in ten minutes, into ./gpu-check
 #   make lint     ruff and mypy                    make clean   remove what was made here (not .venv, not your runs)
 
 PYTHON ?= python3
@@ -9,7 +10,7 @@ PYTEST_FLAGS ?=
 BIN := .venv/bin
 INSTALL = $(BIN)/python -m pip install --quiet $(PIP_FLAGS)
 
-.PHONY: demo test soak lint clean
+.PHONY: demo test soak gpu-check lint clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.installed
@@ -20,6 +21,9 @@ test: .venv/.installed-test
 
 soak: .venv/.installed-test
 	$(BIN)/python -m pytest -m soak $(PYTEST_FLAGS)
+
+gpu-check: .venv/.installed-test
+	$(BIN)/python -m workflows.gpu_check --out gpu-check
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .

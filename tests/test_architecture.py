@@ -51,6 +51,7 @@ ARROWS = {
         "training": {"evaluation", "launch", "config"},
         "commands": {"training", "evaluation", "launch", "config"},
         "benchmarks": {"commands", "training", "evaluation", "launch", "config"},
+        "gpu_check": {"benchmarks", "commands", "training", "evaluation", "launch", "config"},
     },
 }
 # Sizes that CONTRIBUTING states. Most files and functions are far smaller; these are where a reviewer need not argue.

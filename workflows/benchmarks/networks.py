@@ -251,7 +251,7 @@ def trained(model: nn.Module, program: Program, images: torch.Tensor, labels: to
         engine.accumulate(images, labels)
         return engine.gather_gradients()
 
-    with mock.patch("hyfi_core.runtime.runner.capture", lambda *given: program):
+    with mock.patch("hyfi_core.runtime.subject.capture", lambda *given: program):
         gradients: dict[str, torch.Tensor] = run_ranks(len(copies), body)[0]
     return gradients
 

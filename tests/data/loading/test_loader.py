@@ -290,7 +290,7 @@ def test_a_feed_refuses_what_the_loader_does_not_send() -> None:
     run_ranks(2, body)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.cuda
 def test_on_a_gpu_images_arrive_from_pinned_memory() -> None:
     layout = BatchLayout.uniform(3)
 

@@ -1,0 +1,86 @@
+"""The check of a GPU machine: what it says without one, and all of its code on a processor."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hyfi_core.comm.alone import AloneCommunicator
+from hyfi_core.errors import RequestError
+from tests.conftest import ROOT
+from workflows.gpu_check import equality
+from workflows.gpu_check.__main__ import main
+from workflows.gpu_check.child import BODIES
+from workflows.gpu_check.parts import all_parts
+from workflows.gpu_check.setting import SMALL, Setting
+
+
+def check(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "workflows.gpu_check", "--out", str(folder), *words]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=890)
+
+
+def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path: Path) -> None:
+    done = check(tmp_path / "out")
+    assert done.returncode == 2 and done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1 and "no GPU was found" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unknown_part_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"--only none: no part has such a name; parts are equal: resnet18, 1 rank,"):
+        main(["--device", "cpu", "--out", str(tmp_path / "out"), "--only", "none"])
+
+
+def test_every_part_has_a_body() -> None:
+    assert {part.body for part in all_parts((64,))} == set(BODIES)
+
+
+@pytest.fixture
+def setting(tmp_path: Path, captures_once: None) -> Setting:
+    return Setting(torch.device("cpu"), SMALL, tmp_path)
+
+
+def test_equality_compares_all_that_a_step_changes(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hyfi_core.models.resnet import resnet6
+
+    monkeypatch.setattr(equality, "resnet18", resnet6)
+    (row,) = BODIES["equal"](setting, "resnet18")
+    assert row["passed"] and {"gradients", "loss", "buffers", "output"} <= set(row)
+    changed = lambda self, tensor, root=0: tensor.mul_(1 + 1e-6) if tensor.is_floating_point() else None  # noqa: E731
+    monkeypatch.setattr(AloneCommunicator, "broadcast", changed)
+    (row,) = BODIES["equal"](setting, "resnet18")
+    assert not row["passed"] and row["gradients"] > equality.TOLERANCE
+
+
+def test_room_and_speed_give_their_ratios(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(model: object) -> object:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(torch, "compile", broken)  # takes a minute
+    *_, compiled, _, ratios = BODIES["speed"](setting, "64")
+    assert compiled["failed"] == "RuntimeError: no compiler"
+    assert ratios["engine_to_eager"] > 0 and "engine_to_compiled" not in ratios
+    (memory,) = BODIES["memory"](setting, "")
+    assert memory["peak_to_forecast"] > 0
+    assert [row["largest_px"] for row in BODIES["largest"](setting, "in core")] == list(SMALL.ladder_px)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_all_parts_run_on_a_processor(tmp_path: Path) -> None:
+    done = check(tmp_path / "out", "--device", "cpu", "--minutes", "14")
+    assert done.returncode == 0, done.stdout
+    found = json.loads((tmp_path / "out" / "gpu-check.json").read_text())
+    assert {part["part"]: part["outcome"] for part in found["parts"]} == {
+        part.name: "passed" for part in all_parts(SMALL.speed_px)
+    }
+    assert (tmp_path / "out" / "gpu-check.txt").read_text() in done.stdout + "\n"
+    assert (tmp_path / "out" / "machine.yaml").exists()

@@ -1,0 +1,85 @@
+"""Parts run in processes of their own: one that fails, hangs or lacks a GPU does not affect the others."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from workflows.gpu_check.parts import CheckPart, all_parts
+from workflows.gpu_check.results import PartResult, as_text
+from workflows.gpu_check.run_parts import run_parts
+from workflows.launch.processes import session_members
+
+ROW = 'print(\'{"what": "a step", "step_s": 0.25}\', flush=True)'
+
+
+class Program(CheckPart):
+    """A part whose argument is Python code."""
+
+    def command(self, options: list[str]) -> list[str]:
+        return [sys.executable, "-c", self.argument, *options]
+
+
+def run(*parts: CheckPart, gpus: int = 1, seconds: float = 60.0) -> dict[str, PartResult]:
+    found = run_parts(parts, gpus, seconds, ["--option"], lambda result: None)
+    return {result.part: result for result in found}
+
+
+def test_each_part_has_its_own_end() -> None:
+    found = run(
+        Program("good", "", f"print('noise'); print('{{}}'); {ROW}"),
+        Program("broken", "", "raise ValueError('no such kernel')"),
+        Program("wrong", "", """print('{"what": "resnet", "passed": false, "gradients": 0.5}')"""),
+        Program("silent", "", "pass"),
+        Program("absent", "", """print('{"what": "resnet", "not run": "not installed"}')"""),
+        Program("two", "", "pass", gpus=2),
+    )
+    assert found["good"].outcome == "passed" and list(found["good"].rows) == [{"what": "a step", "step_s": 0.25}]
+    assert found["broken"].outcome == "failed" and "ValueError: no such kernel" in found["broken"].reason
+    assert (found["wrong"].outcome, found["wrong"].reason) == ("failed", "resnet")
+    assert found["silent"].outcome == "failed"
+    assert (found["absent"].outcome, found["absent"].reason) == ("not run", "not installed")
+    assert (found["two"].outcome, found["two"].reason) == ("not run", "needs 2 GPUs, found 1")
+    text = as_text({"device": "a GPU"}, list(found.values()))
+    assert "a step: step_s 0.250 s" in text and "NOT as expected: gradients 0.5" in text
+    assert "1 passed, 3 failed, 0 stopped" in text
+
+
+def test_a_part_that_hangs_ends_in_time_with_its_children_and_its_rows_are_kept(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    child = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    hangs = f"{child}; import os, pathlib, time; pathlib.Path({str(pid)!r}).write_text(str(os.getpid())); {ROW}"
+    begin_s = time.monotonic()
+    found = run(Program("hangs", "", f"{hangs}; time.sleep(60)"), Program("good", "", ROW), seconds=6.0)
+    assert time.monotonic() - begin_s < 30.0
+    assert found["hangs"].outcome == "stopped" and len(found["hangs"].rows) == 1
+    assert session_members(int(pid.read_text())) == []
+    assert found["good"].outcome == "passed"
+
+
+def test_ranks_of_mpi_share_a_gpu_and_time_goes_only_to_what_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    import workflows.gpu_check.run_parts as module
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    seen: dict[str, tuple[float, str | None]] = {}
+
+    def output(command: list[str], limit_s: float, environment: dict[str, str]) -> tuple[int, str, str]:
+        seen[command[2]] = round(limit_s), environment.get("CUDA_VISIBLE_DEVICES")
+        return 0, "", ""
+
+    monkeypatch.setattr(module, "_output", output)
+    run(
+        Program("one", "", "one", weight=2.0),
+        Program("two GPUs", "", "two GPUs", gpus=2, weight=50.0),
+        Program("ranks", "", "ranks", launcher="mpiexec", weight=1.0),
+        seconds=90.0,
+    )
+    assert seen == {"one": (60, "3,5"), "ranks": (90, "3")}
+
+
+def test_parts_have_different_names() -> None:
+    names = [part.name for part in all_parts((64, 128))]
+    assert len(set(names)) == len(names)

@@ -1,0 +1,50 @@
+"""One part of a check, as a process or as the ranks of a job: ``python -m workflows.gpu_check.child BODY ARGUMENT …``.
+
+Prints each row as one JSON line, as soon as it is measured: rows before a time limit are not lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from data.children import die_with_parent
+from workflows.console import emit_json
+from workflows.gpu_check.equality import equal
+from workflows.gpu_check.measure_step import Row
+from workflows.gpu_check.programs import machine, tests
+from workflows.gpu_check.room import cells, largest, memory
+from workflows.gpu_check.setting import FULL, SMALL, Setting
+from workflows.gpu_check.speed import feed, speed, staged
+
+BODIES: dict[str, Callable[[Setting, str], Iterator[Row]]] = {
+    body.__name__: body for body in (equal, tests, speed, staged, feed, cells, largest, memory, machine)
+}
+
+
+def main() -> None:
+    """Run one part."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("body", choices=BODIES)
+    parser.add_argument("argument", nargs="?", default="")
+    parser.add_argument("--device", choices=["cpu", "cuda"], required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    die_with_parent()
+    number = int(os.environ.get("LOCAL_RANK", "0"))
+    if given.device == "cuda":
+        torch.cuda.set_device(number)
+        setting = Setting(torch.device("cuda", number), FULL, given.out)
+    else:
+        torch.set_num_threads(1)
+        setting = Setting(torch.device("cpu"), SMALL, given.out)
+    for row in BODIES[given.body](setting, given.argument):
+        emit_json(row)
+
+
+if __name__ == "__main__":
+    main()

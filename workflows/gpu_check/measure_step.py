@@ -1,0 +1,68 @@
+"""Time and memory of training steps on a device."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hyfi_core.process_memory import forget_peak, peak_bytes, resident_bytes
+
+Row = dict[str, Any]
+Step = Callable[[], object]
+
+
+def finish(device: torch.device) -> None:
+    """Wait until the device has done all work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def step_s(step: Step, device: torch.device, steps: int) -> float:
+    """Return the median seconds of a step, after one that compiles and allocates."""
+    step()
+    finish(device)
+    times = []
+    for _ in range(steps):
+        begin_s = time.perf_counter()
+        step()
+        finish(device)
+        times.append(time.perf_counter() - begin_s)
+    return statistics.median(times)
+
+
+def step_peak_bytes(step: Step, device: torch.device) -> int:
+    """Return the peak memory of a step in addition to that before it."""
+    free(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        step()
+        return int(torch.cuda.max_memory_allocated(device)) - before
+    forget_peak()
+    before = resident_bytes()
+    step()
+    return peak_bytes() - before
+
+
+def free(device: torch.device) -> None:
+    """Return unused memory to the device, such as that of a step that did not fit."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def tried(what: str, body: Callable[[], Row], device: torch.device) -> Row:
+    """Return the row of ``body``; if it fails, a row with the reason, and the device's memory is free again."""
+    try:
+        return {"what": what, **body()}
+    except torch.OutOfMemoryError:
+        reason = "out of memory"
+    except Exception as error:
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
+    free(device)
+    return {"what": what, "failed": reason}

@@ -1,0 +1,86 @@
+"""Parts of a check: memory of a device, with and without cells, and its forecast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+import hyfi_core
+from hyfi_core.capture.export import capture
+from hyfi_core.cells.budget import free_bytes
+from hyfi_core.comm.alone import AloneCommunicator
+from hyfi_core.cost.memory import forecast_memory
+from workflows.gpu_check.measure_step import Row, free, step_peak_bytes, step_s, tried
+from workflows.gpu_check.setting import Setting
+from workflows.gpu_check.speed import batch, engine_of, network
+
+_ONE_RANK = hyfi_core.ParallelPlan(grids=((1, 1),))
+
+
+def cells(setting: Setting, _: str) -> Iterator[Row]:
+    """Time a step computed cell by cell, with half of the free memory, against one in core."""
+    side_px, device, seconds = setting.sizes.speed_px[-1], setting.device, {}
+    by_cells = hyfi_core.ParallelPlan(
+        grids=((1, 1),), cells=setting.sizes.cells, spill="memory", memory_bytes=free_bytes(device) // 2
+    )
+    for name, plan in (("in core", _ONE_RANK), (f"cells {setting.sizes.cells}", by_cells)):
+
+        def measured(plan: hyfi_core.ParallelPlan = plan) -> Row:
+            images, labels = batch(setting, side_px)
+            engine = engine_of(setting, side_px, plan, AloneCommunicator())
+            return {"step_s": step_s(lambda: engine.train_step(images, labels), device, setting.sizes.steps)}
+
+        row = tried(f"{name}, {side_px} px", measured, device)
+        seconds[name] = row.get("step_s")
+        yield row
+        free(device)
+    in_core_s, cells_s = seconds.values()
+    if in_core_s and cells_s:
+        yield {"what": f"{setting.sizes.network}, {side_px} px", "cells_to_in_core": cells_s / in_core_s}
+
+
+def largest(setting: Setting, how: str) -> Iterator[Row]:
+    """Train on larger and larger square images until one does not fit, or the time is up; each gives a row."""
+    by_cells = hyfi_core.ParallelPlan(grids=((1, 1),), cells="auto", spill="memory")
+    plan, device = _ONE_RANK if how == "in core" else by_cells, setting.device
+    for side_px in setting.sizes.ladder_px:
+
+        def measured(side_px: int = side_px) -> Row:
+            model = network(setting)
+            engine = engine_of(setting, side_px, plan, AloneCommunicator(), model)
+            images, labels = batch(setting, side_px)
+            peak_bytes = step_peak_bytes(lambda: engine.train_step(images, labels), device)
+            return {"largest_px": side_px, "peak_bytes": peak_bytes, "cells": str(engine.plan.cells)}
+
+        row = tried(f"{setting.sizes.network}, {side_px} px, {how}", measured, device)
+        if "failed" in row and "largest_px" not in row:
+            yield {"what": row["what"], "does not fit": row["failed"]}
+            return
+        yield row
+        free(device)
+
+
+def memory(setting: Setting, _: str) -> Iterator[Row]:
+    """Compare the peak memory of a step in float32 with the plan's forecast."""
+    for side_px in setting.sizes.forecast_px:
+
+        def measured(side_px: int = side_px) -> Row:
+            model, (images, labels) = network(setting), batch(setting, side_px)
+            shape = (1, 3, side_px, side_px)
+            (forecast,) = forecast_memory(capture(model, shape, torch.float32), _ONE_RANK)
+            engine = hyfi_core.parallelize(
+                model,
+                shape,
+                _ONE_RANK,
+                AloneCommunicator(),
+                optimizer=lambda parameters: torch.optim.AdamW(parameters),
+                verify=False,
+            )
+            held = sum(parameter.nbytes for parameter in model.parameters())
+            peak_bytes = held + step_peak_bytes(lambda: engine.train_step(images, labels), setting.device)
+            ratio = peak_bytes / forecast.total_bytes
+            return {"peak_bytes": peak_bytes, "forecast_bytes": forecast.total_bytes, "peak_to_forecast": ratio}
+
+        yield tried(f"{setting.sizes.network}, float32, {side_px} px", measured, setting.device)
+        free(setting.device)

@@ -1,0 +1,80 @@
+"""The setting of a check: its device, and the sizes of all its parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class CheckSizes:
+    """Sizes of all parts.
+
+    Attributes:
+        equal_px: side of the images whose gradients are compared.
+        amoebanet: layers and filters of AmoebaNet-D.
+        network: name of the ResNet that is timed.
+        speed_px: sides of the images of timed steps; cells are measured at the last.
+        staged_px: side of the image of two ranks that share a GPU.
+        forecast_px: sides of the images whose memory is compared with the forecast.
+        ladder_px: sides to try for the largest image, rising.
+        steps: timed steps.
+        cells: grid of cells.
+    """
+
+    equal_px: int
+    amoebanet: tuple[int, int]
+    network: str
+    speed_px: tuple[int, ...]
+    staged_px: int
+    forecast_px: tuple[int, ...]
+    ladder_px: tuple[int, ...]
+    steps: int
+    cells: tuple[int, int]
+
+
+FULL = CheckSizes(
+    equal_px=256,
+    amoebanet=(6, 64),
+    network="resnet50",
+    speed_px=(4096, 8192),
+    staged_px=2048,
+    forecast_px=(2048, 4096),
+    ladder_px=(4096, 6144, 8192, 10240, 12288, 16384, 20480, 24576, 32768),
+    steps=5,
+    cells=(4, 4),
+)
+SMALL = CheckSizes(
+    equal_px=64,
+    amoebanet=(3, 16),
+    network="resnet6",
+    speed_px=(64,),
+    staged_px=64,
+    forecast_px=(64,),
+    ladder_px=(64, 96),
+    steps=1,
+    cells=(2, 2),
+)
+"""For processors: they run the code of every part, and their figures mean nothing."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a part measures on.
+
+    Attributes:
+        device: of this process.
+        sizes: of all parts.
+        out: folder of results.
+    """
+
+    device: torch.device
+    sizes: CheckSizes
+    out: Path
+
+    @property
+    def autocast(self) -> torch.dtype:
+        """The dtype of timed steps."""
+        return torch.bfloat16

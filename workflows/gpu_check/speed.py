@@ -1,0 +1,165 @@
+"""Parts of a check: the speed of the engine on one rank, of staged messages, and of the feed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hyfi_core
+from data.loading.batches import BatchLayout, Part
+from data.loading.feed import FeedSpec
+from data.loading.loader import LoaderService
+from data.loading.normalise import Normalisation
+from data.loading.order import SampleStream
+from data.loading.remote_feed import RemoteFeed
+from hyfi_core.comm.alone import AloneCommunicator
+from hyfi_core.comm.base import Communicator
+from hyfi_core.models import resnet
+from hyfi_core.plan.box import Box
+from hyfi_core.runtime.engine import Engine
+from workflows.gpu_check.measure_step import Row, Step, free, step_s, tried
+from workflows.gpu_check.setting import Setting
+from workflows.training.feeding import BatchImages
+
+CLASSES = 2
+
+
+def network(setting: Setting) -> nn.Module:
+    """Return the network that is timed, channels-last on the device, in training mode."""
+    torch.manual_seed(0)
+    model: nn.Module = getattr(resnet, setting.sizes.network)(CLASSES).to(memory_format=torch.channels_last)
+    return model.to(setting.device).train()
+
+
+def batch(setting: Setting, side_px: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return one image on the device, channels-last, and its label."""
+    shape = (1, 3, side_px, side_px)
+    images = torch.empty(shape, device=setting.device, memory_format=torch.channels_last)
+    return images.normal_(), torch.ones(1, dtype=torch.long, device=setting.device)
+
+
+def engine_of(
+    setting: Setting, side_px: int, plan: hyfi_core.ParallelPlan, comm: Communicator, model: nn.Module | None = None
+) -> Engine:
+    """Return an engine for one image, with SGD and bfloat16 autocast."""
+    model = network(setting) if model is None else model
+    shape = (1, 3, side_px, side_px)
+    return hyfi_core.parallelize(
+        model, shape, plan, comm, optimizer=_sgd, autocast=setting.autocast, memory_format="channels_last", verify=False
+    )
+
+
+def _sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
+
+
+def speed(setting: Setting, side: str) -> Iterator[Row]:
+    """Time a step of plain PyTorch, eager and compiled, and of the engine on one rank."""
+    side_px, device, steps = int(side), setting.device, setting.sizes.steps
+    images, labels = batch(setting, side_px)
+
+    def plain_step(compiled: bool) -> Step:
+        model = network(setting)
+        optimizer, forward = _sgd(list(model.parameters())), torch.compile(model) if compiled else model
+
+        def step() -> None:
+            with torch.autocast(device.type, setting.autocast):
+                loss = F.cross_entropy(forward(images), labels)
+            torch.autograd.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    def engine_step() -> Step:
+        engine = engine_of(setting, side_px, _one_rank(), AloneCommunicator())
+        return lambda: engine.train_step(images, labels)
+
+    sides = {"eager": lambda: plain_step(False), "compiled": lambda: plain_step(True), "engine": engine_step}
+    seconds: dict[str, float] = {}
+    for name, make in sides.items():
+        row = tried(f"{name} at {side_px} px", lambda make=make: {"step_s": step_s(make(), device, steps)}, device)  # type: ignore[misc]
+        seconds |= {name: row["step_s"]} if "step_s" in row else {}
+        yield row
+        free(device)
+    ratios = {f"engine_to_{k}": seconds["engine"] / v for k, v in seconds.items() if "engine" in seconds}
+    ratios.pop("engine_to_engine", None)
+    if ratios:
+        yield {"what": f"{setting.sizes.network}, {side_px} px", **ratios}
+
+
+def staged(setting: Setting, _: str) -> Iterator[Row]:
+    """Time two ranks that share a device, whose messages go through host memory, against one rank."""
+    comm, side_px = hyfi_core.init(), setting.sizes.staged_px
+    images, labels = batch(setting, side_px)
+    one_rank_s = 0.0
+    if comm.rank == 0:
+        engine = engine_of(setting, side_px, _one_rank(), AloneCommunicator())
+        one_rank_s = step_s(lambda: engine.train_step(images, labels), setting.device, setting.sizes.steps)
+    comm.barrier()
+    shared = engine_of(setting, side_px, hyfi_core.ParallelPlan(grids=((2, 1),)), comm)
+    shared_s = step_s(lambda: shared.train_step(images, labels), setting.device, setting.sizes.steps)
+    if comm.rank == 0:
+        times = {"one_rank_s": one_rank_s, "two_ranks_s": shared_s, "two_ranks_to_one": shared_s / one_rank_s}
+        yield {"what": f"two ranks on one device, {side_px} px", **times}
+
+
+@dataclass(frozen=True)
+class NoiseSamples:
+    """Samples of noise, cut from one image in memory: decoding takes no time."""
+
+    side_px: int
+
+    def source(self, index: int, box: Box, epoch: int | None) -> Box:
+        """Return the box itself."""
+        return box
+
+    def read_plain(self, index: int, box: Box) -> npt.NDArray[np.uint8]:
+        """Return noise, the same for every sample."""
+        noise = np.random.default_rng(0).integers(0, 256, (3, 256, 256), dtype=np.uint8)
+        rows, columns = (-(-side // 256) for side in box.shape)
+        return np.tile(noise, (1, rows, columns))[:, : box.shape[0], : box.shape[1]]
+
+    def vary(self, index: int, epoch: int | None, pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+        """Return the pixels unchanged."""
+        return pixels
+
+
+def feed(setting: Setting, _: str) -> Iterator[Row]:
+    """Time steps on images that a loader sends, against steps on an image on the device, and the trainer's waiting."""
+    comm, side_px, steps = hyfi_core.init(), setting.sizes.speed_px[0], setting.sizes.steps
+    turns, layout, stream = (0, steps + 1), BatchLayout.uniform(1), SampleStream(8, 0)
+    if comm.rank:
+        LoaderService(comm, [0], NoiseSamples(side_px), stream, layout, workers=2).serve()
+        return
+    engine = engine_of(setting, side_px, _one_rank(), AloneCommunicator())
+    images, labels = batch(setting, side_px)
+    resident_s = step_s(lambda: engine.train_step(images, labels), setting.device, steps)
+    spec = FeedSpec(stream, layout, 0, (Part(Box.of_size(side_px, side_px), 0, 1),), turns)
+    source, numbers = RemoteFeed(comm, [1], spec, 2, setting.device), iter(range(*turns))
+    waits: list[float] = []
+
+    def fed_step() -> None:
+        before_s = source.wait_s
+        engine.train_step(BatchImages(source.batch(next(numbers)), _normalised), labels)
+        waits.append(source.wait_s - before_s)
+
+    fed_s = step_s(fed_step, setting.device, steps)
+    source.close(stopped=False)
+    wait_s = sum(waits[1:]) / steps
+    times = {"resident_s": resident_s, "fed_s": fed_s, "fed_to_resident": fed_s / resident_s, "wait_s": wait_s}
+    yield {"what": f"images from a loader, {side_px} px", **times}
+
+
+def _normalised(pixels: torch.Tensor) -> torch.Tensor:
+    return Normalisation()(pixels, memory_format=torch.channels_last)
+
+
+def _one_rank() -> hyfi_core.ParallelPlan:
+    return hyfi_core.ParallelPlan(grids=((1, 1),))
