@@ -27,20 +27,21 @@ def parse_bytes(text: str) -> int:
     return int(float(found[1]) * base ** " kmgt".index(found[2] or " "))
 
 
-def worker_count(asked: int, memory_bytes: int | None) -> int:
+def worker_count(asked: int, memory_bytes: int | None, sharing: int = 1) -> int:
     """Return the number of workers.
 
     Args:
         asked: Number requested; 0 for as many as cores.
         memory_bytes: Memory of all workers together; None for 80 % of the free memory.
+        sharing: Number of processes, such as ranks, that divide this process's cores and the machine's memory.
 
     Raises:
         RequestError: The memory is too small for one worker.
     """
-    workers = asked or usable_cores()
+    workers = asked or usable_cores() // sharing
     if memory_bytes is not None and memory_bytes < WORKER_BYTES:
         raise RequestError(
             f"--memory {memory_bytes / 1e9:.2g} GB: one worker needs up to {WORKER_BYTES / 1e9:g} GB; give more"
         )
-    budget = memory_bytes if memory_bytes is not None else int(_USABLE_FRACTION * available_bytes())
+    budget = memory_bytes if memory_bytes is not None else int(_USABLE_FRACTION * available_bytes()) // sharing
     return max(1, min(workers, budget // WORKER_BYTES))

@@ -183,7 +183,7 @@ def ingest(
         dry_run=dry_run,
         as_json=as_json,
     )
-    _exit(partial(ingest.run, arguments), writes=None if dry_run else out)
+    _exit(partial(ingest.run, arguments), writes=None if dry_run else out, as_ranks=True)
 
 
 @app.command()

@@ -122,7 +122,12 @@ class SlideRecord:
         known = {f.name for f in fields(cls)}
         if not {"slide_id", "source_path", "status"} <= value.keys() <= known:
             raise StoreError(f"{path}: not a slide record of this version; remove it to ingest the slide again")
-        return cls(**value | {name: tuple(value.get(name, ())) for name in ("flags", "stain_h", "stain_e")})
+        return cls.of_json(value)
+
+    @classmethod
+    def of_json(cls, values: dict[str, Any]) -> SlideRecord:
+        """Return a record from its attributes, with lists for tuples."""
+        return cls(**values | {name: tuple(values.get(name, ())) for name in ("flags", "stain_h", "stain_e")})
 
 
 def record_path(store: Path, slide_id: str) -> Path:

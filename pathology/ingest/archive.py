@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,14 @@ class IngestReport:
         failed: Records of those that failed now, each with its reason.
         skipped: Names of those finished earlier, or by another run in the meantime.
         stopped: Why the store could no longer be written; empty otherwise.
+        interrupted: Whether it ended early on request.
     """
 
     done: list[SlideRecord] = field(default_factory=list)
     failed: list[SlideRecord] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     stopped: str = ""
+    interrupted: bool = False
 
     def add(self, outcome: Outcome) -> None:
         """Add the result of one slide."""
@@ -116,12 +118,8 @@ def ingest(
         RequestError: A path is wrong, or the store cannot be written or has slides with other parameters.
     """
     store = request.store
-    plan = plan or make_plan(request)
+    plan = begin(request, plan or make_plan(request))
     processes = min(worker_count(workers, memory_bytes), len(plan.jobs))
-    _make_store(store)
-    if plan.key is not None and not plan.key.commit():
-        # Another run has created the key in the meantime.
-        return ingest(request, workers=workers, memory_bytes=memory_bytes, finished=finished, progress=progress)
     report = IngestReport(skipped=list(plan.finished))
 
     def take(outcome: Outcome) -> None:
@@ -129,15 +127,40 @@ def ingest(
         finished(outcome)
 
     try:
-        _refresh(plan.finished, store)
-        SlidePool(store, request.options, processes, take, progress).run(plan.jobs)
+        with store_errors(report, store):
+            refresh(plan.finished, store)
+            SlidePool(store, request.options, processes, take, progress).run(plan.jobs)
+    finally:
+        end(store)
+    return report
+
+
+def begin(request: Request, plan: Plan) -> Plan:
+    """Create the store and save the plan's pseudonyms; return the plan, or another one if its key is out of date.
+
+    Raises:
+        RequestError: The store cannot be written.
+    """
+    _make_store(request.store)
+    while plan.key is not None and not plan.key.commit():
+        plan = make_plan(request)  # another run has created the key in the meantime
+    return plan
+
+
+@contextmanager
+def store_errors(report: IngestReport, store: Path) -> Iterator[None]:
+    """Context in which errors of the store end the work and are noted in the report."""
+    try:
+        yield
     except OSError as error:
         report.stopped = f"cannot write to the store {store}: {error.strerror or error}"
-    finally:
-        for step in (compile_manifest, write_contact, sweep_claims):
-            with suppress(OSError):  # a full disk; the next run writes it
-                step(store)
-    return report
+
+
+def end(store: Path) -> None:
+    """Compile the store's manifest and contact sheet, and remove the claims of killed runs."""
+    for step in (compile_manifest, write_contact, sweep_claims):
+        with suppress(OSError):  # a full disk; the next run writes it
+            step(store)
 
 
 def make_plan(request: Request) -> Plan:
@@ -277,7 +300,7 @@ def _refuse_changed(changed: Sequence[str], store: Path) -> None:
     )
 
 
-def _refresh(finished: dict[str, SlideRecord], store: Path) -> None:
+def refresh(finished: dict[str, SlideRecord], store: Path) -> None:
     """Save the records of skipped slides whose file moved or whose manifest row changed; remove outdated ones."""
     records = load_records(store)
     for record in records.values():

@@ -9,9 +9,10 @@ import stat
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from data.store.manifest import SlideRecord, read_user_manifest
 from hyfi_core.errors import RequestError
@@ -38,6 +39,15 @@ class SlideJob:
     row: dict[str, str] = field(default_factory=dict)
     secret: str = ""
     seen: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the job in JSON's types."""
+        return asdict(self) | {"source": str(self.source)}
+
+    @classmethod
+    def of_json(cls, values: dict[str, Any]) -> SlideJob:
+        """Return a job from `to_json`."""
+        return cls(**values | {"source": Path(values["source"])})
 
 
 def find_jobs(paths: Sequence[Path], records: Mapping[str, SlideRecord]) -> list[SlideJob]:

@@ -21,7 +21,7 @@ from data.files import remove_leftovers
 from data.store.manifest import FAILED, SlideRecord
 from data.store.slide_store import slide_path
 from hyfi_core.process_memory import return_what_is_freed
-from pathology.ingest.claims import is_held, remove_ended
+from pathology.claims import is_held, remove_ended
 from pathology.ingest.discover import SlideJob, user_columns
 from pathology.ingest.options import IngestOptions
 from pathology.ingest.slide import save_outcome
@@ -45,6 +45,8 @@ class SlidePool:
         workers: Processes; 1 works in this process.
         finished: Called in this process with each result.
         progress: Called periodically in this process with the completed fraction of each job, in the given order.
+        take: Returns the index of the next job, None if there is none left; default: all jobs in the given order.
+        cores: Cores that all workers share; default: those of this process.
     """
 
     store: Path
@@ -52,48 +54,60 @@ class SlidePool:
     workers: int
     finished: Callable[[Outcome], None]
     progress: Callable[[Sequence[float]], None] = lambda fractions: None
+    take: Callable[[], int | None] | None = None
+    cores: int = field(default_factory=usable_cores)
     _jobs: tuple[SlideJob, ...] = field(default=(), init=False)
     _done: Any = field(default=None, init=False)
-    _waiting: deque[int] = field(default_factory=deque, init=False)
+    _released: deque[int] = field(default_factory=deque, init=False)
     _elsewhere: deque[int] = field(default_factory=deque, init=False)
 
     def run(self, jobs: Sequence[SlideJob]) -> None:
-        """Ingest every job once, here or in another run that works on it.
+        """Ingest every job that is taken once, here or in another run that works on it.
 
         Raises:
             OSError: The store cannot be written.
         """
         self._jobs = tuple(jobs)
         self._done = multiprocessing.get_context("spawn").RawArray("d", max(1, len(jobs)))
-        self._waiting, self._elsewhere = deque(range(len(jobs))), deque()
-        while self._waiting or self._elsewhere:
-            if not self._waiting:
+        self._released, self._elsewhere = deque(), deque()
+        numbers = iter(range(len(jobs)))
+        if self.take is None:
+            self.take = lambda: next(numbers, None)
+        while True:
+            number = self._next()
+            if number is None and not self._elsewhere:
+                return
+            if number is None:
                 self._wait_for_others()
             elif self.workers <= 1:
-                self._run_here()
+                self._run_here(number)
             else:
-                for number in self._run_in_workers():
-                    self._finish(number, self._run_alone(number))
+                self._released.appendleft(number)
+                for broken in self._run_in_workers():
+                    self._finish(broken, self._run_alone(broken))
+
+    def _next(self) -> int | None:
+        assert self.take is not None, "run sets it"
+        return self._released.popleft() if self._released else self.take()
 
     def _wait_for_others(self) -> None:
-        """Return abandoned slides to the queue; sleep if there are none."""
+        """Take over abandoned slides; sleep if there are none."""
         for _ in range(len(self._elsewhere)):
             number = self._elsewhere.popleft()
             held = is_held(self.store / CLAIMS, self._jobs[number].slide_id)
-            (self._elsewhere if held else self._waiting).append(number)
-        if not self._waiting:
+            (self._elsewhere if held else self._released).append(number)
+        if not self._released:
             time.sleep(_POLL_S)
+            self.progress(self._done)
 
-    def _run_here(self) -> None:
-        """Process the queue in this process."""
-        while self._waiting:
-            number = self._waiting.popleft()
+    def _run_here(self, number: int) -> None:
+        """Process one job in this process."""
 
-            def progress(fraction: float, number: int = number) -> None:
-                self._done[number] = fraction
-                self.progress(self._done)
+        def progress(fraction: float) -> None:
+            self._done[number] = fraction
+            self.progress(self._done)
 
-            self._finish(number, do_job(self._jobs[number], self.store, self.options, 0, progress))
+        self._finish(number, do_job(self._jobs[number], self.store, self.options, self.cores, progress))
 
     def _finish(self, number: int, outcome: Outcome | None) -> None:
         """Report a job's result; None: another run works on it, so it is checked again later."""
@@ -105,14 +119,16 @@ class SlidePool:
         self.progress(self._done)
 
     def _run_in_workers(self) -> list[int]:
-        """Process the queue until it is empty or a worker dies; return the interrupted jobs."""
+        """Process jobs until none is left or a worker dies; return the interrupted ones."""
         running: dict[Future[Outcome | None], int] = {}
         with _pool(self.workers, self._done, self._threads) as pool:
             try:
-                while self._waiting or running:
-                    while self._waiting and len(running) < 2 * self.workers:
-                        number = self._waiting.popleft()
+                while True:
+                    # One more than there are workers, so that none waits for its next.
+                    while len(running) <= self.workers and (number := self._next()) is not None:
                         running[self._submit(pool, number)] = number
+                    if not running:
+                        return []
                     for future in wait(running, timeout=_POLL_S, return_when=FIRST_COMPLETED).done:
                         outcome = future.result()
                         self._finish(running.pop(future), outcome)
@@ -125,7 +141,6 @@ class SlidePool:
                     remove_ended(self.store / CLAIMS, self._jobs[number].slide_id)
                     remove_leftovers(slide_path(self.store, self._jobs[number].slide_id))
                 raise
-        return []
 
     def _submit(self, pool: ProcessPoolExecutor, number: int) -> Future[Outcome | None]:
         with _interrupts_blocked():  # the first submission starts the workers
@@ -134,7 +149,7 @@ class SlidePool:
     @property
     def _threads(self) -> int:
         """Threads of each worker: the cores divided by the workers."""
-        return max(1, usable_cores() // self.workers)
+        return max(1, self.cores // self.workers)
 
     def _run_alone(self, number: int) -> Outcome | None:
         """Ingest one slide in a process of its own; if that dies, the slide fails."""

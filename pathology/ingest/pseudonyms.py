@@ -25,7 +25,7 @@ from pathlib import Path
 
 from data.files import replacing
 from hyfi_core.errors import RequestError
-from pathology.ingest.claims import Claim
+from pathology.claims import Claim
 from pathology.ingest.discover import SlideJob, is_gone
 from pathology.readers.mpp import is_sensible, parse_mpp
 

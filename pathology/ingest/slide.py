@@ -15,8 +15,8 @@ from data.store.sharded_array import read_json
 from data.store.slide_store import SlideStore, StoreError, slide_path
 from data.store.writer import SlideWriter
 from hyfi_core.errors import RequestError
+from pathology.claims import ClaimLostError
 from pathology.errors import SlideError
-from pathology.ingest.claims import ClaimLostError
 from pathology.ingest.content import content_of
 from pathology.ingest.discover import user_columns
 from pathology.ingest.forecast import require_room

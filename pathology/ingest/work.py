@@ -9,7 +9,7 @@ from pathlib import Path
 
 from data.store.manifest import DONE, FAILED, SlideRecord, record_path, record_state
 from data.store.slide_store import StoreError
-from pathology.ingest.claims import Claim, ClaimLostError, sweep
+from pathology.claims import Claim, ClaimLostError, sweep
 from pathology.ingest.contact import write_picture
 from pathology.ingest.discover import SlideJob, name_with_place
 from pathology.ingest.identity import differences

@@ -14,13 +14,12 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 
-from data.files import remove_leftovers, temporary_path
 from data.samples.dataset import SlideDataset, SlideRef
 from data.samples.view import View
 from data.store.manifest import SlideRecord
@@ -28,9 +27,9 @@ from data.store.slide_store import SlideStore, slide_path
 from hyfi_core.comm.base import Communicator
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.launch import own_device
+from pathology.dealing import SlideQueue, gathered, group_size, on_first_rank, own_group, shared_folder
 from pathology.errors import SlideError
 from pathology.ingest.options import IngestOptions
-from pathology.predict.dealing import SlideQueue, gathered, group_size, own_group
 from pathology.predict.ensemble import Attribution, Ensemble, together
 from pathology.predict.heatmap import average, place
 from pathology.predict.inputs import SlideInput
@@ -107,7 +106,7 @@ def predict_slides(
     folder = OutFolder(out, members, spec, options=options)
     options.check_tissue([one.slide_id for one in inputs])
     device = own_device(options.device, comm)
-    chosen = _on_all_ranks(comm, lambda: folder.open(inputs))
+    chosen = on_first_rank(comm, lambda: folder.open(inputs))
     group = own_group(comm, group_size(options.ranks_per_slide, comm.size, len(chosen)))
     for member in members:
         member.model.to(device)
@@ -118,7 +117,8 @@ def predict_slides(
         run = _Run(folder, members, spec, options, group, scratch, flags)
         queue = SlideQueue(chosen, scratch, group, alone=group.size == comm.size)
         mine, stopped = run.predict_all(queue, inputs, ensemble, progress if comm.rank == 0 else _silent, stop_wanted)
-        every = gathered(comm, group.rank == 0, mine)
+        found = gathered(comm, group.rank == 0, {index: asdict(one) for index, one in mine.items()})
+        every = [Prediction.of_json(values) for values in found]
         stopped = any(comm.broadcast_object(comm.gather_objects(stopped)))
     skipped = tuple(one.slide_id for k, one in enumerate(inputs) if k not in set(chosen))
     return PredictionReport.of(every, skipped, stopped and len(every) < len(chosen))
@@ -163,7 +163,8 @@ class _Run:
             found[index] = one = self.predict(inputs[index], ensemble)
             if self._comm.rank == 0:
                 self._folder.note(one)
-                progress(queue.finished(index), f"{one.slide_id}: {one.prediction or one.status}")
+                queue.finish(index)
+                progress(len(queue.newly_finished()), f"{one.slide_id}: {one.prediction or one.status}")
         return found, stopped
 
     def predict(self, one: SlideInput, ensemble: Ensemble | None) -> Prediction:
@@ -311,41 +312,19 @@ def _merged(*groups: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(flag for group in groups for flag in group))
 
 
-def _on_all_ranks(comm: Communicator, action: Callable[[], T]) -> T:
-    """Run ``action`` on rank 0; return its value, or raise its `RequestError`, on all ranks. Collective."""
-    value, refusal = None, ""
-    if comm.rank == 0:
-        try:
-            value = action()
-        except RequestError as error:
-            refusal = str(error)
-    value, refusal = comm.broadcast_object([value, refusal])
-    if refusal:
-        raise RequestError(refusal)
-    return cast(T, value)
-
-
 @contextmanager
 def _scratch(folder: OutFolder, comm: Communicator, needed: bool) -> Iterator[Path]:
     """Context that yields a temporary store in the results' folder, with the same name on every rank."""
-    path = Path(comm.broadcast_object(str(temporary_path(folder.path / "ingest"))))
     if not needed:
-        yield path
+        yield folder.path
         return
-    _on_all_ranks(comm, lambda: _make(folder, path))
-    try:
+    on_first_rank(comm, lambda: _begin(folder))
+    with shared_folder(folder.path / "ingest", comm) as path:
         yield path
-    finally:
-        if comm.rank == 0:
-            shutil.rmtree(path, ignore_errors=True)
 
 
-def _make(folder: OutFolder, scratch: Path) -> None:
-    """Create the results' folder and the temporary store in it."""
+def _begin(folder: OutFolder) -> None:
     try:
         folder.begin()
-        remove_leftovers(folder.path / "ingest")
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir()
     except OSError as error:
         raise RequestError(f"{folder.path}: cannot be written ({error.strerror}); choose another --out") from error

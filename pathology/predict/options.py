@@ -10,10 +10,10 @@ from typing import Literal, get_args
 from data.store.slide_store import SlideStore
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.device import DeviceRequest
+from pathology.dealing import RanksPerSlide
 from pathology.tissue.given import GivenTissue, SlideTissue
 from pathology.tissue.outlines import SlideGrid
 
-RanksPerSlide = int | Literal["auto"] | None
 Image = Literal["whole", "trained"]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from data.files import write_json_atomically
 from hyfi_core.errors import RequestError
-from pathology.ingest.claims import Claim
+from pathology.claims import Claim
 from pathology.predict.inputs import SlideInput
 from pathology.predict.members import InputSpec, Member
 from pathology.predict.options import PredictOptions

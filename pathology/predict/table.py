@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from data.files import write_atomically
 from hyfi_core.errors import RequestError
-from pathology.ingest.claims import Claim
+from pathology.claims import Claim
 
 FILE_NAME = "predictions.csv"
 CLAIM = f".{FILE_NAME}.claim"

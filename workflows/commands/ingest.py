@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hyfi_core.errors import RequestError
-from workflows import console
+from workflows import console, signals
+from workflows.exit_codes import DONE, SOME_FAILED, STOPPED
+from workflows.launch.launch import inside_launcher, run_as_rank
+from workflows.launch.peer_watch import join
 from workflows.option_values import parse_part
 from workflows.paths import require_folder, require_writable
 
@@ -87,28 +91,77 @@ class IngestArguments:
 
 
 def run(arguments: IngestArguments) -> int:
-    """Ingest slides into a store; return 0, or 1 if slides failed.
+    """Ingest slides into a store; return 0, or 1 if slides failed. Ranks of a launcher share the slides.
 
     Raises:
         RequestError: A path, a value or the store is not valid; nothing was written.
         KeyboardInterrupt: Stopped on request; the same command continues.
     """
-    from pathology.ingest.archive import ingest, make_plan
+    from pathology.ingest.archive import ingest
     from pathology.memory import worker_count
 
-    request = arguments.request()
-    memory_bytes = arguments.memory_bytes
-    processes, plan = worker_count(arguments.workers, memory_bytes), make_plan(request)
-    if plan.note:
-        console.warn(f"note: {plan.note}")
+    if inside_launcher():
+        return run_as_rank(partial(_ingest_as_rank, arguments))
+    request, memory_bytes = arguments.request(), arguments.memory_bytes
+    processes, plan = worker_count(arguments.workers, memory_bytes), _planned(request, arguments)
     if arguments.dry_run:
         return _dry_run(plan, request, processes, arguments.as_json)
-    _refuse_too_little_room(plan, request)
     run_ingest = partial(ingest, request, workers=processes, memory_bytes=memory_bytes, plan=plan)
-    with console.progress(len(plan.jobs), "ingest") as bar:
-        shown = _ByteProgress(bar, Pace(plan.jobs))
+    with _progress(plan.jobs) as shown:
         report = run_ingest(finished=shown.finished, progress=shown.progress)
     return _report(report, request.store, arguments.as_json)
+
+
+def _ingest_as_rank(arguments: IngestArguments) -> int:
+    """Ingest as one of several ranks; return the exit code, the same on every rank. Collective."""
+    from hyfi_core.comm.agree import agree
+    from pathology.ingest.together import ingest_together
+    from pathology.memory import worker_count
+
+    request, memory_bytes = arguments.request(), arguments.memory_bytes
+    workers = worker_count(arguments.workers, memory_bytes)
+    comm = join()
+    plan = agree(comm, lambda: _planned(request, arguments) if comm.rank == 0 else None)
+    if arguments.dry_run:
+        found = None if plan is None else _dry_run(plan, request, workers * comm.size, arguments.as_json)
+        return int(comm.broadcast_object(found))
+    run_ingest = partial(
+        ingest_together,
+        request,
+        plan,
+        comm,
+        workers=arguments.workers,
+        memory_bytes=memory_bytes,
+        stop_wanted=signals.requested,
+    )
+    if plan is None:
+        run_ingest()
+        return int(comm.broadcast_object(None))
+    with _progress(plan.jobs) as shown:
+        report = run_ingest(finished=shown.finished, progress=shown.progress)
+    return int(comm.broadcast_object(_report(report, request.store, arguments.as_json)))
+
+
+def _planned(request: Request, arguments: IngestArguments) -> Plan:
+    """Compare the request with the store, and check the disk.
+
+    Raises:
+        RequestError: See `make_plan`; or the disk is too small.
+    """
+    from pathology.ingest.archive import make_plan
+
+    plan = make_plan(request)
+    if plan.note:
+        console.warn(f"note: {plan.note}")
+    if not arguments.dry_run:
+        _refuse_too_little_room(plan, request)
+    return plan
+
+
+@contextmanager
+def _progress(jobs: Sequence[SlideJob]) -> Iterator[_ByteProgress]:
+    with console.progress(len(jobs), "ingest") as bar:
+        yield _ByteProgress(bar, Pace(jobs))
 
 
 def _mpp(text: str) -> dict[str, Any]:
@@ -221,7 +274,8 @@ def _report(report: IngestReport, out: Path, as_json: bool) -> int:
     if report.stopped:
         console.warn(f"stopped: {report.stopped}. Finished slides are kept; run the same command to continue")
     counts = f"{len(report.done)} done, {len(report.failed)} failed, {len(report.skipped)} finished before"
-    console.say(f"{counts}: {out / 'manifest.csv'}, {out / 'contact.html'}")
+    ended = "; stopped on request, run the same command to continue" if report.interrupted else ""
+    console.say(f"{counts}{ended}: {out / 'manifest.csv'}, {out / 'contact.html'}")
     if as_json:
         console.emit_json(
             {
@@ -236,7 +290,9 @@ def _report(report: IngestReport, out: Path, as_json: bool) -> int:
                 "stopped": report.stopped or None,
             }
         )
-    return 1 if report.failed or report.stopped else 0
+    if report.interrupted:
+        return STOPPED
+    return SOME_FAILED if report.failed or report.stopped else DONE
 
 
 def _name(record: SlideRecord) -> str:

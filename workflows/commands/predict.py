@@ -56,7 +56,7 @@ def run(
     Raises:
         RequestError: A checkpoint, an input or ``out`` cannot be used; nothing was written.
     """
-    from pathology.predict.dealing import group_size
+    from pathology.dealing import group_size
     from pathology.predict.options import PredictOptions
 
     options = PredictOptions(

@@ -20,10 +20,10 @@ import tifffile
 from data.store.manifest import DONE, FAILED, load_manifest, load_records, record_state
 from data.store.slide_store import SlideStore, slide_path
 from hyfi_core.errors import RequestError
+from pathology.claims import Claim, ClaimLostError
 from pathology.ingest import forecast
 from pathology.ingest import pool as slide_pool
 from pathology.ingest.archive import IngestOptions, IngestReport, Request, ingest, ingest_slide, make_plan
-from pathology.ingest.claims import Claim, ClaimLostError
 from pathology.ingest.discover import part_of_names
 from pathology.ingest.work import CLAIMS, do_job
 from pathology.memory import WORKER_BYTES, parse_bytes, worker_count

@@ -12,10 +12,10 @@ import pytest
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.errors import RequestError
+from pathology.dealing import RanksPerSlide, SlideQueue, group_size
 from pathology.predict.cohort import PredictionReport, predict_slides
-from pathology.predict.dealing import SlideQueue, group_size
 from pathology.predict.inputs import find_inputs
-from pathology.predict.options import PredictOptions, RanksPerSlide
+from pathology.predict.options import PredictOptions
 from tests.pathology.slides import Darkness, draw_slide, member_of, write_slide
 
 pytestmark = pytest.mark.usefixtures("captures_once")
@@ -43,7 +43,9 @@ def test_every_slide_goes_to_one_group(tmp_path: Path) -> None:
         queue, mine, counted = SlideQueue(range(40), tmp_path, group, alone=False), [], 0
         while (index := queue.take()) is not None:
             mine.append(index)
-            counted += queue.finished(index) if group.rank == 0 else 0
+            if group.rank == 0:
+                queue.finish(index)
+                counted += len(queue.newly_finished())
         return mine, counted
 
     found = run_ranks(6, body)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pathology.ingest import claims
-from pathology.ingest.claims import Claim, ClaimLostError, is_held, remove_ended
+from pathology import claims
+from pathology.claims import Claim, ClaimLostError, is_held, remove_ended
 from tests.conftest import ROOT
 
 
@@ -55,7 +55,7 @@ def test_a_silent_claim_of_another_machine_is_taken_over_once(tmp_path: Path) ->
 
 
 def test_a_claim_of_a_killed_process_is_free_at_once(tmp_path: Path) -> None:
-    code = "from pathlib import Path; from pathology.ingest.claims import Claim; "
+    code = "from pathlib import Path; from pathology.claims import Claim; "
     code += f"Claim.take(Path({str(tmp_path)!r}), 'a'); "
     holder = subprocess.Popen(
         [sys.executable, "-c", code + "print('held', flush=True); import time; time.sleep(60)"],

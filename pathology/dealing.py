@@ -1,0 +1,173 @@
+"""Slides dealt to groups of ranks: each group works on one slide at a time, and takes the next when it has finished.
+
+```
+ranks     0 1 │ 2 3 │ 4 5        three groups of two ranks
+          s0  │ s1  │ s2         each slide is divided among the ranks of its group
+          s4  │ …   │ s3         the next slide goes to the group that is free first
+```
+
+Slides are taken by creating a file of the slide's number, which only one group can do.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+
+from data.files import remove_leftovers, temporary_path
+from hyfi_core.errors import RequestError
+
+if TYPE_CHECKING:  # without torch, for processes that only read slides
+    from hyfi_core.comm.base import Communicator
+
+T = TypeVar("T")
+RanksPerSlide = int | Literal["auto"] | None
+"""Ranks that share a slide; ``auto``: as few as keep all ranks busy; None: all ranks."""
+
+
+def group_size(wanted: RanksPerSlide, ranks: int, slides: int) -> int:
+    """Return the number of ranks that work on a slide together.
+
+    Args:
+        wanted: see `RanksPerSlide`.
+        ranks: of the job.
+        slides: of the job.
+
+    Raises:
+        RequestError: groups of this size would leave ranks over.
+    """
+    if wanted == "auto":
+        return next(size for size in range(1, ranks + 1) if ranks % size == 0 and ranks // size <= max(slides, 1))
+    size = ranks if wanted is None else wanted
+    if ranks % size:
+        allowed = ", ".join(str(other) for other in range(1, ranks + 1) if ranks % other == 0)
+        raise RequestError(f"--ranks-per-slide {size} with {ranks} ranks leaves ranks over; use one of {allowed}")
+    return size
+
+
+def own_group(comm: Communicator, size: int) -> Communicator:
+    """Return the ranks of this rank's group; ``comm`` itself if there is one group. Collective.
+
+    Args:
+        comm: all ranks.
+        size: of each group; divides their number.
+    """
+    group = comm if size == comm.size else comm.split(comm.rank // size, comm.rank)
+    assert group is not None
+    return group
+
+
+class SlideQueue:
+    """The slides of a run, each of which one group takes.
+
+    Args:
+        slides: their indices, in the order in which they are taken.
+        folder: on a file system that all groups share, new for this run; used by the first rank of each group only.
+        group: the ranks of this group.
+        alone: whether this is the only group, so that no files are needed.
+    """
+
+    def __init__(self, slides: Sequence[int], folder: Path, group: Communicator, alone: bool) -> None:
+        self._left, self._folder, self._group, self._alone = list(slides), folder, group, alone
+        self._known: set[int] = set()
+        self._unseen: set[int] = set()
+
+    def take(self) -> int | None:
+        """Return the next slide of this group, None if all are taken. Collective over the group."""
+        found = self._next() if self._group.rank == 0 else None
+        index: int | None = self._group.broadcast_object(found)
+        return index
+
+    def finish(self, index: int) -> None:
+        """Record that a slide is finished; for the first rank of each group."""
+        if self._alone:
+            self._unseen.add(index)
+        else:
+            (self._folder / f"{index}.finished").touch()
+
+    def newly_finished(self) -> set[int]:
+        """Return the slides that any group has finished since the last call; for the first rank of each group."""
+        if not self._alone:
+            self._unseen = {int(path.stem) for path in self._folder.glob("*.finished")} - self._known
+        new, self._unseen = self._unseen, set()
+        self._known |= new
+        return new
+
+    def _next(self) -> int | None:
+        while self._left:
+            index = self._left.pop(0)
+            if self._alone or self._created(self._folder / f"{index}.taken"):
+                return index
+        return None
+
+    def _created(self, path: Path) -> bool:
+        """Create a file; return False if it exists."""
+        try:
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        except FileExistsError:
+            return False
+        return True
+
+
+def gathered(comm: Communicator, leads: bool, found: Mapping[int, Any]) -> list[Any]:
+    """Return the results of all groups in the order of their slides, on every rank. Collective.
+
+    Args:
+        comm: all ranks.
+        leads: whether this is the first rank of its group.
+        found: the results of this rank's group as JSON, by the index of their slide.
+    """
+    mine = list(found.items()) if leads else []
+    parts = comm.broadcast_object(comm.gather_objects(mine))
+    every = {int(index): result for part in parts for index, result in part}
+    return [every[index] for index in sorted(every)]
+
+
+def on_first_rank(comm: Communicator, action: Callable[[], T]) -> T:
+    """Run ``action`` on rank 0; return its value, which is JSON, or raise its `RequestError`, on all ranks. Collective.
+
+    Raises:
+        RequestError: from ``action``.
+    """
+    value, refusal = None, ""
+    if comm.rank == 0:
+        try:
+            value = action()
+        except RequestError as error:
+            refusal = str(error)
+    value, refusal = comm.broadcast_object([value, refusal])
+    if refusal:
+        raise RequestError(refusal)
+    return cast(T, value)
+
+
+@contextmanager
+def shared_folder(path: Path, comm: Communicator) -> Iterator[Path]:
+    """Context that yields the name of a temporary folder beside ``path``, the same on every rank. Collective.
+
+    The first rank creates it, before all others go on, and removes it with its contents at the end; it also removes
+    those of ended runs.
+
+    Raises:
+        RequestError: on every rank: it cannot be created.
+    """
+    folder = Path(comm.broadcast_object(str(temporary_path(path))))
+    on_first_rank(comm, lambda: _make_empty(path, folder))
+    try:
+        yield folder
+    finally:
+        if comm.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _make_empty(path: Path, folder: Path) -> None:
+    try:
+        remove_leftovers(path)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise RequestError(f"{path.parent}: cannot be written ({error.strerror}); choose another --out") from error

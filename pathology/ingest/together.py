@@ -1,0 +1,146 @@
+"""Ingest by the ranks of a job: slides are dealt, each rank ingests its own, one manifest is compiled at the end."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from data.cores import usable_cores
+from data.store.manifest import SlideRecord
+from hyfi_core.comm.base import Communicator
+from pathology.dealing import SlideQueue, gathered, on_first_rank, own_group, shared_folder
+from pathology.ingest.archive import IngestReport, Plan, Request, begin, end, refresh, store_errors
+from pathology.ingest.discover import SlideJob
+from pathology.ingest.pool import SlidePool
+from pathology.ingest.work import Outcome
+from pathology.memory import worker_count
+from pathology.readers.threads import set_decode_threads
+
+_LOOK_EVERY_S = 2.0
+"""Time between looks at what other ranks have finished."""
+
+
+def ingest_together(
+    request: Request,
+    plan: Plan | None,
+    comm: Communicator,
+    *,
+    workers: int = 0,
+    memory_bytes: int | None = None,
+    finished: Callable[[Outcome], None] = lambda outcome: None,
+    progress: Callable[[Sequence[float]], None] = lambda fractions: None,
+    stop_wanted: Callable[[], bool] = lambda: False,
+) -> IngestReport:
+    """Ingest slides into one store with all ranks, and compile its manifest. Collective.
+
+    Each slide goes to the rank that is free first. A slide that fails does not affect others.
+
+    Args:
+        request: What to ingest; the same on every rank.
+        plan: From `make_plan`, on rank 0; ignored on others.
+        comm: The ranks; they share the file system of slides and store.
+        workers: Processes of each rank; 0: as many as its share of its node's cores and memory allows.
+        memory_bytes: Memory of all processes of a rank together; default: its share of its node's free memory.
+        finished: Called with the result of each slide of this rank.
+        progress: Called on rank 0 with the completed fraction of each job; 1 for those that another rank has finished.
+        stop_wanted: Called on every rank often; if it returns True, the rank ends its slides at once.
+
+    Returns:
+        The report of all ranks, the same on each.
+
+    Raises:
+        RequestError: On every rank: the store cannot be written, or the memory is too small.
+    """
+    store = request.store
+    jobs, done_before = _shared_jobs(request, plan, comm)
+    mates = _ranks_with_these_cores(comm)
+    cores, processes = max(1, usable_cores() // mates), worker_count(workers, memory_bytes, mates)
+    set_decode_threads(cores)
+    report = IngestReport()
+    with shared_folder(store / "dealt", comm) as folder:
+        queue = SlideQueue(range(len(jobs)), folder, own_group(comm, 1), alone=comm.size == 1)
+        share = _Share(jobs, queue, comm.rank == 0, finished, progress, stop_wanted)
+        pool = SlidePool(store, request.options, processes, share.finished, share.progress, share.take, cores)
+        try:
+            with store_errors(report, store):
+                if plan is not None and comm.rank == 0:
+                    refresh(plan.finished, store)
+                pool.run(jobs)
+        except KeyboardInterrupt:
+            report.interrupted = True
+        every = gathered(comm, True, share.outcomes)
+        ends = comm.broadcast_object(comm.gather_objects([report.stopped, report.interrupted]))
+    if comm.rank == 0:
+        end(store)
+    comm.barrier()
+    return _report(every, done_before, ends, len(jobs))
+
+
+def _shared_jobs(request: Request, plan: Plan | None, comm: Communicator) -> tuple[list[SlideJob], list[str]]:
+    """Return the jobs of rank 0's plan and the names of finished slides, on every rank."""
+
+    def planned() -> list[Any]:
+        assert plan is not None, "rank 0 has a plan"
+        begun = begin(request, plan)
+        return [[job.to_json() for job in begun.jobs], list(begun.finished)]
+
+    jobs, done_before = on_first_rank(comm, planned)
+    return [SlideJob.of_json(values) for values in jobs], done_before
+
+
+def _ranks_with_these_cores(comm: Communicator) -> int:
+    """Return the number of ranks that may use the same cores as this one, itself included. Collective."""
+    mine = [socket.gethostname(), sorted(os.sched_getaffinity(0))]
+    return int(comm.broadcast_object(comm.gather_objects(mine)).count(mine))
+
+
+def _report(every: list[Any], done_before: list[str], ends: list[Any], jobs: int) -> IngestReport:
+    report = IngestReport(skipped=done_before)
+    for values, job, ours in every:
+        report.add(Outcome(SlideRecord.of_json(values), SlideJob.of_json(job), ours))
+    report.stopped = next((stopped for stopped, _ in ends if stopped), "")
+    report.interrupted = any(interrupted for _, interrupted in ends) and len(every) < jobs
+    return report
+
+
+@dataclass
+class _Share:
+    """The work of one rank: takes slides from the queue, and reports what this and other ranks have finished."""
+
+    jobs: Sequence[SlideJob]
+    queue: SlideQueue
+    shows_progress: bool
+    of_slide: Callable[[Outcome], None]
+    show: Callable[[Sequence[float]], None]
+    stop_wanted: Callable[[], bool]
+    outcomes: dict[int, Any] = field(default_factory=dict)
+    _done: set[int] = field(default_factory=set)
+    _looked_s: float = 0.0
+
+    def take(self) -> int | None:
+        self._stop_if_wanted()
+        return self.queue.take()
+
+    def finished(self, outcome: Outcome) -> None:
+        index = next(k for k, job in enumerate(self.jobs) if job.source == outcome.job.source)
+        self.outcomes[index] = [asdict(outcome.record), outcome.job.to_json(), outcome.ours]
+        self.queue.finish(index)
+        self.of_slide(outcome)
+
+    def progress(self, fractions: Sequence[float]) -> None:
+        self._stop_if_wanted()
+        now_s = time.monotonic()
+        if not self.shows_progress:
+            return
+        if now_s - self._looked_s > _LOOK_EVERY_S:
+            self._looked_s = now_s
+            self._done |= self.queue.newly_finished()
+        self.show([1.0 if k in self._done else fraction for k, fraction in enumerate(fractions)])
+
+    def _stop_if_wanted(self) -> None:
+        if self.stop_wanted():
+            raise KeyboardInterrupt
