@@ -155,7 +155,7 @@ def _declare(values: dict[str, ValueInfo], name: str, value: Any, traced: str | 
         place = traced_line(traced or "")
         raise RequestError(
             f"the shape of {name!r} depends on the image, as in x[x > 0] or nonzero(){f' ({place})' if place else ''}; "
-            f"compute with a mask instead, such as torch.where(x > 0, x, 0)"
+            f"compute with a mask instead, such as torch.where(x > 0, x, 0), or index by a list of numbers"
         ) from None
     values[name] = ValueInfo(shape, value.dtype)
 
@@ -196,8 +196,10 @@ def _assemble(
         elif out_spec.kind == OutputKind.USER_OUTPUT:
             returned.append(output)
         else:
+            what = f"the parameter {out_spec.target}" if "PARAMETER" in out_spec.kind.name else str(out_spec.target)
             raise RequestError(
-                f"the model changes {out_spec.target} in its forward ({out_spec.kind.name}), which is not supported"
+                f"the model changes {what} in its forward ({out_spec.kind.name}); change it between steps under "
+                f"torch.no_grad(), or make it a buffer (register_buffer)"
             )
     spec_out = exported.call_spec.out_spec
     assert spec_out is not None

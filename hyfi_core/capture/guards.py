@@ -140,8 +140,7 @@ def _refuse_changed(before: Attributes, after: Attributes) -> None:
             raise RequestError(
                 f"the forward changes the attribute {name!r} of {path or 'the model itself'}, which capture cannot "
                 f"record: it would keep the first value. Make it a buffer (register_buffer) changed in place, or "
-                f"change "
-                "it between steps"
+                f"change it between steps; tensors can be stored as attributes (self.{name}_0 = x), not in containers"
             )
 
 

@@ -19,7 +19,12 @@ from torch import nn
 
 from hyfi_core.capture.outside_names import outside_values
 
-REGISTRIES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
+REGISTRIES = frozenset(
+    {
+        "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set",
+        "_flat_weights", "_flat_weight_refs",  # of LSTM, GRU and RNN: their parameters again
+    }
+)  # fmt: skip
 """Attributes of a module that are not compared by value."""
 _PLAIN = (bool, int, str, bytes, complex, enum.Enum, torch.dtype, torch.device, torch.memory_format)
 _PLAIN_TYPES = frozenset({bool, int, str, bytes, complex, type(None), torch.dtype, torch.device, torch.memory_format})

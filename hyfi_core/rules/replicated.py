@@ -13,6 +13,8 @@ from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.calls import bound, renamed
 from hyfi_core.rules.instructions import Split
 
+_RECURRENT = frozenset(f"aten.{name}.input" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"))
+
 
 def replicated(builder: Builder, op: Operator) -> None:
     """An operator on replicated values only: every rank of the stage computes the same."""
@@ -110,8 +112,11 @@ def _cut_of_folded(split: Split, rank: int, shape: tuple[int, ...]) -> Callable[
 
 
 def draws_numbers(op: Operator) -> bool:
-    """Whether an operator draws random numbers; attention does so only with dropout."""
+    """Whether an operator draws random numbers; attention and recurrent layers do so only with dropout."""
     tags = getattr(op.target, "tags", ())
+    if op.text in _RECURRENT:
+        layers, dropout, train = op.args[4:7]
+        return bool(train and dropout and layers > 1)
     if op.text == "aten.scaled_dot_product_attention.default":
         return bool(op.args[4] if len(op.args) > 4 else op.kwargs.get("dropout_p", 0.0))
     return torch.Tag.nondeterministic_seeded in tags

@@ -63,11 +63,13 @@ def lays_channels_last(asked: MemoryFormat, model: nn.Module, autocast: torch.dt
     if asked != "auto":
         return asked == "channels_last"
     layers = [module for module in model.modules() if isinstance(module, nn.Conv2d) and module.groups == 1]
-    kernels = [layer.weight for layer in layers if max(layer.kernel_size) > 1]
-    if not kernels:
+    # A parameter instead of layer.weight, which may be computed: reading it advances a spectral norm's power iteration.
+    kernels = (next(layer.parameters(), None) for layer in layers if max(layer.kernel_size) > 1)
+    kernel = next((kernel for kernel in kernels if kernel is not None), None)
+    if kernel is None:
         return False
-    dtype = autocast or kernels[0].dtype
-    return dtype in (torch.bfloat16, torch.float16) or (dtype == torch.float32 and kernels[0].device.type == "cpu")
+    dtype = autocast or kernel.dtype
+    return dtype in (torch.bfloat16, torch.float16) or (dtype == torch.float32 and kernel.device.type == "cpu")
 
 
 def batch_shape(images: Images, expected: Shape) -> Shape:

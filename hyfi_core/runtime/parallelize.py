@@ -135,8 +135,10 @@ def _check_functions(loss: object, output: object, optimizer: object) -> None:
 
 
 def _check_model(model: nn.Module) -> None:
-    if isinstance(model, torch.jit.ScriptModule):
-        raise RequestError("the model is scripted; pass the torch.nn.Module that it was made of")
+    scripted = next((name for name, part in model.named_modules() if isinstance(part, torch.jit.ScriptModule)), None)
+    if scripted is not None:
+        what = f"module {scripted!r}" if scripted else "the model"
+        raise RequestError(f"{what} is scripted (torch.jit); pass the torch.nn.Module that it was made of")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             raise RequestError(f"{name!r} of the model has no shape yet; run the model once, on a small image")

@@ -129,6 +129,20 @@ def test_a_buffer_of_another_shape_is_refused() -> None:
         capture(net, SHAPE, torch.float32)
 
 
+def teacher(net: GuardedNet, y: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        net.last.weight.mul_(0.99)
+    return net.last(y)
+
+
+def test_a_parameter_that_a_forward_changes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FORWARDS, "teacher", teacher)
+    net = GuardedNet("teacher")
+    net.last.requires_grad_(False)
+    with pytest.raises(RequestError, match=r"the parameter last\.weight in its forward .*; change it between steps"):
+        capture(net, SHAPE, torch.float32)
+
+
 def test_the_module_and_pytorch_stay_as_they_were() -> None:
     net, touched = GuardedNet("kept features"), (torch.autograd.Function, torch.Tensor, nn.Module)
     before = [dict(vars(kind)) for kind in touched]

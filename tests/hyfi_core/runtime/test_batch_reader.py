@@ -109,3 +109,12 @@ def test_maps_lie_channels_last_where_it_is_faster_and_answers_as_in_one_process
 def test_channels_last_is_chosen_where_there_are_kernels_for_it(model: Any, autocast: Any, last: bool) -> None:
     assert lays_channels_last("auto", model, autocast) is last
     assert lays_channels_last("channels_last", model, autocast) and not lays_channels_last("as_given", model, autocast)
+
+
+def test_parametrized_weights_are_not_computed_outside_of_a_step() -> None:
+    """Reading the weight of a spectral norm in training mode advances its power iteration."""
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Conv2d(3, 4, 3, 2, 1)), nn.Flatten())
+    before = copy.deepcopy(model.state_dict())
+    hyfi_core.parallelize(model, (1, 3, 6, 8), ParallelPlan(((1, 1),)), AloneCommunicator(), verify=False)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name

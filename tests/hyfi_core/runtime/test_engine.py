@@ -341,6 +341,12 @@ def test_a_model_without_values_is_refused() -> None:
         hyfi_core.parallelize(model, (2, 1, 4, 4), hyfi_core.ParallelPlan(((1, 1),)), AloneCommunicator())
 
 
+def test_a_model_with_a_scripted_part_is_refused() -> None:
+    model = nn.Sequential(torch.jit.script(nn.Conv2d(1, 2, 1)), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    with pytest.raises(RequestError, match=r"module '0' is scripted \(torch.jit\); pass the torch.nn.Module"):
+        hyfi_core.parallelize(model, (2, 1, 4, 4), hyfi_core.ParallelPlan(((1, 1),)), AloneCommunicator())
+
+
 @pytest.mark.parametrize("grid", [(1, 1), (1, 2)])
 def test_a_norm_that_is_used_twice_counts_both(grid: tuple[int, int]) -> None:
     class CalledTwice(nn.Module):
