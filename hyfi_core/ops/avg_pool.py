@@ -16,6 +16,7 @@ from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.progress import polled
 from hyfi_core.ops.bands import AT_ONCE, Banded
 from hyfi_core.ops.base import Cotangents, Tensors, Wanted
+from hyfi_core.ops.constants import Constant
 from hyfi_core.ops.cut import at
 from hyfi_core.ops.redistribute import like
 from hyfi_core.plan.window import AxisWindow
@@ -99,15 +100,15 @@ class AvgPool(Banded):
         if self.divisor is not None:
             return self.divisor
         rows, columns = self._counted
-        return like.new_tensor(rows)[:, None] * like.new_tensor(columns)[None, :]
+        return rows.like(like)[:, None] * columns.like(like)[None, :]
 
     @cached_property
-    def _counted(self) -> tuple[list[int], list[int]]:
+    def _counted(self) -> tuple[Constant, Constant]:
         """Number of rows and columns that each output's window counts."""
         whole, out, (y, x) = self.halo.transfer.map, self.output, (self.window.y, self.window.x)
         return (
-            counts(y, out.y0, out.y1, whole.height, self.include_pad),
-            counts(x, out.x0, out.x1, whole.width, self.include_pad),
+            Constant(counts(y, out.y0, out.y1, whole.height, self.include_pad)),
+            Constant(counts(x, out.x0, out.x1, whole.width, self.include_pad)),
         )
 
 

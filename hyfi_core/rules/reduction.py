@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from hyfi_core.capture.program import Operator
 from hyfi_core.ops.batch_norm import MOST_ROWS
+from hyfi_core.ops.constants import Constant
 from hyfi_core.ops.reduce import MaxOverSpace, SumOverRanks
 from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.calls import emit_on_part
@@ -247,6 +248,7 @@ def moments_over_ranks(builder: Builder, name: str, dims: tuple[int, ...], keepd
         shapes = [(shape[0], groups, math.prod(shape[1:]) // groups) for shape in shapes]
     counts = [math.prod(shape[dim] for dim in dims) for shape in shapes]
     count, apart = sum(counts), ranks <= MOST_ROWS
+    shares = Constant(torch.tensor(counts, dtype=torch.float64).div_(count))
 
     def moments(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.to(accumulator(tensor))
@@ -267,7 +269,7 @@ def moments_over_ranks(builder: Builder, name: str, dims: tuple[int, ...], keepd
         if not apart:
             mean = rows[0] / count
             return torch.stack([mean, (rows[1] / count - mean * mean).clamp(min=0.0)])
-        weights = rows.new_tensor(counts).div_(count).view(-1, *[1] * (rows.dim() - 2))
+        weights = shares.like(rows).view(-1, *[1] * (rows.dim() - 2))
         means, variances = rows.unbind(1)
         first = means[0]  # means are averaged as differences from one of them
         mean = first + ((means - first) * weights).sum(0)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from hyfi_core.capture.program import Operator
 from hyfi_core.ops.avg_pool import counts
+from hyfi_core.ops.constants import Constant
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.layout import Layout
 from hyfi_core.rules import window_arguments as windows
@@ -163,13 +164,13 @@ def avg_pool2d(builder: Builder, op: Operator) -> None:
         return
     canvas = builder.moved(op.args[0].name, plan.need)
     part = plan.split.held[builder.rank]
-    rows = counts(y, part.y0, part.y1, whole.height, include_pad)
-    columns = counts(x, part.x0, part.x1, whole.width, include_pad)
+    rows = Constant(counts(y, part.y0, part.y1, whole.height, include_pad))
+    columns = Constant(counts(x, part.x0, part.x1, whole.width, include_pad))
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
         kernel, stride = (y.kernel, x.kernel), (y.stride, x.stride)
         sums: torch.Tensor = F.avg_pool2d(tensor, kernel, stride, divisor_override=1)
-        counted = tensor.new_tensor(rows)[:, None] * tensor.new_tensor(columns)[None, :]
+        counted = rows.like(tensor)[:, None] * columns.like(tensor)[None, :]
         return sums / (divisor or counted)
 
     builder.compute(call, (canvas,), op.outputs, plan.split, op)

@@ -150,6 +150,17 @@ def _type_name(given: object) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
+def uploaded(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor on a device; the host does not wait for it, and may change its memory at once.
+
+    A copy of pageable memory to a GPU would wait for all work before it, so it goes through pinned memory, which the
+    allocator keeps until the copy is done.
+    """
+    if tensor.device == device or device.type != "cuda" or tensor.is_cuda:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 class Reader:
     """Reads this rank's boxes.
 
@@ -202,7 +213,7 @@ class Reader:
             if part not in found:
                 local = read_part(images, part, self._shape[1], self._dtype)
                 self._groups.all.counts.count("input", 0, local.numel() * local.element_size())
-                found[part] = local.to(device=self._device, dtype=self._dtype, memory_format=self._order)
+                found[part] = uploaded(local, self._device).to(dtype=self._dtype, memory_format=self._order)
         return {key: found[part] for key, part in parts.items()}
 
     def as_given(self, images: Images, output: Any) -> Any:

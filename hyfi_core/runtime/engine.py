@@ -174,6 +174,8 @@ class Engine:
     def accumulate(self, images: Images, labels: torch.Tensor) -> float:
         """Run forward and backward; this call's gradient is reduced and added to earlier ones.
 
+        On a GPU this waits until the loss is known; ``accumulate_unread`` does not.
+
         Args:
             images: the replica's whole batch; see ``predict``. Only ``input_parts`` of it are read.
             labels: of the whole batch, first dim B.
@@ -183,6 +185,13 @@ class Engine:
 
         Raises:
             RequestError: the micro-batches would be unequal, or the batch has the wrong size for this replica.
+        """
+        return float(self.accumulate_unread(images, labels))
+
+    def accumulate_unread(self, images: Images, labels: torch.Tensor) -> torch.Tensor:
+        """Like ``accumulate``, but return the loss as a tensor on the device, float64 without dims.
+
+        ``float(loss)`` waits for the device. Images and labels may be changed after the call.
         """
         self._groups.reset_traffic(*self._cell_groups())
         reader = self._runners[0].reader
@@ -208,10 +217,10 @@ class Engine:
         self.events = done[0].events
         self.random.step += 1
         if self.plan.stages * self.plan.directions * self.plan.replicas == 1:
-            return float(done[0].loss)
-        total = torch.stack([pipeline.loss_of_stage.to(self._device) for pipeline in done]).sum()
+            return done[0].loss
+        total = torch.stack([pipeline.loss_of_stage for pipeline in done]).sum()
         self._groups.all.of("reduce").all_reduce(total)
-        return float(total) / self.plan.mean_over
+        return total / self.plan.mean_over
 
     def update(self, max_norm: float | None = None) -> None:
         """Clip gradients to a global norm, run the optimizer step, and clear the gradients."""
@@ -228,9 +237,9 @@ class Engine:
 
     def train_step(self, images: Images, labels: torch.Tensor) -> float:
         """Call ``accumulate`` and ``update``; return the loss."""
-        loss = self.accumulate(images, labels)
+        loss = self.accumulate_unread(images, labels)
         self.update()
-        return loss
+        return float(loss)  # read last: the host starts the update while the device computes
 
     def gather_gradients(self) -> dict[str, torch.Tensor] | None:
         """Return copies of all gradients under the user's names on rank 0, None elsewhere; without unused ones."""

@@ -270,10 +270,11 @@ def clip(
     total = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
     if comm is not None:
         comm.of("reduce").all_reduce(total)
-    scale = max_norm / (float(total) ** 0.5 + 1e-6)
+    scale = max_norm / (total.sqrt() + 1e-6)
     gradients = [p.grad for p in owned if p.grad is not None]
-    if scale < 1.0 and gradients:
-        torch._foreach_mul_(gradients, scale)
+    # On a device the host does not wait to learn whether the scale is 1.
+    if gradients and (scale.device.type != "cpu" or scale < 1.0):
+        torch._foreach_mul_(gradients, scale.clamp(max=1.0))
 
 
 @dataclass

@@ -99,6 +99,7 @@ class Pipeline:
         statistics: storage of buffers; None for prediction.
         gradients: reduction of gradients; None for prediction, whose schedule has only forwards.
         autocasting: creates the autocast context.
+        device: of the losses, which stay there.
         recomputes: whether a stage recomputes its activations.
         memory: creates the paging callbacks of a stage, given the tensors that must stay in memory; None: no paging.
     """
@@ -113,6 +114,7 @@ class Pipeline:
         gradients: Gradients | None,
         autocasting: Callable[[], AbstractContextManager[Any]],
         recomputes: Callable[[int], bool],
+        device: torch.device,
         memory: Callable[[HostedStage, Values], StepMemory] | None = None,
     ) -> None:
         self._compiled = compiled
@@ -126,8 +128,8 @@ class Pipeline:
         self._memory = (lambda stage, values: AllStays()) if memory is None else memory
         self._flights: dict[tuple[Key, int], _MicroBatch] = {}
         self.outputs: dict[int, list[Any]] = {}
-        self.loss = torch.zeros((), dtype=torch.float64)
-        self.loss_of_stage = torch.zeros((), dtype=torch.float64)
+        self.loss = torch.zeros((), dtype=torch.float64, device=device)
+        self.loss_of_stage = torch.zeros((), dtype=torch.float64, device=device)
         self._begin_s = 0.0
         self._last: dict[Key, int | None] = {}
         self.events: list[tuple[Action, float, float]] = []
@@ -256,9 +258,9 @@ class Pipeline:
         # The output is replicated, its cotangent a sum over ranks: the loss has weight zero on all ranks but one.
         first = self._groups[key].rank == 0
         loss.backward(torch.ones_like(loss) if first else torch.zeros_like(loss))
-        self.loss = self.loss.to(loss.device) + loss.detach().double()
+        self.loss = self.loss + loss.detach().double()
         if first:
-            self.loss_of_stage = self.loss_of_stage.to(loss.device) + loss.detach().double()
+            self.loss_of_stage = self.loss_of_stage + loss.detach().double()
         flight.leaves = []
         return {
             item.name: leaf.grad

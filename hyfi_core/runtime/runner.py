@@ -18,7 +18,7 @@ from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
 from hyfi_core.runtime.attribution import Explanation, attribute
 from hyfi_core.runtime.backward import Values
-from hyfi_core.runtime.batch_reader import Images, InputPart, Reader, Shape
+from hyfi_core.runtime.batch_reader import Images, InputPart, Reader, Shape, uploaded
 from hyfi_core.runtime.compiled import Compiled, HostedStage, compile_model
 from hyfi_core.runtime.executor import autocasting
 from hyfi_core.runtime.groups import Groups
@@ -147,7 +147,7 @@ class StageRunner:
         pipeline = self._pipeline(compiled, statistics, gradients)
         actions = self.schedule(compiled).actions[self.groups.replica.rank]
         parts = self.reader.training_parts(compiled, shape[0])
-        step = self._step(compiled, images, parts, local, labels.to(self._subject.device), micro[0], arrived)
+        step = self._step(compiled, images, parts, local, uploaded(labels, self._subject.device), micro[0], arrived)
         pipeline.run(actions, step)
         statistics.finish()
         self._trained = statistics
@@ -209,6 +209,7 @@ class StageRunner:
             gradients,
             self._autocasting,
             self._plan.recomputes,
+            self._subject.device,
             None if self._pager is None else lambda stage, stays: self._memory(stage, stays, gradients is not None),
         )
 

@@ -106,14 +106,14 @@ class TrainingLoop:
     def _step(self, step: int) -> None:
         start_s, waited_s = time.perf_counter(), self._feed.wait_s
         accumulate = self._job.config.optimizer.accumulate
-        loss, first = 0.0, (step - 1) * accumulate
+        losses, first = [], (step - 1) * accumulate
         for turn in range(first, first + accumulate):
             if turn > first:
                 self._time.add(self._engine.seconds())  # each call resets the counts
             with self._trace.span("data", "images"):
                 pixels = self._feed.batch(turn)
             labels = torch.tensor(self._job.batch_labels(turn, self._replica))
-            loss += self._engine.accumulate(BatchImages(pixels, self._prepare), labels)
+            losses.append(self._engine.accumulate_unread(BatchImages(pixels, self._prepare), labels))
             self._trace.accumulated()
         lr = float(self._engine.optimizer.param_groups[0]["lr"])
         with self._trace.span("update", "update"):
@@ -122,6 +122,7 @@ class TrainingLoop:
         if self._average is not None:
             self._engine.settle()
             self._average.update(step)
+        loss = sum(float(loss) for loss in losses)  # only now: on a GPU this waits for all of the step
         waited_s = self._feed.wait_s - waited_s
         self._time.add({**self._engine.seconds(), "wait": waited_s, "validation": self._validating.new_seconds()})
         seconds = time.perf_counter() - start_s

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hyfi_core.ops.constants import Constant
 from hyfi_core.plan.box import Box
 from hyfi_core.plan.layout import Layout
 from hyfi_core.rules.builder import Builder
@@ -133,10 +134,21 @@ def scattered(outputs: int, stride: int, padding: int, span: int) -> Axis:
     return Axis(outputs, interval)
 
 
-def taken(tensor: torch.Tensor, dim: int, indices: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` at ``indices`` along ``dim``; a view if they are consecutive."""
-    count = indices.numel()
-    first, last = int(indices[0]), int(indices[-1])
-    if last - first == count - 1 and bool((indices.diff() == 1).all()):
-        return tensor.narrow(dim, first, count)
-    return tensor.index_select(dim, indices.to(tensor.device))
+class Selection:
+    """Indices along a dim, known before the run.
+
+    Args:
+        indices: one-dimensional, int64, on the host.
+    """
+
+    def __init__(self, indices: torch.Tensor) -> None:
+        self._indices = Constant(indices)
+        self._count = indices.numel()
+        consecutive = self._count > 0 and bool((indices.diff() == 1).all())
+        self._first = int(indices[0]) if consecutive else None
+
+    def of(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return ``tensor`` at these indices along ``dim``; a view if they are consecutive."""
+        if self._first is not None:
+            return tensor.narrow(dim, self._first, self._count)
+        return tensor.index_select(dim, self._indices.on(tensor.device, torch.int64))

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from hyfi_core.capture.program import Operator
+from hyfi_core.ops.constants import Constant
 from hyfi_core.rules.builder import Builder, Rule
-from hyfi_core.rules.moves.axis import Axis, reach, taken
+from hyfi_core.rules.moves.axis import Axis, Selection, reach
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def interpolated(find: _Find) -> Rule:
         plan = reach(builder, name, (taps[0].axis(), taps[1].axis()))
         part, need = plan.part, plan.need
         own = [
-            (along.places[start:stop] - origin, along.weights[start:stop])
+            _Taps(along.places[start:stop] - origin, along.weights[start:stop])
             for along, start, stop, origin in zip(
                 taps, (part.y0, part.x0), (part.y1, part.x1), (need.y0, need.x0), strict=True
             )
@@ -60,8 +61,8 @@ def interpolated(find: _Find) -> Rule:
 
         def call(tensor: torch.Tensor) -> torch.Tensor:
             result = tensor.to(dtype)
-            for dim, (places, weights) in zip(dims, own, strict=True):
-                result = _summed(result, dim, places, weights)
+            for dim, taps_of_part in zip(dims, own, strict=True):
+                result = taps_of_part.summed(result, dim)
             return result.to(tensor.dtype)
 
         builder.compute(call, (plan.canvas,), op.outputs, plan.split)
@@ -69,14 +70,21 @@ def interpolated(find: _Find) -> Rule:
     return rule
 
 
-def _summed(tensor: torch.Tensor, dim: int, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    sides = [1] * tensor.dim()
-    sides[dim] = -1
-    weights = weights.to(tensor)
-    result = taken(tensor, dim, places[:, 0]) * weights[:, 0].view(sides)
-    for tap in range(1, places.shape[1]):
-        result = result + taken(tensor, dim, places[:, tap]) * weights[:, tap].view(sides)
-    return result
+class _Taps:
+    """The inputs of a part's outputs along one axis, and their weights, both of shape (outputs, taps)."""
+
+    def __init__(self, places: torch.Tensor, weights: torch.Tensor) -> None:
+        self._taps = [(Selection(places[:, tap]), Constant(weights[:, tap])) for tap in range(places.shape[1])]
+
+    def summed(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return the weighted sums of a map."""
+        sides = [1] * tensor.dim()
+        sides[dim] = -1
+        products = (places.of(tensor, dim) * weights.like(tensor).view(sides) for places, weights in self._taps)
+        result = next(products)
+        for product in products:
+            result = result + product
+        return result
 
 
 def _scale(size: int, outputs: int, align: bool, factor: float | None) -> torch.Tensor:

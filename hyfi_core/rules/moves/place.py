@@ -21,7 +21,7 @@ from hyfi_core.plan.box import Box
 from hyfi_core.plan.layout import Layout
 from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.instructions import Split
-from hyfi_core.rules.moves.axis import Axis, reach, taken
+from hyfi_core.rules.moves.axis import Axis, Selection, reach
 from hyfi_core.rules.moves.slices import pad_circular
 
 
@@ -82,11 +82,11 @@ def _by_table(builder: Builder, outputs: tuple[str | None, ...], name: str, tabl
     """Emit the operator whose output pixel (y, x) is input pixel (tables[0][y], tables[1][x])."""
     plan = reach(builder, name, (Axis.of_table(tables[0]), Axis.of_table(tables[1])))
     part, need, dims = plan.part, plan.need, plan.split.dims
-    rows = torch.tensor(tables[0][part.y0 : part.y1]) - need.y0
-    columns = torch.tensor(tables[1][part.x0 : part.x1]) - need.x0
+    rows = Selection(torch.tensor(tables[0][part.y0 : part.y1], dtype=torch.int64) - need.y0)
+    columns = Selection(torch.tensor(tables[1][part.x0 : part.x1], dtype=torch.int64) - need.x0)
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
-        return taken(taken(tensor, dims[0], rows), dims[1], columns)
+        return columns.of(rows.of(tensor, dims[0]), dims[1])
 
     builder.compute(call, (plan.canvas,), outputs, plan.split)
 

@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 
 from hyfi_core.capture.program import Operator
+from hyfi_core.ops.constants import Constant
 from hyfi_core.ops.reduce import FirstMaximum
 from hyfi_core.plan.box import Box
 from hyfi_core.rules.builder import Builder
-from hyfi_core.rules.moves.axis import Axis, reach, scattered, taken
+from hyfi_core.rules.moves.axis import Axis, Selection, reach, scattered
 from hyfi_core.rules.window_arguments import arguments, pair
 
 
@@ -62,7 +63,7 @@ def upsample_bilinear(builder: Builder, op: Operator) -> None:
     plan = reach(builder, name, axes)  # type: ignore[arg-type]
     part, need = plan.part, plan.need
     own = [
-        (low[a:b] - start, high[a:b] - start, weight[a:b])
+        (Selection(low[a:b] - start), Selection(high[a:b] - start), Constant(weight[a:b]))
         for (low, high, weight), a, b, start in zip(
             blends, (part.y0, part.x0), (part.y1, part.x1), (need.y0, need.x0), strict=True
         )
@@ -73,8 +74,8 @@ def upsample_bilinear(builder: Builder, op: Operator) -> None:
         for dim, (low, high, weight) in zip(dims, own, strict=True):
             sides = [1] * tensor.dim()
             sides[dim] = -1
-            high_weight = weight.to(result).view(sides)
-            result = taken(result, dim, low) * (1 - high_weight) + taken(result, dim, high) * high_weight
+            high_weight = weight.like(result).view(sides)
+            result = low.of(result, dim) * (1 - high_weight) + high.of(result, dim) * high_weight
         return result.to(tensor.dtype)
 
     builder.compute(call, (plan.canvas,), op.outputs, plan.split)
@@ -113,14 +114,14 @@ def adaptive_avg_pool2d(builder: Builder, op: Operator) -> None:
     axes = tuple(_adaptive(size, count) for size, count in zip(sizes, outputs, strict=True))
     plan = reach(builder, name, axes)  # type: ignore[arg-type]
     part, need = plan.part, plan.need
-    rows = _means(axes[0], part.y0, part.y1, need.y0, need.y1)
-    columns = _means(axes[1], part.x0, part.x1, need.x0, need.x1)
+    rows = Constant(_means(axes[0], part.y0, part.y1, need.y0, need.y1))
+    columns = Constant(_means(axes[1], part.x0, part.x1, need.x0, need.x1))
 
     def call(tensor: torch.Tensor) -> torch.Tensor:
         with torch.autocast(tensor.device.type, enabled=False):
             dtype = torch.promote_types(tensor.dtype, torch.float32)
-            means = torch.matmul(rows.to(tensor.device, dtype), tensor.to(dtype))
-            return torch.matmul(means, columns.to(means).T).to(tensor.dtype)
+            means = torch.matmul(rows.on(tensor.device, dtype), tensor.to(dtype))
+            return torch.matmul(means, columns.like(means).T).to(tensor.dtype)
 
     builder.compute(call, (plan.canvas,), op.outputs, plan.split)
 
