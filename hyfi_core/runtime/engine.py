@@ -90,8 +90,7 @@ class Engine:
         self.events: list[tuple[Action, float, float]] = []
         self._paging: Paging | None = None
         self._turns, self._runners = self._make_runners(comm)
-        # Captures the model, or refuses it.
-        compiled = self._compiled()
+        compiled = self._compiled()  # captures the model, or refuses it
         for tensor in (*model.parameters(), *model.buffers()):
             comm.broadcast(tensor.data)
         self._ownership = ParameterOwnership(model, compiled, self._groups)
@@ -174,8 +173,6 @@ class Engine:
     def accumulate(self, images: Images, labels: torch.Tensor) -> float:
         """Run forward and backward; this call's gradient is reduced and added to earlier ones.
 
-        On a GPU this waits until the loss is known; ``accumulate_unread`` does not.
-
         Args:
             images: the replica's whole batch; see ``predict``. Only ``input_parts`` of it are read.
             labels: of the whole batch, first dim B.
@@ -189,10 +186,7 @@ class Engine:
         return float(self.accumulate_unread(images, labels))
 
     def accumulate_unread(self, images: Images, labels: torch.Tensor) -> torch.Tensor:
-        """Like ``accumulate``, but return the loss as a tensor on the device, float64 without dims.
-
-        ``float(loss)`` waits for the device. Images and labels may be changed after the call.
-        """
+        """Like ``accumulate``; the loss stays on the device, float64 without dims, and the host does not wait."""
         self._groups.reset_traffic(*self._cell_groups())
         reader = self._runners[0].reader
         shape = reader.batch_shape(images)
@@ -308,8 +302,6 @@ class Engine:
     def schedule(self) -> Schedule:
         """Return the lowered schedule of a training step: all actions of the ranks of a replica, or of their cells."""
         return self._runners[0].schedule(self._compiled())
-
-    # -- implementation
 
     def _make_runners(self, comm: Communicator) -> tuple[Turns | None, list[StageRunner]]:
         """Return this rank's runner, or one for each of its cells and their turns."""

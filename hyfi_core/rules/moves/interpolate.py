@@ -53,7 +53,7 @@ def interpolated(find: _Find) -> Rule:
         plan = reach(builder, name, (taps[0].axis(), taps[1].axis()))
         part, need = plan.part, plan.need
         own = [
-            _Taps(along.places[start:stop] - origin, along.weights[start:stop])
+            _WeightedTaps(along.places[start:stop] - origin, along.weights[start:stop])
             for along, start, stop, origin in zip(
                 taps, (part.y0, part.x0), (part.y1, part.x1), (need.y0, need.x0), strict=True
             )
@@ -70,7 +70,7 @@ def interpolated(find: _Find) -> Rule:
     return rule
 
 
-class _Taps:
+class _WeightedTaps:
     """The inputs of a part's outputs along one axis, and their weights, both of shape (outputs, taps)."""
 
     def __init__(self, places: torch.Tensor, weights: torch.Tensor) -> None:
