@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tifffile
+from torch import nn
 
 from tests.conftest import ROOT
+from workflows.benchmarks import networks
 
 SMALL = {
     "capture": ["--model", "resnet18", "--size", "512"],
@@ -39,6 +41,15 @@ PARTS = {"__init__", "sleeping"}
 def test_all_benchmarks_are_known_here() -> None:
     found = {path.stem for path in (ROOT / "workflows" / "benchmarks").glob("*.py")}
     assert found - PARTS == SMALL.keys()
+
+
+def test_a_network_is_captured_and_held_against_one_process() -> None:
+    def make(side_px: int) -> nn.Module:
+        layers = nn.Conv2d(3, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+        return nn.Sequential(*layers, nn.Linear(4, networks.CLASSES))
+
+    assert networks.full_size(make) == "captured"
+    assert networks.small_size(make).startswith("exact")
 
 
 @pytest.mark.soak
