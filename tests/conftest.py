@@ -6,8 +6,9 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,10 +55,35 @@ def hyfi(tmp_path: Path) -> Hyfi:
     return run
 
 
-@pytest.fixture
-def captures_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models are captured once for all ranks and runs of this process, and not verified: both take seconds."""
+@pytest.fixture(autouse=True)
+def _captures_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, equal models are captured once and not verified, but for tests marked ``captures_each``."""
+    if request.node.get_closest_marker("captures_each"):
+        return
     from tests.harness import captured_once
 
     monkeypatch.setattr("hyfi_core.runtime.subject.capture", captured_once)
     monkeypatch.setattr("hyfi_core.runtime.parallelize.verify_capture", lambda *given: None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _operators_listed_once() -> Iterator[None]:
+    """Keep the list of composite operators that PyTorch makes at every export, until more operators are registered.
+
+    It takes a third of the time of a small export.
+    """
+    import torch
+    from torch.export import exported_program
+
+    listed, known = getattr(exported_program, "_collect_all_valid_cia_ops", None), dict[Any, Any]()
+
+    def kept() -> set[Any]:
+        key = tuple((name, len(getattr(torch.ops, name)._dir)) for name in torch.ops._dir)
+        if key not in known:
+            known[key] = listed()  # type: ignore[misc]
+        return set(known[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        if listed is not None:
+            patch.setattr(exported_program, "_collect_all_valid_cia_ops", kept)
+        yield

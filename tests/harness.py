@@ -38,18 +38,36 @@ _PROGRAMS: dict[Any, Program] = {}
 
 
 def captured_once(model: nn.Module, shape: Any, dtype: torch.dtype) -> Program:
-    """Capture for all thread-ranks: their modules are copies of one, and an export takes a second."""
-    plain = (bool, int, float, str, tuple, type(None))
-    modules = tuple(
-        (path, repr(module), *(f"{name}={value}" for name, value in vars(module).items() if isinstance(value, plain)))
-        for path, module in model.named_modules()
-    )
-    grads = tuple(p.requires_grad for p in model.parameters())
+    """Capture equal modules once in this process: ranks hold copies of one, and a capture takes half a second or more.
+
+    Modules are equal if their classes, parameters, buffers, hooks and plain attributes are.
+    """
+    tensors: dict[int, str] = {}
+    described: list[Any] = [type(model), shape, dtype]
+    for path, module in model.named_modules(remove_duplicate=False):
+        described.append((path, type(module), repr(module)))
+        for name, value in sorted(vars(module).items()):
+            described.append((path, name, _described(value, f"{path}.{name}", tensors)))
     with _LOCK:
-        key = (type(model), modules, grads, shape, dtype)
+        key = tuple(described)
         if key not in _PROGRAMS:
             _PROGRAMS[key] = capture(model, shape, dtype)
         return _PROGRAMS[key]
+
+
+def _described(value: Any, path: str, tensors: dict[int, str]) -> Any:
+    """Return what makes an attribute different from another; tied tensors name the first path to them."""
+    if isinstance(value, torch.Tensor):
+        first = tensors.setdefault(id(value), path)
+        return first, tuple(value.shape), value.dtype, value.requires_grad
+    if isinstance(value, Mapping):
+        return tuple((str(name), _described(item, f"{path}.{name}", tensors)) for name, item in value.items())
+    if isinstance(value, (list, tuple, set)):
+        return tuple(_described(item, path, tensors) for item in value)
+    if isinstance(value, nn.Module):
+        return type(value)
+    text = repr(value)
+    return value if " at 0x" in text else text  # an address may be used again, an object that is kept may not
 
 
 def run_copies(model: nn.Module, ranks: int, body: Callable[[Any, nn.Module], Any], strict: bool = False) -> list[Any]:

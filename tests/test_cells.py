@@ -59,7 +59,7 @@ ALONE = [
     ("resnet", (3, 1), {"microbatches": 2, "recompute": True}),
     ("resnet", (2, 2), {"fused_halo": 3}),
     ("frozen", (3, 2), {}),
-    ("amoebanet", (2, 3), {}),
+    pytest.param("amoebanet", (2, 3), {}, marks=pytest.mark.soak),
 ]
 
 

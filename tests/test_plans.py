@@ -92,7 +92,6 @@ QUICK = [
     ("resnet", "4+1", "gpipe", 1, adamw),
     ("resnet", "2+2+1", "1f1b", 2, sgd),
     ("resnet", "4+2+1+1", "chimera", 1, adamw),
-    ("amoebanet", "2+2+1", "gems_master", 1, sgd),
     ("amoebanet", "4+1", "1f1b", 1, adamw),
     ("hourglass", "4+2+1+1", "gems_mast", 2, adamw),
     ("hourglass", "2+2+1", "chimera", 1, sgd),

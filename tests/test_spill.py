@@ -53,12 +53,12 @@ def step(name: str, plan: ParallelPlan, **others: Any) -> tuple[float, list[torc
 
 
 CASES = [
-    ("resnet", (2, 2), "memory", {}),
+    pytest.param("resnet", (2, 2), "memory", {}, marks=pytest.mark.soak),
     ("dense", (1, 2), "folder", {"microbatches": 2, "fused_halo": 2}),
     ("dense", (2, 1), "folder", {"microbatches": 2, "schedule": "gems_mast", "recompute": True}),
     ("frozen", (3, 2), "folder", {}),
     ("mixed", (2, 2), "memory", {}),
-    ("dense", (4, 4), "folder", {}),
+    pytest.param("dense", (4, 4), "folder", {}, marks=pytest.mark.soak),
 ]
 
 

@@ -18,7 +18,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def in_process(monkeypatch: pytest.MonkeyPatch, captures_once: None) -> Iterator[None]:
+def in_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Runs of ``hyfi train`` are this process's own: see ``in_this_process``."""
     with in_this_process(monkeypatch):
         yield

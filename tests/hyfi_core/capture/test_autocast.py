@@ -10,6 +10,8 @@ from hyfi_core.capture.autocast import dtypes_under_autocast
 from hyfi_core.capture.export import capture
 from hyfi_core.capture.program import Program
 
+pytestmark = pytest.mark.captures_each
+
 
 class Ramp(nn.Module):
     """Ends in what GPUs compute in float32 under autocast and CPUs do not; has a constant made on its own device."""

@@ -16,6 +16,8 @@ from hyfi_core.errors import RequestError
 from tests import harness
 from tests.harness import Result, compare
 
+pytestmark = pytest.mark.captures_each
+
 Draw = random.Random
 Step = Callable[["DrawnModel", torch.Tensor], torch.Tensor]
 GRIDS = [(1, 1), (1, 2), (2, 1), (2, 2)]

@@ -21,6 +21,8 @@ from hyfi_core.errors import RequestError
 from tests.harness import assert_equal_to_one_process
 from tests.hyfi_core.capture.test_watched_calls import Doubled
 
+pytestmark = pytest.mark.captures_each
+
 SHAPE = (2, 3, 21, 30)
 
 

@@ -17,6 +17,8 @@ from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.errors import RequestError
 from tests.harness import run_copies
 
+pytestmark = pytest.mark.captures_each
+
 SHAPE = (2, 3, 12, 10)
 
 

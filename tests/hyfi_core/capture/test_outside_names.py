@@ -11,6 +11,8 @@ from torch import nn
 
 from hyfi_core.capture.module_state import OUTSIDE, changed_since, describe_value, module_state
 
+pytestmark = pytest.mark.captures_each
+
 NUMBER = 1.0
 UNREAD = 1.0
 TABLE = {"gain": [1.0]}

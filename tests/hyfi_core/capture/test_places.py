@@ -11,6 +11,8 @@ from torch import nn
 from hyfi_core.capture.export import capture
 from hyfi_core.errors import RequestError
 
+pytestmark = pytest.mark.captures_each
+
 SHAPE = (2, 3, 16, 16)
 
 

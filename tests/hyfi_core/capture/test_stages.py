@@ -12,6 +12,8 @@ from hyfi_core.capture.stages import active_values, cut_program, edges
 from hyfi_core.errors import RequestError
 from tests.harness import assert_equal_to_one_process
 
+pytestmark = pytest.mark.captures_each
+
 
 class Skips(nn.Module):
     """a feeds b and, past it, c; a mask that depends on nothing is used in two stages."""

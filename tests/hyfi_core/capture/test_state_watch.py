@@ -15,6 +15,8 @@ from tests.hyfi_core.capture.test_module_state import CHANGES, StatefulNet
 from tests.hyfi_core.capture.test_outside_names import CHANGES as OUTSIDE_CHANGES
 from tests.hyfi_core.capture.test_outside_names import FACTOR, Outside
 
+pytestmark = pytest.mark.captures_each
+
 MORE: dict[str, Callable[[Any], Any]] = {
     "added": lambda net: setattr(net, "new", 1),
     "removed": lambda net: delattr(net, "scale"),

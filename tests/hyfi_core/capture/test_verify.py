@@ -17,6 +17,8 @@ from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.errors import RequestError
 
+pytestmark = pytest.mark.captures_each
+
 SHAPE = (2, 3, 300, 90)
 PLAN = hyfi_core.ParallelPlan(grids=((1, 1),))
 

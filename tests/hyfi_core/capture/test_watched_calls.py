@@ -16,6 +16,8 @@ from hyfi_core.capture.export import capture
 from hyfi_core.errors import RequestError
 from tests.harness import assert_equal_to_one_process
 
+pytestmark = pytest.mark.captures_each
+
 SHAPE = (2, 3, 21, 30)
 Middle = Callable[["Net", torch.Tensor], torch.Tensor]
 

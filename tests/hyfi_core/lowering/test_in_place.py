@@ -78,7 +78,6 @@ def test_the_numbers_stay_the_same(grid: tuple[int, int]) -> None:
     assert_equal_to_one_process(SharedInput(), (2, 3, 24, 20), grid)
 
 
-@pytest.mark.usefixtures("captures_once")
 @pytest.mark.parametrize("columns", [1, 2])
 def test_cotangents_of_a_chain_are_written_over(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []

@@ -157,7 +157,9 @@ def by_plan(name: str, plan: hyfi_core.ParallelPlan) -> tuple[Result, Result]:
 
 
 @pytest.mark.parametrize("grid", [(1, 1), (1, 2)])
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.soak) if name == "amoebanet" else name for name in NETWORKS]
+)
 def test_what_the_plan_calls_free_is_never_read_again(name: str, grid: tuple[int, int]) -> None:
     make, shape = NETWORKS[name]
     torch.manual_seed(0)

@@ -20,7 +20,6 @@ from tests.harness import assert_equal_to_one_process, run_copies
 ROWS = (0, 3, 3, 7)  # the second rank owns nothing
 
 
-@pytest.mark.usefixtures("captures_once")
 @pytest.mark.parametrize("offset", [0.0, 1e3, 1e5, -1e7])
 def test_statistics_do_not_cancel_far_from_zero(offset: float) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -57,7 +57,6 @@ def test_dense_copies_only_what_is_not() -> None:
     assert column.is_contiguous() and torch.equal(column, whole[:, 1:2])
 
 
-@pytest.mark.usefixtures("captures_once")
 @pytest.mark.parametrize(
     "plan",
     [

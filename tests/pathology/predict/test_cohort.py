@@ -25,8 +25,6 @@ from pathology.predict.members import Member
 from pathology.predict.options import PredictOptions
 from tests.pathology.slides import FOCUS, Darkness, draw_slide, member_of, write_slide
 
-pytestmark = pytest.mark.usefixtures("captures_once")
-
 FILES = {
     "heatmap.tiff",
     "scores.tiff",

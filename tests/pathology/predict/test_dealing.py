@@ -18,8 +18,6 @@ from pathology.predict.inputs import find_inputs
 from pathology.predict.options import PredictOptions
 from tests.pathology.slides import Darkness, draw_slide, member_of, write_slide
 
-pytestmark = pytest.mark.usefixtures("captures_once")
-
 
 @pytest.mark.parametrize(
     ("wanted", "ranks", "slides", "size"),

@@ -30,8 +30,6 @@ from pathology.predict.options import PredictOptions
 from pathology.predict.whole_tissue import image_weights
 from tests.pathology.slides import Darkness, draw_slide, member_of, write_slide
 
-pytestmark = pytest.mark.usefixtures("captures_once")
-
 SMALL = {"size_px": [256, 256]}
 """An image that holds about a fifth of the slide's tissue."""
 

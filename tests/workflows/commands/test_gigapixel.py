@@ -21,7 +21,6 @@ from tests.workflows.runs import assert_same_run, in_this_process, run_here
 RECIPE = Path(workflows.__file__).parent / "recipes" / "gigapixel.yaml"
 
 
-@pytest.mark.usefixtures("captures_once")
 def test_a_run_that_spills_is_the_same_to_the_last_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = [
         *(f"data.store={make_store(tmp_path)}", "data.size_px=128", "data.align_px=32", "data.min_coverage=0"),

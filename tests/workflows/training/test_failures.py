@@ -147,8 +147,8 @@ def test_a_rank_that_is_killed(start, rank: int) -> None:
 
 
 def test_sigterm_saves_and_ends(start) -> None:
-    job = start(*TWO_AND_A_LOADER, "roles.validators=1", fault="3:0:predict:slow")
-    job.wait_for_step(51)
+    job = start(*TWO_AND_A_LOADER, "roles.validators=1", "validation.every_steps=5", fault="3:0:predict:slow")
+    job.wait_for_step(6)
     stopped_s = time.monotonic()
     job.process.send_signal(signal.SIGTERM)
     code, errors = job.end(timeout_s=60)
