@@ -3,6 +3,7 @@
 #   make test     all tests but the long ones      make soak    the long ones
 #   make gpu-check   what works on the GPUs of this machine and how fast, in ten minutes, into ./gpu-check
 #   make lint     ruff and mypy                    make clean   remove what was made here (not .venv, not your runs)
+#   make docs     the documents as a site, into ./site
 
 PYTHON ?= python3
 PIP_FLAGS ?=
@@ -10,7 +11,7 @@ PYTEST_FLAGS ?=
 BIN := .venv/bin
 INSTALL = $(BIN)/python -m pip install --quiet $(PIP_FLAGS)
 
-.PHONY: demo test soak gpu-check lint clean
+.PHONY: demo test soak gpu-check lint docs clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.installed
@@ -30,8 +31,11 @@ lint: .venv/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: .venv/.installed-docs
+	$(BIN)/mkdocs build --strict
+
 clean:
-	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path "./.venv/*" -prune -exec rm -rf {} +
 	if [ -f demo/.hyfi-demo ]; then rm -rf demo; fi
 
@@ -55,3 +59,8 @@ clean:
 	@echo "installing into .venv (a minute or two) …"
 	@$(INSTALL) -e ".[local,test,bench,dev]"
 	@touch $@ .venv/.installed .venv/.installed-test
+
+.venv/.installed-docs: pyproject.toml | .venv/bin/python
+	@echo "installing into .venv (a minute or two) …"
+	@$(INSTALL) -e ".[docs]"
+	@touch $@

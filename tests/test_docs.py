@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 import re
 import shlex
@@ -15,10 +16,14 @@ import pytest
 import typer.main
 import yaml
 
+from pathology.pages import FLAG_MEANINGS
+from pathology.tissue.quality import BLURRED_SHARE, PEN_SHARE
 from tests.conftest import ROOT
 from tests.workflows.archive import make_store
 from workflows.cli import app
 from workflows.config.load import load_config
+from workflows.evaluation.bootstrap import DRAWS, LEVEL
+from workflows.evaluation.metrics import CALIBRATION_BINS, METRICS
 from workflows.launch.scripts import Site
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -88,7 +93,11 @@ def test_configurations_are_accepted(page: Path, tmp_path: Path) -> None:
         load_config(file)
 
 
-@pytest.mark.parametrize("page", [param for param in pages_with("python") if param.id != "README"])
+AFTER_FIRST_PROJECT = ("heatmaps", "qupath-napari")
+"""Pages whose Python reads what the first project has written."""
+
+
+@pytest.mark.parametrize("page", [p for p in pages_with("python") if p.id not in ("README", *AFTER_FIRST_PROJECT)])
 def test_python_runs(page: Path, tmp_path: Path) -> None:
     make_store(tmp_path)
     (tmp_path / "shown.txt").write_text("\n".join(blocks(page, "python")), encoding="utf-8")
@@ -117,6 +126,54 @@ def test_the_first_project_runs_as_it_is_shown(tmp_path: Path) -> None:
         assert (tmp_path / name).is_file(), name
     for package in ("data", "pathology"):
         run_doctest([str(ROOT / package / "__init__.py")], tmp_path)
+    for name in AFTER_FIRST_PROJECT:
+        shown = tmp_path / f"{name}.txt"
+        shown.write_text("\n".join(blocks(ROOT / "docs" / f"{name}.md", "python")), encoding="utf-8")
+        run_doctest([shown.name], tmp_path)
+
+
+def pages_of(nav: list[Any]) -> list[str]:
+    """Return the pages of a navigation of MkDocs, nested sections too."""
+    values = [value for entry in nav for value in entry.values()]
+    return [page for value in values for page in ([value] if isinstance(value, str) else pages_of(value))]
+
+
+def test_the_site_has_every_page_once() -> None:
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))
+    listed = pages_of(site["nav"])
+    assert sorted(listed) == sorted(path.name for path in (ROOT / "docs").glob("*.md")) and site["strict"] is True
+
+
+def test_the_api_names_what_exists_and_is_explained() -> None:
+    names = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text("utf-8"), re.MULTILINE)
+    assert {"pathology.open_slide", "data.open_store", "hyfi_core.runtime.parallelize.parallelize"} <= set(names)
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        found = getattr(importlib.import_module(module), attribute)
+        assert found.__module__ == module and found.__doc__, name
+
+
+def test_flags_and_metrics_are_all_explained() -> None:
+    text = (ROOT / "docs" / "flags-metrics.md").read_text("utf-8")
+    flags, metrics = text.partition("## Metrics")[::2]
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", flags, re.MULTILINE))
+    assert rows == FLAG_MEANINGS
+    assert set(re.findall(r"^\| `(\w+)` \|", metrics, re.MULTILINE)) == {*METRICS, "loss"}
+    assert (
+        f"more than {BLURRED_SHARE:.0%}".replace("%", " %") in flags
+        and f"more than {PEN_SHARE:.1%}".replace("%", " %") in flags
+    )
+    assert f"middle {LEVEL:.0%}".replace("%", " %") in metrics and f"{DRAWS:,} bootstrap draws" in metrics
+    assert f"in {CALIBRATION_BINS} bins" in metrics
+
+
+@pytest.mark.soak
+def test_the_site_builds_strictly(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "parallelize" in (tmp_path / "api" / "index.html").read_text("utf-8")
 
 
 def defined_names() -> set[str]:

@@ -103,6 +103,7 @@ def along(at: int, keepdim_at: int | None, default: int | None = -1) -> Rule:
     """
 
     def rule(builder: Builder, op: Operator) -> None:
+        """An operator along one dim; along height or width, it is computed on whole rows or columns."""
         here, rank = _here(builder, op), len(builder.shape(op.args[0].name))
         dim = op.args[at] if len(op.args) > at else op.kwargs.get("dim", default)
         if not isinstance(dim, int):

@@ -81,6 +81,7 @@ def drawn_like(draw: _Draw) -> Callable[[Builder, Operator], None]:
     """Return the rule of ``rand_like`` or ``randn_like``."""
 
     def rule(builder: Builder, op: Operator) -> None:
+        """Random numbers with the shape of a map, the same on any grid."""
         output = op.first_output
         name, split = _laid_out(builder, op)
         numbers, dtype = _Numbers(builder, op, builder.shape(output), split), builder.values[output].dtype
@@ -93,6 +94,7 @@ def drawn(draw: _Draw) -> Callable[[Builder, Operator], None]:
     """Return the rule of ``rand`` or ``randn``, whose result is replicated."""
 
     def rule(builder: Builder, op: Operator) -> None:
+        """Random numbers of a given shape, the same on every rank."""
         output = op.first_output
         numbers, dtype = _Numbers(builder, op, builder.shape(output), None), builder.values[output].dtype
         device = torch.device(op.kwargs.get("device") or "cpu")

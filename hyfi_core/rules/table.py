@@ -8,6 +8,7 @@ part of a fused run, in which ranks compute margins. Other operators end a run; 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import wraps
 
 from hyfi_core.capture.program import Operator, Ref, refs_in
 from hyfi_core.rules import batch_norm as rules_batch_norm
@@ -103,6 +104,7 @@ def adaptive_avg_pool(builder: Builder, op: Operator) -> None:
 def one_map(rule: Rule) -> Rule:
     """Return a rule that refuses maps in arguments other than the first, for rules that do not expect them."""
 
+    @wraps(rule)
     def checked(builder: Builder, op: Operator) -> None:
         for argument in (*op.args[1:], *op.kwargs.values()):
             if any(name in builder.splits for name in refs_in(argument)):
@@ -116,6 +118,7 @@ def on_maps(rule: Rule) -> Rule:
     """Return a rule that refuses anything but one map ``(B, C, H, W)``, as the first argument."""
     rule = one_map(rule)
 
+    @wraps(rule)
     def checked(builder: Builder, op: Operator) -> None:
         split = builder.split_of(op.args[0])
         if split is not None and (not split.plain or split.dims != (2, 3) or len(builder.shape(op.args[0].name)) != 4):
@@ -134,6 +137,7 @@ def on_maps_or_flat(rule: Rule) -> Rule:
     """Return the rule of ``on_maps``, also for a flat map ``(B, C, H · W)``, which is then computed as a map."""
     rule = on_maps(rule)
 
+    @wraps(rule)
     def checked(builder: Builder, op: Operator) -> None:
         name, output = op.args[0].name, op.outputs[0]
         here = builder.split_of(op.args[0])

@@ -20,7 +20,7 @@ from workflows.config.run import Config
 HEAD = """\
 # Configuration of a run
 
-This is the YAML that `hyfi train FILE.yaml` takes ([one to start from](../workflows/recipes/slides.yaml)); on the \
+This is the YAML that `hyfi train FILE.yaml` takes (`workflows/recipes/slides.yaml` is one to start from); on the \
 command line, `section.key=value` overrides the file; the value is YAML: \
 `hyfi train mine.yaml optimizer.lr=1e-4 'plan.grids=[[2, 2]]' run.early_stop=null`.
 

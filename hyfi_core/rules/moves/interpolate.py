@@ -42,6 +42,7 @@ def interpolated(find: _Find) -> Rule:
     """Return the rule of a resizing; ``find(inputs, outputs, align_corners, scale)`` returns its taps."""
 
     def rule(builder: Builder, op: Operator) -> None:
+        """Bicubic and antialiased resizing to any size."""
         name, align = op.args[0].name, bool(op.args[2])
         factors = op.args[3] if len(op.args) > 3 and op.args[3] is not None else (None, None)
         dims = builder.splits[name].dims
