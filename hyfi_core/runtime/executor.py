@@ -191,6 +191,8 @@ def autocasting(
 def evaluating(model: nn.Module, device: torch.device, autocast: torch.dtype | None = None) -> Iterator[None]:
     """Context in which a model is in evaluation mode; flags of all modules are restored afterwards.
 
+    It ends the caller's inference mode: buffers and constants that are made here are used in training, too.
+
     Args:
         model: any.
         device: of the model.
@@ -199,7 +201,7 @@ def evaluating(model: nn.Module, device: torch.device, autocast: torch.dtype | N
     flags = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with autocasting(device, autocast):
+        with torch.inference_mode(False), autocasting(device, autocast):
             yield
     finally:
         for module, flag in flags:

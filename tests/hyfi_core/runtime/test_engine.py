@@ -147,6 +147,36 @@ def test_predict_leaves_flags_gradients_and_statistics_alone() -> None:
     torch.testing.assert_close(logits, copy.deepcopy(model).eval()(images))
 
 
+class Resized(nn.Module):
+    """Its operators have constants: counts, weights and places, which are copied to the device at first use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.avg_pool2d(self.conv(images), 3, 2, 1, count_include_pad=False)
+        x = nn.functional.interpolate(x, size=(9, 14), mode="bicubic")
+        x = nn.functional.adaptive_avg_pool2d(nn.functional.interpolate(x, scale_factor=2.0, mode="bilinear"), (2, 3))
+        return x.flatten(1)
+
+
+def test_a_prediction_in_inference_mode_does_not_hinder_training() -> None:
+    torch.manual_seed(0)
+    model = Resized().double().eval()  # so that training runs the program of prediction
+    images, labels = torch.randn(2, 3, 13, 18, dtype=torch.float64), torch.tensor([0, 1])
+
+    def body(comm: Any, module: nn.Module) -> float:
+        plan = hyfi_core.ParallelPlan(grids=((1, 2),))
+        engine = hyfi_core.parallelize(module, tuple(images.shape), plan, comm)
+        with torch.inference_mode():
+            engine.predict(images)
+        return engine.accumulate(images, labels)
+
+    wanted = nn.functional.cross_entropy(model(images), labels).item()
+    assert run_copies(model, 2, body) == pytest.approx([wanted] * 2, abs=1e-12)
+
+
 @pytest.mark.parametrize("grid", [(1, 1), (2, 2)])
 def test_contributions_and_bias_sum_to_the_logit_and_point_to_the_pixels(grid: tuple[int, int]) -> None:
     torch.manual_seed(0)
