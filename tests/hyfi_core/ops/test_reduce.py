@@ -17,8 +17,9 @@ from torch import nn
 
 import hyfi_core
 from hyfi_core.comm.base import Communicator
-from tests.conftest import MPIEXEC, ROOT
+from tests.conftest import ROOT
 from tests.harness import run_copies
+from tests.hyfi_core.comm.supervision.failing_ranks import launchers
 
 SHAPE = (2, 3, 13, 11)
 PLACES = [(0, 0, 0, 0), (0, 1, 12, 10), (1, 2, 6, 5), (1, 2, 7, 5)]
@@ -69,35 +70,6 @@ def check(comm: Communicator, model: Maxima, grid: tuple[int, int]) -> None:
         assert torch.allclose(share, wanted_share, 1e-12, 1e-12, equal_nan=True), name
 
 
-PROGRAM = """
-import hyfi_core
-from tests.hyfi_core.ops.test_reduce import Maxima, check
-check(hyfi_core.init(), Maxima(), (1, 2))
-print("equal", flush=True)
-"""
-
-
-def test_nan_in_maxima_on_threads() -> None:
-    run_copies(Maxima(), 4, lambda comm, model: check(comm, model, (2, 2)))
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("launcher", ["mpiexec", "torchrun"])
-def test_nan_in_maxima_on_processes(launcher: str, tmp_path: Path) -> None:
-    if launcher == "mpiexec" and MPIEXEC is None:
-        pytest.skip("no mpiexec: pip install 'hyfi[local]'")
-    script = tmp_path / "program.py"
-    script.write_text(PROGRAM)
-    command = {
-        "mpiexec": [str(MPIEXEC), "-n", "2", sys.executable, str(script)],
-        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)],
-    }[launcher]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("equal") == 2
-
-
 class CallCounts(nn.Module):
     """What a forward counts and compares: boolean and integer maps, and types that one process would give."""
 
@@ -120,14 +92,55 @@ class CallCounts(nn.Module):
         ]
 
 
+def check_counts(comm: Communicator, grid: tuple[int, int], rows: int = 3) -> None:
+    """Compare values and types with one process, on every rank; some ranks own no rows."""
+    images = torch.randn(2, 3, rows, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    model = nn.Sequential(nn.Identity(), CallCounts()).double()
+    plan, wanted = hyfi_core.ParallelPlan(grids=(grid,)), CallCounts()(images)
+    found = hyfi_core.parallelize(model, (2, 3, rows, 5), plan, comm, verify=False).predict(images)
+    for n, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        assert one.dtype == other.dtype and torch.equal(one, other), n
+
+
 def test_boolean_and_integer_maps_keep_their_types_where_a_rank_owns_nothing() -> None:
-    images = torch.randn(2, 3, 3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    plan, wanted = hyfi_core.ParallelPlan(grids=((4, 2),)), CallCounts()(images)
+    run_copies(CallCounts(), 8, lambda comm, _: check_counts(comm, (4, 2)))
 
-    def body(comm: Communicator, model: nn.Module) -> list[torch.Tensor]:
-        found: list[torch.Tensor] = hyfi_core.parallelize(model.double(), (2, 3, 3, 5), plan, comm).predict(images)
-        return found
 
-    for found in run_copies(nn.Sequential(nn.Identity(), CallCounts()), plan.ranks, body):
-        for n, (one, other) in enumerate(zip(found, wanted, strict=True)):
-            assert one.dtype == other.dtype and torch.equal(one, other), n
+PROGRAM = """
+import hyfi_core
+from tests.hyfi_core.ops.test_reduce import Maxima, check, check_counts
+comm = hyfi_core.init()
+check(comm, Maxima(), (comm.size // 2, 2))
+check_counts(comm, (comm.size, 1), comm.size - 1)
+print("equal", flush=True)
+"""
+
+
+def test_nan_in_maxima_on_threads() -> None:
+    run_copies(Maxima(), 4, lambda comm, model: check(comm, model, (2, 2)))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("launcher", "ranks"),
+    [
+        ("MPICH", 2),
+        ("torchrun", 2),
+        pytest.param("MPICH", 4, marks=pytest.mark.soak),
+        pytest.param("Open MPI", 2, marks=pytest.mark.soak),
+        pytest.param("Open MPI", 4, marks=pytest.mark.soak),
+    ],
+)
+def test_nan_and_types_on_processes(launcher: str, ranks: int, tmp_path: Path) -> None:
+    """The libraries' own maxima ignore NaN, and they know neither booleans nor ranks that own nothing."""
+    if launcher not in launchers():
+        pytest.skip(f"no {launcher} here")
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    words, settings = launchers()[launcher]
+    python = [] if launcher == "torchrun" else [sys.executable]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | settings
+    command = [*words, str(ranks), *python, str(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("equal") == ranks

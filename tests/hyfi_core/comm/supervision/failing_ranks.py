@@ -52,6 +52,9 @@ FAILURES = {
     "stuck": ("if odd: time.sleep(99)\nstep()", "has waited for other ranks for more than 3 s (HYFI_TIMEOUT_S)"),
     "killed": ("if odd: os.kill(os.getpid(), signal.SIGKILL)\nstep()", "rank 1 was killed or crashed"),
     "os._exit": ("if odd: os._exit(5)\nstep()", "rank 1 was killed or crashed"),
+    "terminated": ("if odd: os.kill(os.getpid(), signal.SIGTERM)\nstep()", "rank 1 was killed or crashed"),
+    "segfault": ("import ctypes\nif odd: ctypes.string_at(0)\nstep()", "rank 1 was killed or crashed"),
+    "out of memory": ("if odd: torch.empty(1 << 60)\nstep()", "not enough memory"),
 }
 
 
