@@ -54,7 +54,7 @@ FAILURES = {
     "os._exit": ("if odd: os._exit(5)\nstep()", "rank 1 was killed or crashed"),
     "terminated": ("if odd: os.kill(os.getpid(), signal.SIGTERM)\nstep()", "rank 1 was killed or crashed"),
     "segfault": ("import ctypes\nif odd: ctypes.string_at(0)\nstep()", "rank 1 was killed or crashed"),
-    "out of memory": ("if odd: torch.empty(1 << 60)\nstep()", "not enough memory"),
+    "out of memory": ("if odd: torch.empty(1 << 60)\nstep()", "allocate memory"),
 }
 
 
