@@ -28,7 +28,7 @@ from unittest import mock
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 CUDA = torch.device("cuda", 0)
@@ -150,6 +150,10 @@ class FakeGpu:
             "synchronize": lambda device=None: [stream.synchronize() for stream in self.streams],
         }.items():
             self._stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
+        record = mock.patch.object(
+            torch.Tensor, "record_stream", lambda tensor, stream: self.memory(tensor).recorded.add(stream.number)
+        )
+        self._stack.enter_context(record)
         run = threading.Thread.run
         self._stack.enter_context(
             mock.patch.object(threading.Thread, "run", lambda thread: self._in_thread(run, thread))
@@ -221,7 +225,7 @@ class FakeGpu:
                 continue
             uses = dict(memory.reads) | ({memory.write[0]: memory.write[1]} if memory.write is not None else {})
             for other, tick in uses.items():
-                known = self._clock(memory.owner).get(other, 0)
+                known = max(clock.get(other, 0) for clock in (self._clock(memory.owner), self.host))
                 if other and other != memory.owner and known < tick and other not in memory.recorded:
                     raise RaceError(f"memory was freed while {_name(other)} may still be using it: record_stream")
 
@@ -257,7 +261,8 @@ class FakeGpu:
 
     def _run(self, stream: Stream, tick: int) -> None:
         while stream.queue and stream.queue[0][0] <= tick:
-            stream.queue.popleft()[1]()
+            with _disable_current_modes():
+                stream.queue.popleft()[1]()
 
     def host_waits(self, what: str) -> None:
         """Count a wait of the host for the device.
@@ -290,9 +295,6 @@ class _Calls(TorchFunctionMode):
             result = args[0].clone()
             gpu.memory(result).pinned = True
             return result
-        if func == torch.Tensor.record_stream:
-            gpu.memory(args[0]).recorded.add(args[1].number)
-            return None
         if func in _FROM_PYTHON:
             if gpu.on_gpu(args[0]):
                 raise TypeError(f"{func.__name__} of a tensor on {CUDA}")
@@ -407,7 +409,8 @@ class _Operators(TorchDispatchMode):
             gpu.host_waits("a blocking copy" if not non_blocking else "a copy of memory that is not pinned")
             gpu.learn(gpu.host, gpu.current.clock)
             return target
-        from_, to = source.detach(), target.detach()
+        # Memory of the device may be freed before the copy runs, which ``check_freed`` sees; its values cannot change.
+        from_, to = (source.detach().clone() if gpu.on_gpu(source) else source.detach()), target.detach()
         with torch.no_grad():
             if to.is_contiguous():
                 to.view(-1).view(torch.uint8).fill_(_GARBAGE)

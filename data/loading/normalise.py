@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+
+from hyfi_core.ops.constants import Constant
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -41,10 +44,12 @@ class Normalisation:
         memory_format: torch.memory_format = torch.contiguous_format,
     ) -> torch.Tensor:
         """Return normalised ``pixels`` (uint8 ``(B, 3, h, w)``) as a new tensor of ``dtype`` on the same device."""
-        scale = [1 / (255 * std) for std in self.std]
-        shift = [-mean / std for mean, std in zip(self.mean, self.std, strict=True)]
-        affine = torch.tensor([scale, shift], dtype=dtype).to(pixels.device, non_blocking=True)
+        affine = _affine(self).on(pixels.device, dtype)
         images = torch.empty(pixels.shape, dtype=dtype, device=pixels.device, memory_format=memory_format)
+        if pixels.device.type != "cpu":
+            # A kernel each for the product, which converts and reorders, and for the sum.
+            scaled = torch.mul(pixels, affine[0].view(3, 1, 1), out=images)
+            return scaled.add_(affine[1].view(3, 1, 1))
         if memory_format != torch.channels_last:
             return images.copy_(pixels).mul_(affine[0].view(3, 1, 1)).add_(affine[1].view(3, 1, 1))
         # Channel by channel, then row by row: an inner loop over three channels would take three times as long.
@@ -54,3 +59,11 @@ class Normalisation:
         rows = images.permute(0, 2, 3, 1).view(count, height, width * 3)
         rows.mul_(affine[0].repeat(width)).add_(affine[1].repeat(width))
         return images
+
+
+@functools.lru_cache(maxsize=16)
+def _affine(normalisation: Normalisation) -> Constant:
+    """Return (2, 3): factor and summand of each channel."""
+    scale = [1 / (255 * std) for std in normalisation.std]
+    shift = [-mean / std for mean, std in zip(normalisation.mean, normalisation.std, strict=True)]
+    return Constant(torch.tensor([scale, shift], dtype=torch.float64))

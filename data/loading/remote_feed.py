@@ -10,6 +10,7 @@
                                       ◄─────────    report {samples, bytes, …}
 
 A trainer sends a request only after it has posted the receives, so the number of messages in flight is bounded.
+Images for a GPU are received in pinned memory, and copied on a stream of their own while earlier turns are computed.
 """
 
 from __future__ import annotations
@@ -29,13 +30,15 @@ from hyfi_core.comm.base import Communicator, Message, Pending
 from hyfi_core.plan.box import Box
 
 CONTROL_TAG, PIXELS_TAG, REPORT_TAG = 101, 102, 103
+_UPLOADS_AHEAD = 2
+"""Turns whose images are copied to a GPU before they are needed."""
 
 
 class RemoteFeed:
     """Receives this trainer's parts of each image from loader ranks, ``prefetch`` turns ahead.
 
     The replica's sample ``i`` comes from loader ``i % len(loaders)``. Memory: the parts of ``prefetch + 1`` turns,
-    allocated once (pinned if the device is a GPU), and the parts of one turn on the GPU.
+    allocated once (pinned if the device is a GPU), and those of up to three turns on the GPU.
 
     Args:
         comm: Communicator of all ranks.
@@ -58,7 +61,9 @@ class RemoteFeed:
         self.wait_s = 0.0
         self.reports: dict[int, Report] = {}
         self._comm, self._loaders, self._spec, self._watch = comm, tuple(loaders), spec, watch
-        self._slots = [_TurnBuffers(spec.parts, torch.device(device)) for _ in range(prefetch + 1)]
+        device = torch.device(device)
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._slots = [_TurnBuffers(spec.parts, device, stream) for _ in range(prefetch + 1)]
         self._receives: deque[tuple[int, Pending]] = deque()
         self._sends: list[Pending] = []
         self._next_request = self._next_turn = spec.turns[0]
@@ -81,8 +86,13 @@ class RemoteFeed:
         self._request_ahead()
         self._receive(lambda: bool(self._receives) and self._receives[0][0] <= turn)
         self._next_turn = turn + 1
+        while self._receives and self._receives[0][1].test():
+            self._receives.popleft()
+        received = self._receives[0][0] if self._receives else self._next_request
+        for ready in range(turn, max(turn + 1, min(received, turn + 1 + _UPLOADS_AHEAD))):
+            self._slots[ready % len(self._slots)].upload()
         slot = self._slots[turn % len(self._slots)]
-        slot.upload()
+        slot.use()
         self.wait_s += time.perf_counter() - start_s
         return slot
 
@@ -137,12 +147,18 @@ class RemoteFeed:
 
 
 class _TurnBuffers:
-    """The images of one turn: a host buffer for each part and, if the device is a GPU, copies there."""
+    """The images of one turn: a host buffer for each part and, if the device is a GPU, copies there.
 
-    def __init__(self, parts: Sequence[Part], device: torch.device) -> None:
-        self._parts, self._device, self._cuda = tuple(parts), device, device.type == "cuda"
+    Args:
+        parts: Of each image.
+        device: Of the images.
+        stream: For copies, if the device is a GPU.
+    """
+
+    def __init__(self, parts: Sequence[Part], device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+        self._parts, self._device, self._stream = tuple(parts), device, stream
         shapes = [(part.stop - part.first, BANDS, *part.box.shape) for part in parts]
-        self.buffers = [torch.empty(shape, dtype=torch.uint8, pin_memory=self._cuda) for shape in shapes]
+        self.buffers = [torch.empty(shape, dtype=torch.uint8, pin_memory=stream is not None) for shape in shapes]
         self._images = self.buffers
         self._copied: torch.cuda.Event | None = None
 
@@ -152,13 +168,22 @@ class _TurnBuffers:
         return [buffer[position - part.first] for part, buffer in pairs if part.has_sample(position)]
 
     def upload(self) -> None:
-        """Start the copies to the device; kernels on the same CUDA stream wait for them."""
-        if self._cuda:
-            self._images = [buffer.to(self._device, non_blocking=True) for buffer in self.buffers]
-            self._copied = torch.cuda.Event()
-            self._copied.record(torch.cuda.current_stream(self._device))
-        elif self._device.type != "cpu":
+        """Start the copies to the device, unless they were started."""
+        if self._stream is not None and self._copied is None:
+            with torch.cuda.stream(self._stream):
+                self._images = [buffer.to(self._device, non_blocking=True) for buffer in self.buffers]
+                self._copied = torch.cuda.Event()
+                self._copied.record(self._stream)
+        elif self._stream is None and self._device.type != "cpu":
             self._images = [buffer.to(self._device) for buffer in self.buffers]
+
+    def use(self) -> None:
+        """Let the current stream wait for the copies, and their memory outlive its work."""
+        if self._copied is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_event(self._copied)
+            for images in self._images:
+                images.record_stream(current)
 
     def reuse(self) -> None:
         """Wait until the copies are done, so that the buffers may be overwritten."""

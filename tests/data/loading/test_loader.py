@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import time
 from functools import partial
 
@@ -19,6 +20,7 @@ from hyfi_core.comm.threads import run_ranks
 from hyfi_core.plan.box import Box
 from tests.data.loading.thread_worker import ThreadWorker
 from tests.data.numbered_images import HEIGHT, WIDTH, BrokenImages, Images
+from tests.fake_gpu import FakeGpu
 
 SAMPLES, SEED = 7, 11
 WHOLE = Box.of_size(HEIGHT, WIDTH)
@@ -310,6 +312,44 @@ def test_on_a_gpu_images_arrive_from_pinned_memory() -> None:
         return [[image.cpu() for image in turn] for turn in received]
 
     assert same(run_ranks(2, body)[0], inline(0, layout, (0, 8)))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("prefetch", [1, 3])
+def test_copies_to_a_gpu_run_ahead_in_any_order(prefetch: int, seed: int) -> None:
+    layout = BatchLayout.uniform(3)
+
+    def body(comm: Communicator) -> list:
+        if comm.rank == 1:
+            LoaderService(comm, [0], Images(), stream(), layout, workers=2, start=ThreadWorker).serve()
+            return []
+        feed = RemoteFeed(comm, [1], spec_of(0, layout, (0, 8)), prefetch, device="cuda")
+        received = []
+        for turn in range(8):
+            with gpu.no_synchronisation() if turn == 0 else contextlib.nullcontext():
+                images = feed.batch(turn).read(BOXES[0], 0, 3)
+                assert images.is_cuda
+                received.append([images.clone()])
+        feed.close(stopped=False)
+        return [[image.cpu() for image in turn] for turn in received]
+
+    with FakeGpu(seed) as gpu:
+        found = run_ranks(2, body)[0]
+    assert same(found, inline(0, layout, (0, 8)))
+
+
+def test_pixels_on_a_gpu_are_normalised_alike() -> None:
+    pixels, norm = torch.randint(0, 256, (2, 3, 5, 7), dtype=torch.uint8), Normalisation((0.5, 0.4, 0.2))
+    orders = (torch.contiguous_format, torch.channels_last)
+    expected = [norm(pixels, memory_format=order) for order in orders]
+    with FakeGpu() as gpu:
+        there = pixels.to("cuda")
+        norm(there)  # copies its constants
+        for order, wanted in zip(orders, expected, strict=True):
+            with gpu.no_synchronisation():
+                found = norm(there, memory_format=order)
+            assert found.is_cuda and found.is_contiguous(memory_format=order)
+            assert torch.equal(found.cpu(), wanted)
 
 
 def test_normalisation_is_that_of_the_formula() -> None:
