@@ -109,7 +109,7 @@ def run(arguments: IngestArguments) -> int:
     run_ingest = partial(ingest, request, workers=processes, memory_bytes=memory_bytes, plan=plan)
     with _progress(plan.jobs) as shown:
         report = run_ingest(finished=shown.finished, progress=shown.progress)
-    return _report(report, request.store, arguments.as_json)
+    return _report(report, request, arguments.as_json)
 
 
 def _ingest_as_rank(arguments: IngestArguments) -> int:
@@ -139,7 +139,7 @@ def _ingest_as_rank(arguments: IngestArguments) -> int:
         return int(comm.broadcast_object(None))
     with _progress(plan.jobs) as shown:
         report = run_ingest(finished=shown.finished, progress=shown.progress)
-    return int(comm.broadcast_object(_report(report, request.store, arguments.as_json)))
+    return int(comm.broadcast_object(_report(report, request, arguments.as_json)))
 
 
 def _planned(request: Request, arguments: IngestArguments) -> Plan:
@@ -265,12 +265,16 @@ def _refuse_too_little_room(plan: Plan, request: Request) -> None:
         )
 
 
-def _report(report: IngestReport, out: Path, as_json: bool) -> int:
+def _report(report: IngestReport, request: Request, as_json: bool) -> int:
+    out = request.store
     for record in report.failed:
         console.warn(f"failed: {_name(record)}: {record.reason}")
     for record in report.done:
-        if record.flags:
-            console.warn(f"note: {record.slide_id}: {', '.join(record.flags)}")
+        surprising = [flag for flag in record.flags if flag != "tissue_given"]  # that one was asked for
+        if surprising:
+            console.warn(f"note: {record.slide_id}: {', '.join(surprising)}")
+    if not request.options.force_mpp and (unused := _not_used(report.done, request.options.slide_mpp)):
+        console.warn(unused)
     if report.stopped:
         console.warn(f"stopped: {report.stopped}. Finished slides are kept; run the same command to continue")
     counts = f"{len(report.done)} done, {len(report.failed)} failed, {len(report.skipped)} finished before"
@@ -293,6 +297,22 @@ def _report(report: IngestReport, out: Path, as_json: bool) -> int:
     if report.interrupted:
         return STOPPED
     return SOME_FAILED if report.failed or report.stopped else DONE
+
+
+def _not_used(done: Sequence[SlideRecord], slide_mpp: float | None) -> str:
+    """Return a note about slides whose own plausible mpp contradicts ``--slide-mpp``; empty if there are none."""
+    from pathology.readers.mpp import AGREE_TOLERANCE
+
+    if slide_mpp is None:
+        return ""
+    others = [one for one in done if one.source_mpp and abs(one.source_mpp / slide_mpp - 1) > AGREE_TOLERANCE]
+    if not others:
+        return ""
+    example = f"{others[0].slide_id}: {others[0].source_mpp:.4g}"
+    return (
+        f"note: --slide-mpp {slide_mpp:g} was not used for {len(others)} slides, as file or manifest state another "
+        f"value ({example}); --force-mpp overrides the file's"
+    )
 
 
 def _name(record: SlideRecord) -> str:

@@ -9,10 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
+import typer.main
 
 from data.store.manifest import load_manifest
 from tests.conftest import ROOT, Hyfi
 from tests.pathology.tiffs import stained, write_slide
+from workflows.cli import app
 from workflows.commands.ingest import Pace, duration
 
 
@@ -46,6 +48,20 @@ def test_ingest_names_what_failed_and_goes_on_next_time(hyfi: Hyfi, archive: Pat
         "unknown": "done",
     }
     assert (tmp_path / "sheet.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_mpp_that_is_not_used_is_named(
+    archive: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("workflows.cli._exit", lambda command, **how: command())
+    command = typer.main.get_command(app).commands["ingest"]  # type: ignore[attr-defined]
+    words = [str(archive), "--out", "store", "--slide-mpp", "0.25", "--workers", "1"]
+    command.main(words, standalone_mode=False)
+    said = capsys.readouterr().err
+    assert "--slide-mpp 0.25 was not used for 2 slides" in said and "(a: 0.5); --force-mpp" in said
+    command.main([*words, "--overwrite", "--force-mpp"], standalone_mode=False)
+    assert "was not used" not in capsys.readouterr().err
 
 
 def test_a_dry_run_writes_nothing(hyfi: Hyfi, archive: Path, tmp_path: Path) -> None:
