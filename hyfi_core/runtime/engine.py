@@ -200,7 +200,7 @@ class Engine:
         self._choose_mirror(compiled)
         gradients = self._gradients_of(compiled)
         taken = gradients if self._turns is None else GradientsOfCells(gradients, self._turns.size)
-        hooks = ParameterHooks(dict(self._model.named_parameters()), self.plan.microbatches * self.plan.replicas)
+        hooks = ParameterHooks(self._subject.bindings.parameters_once, self.plan.microbatches * self.plan.replicas)
         with self._watch.changing(noticed=True), hooks:
             gradients.begin()
             self._begin_paging(micro, trains=True)

@@ -29,7 +29,7 @@ class FollowingStatistics:
     """
 
     def __init__(self, model: nn.Module, apart: bool = False) -> None:
-        self._model = model
+        self._model, self._apart = model, apart
         self._buffers = _buffers(model, apart)
 
     def given(self, stage: HostedStage) -> dict[str, torch.Tensor]:
@@ -48,8 +48,9 @@ class FollowingStatistics:
         """Do nothing."""
 
     def publish(self) -> None:
-        """Copy the buffers to the model."""
-        _publish(self._model, self._buffers)
+        """Copy the buffers to the model, if these are copies."""
+        if self._apart:
+            _publish(self._model, self._buffers)
 
 
 class FoldedStatistics:
