@@ -116,9 +116,9 @@ def _lower_split(builder: Builder, op: Operator, rule: Rule | None) -> None:
     mark = builder.mark()
     try:
         if rule is None:
-            alternative = ALTERNATIVES.get(op.text, "another operator")
+            alternative = f"{ALTERNATIVES[op.text]}; or " if op.text in ALTERNATIVES else ""
             what = "has no rule for maps that are split over ranks"
-            builder.refuse(op, what, f"{alternative}; a larger plan.gather_bytes; or a grid of one rank")
+            builder.refuse(op, what, f"{alternative}a grid of one rank")
         rule(builder, op)
     except RequestError as refused:
         builder.rewind(mark)
@@ -126,7 +126,7 @@ def _lower_split(builder: Builder, op: Operator, rule: Rule | None) -> None:
             gathered(builder, op)
         except RequestError:
             size = max(builder.nbytes(name) for name in op.inputs if name in builder.splits)
-            if size <= builder.gather_bytes or "gather_bytes" in str(refused):
+            if size <= builder.gather_bytes or "gather_bytes" in str(refused) or draws_numbers(op):
                 raise refused from None
             wanted = f"plan.gather_bytes={size} or more (now {builder.gather_bytes})"
             raise RequestError(f"{refused}; or {wanted}, with which every rank has the whole map") from None

@@ -58,7 +58,7 @@ def test_it_is_said_and_beyond_the_limit_refused() -> None:
     assert ranked.gathered == ("aten.cummax.default: (2, 4, 5, 6), 960 bytes on every rank",)
     found = next(op.outputs[0] for op in program.operators if op.text == "aten.cummax.default")
     assert found in ranked.splits, "what follows is computed by parts again"
-    with pytest.raises(RequestError, match=r"cummax.*no rule.*gather_bytes"):
+    with pytest.raises(RequestError, match=r"cummax.*no rule.*a grid of one rank; or plan\.gather_bytes=960 or more"):
         lower(program, Target((2, 2), 0, gather_bytes=959))
 
 
