@@ -36,9 +36,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.fixture
 def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every map be a page, and a pager hold 60 KB of them."""
+    """Let every map be a page, and a pager hold 30 KB of them: less than most steps need."""
     monkeypatch.setattr(pager, "SMALLEST_BYTES", 1)
-    monkeypatch.setattr(paging, "page_limit", lambda *given: 60_000)
+    monkeypatch.setattr(paging, "page_limit", lambda *given: 30_000)
 
 
 def step(name: str, plan: ParallelPlan, **others: Any) -> tuple[float, list[torch.Tensor], Any]:
@@ -94,6 +94,18 @@ def test_an_answer_whose_maps_leave_memory_is_the_same(name: str, tmp_path: Path
     engine.train_step(images, torch.tensor([0, 1, 1, 0]))
     with torch.no_grad():
         torch.testing.assert_close(engine.predict(images), model(images), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.usefixtures("small_pages")
+def test_a_process_that_has_grown_keeps_fewer_maps_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = ParallelPlan(((1, 1),), cells=(2, 2), spill="memory", memory_bytes=10**9)
+    monkeypatch.setattr(paging, "page_limit", lambda *given: 500_000)
+    monkeypatch.setattr(pager, "resident_bytes", lambda: 10**8)
+    loss, tensors, counts = step("dense", plan)
+    monkeypatch.setattr(pager, "resident_bytes", lambda: 10**9)  # of other things than maps
+    grown_loss, grown_tensors, grown = step("dense", plan)
+    assert grown.written_bytes > counts.written_bytes and grown.peak_bytes < 0.8 * counts.peak_bytes
+    assert loss == grown_loss and all(torch.equal(a, b) for a, b in zip(tensors, grown_tensors, strict=True))
 
 
 @pytest.mark.usefixtures("small_pages")
@@ -192,7 +204,7 @@ def test_what_cannot_work_is_refused_before_the_first_step(tmp_path: Path, monke
     plan = ParallelPlan(((1, 1),), cells=(2, 2), spill=str(tmp_path), memory_bytes=10_000)
     with pytest.raises(RequestError, match=r"plan\.memory_bytes is 10,000, .* a rank needs at least [\d,]{9,}"):
         step("dense", plan)
-    monkeypatch.setattr(paging, "page_limit", lambda *given: 60_000)
+    monkeypatch.setattr(paging, "page_limit", lambda *given: 30_000)
     monkeypatch.setattr(os, "posix_fallocate", _full)
     monkeypatch.setattr("hyfi_core.cells.spill_store.shutil.disk_usage", lambda path: _Usage(1000))
     plan = ParallelPlan(((1, 1),), cells=(2, 2), spill=str(tmp_path))

@@ -95,6 +95,19 @@ def page_limit(memory_bytes: int | None, held_bytes: int, working_bytes: int, de
     return memory_bytes - held_bytes - _WORKSPACE * working_bytes
 
 
+def resident_limit(memory_bytes: int | None, working_bytes: int, device: torch.device) -> int | None:
+    """Return the most resident memory of the process between two steps, None if it is not to be measured.
+
+    Args:
+        memory_bytes: memory limit of the rank, or None.
+        working_bytes: what the largest step of a cell needs in addition to its pages.
+        device: where the maps are; on a GPU they are not resident memory.
+    """
+    if memory_bytes is None or device.type != "cpu":
+        return None
+    return memory_bytes - _WORKSPACE * working_bytes
+
+
 def least_bytes(held_bytes: int, working_bytes: int) -> int:
     """Return the smallest memory limit with which a rank can train; see ``page_limit``."""
     return held_bytes + (_PAGES + _WORKSPACE) * working_bytes

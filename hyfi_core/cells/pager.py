@@ -33,6 +33,8 @@ from hyfi_core.cells.budget import EARLY
 from hyfi_core.cells.page import NEVER, PLACES, Page, PagerCounts, When
 from hyfi_core.cells.recipe import Recipe, tensors_in
 from hyfi_core.cells.spill_store import SpillStore
+from hyfi_core.ops.constants import is_constant
+from hyfi_core.process_memory import resident_bytes
 
 SMALLEST_BYTES = 1 << 16
 """Smaller maps stay in memory: small reads and writes are slow."""
@@ -47,11 +49,13 @@ class Pager:
     Args:
         store: for spilled pages.
         limit_bytes: of pages in memory; exceeded only by a single step that needs more.
+        resident_limit_bytes: of the process between two steps; None: it is not measured.
         cell: returns the cell whose turn it is.
     """
 
     def __init__(self, store: SpillStore, limit_bytes: int, cell: Callable[[], int]) -> None:
         self.limit_bytes = limit_bytes
+        self.resident_limit_bytes: int | None = None
         self.store = store
         self.counts = PagerCounts()
         self.allocated: dict[Any, int] = {}  # step -> bytes that it allocated in the previous cell
@@ -120,7 +124,7 @@ class Pager:
             self._forget(key)
             page = None
         if page is None:
-            if size < SMALLEST_BYTES or key in self._fixed or not storage.resizable():
+            if size < SMALLEST_BYTES or key in self._fixed or is_constant(storage) or not storage.resizable():
                 return None
             page = Page(StorageWeakRef(storage), size, self._cell(), weakref.ref(tensor))
             self._pages[key] = page
@@ -150,10 +154,11 @@ class Pager:
     def make_room(self, room_bytes: int) -> None:
         """Spill pages until this many bytes are free, those with the latest use first."""
         self.counts.peak_bytes = max(self.counts.peak_bytes, self._memory_bytes)
-        if self._memory_bytes + room_bytes <= self.limit_bytes:
+        if self._memory_bytes + room_bytes <= self._limit_now():
             return
         self._forget_freed()
-        goal = max(0, int(_LOW * self.limit_bytes) - room_bytes)
+        limit_bytes = self._limit_now()
+        goal = max(0, int(_LOW * limit_bytes) - room_bytes)
         pinned = {id(page) for page in self._pinned.get(self._cell(), [])}
         later: list[Page] = []
         while self._memory_bytes > goal and self._farthest:
@@ -165,7 +170,7 @@ class Pager:
                 continue
             if not page.can_be_dropped:
                 self._write(page)
-            if page.work is not None and self._memory_bytes <= self.limit_bytes and not page.work.done():
+            if page.work is not None and self._memory_bytes <= limit_bytes and not page.work.done():
                 later.append(page)  # it can be dropped next time
                 continue
             self._finish(page)
@@ -185,6 +190,17 @@ class Pager:
         self.counts = PagerCounts()
 
     # -- pages
+
+    def _limit_now(self) -> int:
+        """Return the limit of pages in memory: less than ``limit_bytes`` if the rest of the process has grown.
+
+        Besides pages there are small maps, messages, buffers of files and what the allocator keeps. Where these cannot
+        be lowered by spilling, half of the limit stays for pages.
+        """
+        if self.resident_limit_bytes is None:
+            return self.limit_bytes
+        others_bytes = resident_bytes() - self._memory_bytes
+        return max(self.limit_bytes // 2, min(self.limit_bytes, self.resident_limit_bytes - others_bytes))
 
     def _pages_of(self, held: Any) -> list[Page]:
         found = (self._pages.get(tensor.untyped_storage()._cdata) for tensor in tensors_in(held))
@@ -302,7 +318,8 @@ class Pager:
     def _drop_later_pages(self, room_bytes: int, before: When) -> bool:
         """Drop pages whose next use is later than ``before`` until there is room; return whether there is."""
         pinned = {id(page) for page in self._pinned.get(self._cell(), [])}
-        while self._memory_bytes + room_bytes > self.limit_bytes:
+        limit_bytes = self._limit_now()
+        while self._memory_bytes + room_bytes > limit_bytes:
             if not self._farthest or (-self._farthest[0][0], -self._farthest[0][1]) <= before:
                 return False
             page = self._pop(self._farthest)

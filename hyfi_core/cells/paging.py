@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from hyfi_core.cells.budget import PagedForecast, page_limit, spilled_bytes
+from hyfi_core.cells.budget import PagedForecast, page_limit, resident_limit, spilled_bytes
 from hyfi_core.cells.pager import Pager
 from hyfi_core.cells.spill_store import SpillFile, SpillMemory
 from hyfi_core.process_memory import resident_bytes, return_what_is_freed
@@ -38,7 +38,7 @@ class Paging:
         store = SpillMemory() if spill == "memory" else SpillFile(Path(spill))
         self.pager = Pager(store, 0, cell)
         self._spill, self._memory_bytes, self._device = spill, memory_bytes, device
-        self._limits: dict[Hashable, int] = {}
+        self._limits: dict[Hashable, tuple[int, int | None]] = {}
         self._held_bytes: int | None = None
 
     def begin(self, key: Hashable, forecasts: Callable[[], Sequence[PagedForecast]], new_bytes: int) -> None:
@@ -60,8 +60,8 @@ class Paging:
             working_bytes = max(one.working_bytes for one in found)
             limit = page_limit(self._memory_bytes, self._held_bytes + new_bytes, working_bytes, self._device)
             self.pager.store.require(spilled_bytes(sum(one.kept_bytes for one in found), limit))
-            self._limits[key] = limit
-        self.pager.limit_bytes = self._limits[key]
+            self._limits[key] = limit, resident_limit(self._memory_bytes, working_bytes, self._device)
+        self.pager.limit_bytes, self.pager.resident_limit_bytes = self._limits[key]
 
     def describe(self, key: Hashable, forecasts: Sequence[PagedForecast]) -> str:
         """Return the bytes that are kept and spilled, as text for people."""
@@ -69,4 +69,4 @@ class Paging:
         text = f"kept for backward: up to {kept:,} bytes; the largest step of a cell needs {largest:,}"
         if key not in self._limits:
             return text
-        return f"{text}; {spilled_bytes(kept, self._limits[key]):,} are spilled to {self._spill}"
+        return f"{text}; {spilled_bytes(kept, self._limits[key][0]):,} are spilled to {self._spill}"

@@ -5,9 +5,13 @@ A copy in every step would make the host wait for all work that the device has s
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
+
+_STORAGES: set[int] = set()
+"""Storages of all constants; see ``is_constant``."""
 
 
 class Constant:
@@ -25,9 +29,17 @@ class Constant:
         """Return the constant on a device, in a dtype; do not change it."""
         key = (device, dtype)
         if key not in self._copies:
-            self._copies[key] = torch.as_tensor(self._values).to(device, dtype)
+            self._copies[key] = copied = torch.as_tensor(self._values).to(device, dtype)
+            storage = copied.untyped_storage()._cdata
+            _STORAGES.add(storage)
+            weakref.finalize(self, _STORAGES.discard, storage)
         return self._copies[key]
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the constant on a tensor's device, in its dtype; do not change it."""
         return self.on(tensor.device, tensor.dtype)
+
+
+def is_constant(storage: torch.UntypedStorage) -> bool:
+    """Whether a storage is that of a constant, which autograd may have saved: its memory must not be freed."""
+    return storage._cdata in _STORAGES
