@@ -104,7 +104,7 @@ def test_a_process_that_has_grown_keeps_fewer_maps_in_memory(monkeypatch: pytest
     loss, tensors, counts = step("dense", plan)
     monkeypatch.setattr(pager, "resident_bytes", lambda: 10**9)  # of other things than maps
     grown_loss, grown_tensors, grown = step("dense", plan)
-    assert grown.written_bytes > counts.written_bytes and grown.peak_bytes < 0.8 * counts.peak_bytes
+    assert grown.read_bytes > 1.4 * counts.read_bytes and grown.peak_bytes < 0.9 * counts.peak_bytes
     assert loss == grown_loss and all(torch.equal(a, b) for a, b in zip(tensors, grown_tensors, strict=True))
 
 
