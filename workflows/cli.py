@@ -68,6 +68,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # with rich, --help takes twice as long, more than half a second
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 

@@ -13,6 +13,7 @@ launch = typer.Typer(
     name="launch",
     help="Write (and submit) a script that starts a run, an ingest or a prediction on a cluster.",
     no_args_is_help=True,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 

@@ -7,12 +7,12 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 from hyfi_core.errors import RequestError
-from hyfi_core.plan.device import DeviceRequest, RankGpus, assign_devices, gpu_index
 
-if TYPE_CHECKING:  # the launcher imports this module without torch
+if TYPE_CHECKING:  # every command imports this module before anything else: without torch and plans
     import torch
 
     from hyfi_core.comm.base import Communicator
+    from hyfi_core.plan.device import DeviceRequest, RankGpus
 
 # Variables that Hydra (MPICH, Intel MPI), Open MPI and Slurm set for every rank.
 _MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_SIZE", "MPI_LOCALNRANKS")
@@ -103,6 +103,8 @@ def _select_gpu() -> None:
     """Make this rank's GPU the current device, before any allocation."""
     import torch
 
+    from hyfi_core.plan.device import gpu_index
+
     index = gpu_index(os.environ, torch.cuda.device_count())
     if index is not None:
         torch.cuda.set_device(index)
@@ -111,6 +113,8 @@ def _select_gpu() -> None:
 def gpus_seen(comm: Communicator) -> list[RankGpus]:
     """Return the GPUs visible to each rank, on every rank (collective)."""
     import torch
+
+    from hyfi_core.plan.device import RankGpus
 
     mine = [socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES", ""), torch.cuda.device_count()]
     return [RankGpus(*seen) for seen in comm.broadcast_object(comm.gather_objects(mine))]
@@ -126,6 +130,8 @@ def own_device(request: DeviceRequest, comm: Communicator) -> torch.device:
     Raises:
         RequestError: on all ranks: GPUs are requested and a node has too few.
     """
+    from hyfi_core.plan.device import assign_devices
+
     return made_current(assign_devices(request, gpus_seen(comm), "--device ", "rank")[comm.rank])
 
 
