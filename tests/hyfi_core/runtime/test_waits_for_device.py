@@ -59,7 +59,7 @@ PLANS = {
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_a_step_waits_for_the_device_only_when_its_loss_is_read(
-    plan: hyfi_core.ParallelPlan, captures_once: None
+    plan: hyfi_core.ParallelPlan,
 ) -> None:
     torch.manual_seed(1)
     model = Network().double()

@@ -44,7 +44,7 @@ def test_every_part_has_a_body() -> None:
 
 
 @pytest.fixture
-def setting(tmp_path: Path, captures_once: None) -> Setting:
+def setting(tmp_path: Path) -> Setting:
     return Setting(torch.device("cpu"), SMALL, tmp_path)
 
 
