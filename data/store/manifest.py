@@ -144,6 +144,12 @@ def record_state(store: Path, slide_id: str) -> str:
     return f"{found.st_ino}-{found.st_mtime_ns}"
 
 
+def record_states(store: Path) -> dict[str, str]:
+    """Return the version string of every record by slide id, see `record_state`."""
+    names = (p.stem for p in (store / ".records").glob("*.json") if not p.name.startswith("."))
+    return {name: record_state(store, name) for name in names}
+
+
 def load_records(store: Path) -> dict[str, SlideRecord]:
     """Return all records of ``store`` by slide id, sorted; empty if there is no store yet."""
     paths = sorted((store / ".records").glob("*.json"))
@@ -159,18 +165,12 @@ def compile_manifest(store: Path) -> Path:
     """
     path = store / "manifest.csv"
     written = None
-    while written != (current := _states(store)):
+    while written != (current := record_states(store)):
         written = current
         rows = [record.row() for record in load_records(store).values()]
         extra = sorted({name for row in rows for name in row} - set(COLUMNS))
         write_table(path, [*COLUMNS, *extra], rows)
     return path
-
-
-def _states(store: Path) -> list[str]:
-    """Return the slide id and the version string of every record."""
-    names = (p.stem for p in (store / ".records").glob("*.json") if not p.name.startswith("."))
-    return sorted(f"{name} {record_state(store, name)}" for name in names)
 
 
 def load_manifest(store: Path) -> list[dict[str, str]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from data.store.manifest import DONE, SlideRecord, compile_manifest, load_records, record_path, record_state
+from data.store.manifest import DONE, SlideRecord, compile_manifest, load_records, record_path, record_states
 from data.store.slide_store import SlideStore, StoreError, slide_path
 from hyfi_core.errors import RequestError
 from pathology.errors import SlideError
@@ -173,6 +173,8 @@ def make_plan(request: Request) -> Plan:
     store = request.store
     if store.exists() and not store.is_dir():
         raise RequestError(f"{store} is a file; choose a folder for the store")
+    # Read before the records: what another run saves meanwhile differs from it, so that `do_job` sees the change.
+    states = record_states(store)
     records = load_records(store)
     jobs, key, note = _jobs(request, records)
     to_do, finished, changed = [], {}, []
@@ -180,7 +182,7 @@ def make_plan(request: Request) -> Plan:
         known = records.get(job.slide_id)
         record = None if request.overwrite else _finished_record(known, store)
         if record is None:
-            to_do.append(replace(job, seen=record_state(store, job.slide_id)))
+            to_do.append(replace(job, seen=states.get(job.slide_id, "")))
             continue
         other = _other_parameters(record, job, request.options)
         if other:
@@ -188,7 +190,7 @@ def make_plan(request: Request) -> Plan:
             continue
         kept = _unchanged_source(record, job)
         if kept is None:
-            to_do.append(replace(job, seen=record_state(store, job.slide_id)))
+            to_do.append(replace(job, seen=states.get(job.slide_id, "")))
         else:
             finished[job.slide_id] = kept
     _refuse_changed(changed, store)

@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 import tifffile
 
-from data.store.manifest import DONE, FAILED, load_manifest, load_records, record_state
+from data.store.manifest import DONE, FAILED, SlideRecord, load_manifest, load_records, record_state
 from data.store.slide_store import SlideStore, slide_path
 from hyfi_core.errors import RequestError
 from pathology.claims import Claim, ClaimLostError
-from pathology.ingest import forecast
+from pathology.ingest import archive, discover, forecast
 from pathology.ingest import pool as slide_pool
 from pathology.ingest.archive import IngestOptions, IngestReport, Request, ingest, ingest_slide, make_plan
-from pathology.ingest.discover import part_of_names
+from pathology.ingest.discover import SlideJob, part_of_names
 from pathology.ingest.work import CLAIMS, do_job
 from pathology.memory import WORKER_BYTES, parse_bytes, worker_count
 from tests.conftest import ROOT
@@ -58,6 +58,20 @@ def test_two_runs_at_once_do_each_slide_once_and_both_end_with_all(tmp_path: Pat
         assert [failed["slide_id"] for failed in one["failed"]] == ["5"]
     assert len(load_manifest(store)) == len((store / "manifest.csv").read_text().splitlines()) - 1 == 6
     assert not list((store / CLAIMS).iterdir())
+
+
+def test_a_slide_that_another_run_finishes_while_this_one_plans_is_not_ingested_again(
+    tmp_path: Path, make_slide: MakeSlide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, store = make_slide("0.tiff"), tmp_path / "store"
+
+    def find_jobs(paths: list[Path], records: dict[str, SlideRecord]) -> list[SlideJob]:
+        assert not records and ingest_slide(source, store, AT_HALF, slide_id="0").status == DONE
+        return discover.find_jobs(paths, records)
+
+    monkeypatch.setattr(archive, "find_jobs", find_jobs)
+    report = run([source], store)
+    assert not report.done and report.skipped == ["0"]
 
 
 def test_a_slide_that_another_run_has_is_waited_for(
