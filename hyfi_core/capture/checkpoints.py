@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils import checkpoint as checkpointing
 
-from hyfi_core.capture.changed import changed
+from hyfi_core.capture.patching import patched
 
 _FUNCTION: Any = checkpointing.CheckpointFunction
 _GENERATOR: Any = checkpointing._checkpoint_without_reentrant_generator
@@ -42,7 +42,7 @@ def plain_checkpoints(inside: Inside) -> Iterator[None]:
             yield
 
     with (
-        changed(checkpointing, "CheckpointFunction", Reentrant),
-        changed(checkpointing, "_checkpoint_without_reentrant_generator", without_reentrance),
+        patched(checkpointing, "CheckpointFunction", Reentrant),
+        patched(checkpointing, "_checkpoint_without_reentrant_generator", without_reentrance),
     ):
         yield

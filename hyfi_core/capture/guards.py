@@ -29,7 +29,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
-from hyfi_core.capture.changed import changed
+from hyfi_core.capture.patching import patched
 from hyfi_core.capture.checkpoints import plain_checkpoints
 from hyfi_core.capture.module_state import Attributes, attributes, is_tensor
 from hyfi_core.capture.places import calling_line
@@ -59,9 +59,9 @@ def trace_guards(model: nn.Module) -> Iterator[None]:
             restored(model),
             _watched_forward(model, calls),
             plain_checkpoints(inside),
-            changed(nn.Module, "__setattr__", _assign),
-            changed(_BatchNorm, "forward", _normalise),
-            changed(torch, "manual_seed", _seed),
+            patched(nn.Module, "__setattr__", _assign),
+            patched(_BatchNorm, "forward", _normalise),
+            patched(torch, "manual_seed", _seed),
         ):
             yield
     finally:

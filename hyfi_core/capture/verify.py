@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
-from hyfi_core.capture.changed import PATCHING
+from hyfi_core.capture.patching import PATCHING
 from hyfi_core.capture.checkpoints import plain_checkpoints
 from hyfi_core.capture.export import capture
 from hyfi_core.capture.first_difference import equal, first_module

@@ -12,7 +12,7 @@ PATCHING = threading.RLock()
 
 
 @contextlib.contextmanager
-def changed(holder: Any, name: str, value: Any) -> Iterator[None]:
+def patched(holder: Any, name: str, value: Any) -> Iterator[None]:
     """Context that replaces an attribute of a class, a module or an object, if it exists.
 
     An inherited attribute is inherited again afterwards.
