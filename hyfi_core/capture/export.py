@@ -21,8 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from hyfi_core.capture.patching import PATCHING
 from hyfi_core.capture.guards import refuse_fake_constants, trace_guards
+from hyfi_core.capture.patching import PATCHING
 from hyfi_core.capture.places import explained, traced_line
 from hyfi_core.capture.program import Operator, Program, Ref, ValueInfo
 from hyfi_core.errors import RequestError

@@ -29,9 +29,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
-from hyfi_core.capture.patching import patched
 from hyfi_core.capture.checkpoints import plain_checkpoints
 from hyfi_core.capture.module_state import Attributes, attributes, is_tensor
+from hyfi_core.capture.patching import patched
 from hyfi_core.capture.places import calling_line
 from hyfi_core.capture.watched_calls import WatchedCalls
 from hyfi_core.errors import RequestError

@@ -23,12 +23,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
-from hyfi_core.capture.patching import PATCHING
 from hyfi_core.capture.checkpoints import plain_checkpoints
 from hyfi_core.capture.export import capture
 from hyfi_core.capture.first_difference import equal, first_module
 from hyfi_core.capture.guards import restored
 from hyfi_core.capture.interpret import interpret
+from hyfi_core.capture.patching import PATCHING
 from hyfi_core.capture.program import Program
 from hyfi_core.capture.repeatable import RepeatableDraws
 from hyfi_core.errors import RequestError
