@@ -27,6 +27,8 @@ from hyfi_core.comm.base import Communicator
 
 KINDS = ("compute", "halo", "stage", "reduce", "wait", "validation", "save")
 MESSAGES = ("halo", "stage", "reduce")
+OF_THE_SLOWEST = ("wait", "validation", "save")
+"""Kinds of which the trainer that spends most bounds training: the others wait for it."""
 MIN_SHARE = 0.05
 """A kind that takes a smaller fraction of the time does not bound training."""
 
@@ -125,10 +127,8 @@ def shares(spent: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
     halo, reduction = min(parts("halo")), min(parts("reduce"))
     return {
+        **{kind: max(parts(kind)) for kind in OF_THE_SLOWEST},
         "compute": mean("compute"),
-        "wait": max(parts("wait")),
-        "validation": max(parts("validation")),
-        "save": max(parts("save")),
         "halo": halo,
         "stage": mean("stage"),
         "reduce": reduction,
@@ -158,16 +158,30 @@ def percentages(spent: Sequence[Mapping[str, float]]) -> dict[str, int]:
 
 
 def bound_by(spent: Sequence[Mapping[str, float]], setup: RunSetup) -> str:
-    """Return one line: what bounds training, by how much, advice, and the whole breakdown."""
+    """Return one line: what bounds training, by how much, advice, and the whole breakdown.
+
+    The breakdown is the mean over trainers. Where the bound is the share of one trainer for which the others wait, and
+    that is not the mean, the line names the trainer.
+    """
     found = shares(spent)
     most = max((kind for kind in found if kind != "compute"), key=lambda kind: found[kind])
     kind = most if found[most] >= MIN_SHARE else "compute"
     parts = percentages(spent)
     split = ", ".join(f"{NAMES[name]} {part}%" for name, part in parts.items() if part or name == "compute")
-    return f"{_verdict(kind, found[kind], setup)} [{split}]".replace("%", " %")
+    of = f"mean of {len(spent)} trainers: " if len(spent) > 1 else ""
+    percent, who = parts[kind], ""
+    if kind in OF_THE_SLOWEST and round(100 * found[kind]) != percent:
+        percent, who = round(100 * found[kind]), f" on trainer {_slowest(spent, kind)}"
+    return f"{_verdict(kind, found[kind], f'{percent}% {NAMES[kind]}{who}', setup)} [{of}{split}]".replace("%", " %")
 
 
-def _verdict(kind: str, share: float, setup: RunSetup) -> str:
+def _slowest(spent: Sequence[Mapping[str, float]], kind: str) -> int:
+    """Return the trainer that spends the largest fraction of its time on ``kind``."""
+    parts = [one[kind] / (sum(one.values()) or math.inf) for one in spent]
+    return parts.index(max(parts))
+
+
+def _verdict(kind: str, share: float, spends: str, setup: RunSetup) -> str:
     named, advice = {
         "compute": ("compute-bound", "more ranks (plan.grids, plan.replicas) make it faster"),
         "wait": ("loader-bound", _loaders(share, setup)),
@@ -181,7 +195,7 @@ def _verdict(kind: str, share: float, setup: RunSetup) -> str:
             "use equal parts (plan.grids), ranks of equal speed, or batches by speed (roles.design=offload_naive)",
         ),
     }[kind]
-    return f"{named}: {share:.0%} {NAMES[kind]}; {advice}"
+    return f"{named}: {spends}; {advice}"
 
 
 def _loaders(share: float, setup: RunSetup) -> str:

@@ -49,6 +49,17 @@ def test_percentages_sum_to_a_hundred() -> None:
     assert {name: part for name, part in percentages(even).items() if part} == {"compute": 75, "imbalance": 25}
 
 
+def test_a_figure_that_is_not_the_mean_says_whose_it_is() -> None:
+    """One trainer validates 88 % of its time, the other 68 %: 88 % in front of a mean of 78 % reads as a mistake."""
+    line = bound_by([rank(compute=3.2, validation=6.8), rank(compute=1.2, validation=8.8)], SETTING)
+    assert line.startswith("validation-bound: 88 % validating on trainer 1; ")
+    assert line.endswith("[mean of 2 trainers: computing 22 %, validating 78 %]")
+    alike = bound_by([rank(compute=2, validation=8)] * 2, SETTING)
+    assert alike.startswith("validation-bound: 80 % validating; ")
+    thirds = bound_by([rank(compute=1, halo=1, reduce=1)] * 2, SETTING)  # rounded once, not twice
+    assert "33 % exchanging halos; " in thirds and "exchanging halos 33 %" in thirds
+
+
 def test_validators_that_are_behind() -> None:
     late = [rank(compute=5, validation=5)]
     assert "validation.policy=latest" in bound_by(late, RunSetup(1, 1, 1, "all"))
