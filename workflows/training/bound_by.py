@@ -29,8 +29,8 @@ KINDS = ("compute", "halo", "stage", "reduce", "wait", "validation", "save")
 MESSAGES = ("halo", "stage", "reduce")
 OF_THE_SLOWEST = ("wait", "validation", "save")
 """Kinds of which the trainer that spends most bounds training: the others wait for it."""
-MIN_SHARE = 0.05
-"""A kind that takes a smaller fraction of the time does not bound training."""
+MIN_SHARE = 0.15
+"""A kind other than computing that takes a smaller fraction of the time does not bound training: computing does."""
 
 NAMES = {
     "compute": "computing",

@@ -17,6 +17,7 @@ def rank(**seconds: float) -> dict[str, float]:
     ("spent", "begins"),
     [
         ([rank(compute=9.7, halo=0.3)], "compute-bound: 97 % computing"),
+        ([rank(compute=9, reduce=1)], "compute-bound: 90 % computing"),  # a tenth bounds nothing
         (
             [rank(compute=6.2, wait=3.8)],
             "loader-bound: 38 % waiting; add 2 loaders (roles.loaders=4) or simpler data.augment",
