@@ -177,6 +177,7 @@ class _Run:
                 given = together(self._comm, lambda: self._options.tissue_given(one.slide_id))
                 known = replace(known, flags=_merged(flags, self._flags, ("tissue_given",) * (given is not None)))
                 dataset = together(self._comm, lambda: self._dataset(store, one))
+                known = known if one.stored else replace(known, source_mpp=_source_mpp(dataset))
                 view = together(self._comm, lambda: dataset.view(0))
                 if not view.pieces:
                     flags = _merged(known.flags, view.flags)
@@ -300,7 +301,17 @@ def _ingest_options(members: Sequence[Member], spec: InputSpec, options: Predict
     tissue: dict[str, Any] = {"pen": "mask"} | {
         k: tuple(v) if isinstance(v, list) else v for k, v in found.items() if k in known
     }
-    return IngestOptions(mpp=spec.mpp, slide_mpp=options.slide_mpp, tissue=TissueParameters(**tissue))
+    return IngestOptions(
+        mpp=spec.mpp, slide_mpp=options.slide_mpp, force_mpp=options.force_mpp, tissue=TissueParameters(**tissue)
+    )
+
+
+def _source_mpp(dataset: SlideDataset) -> float:
+    """Return the microns per pixel, the mean of both axes, that were used for the file of the first slide."""
+    slide = dataset.slide(0)
+    assert isinstance(slide, SlideStore)
+    y, x = slide.attributes["source"]["mpp"]
+    return float(y + x) / 2
 
 
 def _flags_of(text: str) -> tuple[str, ...]:

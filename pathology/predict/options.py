@@ -24,6 +24,7 @@ class PredictOptions:
     Attributes:
         mpp: Micrometres per pixel of the images; None: the checkpoint's.
         slide_mpp: Micrometres per pixel of slide files that do not state a plausible value.
+        force_mpp: ``slide_mpp`` and the manifest override even a plausible value of the file.
         overwrite: Predict finished slides again, and replace results of other checkpoints.
         cells: Rows and columns of cells in which one process computes every image; None: only large images have cells.
         image: ``whole``: images show all tissue of a slide; ``trained``: one image of the trained size.
@@ -40,6 +41,7 @@ class PredictOptions:
 
     mpp: float | None = None
     slide_mpp: float | None = None
+    force_mpp: bool = False
     overwrite: bool = False
     cells: tuple[int, int] | None = None
     image: Image = "whole"

@@ -136,6 +136,7 @@ class OutFolder:
             **self._made_by,
             "source": identity,
             "slide_mpp": None if one.stored else self._options.slide_mpp,
+            **({"force_mpp": True} if self._options.force_mpp and not one.stored else {}),
             **({} if given is None else {"tissue": given}),
         }
 

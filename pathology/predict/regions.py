@@ -43,7 +43,7 @@ class Region:
     Attributes:
         rank: 1 for the region with the highest score × area.
         cells: (rows, columns) of its cells on the heatmap, each (n,).
-        score: Mean score of its cells, 0 to 1.
+        score: Mean score of its cells, 0 to 1; of a square around a small region that of the region, not of the square.
         contribution: Sum of the positive contributions of its cells to the logit.
         share: ``contribution`` as a fraction of that of all cells, 0 to 1.
         area_um2: Area of its cells.
@@ -70,7 +70,8 @@ def find_regions(
     """Return the regions where a class scores highest, by score × area in descending order.
 
     Regions are connected cells in which the score is at least 0.5, or, if there are none, at least half of the highest
-    score. A region that is too small to be visible is replaced by a square around its highest score.
+    score. A region that is too small to be visible is replaced by a square around its highest score. A region whose
+    highest score lies within one that comes before it is left out.
 
     Args:
         heatmap: Heatmap of the slide.
@@ -90,24 +91,33 @@ def find_regions(
     chosen = score >= (0.5 if score.max() >= 0.5 else score.max() / 2)
     groups = label(chosen)
     sums = np.bincount(groups.ravel(), weights=score.ravel())[1:]
-    strongest = np.argsort(-sums, kind="stable")[:most]
     total = float(heatmap.positive_contributions(class_index).sum())
     side_px = tuple(max(1, round(least_um / um)) for um in heatmap.cell_um)
-    found = [
-        _region(
-            rank, _large_enough(np.nonzero(groups == group + 1), score, side_px), score, heatmap, class_index, total
-        )
-        for rank, group in enumerate(strongest, start=1)
-    ]
+    found: list[Region] = []
+    shown = np.zeros(score.shape, bool)
+    for group in np.argsort(-sums, kind="stable"):
+        high = np.nonzero(groups == group + 1)
+        if shown[_peak(high, score)]:
+            continue
+        cells = _large_enough(high, score, side_px)
+        found.append(_region(len(found) + 1, cells, high, score, heatmap, class_index, total))
+        if len(found) == most:
+            break
+        shown[cells] = True
     return found
+
+
+def _peak(cells: Any, score: NDArray[np.float64]) -> tuple[int, int]:
+    """Return (row, column) of the cell with the highest score."""
+    strongest = int(np.argmax(score[cells]))
+    return int(cells[0][strongest]), int(cells[1][strongest])
 
 
 def _large_enough(cells: Any, score: NDArray[np.float64], side: tuple[int, ...]) -> Any:
     """Return the cells; if they are fewer than those of a square of ``side``, a square around the highest score."""
     if len(cells[0]) >= side[0] * side[1]:
         return cells
-    peak = int(np.argmax(score[cells]))
-    starts = [max(0, int(axis[peak]) - n // 2) for axis, n in zip(cells, side, strict=True)]
+    starts = [max(0, middle - n // 2) for middle, n in zip(_peak(cells, score), side, strict=True)]
     rows, columns = (
         np.arange(start, min(start + n, size)) for start, n, size in zip(starts, side, score.shape, strict=True)
     )
@@ -115,18 +125,17 @@ def _large_enough(cells: Any, score: NDArray[np.float64], side: tuple[int, ...])
 
 
 def _region(
-    rank: int, cells: Any, score: NDArray[np.float64], heatmap: Heatmap, class_index: int, total: float
+    rank: int, cells: Any, high: Any, score: NDArray[np.float64], heatmap: Heatmap, class_index: int, total: float
 ) -> Region:
-    strongest = int(np.argmax(score[cells]))
     contribution = float(heatmap.positive_contributions(class_index)[cells].sum())
     return Region(
         rank=rank,
         cells=cells,
-        score=float(score[cells].mean()),
+        score=float(score[high].mean()),
         contribution=contribution,
         share=contribution / total if total > 0 else 0.0,
         area_um2=len(cells[0]) * heatmap.cell_um[0] * heatmap.cell_um[1],
-        peak=(int(cells[0][strongest]), int(cells[1][strongest])),
+        peak=_peak(high, score),
     )
 
 

@@ -34,6 +34,7 @@ class Prediction:
         coverage: Fraction of the tissue that the model has seen; None if the slide failed before it was known.
         flags: Warnings about the slide, such as ``cropped``.
         reason: Why it failed or is incomplete.
+        source_mpp: Microns per pixel of the slide file that were used; None if it was read from a store or failed.
     """
 
     slide_id: str
@@ -46,6 +47,7 @@ class Prediction:
     coverage: float | None = None
     flags: tuple[str, ...] = ()
     reason: str = ""
+    source_mpp: float | None = None
 
     @classmethod
     def of_json(cls, values: Mapping[str, Any]) -> Self:

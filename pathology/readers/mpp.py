@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pathology.errors import SlideError
@@ -106,6 +107,26 @@ def resolve_mpp(
     if flag_mpp is not None:
         return SourceMpp((flag_mpp, flag_mpp), "flag")
     raise SlideError(f"{_what_the_file_says(file_mpp)}; {HOW_TO_GIVE}")
+
+
+def not_used_note(flag_mpp: float | None, used: Mapping[str, float | None]) -> str:
+    """Return a note about slides whose own plausible mpp contradicts ``--slide-mpp``; empty if there are none.
+
+    Args:
+        flag_mpp: ``--slide-mpp``, given without ``--force-mpp``.
+        used: Microns per pixel that are used for each slide; None: unknown.
+    """
+    if flag_mpp is None:
+        return ""
+    others = [(name, um) for name, um in used.items() if um and abs(um / flag_mpp - 1) > AGREE_TOLERANCE]
+    if not others:
+        return ""
+    name, um = others[0]
+    slides = f"{len(others)} slide{'s' * (len(others) > 1)}"
+    return (
+        f"note: --slide-mpp {flag_mpp:g} was not used for {slides}, as file or manifest state another value "
+        f"({name}: {um:.4g}); --force-mpp overrides the file's"
+    )
 
 
 def _manifest_value(text: str) -> float | None:

@@ -266,6 +266,8 @@ def _refuse_too_little_room(plan: Plan, request: Request) -> None:
 
 
 def _report(report: IngestReport, request: Request, as_json: bool) -> int:
+    from pathology.readers.mpp import not_used_note
+
     out = request.store
     for record in report.failed:
         console.warn(f"failed: {_name(record)}: {record.reason}")
@@ -273,8 +275,9 @@ def _report(report: IngestReport, request: Request, as_json: bool) -> int:
         surprising = [flag for flag in record.flags if flag != "tissue_given"]  # that one was asked for
         if surprising:
             console.warn(f"note: {record.slide_id}: {', '.join(surprising)}")
-    if not request.options.force_mpp and (unused := _not_used(report.done, request.options.slide_mpp)):
-        console.warn(unused)
+    used = {} if request.options.force_mpp else {record.slide_id: record.source_mpp for record in report.done}
+    if note := not_used_note(request.options.slide_mpp, used):
+        console.warn(note)
     if report.stopped:
         console.warn(f"stopped: {report.stopped}. Finished slides are kept; run the same command to continue")
     counts = f"{len(report.done)} done, {len(report.failed)} failed, {len(report.skipped)} finished before"
@@ -297,22 +300,6 @@ def _report(report: IngestReport, request: Request, as_json: bool) -> int:
     if report.interrupted:
         return STOPPED
     return SOME_FAILED if report.failed or report.stopped else DONE
-
-
-def _not_used(done: Sequence[SlideRecord], slide_mpp: float | None) -> str:
-    """Return a note about slides whose own plausible mpp contradicts ``--slide-mpp``; empty if there are none."""
-    from pathology.readers.mpp import AGREE_TOLERANCE
-
-    if slide_mpp is None:
-        return ""
-    others = [one for one in done if one.source_mpp and abs(one.source_mpp / slide_mpp - 1) > AGREE_TOLERANCE]
-    if not others:
-        return ""
-    example = f"{others[0].slide_id}: {others[0].source_mpp:.4g}"
-    return (
-        f"note: --slide-mpp {slide_mpp:g} was not used for {len(others)} slides, as file or manifest state another "
-        f"value ({example}); --force-mpp overrides the file's"
-    )
 
 
 def _name(record: SlideRecord) -> str:

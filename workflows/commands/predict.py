@@ -32,6 +32,7 @@ def run(
     ranks: int | None,
     mpp: float | None,
     slide_mpp: float | None,
+    force_mpp: bool,
     overwrite: bool,
     as_json: bool,
     cells: str | None = None,
@@ -62,6 +63,7 @@ def run(
     options = PredictOptions(
         mpp=mpp,
         slide_mpp=slide_mpp,
+        force_mpp=force_mpp,
         overwrite=overwrite,
         cells=parse_cells(cells),
         image=image,  # type: ignore[arg-type]
@@ -136,6 +138,7 @@ def _arguments(request: PredictionRequest, ranks: int) -> list[str]:
     words += [] if options.cells is None else ["--cells", "{},{}".format(*options.cells)]
     words += ["--tissue", options.tissue] if options.tissue is not None else []
     words += ["--overwrite"] * options.overwrite + ["--json"] * request.as_json
+    words += ["--force-mpp"] * options.force_mpp
     words += ["--image", options.image] + ["--allow-partial"] * options.allow_partial
     return [*words, "--", str(request.checkpoints[0]), *(str(path) for path in request.inputs)]
 
@@ -165,7 +168,7 @@ def _predict(request: PredictionRequest) -> int:
     if owner is not None:
         page = _write_page(out, members)
         owner.release()
-        _report(report, out, page, request.as_json)
+        _report(report, request, page)
     if report.stopped:
         return STOPPED
     withheld = [one for one in report.incomplete if not one.prediction]
@@ -218,7 +221,10 @@ def _write_page(out: Path, members: Sequence[Member]) -> Path:
         return out / PAGE_FILE
 
 
-def _report(report: PredictionReport, out: Path, page: Path, as_json: bool) -> None:
+def _report(report: PredictionReport, request: PredictionRequest, page: Path) -> None:
+    from pathology.readers.mpp import not_used_note
+
+    out = request.out
     for one in report.failed:
         console.warn(f"{one.slide_id} ({one.path}): {one.reason}")
     for one in report.incomplete:
@@ -230,12 +236,19 @@ def _report(report: PredictionReport, out: Path, page: Path, as_json: bool) -> N
         partial = ", incomplete" if one in report.incomplete else ""
         probability = f"{max(one.probabilities):.3f}{partial}"
         console.say(f"{one.slide_id}: {one.prediction} ({probability})  {out / one.slide_id / 'report.html'}")
+    used = (
+        {}
+        if request.options.force_mpp
+        else {one.slide_id: one.source_mpp for one in (*report.done, *report.incomplete)}
+    )
+    if note := not_used_note(request.options.slide_mpp, used):
+        console.warn(note)
     skipped = f", {len(report.skipped)} finished before" if report.skipped else ""
     stopped = "; stopped on request, run the same command to continue" if report.stopped else ""
     table = out / "predictions.csv"
     counts = f"{len(report.done)} predicted, {len(report.incomplete)} incomplete, {len(report.failed)} failed"
     console.say(f"{counts}{skipped}{stopped}: {table}, {page}")
-    if as_json:
+    if request.as_json:
         console.emit_json(
             {
                 "predictions": str(table),

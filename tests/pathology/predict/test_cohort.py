@@ -187,6 +187,17 @@ def test_what_cannot_be_predicted_fails_alone(slide: Path, tmp_path: Path) -> No
     assert [one.flags for one in again.done if one.slide_id == "nompp"] == [("mpp_assumed",)]
 
 
+def test_a_plausible_mpp_of_the_file_is_replaced_only_by_force(slide: Path, tmp_path: Path) -> None:
+    sheet = tmp_path / "sheet.csv"
+    sheet.write_text(f"path,source_mpp\n{slide},0.6\n")
+    (refused,) = predict(tmp_path / "out", [sheet]).failed
+    assert "--force-mpp" in refused.reason
+    (forced,) = predict(tmp_path / "out", [sheet], force_mpp=True).done
+    assert forced.source_mpp == 0.6 and "mpp_replaced" in forced.flags
+    (kept,) = predict(tmp_path / "out", [slide], slide_mpp=0.25).done  # the file's, and the command says so
+    assert kept.source_mpp == 0.5
+
+
 def test_finished_slides_are_skipped_and_other_checkpoints_refused(slide: Path, tmp_path: Path) -> None:
     member, other = member_of(Darkness()), member_of(Darkness(), "two")
     predict(tmp_path, [slide], member)

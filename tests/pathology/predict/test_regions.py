@@ -49,6 +49,15 @@ def test_regions_are_as_large_as_one_sees() -> None:
     (region,) = find_regions(heatmap_of(values), 1, least_um=50)
     assert region.peak == (0, 20) and len(region.cells[0]) == 100
     assert region.cells[0].min() == 0 and region.cells[1].min() == 15
+    assert region.score == pytest.approx(0.4)  # not 0.014, the mean of the square
+
+
+def test_squares_of_neighbours_are_one_region() -> None:
+    values = np.full((40, 40), 0.01)
+    values[20, 20], values[20, 23], values[20, 32] = 0.9, 0.8, 0.7
+    regions = find_regions(heatmap_of(values), 1, least_um=50)
+    assert [one.peak for one in regions] == [(20, 20), (20, 32)]
+    assert [one.rank for one in regions] == [1, 2]
 
 
 def test_tissue_is_outlined_in_the_coordinates_of_the_slide() -> None:

@@ -13,6 +13,7 @@ import tifffile
 from tests.conftest import ROOT, Hyfi
 from tests.pathology.slides import draw_slide, write_slide
 from tests.workflows.predictions import rows_of, save
+from workflows.commands.predict import run
 
 
 @pytest.fixture(scope="module")
@@ -92,3 +93,13 @@ def test_requests_that_cannot_be_met(hyfi: Hyfi, checkpoint: Path, slides: Path,
         assert said.returncode == 2, said.stderr
         assert cause in said.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"file"}
+
+
+def test_an_mpp_that_is_not_used_is_named(
+    checkpoint: Path, slides: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ([checkpoint], [slides / "one.tiff"], tmp_path / "out", None, None, 0.4)
+    assert run(*given, force_mpp=False, overwrite=False, as_json=False) == 0
+    assert "--slide-mpp 0.4 was not used for 1 slide, as" in capsys.readouterr().err
+    assert run(*given, force_mpp=True, overwrite=False, as_json=False) == 0
+    assert "was not used" not in capsys.readouterr().err
