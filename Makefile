@@ -17,8 +17,9 @@ INSTALL = $(BIN)/python -m pip install --quiet $(PIP_FLAGS)
 demo: .venv/.installed
 	$(BIN)/hyfi demo --out demo
 
+# Bytecode is kept, whatever the environment says: the tests start many processes, each of which would compile it all.
 test: .venv/.installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not soak" -n 2 --dist loadfile $(PYTEST_FLAGS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not soak" -n 2 --dist loadfile $(PYTEST_FLAGS)
 
 soak: .venv/.installed-test
 	$(BIN)/python -m pytest -m soak $(PYTEST_FLAGS)

@@ -158,7 +158,6 @@ def _packages() -> str:
         "imagecodecs",
         "PIL",
         "safetensors",
-        "torchmetrics",
         "tensorboard",
         "pydantic",
         "yaml",

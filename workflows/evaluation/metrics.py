@@ -1,7 +1,11 @@
-"""Classification metrics, by torchmetrics; None if undefined.
+"""Classification metrics; None if undefined.
 
 All metrics are undefined (None, never 0) without samples or if outputs are not finite. If all targets are of one class,
 only accuracy and calibration error are defined.
+
+Every metric is a function of sums over samples, so that those of many draws from the samples take a few matrix products
+(:mod:`workflows.evaluation.bootstrap`). Tests compare them with torchmetrics, which is not used here because importing
+it imports all that is installed for texts and sounds as well: seconds in every process that validates.
 """
 
 from __future__ import annotations
@@ -71,43 +75,87 @@ def _check(outputs: torch.Tensor, targets: torch.Tensor) -> None:
 def _metrics(
     scores: torch.Tensor, outputs: torch.Tensor, probabilities: torch.Tensor, targets: torch.Tensor
 ) -> Metrics:
-    from torchmetrics.functional.classification import (
-        multiclass_calibration_error,
-        multiclass_cohen_kappa,
-        multiclass_f1_score,
-        multiclass_recall,
-    )
-
     if not len(targets) or not bool(outputs.isfinite().all()):
         return dict.fromkeys(METRICS)
-    predicted, classes = outputs.argmax(dim=1), outputs.shape[1]
-    accuracy = float((predicted == targets).double().mean())
-    calibration = float(multiclass_calibration_error(probabilities, targets, classes, n_bins=CALIBRATION_BINS))
-    present = targets.unique()
-    if len(present) == 1:
-        return dict.fromkeys(METRICS) | {"accuracy": accuracy, "calibration_error": calibration}
-    recall = multiclass_recall(predicted, targets, classes, average=None)
-    f1 = multiclass_f1_score(predicted, targets, classes, average=None)
-    kappa = float(multiclass_cohen_kappa(predicted, targets, classes, weights="quadratic"))
-    return {
-        "auroc": _auroc(scores, targets, present),
-        "balanced_accuracy": float(recall[present].mean()),
-        "accuracy": accuracy,
-        "f1": float(f1[1] if classes == 2 else f1[present].mean()),
-        "quadratic_kappa": kappa if math.isfinite(kappa) else None,
-        "calibration_error": calibration,
+    once = torch.ones(1, len(targets), dtype=torch.float64)
+    found = weighted_metrics(scores, outputs, probabilities, targets, once)
+    values = {name: float(found[name]) for name in METRICS}
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+
+def weighted_metrics(
+    scores: torch.Tensor,
+    outputs: torch.Tensor,
+    probabilities: torch.Tensor,
+    targets: torch.Tensor,
+    counts: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """Return the metrics of draws from the samples, each (draws,); NaN if undefined.
+
+    Args:
+        scores: (N, K) by which each class ranks the samples.
+        outputs: (N, K); the predicted class is that of the largest.
+        probabilities: (N, K).
+        targets: (N,) class indices.
+        counts: (draws, N) float64, how often each draw has each sample.
+    """
+    classes = outputs.shape[1]
+    predicted = outputs.argmax(1)
+    confusion = _summed(counts, targets * classes + predicted, classes**2).view(-1, classes, classes)
+    # (draws, classes): samples of each class, samples predicted as it, and both.
+    true, predicted_as, hit = confusion.sum(2), confusion.sum(1), confusion.diagonal(dim1=1, dim2=2)
+    several_classes = (true > 0).sum(1) > 1
+    f1 = 2 * hit / (true + predicted_as)
+    found = {
+        "auroc": _areas(scores, targets, counts, true),
+        "balanced_accuracy": _mean_present(hit / true, true),
+        "f1": f1[:, 1] if classes == 2 else _mean_present(f1, true),
+        "quadratic_kappa": _kappa(confusion),
+    }
+    found = {name: torch.where(several_classes, value, torch.nan) for name, value in found.items()}
+    return found | {
+        "accuracy": hit.sum(1) / counts.sum(1),
+        "calibration_error": _calibration(probabilities, predicted == targets, counts),
     }
 
 
-def _auroc(scores: torch.Tensor, targets: torch.Tensor, present: torch.Tensor) -> float:
-    from torchmetrics.functional.classification import binary_auroc
-
-    positive = [1] if scores.shape[1] == 2 else present.tolist()
-    areas = [binary_auroc(_unit_ranks(scores[:, c]), (targets == c).long()) for c in positive]
-    return float(torch.stack(areas).double().mean())
+def _summed(counts: torch.Tensor, group: torch.Tensor, groups: int) -> torch.Tensor:
+    """Return (draws, groups): the sum of ``counts`` (draws, N) over the samples of each group; ``group``: (N,)."""
+    return torch.zeros(len(counts), groups, dtype=torch.float64).index_add_(1, group, counts)
 
 
-def _unit_ranks(scores: torch.Tensor) -> torch.Tensor:
-    """Return the scores' ranks scaled to [0, 1]; to values outside, torchmetrics applies a sigmoid, which may tie."""
-    rank = ranks(scores).double()
-    return rank / max(1.0, float(rank.max()))
+def _mean_present(values: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
+    """Return the mean of (draws, classes) over the classes that are present in a draw."""
+    present = true > 0
+    return torch.where(present, values, 0.0).sum(1) / present.sum(1)
+
+
+def _areas(scores: torch.Tensor, targets: torch.Tensor, counts: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
+    """Return the area under the ROC curve: the fraction of pairs (positive, negative) in right order, ties half."""
+    classes = scores.shape[1]
+    areas = []
+    for c in [1] if classes == 2 else range(classes):
+        rank = ranks(scores[:, c])
+        positive = _summed(counts * (targets == c), rank, int(rank.max()) + 1)
+        negative = _summed(counts * (targets != c), rank, int(rank.max()) + 1)
+        below = negative.cumsum(1) - negative / 2
+        areas.append((positive * below).sum(1) / (positive.sum(1) * negative.sum(1)))
+    return areas[0] if classes == 2 else _mean_present(torch.stack(areas, 1), true)
+
+
+def _kappa(confusion: torch.Tensor) -> torch.Tensor:
+    """Return Cohen's kappa with quadratic weights (draws,) of confusion matrices (draws, K, K)."""
+    place = torch.arange(confusion.shape[1], dtype=torch.float64)
+    weights = (place[:, None] - place) ** 2
+    expected = confusion.sum(2)[:, :, None] * confusion.sum(1)[:, None, :]
+    by_chance = (weights * expected).sum((1, 2)) / confusion.sum((1, 2))
+    return 1 - (weights * confusion).sum((1, 2)) / by_chance
+
+
+def _calibration(probabilities: torch.Tensor, right: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Return the expected calibration error (draws,): |accuracy − confidence| of bins, weighted by their samples."""
+    confidence = probabilities.amax(1)
+    # In float32 like torchmetrics, so that a confidence on the edge of a bin falls into the same one.
+    of_bin = torch.bucketize(confidence.float(), torch.linspace(0, 1, CALIBRATION_BINS + 1), right=True) - 1
+    difference = _summed(counts * (right.double() - confidence), of_bin, CALIBRATION_BINS + 1)
+    return difference.abs().sum(1) / counts.sum(1)

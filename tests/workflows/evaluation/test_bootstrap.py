@@ -11,7 +11,34 @@ from hypothesis import strategies as st
 from workflows.evaluation.bootstrap import DRAWS, draw_cases, drawn_metrics, intervals
 from workflows.evaluation.cases import by_case, case_indices
 from workflows.evaluation.evaluate import EvaluationSet
-from workflows.evaluation.metrics import METRICS, metrics_of_logits
+from workflows.evaluation.metrics import CALIBRATION_BINS, METRICS, log_odds, metrics_of_logits, ranks
+
+
+def by_torchmetrics(logits: torch.Tensor, targets: torch.Tensor) -> dict[str, float | None]:
+    """The metrics of :func:`metrics_of_logits`, by torchmetrics."""
+    from torchmetrics.functional.classification import (
+        binary_auroc,
+        multiclass_calibration_error,
+        multiclass_cohen_kappa,
+        multiclass_f1_score,
+        multiclass_recall,
+    )
+
+    predicted, classes, present = logits.argmax(1), logits.shape[1], targets.unique()
+    bins = multiclass_calibration_error(logits.softmax(1), targets, classes, n_bins=CALIBRATION_BINS)
+    found = {"accuracy": float((predicted == targets).double().mean()), "calibration_error": float(bins)}
+    if len(present) == 1:
+        return dict.fromkeys(METRICS) | found
+    scores = [ranks(one).double() / len(one) for one in log_odds(logits).T]  # outside 0 to 1 a sigmoid is applied
+    areas = [binary_auroc(scores[c], (targets == c).long()) for c in ([1] if classes == 2 else present.tolist())]
+    f1 = multiclass_f1_score(predicted, targets, classes, average=None)
+    recall = multiclass_recall(predicted, targets, classes, average=None)
+    return found | {
+        "auroc": float(torch.stack(areas).double().mean()),
+        "balanced_accuracy": float(recall[present].mean()),
+        "f1": float(f1[1] if classes == 2 else f1[present].mean()),
+        "quadratic_kappa": float(multiclass_cohen_kappa(predicted, targets, classes, weights="quadratic")),
+    }
 
 
 @settings(max_examples=12, deadline=None)
@@ -24,7 +51,11 @@ def test_all_draws_at_once_are_torchmetrics_on_each_draw(classes, n, seed, level
     found = drawn_metrics(logits, targets, losses, counts)
     for draw, row in enumerate(counts):
         drawn = torch.arange(n).repeat_interleave(row.long())
-        wanted = {**metrics_of_logits(logits[drawn], targets[drawn]), "loss": float(losses[drawn].mean())}
+        assert metrics_of_logits(logits[drawn], targets[drawn]) == {
+            name: value if value is None else pytest.approx(value, abs=1e-5)
+            for name, value in by_torchmetrics(logits[drawn], targets[drawn]).items()
+        }
+        wanted = {**by_torchmetrics(logits[drawn], targets[drawn]), "loss": float(losses[drawn].mean())}
         for name, value in wanted.items():
             here = float(found[name][draw])
             assert math.isnan(here) if value is None else here == pytest.approx(value, abs=1e-5), name
