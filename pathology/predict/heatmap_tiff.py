@@ -21,8 +21,8 @@ EXPLANATION = (
     "Two channels for each class. Score: the output of the model's head at each position before pooling, 0 to 1, "
     "smoothed over neighbouring cells; scores of all classes sum to 1. Contribution: to the class's logit; the sum "
     "over a channel at full resolution, without NaN, plus the class's bias is the logit. Coarser levels hold means. "
-    "NaN: not seen by the model. The contribution of the background between the pieces of tissue is divided equally "
-    "among all positions that were seen."
+    "NaN: not seen by the model; scores also where there is no tissue. The contribution of the background between the "
+    "pieces of tissue is divided equally among all positions that were seen."
 )
 BY_CENTRES = " Cells and pieces of tissue are not aligned, so each cell is placed by its centre."
 

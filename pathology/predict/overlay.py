@@ -99,7 +99,10 @@ def tissue_cells(tissue: NDArray[np.bool_], tissue_mpp: tuple[float, float], hea
     rows, columns = heatmap.values.shape[1:]
     scale_y, scale_x = (fine / coarse for fine, coarse in zip(tissue_mpp, heatmap.cell_um, strict=True))
     y, x = np.nonzero(tissue)
-    cells = np.zeros((rows, columns), dtype=bool)
+    # A cell that is smaller than the mask's pixels may contain none of their centres.
+    i, j = (((np.arange(n) + 0.5) / scale).astype(int) for n, scale in ((rows, scale_y), (columns, scale_x)))
+    inside = (i < tissue.shape[0])[:, None] & (j < tissue.shape[1])
+    cells = inside & tissue[np.minimum(i, tissue.shape[0] - 1)[:, None], np.minimum(j, tissue.shape[1] - 1)]
     cells[
         np.minimum(((y + 0.5) * scale_y).astype(int), rows - 1),
         np.minimum(((x + 0.5) * scale_x).astype(int), columns - 1),

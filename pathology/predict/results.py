@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from data.files import publish_directory, remove_leftovers, temporary_path
@@ -75,10 +77,12 @@ def _write_files(
         "combined": result.combined,
     }
     with_position = metadata | {"cell_to_level0": cell_to_level0(result)}
-    write_heatmap(folder / "heatmap.tiff", heatmap, result.slide_id, with_position, origin_um(result))
-    thumb = thumbnail_of_store(result.slide, OVERLAY_PX).image
     mask, mask_mpp = result.slide.tissue()
     cells = tissue_cells(mask, mask_mpp, heatmap)
+    # A head scores glass, too, and what it says of it is meaningless: it would be colour on glass in every viewer.
+    on_tissue = replace(heatmap, scores=np.where(cells, heatmap.scores, np.float32(np.nan)))
+    write_heatmap(folder / "heatmap.tiff", on_tissue, result.slide_id, with_position, origin_um(result))
+    thumb = thumbnail_of_store(result.slide, OVERLAY_PX).image
     regions = [] if result.withheld else find_regions(heatmap, predicted, cells)
     overlay = draw_overlay(Overlay(thumb, heatmap, not result.withheld, mask, mask_mpp, regions))
     overlay.save(folder / "overlay.png", optimize=False, compress_level=6)
@@ -92,7 +96,7 @@ def _write_files(
         collection["features"] += contour_features(heatmap, predicted, cells, slide_id=result.slide_id, level0=level0)
     write_regions(folder / "regions.geojson", collection)
     if not result.withheld:
-        write_score_picture(folder / "scores.tiff", heatmap)
+        write_score_picture(folder / "scores.tiff", on_tissue)
     report = fill_report(result, members, spec, Pictures(Image.fromarray(thumb), overlay, cells), regions, level0)
     (folder / "report.html").write_text(render_report(report), encoding="utf-8")
     text = json.dumps(

@@ -94,6 +94,10 @@ def test_a_file_gives_the_models_answer_and_all_files(slide: Path, store: Path, 
     values = tifffile.imread(tmp_path / "out" / "one" / "heatmap.tiff")
     total = np.nansum(values[2:].astype(np.float64), axis=(1, 2)) + model.fc.bias.detach().numpy()
     np.testing.assert_allclose(total, logits.numpy(), atol=1e-5)
+    finite = np.isfinite(values)  # cells of 64 pixels of the file; tissue from row 100 and column 60 on
+    assert finite[:, 4, 3].all() and finite[:, 8, 25].all()
+    seen_glass = finite[2] & ~finite[0]
+    assert seen_glass.any() and not finite[0, :, 10:20].any()
 
 
 def test_heatmap_and_regions_are_in_register_with_the_slide(slide: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from pathology.predict.colors import class_color
 from pathology.predict.heatmap import Heatmap
 from pathology.predict.legend import bar_length_um
-from pathology.predict.overlay import Overlay, draw_overlay, score_colors
+from pathology.predict.overlay import Overlay, draw_overlay, score_colors, tissue_cells
 from pathology.predict.regions import find_regions
 
 
@@ -70,3 +70,15 @@ def test_scale_bar_is_a_round_number() -> None:
     assert bar_length_um(1.0, 240) == 200
     assert bar_length_um(3.9, 240) == 500
     assert bar_length_um(0.25, 100) == 20
+
+
+@pytest.mark.parametrize("pixel_um", [2.5, 5.0, 20.0])
+def test_cells_with_tissue_have_no_holes_whatever_the_mask(pixel_um: float) -> None:
+    values = np.zeros((1, 16, 16), np.float32)
+    heatmap = Heatmap(values, values, 10, (0.5, 0.5), (160, 160), ("a",), (0.0,), (0.0,), (0.0,), True)
+    side = round(80 / pixel_um)
+    tissue = np.zeros((side, side), bool)
+    tissue[: side // 2, : side // 4] = True
+    expected = np.zeros((16, 16), bool)
+    expected[:8, :4] = True
+    np.testing.assert_array_equal(tissue_cells(tissue, (pixel_um, pixel_um), heatmap), expected)
