@@ -102,7 +102,9 @@ def tissue_cells(tissue: NDArray[np.bool_], tissue_mpp: tuple[float, float], hea
     # A cell that is smaller than the mask's pixels may contain none of their centres.
     i, j = (((np.arange(n) + 0.5) / scale).astype(int) for n, scale in ((rows, scale_y), (columns, scale_x)))
     inside = (i < tissue.shape[0])[:, None] & (j < tissue.shape[1])
-    cells = inside & tissue[np.minimum(i, tissue.shape[0] - 1)[:, None], np.minimum(j, tissue.shape[1] - 1)]
+    cells: NDArray[np.bool_] = (
+        inside & tissue[np.minimum(i, tissue.shape[0] - 1)[:, None], np.minimum(j, tissue.shape[1] - 1)]
+    )
     cells[
         np.minimum(((y + 0.5) * scale_y).astype(int), rows - 1),
         np.minimum(((x + 0.5) * scale_x).astype(int), columns - 1),
