@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -53,6 +54,30 @@ def hyfi(tmp_path: Path) -> Hyfi:
         )
 
     return run
+
+
+@pytest.fixture
+def hyfi_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Hyfi]:
+    """Like ``hyfi``, but in this process: for tests that are not about the process, whose start takes seconds."""
+    from workflows import signals
+    from workflows.cli import app
+
+    monkeypatch.chdir(tmp_path)
+    before = {number: signal.getsignal(number) for number in signals.SIGNALS}
+
+    def run(*words: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+        given = [str(word) for word in words]
+        capfd.readouterr()
+        with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
+            patch.setattr(signals, "_requested", False)
+            for name, value in {"COLUMNS": "200", **environment}.items():
+                patch.setenv(name, value)
+            app(given)
+        return subprocess.CompletedProcess(given, int(ended.value.code or 0), *capfd.readouterr())
+
+    yield run
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""All dimensions over real MPI: eight processes train as one does."""
+"""All dimensions over real MPI: four processes, and eight, train as one does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from tests.conftest import MPIEXEC, ROOT
 
 pytestmark = [pytest.mark.mpi, pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec: pip install 'hyfi[local]'")]
 
-# Hy-Fi's canonical plan first: five stages, the first over four ranks, eight ranks, two directions, two micro-batches.
 PROGRAM = """
 import torch, hyfi_core
 from hyfi_core import ParallelPlan
@@ -20,13 +19,17 @@ from tests.steps import Steps, adamw, assert_equal_steps, make_batches, one_proc
 from tests.test_plans import make
 
 comm, one = hyfi_core.init(), (1, 1)
-assert comm.size == 8
 torch.set_num_threads(1)
-canonical = ParallelPlan(((2, 2), one, one, one, one), ("enter", "down1", "down2", "up1"), 2, "gems_master")
-five = ParallelPlan(
-    ((1, 2), one, one), ("enter", "down1"), 4, "chimera", replicas=2, mirror="point_to_point", recompute=(0,)
-)
-for plan in (canonical, five):
+if comm.size == 8:  # Hy-Fi's canonical plan: five stages, the first over four ranks, two directions, two micro-batches
+    first = ParallelPlan(((2, 2), one, one, one, one), ("enter", "down1", "down2", "up1"), 2, "gems_master")
+    second = ParallelPlan(
+        ((1, 2), one, one), ("enter", "down1"), 4, "chimera", replicas=2, mirror="point_to_point", recompute=(0,)
+    )
+else:
+    first = ParallelPlan(((1, 2), one, one), ("enter", "down1"), 2, "gems_master")
+    second = ParallelPlan((one, one), ("down1",), 4, "chimera", replicas=2, mirror="point_to_point", recompute=(0,))
+assert comm.size == first.ranks == second.ranks
+for plan in (first, second):
     model = make("hourglass")[0].double()
     reference = make("hourglass")[0].double()
     batches = make_batches((4, 3, 37, 45), 2, plan.replicas)
@@ -46,9 +49,10 @@ for plan in (canonical, five):
 """
 
 
-def test_eight_processes_train_as_one() -> None:
+@pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.soak)])
+def test_processes_train_as_one(ranks: int) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [str(MPIEXEC), "-n", "8", sys.executable, "-c", PROGRAM]
+    command = [str(MPIEXEC), "-n", str(ranks), sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[:2] == ["equal gems_master", "equal chimera"]

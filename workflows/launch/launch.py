@@ -191,6 +191,8 @@ class _LaunchMonitor:
             warn(f"hyfi: not all ranks finished: {text}")
         else:
             first = next((pid for pid in self._exits.pids if pid in ranks), died.pid)
+            if {first, died.pid} <= self._exits.unordered:  # then the process manager knows better
+                first = died.pid
             who = f"rank {ranks[first]}" if first in ranks else f"process {first}"
             warn(f"hyfi: {who} ended with {died.how}; all ranks were stopped")
         if kernel_kills() > self._kills_before:

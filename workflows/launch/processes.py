@@ -48,6 +48,7 @@ class ExitOrder:
 
     Attributes:
         pids: Processes that have ended so far, in the order of their ends.
+        unordered: Those of them that had ended before they were watched, in no order among themselves.
     """
 
     def __init__(self) -> None:
@@ -55,6 +56,7 @@ class ExitOrder:
         self._open: dict[int, int] = {}
         self._known: set[int] = set()
         self.pids: list[int] = []
+        self.unordered: set[int] = set()
 
     def wait(self, pids: Iterable[int], timeout_s: float) -> None:
         """Wait until another process ends, at most ``timeout_s``; ``pids``: all processes to watch."""
@@ -63,10 +65,14 @@ class ExitOrder:
             try:
                 descriptor = os.pidfd_open(pid)
             except ProcessLookupError:
-                self.pids.append(pid)  # it ended before it was watched: its order among such processes is unknown
+                self._ended_before(pid)
             except (OSError, AttributeError):
                 continue  # a kernel without pidfd
             else:
+                if _is_readable(descriptor):  # it has ended, and its parent does not know yet
+                    os.close(descriptor)
+                    self._ended_before(pid)
+                    continue
                 self._open[descriptor] = pid
                 self._queue.register(descriptor, select.EPOLLIN)
         for descriptor, _ in self._queue.poll(timeout_s):
@@ -74,9 +80,19 @@ class ExitOrder:
             os.close(descriptor)
             self.pids.append(self._open.pop(descriptor))
 
+    def _ended_before(self, pid: int) -> None:
+        self.pids.append(pid)
+        self.unordered.add(pid)
+
     def close(self) -> None:
         """Close all file descriptors."""
         for descriptor in self._open:
             os.close(descriptor)
         self._open.clear()
         self._queue.close()
+
+
+def _is_readable(descriptor: int) -> bool:
+    question = select.poll()
+    question.register(descriptor, select.POLLIN)
+    return bool(question.poll(0))

@@ -51,8 +51,10 @@ def test_processes_with_one_folder_lose_no_rows(checkpoint: Path, tmp_path: Path
 
 
 @pytest.mark.mpi
-def test_one_rank_and_two_give_the_same(hyfi: Hyfi, checkpoint: Path, slides: Path, tmp_path: Path) -> None:
-    alone = hyfi("predict", checkpoint, slides, "--out", "a", "--json", OMP_NUM_THREADS="1")
+def test_one_rank_and_two_give_the_same(
+    hyfi: Hyfi, hyfi_here: Hyfi, checkpoint: Path, slides: Path, tmp_path: Path
+) -> None:
+    alone = hyfi_here("predict", checkpoint, slides, "--out", "a", "--json", OMP_NUM_THREADS="1")
     shared = hyfi("predict", checkpoint, slides, "--out", "b", "--json", "--ranks", "2", OMP_NUM_THREADS="1")
     for said in (alone, shared):
         assert said.returncode == 1, said.stderr
@@ -69,18 +71,18 @@ def test_one_rank_and_two_give_the_same(hyfi: Hyfi, checkpoint: Path, slides: Pa
     assert left == {"one", "predictions.csv", "predictions.json", "index.html"}
 
 
-def test_corrupt_checkpoint_is_refused_and_nothing_written(hyfi: Hyfi, slides: Path, tmp_path: Path) -> None:
+def test_corrupt_checkpoint_is_refused_and_nothing_written(hyfi_here: Hyfi, slides: Path, tmp_path: Path) -> None:
     folder = save(tmp_path / "broken")
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8])
-    said = hyfi("predict", folder, slides / "one.tiff", "--out", "out")
+    said = hyfi_here("predict", folder, slides / "one.tiff", "--out", "out")
     assert said.returncode == 2
     assert "model.safetensors" in said.stderr
     assert "Traceback" not in said.stderr
     assert not (tmp_path / "out").exists()
 
 
-def test_requests_that_cannot_be_met(hyfi: Hyfi, checkpoint: Path, slides: Path, tmp_path: Path) -> None:
+def test_requests_that_cannot_be_met(hyfi_here: Hyfi, checkpoint: Path, slides: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for words, cause in (
         ((checkpoint, "nowhere.svs", "--out", "out"), "no such file"),
@@ -89,7 +91,7 @@ def test_requests_that_cannot_be_met(hyfi: Hyfi, checkpoint: Path, slides: Path,
         ((checkpoint, slides / "one.tiff", "--out", "out", "--cells", "4x4"), "--cells 4x4: use rows and columns"),
         ((checkpoint, slides / "one.tiff", "--out", "out", "--cells", "2,2", "--ranks", "2"), "leave out either"),
     ):
-        said = hyfi("predict", *words)
+        said = hyfi_here("predict", *words)
         assert said.returncode == 2, said.stderr
         assert cause in said.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"file"}

@@ -161,44 +161,44 @@ def test_a_run_in_a_folder_of_something_else(answer: Answer, config: Path, tmp_p
     ],
 )
 def test_a_value_that_does_not_fit_the_store(
-    hyfi: Hyfi, config: Path, tmp_path: Path, overrides: list[str], told: list[str]
+    hyfi_here: Hyfi, config: Path, tmp_path: Path, overrides: list[str], told: list[str]
 ) -> None:
     before = tree(tmp_path)
-    done = hyfi("train", config, *overrides)
+    done = hyfi_here("train", config, *overrides)
     refused((done.returncode, done.stderr), *told)
     assert tree(tmp_path) == before
 
 
-def test_a_case_in_two_splits(hyfi: Hyfi, config: Path, tmp_path: Path) -> None:
+def test_a_case_in_two_splits(hyfi_here: Hyfi, config: Path, tmp_path: Path) -> None:
     def one_case(rows: list[dict[str, str]]) -> None:
         for row, split in zip(rows, ("train", "test"), strict=False):
             row["case_id"], row["split"] = "case-x", split
 
     labels = rewrite_labels(tmp_path / "store", tmp_path / "labels.csv", one_case)
     before = tree(tmp_path)
-    done = hyfi("train", config, f"data.labels={labels}")
+    done = hyfi_here("train", config, f"data.labels={labels}")
     refused((done.returncode, done.stderr), "case-x", "train", "test")
     assert tree(tmp_path) == before
 
 
-def test_an_unknown_class(hyfi: Hyfi, config: Path, tmp_path: Path) -> None:
+def test_an_unknown_class(hyfi_here: Hyfi, config: Path, tmp_path: Path) -> None:
     def slip(rows: list[dict[str, str]]) -> None:
         rows[0]["label"] = "malignnat"
 
     labels = rewrite_labels(tmp_path / "store", tmp_path / "labels.csv", slip)
     before = tree(tmp_path)
-    done = hyfi("train", config, f"data.labels={labels}", "model.classes=[benign, malignant]")
+    done = hyfi_here("train", config, f"data.labels={labels}", "model.classes=[benign, malignant]")
     refused((done.returncode, done.stderr), "malignnat", "labels.csv", "benign", "malignant")
     assert tree(tmp_path) == before
 
 
-def test_a_store_of_another_version(hyfi: Hyfi, config: Path, tmp_path: Path) -> None:
+def test_a_store_of_another_version(hyfi_here: Hyfi, config: Path, tmp_path: Path) -> None:
     for path in (tmp_path / "store").glob("*.zarr/zarr.json"):
         group = json.loads(path.read_text())
         group["attributes"]["hyfi"]["format"] = 99
         path.write_text(json.dumps(group))
     before = tree(tmp_path)
-    done = hyfi("train", config)
+    done = hyfi_here("train", config)
     refused((done.returncode, done.stderr), "slide-0", "99", "ingest")
     assert tree(tmp_path) == before
 
@@ -329,12 +329,12 @@ def test_demo_into_a_folder_of_something_else(answer: Answer, tmp_path: Path) ->
         ["synth", "s3://bucket/x", "--slides", "1", "--size", "256"],
     ],
 )
-def test_addresses_of_object_stores_are_refused(hyfi: Hyfi, tmp_path: Path, words: list[str]) -> None:
+def test_addresses_of_object_stores_are_refused(hyfi_here: Hyfi, tmp_path: Path, words: list[str]) -> None:
     """They became local folders named ``s3:``, with exit code 0."""
     make_config(tmp_path, tmp_path / "store")
     (tmp_path / "slides").mkdir()
     before = sorted(tmp_path.rglob("*"))
-    done = hyfi(*words)
+    done = hyfi_here(*words)
     assert done.returncode == 2, done.stderr
     assert "://bucket/" in done.stderr and "only local folders" in done.stderr
     assert sorted(tmp_path.rglob("*")) == before

@@ -21,7 +21,8 @@ pytestmark = pytest.mark.mpi
 ROOT = Path(__file__).parents[3]
 MARK = "HYFI_TEST_MARK"
 TWO_AND_A_LOADER = ["plan.grids=[[1,2]]", "roles.loaders=1"]
-ONE_OF_EACH = ["roles.loaders=1", "roles.validators=1"]
+TWO = ["plan.grids=[[1,2]]"]
+A_LOADER, A_VALIDATOR = ["roles.loaders=1"], ["roles.validators=1"]
 
 
 @dataclass
@@ -105,7 +106,7 @@ def ended_together(job: TrainingRun) -> tuple[int, str]:
 
 
 def test_a_trainer_that_raises(start) -> None:
-    job = start(*TWO_AND_A_LOADER, fault="1:3:update:raise")
+    job = start(*TWO, fault="1:3:update:raise")
     code, errors = ended_together(job)
     assert code == 70
     assert errors.count("RuntimeError: the fault that this test asked for") == 1
@@ -113,11 +114,11 @@ def test_a_trainer_that_raises(start) -> None:
 
 
 def test_a_validator_that_raises(start) -> None:
-    job = start(*ONE_OF_EACH, "validation.every_steps=3", fault="2:1:predict:raise")
+    job = start(*A_VALIDATOR, "validation.every_steps=3", fault="1:1:predict:raise")
     code, errors = ended_together(job)
     assert code == 70
     assert errors.count("RuntimeError: the fault that this test asked for") == 1
-    assert errors.count("rank 2 failed") == 1
+    assert errors.count("rank 1 failed") == 1
 
 
 def test_a_loader_that_meets_a_damaged_chunk(start, store: Path) -> None:
@@ -126,15 +127,15 @@ def test_a_loader_that_meets_a_damaged_chunk(start, store: Path) -> None:
     middle = len(content) // 2
     content[middle : middle + 64] = bytes(64)
     shard.write_bytes(content)
-    code, errors = start(*ONE_OF_EACH).end(timeout_s=90)
+    code, errors = start(*A_LOADER).end(timeout_s=90)
     assert code == 70
     assert errors.count("rank 1 failed") == 1
     assert "slide-03.zarr" in errors
 
 
-@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize("rank", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_a_rank_that_is_killed(start, rank: int) -> None:
-    """Rank 1 trains, rank 2 loads."""
+    """Rank 1 trains, rank 2 loads; `test_loading` kills a loader, too."""
     job = start(*TWO_AND_A_LOADER)
     job.wait_for_step(2)
     killed_s = time.monotonic()
@@ -146,8 +147,9 @@ def test_a_rank_that_is_killed(start, rank: int) -> None:
     assert "signal 9" in errors
 
 
-def test_sigterm_saves_and_ends(start) -> None:
-    job = start(*TWO_AND_A_LOADER, "roles.validators=1", "validation.every_steps=5", fault="3:0:predict:slow")
+@pytest.mark.parametrize(("roles", "validator"), [([], 1), pytest.param(TWO_AND_A_LOADER, 3, marks=pytest.mark.soak)])
+def test_sigterm_saves_and_ends(start, roles: list[str], validator: int) -> None:
+    job = start(*roles, *A_VALIDATOR, "validation.every_steps=5", fault=f"{validator}:0:predict:slow")
     job.wait_for_step(6)
     stopped_s = time.monotonic()
     job.process.send_signal(signal.SIGTERM)
@@ -159,7 +161,7 @@ def test_sigterm_saves_and_ends(start) -> None:
 
 
 def test_a_signal_that_reaches_a_loader_alone(start) -> None:
-    job = start(*ONE_OF_EACH)
+    job = start(*A_LOADER)
     job.wait_for_step(2)
     (pid,) = job.pids(1)
     os.kill(pid, signal.SIGUSR1)
