@@ -3,6 +3,10 @@
 Plain PyTorch in one process: the result depends on the synthetic slides, not on parallel training.
 
     python -m workflows.benchmarks.demo_task [--slides N] [--size PX] [--archive-seed S] [--seed 0 1 2]
+    python -m workflows.benchmarks.demo_task --maps demo/predictions
+
+With ``--maps``, nothing is trained: the scores in the heatmaps of a folder of predictions are compared, cell by cell,
+with the foci that were drawn. All other options are those of the archive.
 """
 
 from __future__ import annotations
@@ -23,7 +27,9 @@ from numpy.typing import NDArray
 from hyfi_core.models import resnet
 from hyfi_core.plan.box import Box
 from pathology.readers.sources import open_source
+from pathology.synthetic.anatomy import tissue_truth
 from pathology.synthetic.archive import ArchiveSlide, make_archive, plan_archive
+from pathology.synthetic.placing import make_anatomy
 from workflows.commands.demo import RECIPE, Archive
 
 THUMBNAIL_PX = 256
@@ -164,15 +170,46 @@ def compare(splits: dict[str, Slides], recipe: TaskRecipe, seed: int, log: bool 
     return {"seed": seed, "auroc_whole": whole, "auroc_thumbnail": thumbnail, "seconds_whole": round(seconds, 1)}
 
 
+def auroc_by_position(planned: list[ArchiveSlide], predictions: Path) -> dict[str, float]:
+    """Return the AUROC of the positive class's scores, of all cells with tissue of all slides, against the drawn foci.
+
+    A cell is positive if its centre lies in a focus of a positive slide.
+    """
+    import tifffile
+    from scipy.stats import rankdata
+
+    scored: list[NDArray[np.float32]] = []
+    truth: list[NDArray[np.bool_]] = []
+    slides = [slide for slide in planned if (predictions / slide.slide_id / "heatmap.tiff").exists()]
+    for slide in slides:
+        score = tifffile.imread(predictions / slide.slide_id / "heatmap.tiff")[1]
+        anatomy, cell_um = make_anatomy(slide.spec), slide.spec.size_um / score.shape[0]
+        y, x = (np.arange(score.shape[0]) + 0.5)[:, None] * cell_um, (np.arange(score.shape[1]) + 0.5) * cell_um
+        focus = np.zeros(score.shape, bool)
+        for centre_y, centre_x, radius in anatomy.nests[anatomy.foci] if slide.spec.positive else ():
+            focus |= np.hypot(y - centre_y, x - centre_x) < radius
+        counted = np.isfinite(score) & tissue_truth(anatomy, cell_um)
+        scored.append(score[counted])
+        truth.append(focus[counted])
+    ranks, positive = rankdata(np.concatenate(scored)), np.concatenate(truth)
+    n = int(positive.sum())
+    area = (ranks[positive].sum() - n * (n + 1) / 2) / (n * (len(positive) - n))
+    return {"slides": len(slides), "cells": len(positive), "positive": n, "auroc": round(float(area), 4)}
+
+
 def main() -> None:
-    """Print one JSON line for each training seed."""
+    """Print one JSON line for each training seed, or for the maps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     archive = Archive()
     parser.add_argument("--slides", type=int, default=archive.slides)
     parser.add_argument("--size", type=int, default=archive.size_px)
     parser.add_argument("--archive-seed", type=int, default=archive.seed)
     parser.add_argument("--seed", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--maps", type=Path, metavar="PREDICTIONS")
     given = parser.parse_args()
+    if given.maps is not None:
+        print(json.dumps(auroc_by_position(plan_archive(given.slides, given.size, given.archive_seed), given.maps)))
+        return
     with tempfile.TemporaryDirectory() as folder:
         splits = read_archive(plan_archive(given.slides, given.size, given.archive_seed), Path(folder))
     print({name: len(part.labels) for name, part in splits.items()}, flush=True)

@@ -17,6 +17,7 @@ _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 560, 200, 64, 24, 8
 _MAX_POINTS = 1000
 _COLOURS = ("#1f6feb", "#d1662b", "#2f8f4e", "#8957e5", "#b3366b", "#6e7781")
 _LOSS, _SPEED = "loss", "images_per_second"
+_AT_MOST_1 = ("auroc", "balanced accuracy", "accuracy", "f1", "quadratic kappa", "calibration error")
 _NO_METRIC = {"kind", "step", "epoch", "slides", "cases", "loss"}
 
 _PAGE = """<!doctype html>
@@ -86,7 +87,8 @@ def _summary(train: Sequence[Mapping[str, Any]], validation: Sequence[Mapping[st
     if not train:
         return "no step yet"
     hours = sum(record.get("seconds") or 0.0 for record in train) / 3600
-    return f"{train[-1]['step']} steps in {hours:.2f} h of training, {len(validation)} validations"
+    spent = f"{hours:.2f} h" if hours >= 1 else f"{60 * hours:.1f} min"
+    return f"{train[-1]['step']} steps in {spent} of training, {len(validation)} validations"
 
 
 def _chart(name: str, curves: Sequence[RunCurve]) -> str:
@@ -95,6 +97,8 @@ def _chart(name: str, curves: Sequence[RunCurve]) -> str:
     if not points:
         return ""
     (x0, x1), (y0, y1) = _range([x for x, _ in points]), _range([y for _, y in points])
+    if name in _AT_MOST_1:
+        y1 = min(y1, 1.0)
 
     def place(point: Point) -> str:
         x = _LEFT + (point[0] - x0) / (x1 - x0) * (_WIDTH - _LEFT - 8)
@@ -111,7 +115,7 @@ def _chart(name: str, curves: Sequence[RunCurve]) -> str:
         keys.append(f'<span class="key" style="background:{colour}"></span>{html.escape(curve.name)}')
     axes = [f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH}" y1="{y}" y2="{y}"/>' for y in (_TOP, _HEIGHT - _BOTTOM)] + [
         f'<text x="{_LEFT - 6}" y="{_TOP + 8}" text-anchor="end">{y1:.4g}</text>',
-        f'<text x="{_LEFT - 6}" y="{_HEIGHT - _BOTTOM}" text-anchor="end">{y0:.4g}</text>',
+        f'<text x="{_LEFT - 6}" y="{_HEIGHT - _BOTTOM}" text-anchor="end">{y0:.3g}</text>',
         f'<text x="{_LEFT}" y="{_HEIGHT - 6}">step {x0:.0f}</text>',
         f'<text x="{_WIDTH}" y="{_HEIGHT - 6}" text-anchor="end">{x1:.0f}</text>',
     ]

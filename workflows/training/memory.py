@@ -75,11 +75,17 @@ def describe_memory(needed: Sequence[int], hosts: Sequence[Host]) -> str:
     """Return one line of text: the peak of each trainer, and the total of the fullest host."""
     totals = {host.name: sum(needed[rank] for rank in host.trainers) for host in hosts}
     fullest = max(hosts, key=lambda host: totals[host.name] / max(1, host.free_bytes))
-    spread = f"{min(needed) / 1e9:.2g} to " * (max(needed) > 1.1 * min(needed))
+    spread = f"{_gb(min(needed))} to " * (max(needed) > 1.1 * min(needed))
     return (
-        f"memory: about {spread}{max(needed) / 1e9:.2g} GB for each trainer, {totals[fullest.name] / 1e9:.2g} GB of "
-        f"{fullest.free_bytes / 1e9:.2g} GB free on {fullest.name}"
+        f"memory: about {spread}{_gb(max(needed))} GB for each trainer, {_gb(totals[fullest.name])} GB of "
+        f"{_gb(fullest.free_bytes)} GB free on {fullest.name}"
     )
+
+
+def _gb(count_bytes: float) -> str:
+    """Return gigabytes with two digits, or whole ones: 0.46, 1.5, 23, 1523."""
+    gb = count_bytes / 1e9
+    return f"{gb:.0f}" if gb >= 100 else f"{gb:.2g}"
 
 
 def crowded(hosts: Sequence[Host]) -> list[str]:
@@ -111,11 +117,12 @@ def check_room(needed: Sequence[int], hosts: Sequence[Host], others: Mapping[str
         advice = (
             f"{change} would fit"
             if change is not None
-            else "use more machines (plan.grids spreads an image), a smaller data.size_px or a coarser data.mpp"
+            else "use more machines (plan.grids spreads an image), compute it cell by cell (plan.cells=auto), or use a "
+            "smaller data.size_px or a coarser data.mpp"
         )
         raise RequestError(
-            f"memory: the trainers on {host.name} ({len(host.trainers)}) need at least {total / 1e9:.2g} GB, but "
-            f"{host.free_bytes / 1e9:.2g} GB are free; {advice}"
+            f"memory: the trainers on {host.name} ({len(host.trainers)}) need at least {_gb(total)} GB, but "
+            f"{_gb(host.free_bytes)} GB are free; {advice}"
         )
 
 

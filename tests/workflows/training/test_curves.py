@@ -32,6 +32,15 @@ def test_every_defined_number_has_its_curve(tmp_path: Path) -> None:
     assert "http" not in page
 
 
+def test_the_axis_of_a_metric_ends_at_its_best_value() -> None:
+    perfect = [{"kind": "validation", "step": k, "auroc": 1.0, "calibration_error": 1e-4} for k in (1, 2)]
+    drawn = figures(curves_page("run", [*records(2), *perfect]))
+    assert drawn["auroc"].find(".//text").text == "1"  # type: ignore[union-attr]
+    flat = figures(curves_page("run", perfect))["auroc"]
+    assert [text.text for text in flat.findall(".//text")][:2] == ["1", "0.5"]  # not 1.5
+    assert "2 steps in 1.2 min of training" in curves_page("run", records(2))
+
+
 def test_the_largest_value_is_at_the_top_and_the_last_step_at_the_right() -> None:
     (training, _) = figures(curves_page("run", records(3)))["loss"].findall(".//polyline")
     points = [tuple(map(float, point.split(","))) for point in training.attrib["points"].split()]
