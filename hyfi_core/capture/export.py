@@ -55,7 +55,10 @@ def capture(model: nn.Module, shape: tuple[int, int, int, int], dtype: torch.dty
                 f"the model {type(model).__name__} cannot be captured for images of shape {shape}, "
                 f"{explained(error, model)}"
             ) from None
-    return _parse(exported)
+    try:
+        return _parse(exported)
+    except RequestError as error:
+        raise RequestError(f"the model {type(model).__name__} cannot be captured: {error}") from None
 
 
 def _copied(into: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -185,6 +188,8 @@ def _assemble(
             buffers[name] = str(spec.target)
         elif spec.kind == InputKind.CONSTANT_TENSOR:
             constants[name] = exported.constants[str(spec.target)]
+        elif spec.kind == InputKind.CUSTOM_OBJ:
+            raise RequestError(f"it computes with an object that is not a tensor: {exported.constants[spec.target]!r}")
         else:
             images.append(name)
     refuse_fake_constants(constants)

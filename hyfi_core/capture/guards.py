@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
 from hyfi_core.capture.checkpoints import plain_checkpoints
-from hyfi_core.capture.module_state import Attributes, attributes, is_tensor
+from hyfi_core.capture.module_state import Attributes, attributes, is_counted, is_tensor, outside_attributes
 from hyfi_core.capture.patching import patched
 from hyfi_core.capture.places import calling_line
 from hyfi_core.capture.watched_calls import WatchedCalls
@@ -100,15 +100,18 @@ def refuse_fake_constants(constants: dict[str, torch.Tensor]) -> None:
 def _watched_forward(model: nn.Module, calls: WatchedCalls) -> Iterator[None]:
     """Watch calls between the beginning and the end of the model's forward."""
     before: Attributes = {}
+    outside: Attributes = {}
 
     def begin(module: nn.Module, given: Any) -> None:
         before.update(attributes(model))
+        outside.update(outside_attributes(model))
         calls.begin()
 
     def end(module: nn.Module, given: Any, output: Any) -> None:
         calls.end()
         register_output(output)
         _refuse_changed(before, attributes(model))
+        _refuse_counted(outside, outside_attributes(model))
         calls.refuse_functions(torch.utils._pytree.tree_leaves(output), returned=True)
         calls.refuse_host_randomness()
 
@@ -141,6 +144,17 @@ def _refuse_changed(before: Attributes, after: Attributes) -> None:
                 f"the forward changes the attribute {name!r} of {path or 'the model itself'}, which capture cannot "
                 f"record: it would keep the first value. Make it a buffer (register_buffer) changed in place, or "
                 f"change it between steps; tensors can be stored as attributes (self.{name}_0 = x), not in containers"
+            )
+
+
+def _refuse_counted(before: Attributes, after: Attributes) -> None:
+    """Refuse counters and generators outside of the model that the forward has used; caches are allowed."""
+    for place, value in before.items():
+        if is_counted(value, after.get(place)):
+            raise RequestError(
+                f"the forward changes {place[1]!r} outside of the model, which capture cannot record: it would keep "
+                f"the first value. Make it a buffer (register_buffer) changed in place, or change it between steps; "
+                f"draw random numbers with torch (torch.rand(()))"
             )
 
 

@@ -6,16 +6,20 @@ dropout.p  bn.momentum  training  config.scale  replaced submodules  forward hoo
 from __future__ import annotations
 
 import enum
+import functools
 import random
+import types
+import zlib
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hyfi_core.capture.outside_names import outside_values
 
@@ -29,10 +33,12 @@ REGISTRIES = frozenset(
 _PLAIN = (bool, int, str, bytes, complex, enum.Enum, torch.dtype, torch.device, torch.memory_format)
 _PLAIN_TYPES = frozenset({bool, int, str, bytes, complex, type(None), torch.dtype, torch.device, torch.memory_format})
 _CONTAINERS = frozenset({list, tuple, set, frozenset, dict, OrderedDict})
-_DEPTH = 4
-"""Depth to which objects in attributes are compared: a configuration, its sections, their settings."""
+_DEPTH = 12
+"""Depth to which objects in attributes are compared."""
+_OBJECTS = 20_000
+"""Number of objects that are compared inside; of more, the identity."""
 _ITEMS = 4096
-"""Longer containers and arrays are compared by identity."""
+"""Of longer containers, the items are compared by identity."""
 
 Attributes = dict[tuple[str, str], Hashable]
 OUTSIDE = "outside of the model"
@@ -50,6 +56,14 @@ class _Same:
 
     def __hash__(self) -> int:
         return id(self.item)
+
+
+@dataclass(frozen=True)
+class _Identities:
+    """Compares many objects by identity and keeps them alive."""
+
+    ids: tuple[int, ...]
+    items: tuple[Any, ...] = field(compare=False, repr=False)
 
 
 class ModuleState(tuple[Any, ...]):
@@ -75,10 +89,15 @@ def module_state(model: nn.Module) -> ModuleState:
     return ModuleState((tensors, buffers, modules, tuple((attributes(model) | outside_attributes(model)).items())))
 
 
-def outside_attributes(model: nn.Module) -> Attributes:
-    """Return the values that functions of the model read outside of it, under the path ``OUTSIDE``."""
+def outside_attributes(model: nn.Module, held: Iterable[Any] | None = None) -> Attributes:
+    """Return the values that functions of the model read outside of it, under the path ``OUTSIDE``.
+
+    Args:
+        model: the user's module.
+        held: the attributes of its modules that are neither constant nor empty, if they are known.
+    """
     seen: dict[int, Hashable] = {}
-    return {(OUTSIDE, name): _comparable(value, _DEPTH, seen) for name, value in outside_values(model)}
+    return {(OUTSIDE, name): _comparable(value, _DEPTH, seen) for name, value in outside_values(model, held)}
 
 
 def attributes(model: nn.Module) -> Attributes:
@@ -138,6 +157,17 @@ def describe_value(model: nn.Module, path: str, name: str) -> str:
     return f"a {type(value).__name__}"
 
 
+def is_counted(before: Hashable, now: Hashable) -> bool:
+    """Whether a number changed, or one in a container of the same length, or a generator was drawn from."""
+    if before == now or not isinstance(before, tuple) or not isinstance(now, tuple) or len(before) != len(now):
+        return False
+    if before[0] is now[0] and before[0] in (int, float):
+        return True
+    if isinstance(before[0], _Same):
+        return isinstance(before[0].item, (random.Random, np.random.Generator, torch.Generator))
+    return before[0] in _CONTAINERS and any(is_counted(a, b) for a, b in zip(before[1:], now[1:], strict=True))
+
+
 def is_tensor(attribute: Hashable) -> bool:
     """Whether a value of ``attributes`` represents a tensor."""
     return isinstance(attribute, tuple) and attribute[:1] == (torch.Tensor,)
@@ -146,7 +176,7 @@ def is_tensor(attribute: Hashable) -> bool:
 def _comparable(value: Any, depth: int, seen: dict[int, Hashable]) -> Hashable:
     if value is None or isinstance(value, _PLAIN):
         return (type(value), value)
-    if isinstance(value, _Same):
+    if isinstance(value, (_Same, _Identities)):
         return value
     if isinstance(value, float):
         return (float, value.hex())  # nan is nan
@@ -160,24 +190,37 @@ def _comparable(value: Any, depth: int, seen: dict[int, Hashable]) -> Hashable:
 
 def _inside(value: Any, depth: int, seen: dict[int, Hashable]) -> Hashable:
     if isinstance(value, np.ndarray):
-        return (_Same(value), value.tobytes()) if value.size <= _ITEMS else (_Same(value),)
+        data = value.tobytes()
+        return (_Same(value), data if value.size <= _ITEMS else zlib.crc32(data))
     if isinstance(value, random.Random):
         return (_Same(value), value.getstate())
     if isinstance(value, np.random.Generator):
         return (_Same(value), repr(value.bit_generator.state))
     if isinstance(value, torch.Generator):
-        return (_Same(value), value.get_state().numpy().tobytes())
-    if depth == 0 or isinstance(value, (type, nn.Module)):
+        with _disable_current_modes():  # during a trace
+            return (_Same(value), value.get_state().numpy().tobytes())
+    if depth == 0 or len(seen) > _OBJECTS or isinstance(value, (type, nn.Module, types.ModuleType)):
         return (_Same(value),)
     if isinstance(value, (list, tuple, set, frozenset, dict)):
         return (type(value), *(_comparable(item, depth - 1, seen) for item in _items(value)))
-    held = getattr(value, "__dict__", None)
-    return (_Same(value), *(_comparable(item, depth - 1, seen) for item in _items(held or {})))
+    held = [*_items(getattr(value, "__dict__", {})), *_slots(value)]
+    if isinstance(value, functools.partial):
+        held += [value.func, value.args, value.keywords]
+    return (_Same(value), *(_comparable(item, depth - 1, seen) for item in held))
+
+
+def _slots(value: Any) -> Iterator[Any]:
+    for kind in type(value).__mro__:
+        names = vars(kind).get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            if name not in ("__dict__", "__weakref__"):
+                yield from (name, getattr(value, name, None))
 
 
 def _items(container: Any) -> Iterator[Any]:
     if len(container) > _ITEMS:
-        yield _Same(container)
+        items = tuple(container.values() if isinstance(container, dict) else container)
+        yield _Identities(tuple(map(id, items)), items)
     elif isinstance(container, dict):
         for key, value in container.items():
             yield from (key, value)

@@ -4,7 +4,9 @@
 SCALE = 0.5                              a global
 class Head(nn.Module): gain = 1.0        a class attribute
 config.depth, settings.scale             an attribute of a global object or module
-lambda x: x * factor                     a value of a closure
+lambda x: x * factor                     a value of a closure, a default argument, an argument of a partial
+Head.forward = other, act = torch.tanh   a method or a function that was replaced
+os.environ["SCALE"]                      the environment
 ```
 
 A trace records their current values. The names that a function reads are found once, in its byte code; their values are
@@ -15,87 +17,176 @@ from __future__ import annotations
 
 import dis
 import functools
+import os
+import random
+import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
+import torch
 from torch import nn
 
-from hyfi_core.capture.places import is_users
+from hyfi_core.capture.places import is_users, is_users_file
 
 _VALUES = (bool, int, float, str, type(None), list, tuple, dict, set)
-_FUNCTIONS = frozenset({types.FunctionType, types.MethodType})
+_PLAIN = frozenset({bool, int, float, str, type(None), torch.Tensor, nn.Parameter, torch.dtype, torch.device})
+_GENERATORS = (random.Random, np.random.Generator, torch.Generator)
+_IDENTITIES = (types.FunctionType, types.BuiltinFunctionType)
+_WRAPPERS = {
+    staticmethod: "__func__",
+    classmethod: "__func__",
+    types.MethodType: "__func__",
+    property: "fget",
+    functools.cached_property: "func",
+}
 _LISTS = frozenset({list, tuple})
-_DEPTH = 6
-"""Depth to which calls of the user's functions are followed."""
+_CONTAINERS = frozenset({list, tuple, set, dict, OrderedDict})
+_OWN = frozenset({"_parameters", "_buffers", "_modules"})
+_NOTHING = object()
+
+Values = Iterator[tuple[str, Any]]
 
 
-def outside_values(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of the plain values that functions of the model's classes read outside of the model."""
-    for holder in dict.fromkeys(holder for kind in {type(m): None for m in model.modules()} for holder in kind.__mro__):
-        yield from _of_class(holder)
-    for module in model.modules():
-        for value in vars(module).values():
-            if type(value) in _FUNCTIONS:
-                yield from _of_function(value)
-            elif type(value) in _LISTS:
-                for function in value:
-                    if type(function) in _FUNCTIONS:
-                        yield from _of_function(function)
+def outside_values(model: nn.Module, attributes: Iterable[Any] | None = None) -> Values:
+    """Yield (name, value), each name once, of what functions of the model's classes read outside of the model.
+
+    Args:
+        model: the user's module.
+        attributes: those of its modules that are not plain values, if they are known.
+    """
+    if attributes is None:
+        attributes = (value for module in model.modules() for name, value in vars(module).items() if name not in _OWN)
+    counts: dict[str, int] = {}
+    yielded: set[tuple[str, int]] = set()
+    for name, value in _Walk().of_model(model, attributes):
+        if (name, id(value)) not in yielded:
+            yielded.add((name, id(value)))
+            counts[name] = count = counts.get(name, 0) + 1
+            yield (name if count == 1 else f"{name} ({count})"), value
 
 
-def _of_class(holder: type) -> Iterator[tuple[str, Any]]:
-    methods = [value for value in vars(holder).values() if _is_users(value)]
-    if methods:
-        yield from (
-            (f"{holder.__qualname__}.{name}", value)
-            for name, value in vars(holder).items()
-            if isinstance(value, _VALUES) and not name.startswith("__")
-        )
-    for method in methods:
-        yield from _of_function(method)
+class _Walk:
+    """One walk over the user's functions and classes, each once."""
 
+    def __init__(self) -> None:
+        self._seen: dict[int, Any] = {}  # id -> the object, so that no address is used again
 
-def _of_function(
-    function: Any, depth: int = _DEPTH, seen: set[types.CodeType] | None = None
-) -> Iterator[tuple[str, Any]]:
-    function = getattr(function, "__func__", function)
-    seen = set() if seen is None else seen
-    if not _is_users(function) or function.__code__ in seen:
-        return
-    seen.add(function.__code__)
-    for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
-        try:
-            found: Any = cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
-        yield from _found(f"{function.__qualname__}: {name}", found, depth, seen)
-    for chain in _names(function.__code__):
-        name, found = _looked_up(function.__globals__, chain)
-        yield from _found(name, found, depth, seen)
+    def of_model(self, model: nn.Module, attributes: Iterable[Any]) -> Values:
+        for kind in {type(module): None for module in model.modules()}:
+            yield from self._of_class(kind)
+        for value in attributes:
+            kind = type(value)
+            if kind not in _PLAIN and (kind not in _CONTAINERS or value):
+                yield from self._of_attribute(value)
 
+    def _of_attribute(self, value: Any) -> Values:
+        """What an attribute of a module reads; the attribute itself is compared with the module."""
+        kind = type(value)
+        if kind in _LISTS:
+            inside: Any = value
+        elif isinstance(value, dict):
+            inside = value.values()
+        else:
+            inside = (value,)
+        for item in inside:
+            if isinstance(item, (types.FunctionType, types.MethodType, functools.partial)):
+                yield from self._of_function(item)
+            elif type(item) not in _PLAIN and not isinstance(item, nn.Module):
+                yield from self._of_class(type(item))
 
-def _found(name: str, value: Any, depth: int, seen: set[types.CodeType]) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, _VALUES):
-        yield name, value
-    elif isinstance(value, types.FunctionType) and depth:
-        yield from _of_function(value, depth - 1, seen)
+    def _is_new(self, item: Any) -> bool:
+        if id(item) in self._seen:
+            return False
+        self._seen[id(item)] = item
+        return True
+
+    def _of_class(self, kind: type) -> Values:
+        for holder in kind.__mro__:
+            forward = vars(holder).get("forward")
+            if not self._is_new(holder) or not (is_users_class(holder) or _is_users(forward)):
+                continue
+            for name, value in vars(holder).items():
+                if isinstance(value, _VALUES) and not name.startswith("__"):
+                    yield f"{holder.__qualname__}.{name}", value
+                elif _is_users(method := _unwrapped(value)):
+                    yield f"{holder.__qualname__}.{name}", method
+                    yield from self._of_function(method)
+
+    def _of_function(self, function: Any) -> Values:
+        function = _unwrapped(function)
+        if isinstance(function, functools.partial):
+            yield from self._found(f"{getattr(function.func, '__qualname__', 'partial')}()", function)
+            return
+        if not _is_users(function) or not self._is_new(function):
+            return
+        name = function.__qualname__
+        if function.__defaults__ or function.__kwdefaults__:
+            yield f"{name}()", (function.__defaults__, function.__kwdefaults__)
+        for cell, variable in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
+            try:
+                found: Any = cell.cell_contents
+            except ValueError:  # not assigned yet
+                continue
+            yield from self._found(f"{name}: {variable}", found)
+        for chain in _names(function.__code__):
+            yield from self._found(*_looked_up(function.__globals__, chain))
+
+    def _found(self, name: str, value: Any) -> Values:
+        if isinstance(value, (*_VALUES, *_GENERATORS)):
+            yield name, value
+        elif value is os.environ or value is os.getenv:
+            yield "os.environ", dict(os.environ)
+        elif isinstance(value, _IDENTITIES):
+            yield name, value
+            yield from self._of_function(value)
+        elif isinstance(value, functools.partial):
+            yield name, (value.args, value.keywords)
+            yield from self._found(name, value.func)
+        elif isinstance(value, type):
+            yield from self._of_class(value)
+        elif hasattr(value, "__wrapped__"):  # functools.lru_cache
+            yield from self._found(name, value.__wrapped__)
+        elif not isinstance(value, (nn.Module, torch.Tensor)) and is_users_class(value.__class__):
+            yield name, value
+            yield from self._of_class(type(value))
 
 
 def _looked_up(names: Mapping[str, Any], chain: tuple[str, ...]) -> tuple[str, Any]:
-    """Return (name, value) of a chain ``name.attribute.attribute``, as far as objects have it in ``__dict__``."""
+    """Return (name, value) of a chain ``name.attribute.attribute``, as far as it needs no computation."""
     value = names.get(chain[0], _NOTHING)
     for number, attribute in enumerate(chain[1:], 1):
-        held = getattr(value, "__dict__", {})
-        if isinstance(value, (*_VALUES, types.FunctionType)) or attribute not in held:
-            if not isinstance(value, _VALUES):  # computed attributes are not supported
-                value = _NOTHING
+        found = _NOTHING
+        if value is not os.environ and not isinstance(value, (*_VALUES, types.FunctionType, torch.Tensor, nn.Module)):
+            found = _attribute(value, attribute)
+        if isinstance(value, types.ModuleType) and _is_replaceable(found):
+            found = _NOTHING
+        if found is _NOTHING:
             return ".".join(chain[:number]), value
-        value = held[attribute]
+        value = found
     return ".".join(chain), value
 
 
-_NOTHING = object()
+def _is_replaceable(found: Any) -> bool:
+    """Whether this is a function of PyTorch, which a trace in another thread may replace in its module."""
+    return isinstance(found, _IDENTITIES) and found is not os.getenv and not _is_users(found)
+
+
+def _attribute(holder: Any, name: str) -> Any:
+    """Return an attribute from the dicts of an object, a module or a class with its bases."""
+    kinds = holder.__mro__ if isinstance(holder, type) else ()
+    for held in (getattr(holder, "__dict__", {}), *(vars(kind) for kind in kinds)):
+        if name in held:
+            return _unwrapped(held[name]) if kinds else held[name]
+    return _NOTHING
+
+
+def _unwrapped(value: Any) -> Any:
+    """Return the function of a method, a property or a static method; other values unchanged."""
+    kind = type(value)
+    return getattr(value, _WRAPPERS[kind]) if kind in _WRAPPERS else value
 
 
 @functools.cache
@@ -114,6 +205,13 @@ def _names(code: types.CodeType) -> tuple[tuple[str, ...], ...]:
         if isinstance(constant, types.CodeType):
             found.update(dict.fromkeys(_names(constant)))
     return tuple(found)
+
+
+@functools.cache
+def is_users_class(kind: Hashable) -> bool:
+    """Whether a class is the user's, or of a package of networks."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return kind.__module__ == "__main__" if file is None else is_users_file(file)
 
 
 @functools.cache

@@ -29,7 +29,7 @@ def calling_line() -> str:
 def traced_line(stack: str) -> str:
     """Return the innermost line of the user's code in the text of a stack, "" where there is none."""
     places = [(file, int(number)) for file, number in re.findall(r'File "(.+?)", line (\d+)', stack)]
-    users = [place for place in places if _is_users_file(place[0])]
+    users = [place for place in places if is_users_file(place[0])]
     return _line(*users[-1]) if users else ""
 
 
@@ -75,10 +75,11 @@ def _failing_place(error: BaseException, model: nn.Module) -> tuple[str | None, 
 
 def is_users(code: CodeType) -> bool:
     """Whether code is the user's, or of a package of networks: not PyTorch's, Python's or the engine's."""
-    return _is_users_file(code.co_filename)
+    return is_users_file(code.co_filename)
 
 
-def _is_users_file(name: str) -> bool:
+def is_users_file(name: str) -> bool:
+    """Whether a file is the user's, or of a package of networks."""
     if name.startswith(_MODELS):
         return True
     of_python = name.startswith(_PYTHON) and _INSTALLED not in name

@@ -57,9 +57,9 @@ class _WatchedModule:
             and all(parameter.requires_grad == flag for parameter, flag in self._trained)
         )
 
-    def others(self, seen: dict[int, Hashable]) -> list[Hashable]:
-        """Return the mutable attributes, in the form in which ``module_state`` compares them."""
-        return [comparable(self._held.get(name, _MISSING), seen) for name in self._others]
+    def others(self) -> list[Any]:
+        """Return the attributes that may change inside."""
+        return [self._held.get(name, _MISSING) for name in self._others]
 
 
 def _holds_same(now: dict[str, Any], before: dict[str, Any]) -> bool:
@@ -93,5 +93,6 @@ class StateWatch:
 
     def _compared(self) -> list[Hashable]:
         seen: dict[int, Hashable] = {}
-        found = [value for module in self._modules for value in module.others(seen)]
-        return [*found, *outside_attributes(self._model).items()]
+        others = [value for module in self._modules for value in module.others()]
+        found = [comparable(value, seen) for value in others]
+        return [*found, *outside_attributes(self._model, others).items()]

@@ -76,6 +76,11 @@ class WatchedCalls(TorchFunctionMode):
         if name == "__get__":
             return self._attribute(function, args)
         _refuse(function, name, args)
+        if isinstance(kwargs.get("generator"), torch.Generator):
+            raise RequestError(
+                f"the forward draws from a torch.Generator of its own, at {calling_line()}, which capture cannot "
+                f"record; draw without generator=: random numbers depend on the engine's seed and the step"
+            )
         tensors = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         self.refuse_functions(tensors)
         self.refuse_host_randomness()

@@ -5,11 +5,8 @@ Arguments are compared before the first message that depends on them, and by one
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
-import re
-import types
 import zlib
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -19,6 +16,7 @@ from torch import nn
 
 from hyfi_core.comm.activity import named_ranks
 from hyfi_core.comm.base import Communicator
+from hyfi_core.comm.described import describe_function, describe_labels
 from hyfi_core.comm.same_weights import SameWeights
 from hyfi_core.comm.weight_watch import Scope
 from hyfi_core.errors import RequestError
@@ -119,37 +117,6 @@ def compare_requests(
     compare(comm, facts | _flags(model))
 
 
-def describe_labels(labels: torch.Tensor) -> str:
-    """Return labels as text: the first ones, and a digest of all; of labels on a device only their shape.
-
-    Reading those would make every step wait for the device.
-    """
-    if labels.device.type != "cpu":
-        return f"{tuple(labels.shape)} on {labels.device.type}"
-    flat = labels.detach().cpu().contiguous().flatten()
-    first = ", ".join(f"{value:.6g}" for value in flat[:8].tolist())
-    digest = zlib.crc32(flat.view(torch.uint8).numpy().tobytes())
-    return f"{tuple(labels.shape)} {first}{' …' if flat.numel() > 8 else ''} (digest {digest:08x})"
-
-
-def describe_function(given: object) -> str:
-    """Return a function, a module or None as text that is equal where ranks were given the same."""
-    if given is None:
-        return "none"
-    if isinstance(given, nn.Module):
-        return re.sub(r" at 0x[0-9a-f]+", "", repr(given))
-    if isinstance(given, functools.partial):
-        return f"partial of {describe_function(given.func)}"
-    code = getattr(given, "__code__", None)
-    name = getattr(given, "__qualname__", type(given).__qualname__)
-    return name if code is None else f"{name} (digest {zlib.crc32(_describe_code(code).encode()):08x})"
-
-
-def _describe_code(code: types.CodeType) -> str:
-    constants = [_describe_code(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
-    return f"{code.co_code.hex()} {code.co_names} {constants}"
-
-
 Changes = Mapping[tuple[str, str], str]
 """(path of a module, attribute) -> value, of attributes changed since the last call."""
 
@@ -177,6 +144,7 @@ class CallConsensus:
         replica: the ranks of this replica, which are given the same images.
         changes: returns the changes since the last call, for the message.
         weights: what compares the weights.
+        loss: the loss function, with the values that it holds.
         stages: of the plan; between several the optimizer's groups may differ.
     """
 
@@ -187,9 +155,11 @@ class CallConsensus:
         replica: Communicator,
         changes: Callable[[], Changes],
         weights: SameWeights,
+        loss: object,
         stages: int = 1,
     ) -> None:
         self._weights = weights
+        self._loss = loss
         self._stages = stages
         self._updates = 0
         self._max_norm: float | None = None
@@ -220,6 +190,7 @@ class CallConsensus:
             return
         settings = _describe_settings(optimizer) if self._stages == 1 else type(optimizer).__name__
         facts = {"the optimizer": f"{settings}, {self._updates} updates, max_norm={self._max_norm}"}
+        facts["the loss"] = describe_function(self._loss)
         if self._replica is not self._everyone:  # replicas may have images of different shapes
             self._check(self._everyone, "training", None, str(program == "new"), facts, "training")
         weights: Scope | None = "training" if self._replica is self._everyone else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from hyfi_core.capture.autocast import dtypes_under_autocast
-from hyfi_core.capture.program import Program, Ref, refs_in
+from hyfi_core.capture.program import Operator, Program, Ref, refs_in
 from hyfi_core.capture.stages import Stage, active_values, cut_program, edges
 from hyfi_core.cells.fused_memory import runs_for_cells
 from hyfi_core.cells.fused_place import CELL_RULES
@@ -251,9 +252,14 @@ def _agreed(program: Program, comm: Communicator) -> str:
     """Return the program's digest; refuse if it differs between ranks, because their messages would not match."""
     digest = program.digest()[:12]
     if comm.size > 1:
-        operators = {f"operator {i}": f"{op.text} of {op.module}" for i, op in enumerate(program.operators)}
+        operators = {f"operator {i}": _described(op) for i, op in enumerate(program.operators)}
         compare(comm, operators | {"the captured model": digest})
     return digest
+
+
+def _described(op: Operator) -> str:
+    settings = re.sub(r"Ref\(name='(.*?)'\)", r"\1", ", ".join(map(str, (*op.args, *sorted(op.kwargs.items())))))
+    return f"{op.text}({settings}) of {op.module or 'the model'}"
 
 
 def _wanted(program: Program, output: Output | None) -> tuple[tuple[Any, ...], Callable[[list[Any]], Any]]:

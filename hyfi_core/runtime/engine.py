@@ -99,7 +99,7 @@ class Engine:
         self._watch = WeightWatch(model, self._arriving, plan.stages > 1)
         weights = SameWeights(self._watch, self._ownership.held(), self.settle, self._resend)
         changes, replica = self._runners[0].changes, self._groups.replica
-        self._consensus = CallConsensus(model, comm, replica, changes, weights, plan.stages)
+        self._consensus = CallConsensus(model, comm, replica, changes, weights, loss, plan.stages)
         self._choose_mirror(compiled)
         self._optimizer = made_optimizer(optimizer, self._ownership.optimized()) if optimizer is not None else None
         parts = self._each(lambda runner: runner.reader.training_parts(runner.compiled(self._micro), shape[0]).values())

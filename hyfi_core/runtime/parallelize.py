@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from hyfi_core.capture.verify import verify_capture
-from hyfi_core.comm.agree import Shape, agree, compare_requests, describe_function
+from hyfi_core.comm.agree import Shape, agree, compare_requests
 from hyfi_core.comm.base import Communicator
+from hyfi_core.comm.described import describe_function
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.strategy import Strategy, plan_for

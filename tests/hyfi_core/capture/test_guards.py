@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -159,6 +160,43 @@ def test_what_a_trace_computed_with_is_no_constant() -> None:
         fake = torch.zeros(2)
     with pytest.raises(RequestError, match=r"turns a computed tensor of shape \(2,\) into a constant"):
         refuse_fake_constants({"known": torch.zeros(2), "c": fake})
+
+
+CALLS = [0]
+NUMBERS = np.random.default_rng(0)
+SHAPES: list[tuple[int, ...]] = []
+OWN = torch.Generator()
+
+
+def counted(net: GuardedNet, y: torch.Tensor) -> torch.Tensor:
+    CALLS[0] += 1
+    return y * CALLS[0]
+
+
+@pytest.mark.parametrize(
+    ("middle", "words"),
+    [
+        (counted, "the forward changes 'CALLS' outside of the model"),
+        (lambda net, y: y * NUMBERS.random(), "the forward changes 'NUMBERS' outside of the model"),
+        (
+            lambda net, y: y * torch.rand(1, generator=OWN),
+            r"draws from a torch.Generator.*guards.py:\d+",
+        ),
+    ],
+)
+def test_counters_and_generators_outside_of_the_model_are_refused(
+    middle: Callable[[Any, torch.Tensor], torch.Tensor], words: str
+) -> None:
+    net = GuardedNet("")
+    net.answer = lambda y: middle(net, y)
+    with pytest.raises(RequestError, match=words):
+        capture(net, SHAPE, torch.float32)
+
+
+def test_caches_outside_of_the_model_are_allowed() -> None:
+    net = GuardedNet("")
+    net.answer = lambda y: (SHAPES.append(tuple(y.shape)), y)[1]
+    assert capture(net, SHAPE, torch.float32).operators and SHAPES
 
 
 def test_an_attribute_that_a_forward_changes_is_refused() -> None:

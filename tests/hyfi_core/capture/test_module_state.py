@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,6 +24,21 @@ pytestmark = pytest.mark.captures_each
 SHAPE = (2, 3, 12, 10)
 
 
+class Slots:
+    __slots__ = ("gain",)
+
+    def __init__(self) -> None:
+        self.gain = 1.0
+
+
+def nested(depth: int) -> types.SimpleNamespace:
+    return types.SimpleNamespace(sign=1.0, inner=nested(depth - 1) if depth else None)
+
+
+def innermost(config: types.SimpleNamespace) -> types.SimpleNamespace:
+    return config if config.inner is None else innermost(config.inner)
+
+
 class StatefulNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -30,11 +47,14 @@ class StatefulNet(nn.Module):
         self.drop, self.head = nn.Dropout(0.0), nn.Linear(4, 2)
         self.scale, self.weights = 1.0, [1.0, 2.0]
         self.config, self.table = types.SimpleNamespace(power=1, inner=types.SimpleNamespace(sign=1.0)), torch.ones(4)
+        self.slots, self.deep, self.long = Slots(), nested(7), [1.0] * 5000
+        self.array, self.call = np.ones(5000), functools.partial(torch.clamp, max=0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.drop(self.act(self.norm(self.first(x)))) * self.scale * self.weights[1]
         y = (y * self.config.inner.sign * self.table[None, :, None, None]) ** self.config.power
-        return self.head(y.mean((2, 3)))
+        y = y * self.slots.gain * innermost(self.deep).sign * self.long[-1] * float(self.array[-1])
+        return self.head(self.call(y).mean((2, 3)))
 
 
 def hook(module: nn.Module, given: Any, answer: torch.Tensor) -> torch.Tensor:
@@ -51,6 +71,11 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "module": lambda net: setattr(net, "act", nn.Tanh()),
     "hook": lambda net: net.first.register_forward_hook(hook),
     "mode": lambda net: net.norm.eval(),
+    "slot": lambda net: setattr(net.slots, "gain", 2.0),
+    "object nested deeply": lambda net: setattr(innermost(net.deep), "sign", -1.0),
+    "item of a long list": lambda net: net.long.__setitem__(-1, 2.0),
+    "item of a long array": lambda net: net.array.__setitem__(-1, 2.0),
+    "partial": lambda net: net.call.keywords.update(max=0.7),
     "frozen": lambda net: net.first.requires_grad_(False),
 }
 

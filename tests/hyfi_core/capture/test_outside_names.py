@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import types
 from collections.abc import Callable
 
@@ -10,6 +12,7 @@ import torch
 from torch import nn
 
 from hyfi_core.capture.module_state import OUTSIDE, changed_since, describe_value, module_state
+from tests.hyfi_core.capture.test_module_state import StatefulNet
 
 pytestmark = pytest.mark.captures_each
 
@@ -17,6 +20,50 @@ NUMBER = 1.0
 UNREAD = 1.0
 TABLE = {"gain": [1.0]}
 SETTINGS = types.SimpleNamespace(scale=1.0, gain=1.0)
+
+
+activation = torch.relu
+BIASES = [0.0]
+
+
+class Shift:
+    gain = 1.0
+
+    def __init__(self) -> None:
+        self.by = 0.0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.gain + self.by
+
+    @staticmethod
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return x * Twice.factor
+
+
+class Twice(Shift):
+    factor = 2.0
+
+
+SHIFT = Shift()
+
+
+@functools.lru_cache
+def cached() -> float:
+    return float(UNCACHED)
+
+
+UNCACHED = 1.0
+
+
+def with_default(x: torch.Tensor, biases: list[float] = BIASES) -> torch.Tensor:
+    return x + biases[0]
+
+
+def multiplied(x: torch.Tensor, by: dict[str, float]) -> torch.Tensor:
+    return x * by["number"]
+
+
+PARTIAL = functools.partial(multiplied, by={"number": 1.0})
 
 
 def helped(x: torch.Tensor) -> torch.Tensor:
@@ -32,6 +79,7 @@ class Outside(nn.Module):
         self.last = lambda x: x * factor[0]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = with_default(PARTIAL(Twice.doubled(SHIFT(activation(x))))) * cached() * float(os.environ.get("SCALE", 1))
         return self.last(helped(x) ** self.power * NUMBER * TABLE["gain"][0]) * self.UNREAD
 
 
@@ -42,6 +90,15 @@ CHANGES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "SETTINGS.scale": lambda patch: patch.setattr(SETTINGS, "scale", 2.0),
     "Outside.power": lambda patch: patch.setattr(Outside, "power", 2),
     "factor": lambda patch: FACTOR.__setitem__(0, FACTOR[0] + 1),
+    "activation": lambda patch: patch.setitem(globals(), "activation", torch.tanh),
+    "SHIFT": lambda patch: patch.setattr(SHIFT, "by", 1.0),
+    "Shift.gain": lambda patch: patch.setattr(Shift, "gain", 2.0),
+    "Twice.factor": lambda patch: patch.setattr(Twice, "factor", 3.0),
+    "UNCACHED": lambda patch: patch.setitem(globals(), "UNCACHED", 2.0),
+    "with_default()": lambda patch: BIASES.__setitem__(0, BIASES[0] + 1),
+    "PARTIAL": lambda patch: patch.setitem(PARTIAL.keywords["by"], "number", 2.0),
+    "Outside.forward": lambda patch: patch.setattr(Outside, "forward", lambda module, x: x),
+    "os.environ": lambda patch: patch.setenv("SCALE", "2"),
 }
 
 
@@ -54,6 +111,37 @@ def test_what_functions_read_outside_counts(name: str, monkeypatch: pytest.Monke
     ((path, what),) = changed_since(before, module_state(model))
     assert path == OUTSIDE and what.endswith(name)
     assert describe_value(model, path, what) != "not there"
+
+
+class OnlyAValue(Outside):
+    power = 1
+
+
+def test_an_attribute_of_a_class_without_methods_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = OnlyAValue(FACTOR)
+    before = module_state(model)
+    monkeypatch.setattr(OnlyAValue, "power", 2)
+    assert module_state(model) != before
+
+
+def test_functions_of_one_factory_are_told_apart() -> None:
+    def scaled(factors: list[float]) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: x * factors[0]
+
+    first, second = [1.0], [2.0]
+    model = nn.Module()
+    model.functions = [scaled(first), scaled(second)]
+    for factors in (first, second):
+        before = module_state(model)
+        factors[0] += 1
+        assert module_state(model) != before
+
+
+def test_what_a_trace_replaces_in_pytorch_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = StatefulNet()  # its __init__ calls torch.manual_seed
+    before = module_state(model)
+    monkeypatch.setattr(torch, "manual_seed", torch.seed)
+    assert module_state(model) == before
 
 
 def test_names_that_only_attributes_have_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:

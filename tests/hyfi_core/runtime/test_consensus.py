@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import hyfi_core
 from hyfi_core.comm.base import Communicator
@@ -64,6 +66,56 @@ def made(comm: Communicator, **given: Any) -> hyfi_core.Engine:
 def test_what_one_rank_is_given_differently_is_named(given: dict[str, Any], words: str) -> None:
     (said,) = refusals(2, lambda comm: made(comm, **given))
     assert re.search(words, said), said
+
+
+def weighted(o: torch.Tensor, y: torch.Tensor, factors: list[float]) -> torch.Tensor:
+    return F.cross_entropy(o, y) * factors[0]
+
+
+def closed(factor: float) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    return lambda o, y: weighted(o, y, [factor])
+
+
+@pytest.mark.parametrize(
+    ("losses", "words"),
+    [
+        ([torch.nn.CrossEntropyLoss(torch.tensor([1.0, w])) for w in (1, 2)], "weight=.*sums 2, 3.* on rank 0; .*3, 5"),
+        ([torch.nn.CrossEntropyLoss(label_smoothing=s) for s in (0.0, 0.1)], "label_smoothing=0.0 on rank 0; .*0.1 on"),
+        ([closed(1.0), closed(2.0)], "with factor=1.0 on rank 0; .*with factor=2.0 on rank 1"),
+        ([functools.partial(weighted, factors=[w]) for w in (1.0, 2.0)], "1.0.* on rank 0; .*2.0.* on rank 1"),
+    ],
+)
+def test_losses_that_hold_other_values_are_named(losses: list[Any], words: str) -> None:
+    def body(comm: Communicator) -> None:
+        hyfi_core.parallelize(network(), SHAPE, plan_of(comm), comm, loss=losses[comm.rank])
+
+    (said,) = refusals(2, body)
+    assert re.search(f"loss is .*{words}", said), said
+
+
+def test_a_loss_that_changes_on_one_rank_is_named() -> None:
+    def body(comm: Communicator) -> None:
+        loss = torch.nn.CrossEntropyLoss()
+        engine = hyfi_core.parallelize(network(), SHAPE, plan_of(comm), comm, loss=loss)
+        for smoothing in (0.0, 0.1 * comm.rank):
+            loss.label_smoothing = smoothing
+            engine.accumulate(torch.zeros(SHAPE), torch.tensor([0, 1]))
+
+    (said,) = refusals(2, body)
+    assert re.search("the loss is .*label_smoothing=0.0 on rank 0; .*label_smoothing=0.1 on rank 1", said), said
+
+
+def test_an_operator_with_other_settings_is_named() -> None:
+    def body(comm: Communicator) -> None:
+        model = torch.nn.Sequential(*network()[:2], torch.nn.Conv2d(4, 4, 3, 1, 1 + comm.rank, 1 + comm.rank))
+        hyfi_core.parallelize(torch.nn.Sequential(*model, *network()[2:]), SHAPE, plan_of(comm), comm)
+
+    (said,) = refusals(2, body)
+    assert re.search(r"aten.conv2d.default\(.*\[1, 1\]\) of 2 on rank 0; .*\[2, 2\]\) of 2 on rank 1", said), said
+
+
+def plan_of(comm: Communicator) -> hyfi_core.ParallelPlan:
+    return hyfi_core.ParallelPlan(grids=((1, comm.size),))
 
 
 def test_weights_are_taken_from_the_first_rank_after_all_else_is_compared() -> None:

@@ -1,0 +1,120 @@
+"""Labels and functions as short texts, which ranks compare."""
+
+from __future__ import annotations
+
+import functools
+import re
+import types
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+_DEPTH = 4
+"""Depth to which closures, arguments of partials and attributes of objects are described."""
+_ITEMS = 4096
+"""Longer containers are left out, and of longer tensors only the first values are described."""
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
+
+
+def describe_labels(labels: torch.Tensor) -> str:
+    """Return labels as text: the first ones, and a digest of all; of labels on a device only their shape.
+
+    Reading those would make every step wait for the device.
+    """
+    if labels.device.type != "cpu":
+        return f"{tuple(labels.shape)} on {labels.device.type}"
+    flat = labels.detach().cpu().contiguous().flatten()
+    first = ", ".join(f"{value:.6g}" for value in flat[:8].tolist())
+    digest = zlib.crc32(flat.view(torch.uint8).numpy().tobytes())
+    return f"{tuple(labels.shape)} {first}{' …' if flat.numel() > 8 else ''} (digest {digest:08x})"
+
+
+def describe_function(given: object) -> str:
+    """Return a function, a module or None as text that is equal where ranks were given the same.
+
+    The text has the values that the function was given: closures, arguments of partials, attributes of objects,
+    tensors of modules. Globals that it reads are left out.
+    """
+    if given is None:
+        return "none"
+    settings = ", ".join(_settings(given, _DEPTH))
+    return _name(given) + (f" with {settings}" if settings else "")
+
+
+def _name(given: object) -> str:
+    if isinstance(given, nn.Module):
+        return re.sub(r" at 0x[0-9a-f]+", "", repr(given))
+    if isinstance(given, functools.partial):
+        return f"partial of {_name(given.func)}"
+    code = getattr(given, "__code__", None)
+    name = getattr(given, "__qualname__", type(given).__qualname__)
+    return name if code is None else f"{name} (digest {zlib.crc32(_describe_code(code).encode()):08x})"
+
+
+def _describe_code(code: types.CodeType) -> str:
+    constants = [_describe_code(c) if isinstance(c, types.CodeType) else _constant(c) for c in code.co_consts]
+    return f"{code.co_code.hex()} {code.co_names} {constants}"
+
+
+def _constant(value: Any) -> str:
+    return str(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
+
+
+def _settings(given: Any, depth: int) -> Iterator[str]:
+    """Yield ``name=value`` of what a function or an object holds."""
+    if isinstance(given, functools.partial):
+        yield from _settings(given.func, depth)
+        yield from _named({**{str(i): item for i, item in enumerate(given.args)}, **given.keywords}, depth)
+    elif isinstance(given, nn.Module):
+        for path, module in given.named_modules():
+            yield from _named({f"{path}.{name}".lstrip("."): v for name, v in vars(module).items()}, depth)
+        yield from _named({**dict(given.named_parameters()), **dict(given.named_buffers())}, depth)
+    elif isinstance(given, types.MethodType):
+        yield from _settings(given.__self__, depth)
+    elif isinstance(given, types.FunctionType):
+        cells = zip(given.__code__.co_freevars, given.__closure__ or (), strict=True)
+        yield from _named({name: _held(cell) for name, cell in cells}, depth)
+    elif not isinstance(given, (type, types.ModuleType)):
+        yield from _named(getattr(given, "__dict__", {}), depth)
+
+
+def _held(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None
+
+
+def _named(values: Mapping[str, Any], depth: int) -> Iterator[str]:
+    for name, value in values.items():
+        if not name.rpartition(".")[2].startswith("_"):
+            text = _value(value, depth - 1)
+            if text is not None:
+                yield f"{name}={text}"
+
+
+def _value(value: Any, depth: int) -> str | None:
+    """Return a value as text; None for one that is not described."""
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, torch.Tensor):
+        return _tensor(value)
+    if depth > 0 and isinstance(value, (list, tuple)) and len(value) <= _ITEMS:
+        return str([_value(item, depth - 1) for item in value])
+    if depth > 0 and isinstance(value, dict) and len(value) <= _ITEMS:
+        return str({str(name): _value(item, depth - 1) for name, item in value.items()})
+    if depth > 0 and isinstance(value, (types.FunctionType, types.MethodType, functools.partial, nn.Module)):
+        return f"{_name(value)}({', '.join(_settings(value, depth))})"
+    return None
+
+
+def _tensor(tensor: torch.Tensor) -> str:
+    """Return a tensor's shape, and its sums to five digits: processors round differently."""
+    if tensor.device.type != "cpu" or not tensor.numel():
+        return f"{tuple(tensor.shape)} on {tensor.device.type}"
+    flat = tensor.detach().flatten()[:_ITEMS].double()
+    weighted = flat @ torch.arange(1, len(flat) + 1, dtype=torch.float64)
+    return f"{tuple(tensor.shape)} {tensor.dtype} (sums {flat.sum():.5g}, {weighted:.5g})"
