@@ -22,14 +22,14 @@ import random
 import sys
 import types
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from hyfi_core.capture.places import is_users, is_users_file
+from hyfi_core.capture.places import INSTALLED, is_users, is_users_file
 
 _VALUES = (bool, int, float, str, type(None), list, tuple, dict, set)
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.Tensor, nn.Parameter, torch.dtype, torch.device})
@@ -46,6 +46,8 @@ _LISTS = frozenset({list, tuple})
 _CONTAINERS = frozenset({list, tuple, set, dict, OrderedDict})
 _OWN = frozenset({"_parameters", "_buffers", "_modules"})
 _NOTHING = object()
+_DEPTH = 6
+"""Depth to which calls between functions of installed packages are followed; of the user's own, all are."""
 
 Values = Iterator[tuple[str, Any]]
 
@@ -92,10 +94,13 @@ class _Walk:
         else:
             inside = (value,)
         for item in inside:
-            if isinstance(item, (types.FunctionType, types.MethodType, functools.partial)):
-                yield from self._of_function(item)
-            elif type(item) not in _PLAIN and not isinstance(item, nn.Module):
-                yield from self._of_class(type(item))
+            of_item: Any = type(item)
+            if of_item in _PLAIN or issubclass(of_item, nn.Module):
+                continue
+            if issubclass(of_item, (types.FunctionType, types.MethodType, functools.partial)):
+                yield from self._of_function(item, _DEPTH)
+            elif _is_own_class(of_item):
+                yield from self._of_class(of_item)
 
     def _is_new(self, item: Any) -> bool:
         if id(item) in self._seen:
@@ -105,53 +110,67 @@ class _Walk:
 
     def _of_class(self, kind: type) -> Values:
         for holder in kind.__mro__:
-            forward = vars(holder).get("forward")
-            if not self._is_new(holder) or not (is_users_class(holder) or _is_users(forward)):
+            if not self._is_new(holder):
                 continue
-            for name, value in vars(holder).items():
-                if isinstance(value, _VALUES) and not name.startswith("__"):
-                    yield f"{holder.__qualname__}.{name}", value
-                elif _is_users(method := _unwrapped(value)):
+            own = _is_own_class(holder)
+            methods = {name: _unwrapped(value) for name, value in vars(holder).items()}
+            methods = {name: method for name, method in methods.items() if _is_users(method)}
+            if methods or own:
+                for name, value in vars(holder).items():
+                    if isinstance(value, _VALUES) and not name.startswith("__"):
+                        yield f"{holder.__qualname__}.{name}", value
+            for name, method in methods.items():
+                if own or name == "forward":
                     yield f"{holder.__qualname__}.{name}", method
-                    yield from self._of_function(method)
+                yield from self._of_function(method, _DEPTH)
 
-    def _of_function(self, function: Any) -> Values:
+    def _of_function(self, function: Any, depth: int) -> Values:
         function = _unwrapped(function)
         if isinstance(function, functools.partial):
-            yield from self._found(f"{getattr(function.func, '__qualname__', 'partial')}()", function)
+            yield from self._found("partial()", function, True, depth)
             return
         if not _is_users(function) or not self._is_new(function):
             return
-        name = function.__qualname__
-        if function.__defaults__ or function.__kwdefaults__:
+        name, own = function.__qualname__, _is_own(function.__code__)
+        if own and (function.__defaults__ or function.__kwdefaults__):
             yield f"{name}()", (function.__defaults__, function.__kwdefaults__)
         for cell, variable in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
             try:
                 found: Any = cell.cell_contents
             except ValueError:  # not assigned yet
                 continue
-            yield from self._found(f"{name}: {variable}", found)
+            yield from self._found(f"{name}: {variable}", found, own, depth)
         for chain in _names(function.__code__):
-            yield from self._found(*_looked_up(function.__globals__, chain))
+            yield from self._found(*_looked_up(function.__globals__, chain), own, depth)
 
-    def _found(self, name: str, value: Any) -> Values:
+    def _found(self, name: str, value: Any, own: bool, depth: int) -> Values:
+        """What a function found under a name; ``own``: code of the user, of which everything is followed."""
         if isinstance(value, (*_VALUES, *_GENERATORS)):
             yield name, value
-        elif value is os.environ or value is os.getenv:
+        elif isinstance(value, types.FunctionType) and depth:
+            if own:
+                yield name, value
+            yield from self._of_function(value, depth if own else depth - 1)
+        elif own:
+            yield from self._found_by_own(name, value, depth)
+
+    def _found_by_own(self, name: str, value: Any, depth: int) -> Values:
+        kind: Any = type(value)
+        if value is os.environ or value is os.getenv:
             yield "os.environ", dict(os.environ)
-        elif isinstance(value, _IDENTITIES):
+        elif isinstance(value, types.BuiltinFunctionType):
             yield name, value
-            yield from self._of_function(value)
         elif isinstance(value, functools.partial):
             yield name, (value.args, value.keywords)
-            yield from self._found(name, value.func)
+            yield from self._found(name, value.func, True, depth)
         elif isinstance(value, type):
-            yield from self._of_class(value)
-        elif hasattr(value, "__wrapped__"):  # functools.lru_cache
-            yield from self._found(name, value.__wrapped__)
-        elif not isinstance(value, (nn.Module, torch.Tensor)) and is_users_class(value.__class__):
+            if _is_own_class(value):
+                yield from self._of_class(value)
+        elif "__wrapped__" in (held := _dict_of(value)):  # functools.lru_cache
+            yield from self._found(name, held["__wrapped__"], True, depth)
+        elif not issubclass(kind, (nn.Module, torch.Tensor)) and _is_own_class(kind):
             yield name, value
-            yield from self._of_class(type(value))
+            yield from self._of_class(kind)
 
 
 def _looked_up(names: Mapping[str, Any], chain: tuple[str, ...]) -> tuple[str, Any]:
@@ -177,10 +196,19 @@ def _is_replaceable(found: Any) -> bool:
 def _attribute(holder: Any, name: str) -> Any:
     """Return an attribute from the dicts of an object, a module or a class with its bases."""
     kinds = holder.__mro__ if isinstance(holder, type) else ()
-    for held in (getattr(holder, "__dict__", {}), *(vars(kind) for kind in kinds)):
+    for held in (_dict_of(holder), *(vars(kind) for kind in kinds)):
         if name in held:
             return _unwrapped(held[name]) if kinds else held[name]
     return _NOTHING
+
+
+def _dict_of(value: Any) -> Mapping[str, Any]:
+    """Return the attributes that an object holds, without calling its ``__getattr__``, which may raise."""
+    try:
+        held: Mapping[str, Any] = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return held
 
 
 def _unwrapped(value: Any) -> Any:
@@ -208,10 +236,15 @@ def _names(code: types.CodeType) -> tuple[tuple[str, ...], ...]:
 
 
 @functools.cache
-def is_users_class(kind: Hashable) -> bool:
-    """Whether a class is the user's, or of a package of networks."""
+def _is_own_class(kind: Any) -> bool:
+    """Whether a class is the user's own, and not of an installed package."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return kind.__module__ == "__main__" if file is None else is_users_file(file)
+    return kind.__module__ == "__main__" if file is None else is_users_file(file) and INSTALLED not in file
+
+
+@functools.cache
+def _is_own(code: types.CodeType) -> bool:
+    return is_users(code) and INSTALLED not in code.co_filename
 
 
 @functools.cache

@@ -15,7 +15,7 @@ _CORE = Path(__file__).parent.parent
 _MODELS = f"{_CORE / 'models'}/"
 _NOT_USERS = (f"{Path(torch.__file__).parent}/", f"{_CORE}/", "<")
 _PYTHON = f"{Path(linecache.__file__).parent}/"
-_INSTALLED = "/site-packages/"
+INSTALLED = "/site-packages/"
 
 
 def calling_line() -> str:
@@ -82,7 +82,7 @@ def is_users_file(name: str) -> bool:
     """Whether a file is the user's, or of a package of networks."""
     if name.startswith(_MODELS):
         return True
-    of_python = name.startswith(_PYTHON) and _INSTALLED not in name
+    of_python = name.startswith(_PYTHON) and INSTALLED not in name
     return not of_python and not name.startswith(_NOT_USERS)
 
 
