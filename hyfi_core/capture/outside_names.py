@@ -147,6 +147,8 @@ class _Walk:
         """What a function found under a name; ``own``: code of the user, of which everything is followed."""
         if isinstance(value, (*_VALUES, *_GENERATORS)):
             yield name, value
+        elif own and (value is os.environ or value is os.getenv):
+            yield "os.environ", dict(os.environ)
         elif isinstance(value, types.FunctionType) and depth:
             if own:
                 yield name, value
@@ -156,9 +158,7 @@ class _Walk:
 
     def _found_by_own(self, name: str, value: Any, depth: int) -> Values:
         kind: Any = type(value)
-        if value is os.environ or value is os.getenv:
-            yield "os.environ", dict(os.environ)
-        elif isinstance(value, types.BuiltinFunctionType):
+        if isinstance(value, types.BuiltinFunctionType):
             yield name, value
         elif isinstance(value, functools.partial):
             yield name, (value.args, value.keywords)

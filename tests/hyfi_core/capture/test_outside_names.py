@@ -124,6 +124,14 @@ def test_an_attribute_of_a_class_without_methods_counts(monkeypatch: pytest.Monk
     assert module_state(model) != before
 
 
+def test_the_environment_counts_if_read_by_getenv(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Module()
+    model.scale = lambda x: x * float(os.getenv("SCALE", "1"))
+    before = module_state(model)
+    monkeypatch.setenv("SCALE", "2")
+    assert module_state(model) != before
+
+
 def test_functions_of_one_factory_are_told_apart() -> None:
     def scaled(factors: list[float]) -> Callable[[torch.Tensor], torch.Tensor]:
         return lambda x: x * factors[0]
