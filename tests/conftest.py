@@ -70,7 +70,7 @@ def hyfi_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
         capfd.readouterr()
         with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
             patch.setattr(signals, "_requested", False)
-            for name, value in {"COLUMNS": "200", **environment}.items():
+            for name, value in {"PYTHONPATH": str(ROOT), "COLUMNS": "200", **environment}.items():
                 patch.setenv(name, value)
             app(given)
         return subprocess.CompletedProcess(given, int(ended.value.code or 0), *capfd.readouterr())

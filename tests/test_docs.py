@@ -18,7 +18,7 @@ import yaml
 
 from pathology.pages import FLAG_MEANINGS
 from pathology.tissue.quality import BLURRED_SHARE, PEN_SHARE
-from tests.conftest import ROOT
+from tests.conftest import ROOT, Hyfi
 from tests.workflows.archive import make_store
 from workflows.cli import app
 from workflows.config.load import load_config
@@ -111,14 +111,12 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_the_first_project_runs_as_it_is_shown(tmp_path: Path) -> None:
+def test_the_first_project_runs_as_it_is_shown(hyfi_here: Hyfi, tmp_path: Path) -> None:
     page = FIRST_PROJECT.read_text(encoding="utf-8")
     (text,) = blocks(FIRST_PROJECT, "yaml")
     (tmp_path / "mine.yaml").write_text(text)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     for words in [words for text in blocks(FIRST_PROJECT, "sh") for words in commands(text)]:
-        command = [sys.executable, "-m", "workflows.cli", *words[1:]]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+        done = hyfi_here(*words[1:], OMP_NUM_THREADS="1")
         assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
     manifest = (tmp_path / "SLIDES" / "manifest.csv").read_text()
     assert manifest.startswith(blocks(FIRST_PROJECT, "csv")[0])

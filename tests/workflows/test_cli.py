@@ -40,8 +40,8 @@ def test_every_command_is_there() -> None:
 
 
 @pytest.mark.parametrize("words", [[], *[[name] for name in COMMANDS]])
-def test_help_at_every_level(hyfi: Hyfi, words: list[str]) -> None:
-    done = hyfi(*words, "--help")
+def test_help_at_every_level(hyfi_here: Hyfi, words: list[str]) -> None:
+    done = hyfi_here(*words, "--help")
     assert done.returncode == 0
     assert "Usage: " in done.stdout
     assert all(name in done.stdout for name in (words or COMMANDS))
@@ -58,8 +58,8 @@ def test_help_is_quick() -> None:
 
 
 @pytest.mark.parametrize("words", [["trian"], ["train"], ["synth", "here", "--slide", "3"], ["ingest", "x", "--out"]])
-def test_wrong_words_are_a_wrong_request(hyfi: Hyfi, tmp_path: Path, words: list[str]) -> None:
-    done = hyfi(*words)
+def test_wrong_words_are_a_wrong_request(hyfi_here: Hyfi, tmp_path: Path, words: list[str]) -> None:
+    done = hyfi_here(*words)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
@@ -160,8 +160,8 @@ def test_nothing_is_left_where_writing_was_tried(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_place_that_cannot_be_is_a_wrong_request(hyfi: Hyfi, tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_is_a_wrong_request(hyfi_here: Hyfi, tmp_path: Path) -> None:
     for words in (["synth", "a" * 300, "--slides", "1", "--size", "256"], ["ingest", ".", "--out", "b" * 300]):
-        done = hyfi(*words)
+        done = hyfi_here(*words)
         assert done.returncode == 2 and "File name too long" in done.stderr
         assert "Traceback" not in done.stderr

@@ -56,9 +56,9 @@ def test_slides_are_copied_once_and_a_damaged_one_is_named(hyfi: Hyfi, store: Pa
     ],
 )
 def test_wrong_requests_write_nothing(
-    hyfi: Hyfi, store: Path, tmp_path: Path, words: tuple[str, ...], said: str
+    hyfi_here: Hyfi, store: Path, tmp_path: Path, words: tuple[str, ...], said: str
 ) -> None:
-    done = hyfi("export", *words)
+    done = hyfi_here("export", *words)
     assert done.returncode == 2 and said in done.stderr
     assert not (tmp_path / "copies").exists()
 

@@ -28,19 +28,21 @@ def archive(tmp_path: Path) -> Path:
     return folder
 
 
-def test_ingest_names_what_failed_and_goes_on_next_time(hyfi: Hyfi, archive: Path, tmp_path: Path) -> None:
-    first = hyfi("ingest", archive, "--out", "store", "--workers", "1", "--json")
+def test_ingest_names_what_failed_and_goes_on_next_time(hyfi_here: Hyfi, archive: Path, tmp_path: Path) -> None:
+    first = hyfi_here("ingest", archive, "--out", "store", "--workers", "1", "--json")
     assert first.returncode == 1
     assert "unknown.tiff" in first.stderr and "--slide-mpp" in first.stderr and "Traceback" not in first.stderr
     told = json.loads(first.stdout.splitlines()[-1])
     assert told["done"] == ["a", "b"] and told["failed"][0]["slide_id"] == "unknown"
-    second = hyfi("ingest", archive, "--out", "store", "--slide-mpp", "0.5", "--workers", "1", "--resume", "--json")
+    second = hyfi_here(
+        "ingest", archive, "--out", "store", "--slide-mpp", "0.5", "--workers", "1", "--resume", "--json"
+    )
     assert second.returncode == 0, second.stderr
     told = json.loads(second.stdout.splitlines()[-1])
     assert told["skipped"] == ["a", "b"] and told["done"] == ["unknown"]
-    third = hyfi("ingest", archive, "--out", "store", "--mpp", "2")
+    third = hyfi_here("ingest", archive, "--out", "store", "--mpp", "2")
     assert third.returncode == 2 and "mpp: 1.0 → 2.0" in third.stderr and "--overwrite" in third.stderr
-    shown = hyfi("inspect", "store", "--png", "sheet.png", "--json")
+    shown = hyfi_here("inspect", "store", "--png", "sheet.png", "--json")
     assert shown.returncode == 0, shown.stderr
     assert {s["slide_id"]: s["status"] for s in json.loads(shown.stdout.splitlines()[-1])["slides"]} == {
         "a": "done",
@@ -72,7 +74,7 @@ def test_a_dry_run_writes_nothing(hyfi: Hyfi, archive: Path, tmp_path: Path) -> 
     assert not (tmp_path / "store").exists()
 
 
-def test_every_flag_does_what_it_says(hyfi: Hyfi, archive: Path, tmp_path: Path) -> None:
+def test_every_flag_does_what_it_says(hyfi_here: Hyfi, archive: Path, tmp_path: Path) -> None:
     (archive / "unknown.tiff").unlink()
     common = ("ingest", archive, "--workers", "1", "--json")
     flags = (
@@ -87,14 +89,14 @@ def test_every_flag_does_what_it_says(hyfi: Hyfi, archive: Path, tmp_path: Path)
         "--cache",
         "near",
     )
-    told = hyfi(*common, "--out", "one", "--mpp", "0.5", *flags)
+    told = hyfi_here(*common, "--out", "one", "--mpp", "0.5", *flags)
     assert told.returncode == 0, told.stderr
     facts = json.loads((tmp_path / "one/a.zarr/zarr.json").read_text())["attributes"]["hyfi"]
     asked = {"crop_tissue": True, "glass": "blank", "sharded": False, "codec": "jpeg:90", "icc": "apply"}
     assert asked.items() <= facts["parameters"].items() and not list((tmp_path / "near").iterdir())
-    again = hyfi(*common, "--out", "one", "--mpp", "0.5")
+    again = hyfi_here(*common, "--out", "one", "--mpp", "0.5")
     assert again.returncode == 2 and "glass: blank → None" in again.stderr
-    parts = [hyfi(*common, "--out", "two", "--part", f"{k}/2", "--pseudonyms", "key.csv") for k in (1, 2)]
+    parts = [hyfi_here(*common, "--out", "two", "--part", f"{k}/2", "--pseudonyms", "key.csv") for k in (1, 2)]
     done = [name for part in parts for name in json.loads(part.stdout.splitlines()[-1])["done"]]
     assert len(done) == 2 and all(name.startswith("s-") for name in done)
     said = "".join(part.stdout + part.stderr for part in parts)
@@ -118,38 +120,38 @@ def test_every_flag_does_what_it_says(hyfi: Hyfi, archive: Path, tmp_path: Path)
     ],
 )
 def test_wrong_requests_exit_2_and_write_nothing(
-    hyfi: Hyfi, archive: Path, tmp_path: Path, words: tuple[str, ...], said: str
+    hyfi_here: Hyfi, archive: Path, tmp_path: Path, words: tuple[str, ...], said: str
 ) -> None:
     (tmp_path / "file").touch()
     if said.startswith("no slide"):
         for slide in archive.iterdir():
             slide.unlink()
-    told = hyfi("ingest", *words)
+    told = hyfi_here("ingest", *words)
     assert told.returncode == 2 and said in told.stderr and "Traceback" not in told.stderr
     assert not (tmp_path / "store").exists() and not (tmp_path / "key.csv").exists()
 
 
-def test_inspect_shows_a_file_and_an_ingested_slide(hyfi: Hyfi, archive: Path, tmp_path: Path) -> None:
-    file = hyfi("inspect", archive / "a.tiff", "--png", "file.png", "--json")
+def test_inspect_shows_a_file_and_an_ingested_slide(hyfi_here: Hyfi, archive: Path, tmp_path: Path) -> None:
+    file = hyfi_here("inspect", archive / "a.tiff", "--png", "file.png", "--json")
     assert file.returncode == 0, file.stderr
     facts = json.loads(file.stdout.splitlines()[-1])
     assert facts["levels"][1]["height_px"] == 500 and 0.2 < facts["tissue"]["fraction"] < 0.4
-    assert hyfi("ingest", archive / "a.tiff", "--out", "store", "--workers", "1").returncode == 0
-    slide = hyfi("inspect", "store/a.zarr", "--png", "slide.png", "--json")
+    assert hyfi_here("ingest", archive / "a.tiff", "--out", "store", "--workers", "1").returncode == 0
+    slide = hyfi_here("inspect", "store/a.zarr", "--png", "slide.png", "--json")
     facts = json.loads(slide.stdout.splitlines()[-1])
     assert facts["levels"][0] == {"height_px": 500, "width_px": 500, "mpp": [1.0, 1.0]}
     assert "a: resampled" in slide.stdout
     assert (tmp_path / "file.png").exists() and (tmp_path / "slide.png").exists()
     (tmp_path / "store/a.zarr/0/c/0/0/0").unlink()
     for of in ("store", "store/a.zarr"):
-        damaged = hyfi("inspect", of, "--json")
+        damaged = hyfi_here("inspect", of, "--json")
         assert damaged.returncode == 1 and "0/c/0/0/0" in damaged.stdout
         assert json.loads(damaged.stdout.splitlines()[-1])["status"] == "damaged"
-    refused = hyfi("inspect", archive / "b.tiff", "--png", archive)
+    refused = hyfi_here("inspect", archive / "b.tiff", "--png", archive)
     assert refused.returncode == 2 and "is a folder" in refused.stderr and "Traceback" not in refused.stderr
-    assert hyfi("inspect", "nothing").returncode == 2
+    assert hyfi_here("inspect", "nothing").returncode == 2
     (tmp_path / "empty.svs").touch()
-    empty = hyfi("inspect", "empty.svs")
+    empty = hyfi_here("inspect", "empty.svs")
     assert empty.returncode == 1 and "empty" in empty.stderr
 
 

@@ -26,25 +26,25 @@ def test_a_whole_store_is_said_to_be_whole(hyfi: Hyfi, store: Path) -> None:
     assert (store / "verify.csv").read_text() == "slide_id,path,reason\n"
 
 
-def test_faults_are_named_on_standard_error_and_in_a_file(hyfi: Hyfi, store: Path) -> None:
+def test_faults_are_named_on_standard_error_and_in_a_file(hyfi_here: Hyfi, store: Path) -> None:
     (store / "b.zarr/0/c/0/0/0").write_bytes(b"")
-    done = hyfi("verify", store, "--json")
+    done = hyfi_here("verify", store, "--json")
     assert done.returncode == 1
     told = json.loads(done.stdout.splitlines()[-1])
     assert [(f["slide_id"], f["path"]) for f in told["faults"]] == [("b", str(store / "b.zarr/0/c/0/0/0"))]
     assert "failed: b:" in done.stderr and "0 bytes" in done.stderr and "Traceback" not in done.stderr
     assert "0 bytes" in (store / "verify.csv").read_text()
-    one = hyfi("verify", store / "a.zarr")
+    one = hyfi_here("verify", store / "a.zarr")
     assert one.returncode == 0 and "1 slides" in one.stdout
 
 
-def test_what_is_no_store_is_a_wrong_request(hyfi: Hyfi, tmp_path: Path) -> None:
+def test_what_is_no_store_is_a_wrong_request(hyfi_here: Hyfi, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for path in (tmp_path / "empty", tmp_path / "nowhere"):
-        done = hyfi("verify", path)
+        done = hyfi_here("verify", path)
         assert done.returncode == 2 and str(path) in done.stderr and not list(tmp_path.rglob("verify.csv"))
 
 
-def test_a_store_of_failed_slides_alone_is_a_store(hyfi: Hyfi, tmp_path: Path) -> None:
+def test_a_store_of_failed_slides_alone_is_a_store(hyfi_here: Hyfi, tmp_path: Path) -> None:
     compile_manifest(tmp_path)
-    assert hyfi("verify", tmp_path).returncode == 0
+    assert hyfi_here("verify", tmp_path).returncode == 0
