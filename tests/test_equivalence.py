@@ -18,7 +18,10 @@ from workflows.commands.demo import RECIPE
 from workflows.evaluation.models import build_model
 
 
-@pytest.mark.parametrize("grid", [(1, 1), (1, 2), (2, 1), (1, 3), (2, 2), (2, 3)])
+LONG = [pytest.param(grid, marks=pytest.mark.soak) for grid in ((1, 3), (2, 2))]
+
+
+@pytest.mark.parametrize("grid", [(1, 1), (1, 2), (2, 1), (2, 3), *LONG])
 def test_resnet_18_with_odd_sizes(grid: tuple[int, int]) -> None:
     torch.manual_seed(0)
     assert_equal_to_one_process(resnet.resnet18(2, width=8), (2, 3, 101, 77), grid)

@@ -97,7 +97,7 @@ def body():
     return 0
 sys.exit(exit_code_of(body))
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=15)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (3, "hyfi: stopped on request\n")
 
 

@@ -108,7 +108,7 @@ MODELS = {
     "shifting": (Shifting, (2, 3, 47, 58)),
 }
 CASES = [
-    ("resnet18", (2, 3)),
+    pytest.param("resnet18", (2, 3), marks=pytest.mark.soak),
     ("resnet18", (6, 5)),
     pytest.param("amoebanet", (3, 2), marks=pytest.mark.soak),
     pytest.param("amoebanet", (5, 1), marks=pytest.mark.soak),

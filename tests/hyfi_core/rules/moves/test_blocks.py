@@ -123,7 +123,10 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("ranks", [(1, 2), (2, 1), (2, 2), (5, 1), (3, 2)])
+LONG = [pytest.param(grid, marks=pytest.mark.soak) for grid in ((1, 2), (2, 1), (3, 2))]
+
+
+@pytest.mark.parametrize("ranks", [(2, 2), (5, 1), *LONG])
 def test_blocks_equal_one_process(ranks: tuple[int, int]) -> None:
     assert_answers_equal_one_process(FUNCTIONS, SHAPE, ranks)
 
