@@ -17,7 +17,6 @@ from tests.harness import assert_equal_to_one_process, run_copies
 from workflows.commands.demo import RECIPE
 from workflows.evaluation.models import build_model
 
-
 LONG = [pytest.param(grid, marks=pytest.mark.soak) for grid in ((1, 3), (2, 2))]
 
 
