@@ -117,8 +117,8 @@ def check_room(needed: Sequence[int], hosts: Sequence[Host], others: Mapping[str
         advice = (
             f"{change} would fit"
             if change is not None
-            else "use more machines (plan.grids spreads an image), compute it cell by cell (plan.cells=auto), or use a "
-            "smaller data.size_px or a coarser data.mpp"
+            else "use more machines (plan.grids spreads an image), compute it cell by cell (plan.cells=auto "
+            "plan.spill=FOLDER), or use a smaller data.size_px or a coarser data.mpp"
         )
         raise RequestError(
             f"memory: the trainers on {host.name} ({len(host.trainers)}) need at least {_gb(total)} GB, but "
