@@ -49,7 +49,7 @@ def test_too_little_room_is_refused_with_the_first_change_that_fits() -> None:
         check_room([4 * GB, 4 * GB], hosts, changes)
     with pytest.raises(RequestError, match="use more machines"):
         check_room([4 * GB, 4 * GB], hosts)
-    with pytest.raises(RequestError, match=r"need at least 1500 GB, but 5 GB are free; .*plan.cells=auto plan.spill=FOLDER"):
+    with pytest.raises(RequestError, match=r"at least 1500 GB, but 5 GB are .*plan.cells=auto plan.spill=FOLDER"):
         check_room([750 * GB, 750 * GB], hosts)
 
 
