@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from typing import Any, ClassVar
 
@@ -49,11 +50,10 @@ class Hooked(nn.Module):
 class Elsewhere(nn.Module):
     """Takes a number that a capture cannot see change."""
 
-    number: ClassVar = [1.0]
+    numbers: ClassVar = itertools.count(2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.number[0] += 1.0
-        return x * self.number[0]
+        return x * next(self.numbers)
 
 
 class ElsewhereInEvaluation(Elsewhere):
