@@ -122,15 +122,15 @@ class Bindings:
 
 def _holdings(model: nn.Module) -> list[tuple[int, ...]]:
     """Return the identities of all that the modules of a model hold: modules, parameters and buffers, by name."""
-    found, todo = [], [model]
+    found, reached = [], [model]
     seen = {id(model)}
-    for module in todo:  # grows
+    for module in reached:  # grows
         held = (module._parameters, module._buffers, module._modules)
         found.append(tuple(id(item) for of in held for pair in of.items() for item in pair))
         for child in module._modules.values():
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
-                todo.append(child)
+                reached.append(child)
     return found
 
 
