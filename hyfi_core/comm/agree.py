@@ -159,7 +159,7 @@ class CallConsensus:
         stages: int = 1,
     ) -> None:
         self._weights = weights
-        self._loss = loss
+        self._loss, self._modules = loss, frozenset(model.modules())
         self._stages = stages
         self._updates = 0
         self._max_norm: float | None = None
@@ -190,7 +190,7 @@ class CallConsensus:
             return
         settings = _describe_settings(optimizer) if self._stages == 1 else type(optimizer).__name__
         facts = {"the optimizer": f"{settings}, {self._updates} updates, max_norm={self._max_norm}"}
-        facts["the loss"] = describe_function(self._loss)
+        facts["the loss"] = describe_function(self._loss, self._modules)
         if self._replica is not self._everyone:  # replicas may have images of different shapes
             self._check(self._everyone, "training", None, str(program == "new"), facts, "training")
         weights: Scope | None = "training" if self._replica is self._everyone else None

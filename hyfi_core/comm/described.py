@@ -6,7 +6,7 @@ import functools
 import re
 import types
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ _DEPTH = 4
 """Depth to which closures, arguments of partials and attributes of objects are described."""
 _ITEMS = 4096
 """Longer containers are left out, and of longer tensors only the first values are described."""
+_NO_MODULES: Set[nn.Module] = frozenset()
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 
 
@@ -32,15 +33,19 @@ def describe_labels(labels: torch.Tensor) -> str:
     return f"{tuple(labels.shape)} {first}{' …' if flat.numel() > 8 else ''} (digest {digest:08x})"
 
 
-def describe_function(given: object) -> str:
+def describe_function(given: object, without: Set[nn.Module] = _NO_MODULES) -> str:
     """Return a function, a module or None as text that is equal where ranks were given the same.
 
     The text has the values that the function was given: closures, arguments of partials, attributes of objects,
     tensors of modules. Globals that it reads are left out.
+
+    Args:
+        given: the function.
+        without: modules to leave out where the function holds them: those of the model, whose weights may differ.
     """
     if given is None:
         return "none"
-    settings = ", ".join(_settings(given, _DEPTH))
+    settings = ", ".join(_settings(given, _DEPTH, without))
     return _name(given) + (f" with {settings}" if settings else "")
 
 
@@ -63,22 +68,24 @@ def _constant(value: Any) -> str:
     return str(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
 
 
-def _settings(given: Any, depth: int) -> Iterator[str]:
+def _settings(given: Any, depth: int, without: Set[nn.Module]) -> Iterator[str]:
     """Yield ``name=value`` of what a function or an object holds."""
+    if isinstance(given, nn.Module) and given in without:
+        return
     if isinstance(given, functools.partial):
-        yield from _settings(given.func, depth)
-        yield from _named({**{str(i): item for i, item in enumerate(given.args)}, **given.keywords}, depth)
+        yield from _settings(given.func, depth, without)
+        yield from _named({**{str(i): item for i, item in enumerate(given.args)}, **given.keywords}, depth, without)
     elif isinstance(given, nn.Module):
         for path, module in given.named_modules():
-            yield from _named({f"{path}.{name}".lstrip("."): v for name, v in vars(module).items()}, depth)
-        yield from _named({**dict(given.named_parameters()), **dict(given.named_buffers())}, depth)
+            yield from _named({f"{path}.{name}".lstrip("."): v for name, v in vars(module).items()}, depth, without)
+        yield from _named({**dict(given.named_parameters()), **dict(given.named_buffers())}, depth, without)
     elif isinstance(given, types.MethodType):
-        yield from _settings(given.__self__, depth)
+        yield from _settings(given.__self__, depth, without)
     elif isinstance(given, types.FunctionType):
         cells = zip(given.__code__.co_freevars, given.__closure__ or (), strict=True)
-        yield from _named({name: _held(cell) for name, cell in cells}, depth)
+        yield from _named({name: _held(cell) for name, cell in cells}, depth, without)
     elif not isinstance(given, (type, types.ModuleType)):
-        yield from _named(getattr(given, "__dict__", {}), depth)
+        yield from _named(getattr(given, "__dict__", {}), depth, without)
 
 
 def _held(cell: types.CellType) -> Any:
@@ -88,26 +95,28 @@ def _held(cell: types.CellType) -> Any:
         return None
 
 
-def _named(values: Mapping[str, Any], depth: int) -> Iterator[str]:
+def _named(values: Mapping[str, Any], depth: int, without: Set[nn.Module]) -> Iterator[str]:
     for name, value in values.items():
         if not name.rpartition(".")[2].startswith("_"):
-            text = _value(value, depth - 1)
+            text = _value(value, depth - 1, without)
             if text is not None:
                 yield f"{name}={text}"
 
 
-def _value(value: Any, depth: int) -> str | None:
+def _value(value: Any, depth: int, without: Set[nn.Module]) -> str | None:
     """Return a value as text; None for one that is not described."""
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, torch.Tensor):
         return _tensor(value)
     if depth > 0 and isinstance(value, (list, tuple)) and len(value) <= _ITEMS:
-        return str([_value(item, depth - 1) for item in value])
+        return str([_value(item, depth - 1, without) for item in value])
     if depth > 0 and isinstance(value, dict) and len(value) <= _ITEMS:
-        return str({str(name): _value(item, depth - 1) for name, item in value.items()})
+        return str({str(name): _value(item, depth - 1, without) for name, item in value.items()})
+    if isinstance(value, nn.Module) and value in without:
+        return None
     if depth > 0 and isinstance(value, (types.FunctionType, types.MethodType, functools.partial, nn.Module)):
-        return f"{_name(value)}({', '.join(_settings(value, depth))})"
+        return f"{_name(value)}({', '.join(_settings(value, depth, without))})"
     return None
 
 

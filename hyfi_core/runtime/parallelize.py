@@ -62,14 +62,15 @@ def parallelize(
             rank, before anything is changed.
     """
     plan = agree(comm, lambda: _checked(model, shape, plan, comm, strategy, optimizer, loss, output))
+    own = frozenset(model.modules())
     settings = {
         "autocast": autocast,
         "image_dtype": image_dtype,
         "memory_format": memory_format,
         "verify": verify,
         "optimizer": "given" if optimizer is not None else "none",
-        "loss": describe_function(loss),
-        "output": describe_function(output),
+        "loss": describe_function(loss, own),
+        "output": describe_function(output, own),
     }
     compare_requests(comm, model, shape, plan, settings)
     engine = Engine(model, shape, plan, comm, loss, optimizer, output, autocast, image_dtype, memory_format)

@@ -61,3 +61,19 @@ def test_the_order_of_a_set_in_code_does_not_count() -> None:
         for seed in ("1", "2")
     }  # fmt: skip
     assert len(said) == 1
+
+
+def test_the_model_that_a_loss_holds_is_left_out() -> None:
+    """Its weights may differ at the start, and between the ranks of several stages."""
+
+    def texts(model: nn.Module) -> list[str]:
+        losses: Any = [
+            model.forward,
+            lambda o, y: o.mean() + model[0].weight.sum(),
+            functools.partial(nested, given=model),
+        ]
+        return [describe_function(loss, frozenset(model.modules())) for loss in losses]
+
+    first, second = (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)) for _ in "12")
+    assert texts(first) == texts(second)
+    assert describe_function(first.forward) != describe_function(second.forward)
