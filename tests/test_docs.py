@@ -93,7 +93,7 @@ def test_configurations_are_accepted(page: Path, tmp_path: Path) -> None:
         load_config(file)
 
 
-AFTER_FIRST_PROJECT = ("heatmaps", "qupath-napari")
+AFTER_FIRST_PROJECT = ("api", "heatmaps", "qupath-napari")
 """Pages whose Python reads what the first project has written."""
 
 

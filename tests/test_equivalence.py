@@ -13,9 +13,9 @@ from torch import nn
 
 import hyfi_core
 from hyfi_core.models import resnet
+from hyfi_core.models.by_name import build_model
 from tests.harness import assert_equal_to_one_process, run_copies
 from workflows.commands.demo import RECIPE
-from workflows.evaluation.models import build_model
 
 LONG = [pytest.param(grid, marks=pytest.mark.soak) for grid in ((1, 3), (2, 2))]
 

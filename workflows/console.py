@@ -16,6 +16,14 @@ LINES_PER_PROGRESS = 10
 MIN_SECONDS_BETWEEN_LINES = 2.0
 
 
+def duration(seconds: float) -> str:
+    """Return a duration as text: ``40 s``, ``12 min``, ``3 h 20 min``."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
+
+
 class Progress(Protocol):
     """Progress of a long job."""
 
@@ -71,7 +79,7 @@ def plain_json(value: Any) -> Any:
 
 
 @contextmanager
-def progress(total: float | None, label: str, done: float = 0.0) -> Iterator[Progress]:
+def progress(total: float | None, label: str, done: float = 0.0, *, estimate: bool = True) -> Iterator[Progress]:
     """Show the progress of a job on standard error.
 
     On a terminal this is a progress bar; otherwise about ten plain lines, at least two seconds apart.
@@ -80,18 +88,19 @@ def progress(total: float | None, label: str, done: float = 0.0) -> Iterator[Pro
         total: Number of steps; None: unknown.
         label: Name of the job.
         done: Steps that an earlier run has done.
+        estimate: Show the remaining time; False: the notes of the job have it.
     """
     if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
-        with _bar(total, label, done) as shown:
+        with _bar(total, label, done, estimate) as shown:
             yield shown
     else:
-        lines = _LogLines(total, label, done)
+        lines = _LogLines(total, label, done, estimate)
         yield lines
         lines.finish()
 
 
 @contextmanager
-def _bar(total: float | None, label: str, done: float) -> Iterator[Progress]:
+def _bar(total: float | None, label: str, done: float, estimate: bool) -> Iterator[Progress]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as RichProgress
@@ -101,7 +110,7 @@ def _bar(total: float | None, label: str, done: float) -> Iterator[Progress]:
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TimeRemainingColumn(),
+        *([TimeRemainingColumn()] if estimate else []),
         TextColumn("{task.fields[note]}", markup=False),
     )
     with RichProgress(*columns, console=Console(stderr=True)) as bars:
@@ -121,8 +130,8 @@ class _TerminalBar:
 class _LogLines:
     """Progress in a log: a line for every tenth of the job, at least two seconds apart."""
 
-    def __init__(self, total: float | None, label: str, done: float = 0.0) -> None:
-        self._total, self._label = total, label
+    def __init__(self, total: float | None, label: str, done: float, estimate: bool) -> None:
+        self._total, self._label, self._estimate = total, label, estimate
         self._first = self._done = self._printed = done
         self._started_s = self._printed_s = time.monotonic()
 
@@ -142,5 +151,5 @@ class _LogLines:
         of = f"/{self._total:g}" if self._total is not None else ""
         spent_s = self._printed_s - self._started_s
         left_s = (self._total - self._done) * spent_s / (self._done - self._first) if self._total is not None else 0
-        left = f", {left_s:.0f} s left" if left_s >= 1 else ""
-        warn(f"{self._label}: {self._done:g}{of} after {spent_s:.0f} s{left} {note}".rstrip())
+        left = f", {duration(left_s)} left" if left_s >= 1 and self._estimate else ""
+        warn(f"{self._label}: {self._done:g}{of} after {duration(spent_s)}{left} {note}".rstrip())

@@ -284,11 +284,17 @@ def _parse_shares(shares: Any, replicas: int, microbatches: int) -> tuple[int, .
     return parsed
 
 
+def _count(number: int, noun: str) -> str:
+    """Return ``1 rank``, ``2 ranks``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"
+
+
 def _draw(plan: ParallelPlan) -> str:
     """Return stages, grids, directions and ranks as text for people."""
     placement = Placement.of(plan)
-    head = f"{plan.ranks} trainers: {plan.replicas} replica(s) of {plan.ranks_per_replica}, {plan.stages} stage(s)"
-    lines = [f"{head}, {plan.microbatches} micro-batch(es), schedule {plan.schedule}"]
+    replicas = f"{_count(plan.replicas, 'replica')} of {_count(plan.ranks_per_replica, 'rank')}"
+    parts = f"{replicas}, {_count(plan.stages, 'stage')}, {_count(plan.microbatches, 'micro-batch')}"
+    lines = [f"{_count(plan.ranks, 'trainer')}: {parts}, schedule {plan.schedule}"]
     if plan.shares:
         lines.append(f"of every {sum(plan.shares)} samples, the replicas take {', '.join(map(str, plan.shares))}")
     if plan.cells == "auto":

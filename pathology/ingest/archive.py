@@ -14,7 +14,7 @@ from data.store.slide_store import SlideStore, StoreError, slide_path
 from hyfi_core.errors import RequestError
 from pathology.errors import SlideError
 from pathology.ingest.contact import write_contact
-from pathology.ingest.discover import SlideJob, find_jobs, part_of_names, user_columns
+from pathology.ingest.discover import SlideJob, find_jobs, part_of_names, refuse_store_among_slides, user_columns
 from pathology.ingest.identity import SourceStamp, differences, source_digest
 from pathology.ingest.options import IngestOptions
 from pathology.ingest.pool import SlidePool
@@ -167,8 +167,8 @@ def make_plan(request: Request) -> Plan:
     """Compare the request with the store, without writing.
 
     Raises:
-        RequestError: A path is wrong, finished slides were made with other parameters and ``overwrite`` is off, or
-            slides with and without pseudonyms would be mixed.
+        RequestError: A path is wrong, the store would be among its own slides, finished slides were made with other
+            parameters and ``overwrite`` is off, or slides with and without pseudonyms would be mixed.
     """
     store = request.store
     if store.exists() and not store.is_dir():
@@ -206,6 +206,7 @@ def _jobs(request: Request, records: dict[str, SlideRecord]) -> tuple[list[Slide
     else:
         key = KeyFile(request.pseudonyms, request.store)
         jobs = key.pseudonymise(find_jobs(request.paths, {}))
+    refuse_store_among_slides(request.store, request.paths, jobs)
     names, note = [job.slide_id for job in jobs], ""
     if request.options.given_tissue is not None:
         tissue = GivenTissue(request.options.given_tissue)

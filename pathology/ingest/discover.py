@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from data.store.manifest import SlideRecord, read_user_manifest
+from data.store.manifest import SlideRecord, read_user_manifest, record_path
 from hyfi_core.errors import RequestError
 from pathology.readers.dicom_files import DicomHeader, file_of_slide, read_header, series_in
 from pathology.readers.sources import SLIDE_SUFFIXES
@@ -66,6 +66,32 @@ def find_jobs(paths: Sequence[Path], records: Mapping[str, SlideRecord]) -> list
         for source, row in _expand(path):
             rows[source] = _merged(path, source, rows.get(source, {}), row)
     return _jobs_with_names(_one_of_each_series(rows), records)
+
+
+def refuse_store_among_slides(store: Path, paths: Sequence[Path], jobs: Sequence[SlideJob]) -> None:
+    """Check that a new store would not be written among its own sources, where files would be mixed or replaced.
+
+    Args:
+        store: The folder of the store; one that has slides already may be continued wherever it is.
+        paths: Slides, folders and manifest CSVs, as given.
+        jobs: The slides found in them.
+
+    Raises:
+        RequestError: ``store`` is, or is in, one of the folders; or has one of the slides or manifests directly in it.
+    """
+    if record_path(store, "").parent.is_dir():
+        return
+    target, advice = store.resolve(), "choose an --out outside of the slides' folders"
+    for path in paths:
+        source = path.resolve()
+        if path.is_dir() and target.is_relative_to(source):
+            where = "is" if target == source else "is inside"
+            raise RequestError(f"--out {store}: it {where} the folder of slides {path}; {advice}")
+        if not path.is_dir() and source.parent == target:
+            raise RequestError(f"--out {store}: {path} is in this folder; {advice}")
+    for folder in {job.source.parent for job in jobs}:
+        if folder.resolve() == target:
+            raise RequestError(f"--out {store}: slides are in this folder; {advice}")
 
 
 def user_columns(row: Mapping[str, str]) -> dict[str, str]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Literal, cast
 
 from torch import nn
 
 from data.loading.normalise import Normalisation
 from hyfi_core.errors import RequestError
+from hyfi_core.models.by_name import build_model
+from hyfi_core.runtime.checkpoint import load_checkpoint
 
 MIN_COVERAGE = 0.9
 """Default for checkpoints without this value."""
@@ -28,11 +31,32 @@ class Member:
         path: The checkpoint's folder, as given by the user.
         model: The module with the checkpoint's weights, in evaluation mode.
         config: Content of the checkpoint's ``model.json``.
+        averaged: Whether the weights are the moving average of those trained.
     """
 
     path: str
     model: nn.Module
     config: Mapping[str, Any]
+    averaged: bool = False
+
+    @classmethod
+    def load(cls, checkpoint: Path, model: nn.Module | None = None) -> Member:
+        """Return a checkpoint's model, with the moving average of its weights if it has one.
+
+        Args:
+            checkpoint: Its folder.
+            model: A module of its architecture, whose weights are replaced; None: build it by the checkpoint's name.
+
+        Raises:
+            RequestError: The checkpoint is damaged, its model cannot be built, or its weights do not match the model.
+        """
+        loaded = load_checkpoint(checkpoint)
+        module = build_model(loaded.model["model"]) if model is None else model
+        try:
+            module.load_state_dict(loaded.inference_weights)
+        except RuntimeError as error:
+            raise RequestError(f"checkpoint {checkpoint}: its weights do not match its model: {error}") from error
+        return cls(str(checkpoint), module.eval(), loaded.model, loaded.averaged is not None)
 
     @property
     def digest(self) -> str:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
+from hyfi_core.models.by_name import build_model
 from hyfi_core.runtime.checkpoint import save_checkpoint
 from tests.pathology.slides import member_of
-from workflows.evaluation.models import build_model
 
 MODEL = {"name": "resnet10", "classes": 2, "norm": "train", "pool": "avg", "options": {"width": 8}}
 

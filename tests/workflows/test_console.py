@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from rich.progress import TimeRemainingColumn
 
 from workflows import console
 
@@ -17,3 +18,19 @@ def test_counts_go_on_where_an_earlier_run_stopped(
     said = capsys.readouterr().err.splitlines()
     assert said[0] == "train: 7/10 after 3 s, 9 s left loss 0.0"
     assert said[-1] == "train: 10/10 after 12 s loss 0.3"
+
+
+def test_the_remaining_time_is_told_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    now_s = [100.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now_s[0])
+    for estimate, told in ((True, "ingest: 2/4 after 10 min, 10 min left a"), (False, "ingest: 2/4 after 10 min a")):
+        with console.progress(4, "ingest", estimate=estimate) as shown:
+            now_s[0] += 600
+            shown.advance(2, "a")
+        assert capsys.readouterr().err.splitlines() == [told]
+
+
+@pytest.mark.parametrize("estimate", [True, False])
+def test_a_terminal_shows_the_remaining_time_once(estimate: bool) -> None:
+    with console._bar(4, "ingest", 0.0, estimate) as shown:
+        assert any(isinstance(column, TimeRemainingColumn) for column in shown._bars.columns) == estimate

@@ -77,8 +77,8 @@ def measure(name: str, size_px: int, way: str, threads: int | None) -> dict[str,
 
     import hyfi_core
     from hyfi_core.comm.alone import AloneCommunicator
+    from hyfi_core.models.by_name import build_model
     from hyfi_core.process_memory import return_what_is_freed
-    from workflows.evaluation.models import build_model
     from workflows.option_values import parse_cells
 
     if threads is not None:
@@ -125,8 +125,8 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
 
     import hyfi_core
     from hyfi_core.comm.alone import AloneCommunicator
+    from hyfi_core.models.by_name import build_model
     from hyfi_core.plan.box import Box
-    from workflows.evaluation.models import build_model
     from workflows.option_values import parse_cells
 
     if given.threads is not None:

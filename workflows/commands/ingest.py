@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hyfi_core.errors import RequestError
 from workflows import console, signals
+from workflows.console import duration
 from workflows.exit_codes import DONE, SOME_FAILED, STOPPED
 from workflows.launch.launch import inside_launcher, run_as_rank
 from workflows.launch.peer_watch import join
@@ -160,7 +161,7 @@ def _planned(request: Request, arguments: IngestArguments) -> Plan:
 
 @contextmanager
 def _progress(jobs: Sequence[SlideJob]) -> Iterator[_ByteProgress]:
-    with console.progress(len(jobs), "ingest") as bar:
+    with console.progress(len(jobs), "ingest", estimate=False) as bar:
         yield _ByteProgress(bar, Pace(jobs))
 
 
@@ -228,15 +229,8 @@ class Pace:
         if done <= 0 or elapsed_s <= 0:
             return ""
         rate = sum(self._bytes) * done / elapsed_s / 1e6
-        return f"{rate:.3g} MB/s, {duration(elapsed_s * (1 - done) / done)} left"
-
-
-def duration(seconds: float) -> str:
-    """Return a duration as text: ``40 s``, ``12 min``, ``3 h 20 min``."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
+        left = f", {duration(elapsed_s * (1 - done) / done)} left" if done < 1 else ""
+        return f"{rate:.3g} MB/s{left}"
 
 
 def _size(job: SlideJob) -> int:

@@ -176,24 +176,13 @@ def _predict(request: PredictionRequest) -> int:
 
 
 def load_member(checkpoint: Path) -> Member:
-    """Return a checkpoint's model in evaluation mode, with the moving average of its weights if it exists.
-
-    Raises:
-        RequestError: The checkpoint is damaged, or its weights do not match its model.
-    """
-    from hyfi_core.runtime.checkpoint import load_checkpoint
+    """Return `Member.load` of a checkpoint; says so if its weights are a moving average."""
     from pathology.predict.members import Member
-    from workflows.evaluation.models import build_model
 
-    loaded = load_checkpoint(checkpoint)
-    model = build_model(loaded.model["model"])
-    try:
-        model.load_state_dict(loaded.inference_weights)
-    except RuntimeError as error:
-        raise RequestError(f"checkpoint {checkpoint}: its weights do not match its model: {error}") from error
-    if loaded.averaged is not None and own_rank() == 0:
+    member = Member.load(checkpoint)
+    if member.averaged and own_rank() == 0:
         console.say(f"{checkpoint}: predicting with the moving average of the weights (EMA)")
-    return Member(str(checkpoint), model.eval(), loaded.model)
+    return member
 
 
 @contextmanager
@@ -215,7 +204,9 @@ def _write_page(out: Path, members: Sequence[Member]) -> Path:
         return out / PAGE_FILE  # nothing predicted yet: this --part has no slides
     class_names = members[0].config["class_names"]
     try:
-        return write_cohort_page(out, predicted_slides(out, class_names), class_names, f"Predictions in {out.name}")
+        slides = predicted_slides(out, class_names)
+        noun = "slide" if len(slides) == 1 else "slides"
+        return write_cohort_page(out, slides, class_names, f"Predictions of {len(slides):,} {noun}: {out.absolute()}")
     except OSError as error:
         console.warn(f"{out / PAGE_FILE} cannot be written: {error.strerror or error}")
         return out / PAGE_FILE

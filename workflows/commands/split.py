@@ -122,8 +122,11 @@ def _report(
     for name, count in counts.items():
         classes = ", ".join(f"{label or '(unlabelled)'} {n}" for label, n in count["classes"].items())
         label = name if name in SPLITS else f"fold {name}"
+        rows = "row" if count["rows"] == 1 else "rows"
+        groups_of = "group" if count["groups"] == 1 else "groups"
         console.say(
-            f"{label:>6}: {count['rows']} rows in {count['groups']} groups" + (f" ({classes})" if classes else "")
+            f"{label:>6}: {count['rows']} {rows} in {count['groups']} {groups_of}"
+            + (f" ({classes})" if classes else "")
         )
     console.say(f"wrote {out}")
     if as_json:

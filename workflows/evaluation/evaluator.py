@@ -17,6 +17,7 @@ from data.loading.normalise import Normalisation
 from data.samples.dataset import SlideDataset, SlideRef
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.base import Communicator
+from hyfi_core.models.by_name import build_model
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.process_memory import return_what_is_freed
 from hyfi_core.runtime.parallelize import parallelize
@@ -30,7 +31,7 @@ from workflows.evaluation.evaluate import (
     gather_logits,
     predict_slides,
 )
-from workflows.evaluation.models import DTYPES, FORMATS, build_model, convert_model
+from workflows.evaluation.models import DTYPES, FORMATS, convert_model
 from workflows.evaluation.whole import WholeSlides
 
 

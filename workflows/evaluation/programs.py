@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hyfi_core.models.by_name import build_model
 from workflows.config.run import Config
-from workflows.evaluation.models import DTYPES, build_model, model_fields
+from workflows.evaluation.models import DTYPES, model_fields
 
 if TYPE_CHECKING:
     from hyfi_core.capture.program import Program

@@ -12,6 +12,7 @@ import torch
 from data.loading.normalise import Normalisation
 from data.samples.coverage import check_coverage
 from hyfi_core.comm.base import Communicator
+from hyfi_core.models.by_name import build_model
 from hyfi_core.plan.device import DeviceRequest, assign_devices, spare_devices
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.roles import RankRoles, assign_roles, loaders_of, with_spare
@@ -29,7 +30,7 @@ from workflows.config.load import Config
 from workflows.console import say
 from workflows.evaluation.evaluate import DatasetImages, EvaluationSet
 from workflows.evaluation.loss import make_loss
-from workflows.evaluation.models import DTYPES, FORMATS, build_model, convert_model
+from workflows.evaluation.models import DTYPES, FORMATS, convert_model
 from workflows.training.job import TrainingJob
 from workflows.training.optimisation import make_optimizer
 from workflows.training.weights import load_weights

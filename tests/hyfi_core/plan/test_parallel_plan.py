@@ -24,8 +24,13 @@ def test_shares_weigh_replicas_and_survive_json() -> None:
 
 def test_describe_draws_every_rank_once() -> None:
     text = ParallelPlan(grids=((2, 3),), replicas=2).describe()
-    assert "12 trainers" in text
+    assert text.startswith("12 trainers: 2 replicas of 6 ranks, 1 stage, 1 micro-batch, schedule 1f1b\n")
     assert " 3 │  4 │  5" in text and " 9 │ 10 │ 11" in text
+
+
+def test_one_of_each_is_told_so() -> None:
+    told = ParallelPlan(grids=((1, 1),), microbatches=2).describe()
+    assert told.startswith("1 trainer: 1 replica of 1 rank, 1 stage, 2 micro-batches, schedule 1f1b\n")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from data.store.manifest import DONE, FAILED, load_records
 from hyfi_core.errors import RequestError
-from pathology.ingest.archive import IngestOptions, Request, ingest
+from pathology.ingest.archive import IngestOptions, Request, ingest, make_plan
 from pathology.ingest.discover import find_jobs
 from tests.pathology.tiffs import MakeSlide
 
@@ -86,3 +86,26 @@ def test_a_closed_folder_as_an_argument_is_a_wrong_request(
     close_folder(folder, monkeypatch)
     with pytest.raises(RequestError, match=os.strerror(errno.EACCES)):
         find_jobs([folder], {})
+
+
+def test_a_store_is_not_made_among_its_slides(tmp_path: Path) -> None:
+    (tmp_path / "dcm" / "deep").mkdir(parents=True)
+    slide = tmp_path / "dcm" / "a.tiff"
+    slide.touch()
+    manifest = tmp_path / "lists" / "manifest.csv"
+    manifest.parent.mkdir()
+    manifest.write_text(f"path\n{slide}\n")
+    dcm = tmp_path / "dcm"
+    for paths, store, words in (
+        ([dcm], dcm, "is the folder of slides"),
+        ([dcm], dcm / "deep" / ".." / "store", "is inside the folder of slides"),
+        ([slide], dcm, "a.tiff is in this folder"),
+        ([manifest], dcm, "slides are in this folder"),
+        ([manifest], manifest.parent, "manifest.csv is in this folder"),
+    ):
+        with pytest.raises(RequestError, match=f"{words}.*choose an --out outside of the slides' folders"):
+            make_plan(Request(paths, store, IngestOptions()))
+    assert manifest.read_text().startswith("path") and sorted(path.name for path in dcm.iterdir()) == ["a.tiff", "deep"]
+    assert len(make_plan(Request([dcm, manifest], tmp_path / "store", IngestOptions())).jobs) == 1
+    (dcm / "earlier" / ".records").mkdir(parents=True)  # of an earlier version: it may be continued
+    assert len(make_plan(Request([dcm], dcm / "earlier", IngestOptions())).jobs) == 1

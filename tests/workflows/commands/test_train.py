@@ -18,13 +18,13 @@ from safetensors.torch import save_file
 
 from data.csv_table import read_table
 from hyfi_core.errors import RequestError
+from hyfi_core.models.by_name import build_model
 from hyfi_core.runtime.checkpoint import load_checkpoint
 from tests.workflows.archive import make_config
 from tests.workflows.runs import assert_same_run, losses, run_here, run_on, weights_of
 from workflows.commands import split, validate
 from workflows.config.load import load_config
 from workflows.evaluation.loss import make_loss
-from workflows.evaluation.models import build_model
 from workflows.training.best import merit
 from workflows.training.metrics_log import read_metrics
 from workflows.training.optimisation import lr_factor

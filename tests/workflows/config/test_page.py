@@ -7,10 +7,10 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
+from hyfi_core.models.by_name import BUILT_IN
 from workflows.config.load import load_config
 from workflows.config.page import ConfigKey, page, sections, settings
 from workflows.config.run import Config
-from workflows.evaluation.models import BUILT_IN
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "config.md"

@@ -1,0 +1,128 @@
+"""Ingest and prediction for scripts; what they need is imported when they are called.
+
+``pathology.ingest`` and ``pathology.predict`` are packages too. Python sets a package as an attribute of its parent
+when anything in it is imported, which would replace a function of that name. So the packages themselves can be called.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from hyfi_core.errors import RequestError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from pathology.ingest.archive import IngestReport
+    from pathology.predict.cohort import PredictionReport
+
+StrPath = str | os.PathLike[str]
+Options = TypeVar("Options")
+
+
+def ingest(
+    paths: StrPath | Sequence[StrPath],
+    store: StrPath,
+    *,
+    workers: int = 1,
+    overwrite: bool = False,
+    **options: Any,
+) -> IngestReport:
+    """Ingest slides into a store, as ``hyfi ingest`` does. Safe to run again: finished slides are skipped.
+
+    Args:
+        paths: Slide files, folders, or manifest CSVs; one or several.
+        store: The store's folder; created if it does not exist.
+        workers: Processes; 0: as many as cores and memory allow, 1: this process.
+        overwrite: Ingest finished slides again.
+        options: Fields of `pathology.ingest.options.IngestOptions`: ``mpp=1.0``, ``slide_mpp=0.25``,
+            ``codec="zstd:3"`` …
+
+    Returns:
+        The records of the slides that are done and of those that failed, each of these with its reason.
+
+    Raises:
+        RequestError: A path or an option is wrong, or the store has slides with other options; nothing is written.
+    """
+    from pathology.ingest.archive import Request
+    from pathology.ingest.archive import ingest as ingest_request
+    from pathology.ingest.options import IngestOptions
+
+    chosen = checked_options(IngestOptions, options)
+    return ingest_request(Request(several(paths), Path(store), chosen, overwrite), workers=workers)
+
+
+def predict(
+    checkpoints: StrPath | Sequence[StrPath],
+    slides: StrPath | Sequence[StrPath],
+    out: StrPath,
+    *,
+    model: nn.Module | None = None,
+    **options: Any,
+) -> PredictionReport:
+    """Predict slides with a checkpoint, as ``hyfi predict`` does, in this process (or all started ranks).
+
+    Writes ``predictions.csv`` and a folder for each slide into ``out``.
+
+    Args:
+        checkpoints: The folder that a run wrote, as in ``runs/first/checkpoints/best``; several form an ensemble.
+        slides: Slide files, folders, manifest CSVs or stores; one or several.
+        out: The folder of results; created if it does not exist.
+        model: A module of the checkpoint's architecture, of which a copy is used; None: build it by the name in the
+            checkpoint.
+        options: Fields of `pathology.predict.options.PredictOptions`: ``overwrite=True``, ``cells=(4, 4)`` …
+
+    Returns:
+        The predictions that are done, those that are incomplete, and those that failed, each with its reason.
+
+    Raises:
+        RequestError: A checkpoint does not match the model, or an input, an option or ``out`` cannot be used.
+    """
+    import hyfi_core
+    from pathology.predict.cohort import predict_slides
+    from pathology.predict.inputs import find_inputs
+    from pathology.predict.members import Member
+    from pathology.predict.options import PredictOptions
+
+    chosen = checked_options(PredictOptions, options)
+    members = [Member.load(path, copy.deepcopy(model)) for path in several(checkpoints)]
+    return predict_slides(members, find_inputs(several(slides)), Path(out), hyfi_core.init(), chosen)
+
+
+def several(paths: StrPath | Sequence[StrPath]) -> list[Path]:
+    """Return one path, or a sequence of them, as a list.
+
+    Raises:
+        RequestError: There is none.
+    """
+    found = [Path(paths)] if isinstance(paths, str | os.PathLike) else [Path(path) for path in paths]
+    if not found:
+        raise RequestError("no paths were given; give at least one")
+    return found
+
+
+def checked_options(kind: type[Options], given: Mapping[str, Any]) -> Options:
+    """Return the options made of keyword arguments.
+
+    Raises:
+        RequestError: There is no option of a name, or its value is not allowed.
+    """
+    known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    for name in given:
+        if name not in known:
+            raise RequestError(f"there is no option {name!r}; the options are {', '.join(known)}")
+    return kind(**given)
+
+
+def make_callable(package: str, function: Callable[..., Any]) -> None:
+    """Let ``package``, which is being imported, be called like ``function``; it stays an ordinary package otherwise."""
+    documented = {"__call__": staticmethod(function), "__signature__": inspect.signature(function)}
+    sys.modules[package].__class__ = type(ModuleType.__name__, (ModuleType,), documented)
