@@ -122,10 +122,10 @@ def _report(
     for name, count in counts.items():
         classes = ", ".join(f"{label or '(unlabelled)'} {n}" for label, n in count["classes"].items())
         label = name if name in SPLITS else f"fold {name}"
-        rows = "row" if count["rows"] == 1 else "rows"
+        lines = "row" if count["rows"] == 1 else "rows"
         groups_of = "group" if count["groups"] == 1 else "groups"
         console.say(
-            f"{label:>6}: {count['rows']} {rows} in {count['groups']} {groups_of}"
+            f"{label:>6}: {count['rows']} {lines} in {count['groups']} {groups_of}"
             + (f" ({classes})" if classes else "")
         )
     console.say(f"wrote {out}")
