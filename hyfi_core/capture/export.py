@@ -25,6 +25,7 @@ from hyfi_core.capture.guards import refuse_fake_constants, trace_guards
 from hyfi_core.capture.patching import PATCHING
 from hyfi_core.capture.places import explained, traced_line
 from hyfi_core.capture.program import Operator, Program, Ref, ValueInfo
+from hyfi_core.capture.stored_tensors import StoredTensors
 from hyfi_core.errors import RequestError
 
 
@@ -39,26 +40,31 @@ def capture(model: nn.Module, shape: tuple[int, int, int, int], dtype: torch.dty
     Raises:
         RequestError: the model cannot be captured; the message names the reason, the module and the line.
     """
+    stored = StoredTensors()
+    try:
+        return _parse(_exported(model, shape, dtype, stored))
+    except RequestError as error:
+        raise RequestError(f"the model {type(model).__name__} cannot be captured: {error}") from None
+    except Exception as error:
+        raise RequestError(
+            f"the model {type(model).__name__} cannot be captured for images of shape {shape}, "
+            f"{explained(error, model)}"
+        ) from None
+    finally:
+        stored.void()
+
+
+def _exported(
+    model: nn.Module, shape: tuple[int, int, int, int], dtype: torch.dtype, stored: StoredTensors
+) -> ExportedProgram:
     with PATCHING, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with FakeTensorMode(allow_non_fake_inputs=True):
             image = torch.empty(shape, dtype=dtype)
-        try:
-            # With gradients even for prediction, so that training and prediction agree on which values carry gradients.
-            with torch.enable_grad(), _quiet(), trace_guards(model):
-                traced = torch.export.export(model, (image,), strict=False)
-            exported = traced.run_decompositions(_DIFFERENTIABLE)
-        except RequestError as error:
-            raise RequestError(f"the model {type(model).__name__} cannot be captured: {error}") from error
-        except Exception as error:
-            raise RequestError(
-                f"the model {type(model).__name__} cannot be captured for images of shape {shape}, "
-                f"{explained(error, model)}"
-            ) from None
-    try:
-        return _parse(exported)
-    except RequestError as error:
-        raise RequestError(f"the model {type(model).__name__} cannot be captured: {error}") from None
+        # With gradients even for prediction, so that training and prediction agree on which values carry gradients.
+        with torch.enable_grad(), _quiet(), trace_guards(model, stored):
+            traced = torch.export.export(model, (image,), strict=False)
+        return traced.run_decompositions(_DIFFERENTIABLE)
 
 
 def _copied(into: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:

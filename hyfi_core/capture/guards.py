@@ -6,10 +6,11 @@ forward on its module here:
 ```
 self.buffer = value            in a submodule, dropped by export        → self.buffer.copy_(value)
 self.features = x              a fake tensor on the user's module       → removed
+features["map"] = x            a fake tensor outside of the model       → an error when it is used (``StoredTensor``)
 self.calls += 1                export would keep the first value        → refused
 return Output(logits=…)        unknown class                            → registered as a pytree
 backward hooks of modules      dropped                                  → refused
-a loss that reads a tensor that a hook stored: it has no value         → refused (``NoTracedValues``)
+a loss that reads such a tensor                                        → refused (``NoTracedValues``)
 ```
 """
 
@@ -33,6 +34,7 @@ from hyfi_core.capture.checkpoints import plain_checkpoints
 from hyfi_core.capture.module_state import Attributes, attributes, is_counted, is_tensor, outside_attributes
 from hyfi_core.capture.patching import patched
 from hyfi_core.capture.places import calling_line
+from hyfi_core.capture.stored_tensors import StoredTensor, StoredTensors
 from hyfi_core.capture.watched_calls import WatchedCalls
 from hyfi_core.errors import RequestError
 
@@ -41,14 +43,18 @@ _here = threading.local()
 
 
 @contextlib.contextmanager
-def trace_guards(model: nn.Module) -> Iterator[None]:
+def trace_guards(model: nn.Module, stored: StoredTensors) -> Iterator[None]:
     """Context for tracing ``model``. It patches classes of PyTorch, with effect in this thread: one thread at a time.
+
+    Args:
+        model: any module; not changed.
+        stored: notes the tensors of the trace.
 
     Raises:
         RequestError: the model does something that capture cannot preserve.
     """
     _refuse_backward_hooks(model)
-    calls = WatchedCalls(model)
+    calls = WatchedCalls(model, stored)
 
     def inside() -> contextlib.AbstractContextManager[Any] | None:
         return _counted(calls) if _traces() else None
@@ -265,7 +271,7 @@ class NoTracedValues(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the function, unless an argument is a traced value."""
         for leaf in _pytree.tree_leaves((args, kwargs)):
-            if isinstance(leaf, FakeTensor) or (isinstance(leaf, torch.Tensor) and torch._is_functional_tensor(leaf)):
+            if isinstance(leaf, StoredTensor):
                 raise RequestError(
                     f"the loss reads a tensor of shape {tuple(leaf.shape)} that the model's forward, or one of its "
                     f"hooks, has stored ({calling_line()}); it holds no value outside of capture. Return it from the "

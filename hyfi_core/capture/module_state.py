@@ -11,7 +11,7 @@ import random
 import types
 import zlib
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -21,7 +21,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hyfi_core.capture.outside_names import outside_values
+from hyfi_core.capture.outside_names import HOOKS, outside_values
+from hyfi_core.capture.stored_tensors import StoredTensor
 
 REGISTRIES = frozenset(
     {
@@ -32,6 +33,7 @@ REGISTRIES = frozenset(
 """Attributes of a module that are not compared by value."""
 _PLAIN = (bool, int, str, bytes, complex, enum.Enum, torch.dtype, torch.device, torch.memory_format)
 _PLAIN_TYPES = frozenset({bool, int, str, bytes, complex, type(None), torch.dtype, torch.device, torch.memory_format})
+_GENERATORS = (random.Random, np.random.Generator, torch.Generator)
 _CONTAINERS = frozenset({list, tuple, set, frozenset, dict, OrderedDict})
 _DEPTH = 12
 """Depth to which objects in attributes are compared."""
@@ -41,6 +43,7 @@ _ITEMS = 4096
 """Of longer containers, the items are compared by identity."""
 
 Attributes = dict[tuple[str, str], Hashable]
+_STORED: Hashable = ("stored by capture",)
 OUTSIDE = "outside of the model"
 """Path under which such values are listed."""
 
@@ -89,24 +92,34 @@ def module_state(model: nn.Module) -> ModuleState:
     return ModuleState((tensors, buffers, modules, tuple((attributes(model) | outside_attributes(model)).items())))
 
 
-def outside_attributes(model: nn.Module, held: Iterable[Any] | None = None) -> Attributes:
+def outside_attributes(
+    model: nn.Module, held: Iterable[Any] | None = None, own: Mapping[int, Hashable] | None = None
+) -> Attributes:
     """Return the values that functions of the model read outside of it, under the path ``OUTSIDE``.
 
     Args:
         model: the user's module.
         held: the attributes of its modules that are neither constant nor empty, if they are known.
+        own: ``own_tensors`` of the model, if they are known.
     """
-    seen: dict[int, Hashable] = {}
+    seen = own_tensors(model) if own is None else dict(own)
     return {(OUTSIDE, name): _comparable(value, _DEPTH, seen) for name, value in outside_values(model, held)}
+
+
+def own_tensors(model: nn.Module) -> dict[int, Hashable]:
+    """Return the start of ``seen`` of ``comparable``: the values of parameters and buffers are inputs of a program."""
+    return {id(tensor): (_Same(tensor),) for tensor in (*model.parameters(), *model.buffers())}
 
 
 def attributes(model: nn.Module) -> Attributes:
     """Return (path of a module, attribute) -> a comparable value; without parameters, buffers and submodules."""
-    seen: dict[int, Hashable] = {}
+    seen = own_tensors(model)
     found: Attributes = {}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if name not in REGISTRIES:
+            if name in HOOKS:  # what they hold is outside of the model
+                found[path, name] = tuple(_Same(hook) for hook in value.values())
+            elif name not in REGISTRIES:
                 found[path, name] = comparable(value, seen)
     return found
 
@@ -163,9 +176,10 @@ def is_counted(before: Hashable, now: Hashable) -> bool:
         return False
     if before[0] is now[0] and before[0] in (int, float):
         return True
-    if isinstance(before[0], _Same):
-        return isinstance(before[0].item, (random.Random, np.random.Generator, torch.Generator))
-    return before[0] in _CONTAINERS and any(is_counted(a, b) for a, b in zip(before[1:], now[1:], strict=True))
+    if isinstance(before[0], _Same) and isinstance(before[0].item, _GENERATORS):
+        return True
+    inside = isinstance(before[0], _Same) or before[0] in _CONTAINERS
+    return inside and any(is_counted(a, b) for a, b in zip(before[1:], now[1:], strict=True))
 
 
 def is_tensor(attribute: Hashable) -> bool:
@@ -180,7 +194,11 @@ def _comparable(value: Any, depth: int, seen: dict[int, Hashable]) -> Hashable:
         return value
     if isinstance(value, float):
         return (float, value.hex())  # nan is nan
+    if isinstance(value, StoredTensor):
+        return _STORED
     if isinstance(value, torch.Tensor):
+        if id(value) in seen:
+            return seen[id(value)]
         return (torch.Tensor, _Same(value), 0 if value.is_inference() else value._version)
     if id(value) not in seen:
         seen[id(value)] = (_Same(value), "seen")  # for an object that contains itself
@@ -202,7 +220,7 @@ def _inside(value: Any, depth: int, seen: dict[int, Hashable]) -> Hashable:
     if depth == 0 or len(seen) > _OBJECTS or isinstance(value, (type, nn.Module, types.ModuleType)):
         return (_Same(value),)
     if isinstance(value, (list, tuple, set, frozenset, dict)):
-        return (type(value), *(_comparable(item, depth - 1, seen) for item in _items(value)))
+        return _contained(value, depth, seen)
     held = [*_items(getattr(value, "__dict__", {})), *_slots(value)]
     if isinstance(value, functools.partial):
         held += [value.func, value.args, value.keywords]
@@ -226,3 +244,17 @@ def _items(container: Any) -> Iterator[Any]:
             yield from (key, value)
     else:
         yield from container
+
+
+def _contained(container: Any, depth: int, seen: dict[int, Hashable]) -> Hashable:
+    """Return the value of a container; what capture itself has stored in it does not count."""
+    inside = [_comparable(item, depth - 1, seen) for item in _items(container)]
+    if any(item is _STORED for item in inside):
+        if isinstance(container, dict):
+            pairs = zip(inside[::2], inside[1::2], strict=True)
+            inside = [item for pair in pairs if pair[1] is not _STORED for item in pair]
+        else:
+            inside = [item for item in inside if item is not _STORED]
+        if not inside and isinstance(container, tuple):
+            return _STORED
+    return (type(container), *inside)

@@ -45,6 +45,7 @@ _WRAPPERS = {
 _LISTS = frozenset({list, tuple})
 _CONTAINERS = frozenset({list, tuple, set, dict, OrderedDict})
 _OWN = frozenset({"_parameters", "_buffers", "_modules"})
+HOOKS = frozenset({"_forward_hooks", "_forward_pre_hooks"})
 _NOTHING = object()
 _DEPTH = 6
 """Depth to which calls between functions of installed packages are followed; of the user's own, all are."""
@@ -97,10 +98,24 @@ class _Walk:
             of_item: Any = type(item)
             if of_item in _PLAIN or issubclass(of_item, nn.Module):
                 continue
-            if issubclass(of_item, (types.FunctionType, types.MethodType, functools.partial)):
+            if issubclass(of_item, types.MethodType):
+                yield from self._of_method(item.__qualname__, item, _DEPTH)
+            elif issubclass(of_item, (types.FunctionType, functools.partial)):
                 yield from self._of_function(item, _DEPTH)
+            elif callable(item):  # as a hook
+                yield from self._of_object(of_item.__qualname__, item)
             elif _is_own_class(of_item):
                 yield from self._of_class(of_item)
+
+    def _of_method(self, name: str, method: types.MethodType, depth: int) -> Values:
+        yield from self._of_object(name, method.__self__)
+        yield from self._of_function(method, depth)
+
+    def _of_object(self, name: str, item: Any) -> Values:
+        kind: Any = type(item)
+        if _is_own_class(kind) and not issubclass(kind, (nn.Module, torch.Tensor)):
+            yield name, item
+            yield from self._of_class(kind)
 
     def _is_new(self, item: Any) -> bool:
         if id(item) in self._seen:
@@ -166,11 +181,12 @@ class _Walk:
         elif isinstance(value, type):
             if _is_own_class(value):
                 yield from self._of_class(value)
+        elif isinstance(value, types.MethodType):
+            yield from self._of_method(name, value, depth)
         elif "__wrapped__" in (held := _dict_of(value)):  # functools.lru_cache
             yield from self._found(name, held["__wrapped__"], True, depth)
-        elif not issubclass(kind, (nn.Module, torch.Tensor)) and _is_own_class(kind):
-            yield name, value
-            yield from self._of_class(kind)
+        else:
+            yield from self._of_object(name, value)
 
 
 def _looked_up(names: Mapping[str, Any], chain: tuple[str, ...]) -> tuple[str, Any]:

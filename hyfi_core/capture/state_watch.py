@@ -24,6 +24,7 @@ from hyfi_core.capture.module_state import (
     is_empty,
     module_state,
     outside_attributes,
+    own_tensors,
 )
 
 _MISSING = object()
@@ -76,6 +77,7 @@ class StateWatch:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._modules: list[_WatchedModule] = []
+        self._own: dict[int, Hashable] = {}
         self._others: list[Hashable] = []
         self._state: ModuleState | None = None
 
@@ -87,12 +89,13 @@ class StateWatch:
 
     def _compute(self) -> ModuleState:
         self._modules = [_WatchedModule(module) for module in self._model.modules()]
+        self._own = own_tensors(self._model)
         self._others = self._compared()
         self._state = module_state(self._model)
         return self._state
 
     def _compared(self) -> list[Hashable]:
-        seen: dict[int, Hashable] = {}
+        seen = dict(self._own)
         others = [value for module in self._modules for value in module.others()]
         found = [comparable(value, seen) for value in others]
-        return [*found, *outside_attributes(self._model, others).items()]
+        return [*found, *outside_attributes(self._model, others, self._own).items()]

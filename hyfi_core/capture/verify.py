@@ -31,6 +31,7 @@ from hyfi_core.capture.interpret import interpret
 from hyfi_core.capture.patching import PATCHING
 from hyfi_core.capture.program import Program
 from hyfi_core.capture.repeatable import RepeatableDraws
+from hyfi_core.capture.stored_tensors import StoredTensors, StoringRun
 from hyfi_core.errors import RequestError
 
 _SIDES_PX = (64, 128, 256, 512)
@@ -62,18 +63,30 @@ def verify_capture(model: nn.Module, shape: Shape, dtype: torch.dtype, output: O
     Raises:
         RequestError: they differ; the message says where, and names the first module that differs.
     """
-    unseen = _compare(model, shape, dtype, output or (lambda value: value), "")
-    if unseen is None and any(module.training for module in model.modules()):
-        with _evaluating(model):  # a failing capture is reported when this mode is used
-            _compare(model, shape, dtype, output or (lambda value: value), ", in evaluation mode")
+    stored = StoredTensors()
+    try:
+        unseen = _compare(model, shape, dtype, output or (lambda value: value), "", stored)
+        if unseen is None and any(module.training for module in model.modules()):
+            with _evaluating(model):  # a failing capture is reported when this mode is used
+                _compare(model, shape, dtype, output or (lambda value: value), ", in evaluation mode", stored)
+    finally:
+        stored.void()
     return unseen
 
 
-def _compare(model: nn.Module, shape: Shape, dtype: torch.dtype, pick: Output, mode: str) -> str | None:
+def _compare(
+    model: nn.Module, shape: Shape, dtype: torch.dtype, pick: Output, mode: str, stored: StoredTensors
+) -> str | None:
     """Compare in the current mode of the modules; see ``verify_capture``."""
+
+    def run(image: torch.Tensor) -> Any:
+        stored.note([image])
+        with StoringRun(stored):
+            return pick(model(image))
+
     for small in _small_shapes(shape):
         with contextlib.suppress(Exception), undisturbed(model):
-            wanted = _steps(model, small, dtype, lambda image: pick(model(image)), lambda: dict(model.named_buffers()))
+            wanted = _steps(model, small, dtype, run, lambda: dict(model.named_buffers()))
             break
     else:
         return f"it fails on every image size tried, up to {_SIDES_PX[-1]} px, in one process"

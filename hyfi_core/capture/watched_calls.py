@@ -22,12 +22,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import BackwardCFunction
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
 from hyfi_core.capture.places import calling_line
+from hyfi_core.capture.stored_tensors import StoredTensors
 from hyfi_core.errors import RequestError
 
 _NO_HOOK = (
@@ -56,14 +58,16 @@ class WatchedCalls(TorchFunctionMode):
 
     Args:
         model: the traced model.
+        stored: notes the tensors of the trace.
 
     Attributes:
         checkpoints: current nesting depth of ``torch.utils.checkpoint`` calls.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, stored: StoredTensors) -> None:
         super().__init__()
         self._model = model
+        self._stored = stored
         self._tracked: set[StorageWeakRef] = set()
         self._host = host_randomness()
         self._seed = torch.initial_seed()
@@ -90,9 +94,10 @@ class WatchedCalls(TorchFunctionMode):
         for tensor, version in zip(tensors, versions, strict=True):
             if _version(tensor) != version:
                 self._check_change(tensor)
-        if torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
-            return result
-        return _pytree.tree_map_only(torch.Tensor, lambda item: _detached(item, tensors), result)
+        if not torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            result = _pytree.tree_map_only(torch.Tensor, lambda item: _detached(item, tensors), result)
+        self._stored.note(leaf for leaf in (*tensors, *_pytree.tree_leaves(result)) if isinstance(leaf, FakeTensor))
+        return result
 
     def refuse_functions(self, tensors: Sequence[Any], returned: bool = False) -> None:
         """Refuse values computed by a custom ``autograd.Function``.
@@ -135,7 +140,9 @@ class WatchedCalls(TorchFunctionMode):
         """Return an attribute of a tensor; ``x.data`` becomes ``x.detach()``, which the trace records."""
         if _attribute_name(function) == "data" and isinstance(args[0], torch.Tensor):
             self._track(args)
-            return args[0].detach()
+            detached = args[0].detach()
+            self._stored.note([detached])
+            return detached
         return function(*args)
 
     def begin(self) -> None:

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import hyfi_core
 from hyfi_core.capture.export import capture
 from hyfi_core.capture.guards import refuse_fake_constants, trace_guards
+from hyfi_core.capture.stored_tensors import StoredTensors
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.errors import RequestError
 from tests.harness import assert_equal_to_one_process
@@ -237,7 +238,7 @@ def test_other_threads_run_on_while_one_traces() -> None:
         Doubled.apply(y).sum().backward()
         return float((x.grad + y.data).sum())
 
-    with trace_guards(GuardedNet("")), ThreadPoolExecutor(1) as pool:
+    with trace_guards(GuardedNet(""), StoredTensors()), ThreadPoolExecutor(1) as pool:
         assert pool.submit(works).result() == 14
 
 
