@@ -172,7 +172,6 @@ class _Walk:
             yield from self._found_by_own(name, value, depth)
 
     def _found_by_own(self, name: str, value: Any, depth: int) -> Values:
-        kind: Any = type(value)
         if isinstance(value, types.BuiltinFunctionType):
             yield name, value
         elif isinstance(value, functools.partial):
