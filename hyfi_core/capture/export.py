@@ -64,7 +64,8 @@ def _exported(
         # With gradients even for prediction, so that training and prediction agree on which values carry gradients.
         with torch.enable_grad(), _quiet(), trace_guards(model, stored):
             traced = torch.export.export(model, (image,), strict=False)
-        return traced.run_decompositions(_DIFFERENTIABLE)
+        exported: ExportedProgram = traced.run_decompositions(_DIFFERENTIABLE)
+        return exported
 
 
 def _copied(into: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
