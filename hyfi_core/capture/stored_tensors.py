@@ -41,7 +41,7 @@ class StoredTensor(torch.Tensor):
             f"nothing. Return it from the model; in a forward, compute it again or make it a buffer"
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Describe it: debuggers and containers call this."""
         return f"StoredTensor(shape={tuple(self.shape)}, without values)"
 
