@@ -18,8 +18,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import connected_components
 
 from hyfi_core.plan.box import Box
 
@@ -129,6 +127,9 @@ class Runs:
 
     def components(self, corners: bool) -> npt.NDArray[np.int32]:
         """Return the component of each run ``(n,)``, numbered from 0 in the order of first pixels."""
+        from scipy.sparse import csr_array  # here: training reads masks, and needs no components
+        from scipy.sparse.csgraph import connected_components
+
         row = self.shape[1] + 1
         # The neighbours of a run in the next row are consecutive: runs first[i] to end[i] (exclusive).
         first = np.searchsorted(self.ends, self.starts + row, "left" if corners else "right")

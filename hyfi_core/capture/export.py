@@ -22,7 +22,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from hyfi_core.capture.guards import refuse_fake_constants, trace_guards
-from hyfi_core.capture.patching import PATCHING
+from hyfi_core.capture.patching import PATCHING, patched
 from hyfi_core.capture.places import explained, traced_line
 from hyfi_core.capture.program import Operator, Program, Ref, ValueInfo
 from hyfi_core.capture.stored_tensors import StoredTensors
@@ -64,7 +64,8 @@ def _exported(
         # With gradients even for prediction, so that training and prediction agree on which values carry gradients.
         with torch.enable_grad(), _quiet(), trace_guards(model, stored):
             traced = torch.export.export(model, (image,), strict=False)
-        exported: ExportedProgram = traced.run_decompositions(_DIFFERENTIABLE)
+        with _own_composites_only(traced):
+            exported: ExportedProgram = traced.run_decompositions(_DIFFERENTIABLE)
         return exported
 
 
@@ -74,6 +75,23 @@ def _copied(into: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
 
 _DIFFERENTIABLE: dict[Any, Any] = {torch.ops.aten.copy.default: _copied}
 """Operators that export creates for assignments and that have no derivative -> equivalents that have one."""
+
+
+def _own_composites_only(traced: ExportedProgram) -> contextlib.AbstractContextManager[None]:
+    """Context in which PyTorch keeps those composite operators whole that the graph has.
+
+    It lists and patches all that it knows, hundreds, at every export: several times the time of a small model.
+    """
+    is_kept = getattr(importlib.import_module("torch._export.utils"), "_is_preservable_cia_op", None)
+    if is_kept is None:  # a version of PyTorch that works otherwise
+        return contextlib.nullcontext()
+    graphs = [module.graph for module in traced.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
+    operators = {node.target for graph in graphs for node in graph.nodes if node.op == "call_function"}
+    own = {target for target in operators if isinstance(target, torch._ops.OpOverload) and is_kept(target)}
+    return patched(importlib.import_module("torch.export.exported_program"), _LISTED, lambda: set(own))
+
+
+_LISTED = "_collect_all_valid_cia_ops"
 
 
 @contextlib.contextmanager
