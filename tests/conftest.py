@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -9,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -88,27 +88,15 @@ def _captures_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     from tests.harness import captured_once
 
     monkeypatch.setattr("hyfi_core.runtime.subject.capture", captured_once)
+    monkeypatch.setattr("workflows.evaluation.programs.capture", captured_once)
     monkeypatch.setattr("hyfi_core.runtime.parallelize.verify_capture", lambda *given: None)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _operators_listed_once() -> Iterator[None]:
-    """Keep the list of composite operators that PyTorch makes at every export, until more operators are registered.
+@pytest.fixture(scope="module", autouse=True)
+def _kept_objects_are_not_collected() -> None:
+    """What is there when a module of tests begins, such as PyTorch's own objects, the garbage collector leaves alone.
 
-    It takes a third of the time of a small export.
+    It went through all of them again and again, in a twentieth of the tests' time.
     """
-    import torch
-    from torch.export import exported_program
-
-    listed, known = getattr(exported_program, "_collect_all_valid_cia_ops", None), dict[Any, Any]()
-
-    def kept() -> set[Any]:
-        key = tuple((name, len(getattr(torch.ops, name)._dir)) for name in torch.ops._dir)
-        if key not in known:
-            known[key] = listed()  # type: ignore[misc]
-        return set(known[key])
-
-    with pytest.MonkeyPatch.context() as patch:
-        if listed is not None:
-            patch.setattr(exported_program, "_collect_all_valid_cia_ops", kept)
-        yield
+    gc.collect()
+    gc.freeze()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections import Counter, defaultdict
@@ -66,14 +67,17 @@ def sources(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
 
-def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (line, dotted name) of every import, also those inside functions."""
+@functools.cache
+def imports(path: Path) -> tuple[tuple[int, str], ...]:
+    """Return (line, dotted name) of every import, also those inside functions; many tests ask for them."""
+    found: list[tuple[int, str]] = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            found += ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: relative import; write the whole name"
-            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+            found += ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+    return tuple(found)
 
 
 def wrong_imports(path: Path, inside: str, allowed: set[str], known: set[str]) -> list[str]:

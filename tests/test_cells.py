@@ -12,7 +12,7 @@ import hyfi_core
 from hyfi_core import ParallelPlan
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.models.amoebanet import amoebanet_d
-from hyfi_core.models.resnet import resnet18
+from hyfi_core.models.resnet import resnet10
 from hyfi_core.plan.placement import Placement
 from tests.harness import captured_once  # noqa: F401 (what follows captures each model once)
 from tests.steps import assert_plan_equals_one_process, sgd
@@ -67,7 +67,7 @@ def make(name: str) -> nn.Module:
     torch.manual_seed(3)
     if name == "amoebanet":
         return amoebanet_d(2, 3, 16)
-    return frozen(resnet18(2, width=4)) if name == "frozen" else resnet18(2, width=4)
+    return frozen(resnet10(2, width=4)) if name == "frozen" else resnet10(2, width=4)
 
 
 @pytest.mark.parametrize(("name", "cells", "others"), ALONE)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import doctest
+import functools
 import importlib
-import os
 import re
 import shlex
 import subprocess
@@ -16,6 +18,8 @@ import pytest
 import typer.main
 import yaml
 
+import data
+import pathology
 from pathology.pages import FLAG_MEANINGS
 from pathology.tissue.quality import BLURRED_SHARE, PEN_SHARE
 from tests.conftest import ROOT, Hyfi
@@ -50,11 +54,11 @@ def merged(tree: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return {**tree, **over, **both}
 
 
-def run_doctest(words: list[str], folder: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "doctest", *words]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
+def run_doctest(shown: Path) -> None:
+    """Run a text's examples in its folder; what differs is printed."""
+    with contextlib.chdir(shown.parent):
+        done = doctest.testfile(str(shown), module_relative=False, encoding="utf-8")
+    assert done.attempted > 0 and done.failed == 0
 
 
 def pages_with(language: str) -> list[Any]:
@@ -97,11 +101,12 @@ AFTER_FIRST_PROJECT = ("api", "heatmaps", "qupath-napari")
 """Pages whose Python reads what the first project has written."""
 
 
+@pytest.mark.captures_each
 @pytest.mark.parametrize("page", [p for p in pages_with("python") if p.id not in ("README", *AFTER_FIRST_PROJECT)])
 def test_python_runs(page: Path, tmp_path: Path) -> None:
     make_store(tmp_path)
     (tmp_path / "shown.txt").write_text("\n".join(blocks(page, "python")), encoding="utf-8")
-    run_doctest(["shown.txt"], tmp_path)
+    run_doctest(tmp_path / "shown.txt")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -122,12 +127,14 @@ def test_the_first_project_runs_as_it_is_shown(hyfi_here: Hyfi, tmp_path: Path) 
     assert manifest.startswith(blocks(FIRST_PROJECT, "csv")[0])
     for name in re.findall(r"`((?:results|store)/[\w./-]+\.\w+)`", page):
         assert (tmp_path / name).is_file(), name
-    for package in ("data", "pathology"):
-        run_doctest([str(ROOT / package / "__init__.py")], tmp_path)
+    for package in (data, pathology):
+        with contextlib.chdir(tmp_path):
+            done_here = doctest.testmod(package)
+        assert done_here.attempted > 0 and done_here.failed == 0
     for name in AFTER_FIRST_PROJECT:
         shown = tmp_path / f"{name}.txt"
         shown.write_text("\n".join(blocks(ROOT / "docs" / f"{name}.md", "python")), encoding="utf-8")
-        run_doctest([shown.name], tmp_path)
+        run_doctest(shown)
 
 
 def pages_of(nav: list[Any]) -> list[str]:
@@ -174,6 +181,7 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
     assert "parallelize" in (tmp_path / "api" / "index.html").read_text("utf-8")
 
 
+@functools.cache
 def defined_names() -> set[str]:
     """Return what the packages define: modules, classes, functions, arguments, attributes and constants."""
     names: set[str] = set()

@@ -42,17 +42,22 @@ def test_the_demos_network_with_odd_sizes(grid: tuple[int, int]) -> None:
         ({}, (3, 3, 40, 50), (3, 3)),  # the last maps have fewer pixels than ranks: some own nothing
     ],
 )
-def test_resnet_18_in_other_modes(options: dict[str, Any], shape: Any, grid: tuple[int, int]) -> None:
+def test_a_resnet_in_other_modes(options: dict[str, Any], shape: Any, grid: tuple[int, int]) -> None:
     torch.manual_seed(1)
-    assert_equal_to_one_process(resnet.resnet18(2, width=8, **options), shape, grid)
+    assert_equal_to_one_process(resnet.resnet10(2, width=8, **options), shape, grid)
 
 
-def test_resnet_50() -> None:
+@pytest.mark.parametrize("blocks", [(1, 2, 1, 1), pytest.param((3, 4, 6, 3), marks=pytest.mark.soak)])
+def test_bottlenecks_as_of_resnet_50(blocks: tuple[int, int, int, int]) -> None:
     torch.manual_seed(2)
-    assert_equal_to_one_process(resnet.resnet50(3, width=8), (1, 3, 65, 130), (2, 2), classes=3)
+    model = resnet.ResNet(resnet.Bottleneck, blocks, 3, "avg", "train", 8, 3)
+    assert_equal_to_one_process(model, (1, 3, 65, 130), (2, 2), classes=3)
 
 
-@pytest.mark.parametrize(("version", "depth"), [(1, 20), (2, 29)])
+LARGER = [pytest.param(*network, marks=pytest.mark.soak) for network in ((1, 20), (2, 29))]
+
+
+@pytest.mark.parametrize(("version", "depth"), [(1, 14), (2, 20), *LARGER])  # two blocks a stage, and three
 def test_the_cifar_families(version: int, depth: int) -> None:
     torch.manual_seed(3)
     make = resnet.resnet_v1 if version == 1 else resnet.resnet_v2
@@ -61,14 +66,14 @@ def test_the_cifar_families(version: int, depth: int) -> None:
 
 def test_evaluation_mode_trains_on_running_statistics() -> None:
     torch.manual_seed(4)
-    assert_equal_to_one_process(resnet.resnet18(2, width=8).eval(), (2, 3, 64, 50), (2, 2))
+    assert_equal_to_one_process(resnet.resnet10(2, width=8).eval(), (2, 3, 64, 50), (2, 2))
 
 
 @pytest.mark.parametrize("grid", [(1, 1), (2, 2)])
 def test_a_batch_of_four_with_class_weights_is_four_micro_batches_of_one(grid: tuple[int, int]) -> None:
     """The loss is the sum of w·l over the batch divided by the batch, however the batch is cut."""
     torch.manual_seed(5)
-    model = resnet.resnet18(2, width=8, norm="frozen").double()
+    model = resnet.resnet10(2, width=8, norm="frozen").double()
     images, labels = torch.randn(4, 3, 49, 53, dtype=torch.float64), torch.tensor([0, 1, 1, 0])
     weights = torch.tensor([0.6, 1.4], dtype=torch.float64)
 
@@ -154,7 +159,7 @@ def test_tied_and_unused_parameters_and_an_answer_that_is_a_tuple() -> None:
 
 def test_twenty_steps_of_momentum_stay_together() -> None:
     torch.manual_seed(8)
-    model = resnet.resnet18(2, width=8).double()
+    model = resnet.resnet10(2, width=8).double()
     images, labels = torch.randn(2, 3, 49, 42, dtype=torch.float64), torch.tensor([0, 1])
     plan = hyfi_core.ParallelPlan(grids=((2, 2),))
 

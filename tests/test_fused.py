@@ -69,7 +69,7 @@ class Inner(nn.Module):
         return x[:, :, 1:, 1:]
 
 
-@pytest.mark.parametrize("grid", [(1, 2), (2, 2), (2, 3)])
+@pytest.mark.parametrize("grid", [pytest.param((1, 2), marks=pytest.mark.soak), (2, 2), (2, 3)])
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 6])
 def test_runs_of_one_to_six_windows(length: int, grid: tuple[int, int]) -> None:
     """Odd sizes, uneven parts; with six windows the margins reach beyond the next part."""

@@ -21,7 +21,7 @@ from hyfi_core.cost.cuts import with_cuts
 from hyfi_core.cost.operators import operator_costs
 from hyfi_core.errors import RequestError
 from hyfi_core.models.amoebanet import amoebanet_d
-from hyfi_core.models.resnet import resnet18
+from hyfi_core.models.resnet import resnet10, resnet18
 from hyfi_core.runtime.gradients import ReductionGroup
 from tests.harness import identity, one_process, run_copies
 from tests.steps import (
@@ -67,8 +67,8 @@ class Hourglass(nn.Module):
 def make(name: str) -> tuple[nn.Module, tuple[str, ...]]:
     """Return a model and three places to cut it."""
     torch.manual_seed(5)
-    if name == "resnet":
-        return resnet18(2, width=4), ("layer1", "layer2", "layer3")
+    if name in ("resnet10", "resnet18"):
+        return (resnet10 if name == "resnet10" else resnet18)(2, width=4), ("layer1", "layer2", "layer3")
     if name == "amoebanet":
         return amoebanet_d(2, layers=3, filters=16), ("cells.0", "cells.2", "cells.4")
     return Hourglass(), ("enter", "down1", "up1")
@@ -88,10 +88,10 @@ def plan_of(grids: str, cuts: tuple[str, ...], schedule: str, **others: object) 
 
 
 QUICK = [
-    ("resnet", "1+1", "sequential", 2, sgd),
-    ("resnet", "4+1", "gpipe", 1, adamw),
-    ("resnet", "2+2+1", "1f1b", 2, sgd),
-    ("resnet", "4+2+1+1", "chimera", 1, adamw),
+    ("resnet10", "1+1", "sequential", 2, sgd),
+    ("resnet10", "4+1", "gpipe", 1, adamw),
+    ("resnet10", "2+2+1", "1f1b", 2, sgd),
+    ("resnet10", "4+2+1+1", "chimera", 1, adamw),
     ("amoebanet", "4+1", "1f1b", 1, adamw),
     ("hourglass", "4+2+1+1", "gems_mast", 2, adamw),
     ("hourglass", "2+2+1", "chimera", 1, sgd),
@@ -113,7 +113,7 @@ def test_plans_equal_one_process(name: str, grids: str, schedule: str, replicas:
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("grids", GRIDS)
-@pytest.mark.parametrize("name", ["resnet", "amoebanet", "hourglass"])
+@pytest.mark.parametrize("name", ["resnet18", "amoebanet", "hourglass"])
 def test_every_plan_equals_one_process(name: str, grids: str, schedule: str, replicas: int) -> None:
     model, cuts = make(name)
     plan = plan_of(grids, cuts, schedule, replicas=replicas)
@@ -128,7 +128,7 @@ def test_hyfis_canonical_plan() -> None:
     grids = ((2, 2), (1, 1), (1, 1), (1, 1), (1, 1))
     plan = ParallelPlan(grids, ("layer1", "layer2", "layer3", "layer4.0"), 2, "gems_master")
     assert plan.ranks == 8
-    assert_plan_equals_one_process(resnet18(2, width=4), (4, 3, 50, 45), plan)
+    assert_plan_equals_one_process(resnet10(2, width=4), (4, 3, 50, 45), plan)
 
 
 def test_sixteen_ranks_in_all_five_dimensions() -> None:
@@ -335,7 +335,7 @@ def test_autocast_travels_in_its_own_type() -> None:
 def test_wrong_cuts_are_refused_by_name(fields: dict[str, Any], message: str) -> None:
     plan = ParallelPlan(((1, 1),) * 3, microbatches=2, **fields)
     with pytest.raises(RequestError, match=message):
-        run_ranks(3, lambda comm: hyfi_core.parallelize(resnet18(2, width=4), (2, 3, 64, 64), plan, comm))
+        run_ranks(3, lambda comm: hyfi_core.parallelize(resnet10(2, width=4), (2, 3, 64, 64), plan, comm))
 
 
 def test_what_two_directions_cannot_order_is_refused_by_name() -> None:

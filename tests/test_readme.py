@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import os
 import re
 import subprocess
@@ -31,19 +32,28 @@ def test_the_section_is_found_up_to_the_next_heading() -> None:
     assert shown("# A\n") is None
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.mpi)])
-def test_bring_your_own_model_runs(ranks: int, tmp_path: Path) -> None:
-    block = shown((ROOT / "README.md").read_text(encoding="utf-8"))
-    if block is None:
+@pytest.fixture
+def block(tmp_path: Path) -> Path:
+    """What the section shows, as a file."""
+    found = shown((ROOT / "README.md").read_text(encoding="utf-8"))
+    if found is None:
         pytest.skip(f"README.md has no section {HEADING!r}")
-    if ranks > 1 and MPIEXEC is None:
-        pytest.skip("no mpiexec: pip install 'hyfi[local]'")
-    assert block.lstrip().startswith(">>>"), "written for doctest: lines begin with >>>"
-    (tmp_path / "shown.txt").write_text(block, encoding="utf-8")
-    command = [sys.executable, "-m", "doctest", "shown.txt"]
-    start = [str(MPIEXEC), "-n", str(ranks)] if ranks > 1 else []
+    assert found.lstrip().startswith(">>>"), "written for doctest: lines begin with >>>"
+    (tmp_path / "shown.txt").write_text(found, encoding="utf-8")
+    return tmp_path / "shown.txt"
+
+
+@pytest.mark.captures_each
+def test_bring_your_own_model_runs(block: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(block.parent)
+    done = doctest.testfile(str(block), module_relative=False, encoding="utf-8")
+    assert done.attempted > 0 and done.failed == 0
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec: pip install 'hyfi[local]'")
+def test_bring_your_own_model_runs_on_two_ranks(block: Path) -> None:
+    command = [str(MPIEXEC), "-n", "2", sys.executable, "-m", "doctest", block.name]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*start, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run(command, cwd=block.parent, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -14,7 +14,7 @@ from torch import nn
 
 import hyfi_core
 from hyfi_core import ParallelPlan
-from hyfi_core.models.resnet import resnet18
+from hyfi_core.models.resnet import resnet10
 from hyfi_core.runtime.checkpoint import load_checkpoint, load_training_state
 from hyfi_core.runtime.checkpoint_together import CheckpointPart, save_together
 from hyfi_core.runtime.ownership import load_optimizer_state
@@ -47,7 +47,7 @@ def train(comm: Any, module: nn.Module, plan: ParallelPlan, factory: Factory, fo
 @pytest.mark.parametrize("factory", [pytest.param(sgd, marks=pytest.mark.soak), adamw])  # AdamW has more to save
 def test_any_plan_goes_on_from_what_another_saved(tmp_path: Path, factory: Factory) -> None:
     torch.manual_seed(11)
-    model = resnet18(2, width=4).double()
+    model = resnet10(2, width=4).double()
     folder = tmp_path / "step"
 
     def run(plan: ParallelPlan, first: int) -> list[float]:
@@ -63,7 +63,7 @@ def test_any_plan_goes_on_from_what_another_saved(tmp_path: Path, factory: Facto
 
 def test_each_stage_writes_its_own_share(tmp_path: Path) -> None:
     torch.manual_seed(11)
-    model = resnet18(2, width=4).double()
+    model = resnet10(2, width=4).double()
     folder = tmp_path / "step"
     body = functools.partial(train, plan=FIRST, factory=sgd, folder=folder, first=0)
     run_copies(model, FIRST.ranks, body)

@@ -20,14 +20,14 @@ from hyfi_core.cells import pager, paging
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.errors import RequestError
 from hyfi_core.models.amoebanet import amoebanet_d
-from hyfi_core.models.resnet import resnet18
+from hyfi_core.models.resnet import resnet10
 from tests.harness import captured_once  # noqa: F401 (what follows captures each model once)
 from tests.hyfi_core.cells.small_models import Dense
 from tests.steps import assert_plan_equals_one_process, sgd
 from tests.test_cells import Mixed, frozen
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "resnet": lambda: resnet18(2, width=4),
+    "resnet": lambda: resnet10(2, width=4),
     "frozen": lambda: frozen(Dense()),
     "mixed": Mixed,
     "dense": Dense,

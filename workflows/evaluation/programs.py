@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hyfi_core.capture.export import capture
 from hyfi_core.models.by_name import build_model
 from workflows.config.run import Config
 from workflows.evaluation.models import DTYPES, model_fields
@@ -36,8 +37,6 @@ class ModelPrograms:
 
     def of(self, images: int) -> Program:
         """Return the captured model for micro-batches of ``images`` images."""
-        from hyfi_core.capture.export import capture
-
         if images not in self._programs:
             shape = (images, 3, *self._config.data.size_px)
             self._programs[images] = capture(self._model, shape, DTYPES[self._config.run.precision])

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[3]
 PROGRAM = """
 import copy, torch, torch.nn.functional as F, hyfi_core
 from hyfi_core.comm.base import Message
+from tests.hyfi_core.ops.test_reduce import Maxima, check, check_counts
 comm = hyfi_core.init()
 assert comm.size == 2
 model = torch.nn.Sequential(
@@ -40,6 +41,9 @@ while not all(pending.test() for pending in started):
 assert many.tolist() == [3.0] * 3 and narrow.tolist() == [1.5] * 2
 mirrored = comm.split(0, key=-comm.rank)
 assert mirrored.rank == 1 - comm.rank and mirrored.broadcast_object(comm.rank) == 1
+check(comm, Maxima(), (1, 2))
+check_counts(comm, (2, 1), 1)
+print("maxima", flush=True)
 if comm.rank == 0:
     F.cross_entropy(reference(images), labels).backward()
     for name, p in reference.named_parameters():
@@ -58,3 +62,4 @@ def test_two_processes_equal_one(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert "equal [0, 1]" in done.stdout
+    assert done.stdout.count("maxima") == 2

@@ -17,7 +17,7 @@ from hyfi_core.lowering.lower import Target, lower
 from hyfi_core.plan import ParallelPlan
 from tests.harness import assert_equal_to_one_process, compare, identity, one_process, parallel
 
-GRIDS = [(1, 2), (3, 2), (5, 1)]
+GRIDS = [pytest.param((1, 2), marks=pytest.mark.soak), (3, 2), (5, 1)]
 SHAPE = (2, 3, 18, 21)  # 9 x 11 and then 4 x 5 positions: uneven, and on five rows a part that owns nothing
 
 

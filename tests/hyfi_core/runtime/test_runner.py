@@ -20,7 +20,7 @@ from hyfi_core.errors import RequestError
 from hyfi_core.lowering.pool_before_relu import pool_before_relu
 from hyfi_core.lowering.segments import OperatorStep
 from hyfi_core.models.amoebanet import amoebanet_d
-from hyfi_core.models.resnet import resnet18
+from hyfi_core.models.resnet import resnet10, resnet18
 from hyfi_core.plan.box import Box
 from hyfi_core.rules.instructions import CollectiveCall
 from hyfi_core.runtime.compiled import HostedStage
@@ -102,14 +102,14 @@ def evaluated(engine: Engine, cell: int) -> HostedStage:
 
 
 MODELS = {
-    "resnet18": (lambda: resnet18(3, width=16), (2, 3, 131, 117)),
+    "resnet10": (lambda: resnet10(3, width=16), (2, 3, 131, 117)),
     "amoebanet": (lambda: amoebanet_d(3, 3, 16), (1, 3, 118, 101)),
     "awkward": (Awkward, (2, 3, 61, 53)),
     "shifting": (Shifting, (2, 3, 47, 58)),
 }
 CASES = [
-    pytest.param("resnet18", (2, 3), marks=pytest.mark.soak),
-    ("resnet18", (6, 5)),
+    pytest.param("resnet10", (2, 3), marks=pytest.mark.soak),
+    ("resnet10", (6, 5)),
     pytest.param("amoebanet", (3, 2), marks=pytest.mark.soak),
     pytest.param("amoebanet", (5, 1), marks=pytest.mark.soak),
     ("awkward", (2, 2)),
@@ -137,7 +137,7 @@ def test_cells_equal_one_piece(name: str, cells: tuple[int, int]) -> None:
 
 def test_contributions_are_those_of_one_piece() -> None:
     torch.manual_seed(0)
-    make, shape = MODELS["resnet18"]
+    make, shape = MODELS["resnet10"]
     model, images = settled(make()), images_of(shape)
     whole = hyfi_core.parallelize(model, shape, hyfi_core.ParallelPlan(((1, 1),)), AloneCommunicator())
     engine = by_cells(model, shape, (3, 2))
@@ -161,7 +161,7 @@ def test_slices_and_padding_stand_inside_runs_of_any_length(depth: int, monkeypa
 
 
 def test_each_cell_reads_its_box_once_and_never_the_whole() -> None:
-    model, shape = settled(resnet18(2, width=4)), (1, 3, 512, 384)
+    model, shape = settled(resnet10(2, width=4)), (1, 3, 512, 384)
     images, asked = images_of(shape), []
 
     def read(box: Box) -> torch.Tensor:
@@ -233,7 +233,7 @@ def test_weights_are_shared_and_loaded_in_place() -> None:
 
 def test_what_makes_no_sense_is_refused_by_name() -> None:
     with pytest.raises(RequestError, match=r"cells is \(0, 2\)"):
-        by_cells(resnet18(2), (1, 3, 64, 64), (0, 2))
+        by_cells(resnet10(2), (1, 3, 64, 64), (0, 2))
     engine = by_cells(nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten(2)), (1, 3, 16, 16), (2, 2))
     with pytest.raises(RequestError, match="images have shape"):
         engine.predict(torch.zeros(3, 16, 16))

@@ -114,6 +114,7 @@ def test_a_killed_rank_under_torchrun(begin: Begin, tmp_path: Path) -> None:
     assert "rank 1 was killed or crashed" in end(job, tmp_path, 10)
 
 
+@pytest.mark.soak  # comm/supervision/test_supervisor.py kills a rank of a smaller program of Open MPI
 def test_a_killed_rank_under_open_mpi(begin: Begin, tmp_path: Path) -> None:
     job = train_under_open_mpi(begin, tmp_path)
     os.kill(ranks_of(tmp_path, "OMPI_COMM_WORLD_RANK=1")[0], signal.SIGKILL)
