@@ -13,9 +13,9 @@ from pathology.claims import Claim
 from pathology.predict.inputs import SlideInput
 from pathology.predict.members import InputSpec, Member
 from pathology.predict.options import PredictOptions
-from pathology.predict.results import PREDICTION_FILE, write_results
+from pathology.predict.results import write_results
 from pathology.predict.slide_result import SlideResult
-from pathology.predict.table import CLAIM, DONE, FILE_NAME, INCOMPLETE, Prediction, PredictionTable
+from pathology.predict.table import CLAIM, DONE, FILE_NAME, INCOMPLETE, PREDICTION_FILE, Prediction, PredictionTable
 
 RUN_FILE = "predictions.json"
 

@@ -27,8 +27,9 @@ from pathology.predict.regions import contour_features, find_regions, tissue_fea
 from pathology.predict.report import render_report
 from pathology.predict.slide_report import Pictures, fill_report
 from pathology.predict.slide_result import SlideResult, cell_to_level0, level0_of, origin_um
+from pathology.predict.table import PREDICTION_FILE
 
-PREDICTION_FILE, THUMBNAIL_FILE = "prediction.json", "thumbnail.jpg"
+THUMBNAIL_FILE = "thumbnail.jpg"
 THUMBNAIL_PX = 128
 OVERLAY_PX = 1920  # with the legend below it, the picture of a square slide has less than 2048 px
 
@@ -75,6 +76,7 @@ def _write_files(
         "flags": list(result.flags),
         "images": [list(view.size_px) for view in result.views],
         "combined": result.combined,
+        "source_mpp": result.slide.attributes.get("source", {}).get("mpp"),
     }
     with_position = metadata | {"cell_to_level0": cell_to_level0(result)}
     mask, mask_mpp = result.slide.tissue()

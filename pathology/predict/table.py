@@ -14,6 +14,8 @@ from hyfi_core.errors import RequestError
 from pathology.claims import Claim
 
 FILE_NAME = "predictions.csv"
+PREDICTION_FILE = "prediction.json"
+"""What is known of one prediction, in the folder of its slide."""
 CLAIM = f".{FILE_NAME}.claim"
 """Name of the claim that a process holds while it writes the table."""
 DONE, INCOMPLETE, FAILED = "done", "incomplete", "failed"

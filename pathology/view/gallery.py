@@ -11,9 +11,10 @@ folder with a predictions.csv            the slides of the table: a given store 
 from __future__ import annotations
 
 import csv
+import json
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from data.store.slide_store import StoreError
 from hyfi_core.errors import RequestError
 from pathology.errors import SlideError
 from pathology.predict.inputs import SlideInput, find_inputs
-from pathology.predict.table import FILE_NAME
+from pathology.predict.table import FILE_NAME, PREDICTION_FILE
 from pathology.readers.sources import SLIDE_SUFFIXES
 from pathology.view.pixels import FilePixels, ShownSlide, StoredPixels
 
@@ -72,7 +73,17 @@ class GallerySlide:
             raise SlideError(self.reason)
         if self.stored:
             return StoredPixels(self.path)
-        return FilePixels(self.path, self.manifest_mpp, slide_mpp)
+        return FilePixels(self.path, self.manifest_mpp, slide_mpp, self._used_mpp())
+
+    def _used_mpp(self) -> tuple[float, float] | None:
+        """Return the micrometres per pixel, (y, x), with which the slide was predicted; None if they are not known."""
+        if self.predictions is None:
+            return None
+        with suppress(OSError, ValueError, TypeError, KeyError):  # of an earlier version, or not complete
+            known = json.loads((self.predictions / self.slide_id / PREDICTION_FILE).read_text(encoding="utf-8"))
+            y, x = known["source_mpp"]
+            return float(y), float(x)
+        return None
 
 
 def find_slides(paths: Sequence[Path], annotations: Path | None = None) -> tuple[list[GallerySlide], list[Path]]:

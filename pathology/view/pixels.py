@@ -138,17 +138,24 @@ class FilePixels:
         path: The file, or the folder of one DICOM slide.
         manifest_mpp: The manifest's ``source_mpp``; may be empty.
         slide_mpp: Micrometres per pixel if neither file nor manifest states them.
+        used_mpp: Those, (y, x), with which the slide was predicted; they take precedence. None if it was not.
 
     Raises:
         SlideError: The file cannot be opened.
     """
 
-    def __init__(self, path: Path, manifest_mpp: str = "", slide_mpp: float | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        manifest_mpp: str = "",
+        slide_mpp: float | None = None,
+        used_mpp: tuple[float, float] | None = None,
+    ) -> None:
         self._source = source = open_source(path)
         self.mpp: tuple[float, float] | None = None
         note = ""
         try:
-            self.mpp = resolve_mpp(source.mpp, manifest_mpp, slide_mpp).um
+            self.mpp = used_mpp or resolve_mpp(source.mpp, manifest_mpp, slide_mpp).um
         except SlideError as error:
             note = str(error)
         self.levels = tuple(

@@ -28,8 +28,8 @@ from pathology.ingest.thumbnail import thumbnail_of_store
 from pathology.pages import FLAG_MEANINGS, jpeg_uri, render
 from pathology.predict.colors import class_color
 from pathology.predict.ensemble import softmax
-from pathology.predict.results import PREDICTION_FILE, THUMBNAIL_FILE, THUMBNAIL_PX
-from pathology.predict.table import FILE_NAME, Prediction, columns
+from pathology.predict.results import THUMBNAIL_FILE, THUMBNAIL_PX
+from pathology.predict.table import FILE_NAME, PREDICTION_FILE, Prediction, columns
 
 PAGE_FILE = "index.html"
 MAX_WORST = 12

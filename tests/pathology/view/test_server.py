@@ -10,13 +10,18 @@ import pytest
 from PIL import Image
 from starlette.testclient import TestClient
 
+from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box
+from pathology.predict.cohort import predict_slides
+from pathology.predict.inputs import find_inputs
+from pathology.predict.options import PredictOptions
 from pathology.readers.sources import open_source
 from pathology.view.gallery import Gallery
 from pathology.view.scene import Scene
 from pathology.view.server import make_app, new_token
 from pathology.view.web_files import static_file
+from tests.pathology.slides import Darkness, draw_slide, member_of, write_slide
 from tests.pathology.tiffs import MakeSlide
 from tests.pathology.view.predictions import SLIDE_ID
 
@@ -230,3 +235,19 @@ def test_slides_that_are_gone_are_named_and_few_are_held_open(
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "predictions.csv").write_text("slide_id,path,prediction\ngone,gone.svs,x\n")
     assert "give its store or folder" in Gallery.of([tmp_path / "results"]).try_all()["gone"]
+
+
+def test_a_predicted_slide_has_the_pixel_size_that_was_used(tmp_path: Path) -> None:
+    slide = write_slide(tmp_path / "bare.tiff", draw_slide(), mpp=None)
+    options = PredictOptions(slide_mpp=0.5)
+    report = predict_slides(
+        [member_of(Darkness())], find_inputs([slide]), tmp_path / "out", AloneCommunicator(), options
+    )
+    assert [one.slide_id for one in report.done] == ["bare"]
+    with client_of(Gallery.of([tmp_path / "out"])) as client:
+        about = client.get("slide/bare/about.json").json()
+        assert about["mpp"] == [0.5, 0.5] and "unknown" not in json.dumps(about) and about["tissue"]
+    with client_of(Gallery.of([slide])) as client:
+        assert client.get("slide/bare/about.json").json()["mpp"] is None
+    with client_of(Gallery.of([slide], slide_mpp=0.25)) as client:
+        assert client.get("slide/bare/about.json").json()["mpp"] == [0.25, 0.25]
