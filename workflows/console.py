@@ -24,6 +24,11 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return ``1 slide``, ``2 slides``."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 class Progress(Protocol):
     """Progress of a long job."""
 

@@ -7,6 +7,7 @@ exported and imported unchanged is the same.
 from __future__ import annotations
 
 import json
+import math
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -115,7 +116,7 @@ def mask_to_geojson(mask: Mask, grid: SlideGrid, slide_id: str) -> dict[str, Any
 
 
 def read_polygons(path: Path, data: bytes) -> tuple[Polygon, ...]:
-    """Return the polygons of a GeoJSON file: those of the class Tissue; all if none has it.
+    """Return the polygons of a GeoJSON file: those of the class Tissue; all if none has it, but not ``Ignore*``.
 
     Args:
         path: The file, for messages.
@@ -133,6 +134,8 @@ def read_polygons(path: Path, data: bytes) -> tuple[Polygon, ...]:
         polygons = tuple([[[float(x), float(y)] for x, y, *_ in ring] for ring in rings] for rings in found)
         if any(len(ring) < 3 for rings in polygons for ring in rings) or not all(polygons):
             raise ValueError("fewer than three points")
+        if not all(math.isfinite(v) for rings in polygons for ring in rings for point in ring for v in point):
+            raise ValueError("a coordinate that is not a finite number")
     except (TypeError, ValueError) as error:
         raise RequestError(f"{path}: it has an invalid polygon ({error})") from error
     return polygons
@@ -182,7 +185,7 @@ def _check_inside(path: Path, polygons: Sequence[Polygon], grid: SlideGrid) -> N
 
 
 def _features(path: Path, data: bytes) -> list[dict[str, Any]]:
-    """Return the features of the class Tissue; all features if none has it."""
+    """Return the features of the class Tissue; if none has it, all but those whose class QuPath ignores (``…*``)."""
     try:
         found = json.loads(data)
     except ValueError as error:
@@ -190,7 +193,7 @@ def _features(path: Path, data: bytes) -> list[dict[str, Any]]:
     listed = found.get("features", [found]) if isinstance(found, dict) else found
     features = [item for item in listed if isinstance(item, dict)] if isinstance(listed, list) else []
     tissue = [feature for feature in features if _class_of(feature) == TISSUE_CLASS.lower()]
-    return tissue or features
+    return tissue or [feature for feature in features if not _class_of(feature).endswith("*")]
 
 
 def _class_of(feature: dict[str, Any]) -> str:

@@ -20,6 +20,10 @@ def test_counts_go_on_where_an_earlier_run_stopped(
     assert said[-1] == "train: 10/10 after 12 s loss 0.3"
 
 
+def test_counts_are_words() -> None:
+    assert [console.counted(n, "slide") for n in (0, 1, 2, 5000)] == ["0 slides", "1 slide", "2 slides", "5,000 slides"]
+
+
 def test_the_remaining_time_is_told_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     now_s = [100.0]
     monkeypatch.setattr(console.time, "monotonic", lambda: now_s[0])

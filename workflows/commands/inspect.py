@@ -231,7 +231,7 @@ def _store(path: Path, png: Path | None) -> dict[str, Any]:
     if png is not None:
         _save(contact_sheet(pictures), png)
     bad = [s for s in slides if s["status"] != DONE]
-    lines.insert(0, f"{path}: {len(slides)} slides, {len(slides) - len(bad)} usable, {len(bad)} not")
+    lines.insert(0, f"{path}: {console.counted(len(slides), 'slide')}, {len(slides) - len(bad)} usable, {len(bad)} not")
     # Failed slides have a record already; damaged ones are new.
     status = "damaged" if any(s["status"] == "damaged" for s in slides) else "done"
     return {"kind_of_path": "store", "status": status, "store": str(path), "slides": slides, "lines": lines}

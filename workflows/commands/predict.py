@@ -205,8 +205,9 @@ def _write_page(out: Path, members: Sequence[Member]) -> Path:
     class_names = members[0].config["class_names"]
     try:
         slides = predicted_slides(out, class_names)
-        noun = "slide" if len(slides) == 1 else "slides"
-        return write_cohort_page(out, slides, class_names, f"Predictions of {len(slides):,} {noun}: {out.absolute()}")
+        return write_cohort_page(
+            out, slides, class_names, f"Predictions of {console.counted(len(slides), 'slide')}: {out.absolute()}"
+        )
     except OSError as error:
         console.warn(f"{out / PAGE_FILE} cannot be written: {error.strerror or error}")
         return out / PAGE_FILE

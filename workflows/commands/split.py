@@ -112,22 +112,18 @@ def _report(
 
     counts: dict[str, dict[str, Any]] = {}
     for name in names:
-        rows = [i for i, part in enumerate(parts) if part == name]
-        of_class = Counter(table.rows[i][stratify] for i in rows) if stratify else Counter()
+        lines = [i for i, part in enumerate(parts) if part == name]
+        of_class = Counter(table.rows[i][stratify] for i in lines) if stratify else Counter()
         counts[name] = {
-            "rows": len(rows),
-            "groups": len({groups[i] for i in rows}),
+            "rows": len(lines),
+            "groups": len({groups[i] for i in lines}),
             "classes": dict(sorted(of_class.items())),
         }
     for name, count in counts.items():
         classes = ", ".join(f"{label or '(unlabelled)'} {n}" for label, n in count["classes"].items())
         label = name if name in SPLITS else f"fold {name}"
-        lines = "row" if count["rows"] == 1 else "rows"
-        groups_of = "group" if count["groups"] == 1 else "groups"
-        console.say(
-            f"{label:>6}: {count['rows']} {lines} in {count['groups']} {groups_of}"
-            + (f" ({classes})" if classes else "")
-        )
+        rows, in_groups = console.counted(count["rows"], "row"), console.counted(count["groups"], "group")
+        console.say(f"{label:>6}: {rows} in {in_groups}" + (f" ({classes})" if classes else ""))
     console.say(f"wrote {out}")
     if as_json:
         console.emit_json({"out": str(out), "parts": counts})

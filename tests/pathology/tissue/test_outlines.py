@@ -56,6 +56,8 @@ def test_polygons_of_the_class_tissue_count_or_all_where_there_is_none(tmp_path:
     assert mask.sum() == 40 * 40 - 10 * 10 and mask[9, 15] and not mask[10, 10] and not mask[46, 55]
     unnamed = [feature([[SQUARE], [far]], kind="MultiPolygon")]
     assert imported(tmp_path, unnamed).sum() == 40 * 40 + 5 * 10
+    ignored = [*unnamed, feature([[[0, 40], [40, 40], [40, 50], [0, 50], [0, 40]]], "Ignore*")]
+    assert imported(tmp_path, ignored).sum() == 40 * 40 + 5 * 10
     assert imported(tmp_path, feature([[[-9, -9], [99, -9], [99, 99], [-9, 99], [-9, -9]]])).all()
 
 
@@ -66,6 +68,8 @@ def test_polygons_of_the_class_tissue_count_or_all_where_there_is_none(tmp_path:
         (feature([1.0, 2.0], kind="Point"), "no polygon"),
         (feature([[["x", 0], [1, 2], [3, 4]]]), "invalid polygon"),
         (feature([[[1, 0], [1, 2]]]), "fewer than three points"),
+        (feature([[[1, 0], [1, float("nan")], [9, 9]]]), "invalid polygon .a coordinate that is not a finite number"),
+        (feature([SQUARE], "Ignore*"), "no polygon"),
         (feature([]), "fewer than three points"),
         (feature([[[0.1, 0.1], [0.2, 0.1], [0.2, 0.2]]]), "cover no part"),
         ("text", "no polygon"),
