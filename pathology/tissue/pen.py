@@ -86,7 +86,7 @@ def _mostly_smooth(smooth: Mask, core: Mask, mpp_um: float) -> Mask:
     return found
 
 
-def pen_marks(core: Mask, smooth: Mask, certain: Mask, faint: Mask, mpp_um: float) -> Mask:
+def pen_marks(core: Mask, smooth: Mask, certain: Mask, faint: Mask, thin: Mask, mpp_um: float) -> Mask:
     """Return the mask of pen marks with their faint rims.
 
     Args:
@@ -94,12 +94,13 @@ def pen_marks(core: Mask, smooth: Mask, certain: Mask, faint: Mask, mpp_um: floa
         smooth: The part of ``core`` that is `without_texture`.
         certain: From `classify_ink`.
         faint: From `classify_ink`.
+        thin: From `pathology.tissue.strokes.thin_strokes`.
         mpp_um: Microns per pixel of all masks.
     """
     min_area_px = max(1, round(_MIN_AREA_UM2 / mpp_um**2))
     strokes = opened(core, max(1, round(_STROKE_UM / mpp_um)))
     strokes = without_small(strokes & _mostly_smooth(smooth, core, mpp_um), min_area_px)
-    strokes |= without_small(certain, min_area_px, corners=True)
+    strokes |= without_small(certain, min_area_px, corners=True) | thin
     if not strokes.any():
         return strokes
     # The rim of a mark is thinner ink: faint pixels connected to the mark, unless they belong to a larger faint area.

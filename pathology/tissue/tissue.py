@@ -25,6 +25,7 @@ from pathology.tissue.density import Float, density_of, glass_colour, row_strips
 from pathology.tissue.fat import find_fat, wall_contrast
 from pathology.tissue.morphology import closed
 from pathology.tissue.pen import MIN_INK_DENSITY, classify_ink, pen_marks, without_texture
+from pathology.tissue.strokes import MIN_STROKE_DENSITY, thin_strokes
 
 Mask = npt.NDArray[np.bool_]
 Planes = npt.NDArray[np.uint8]
@@ -137,7 +138,7 @@ def find_tissue(image: Planes, mpp_um: float, parameters: TissueParameters | Non
     p = parameters or TissueParameters()
     glass = glass_colour(image)
     features = _PixelFeatures.of(image, glass, mpp_um, p)
-    marks = features.pen(mpp_um)
+    marks = features.pen(image, glass, mpp_um)
     excluded = marks if p.pen == "mask" else np.zeros_like(marks)
     stained = _stained(features, excluded, p)
     gap_px, smallest_px = max(1, round(p.close_um / mpp_um)), _pixels(p.smallest_um2, mpp_um)
@@ -216,12 +217,13 @@ class _PixelFeatures:
         half = int(np.searchsorted(counts.cumsum(), counts.sum() / 2))
         return float((half << 4) * _STEP) if mask.any() else 0.0
 
-    def pen(self, mpp_um: float) -> Mask:
-        """Return the mask of pen marks."""
+    def pen(self, image: Planes, glass: Float, mpp_um: float) -> Mask:
+        """Return the mask of pen marks of the image."""
         if not int(np.bitwise_or.reduce(self.bits, axis=None)) & (_CORE | _CERTAIN):
             return np.zeros(self.bits.shape, bool)
         core, smooth, certain, faint = (self.has(bit) for bit in (_CORE, _SMOOTH, _CERTAIN, _FAINT))
-        return pen_marks(core, smooth, certain, faint, mpp_um)
+        thin = thin_strokes(image, glass, core & (self.density > MIN_STROKE_DENSITY / _STEP), mpp_um)
+        return pen_marks(core, smooth, certain, faint, thin, mpp_um)
 
 
 def _levels(values: Float) -> Levels:

@@ -17,7 +17,7 @@ def find_tissue(image: np.ndarray, mpp_um: float, p: TissueParameters | None = N
     glass = glass_colour(image)
     smooth = density(image, glass, p.smooth_um / mpp_um)
     mean, colour = smooth.mean(0), smooth.max(0) - smooth.min(0)
-    pen = pen_marks(smooth, density(image, glass, 0).mean(0), mpp_um)
+    pen = pen_marks(smooth, density(image, glass, 0).mean(0), mpp_um)  # without thin strokes
     usable = ~pen if p.pen == "mask" else np.ones_like(pen)
     stained = (mean > threshold(mean[usable], p.density)) & (colour > threshold(colour[usable], p.colour))
     stained &= (colour > 0.2 * mean) & usable

@@ -6,12 +6,20 @@ from functools import cache
 
 import numpy as np
 import pytest
+from scipy import ndimage
 
+from hyfi_core.plan.box import Box
 from pathology.readers.resample import halve, make_taps, resample, target_size
+from pathology.synthetic.anatomy import SlideSpec
+from pathology.synthetic.artefacts import Artefacts
+from pathology.synthetic.placing import make_anatomy
+from pathology.synthetic.render import Renderer
 from pathology.tissue.density import glass_colour
+from pathology.tissue.morphology import dilated
 from pathology.tissue.pen import without_texture
+from pathology.tissue.quality import PEN_SHARE
 from pathology.tissue.tissue import TissueMasks, TissueParameters, find_tissue
-from tests.pathology.tissue.drawn_slides import PENS, Drawn, draw
+from tests.pathology.tissue.drawn_slides import BLUE_HAEMATOXYLIN, GLASS, HAEMATOXYLIN, PENS, Drawn, draw
 
 STAINS = ("he", "ihc", "negative")
 MASK = TissueParameters(pen="mask")
@@ -67,6 +75,62 @@ def test_the_area_of_tissue_is_the_same_at_any_resolution(stain: str) -> None:
         pixels = resample(slide.image[:, taps.first : taps.end, taps.first : taps.end], taps, taps)
         areas.append(float(find_tissue(pixels, mpp_um).tissue.sum()) * mpp_um**2 / 1e6)
     assert all(abs(area / areas[2] - 1) < 0.02 for area in areas), areas
+
+
+def block_means(image: np.ndarray, side_px: int) -> np.ndarray:
+    n = image.shape[0] // side_px
+    small = image.reshape(n, side_px, n, side_px, 3).mean((1, 3)).round().astype(np.uint8)
+    return np.ascontiguousarray(small.transpose(2, 0, 1))
+
+
+def test_thin_strokes_of_a_rendered_slide_are_pen() -> None:
+    spec = SlideSpec(seed=1, index=1, case=1, size_px=2048, positive=False, pen=True)  # 1 mm, with a stroke of 23 µm
+    ink = Artefacts(spec).inked(8.0, 0.5, 128)
+    image = block_means(Renderer(make_anatomy(spec)).read(Box.of_size(2048, 2048)), 16)
+    assert_thin_pen(image, ink, 0.6)
+
+
+@pytest.mark.parametrize("pen", PENS)
+@pytest.mark.parametrize("width_um", [20.0, 40.0])
+def test_thin_strokes_are_pen(pen: str, width_um: float) -> None:
+    inside = line(width_um)
+    through = np.array(PENS[pen])[:, None, None] / 245
+    image = GLASS[:, None, None] * np.where(inside, through, 1)
+    image += np.random.default_rng(0).normal(0, 1.5, image.shape)
+    assert_thin_pen(block_means(image.clip(0, 255).astype(np.uint8).transpose(1, 2, 0), 8), inside[4::8, 4::8], 0.7)
+
+
+def assert_thin_pen(image: np.ndarray, ink: np.ndarray, recall: float) -> None:
+    marks = find_tissue(image, 8.0).pen
+    assert marks[ink].mean() > recall and marks.mean() > PEN_SHARE
+    assert (marks & ~dilated(ink, 3)).sum() < 0.05 * ink.sum()
+    assert not (find_tissue(image, 8.0, MASK).tissue & marks).any()
+    assert not find_tissue(image, 8.0, TissueParameters(pen="off")).pen.any()
+
+
+def line(width_um: float) -> np.ndarray:
+    """Return a curved line of 900 µm at 1 µm per pixel."""
+    y, x = np.mgrid[:1024, :1024].astype(np.float32)
+    found: np.ndarray = (np.abs(y - 512 - 60 * np.sin(x / 150)) < width_um / 2) & (np.abs(x - 512) < 450)
+    return found
+
+
+def strand(stain: str, width_um: float, seed: int = 0) -> np.ndarray:
+    """Return glass at 8 µm per pixel with a strand of tissue of 900 µm, as of an epithelium: dense, blue or purple."""
+    rng = np.random.default_rng(seed)
+    inside = line(width_um)
+    spots = ndimage.gaussian_filter((rng.random((1024, 1024)) < 0.012 * inside).astype(np.float32), 2.5) * 40
+    dye = HAEMATOXYLIN if stain == "he" else BLUE_HAEMATOXYLIN
+    light = np.minimum(spots, 1.3) * 1.1 * dye[:, None, None] + 0.1 * inside * dye[:, None, None]
+    image = GLASS[:, None, None] * np.exp(-light) + rng.normal(0, 1.5, (3, 1024, 1024))
+    return block_means(image.clip(0, 255).astype(np.uint8).transpose(1, 2, 0), 8)
+
+
+@pytest.mark.parametrize("stain", ["he", "negative"])
+@pytest.mark.parametrize("width_um", [20.0, 35.0, 60.0])
+def test_strands_of_tissue_are_not_pen(stain: str, width_um: float) -> None:
+    for seed in range(3):
+        assert not find_tissue(strand(stain, width_um, seed), 8.0).pen.any()
 
 
 def test_ink_is_smooth_and_nuclei_are_not() -> None:
