@@ -10,7 +10,6 @@ features["map"] = x            a fake tensor outside of the model       → an e
 self.calls += 1                export would keep the first value        → refused
 return Output(logits=…)        unknown class                            → registered as a pytree
 backward hooks of modules      dropped                                  → refused
-a loss that reads such a tensor                                        → refused (``NoTracedValues``)
 ```
 """
 
@@ -27,14 +26,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
 from hyfi_core.capture.checkpoints import plain_checkpoints
 from hyfi_core.capture.module_state import Attributes, attributes, is_counted, is_tensor, outside_attributes
 from hyfi_core.capture.patching import patched
 from hyfi_core.capture.places import calling_line
-from hyfi_core.capture.stored_tensors import StoredTensor, StoredTensors
+from hyfi_core.capture.stored_tensors import StoredTensors
 from hyfi_core.capture.watched_calls import WatchedCalls
 from hyfi_core.errors import RequestError
 
@@ -263,18 +261,3 @@ def _put_together(kind: type, values: Any, names: Any) -> Any:
     for name, value in zip(names, values, strict=True):
         object.__setattr__(output, name, value)  # frozen dataclasses, too
     return output
-
-
-class NoTracedValues(TorchFunctionMode):
-    """Refuses to compute with traced values, which a forward hook may have stored during capture."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the function, unless an argument is a traced value."""
-        for leaf in _pytree.tree_leaves((args, kwargs)):
-            if isinstance(leaf, StoredTensor):
-                raise RequestError(
-                    f"the loss reads a tensor of shape {tuple(leaf.shape)} that the model's forward, or one of its "
-                    f"hooks, has stored ({calling_line()}); it holds no value outside of capture. Return it from the "
-                    f"model and read it from the output"
-                )
-        return function(*args, **(kwargs or {}))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hyfi_core.capture.guards import NoTracedValues
+from hyfi_core.capture.loss_guard import watched_loss
 from hyfi_core.capture.module_state import changed_since, describe_value
 from hyfi_core.cells.paged_steps import PagedSteps, StepMemory, UseOrder
 from hyfi_core.cells.pager import Pager
@@ -59,6 +59,7 @@ class StageRunner:
         cells = plan.cell_grid
         self._cells = 1 if cells is None else cells[0] * cells[1]
         placement = Placement.of(plan)
+        self._alone = plan.ranks == 1
         self._placement = placement if cells is None else placement.by_cells(cells)
         self._plan = plan = plan.by_cells()
         self.groups = Groups(comm, plan, self._placement) if groups is None else groups
@@ -243,6 +244,8 @@ class StageRunner:
         count = plan.microbatches
         weight = float(count / plan.weight(self.groups.index)) if plan.shares else count
         targets = () if labels is None else labels.split(size)
+        here = (name for stage, _ in compiled.hosted for name in compiled.names[stage])
+        trained, elsewhere = subject.bindings.divided(here, plan.stages > 1)
 
         def begin(key: Key, microbatch: int) -> Values:
             arrived(key[1])
@@ -258,7 +261,7 @@ class StageRunner:
                 raise RequestError(
                     f"the model's output is a {kind}; pass output=lambda output: ... to select its logits"
                 )
-            with NoTracedValues():
+            with watched_loss(self._alone, trained, elsewhere):
                 value = subject.loss(output, targets[microbatch])
             if not isinstance(value, torch.Tensor) or value.numel() != 1:
                 given = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"the value {value!r}"

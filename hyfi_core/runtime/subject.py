@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -110,6 +110,18 @@ class Bindings:
     def parameters(self, stage: HostedStage) -> Values:
         """Return value name -> parameter; do not change it."""
         return self._of(stage)[0]
+
+    def divided(self, names: Iterable[str], staged: bool) -> tuple[set[int], dict[int, str]]:
+        """Return (ids of the parameters of these names, id -> name of tensors that only other stages have).
+
+        Args:
+            names: of parameters and buffers that this rank's stages use.
+            staged: whether there are other stages; else what no operator uses is the same on all ranks.
+        """
+        named = {**self._parameters, **self._buffers}
+        here = {id(named[name]) for name in names}
+        trained = here & {id(parameter) for parameter in self._parameters.values()}
+        return trained, {id(t): name for name, t in named.items() if id(t) not in here} if staged else {}
 
     def _of(self, stage: HostedStage) -> tuple[Values, Values]:
         if stage not in self._found:
