@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +48,8 @@ def captured_once(model: nn.Module, shape: Any, dtype: torch.dtype) -> Program:
     for path, module in model.named_modules(remove_duplicate=False):
         described.append((path, type(module), repr(module)))
         for name, value in sorted(vars(module).items()):
-            described.append((path, name, _described(value, f"{path}.{name}", tensors)))
+            if "state_dict" not in name:  # hooks of saving and loading
+                described.append((path, name, _described(value, f"{path}.{name}", tensors)))
     with _LOCK:
         key = tuple(described)
         if key not in _PROGRAMS:
@@ -64,7 +66,7 @@ def _described(value: Any, path: str, tensors: dict[int, str]) -> Any:
         return tuple((str(name), _described(item, f"{path}.{name}", tensors)) for name, item in value.items())
     if isinstance(value, (list, tuple, set)):
         return tuple(_described(item, path, tensors) for item in value)
-    if isinstance(value, nn.Module):
+    if isinstance(value, (nn.Module, weakref.ref)):  # what recurrent layers refer to are their parameters
         return type(value)
     text = repr(value)
     return value if " at 0x" in text else text  # an address may be used again, an object that is kept may not

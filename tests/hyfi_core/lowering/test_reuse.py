@@ -26,6 +26,7 @@ from hyfi_core.ops.max_pool import MaxPool, WholeMaxPool
 from hyfi_core.ops.relu import Relu
 from hyfi_core.runtime import backward
 from tests.harness import Result, assert_equal_to_one_process, compare, identity, one_process, parallel
+from tests.hyfi_core.cells.small_models import Dense
 from tests.test_other_networks import densenet, se_resnet
 
 
@@ -71,12 +72,16 @@ class Wide(nn.Module):
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, int, int, int]]] = {
     "resnet": (lambda: resnet.resnet10(2), (2, 3, 64, 64)),
     "resnet_v2": (lambda: resnet.resnet_v2(11, 2), (1, 3, 32, 32)),
+    "dense": (Dense, (2, 3, 40, 48)),
     "densenet": (densenet, (2, 3, 40, 48)),
     "amoebanet": (lambda: amoebanet.amoebanet_d(2, layers=3, filters=16), (1, 3, 64, 64)),
     "squeeze_excite": (se_resnet, (1, 3, 65, 64)),
     "aliases": (Aliases, (1, 3, 16, 16)),
     "wide": (Wide, (2, 3, 32, 32)),
 }
+
+
+LARGE = ("amoebanet", "densenet")
 
 
 @contextlib.contextmanager
@@ -158,7 +163,7 @@ def by_plan(name: str, plan: hyfi_core.ParallelPlan) -> tuple[Result, Result]:
 
 @pytest.mark.parametrize("grid", [(1, 1), (1, 2)])
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.soak) if name == "amoebanet" else name for name in NETWORKS]
+    "name", [pytest.param(name, marks=pytest.mark.soak) if name in LARGE else name for name in NETWORKS]
 )
 def test_what_the_plan_calls_free_is_never_read_again(name: str, grid: tuple[int, int]) -> None:
     make, shape = NETWORKS[name]

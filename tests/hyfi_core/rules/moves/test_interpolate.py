@@ -29,6 +29,9 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("grid", [(1, 2), (2, 2), (5, 1), (2, 3)])
+LONG = [pytest.param(grid, marks=pytest.mark.soak) for grid in ((1, 2), (2, 2))]
+
+
+@pytest.mark.parametrize("grid", [(5, 1), (2, 3), *LONG])
 def test_resizing_equals_one_process(grid: tuple[int, int]) -> None:
     assert_answers_equal_one_process(FUNCTIONS, (2, 3, 8, 11), grid)
