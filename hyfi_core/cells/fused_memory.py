@@ -21,7 +21,8 @@ from hyfi_core.lowering.fused_halo import Margins, Sketch, margins_of, reaching
 from hyfi_core.lowering.fused_sketch import sketch_of
 from hyfi_core.lowering.lower import Target, lower, lowered_operators
 from hyfi_core.plan.box import hull
-from hyfi_core.plan.fused_runs import Boxes, FusedRuns
+from hyfi_core.plan.boxes import Boxes
+from hyfi_core.plan.fused_runs import FusedRuns
 
 DEPTHS = (2, 4, 8, 12, 16, 24, 1000)
 """Lengths of runs to try: number of windows along any path."""
@@ -145,20 +146,17 @@ def _waits(sketch: Sketch, operators: Sequence[Operator], maps: Collection[str],
 def _cell_bytes(sketch: Sketch, margins: Margins) -> Mapping[str, float]:
     """Return map -> bytes of the largest part that a cell computes, or reads of the image."""
     read: list[Boxes] = []
-    found = {value: _largest(layout.parts) * sketch.pixel_bytes[value] for value, layout in sketch.layouts.items()}
+    found = {value: layout.parts.largest * sketch.pixel_bytes[value] for value, layout in sketch.layouts.items()}
     for flow in sketch.flows:
         boxes = margins.computed.get(flow.name, sketch.layouts[flow.makes[0]].parts)
-        found.update((value, _largest(boxes) * sketch.pixel_bytes[value]) for value in flow.makes)
+        found.update((value, boxes.largest * sketch.pixel_bytes[value]) for value in flow.makes)
         if sketch.image in flow.takes:
             read.append(flow.need(boxes, sketch.layouts[sketch.image].map))
     if read:
-        boxes = tuple(hull(needs) for needs in zip(*read, strict=True))
-        found[sketch.image] = _largest(boxes) * sketch.pixel_bytes[sketch.image]
+        found[sketch.image] = (
+            max(hull(needs).area for needs in zip(*read, strict=True)) * sketch.pixel_bytes[sketch.image]
+        )
     return found
-
-
-def _largest(boxes: Boxes) -> float:
-    return float(max(box.area for box in boxes))
 
 
 def _work(sketch: Sketch, margins: Margins) -> float:
@@ -167,6 +165,6 @@ def _work(sketch: Sketch, margins: Margins) -> float:
     for flow in sketch.flows:
         layout = sketch.layouts[flow.makes[0]]
         pixel_s = DEFAULT_MACHINE.operator_s(flow.flops, flow.touched_bytes)
-        done += pixel_s * sum(box.area for box in margins.computed.get(flow.name, layout.parts))
+        done += pixel_s * margins.computed.get(flow.name, layout.parts).area
         once += pixel_s * layout.map.area
     return done / once if once else 1.0

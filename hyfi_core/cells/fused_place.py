@@ -30,7 +30,7 @@ def _emit_tap(builder: Builder, op: Operator, tap: Tap) -> None:
     here, sizes = builder.splits[name], builder.shape(str(output))
     height, width = (sizes[dim] for dim in here.dims)
     split = builder.computed(op, Split(here.layout.through(tap.window, height, width), here.dims))
-    canvas = builder.moved(name, [tap.window.input_box(box) for box in split.held], fill=tap.fill)
+    canvas = builder.moved(name, tap.window.input_boxes(split.held), fill=tap.fill)
     steps = {here.dims[0]: tap.window.y.stride, here.dims[1]: tap.window.x.stride}
 
     def call(tensor: torch.Tensor) -> torch.Tensor:

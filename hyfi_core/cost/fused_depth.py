@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from hyfi_core.capture.program import Program
@@ -9,7 +11,8 @@ from hyfi_core.cost.machine import DEFAULT_MACHINE, MachineModel
 from hyfi_core.lowering.fused_halo import Margins, Sketch, margins_of, unfused
 from hyfi_core.lowering.fused_sketch import sketch_of
 from hyfi_core.lowering.lower import Target, lower, lowered_operators
-from hyfi_core.plan.fused_runs import Boxes, FusedRuns
+from hyfi_core.plan.boxes import Boxes, Interval, length, meeting
+from hyfi_core.plan.fused_runs import FusedRuns
 from hyfi_core.plan.transfer import plan_transfer
 
 DEPTHS = (2, 3, 4, 6)
@@ -80,13 +83,35 @@ def cost(sketch: Sketch, margins: Margins, shares: bool = True, machine: Machine
     for flow in sketch.flows:
         boxes = margins.computed.get(flow.name)
         if boxes is not None:
-            parts = sketch.layouts[flow.makes[0]].parts
-            margin = max(box.area - part.area for box, part in zip(boxes, parts, strict=True))
+            margin = _most_added(sketch.layouts[flow.makes[0]].parts, boxes)
             total += 3 * margin * machine.operator_s(flow.flops, flow.touched_bytes)
     return total
 
 
+def _most_added(parts: Boxes, boxes: Boxes) -> int:
+    """Return the largest number of pixels by which a rank's box is larger than its part."""
+    rows = {(length(part), length(box)) for part, box in zip(parts.rows, boxes.rows, strict=True)}
+    columns = {(length(part), length(box)) for part, box in zip(parts.columns, boxes.columns, strict=True)}
+    return max(box_y * box_x - part_y * part_x for part_y, box_y in rows for part_x, box_x in columns)
+
+
 def _exchange_s(sketch: Sketch, value: str, need: Boxes, machine: MachineModel) -> float:
+    """Return the time of the messages of the rank that receives for the longest time."""
+    parts = sketch.layouts[value].parts
+    if not parts.alike(need):
+        return _exchange_by_rank_s(sketch, value, need, machine)
+    along_y, along_x = _reached(parts.rows, need.rows), _reached(parts.columns, need.columns)
+    worst = 0.0
+    for y in along_y:
+        for x in along_x:
+            messages = y.owners * x.owners - (1 if y.own_px and x.own_px else 0)
+            received_px = y.px * x.px - y.own_px * x.own_px
+            worst = max(worst, machine.messages_s(messages, received_px * sketch.pixel_bytes[value]))
+    return worst
+
+
+def _exchange_by_rank_s(sketch: Sketch, value: str, need: Boxes, machine: MachineModel) -> float:
+    """Return the same from the transfer of each rank; for any two grids."""
     layout = sketch.layouts[value]
     worst = 0.0
     for rank in range(len(layout.parts)):
@@ -94,3 +119,28 @@ def _exchange_s(sketch: Sketch, value: str, need: Boxes, machine: MachineModel) 
         received_bytes = transfer.received_px * sketch.pixel_bytes[value]
         worst = max(worst, machine.messages_s(len(transfer.receives), received_bytes))
     return worst
+
+
+@dataclass(frozen=True, slots=True)
+class _Reach:
+    """What a row of ranks needs along y, or a column along x.
+
+    Attributes:
+        owners: number of rows that own some of it.
+        px: positions within the map.
+        own_px: positions that it owns itself.
+    """
+
+    owners: int
+    px: int
+    own_px: int
+
+
+@lru_cache(maxsize=4096)  # networks repeat their blocks
+def _reached(parts: tuple[Interval, ...], need: tuple[Interval, ...]) -> frozenset[_Reach]:
+    """Return what the rows need that differ: the ranks of most rows need the same."""
+    found = set()
+    for at, wanted in enumerate(need):
+        from_parts = {other: length(both) for other, both in meeting(parts, wanted)}
+        found.add(_Reach(len(from_parts), sum(from_parts.values()), from_parts.get(at, 0)))
+    return frozenset(found)

@@ -20,11 +20,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, reduce
 
 from hyfi_core.plan.box import Box
-from hyfi_core.plan.fused_runs import Boxes, FusedRuns, covers
+from hyfi_core.plan.boxes import Boxes
+from hyfi_core.plan.fused_runs import FusedRuns
 from hyfi_core.plan.layout import Layout
 from hyfi_core.plan.window import Window
 
@@ -88,8 +89,8 @@ class Margins:
     exchanged: Mapping[str, tuple[Boxes, ...]]
 
     def runs(self, sketch: Sketch) -> FusedRuns:
-        """Return the runs; an exchange for a single operator is left to its rule."""
-        shared = {value: _joined(needs) for value, needs in self.exchanged.items() if len(needs) > 1}
+        """Return the runs; an exchange for a single operator, or for maps cut in different ways, is left to rules."""
+        shared = {value: _joined(needs) for value, needs in self.exchanged.items() if len(needs) > 1 and _alike(needs)}
         return FusedRuns(frozenset(flow.name for flow in sketch.flows), self.computed, shared)
 
 
@@ -116,7 +117,7 @@ def margins_of(sketch: Sketch, depth: int) -> Margins:
         if boxes != layout.parts:
             computed[flow.name] = boxes
         for value, need in reaching(sketch, flow, boxes):
-            if value in inner:
+            if value in inner and need.alike(sketch.layouts[value].parts):
                 wide[value] = _widened(sketch.layouts[value], wide.get(value), need)
             else:
                 wanted[value] = (*wanted.get(value, ()), need)
@@ -143,12 +144,12 @@ def reaching(sketch: Sketch, flow: Flow, boxes: Boxes) -> list[tuple[str, Boxes]
 
 @lru_cache(maxsize=4096)
 def _need(window: Window, boxes: Boxes, whole: Box) -> Boxes:
-    return tuple(window.input_box(box).intersect(whole) for box in boxes)
+    return window.input_boxes(boxes).within(whole)
 
 
 @lru_cache(maxsize=4096)
 def _owned(layout: Layout, need: Boxes) -> bool:
-    return covers(layout.parts, need, layout.map)
+    return layout.parts.cover(need, layout.map)
 
 
 def _starts_of_runs(sketch: Sketch, depth: int) -> set[str]:
@@ -192,12 +193,13 @@ def _branch_point(
     return here
 
 
+def _alike(several: Sequence[Boxes]) -> bool:
+    return all(boxes.alike(several[0]) for boxes in several)
+
+
 def _joined(several: Sequence[Boxes]) -> Boxes:
-    """Return, for each rank, the smallest box that covers its boxes of all."""
-    result = several[0]
-    for boxes in several[1:]:
-        result = tuple(box.hull(other) for box, other in zip(result, boxes, strict=True))
-    return result
+    """Return, for each rank, a box that covers its boxes of all."""
+    return reduce(Boxes.hull, several)
 
 
 @lru_cache(maxsize=4096)
@@ -207,12 +209,9 @@ def _widened(layout: Layout, boxes: Boxes | None, need: Boxes) -> Boxes:
     Such a rank owns all of that axis, unless it owns nothing; then its margin must still span it, since padding along
     that axis is left to the native call.
     """
-    result = []
-    for box in _joined((layout.parts if boxes is None else boxes, need)):
-        if box.empty:
-            result.append(box)
-            continue
-        y0, y1 = (0, layout.height) if len(layout.rows) == 2 else (box.y0, box.y1)
-        x0, x1 = (0, layout.width) if len(layout.columns) == 2 else (box.x0, box.x1)
-        result.append(Box(y0, y1, x0, x1))
-    return tuple(result)
+    result = (layout.parts if boxes is None else boxes).hull(need)
+    if len(layout.rows) == 2:
+        result = replace(result, rows=((0, layout.height),))
+    if len(layout.columns) == 2:
+        result = replace(result, columns=((0, layout.width),))
+    return result

@@ -63,8 +63,8 @@ def boundary(
         if split is None or wanted is None:
             carried.append(BoundaryValue(name, info.shape, dtype, gradient))
         else:
-            parts, whole = (split.layout.parts, wanted.layout.parts), split.layout.map
+            parts = split.layout.parts, wanted.layout.parts
             shape, dims = split.opened(info.shape)
-            carried.append(BoundaryValue(name, shape, dtype, gradient, dims, *parts, whole, split.folded()))
+            carried.append(BoundaryValue(name, shape, dtype, gradient, dims, *parts, split.folded()))
     sizes = [rows * columns for rows, columns in grids]
     return BoundaryTransfer(tuple(carried), sizes[0], sizes[1], channels_last)

@@ -7,14 +7,13 @@
     │ 2 │ 3 │   ◀── added ──     │   │   │
     └───┴───┘                    └───┴───┘
 
-Pieces are planned by a ``Transfer`` over the ranks of both stages, first those of the first stage. A replicated value
-is sent to rank j of the second stage by rank j mod m of the first; its cotangent is a sum over ranks, so each rank
-returns its partial cotangent to the sender, which adds them.
+A replicated value is sent to rank j of the second stage by rank j mod m of the first; its cotangent is a sum over
+ranks, so each rank returns its partial cotangent to the sender, which adds them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,10 +21,9 @@ import torch
 
 from hyfi_core.ops.buffers import Buffers
 from hyfi_core.plan.box import Box
-from hyfi_core.plan.transfer import Transfer, plan_transfer
+from hyfi_core.plan.boxes import Boxes
 
 ALIGNMENT_BYTES = 16
-_NOTHING = Box(0, 0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,6 @@ class BoundaryValue:
         dims: which tensor dims are (y, x).
         have: the box of each rank of the first stage; None for a replicated value.
         need: the box of each rank of the second stage; None for a replicated value.
-        whole: the map.
         folded: (first, last) dims that are one dim of the local tensor, from the last such dim to the first.
     """
 
@@ -49,9 +46,8 @@ class BoundaryValue:
     dtype: torch.dtype
     gradient: bool
     dims: tuple[int, int] = (2, 3)
-    have: tuple[Box, ...] | None = None
-    need: tuple[Box, ...] | None = None
-    whole: Box = _NOTHING
+    have: Boxes | None = None
+    need: Boxes | None = None
     folded: tuple[tuple[int, int], ...] = ()
 
     def local_shape(self, box: Box | None) -> tuple[int, ...]:
@@ -122,11 +118,11 @@ class BoundaryTransfer:
 
     def outgoing(self, source: int, back: bool = False) -> Pieces:
         """Return position in the second stage -> pieces that ``source`` sends there, or with ``back`` receives."""
-        return self._pieces[back][0][source]
+        return self._pieces(source, True, back)
 
     def incoming(self, target: int, back: bool = False) -> Pieces:
         """Return position in the first stage -> pieces that ``target`` receives from there, or with ``back`` sends."""
-        return self._pieces[back][1][target]
+        return self._pieces(target, False, back)
 
     def buffer(self, pieces: tuple[BoundaryPiece, ...], device: torch.device) -> torch.Tensor:
         """Return memory for a message of these pieces; the caller owns it until ``give_back``."""
@@ -189,42 +185,28 @@ class BoundaryTransfer:
         return torch.empty(shape, dtype=value.dtype, device=device, memory_format=self._format(len(shape)))
 
     @cached_property
-    def _transfers(self) -> dict[tuple[str, int], Transfer]:
-        """(value, source) -> that rank's transfer, with targets numbered after the sources."""
-        found = {}
-        for value in self.values:
-            if value.have is not None and value.need is not None:
-                have = (*value.have, *(_NOTHING for _ in value.need))
-                need = (*(_NOTHING for _ in value.have), *value.need)
-                for source in range(self.sources):
-                    found[value.name, source] = plan_transfer(have, need, value.whole, source)
-        return found
+    def _planned(self) -> dict[tuple[int, bool, bool], Pieces]:
+        return {}
 
-    @cached_property
-    def _pieces(self) -> tuple[tuple[list[Pieces], list[Pieces]], ...]:
-        """(forward, back) of (pieces of each source by target, of each target by source); cached."""
-        found = []
-        for back in (False, True):
-            out: list[Pieces] = [{} for _ in range(self.sources)]
-            into: list[Pieces] = [{} for _ in range(self.targets)]
-            for source in range(self.sources):
-                for target in range(self.targets):
-                    if pieces := tuple(self._between(source, target, back)):
-                        out[source][target] = into[target][source] = pieces
-            found.append((out, into))
-        return tuple(found)
+    def _pieces(self, position: int, at_source: bool, back: bool) -> Pieces:
+        """Return the pieces between the rank at ``position`` and each of the other stage, in the order of values."""
+        key = position, at_source, back
+        if key not in self._planned:
+            found: dict[int, list[BoundaryPiece]] = {}
+            for value in self.values:
+                if value.gradient or not back:
+                    for peer, box in self._peers(value, position, at_source):
+                        found.setdefault(peer, []).append(BoundaryPiece(value, box))
+            self._planned[key] = {peer: tuple(found[peer]) for peer in sorted(found)}
+        return self._planned[key]
 
-    def _between(self, source: int, target: int, back: bool) -> Iterator[BoundaryPiece]:
-        for value in self.values:
-            if back and not value.gradient:
-                continue
-            if value.have is None:
-                if target % self.sources == source:
-                    yield BoundaryPiece(value, None)
-                continue
-            for strip in self._transfers[value.name, source].sends:
-                if strip.peer == self.sources + target:
-                    yield BoundaryPiece(value, strip.box)
+    def _peers(self, value: BoundaryValue, position: int, at_source: bool) -> Iterable[tuple[int, Box | None]]:
+        """Return (position in the other stage, box) of all parts of a value between a rank and the other stage."""
+        if value.have is not None and value.need is not None:
+            here, there = (value.have, value.need) if at_source else (value.need, value.have)
+            return there.meeting(here[position])
+        peers = range(position, self.targets, self.sources) if at_source else (position % self.sources,)
+        return ((peer, None) for peer in peers)
 
 
 def pack(

@@ -5,13 +5,10 @@ They are chosen in ``lowering.fused_halo`` and ``cost.fused_depth``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hyfi_core.plan.box import Box
-
-Boxes = tuple[Box, ...]
-"""One box for each rank."""
+from hyfi_core.plan.boxes import Boxes
 
 
 @dataclass(frozen=True)
@@ -27,8 +24,3 @@ class FusedRuns:
     inside: frozenset[str] = frozenset()
     computed: Mapping[str, Boxes] = field(default_factory=dict)
     shared: Mapping[str, Boxes] = field(default_factory=dict)
-
-
-def covers(held: Sequence[Box], need: Sequence[Box], whole: Box) -> bool:
-    """Whether every rank has what it needs within the map."""
-    return all(has.contains(wanted.intersect(whole)) for has, wanted in zip(held, need, strict=True))

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 
 from hyfi_core.plan.box import Box
+from hyfi_core.plan.boxes import Boxes
 from hyfi_core.plan.window import AxisWindow, Window
 
 
@@ -47,13 +49,9 @@ class Layout:
         return Box.of_size(self.height, self.width)
 
     @cached_property
-    def parts(self) -> tuple[Box, ...]:
+    def parts(self) -> Boxes:
         """The box of each rank."""
-        return tuple(
-            Box(y0, y1, x0, x1)
-            for y0, y1 in zip(self.rows[:-1], self.rows[1:], strict=True)
-            for x0, x1 in zip(self.columns[:-1], self.columns[1:], strict=True)
-        )
+        return Boxes(tuple(pairwise(self.rows)), tuple(pairwise(self.columns)))
 
     def through(self, window: Window, height: int, width: int) -> Layout:
         """Return the layout of a window operator's output, of this size, that moves the fewest pixels."""

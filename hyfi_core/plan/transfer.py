@@ -8,10 +8,11 @@ The needed box may extend beyond the map: that is padding, which is not sent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hyfi_core.plan.box import Box
+from hyfi_core.plan.boxes import Boxes
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +64,14 @@ def plan_transfer(have: Sequence[Box], need: Sequence[Box], whole: Box, rank: in
         whole: the map.
         rank: of the result.
     """
-    sends = tuple(
-        Strip(peer, box)
-        for peer, wanted in enumerate(need)
-        if peer != rank and not (box := have[rank].intersect(wanted)).empty
-    )
-    receives = tuple(
-        Strip(peer, box)
-        for peer, owned in enumerate(have)
-        if peer != rank and not (box := owned.intersect(need[rank])).empty
-    )
+    sends = tuple(Strip(peer, box) for peer, box in _meeting(need, have[rank]) if peer != rank)
+    receives = tuple(Strip(peer, box) for peer, box in _meeting(have, need[rank]) if peer != rank)
     return Transfer(have[rank], need[rank], whole, sends, receives, have[rank].intersect(need[rank]))
+
+
+def _meeting(boxes: Sequence[Box], box: Box) -> Iterable[tuple[int, Box]]:
+    """Yield (rank, intersection) of all ranks whose boxes meet ``box``, in rank order."""
+    if isinstance(boxes, Boxes):
+        return boxes.meeting(box)
+    both = ((rank, other.intersect(box)) for rank, other in enumerate(boxes))
+    return ((rank, common) for rank, common in both if not common.empty)

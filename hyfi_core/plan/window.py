@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hyfi_core.plan.box import Box
+from hyfi_core.plan.boxes import Boxes
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,3 +87,7 @@ class Window:
         y0, y1 = self.y.input_interval(output.y0, output.y1)
         x0, x1 = self.x.input_interval(output.x0, output.x1)
         return Box(y0, y1, x0, x1)
+
+    def input_boxes(self, outputs: Boxes) -> Boxes:
+        """Return the same for the box of each rank."""
+        return outputs.each(self.y.input_interval, self.x.input_interval)

@@ -21,7 +21,8 @@ from hyfi_core.ops.base import Collective, CustomOperator
 from hyfi_core.ops.cut import cut
 from hyfi_core.ops.redistribute import Redistribute
 from hyfi_core.plan.box import Box, hull
-from hyfi_core.plan.fused_runs import FusedRuns, covers
+from hyfi_core.plan.boxes import Boxes
+from hyfi_core.plan.fused_runs import FusedRuns
 from hyfi_core.plan.layout import Layout
 from hyfi_core.plan.parallel_plan import GATHER_BYTES
 from hyfi_core.plan.transfer import Transfer, plan_transfer
@@ -105,7 +106,7 @@ class Builder:
         self._drawn: list[Operator] = []
         self._fusible: frozenset[str] = frozenset()
         self._shared: dict[str, str] = {}
-        self._cuts: dict[tuple[str, tuple[Box, ...], float], str] = {}
+        self._cuts: dict[tuple[str, Boxes, float], str] = {}
 
     # -- queries
 
@@ -234,7 +235,7 @@ class Builder:
             )
         return self.moved(name, split.held, split)
 
-    def moved(self, name: str, need: Sequence[Box], split: Split | None = None, fill: float = 0.0) -> str:
+    def moved(self, name: str, need: Boxes, split: Split | None = None, fill: float = 0.0) -> str:
         """Return the name of a value with the needed box of ``name`` on each rank, redistributed if necessary.
 
         Args:
@@ -246,23 +247,23 @@ class Builder:
         here = self.splits[name]
         if name == self.program.image:
             return self._read(name, need[self.rank], split, fill)
-        if tuple(need) == here.held:
+        if need == here.held:
             return name
         if not here.plain:
             return self._moved_folded(name, need, split, fill)
         source = self._covering(name, need)
         if source is not None:
-            return self._cut(source, tuple(need), split, fill)
+            return self._cut(source, need, split, fill)
         name = self.owned(name)
         result = self.fresh(name)
         transfer = plan_transfer(here.layout.parts, need, here.layout.map, self.rank)
         self.communicate(Redistribute(transfer, here.dims, fill), (name,), (result,), "halo", split)
         return result
 
-    def _moved_folded(self, name: str, need: Sequence[Box], split: Split | None, fill: float) -> str:
+    def _moved_folded(self, name: str, need: Boxes, split: Split | None, fill: float) -> str:
         """Redistribute a value whose height and width are not separate dims: with separate dims, then reshaped back."""
         here = self.splits[name]
-        shape = replace(here, boxes=tuple(need)).local_shape(self.shape(name), self.rank)
+        shape = replace(here, boxes=need).local_shape(self.shape(name), self.rank)
         moved, result = self.moved(self.opened(name), need, fill=fill), self.fresh(name)
         self.compute(lambda tensor: tensor.reshape(shape), (moved,), (result,), split)
         return result
@@ -285,13 +286,13 @@ class Builder:
         self._steps.append(_ImageRead(result, need, fill))
         return result
 
-    def _covering(self, name: str, need: Sequence[Box]) -> str | None:
+    def _covering(self, name: str, need: Boxes) -> str | None:
         """Return a value of a fused run that has all needed boxes of ``name``; None if there is none."""
         here = self.splits[name]
-        if here.boxes is not None and covers(here.boxes, need, here.layout.map):
+        if here.boxes is not None and here.boxes.cover(need, here.layout.map):
             return name
         shared = self.runs.shared.get(name)
-        if shared is None or not covers(shared, need, here.layout.map):
+        if shared is None or not shared.cover(need, here.layout.map):
             return None
         if name not in self._shared:
             transfer = plan_transfer(here.layout.parts, shared, here.layout.map, self.rank)
@@ -306,7 +307,7 @@ class Builder:
         here = self.splits[name]
         return name if here.boxes is None else self._cut(name, here.layout.parts, here.owned, 0.0)
 
-    def _cut(self, name: str, need: tuple[Box, ...], split: Split | None, fill: float) -> str:
+    def _cut(self, name: str, need: Boxes, split: Split | None, fill: float) -> str:
         """Return the name of a smaller or padded box of each local tensor, without communication."""
         key = (name, need, fill)
         if key not in self._cuts:
@@ -322,8 +323,7 @@ class Builder:
         split = self.splits.get(name)
         if split is None:
             return name
-        ranks = len(split.layout.parts)
-        result = self.moved(name, [split.layout.map] * ranks)
+        result = self.moved(name, Boxes.same(split.layout.map, split.layout.parts.grid))
         if result == name:  # a single rank has the whole map
             result = self.fresh(name)
             self.compute(_itself, (name,), (result,))

@@ -151,14 +151,12 @@ def _overwrite_pixels(builder: Builder, op: Operator, dim: int, kept: range, sou
             op, "overwrites pixels of a map whose height and width are flattened into one dim", "either height or width"
         )
     along_y = here.dims[0] == dim
-    need, pieces = [], []
-    for part in here.layout.parts:
-        first, last = (part.y0, part.y1) if along_y else (part.x0, part.x1)
-        inside = _count_below(kept, first), _count_below(kept, last)
-        pieces.append((inside[0], inside[1], first))
-        rest = (part.x0, part.x1) if along_y else (part.y0, part.y1)
-        box = Box(*inside, *rest) if along_y else Box(*rest, *inside)
-        need.append(Box(0, 0, 0, 0) if box.empty else box)
+
+    def written(start: int, stop: int) -> tuple[int, int]:
+        return _count_below(kept, start), _count_below(kept, stop)
+
+    parts = here.layout.parts
+    need = parts.each(written, _as_it_is) if along_y else parts.each(_as_it_is, written)
     given = builder.splits.get(source)
     if given is not None and (given.dims != here.dims or not given.plain):
         builder.refuse(
@@ -173,7 +171,8 @@ def _overwrite_pixels(builder: Builder, op: Operator, dim: int, kept: range, sou
         builder.compute(_cut_at(box, here.dims, shape), (source,), (own,))
     else:
         own = builder.moved(source, need)
-    begin, end, first = pieces[builder.rank]
+    part = parts[builder.rank]
+    (begin, end), first = ((box.y0, box.y1), part.y0) if along_y else ((box.x0, box.x1), part.x0)
 
     def call(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         if box.empty:
@@ -184,6 +183,10 @@ def _overwrite_pixels(builder: Builder, op: Operator, dim: int, kept: range, sou
         return result
 
     builder.compute(call, (builder.part(name, here), own), op.outputs, here)
+
+
+def _as_it_is(start: int, stop: int) -> tuple[int, int]:
+    return start, stop
 
 
 def _count_below(kept: range, value: int) -> int:

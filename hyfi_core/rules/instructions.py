@@ -16,6 +16,7 @@ from typing import Any, Literal
 from hyfi_core.capture.program import Operator, Program, ValueInfo, refs_in
 from hyfi_core.ops.base import Collective, CustomOperator
 from hyfi_core.plan.box import Box
+from hyfi_core.plan.boxes import Boxes
 from hyfi_core.plan.layout import Layout
 
 Traffic = Literal["halo", "reduce"]
@@ -44,11 +45,11 @@ class Split:
 
     layout: Layout
     dims: tuple[int, int] = (2, 3)
-    boxes: tuple[Box, ...] | None = None
+    boxes: Boxes | None = None
     leads: tuple[int, int] = (1, 1)
 
     @property
-    def held(self) -> tuple[Box, ...]:
+    def held(self) -> Boxes:
         """The box of each rank's tensor: its part, in a fused run with margins that other ranks own."""
         return self.layout.parts if self.boxes is None else self.boxes
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from hyfi_core.capture.program import Operator
 from hyfi_core.ops.avg_pool import AvgPool
 from hyfi_core.ops.convolution import Convolution
 from hyfi_core.ops.max_pool import MaxPool, WholeMaxPool
 from hyfi_core.ops.redistribute import Redistribute
-from hyfi_core.plan.box import Box
+from hyfi_core.plan.boxes import Boxes
 from hyfi_core.plan.transfer import plan_transfer
 from hyfi_core.plan.window import Window
 from hyfi_core.plan.window_calls import own_call
@@ -20,7 +19,7 @@ from hyfi_core.rules.window_arguments import arguments
 
 
 def overlapped_convolution(
-    builder: Builder, op: Operator, window: Window, split: Split, need: Sequence[Box], native: tuple[int, int]
+    builder: Builder, op: Operator, window: Window, split: Split, need: Boxes, native: tuple[int, int]
 ) -> bool:
     """Emit a convolution that overlaps its halo exchange, if it has one; return whether it has.
 
@@ -46,7 +45,7 @@ def overlapped_convolution(
 
 
 def overlapped_max_pool(
-    builder: Builder, op: Operator, window: Window, split: Split, need: Sequence[Box], native: tuple[int, int]
+    builder: Builder, op: Operator, window: Window, split: Split, need: Boxes, native: tuple[int, int]
 ) -> bool:
     """Emit a max pool that overlaps its halo exchange; see ``overlapped_convolution``."""
     name = op.args[0].name
@@ -63,7 +62,7 @@ def overlapped_avg_pool(
     op: Operator,
     window: Window,
     split: Split,
-    need: Sequence[Box],
+    need: Boxes,
     include_pad: bool,
     divisor: int | None,
 ) -> bool:
@@ -96,10 +95,10 @@ def max_pool_alone(builder: Builder, op: Operator, window: Window, split: Split)
     return True
 
 
-def _own_halo(builder: Builder, name: str, split: Split, need: Sequence[Box], fill: float = 0.0) -> Redistribute | None:
+def _own_halo(builder: Builder, name: str, split: Split, need: Boxes, fill: float = 0.0) -> Redistribute | None:
     """Return the halo exchange of a window operator; None if it has none of its own."""
     have = builder.splits[name]
     fused = have.boxes is not None or split.boxes is not None or name in builder.runs.shared
-    if name == builder.program.image or fused or tuple(need) == have.layout.parts:
+    if name == builder.program.image or fused or need == have.layout.parts:
         return None
     return Redistribute(plan_transfer(have.layout.parts, need, have.layout.map, builder.rank), have.dims, fill)

@@ -14,7 +14,6 @@ from dataclasses import replace
 import torch
 
 from hyfi_core.capture.program import Operator
-from hyfi_core.plan.box import Box
 from hyfi_core.plan.layout import Layout
 from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.calls import emit
@@ -117,11 +116,11 @@ def _aligned(builder: Builder, name: str, split: Split, anchor: Split) -> str:
     if split.dims == anchor.dims and split.space == anchor.space:
         return builder.part(name, replace(anchor, dims=builder.splits[name].dims))
     whole, turned = split.layout.map, split.dims != anchor.dims
-    need = []
-    for box in anchor.held:
-        y, x = ((box.x0, box.x1), (box.y0, box.y1)) if turned else ((box.y0, box.y1), (box.x0, box.x1))
-        y, x = (0, 1) if whole.height == 1 else y, (0, 1) if whole.width == 1 else x
-        need.append(Box(0, 0, 0, 0) if box.empty else Box(*y, *x))
+    need = anchor.held.transposed() if turned else anchor.held
+    need = need.each(
+        lambda y0, y1: (0, int(y0 < y1)) if whole.height == 1 else (y0, y1),
+        lambda x0, x1: (0, int(x0 < x1)) if whole.width == 1 else (x0, x1),
+    )
     return builder.moved(name, need)
 
 

@@ -11,7 +11,7 @@ Along an axis with a single rank, the operator's native padding is used and noth
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from hyfi_core.capture.program import Operator
 from hyfi_core.ops.avg_pool import counts
 from hyfi_core.ops.constants import Constant
-from hyfi_core.plan.box import Box
+from hyfi_core.plan.boxes import Boxes
 from hyfi_core.plan.layout import Layout
 from hyfi_core.rules import window_arguments as windows
 from hyfi_core.rules.builder import Builder
@@ -41,7 +41,7 @@ class _WindowPlan:
     """
 
     split: Split
-    need: tuple[Box, ...]
+    need: Boxes
     native: tuple[int, int]
 
 
@@ -61,15 +61,12 @@ def _sliding(builder: Builder, op: Operator, sliding: Sliding) -> _WindowPlan:
     split = builder.computed(op, Split(have.through(window, height, width)))
     native_y = len(have.rows) == 2 and symmetric[0]
     native_x = len(have.columns) == 2 and symmetric[1]
-    need = []
-    for part in split.held:
-        box = window.input_box(part)
-        if not box.empty and native_y:
-            box = Box(0, have.height, box.x0, box.x1)
-        if not box.empty and native_x:
-            box = Box(box.y0, box.y1, 0, have.width)
-        need.append(box)
-    return _WindowPlan(split, tuple(need), (window.y.padding if native_y else 0, window.x.padding if native_x else 0))
+    need = window.input_boxes(split.held)
+    if native_y:
+        need = replace(need, rows=((0, have.height),))
+    if native_x:
+        need = replace(need, columns=((0, have.width),))
+    return _WindowPlan(split, need, (window.y.padding if native_y else 0, window.x.padding if native_x else 0))
 
 
 def _native(builder: Builder, op: Operator) -> bool:

@@ -18,6 +18,7 @@ from hyfi_core.comm.counted import CountedCommunicator
 from hyfi_core.errors import RequestError
 from hyfi_core.lowering.segments import Tape, build_tape
 from hyfi_core.ops.redistribute import Redistribute
+from hyfi_core.plan.boxes import Boxes
 from hyfi_core.plan.layout import Layout
 from hyfi_core.plan.transfer import plan_transfer
 from hyfi_core.rules.instructions import RankProgram
@@ -153,7 +154,7 @@ def _logits(ranked: RankProgram, values: Values) -> tuple[torch.Tensor, str]:
 
 def _whole(part: torch.Tensor, layout: Layout, stage: CountedCommunicator) -> torch.Tensor:
     """Return the whole map, gathered from all ranks."""
-    transfer = plan_transfer(layout.parts, [layout.map] * stage.size, layout.map, stage.rank)
+    transfer = plan_transfer(layout.parts, Boxes.same(layout.map, layout.parts.grid), layout.map, stage.rank)
     return Redistribute(transfer).forward(stage, (part.contiguous(),))[0][0]
 
 

@@ -50,6 +50,10 @@ class Axis:
         """Return the axis on which output ``i`` reads input ``i + by``."""
         return cls(outputs, lambda start, stop: (start + by, stop + by))
 
+    def reads(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the interval of the inputs that a range of outputs reads; ``(0, 0)`` for an empty one."""
+        return self.interval(start, stop) if start < stop else (0, 0)
+
     def through(self, cuts: tuple[int, ...]) -> tuple[int, ...]:
         """Return where to cut the outputs, for inputs cut at ``cuts``."""
         result = [0]
@@ -114,12 +118,7 @@ def reach(builder: Builder, name: str, axes: tuple[Axis, Axis], fill: float = 0.
     """
     here = builder.splits[name]
     layout = Layout(axes[0].through(here.layout.rows), axes[1].through(here.layout.columns))
-    need = []
-    for part in layout.parts:
-        if part.empty:
-            need.append(Box(0, 0, 0, 0))
-        else:
-            need.append(Box(*axes[0].interval(part.y0, part.y1), *axes[1].interval(part.x0, part.x1)))
+    need = layout.parts.each(axes[0].reads, axes[1].reads)
     canvas = builder.moved(name, need, fill=fill)
     return Reach(Split(layout, here.dims), canvas, need[builder.rank], layout.parts[builder.rank])
 

@@ -9,7 +9,6 @@ each axis: output index -> input index.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from hyfi_core.capture.program import Operator
 from hyfi_core.ops.cut import cut
 from hyfi_core.plan.box import Box
+from hyfi_core.plan.boxes import Boxes
 from hyfi_core.plan.layout import Layout
 from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.instructions import Split
@@ -141,7 +141,7 @@ def cat_of_space(builder: Builder, op: Operator, dim: int) -> None:
     for name in names:
         stop = start + builder.shape(name)[dim]
         band = Box(start, stop, 0, shape[x]) if dim == y else Box(0, shape[y], start, stop)
-        need = [_inside(part, band) for part in layout.parts]
+        need = layout.parts.within(band).shift(-band.y0, -band.x0)
         pieces.append(not need[builder.rank].empty)
         inputs.append(_piece(builder, name, first.dims, need))
         start = stop
@@ -152,18 +152,12 @@ def cat_of_space(builder: Builder, op: Operator, dim: int) -> None:
     builder.compute(call, tuple(inputs), op.outputs, Split(layout, first.dims))
 
 
-def _inside(part: Box, band: Box) -> Box:
-    """Return the intersection of a part and a band, relative to the band."""
-    box = part.intersect(band)
-    return Box(0, 0, 0, 0) if box.empty else box.relative_to(band)
-
-
-def _piece(builder: Builder, name: str, dims: tuple[int, int], need: Sequence[Box]) -> str:
+def _piece(builder: Builder, name: str, dims: tuple[int, int], need: Boxes) -> str:
     """Return the name of the box of an input that each rank needs; the boxes' (y, x) are ``dims``."""
     split = builder.splits.get(name)
     if split is not None:
         turned = split.dims != dims
-        return builder.moved(name, [Box(b.x0, b.x1, b.y0, b.y1) if turned else b for b in need])
+        return builder.moved(name, need.transposed() if turned else need)
     box, result = need[builder.rank], builder.fresh(name)
     local = cut(Box.of_size(*(builder.shape(name)[d] for d in dims)), box, box, dims, 0.0)
     builder.compute(local, (name,), (result,))

@@ -16,13 +16,12 @@ from itertools import pairwise
 import torch
 
 from hyfi_core.capture.program import Operator
-from hyfi_core.plan.box import Box
+from hyfi_core.plan.boxes import Boxes
 from hyfi_core.plan.layout import Layout
 from hyfi_core.rules.builder import Builder
 from hyfi_core.rules.calls import emit_on_part
 from hyfi_core.rules.instructions import Split
 
-_NOTHING = Box(0, 0, 0, 0)
 Slice = tuple[int, int, int]
 """(start, stop, step): the inputs [start, stop), ascending, or descending for a step of -1."""
 
@@ -130,8 +129,7 @@ def _by_slices(
     pieces = []
     for i in range(most[0]):
         for j in range(most[1]):
-            need = [_box(slices[0][n // columns], i, slices[1][n % columns], j) for n in range(len(layout.parts))]
-            pieces.append(builder.moved(name, need))
+            pieces.append(builder.moved(name, Boxes(_nth(slices[0], i), _nth(slices[1], j))))
 
     def call(*tensors: torch.Tensor) -> torch.Tensor:
         bands = []
@@ -168,6 +166,6 @@ def _slices(table: Sequence[int]) -> list[Slice]:
     return result
 
 
-def _box(rows: list[Slice], i: int, columns: list[Slice], j: int) -> Box:
-    """Return the box of slice ``i`` of rows and slice ``j`` of columns; empty if there are fewer."""
-    return Box(*rows[i][:2], *columns[j][:2]) if i < len(rows) and j < len(columns) else _NOTHING
+def _nth(slices: Sequence[list[Slice]], i: int) -> tuple[tuple[int, int], ...]:
+    """Return the interval of slice ``i`` of each rank along an axis; empty if it has fewer."""
+    return tuple(found[i][:2] if i < len(found) else (0, 0) for found in slices)

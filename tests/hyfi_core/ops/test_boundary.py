@@ -17,7 +17,7 @@ F64 = torch.float64
 def split_value(
     name: str, side: tuple[int, int], first: Layout, second: Layout, gradient: bool = True
 ) -> BoundaryValue:
-    return BoundaryValue(name, (2, 3, *side), F64, gradient, (2, 3), first.parts, second.parts, Box.of_size(*side))
+    return BoundaryValue(name, (2, 3, *side), F64, gradient, (2, 3), first.parts, second.parts)
 
 
 def cut(value: BoundaryValue, whole: torch.Tensor, box: Box) -> torch.Tensor:
@@ -81,7 +81,7 @@ def test_the_way_back_is_the_adjoint(
 
 def test_what_carries_no_gradient_does_not_come_back_and_types_are_kept() -> None:
     side, a, b = (4, 6), Layout.even(4, 6, (1, 2)), Layout.even(4, 6, (2, 1))
-    mask = BoundaryValue("mask", (2, 3, 4, 6), torch.bool, False, (2, 3), a.parts, b.parts, Box.of_size(4, 6))
+    mask = BoundaryValue("mask", (2, 3, 4, 6), torch.bool, False, (2, 3), a.parts, b.parts)
     values = (mask, split_value("map", side, a, b))
     boundary = BoundaryTransfer(values, 2, 2)
     whole = torch.arange(144, dtype=F64).view(2, 3, 4, 6)
