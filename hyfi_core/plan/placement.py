@@ -13,6 +13,7 @@ With ``interleave`` v, there are v stages on each of the D grids: stage s is on 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 
@@ -94,7 +95,7 @@ class Placement:
         """1, or 2 for two pipelines through the same ranks in opposite order."""
         return len(self.ranks)
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Ranks of one replica."""
         return 1 + max(rank for group in self.ranks[0] for rank in group)
@@ -105,9 +106,13 @@ class Placement:
 
     def hosted(self, rank: int) -> tuple[tuple[int, int], ...]:
         """Return (stage, direction) of all stages that a rank holds, direction 0 first."""
-        return tuple(
-            (stage, direction)
-            for direction, groups in enumerate(self.ranks)
-            for stage, group in enumerate(groups)
-            if rank in group
-        )
+        return self._hosted[rank]
+
+    @cached_property
+    def _hosted(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        found: list[list[tuple[int, int]]] = [[] for _ in range(self.size)]
+        for direction, groups in enumerate(self.ranks):
+            for stage, group in enumerate(groups):
+                for rank in group:
+                    found[rank].append((stage, direction))
+        return tuple(map(tuple, found))

@@ -29,18 +29,26 @@ def generate(plan: ParallelPlan, placement: Placement) -> Schedule:
         order = _interleaved(len(plan.grids), plan.interleave, plan.microbatches)
     else:
         order = _ORDERS[plan.schedule](placement.stages, plan.microbatches)
-    rows: list[list[Action]] = [[] for _ in range(placement.size)]
-    for action in order:
-        for rank in placement.group(action.stage, action.direction):
-            rows[rank].append(action)
-    return Schedule(plan.schedule, tuple(map(tuple, rows)))
+    return _of_ranks(plan.schedule, placement, order)
 
 
 def forward_only(placement: Placement, microbatches: int) -> Schedule:
     """Return the schedule of a prediction: the forwards of all micro-batches in direction 0."""
-    order = [action for m in range(microbatches) for action in _forward(placement.stages, 0, m)]
-    rows = [[a for a in order if rank in placement.group(a.stage)] for rank in range(placement.size)]
-    return Schedule("forward", tuple(map(tuple, rows)))
+    return _of_ranks("forward", placement, (a for m in range(microbatches) for a in _forward(placement.stages, 0, m)))
+
+
+def _of_ranks(name: str, placement: Placement, order: Iterable[Action]) -> Schedule:
+    """Return the lists of all ranks; those that hold the same stages have the same object."""
+    held: dict[tuple[tuple[int, int], ...], list[Action]] = {placement.hosted(r): [] for r in range(placement.size)}
+    users: dict[tuple[int, int], list[list[Action]]] = {}
+    for stages, row in held.items():
+        for stage in stages:
+            users.setdefault(stage, []).append(row)
+    for action in order:
+        for row in users[action.stage, action.direction]:
+            row.append(action)
+    rows = {stages: tuple(row) for stages, row in held.items()}
+    return Schedule(name, tuple(rows[placement.hosted(rank)] for rank in range(placement.size)))
 
 
 def _forward(stages: int, direction: int, microbatch: int) -> Iterator[Action]:

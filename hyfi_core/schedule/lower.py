@@ -20,8 +20,10 @@ from dataclasses import dataclass, field
 from hyfi_core.plan.parallel_plan import Mirror
 from hyfi_core.plan.placement import Placement
 from hyfi_core.schedule.action import Action, Schedule, Verb, act
+from hyfi_core.schedule.fault import ScheduleError
 from hyfi_core.schedule.order import Timed, common_order
 from hyfi_core.schedule.routes import Edges, senders
+from hyfi_core.schedule.symmetry import represented
 
 
 def lower(
@@ -47,20 +49,28 @@ def lower(
         ScheduleError: the ranks' lists have no common order.
     """
     links = Edges(edges, placement.stages)
-    order = common_order(schedule, placement, links)
-    lowering = _Lowering(schedule, placement, links, order, mirror == "point_to_point" and placement.directions == 2)
-    rows = []
-    for rank, row in enumerate(schedule.actions):
-        slots = [_Slot() for _ in range(len(row) + 1)]
-        reduces = lowering.reduces(rank, overlap_reduce)
-        for index, action in enumerate(row):
-            slots[index + 1].sends += lowering.sends(action)
-        for stage, index in reduces:
-            slots[index].reduces.append(act(Verb.REDUCE, stage, 0))
-        for index, action in lowering.receives(rank, dict(reduces)):
-            slots[index].receives.append(action)
-        rows.append(tuple(_joined(row, slots)))
-    return Schedule(schedule.name, tuple(rows))
+    point_to_point = mirror == "point_to_point" and placement.directions == 2
+    few = represented(schedule, placement, point_to_point)
+    try:
+        order = common_order(few.schedule, few.placement, links)
+    except ScheduleError:
+        common_order(schedule, placement, links)  # the same error, of all ranks
+        raise
+    lowering = _Lowering(few.schedule, few.placement, links, order, point_to_point)
+    return few.for_all([_row(lowering, rank, row, overlap_reduce) for rank, row in enumerate(few.schedule.actions)])
+
+
+def _row(lowering: _Lowering, rank: int, row: tuple[Action, ...], overlap_reduce: bool) -> tuple[Action, ...]:
+    """Return a rank's list with its communication."""
+    slots = [_Slot() for _ in range(len(row) + 1)]
+    reduces = lowering.reduces(rank, overlap_reduce)
+    for index, action in enumerate(row):
+        slots[index + 1].sends += lowering.sends(action)
+    for stage, index in reduces:
+        slots[index].reduces.append(act(Verb.REDUCE, stage, 0))
+    for index, action in lowering.receives(rank, dict(reduces)):
+        slots[index].receives.append(action)
+    return tuple(_joined(row, slots))
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ from hyfi_core.schedule.dry_run import DryRun, Durations, FaultFound
 from hyfi_core.schedule.fault import Blame, ScheduleError
 from hyfi_core.schedule.grid import error_grid, list_grid, time_grid
 from hyfi_core.schedule.routes import Edges
+from hyfi_core.schedule.symmetry import represented
 from hyfi_core.schedule.trace import TraceEvent, bubble
 
 Seconds = float | Callable[[int], float]
@@ -125,8 +126,14 @@ def validate(
     mirror: Mirror = "all_reduce",
     microbatches: int | None = None,
 ) -> None:
-    """Raise what ``simulate`` raises; faster if nothing else is needed."""
-    _run(schedule, placement, edges, mirror, microbatches, Costs())
+    """Raise what ``simulate`` raises; faster if nothing else is needed, since few ranks represent all."""
+    edges = tuple(edges)
+    _check_size(schedule, placement)
+    few = represented(schedule, placement, _point_to_point(mirror, placement))
+    try:
+        _run(few.schedule, few.placement, edges, mirror, microbatches, Costs())
+    except ScheduleError:
+        _run(schedule, placement, edges, mirror, microbatches, Costs())  # the same error, of all ranks
 
 
 def _run(
@@ -138,14 +145,11 @@ def _run(
     costs: Costs,
     one_stream: bool = False,
 ) -> DryRun:
-    point_to_point = mirror == "point_to_point" and placement.directions == 2
+    point_to_point = _point_to_point(mirror, placement)
     needs = expected(
         placement, Edges(edges, placement.stages), _split(schedule, placement, microbatches), point_to_point
     )
-    if len(schedule.actions) != placement.size:
-        raise ScheduleError(
-            schedule, f"it has {len(schedule.actions)} ranks, but the placement has {placement.size}", []
-        )
+    _check_size(schedule, placement)
     if blames := find_faults(schedule, needs):
         raise ScheduleError(schedule, "its lists of actions are wrong", blames, _drawn_lists(schedule, blames))
     durations = costs.of(placement.stages)
@@ -158,6 +162,17 @@ def _run(
     if fault is not None:
         raise ScheduleError(schedule, fault.problem, fault.blames, _drawn(dry_run, fault.blames))
     return dry_run
+
+
+def _point_to_point(mirror: Mirror, placement: Placement) -> bool:
+    return mirror == "point_to_point" and placement.directions == 2
+
+
+def _check_size(schedule: Schedule, placement: Placement) -> None:
+    if len(schedule.actions) != placement.size:
+        raise ScheduleError(
+            schedule, f"it has {len(schedule.actions)} ranks, but the placement has {placement.size}", []
+        )
 
 
 def _split(schedule: Schedule, placement: Placement, microbatches: int | None) -> Sequence[Sequence[int]]:

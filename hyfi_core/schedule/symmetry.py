@@ -1,0 +1,105 @@
+"""Symmetry of ranks: those that hold the same stages and have the same list of actions do the same at the same time.
+
+    grids ((16, 16), (16, 16))     512 ranks in 2 classes; two ranks represent each of them
+
+A deadlock, or a pair of ranks with messages in different orders, occurs between all ranks of two classes or between
+none: the ranks of a class can all be advanced together. So the order of actions and the absence of faults are found
+with few ranks, however many there are. A class is represented by two of its ranks, since they may send to each other as
+well as to themselves. Where gradients are sent from direction 1 to the same part in direction 0, ranks of a class also
+have partners of one class, and a representative's partners are representatives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from hyfi_core.plan.placement import Placement
+from hyfi_core.schedule.action import Action, Schedule
+
+_OF_A_CLASS = 2
+"""Ranks that represent a class."""
+
+
+@dataclass(frozen=True)
+class Representatives:
+    """A few ranks that represent all.
+
+    Attributes:
+        schedule: their lists.
+        placement: as if there were no others.
+        of: for each rank, its representative, counted within ``placement``.
+    """
+
+    schedule: Schedule
+    placement: Placement
+    of: tuple[int, ...]
+
+    def for_all(self, rows: Sequence[tuple[Action, ...]]) -> Schedule:
+        """Return the schedule of all ranks from the lists of the representatives."""
+        return Schedule(self.schedule.name, tuple(rows[at] for at in self.of))
+
+
+def represented(schedule: Schedule, placement: Placement, partners: bool) -> Representatives:
+    """Return the representatives of a schedule's ranks.
+
+    Args:
+        schedule: a list for each rank of the placement.
+        placement: which ranks hold which stage.
+        partners: whether direction 1 sends its gradients to the ranks with the same part in direction 0.
+    """
+    other = _partners(placement) if partners else [()] * placement.size
+    classes = _classes(schedule, placement, other)
+    kept: set[int] = set()
+    count: dict[int, int] = {}
+    for rank, number in enumerate(classes):
+        count[number] = count.get(number, 0) + 1
+        if count[number] <= _OF_A_CLASS:
+            kept.add(rank)
+    new = list(kept)
+    while new:
+        more = {partner for rank in new for partner in other[rank]} - kept
+        kept |= more
+        new = list(more)
+    order = sorted(kept)
+    at = {rank: index for index, rank in enumerate(order)}
+    first: dict[int, int] = {}
+    for rank in order:
+        first.setdefault(classes[rank], at[rank])
+    ranks = tuple(
+        tuple(tuple(at[rank] for rank in group if rank in at) for group in direction) for direction in placement.ranks
+    )
+    rows = tuple(schedule.actions[rank] for rank in order)
+    few = Placement(placement.grids, ranks)
+    return Representatives(Schedule(schedule.name, rows), few, tuple(first[number] for number in classes))
+
+
+def _partners(placement: Placement) -> list[tuple[int, ...]]:
+    """Return, for each rank, the ranks with the same parts of its stages in the other direction."""
+    found: list[list[int]] = [[] for _ in range(placement.size)]
+    for one, two in zip(*placement.ranks, strict=True):
+        for rank, partner in zip(one, two, strict=True):
+            found[rank].append(partner)
+            found[partner].append(rank)
+    return [tuple(partners) for partners in found]
+
+
+def _classes(schedule: Schedule, placement: Placement, partners: Sequence[tuple[int, ...]]) -> list[int]:
+    """Return the class of each rank: by stages and list, then by the classes of partners until these do not differ."""
+    lists: dict[int, int] = {}  # most ranks have the same object
+    distinct: dict[tuple[Action, ...], int] = {}
+    for row in schedule.actions:
+        if id(row) not in lists:
+            lists[id(row)] = distinct.setdefault(row, len(distinct))
+    keys: list[Hashable] = [(placement.hosted(rank), lists[id(row)]) for rank, row in enumerate(schedule.actions)]
+    classes = _numbered(keys)
+    while True:
+        finer = _numbered([(classes[rank], tuple(classes[p] for p in partners[rank])) for rank in range(len(classes))])
+        if max(finer) == max(classes):
+            return classes
+        classes = finer
+
+
+def _numbered(keys: Sequence[Hashable]) -> list[int]:
+    numbers: dict[Hashable, int] = {}
+    return [numbers.setdefault(key, len(numbers)) for key in keys]

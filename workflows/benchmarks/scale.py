@@ -1,0 +1,191 @@
+"""Benchmark of planning for many ranks: what one rank computes between the captured model and its first message.
+
+    python -m workflows.benchmarks.scale [--model resnet50] [--size 16384] [--most 2048]
+
+For each plan, an inner rank lowers its stage (fused halos chosen by cost), plans its boundary transfers, and lowers and
+validates the schedule of all ranks, in a process of its own. No message is sent and no image is allocated. Then 64
+ranks (threads of this process) train a network of almost no work: processor time of one rank's step, beside that of
+plain PyTorch. Prints a table; its last line has two numbers: seconds and MB (10^6 bytes, growth of the peak of resident
+memory) of one rank's planning for the plan with the most ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hyfi_core
+from hyfi_core.capture.export import capture
+from hyfi_core.capture.program import Program
+from hyfi_core.comm.alone import AloneCommunicator
+from hyfi_core.comm.base import Communicator
+from hyfi_core.comm.threads import run_ranks
+from hyfi_core.models import resnet
+from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.plan.placement import Placement
+from hyfi_core.process_memory import forget_peak, peak_bytes, resident_bytes
+from hyfi_core.runtime.compiled import compile_model
+from hyfi_core.schedule.generate import generate
+from hyfi_core.schedule.lower import lower
+from hyfi_core.schedule.simulate import validate
+
+PLANS = (
+    ParallelPlan(grids=((2, 2),)),
+    ParallelPlan(grids=((8, 8),)),
+    ParallelPlan(grids=((16, 16),)),
+    ParallelPlan(grids=((16, 16),) * 4, cuts=("layer1", "layer2", "layer3"), microbatches=8, schedule="1f1b"),
+    ParallelPlan(grids=((16, 16),) * 4, cuts=("layer1", "layer2", "layer3"), microbatches=8, schedule="chimera"),
+    ParallelPlan(grids=((32, 32),)),
+    ParallelPlan(grids=((32, 32),) * 2, cuts=("layer2",), microbatches=8, schedule="1f1b"),
+    ParallelPlan(grids=((32, 64),)),
+)
+STEP_RANKS = 64
+_STEPS = 20
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What one rank's planning took.
+
+    Attributes:
+        lowering_s: of its stages and boundary transfers.
+        schedule_s: of the schedule of all ranks, with its validation.
+        growth_mb: of the peak of resident memory.
+        instructions: of this rank, over its stages.
+    """
+
+    lowering_s: float
+    schedule_s: float
+    growth_mb: float
+    instructions: int
+
+
+class _OneOfMany(AloneCommunicator):
+    """Stands for one rank of many before its first message: every rank has the same program."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="resnet50", help="a function of hyfi_core.models.resnet")
+    parser.add_argument("--size", type=int, default=16384)
+    parser.add_argument("--most", type=int, default=2048, help="largest number of ranks")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    model = getattr(resnet, given.model)(2)
+    begun = time.perf_counter()
+    program = capture(model, (1, 3, given.size, given.size), torch.float32)
+    print(f"{given.model} at {given.size} x {given.size}, captured once in {time.perf_counter() - begun:.1f} s")
+    print(f"{'ranks':>6}  {'plan':<28} {'lowering (s)':>12} {'schedule (s)':>12} {'memory (MB)':>12} {'calls':>6}")
+    last = Planned(0.0, 0.0, 0.0, 0)
+    for plan in PLANS:
+        if plan.ranks <= given.most:
+            last = apart(model, program, plan)
+            print(
+                f"{plan.ranks:>6}  {_named(plan):<28} {last.lowering_s:>12.2f} {last.schedule_s:>12.2f} "
+                f"{last.growth_mb:>12.1f} {last.instructions:>6}",
+                flush=True,
+            )
+    rank_ms, plain_ms = step_ms()
+    print(
+        f"a step of almost no work: {rank_ms:.1f} ms of processor a rank with {STEP_RANKS} ranks, plain {plain_ms:.1f}"
+    )
+    print(f"{last.lowering_s + last.schedule_s:.2f} {last.growth_mb:.1f}")
+
+
+def apart(model: nn.Module, program: Program, plan: ParallelPlan) -> Planned:
+    """Return ``planned`` for a rank inside of its grid, computed in a process of its own."""
+    rows, columns = plan.grids[0]
+    rank = rows // 2 * columns + columns // 2
+    fork = multiprocessing.get_context("fork")  # the captured program cannot be pickled
+    ours, theirs = fork.Pipe(duplex=False)
+    child = fork.Process(target=lambda: theirs.send(planned(model, program, plan, rank)))
+    child.start()
+    theirs.close()
+    result: Planned = ours.recv()
+    child.join()
+    return result
+
+
+def planned(model: nn.Module, program: Program, plan: ParallelPlan, rank: int) -> Planned:
+    """Plan for one rank of a plan."""
+    forget_peak()
+    before, begun = resident_bytes(), time.perf_counter()
+    placement = Placement.of(plan)
+    compiled = compile_model(model, program, plan, placement, _OneOfMany(rank), None)
+    for (source, target), boundary in compiled.boundaries.items():
+        for (stage, _), hosted in compiled.hosted.items():
+            for back in (False, True):
+                if stage == source:
+                    boundary.outgoing(hosted.position, back)
+                if stage == target:
+                    boundary.incoming(hosted.position, back)
+    lowered = time.perf_counter()
+    edges = tuple(compiled.boundaries)
+    schedule = lower(generate(plan, placement), placement, edges, mirror=plan.mirror)
+    validate(schedule, placement, edges, mirror=plan.mirror)
+    ended = time.perf_counter()
+    calls = sum(len(hosted.ranked.instructions) for hosted in compiled.hosted.values())
+    return Planned(lowered - begun, ended - lowered, (peak_bytes() - before) / 1e6, calls)
+
+
+def step_ms() -> tuple[float, float]:
+    """Return processor milliseconds of a step of almost no work: of each of many ranks, and of plain PyTorch."""
+    images, labels = torch.rand(1, 3, 64, 64), torch.tensor([1])
+
+    def train(comm: Communicator) -> float:
+        engine = hyfi_core.parallelize(
+            _almost_nothing(), (1, 3, 64, 64), ParallelPlan(grids=((8, 8),)), comm, optimizer=_sgd, verify=False
+        )
+        return _timed_ms(lambda: engine.train_step(images, labels), comm)
+
+    model = _almost_nothing()
+    optimizer = _sgd(list(model.parameters()))
+
+    def plain() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+
+    return run_ranks(STEP_RANKS, train)[0] / STEP_RANKS, _timed_ms(plain, AloneCommunicator())
+
+
+def _almost_nothing() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 2, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2, 2))
+
+
+def _sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def _timed_ms(step: Callable[[], object], comm: Communicator) -> float:
+    """Return the processor time of this process in one step of all ranks, after warming up."""
+    for _ in range(3):
+        step()
+    comm.barrier()
+    begun = time.process_time()
+    for _ in range(_STEPS):
+        step()
+    comm.barrier()
+    return (time.process_time() - begun) / _STEPS * 1e3
+
+
+def _named(plan: ParallelPlan) -> str:
+    (rows, columns), stages = plan.grids[0], plan.stages
+    return f"{rows} x {columns}" if stages == 1 else f"{stages} stages of {rows} x {columns}, {plan.schedule}"
+
+
+if __name__ == "__main__":
+    main()
