@@ -16,6 +16,8 @@ GATHER_BYTES = 32 * 2**20
 """Default of the largest map that every rank gathers: about 20 ms over shared memory."""
 BUCKET_BYTES = 4 << 20
 """Gradients are reduced in buckets of about so many bytes."""
+_ENDS = 4
+"""Replicas, and rows and columns of a grid, that are drawn at either end if there are many."""
 BIDIRECTIONAL = ("gems_mast", "gems_master", "chimera")
 """Schedules in which two pipelines run through the same ranks in opposite order."""
 
@@ -309,7 +311,10 @@ def _draw(plan: ParallelPlan) -> str:
             f"are recomputed"
         )
     width = len(str(plan.ranks - 1))
-    for replica in range(plan.replicas):
+    for replica in _shown(list(range(plan.replicas))):
+        if replica is None:
+            lines.append("⋮")
+            continue
         first = replica * plan.ranks_per_replica
         for direction in range(plan.directions):
             for stage in range(plan.stages):
@@ -326,6 +331,15 @@ def _stage(
     again = ", recomputed" if plan.recomputes(stage) else ""
     lines = [f"replica {replica}{way}, stage {stage}: {rows} x {columns} ranks{until}{again}"]
     group = [first + rank for rank in placement.group(stage, direction)]
-    for row in range(rows):
-        lines.append("    " + " │ ".join(f"{rank:>{width}}" for rank in group[row * columns : (row + 1) * columns]))
+    for row in _shown(list(range(rows))):
+        if row is None:
+            lines.append(f"    {'⋮':>{width}}")
+            continue
+        ranks = _shown(group[row * columns : (row + 1) * columns])
+        lines.append("    " + " │ ".join(f"{'…' if rank is None else rank:>{width}}" for rank in ranks))
     return lines
+
+
+def _shown(items: list[int]) -> list[int | None]:
+    """Return a list, of a long one the ends with None between them."""
+    return [*items[:_ENDS], None, *items[-_ENDS:]] if len(items) > 2 * _ENDS + 1 else [*items]

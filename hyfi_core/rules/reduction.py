@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hyfi_core.capture.program import Operator
+from hyfi_core.capture.program import Operator, ValueInfo
 from hyfi_core.ops.batch_norm import MOST_ROWS
 from hyfi_core.ops.constants import Constant
 from hyfi_core.ops.reduce import MaxOverSpace, SumOverRanks
@@ -100,8 +100,9 @@ def _sum_over_space(
     count = 1
     for dim in dims:
         count *= shape[dim]
-    partial, summed = builder.fresh(name), builder.fresh(name)
-    dtype = builder.values[output].dtype if output is not None else torch.float32
+    result = builder.values[output] if output is not None else ValueInfo((), torch.float32)
+    dtype = result.dtype
+    partial, summed = (builder.fresh(name, result.shape) for _ in range(2))
 
     def sums(tensor: torch.Tensor) -> torch.Tensor:
         keep = dtype == torch.float64 or not dtype.is_floating_point  # may be the argument dtype of sum

@@ -83,6 +83,14 @@ def test_halos_are_those_that_are_sent() -> None:
     assert [found["halo"]["bytes"] for found in traffic(plan, 1)] == [2 * stage.halo_bytes] * 2
 
 
+def test_a_mean_over_the_map_sums_one_number_for_each_channel() -> None:
+    at_once = DeviceLink(latency_s=0.0, bytes_per_s=1e9)
+    machine = replace(DEFAULT_MACHINE, kernel_s=0.0, node=at_once, network=at_once)
+    (stage,) = StageCosts(program(), ParallelPlan(grids=((1, 2),), fused_halo=1), machine).stages
+    norm_bytes, mean_bytes = 3 * 8 * 16, 4 * 32  # count, mean and variance of the norm's channels; the last map's means
+    assert stage.sums_s == pytest.approx(2 * (norm_bytes + mean_bytes) / 1e9)  # forward and backward
+
+
 def test_values_between_stages_are_those_that_are_sent() -> None:
     plan = ParallelPlan(grids=((1, 2), (1, 1)), cuts=("first",), microbatches=2)
     costs = StageCosts(program(), plan, DEFAULT_MACHINE)

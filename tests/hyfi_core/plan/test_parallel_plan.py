@@ -60,3 +60,11 @@ def test_an_illegal_field_is_named_with_what_would_work(fields: dict, words: str
 def test_json_with_an_unknown_field_names_the_known_ones() -> None:
     with pytest.raises(RequestError, match=r"'grid'.*grids, cuts"):
         ParallelPlan.from_json({"grid": [[1, 2]]})
+
+
+def test_of_large_grids_and_of_many_replicas_the_ends_are_drawn() -> None:
+    text = ParallelPlan(grids=((32, 64),), replicas=100).describe()
+    assert len(text) < 6000 and len(text.splitlines()) == 1 + 8 * 10 + 1
+    assert "0 │      1 │      2 │      3 │      … │     60 │" in text and "204799" in text and "replica 4," not in text
+    nine = ParallelPlan(grids=((9, 9),), replicas=9).describe()
+    assert "…" not in nine and "⋮" not in nine and "728" in nine
