@@ -20,6 +20,7 @@ from hyfi_core.cost.machine import MachineModel
 from hyfi_core.cost.memory import FORECAST_OFF
 from hyfi_core.cost.operators import OperatorCost, operator_costs
 from hyfi_core.cost.simulator import StepForecast, forecast_step
+from hyfi_core.cost.stage_cost import LoweredPlans
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan, Schedule
 from hyfi_core.plan.strategy import Strategy, plan_for, squarest
@@ -186,6 +187,8 @@ class _PlanTrials:
         self._least_bytes: int | None = None
         self._refusal = ""
         self._work: dict[int, float] = {}
+        self._cut: dict[tuple[int, tuple[tuple[int, int], ...]], ParallelPlan] = {}
+        self._lowered: LoweredPlans = {}
         self.simulated = 0
         self._best: StepForecast | None = None
 
@@ -267,7 +270,11 @@ class _PlanTrials:
         request = self._request
         program = self._programs(self._images(plan))
         self.simulated += 1
-        return forecast_step(program, with_cuts(plan, program, request.machine), request.machine, request.dtype)
+        key = self._images(plan), plan.grids
+        if key not in self._cut:  # cuts depend on nothing else, since plans of the family have no memory limit
+            self._cut[key] = with_cuts(replace(plan, memory_bytes=None), program, request.machine)
+        cut = replace(plan, cuts=self._cut[key].cuts)
+        return forecast_step(program, cut, request.machine, request.dtype, self._lowered)
 
     def _needed_bytes(self, forecast: StepForecast) -> int:
         most = max(forecast.memory_bytes)

@@ -14,7 +14,7 @@ from math import prod
 from hyfi_core.capture.program import Program
 from hyfi_core.cost.machine import MachineModel
 from hyfi_core.cost.memory import MemoryForecast, forecast_memory
-from hyfi_core.cost.stage_cost import StageCosts
+from hyfi_core.cost.stage_cost import LoweredPlans, StageCosts
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.placement import Placement
 from hyfi_core.schedule.generate import generate
@@ -63,7 +63,11 @@ class StepForecast:
 
 
 def forecast_step(
-    program: Program, plan: ParallelPlan, machine: MachineModel, dtype: str | None = None
+    program: Program,
+    plan: ParallelPlan,
+    machine: MachineModel,
+    dtype: str | None = None,
+    known: LoweredPlans | None = None,
 ) -> StepForecast:
     """Return the forecast of a training step.
 
@@ -72,12 +76,13 @@ def forecast_step(
         plan: with named cuts, and with cells resolved.
         machine: the machine model.
         dtype: of convolutions and matrix products under autocast; None: the dtype of their values.
+        known: as for ``StageCosts``.
 
     Raises:
         RequestError: the plan does not work for this model.
         ScheduleError: its schedule deadlocks.
     """
-    costs = StageCosts(program, plan, machine, dtype)
+    costs = StageCosts(program, plan, machine, dtype, known)
     small = _collapsed(plan)
     placement = Placement.of(small)
     durations = Costs(

@@ -10,7 +10,7 @@ on the rank with the largest box.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -92,6 +92,7 @@ class StageCosts:
         plan: with named cuts, and with cells resolved.
         machine: the machine model.
         dtype: of convolutions and matrix products under autocast; None: the dtype of their values.
+        known: lowered plans of earlier calls, with the same programs and machine; this one is added.
 
     Attributes:
         stages: cost of each stage.
@@ -102,46 +103,29 @@ class StageCosts:
         RequestError: as ``cut_program`` and ``lower``.
     """
 
-    def __init__(self, program: Program, plan: ParallelPlan, machine: MachineModel, dtype: str | None = None) -> None:
+    def __init__(
+        self,
+        program: Program,
+        plan: ParallelPlan,
+        machine: MachineModel,
+        dtype: str | None = None,
+        known: LoweredPlans | None = None,
+    ) -> None:
         self._plan, self._machine = plan, machine
         cells = plan.cell_grid or (1, 1)
         self._cells = cells[0] * cells[1]
         self._fine = plan.by_cells()
         self._crowded = plan.ranks > 1 and machine.devices_per_node > 1
-        assert plan.cuts != "auto" or plan.stages == 1, "cuts must be resolved first"
-        pieces = cut_program(program, program.outputs, () if plan.cuts == "auto" else plan.cuts)
+        stages = _lowered(program, plan, self._fine, machine, {} if known is None else known)
         active = active_values(program, program.outputs, program.parameters)
-        grids = self._fine.grids * plan.interleave
-        splits: list[Splits] = []
-        entries: list[Mapping[str, Any]] = []
-        found = []
-        for index, piece in enumerate(pieces):
-            entries.append(entries_of(piece, splits, grids[index]))
-            ranked, operators = self._lowered(piece, grids[index], entries[-1])
-            splits.append(ranked.splits)
-            found.append(self._stage(index, piece, ranked, operators, dtype, active))
-        self.stages = tuple(found)
-        between = {
-            (a, b): boundary(pieces[a], b, splits[a], entries[b], (grids[a], grids[b]), active, {}, False)
-            for a, b in edges(pieces)
-        }
-        carried = {edge: self._carried(transfer) for edge, transfer in between.items()}
+        self.stages = tuple(
+            self._stage(index, piece, ranked, operators, dtype, active)
+            for index, (piece, ranked, operators) in enumerate(stages.each)
+        )
         self.edges = {
-            edge: machine.messages_s(n, length, plan.ranks_per_replica) for edge, (n, length) in carried.items()
+            edge: machine.messages_s(n, length, plan.ranks_per_replica) for edge, (n, length) in stages.carried.items()
         }
-        self.edge_bytes = {edge: length for edge, (_, length) in carried.items()}
-
-    def _lowered(
-        self, piece: Stage, grid: tuple[int, int], entries: Mapping[str, Any]
-    ) -> tuple[RankProgram, list[Operator]]:
-        """Return the program of the rank in the middle of a grid, and the operators of the stage."""
-        exits = tuple(dict.fromkeys(name for names in piece.exits.values() for name in names))
-        program = pool_before_relu(piece.program, (*refs_in(piece.outputs), *exits))
-        middle = grid[0] // 2 * grid[1] + grid[1] // 2
-        target = Target(grid, middle, entries=entries, gather_bytes=self._plan.gather_bytes)
-        runs = fused_runs(program, target, piece.outputs, exits, self._fine.fused_halo, self._machine)
-        ranked = lower(program, target, piece.outputs, exits, runs)
-        return ranked, lowered_operators(program, piece.outputs, exits)
+        self.edge_bytes = {edge: length for edge, (_, length) in stages.carried.items()}
 
     def _stage(
         self,
@@ -202,8 +186,7 @@ class StageCosts:
         split = next((ranked.splits[name] for name in names if name in ranked.splits), None)
         if split is None or not split.layout.map.area:
             return 1.0
-        areas = [box.area for box in split.held]
-        most = max(areas) if self._cells == 1 else sum(areas) / ranks
+        most = split.held.largest if self._cells == 1 else split.held.area / ranks
         return most / split.layout.map.area
 
     def _waits(self, ranked: RankProgram, each_s: Mapping[str, float], ranks: int) -> _Waits:
@@ -270,10 +253,74 @@ class StageCosts:
                 bucket = 0
         return max(0.0, free_s - clock.backward_s)
 
-    def _carried(self, transfer: BoundaryTransfer) -> tuple[int, float]:
-        """Return the messages and bytes received by the rank of the later stage that receives the most bytes."""
-        found = []
-        for target in range(transfer.targets):
-            pieces = transfer.incoming(target)
-            found.append((len(pieces), float(sum(p.bytes for each in pieces.values() for p in each))))
-        return max(found, key=lambda item: item[1], default=(0, 0.0))
+
+@dataclass(frozen=True)
+class _LoweredStages:
+    """What the cost of a plan is computed from; it does not depend on schedule, replicas and recomputation.
+
+    Attributes:
+        each: (stage, program of the rank in the middle of its grid, operators) of each stage.
+        carried: (from, to) of stages -> messages and bytes that the rank with the most bytes receives.
+    """
+
+    each: tuple[tuple[Stage, RankProgram, list[Operator]], ...]
+    carried: Mapping[tuple[int, int], tuple[int, float]]
+
+
+LoweredPlans = dict[Hashable, _LoweredStages]
+"""Lowered plans, so that plans with the same stages are lowered once; owned by the caller."""
+_MOST_KNOWN = 16
+
+
+def _lowered(
+    program: Program, plan: ParallelPlan, fine: ParallelPlan, machine: MachineModel, known: LoweredPlans
+) -> _LoweredStages:
+    """Return the lowered stages of a plan; ``fine`` is the same with cells as ranks."""
+    key = (id(program), plan.grids, plan.cuts, plan.interleave, plan.fused_halo, plan.gather_bytes, plan.cells)
+    if key not in known:
+        while len(known) >= _MOST_KNOWN:
+            known.pop(next(iter(known)))
+        known[key] = _lower_stages(program, fine, machine)
+    return known[key]
+
+
+def _lower_stages(program: Program, fine: ParallelPlan, machine: MachineModel) -> _LoweredStages:
+    assert fine.cuts != "auto" or fine.stages == 1, "cuts must be resolved first"
+    pieces = cut_program(program, program.outputs, () if fine.cuts == "auto" else fine.cuts)
+    active = active_values(program, program.outputs, program.parameters)
+    grids = fine.grids * fine.interleave
+    splits: list[Splits] = []
+    entries: list[Mapping[str, Any]] = []
+    each = []
+    for index, piece in enumerate(pieces):
+        entries.append(entries_of(piece, splits, grids[index]))
+        ranked, operators = _lower_stage(piece, grids[index], entries[-1], fine, machine)
+        splits.append(ranked.splits)
+        each.append((piece, ranked, operators))
+    between = {
+        (a, b): boundary(pieces[a], b, splits[a], entries[b], (grids[a], grids[b]), active, {}, False)
+        for a, b in edges(pieces)
+    }
+    return _LoweredStages(tuple(each), {edge: _carried(transfer) for edge, transfer in between.items()})
+
+
+def _lower_stage(
+    piece: Stage, grid: tuple[int, int], entries: Mapping[str, Any], fine: ParallelPlan, machine: MachineModel
+) -> tuple[RankProgram, list[Operator]]:
+    """Return the program of the rank in the middle of a grid, and the operators of the stage."""
+    exits = tuple(dict.fromkeys(name for names in piece.exits.values() for name in names))
+    program = pool_before_relu(piece.program, (*refs_in(piece.outputs), *exits))
+    middle = grid[0] // 2 * grid[1] + grid[1] // 2
+    target = Target(grid, middle, entries=entries, gather_bytes=fine.gather_bytes)
+    runs = fused_runs(program, target, piece.outputs, exits, fine.fused_halo, machine)
+    ranked = lower(program, target, piece.outputs, exits, runs)
+    return ranked, lowered_operators(program, piece.outputs, exits)
+
+
+def _carried(transfer: BoundaryTransfer) -> tuple[int, float]:
+    """Return the messages and bytes received by the rank of the later stage that receives the most bytes."""
+    found = []
+    for target in range(transfer.targets):
+        pieces = transfer.incoming(target)
+        found.append((len(pieces), float(sum(p.bytes for each in pieces.values() for p in each))))
+    return max(found, key=lambda item: item[1], default=(0, 0.0))

@@ -116,6 +116,17 @@ def test_one_rank_stands_for_all_that_do_the_same() -> None:
         assert small.step_s == pytest.approx(whole.step_s) and small.bubble == pytest.approx(whole.bubble)
 
 
+def test_plans_with_the_same_stages_are_lowered_once_and_forecast_the_same() -> None:
+    known: dict[Any, Any] = {}
+    machine = load_machine("a100")
+    for index, more in enumerate(
+        ({}, {"recompute": True}, {"schedule": "chimera"}, {"replicas": 4}, {"cells": (2, 1)})
+    ):
+        plan = ParallelPlan(grids=((1, 2), (1, 2)), cuts=("first",), microbatches=2, **more)  # type: ignore[arg-type]
+        assert forecast_step(program(), plan, machine, known=known) == forecast_step(program(), plan, machine)
+        assert len(known) == (2 if index == 4 else 1)  # cells are other parts
+
+
 def test_directions_that_share_ranks_in_part_are_simulated_whole() -> None:
     found = forecast(grids=((1, 2), (1, 1)), cuts=("first",), microbatches=2, schedule="gems_master")
     assert len(found.simulation.busy_s) == 3
