@@ -92,7 +92,7 @@ QUICK = [
     ("resnet10", "4+1", "gpipe", 1, adamw),
     ("resnet10", "2+2+1", "1f1b", 2, sgd),
     ("resnet10", "4+2+1+1", "chimera", 1, adamw),
-    ("amoebanet", "4+1", "1f1b", 1, adamw),
+    pytest.param("amoebanet", "4+1", "1f1b", 1, adamw, marks=pytest.mark.soak),  # as of the hourglass, maps skip stages
     ("hourglass", "4+2+1+1", "gems_mast", 2, adamw),
     ("hourglass", "2+2+1", "chimera", 1, sgd),
     ("hourglass", "4+2+1+1", "1f1b", 1, sgd),
