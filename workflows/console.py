@@ -36,6 +36,20 @@ class Progress(Protocol):
         """Report that ``steps`` more are done; ``note`` is shown beside the bar."""
         ...
 
+    def skip(self, steps: float) -> None:
+        """Report that an earlier run has done ``steps``; they do not count for the remaining time."""
+        ...
+
+
+class Silent:
+    """Progress that is not shown, on ranks other than the first."""
+
+    def advance(self, steps: float = 1, note: str = "") -> None:
+        """See `Progress`."""
+
+    def skip(self, steps: float) -> None:
+        """See `Progress`."""
+
 
 def say(text: str = "") -> None:
     """Print a line to standard output and flush it (logs are read while the job runs)."""
@@ -131,6 +145,10 @@ class _TerminalBar:
     def advance(self, steps: float = 1, note: str = "") -> None:
         self._bars.update(self._task, advance=steps, note=note)
 
+    def skip(self, steps: float) -> None:
+        task = self._bars.tasks[self._task]
+        self._bars.reset(self._task, completed=int(task.completed + steps), note="")
+
 
 class _LogLines:
     """Progress in a log: a line for every tenth of the job, at least two seconds apart."""
@@ -146,6 +164,9 @@ class _LogLines:
         share = (self._total or self._done * 2) / LINES_PER_PROGRESS
         if self._done - self._printed >= share and now_s - self._printed_s >= MIN_SECONDS_BETWEEN_LINES:
             self._print(note)
+
+    def skip(self, steps: float) -> None:
+        self._first, self._done, self._printed = self._first + steps, self._done + steps, self._printed + steps
 
     def finish(self) -> None:
         if self._done > self._printed:

@@ -59,6 +59,11 @@ class LabelMatch:
         width = max(len(what) for what, _, _ in rows)
         return "labels:\n" + "\n".join(f"  {what:<{width}}  {n:>6}  {names}".rstrip() for what, n, names in rows)
 
+    @property
+    def _has_names(self) -> bool:
+        """Whether ``unlabelled`` has names of the kind that the labels have."""
+        return self.key == "slide_id" and bool(self.unlabelled)
+
     def check(self, source: str, allow_unmatched: bool) -> None:
         """Refuse labels of slides that the store does not have.
 
@@ -82,7 +87,10 @@ class LabelMatch:
         remedies = []
         if any(key in self.similar for key in refused):
             remedies.append(f"write {self.key} as in the store's manifest.csv")
-        if any(key not in self.similar for key in refused):
+        if not self.slides and not self.similar:
+            like = f"; those of the store are like {self.unlabelled[0]!r}" if self._has_names else ""
+            remedies.append(f"no slide has a label: write each {self.key} as in the store's manifest.csv{like}")
+        elif any(key not in self.similar for key in refused):
             remedies.append(
                 "ingest the missing slides, or set data.allow_unmatched=true if they are left out on purpose"
             )

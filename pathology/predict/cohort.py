@@ -78,6 +78,7 @@ def predict_slides(
     comm: Communicator,
     options: PredictOptions | None = None,
     *,
+    begin: Callable[[int], None] = lambda finished: None,
     progress: Callable[[int, str], None] = lambda slides, note: None,
     stop_wanted: Callable[[], bool] = lambda: False,
 ) -> PredictionReport:
@@ -92,6 +93,7 @@ def predict_slides(
         out: created if it does not exist; on a shared file system.
         comm: ranks that predict; ``options.ranks_per_slide`` of them share a slide.
         options: see `PredictOptions`.
+        begin: called on rank 0, before the first slide, with how many are finished already.
         progress: called on rank 0 after its slides, with how many all groups have finished since, and its result.
         stop_wanted: called on every rank between slides.
 
@@ -107,6 +109,8 @@ def predict_slides(
     options.check_tissue([one.slide_id for one in inputs])
     device = own_device(options.device, comm)
     chosen = on_first_rank(comm, lambda: folder.open(inputs))
+    if comm.rank == 0:
+        begin(len(inputs) - len(chosen))
     group = own_group(comm, group_size(options.ranks_per_slide, comm.size, len(chosen)))
     for member in members:
         member.model.to(device)

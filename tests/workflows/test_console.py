@@ -20,6 +20,25 @@ def test_counts_go_on_where_an_earlier_run_stopped(
     assert said[-1] == "train: 10/10 after 12 s loss 0.3"
 
 
+def test_what_an_earlier_run_did_takes_no_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now_s = [100.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now_s[0])
+    with console.progress(8, "predicting") as shown:
+        shown.skip(4)
+        for name in "abcd":
+            now_s[0] += 5
+            shown.advance(1, name)
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "predicting: 5/8 after 5 s, 15 s left a" and said[-1] == "predicting: 8/8 after 20 s d"
+    with console._bar(8, "predicting", 0.0, True) as bar:
+        bar.skip(4)
+        bar.advance(1, "a")
+        (task,) = bar._bars.tasks
+        assert task.completed == 5
+
+
 def test_counts_are_words() -> None:
     assert [console.counted(n, "slide") for n in (0, 1, 2, 5000)] == ["0 slides", "1 slide", "2 slides", "5,000 slides"]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -161,9 +161,16 @@ def _predict(request: PredictionRequest) -> int:
         raise RequestError(
             f"--ranks {ranks}: {comm.size} ranks were started; give the same number, or leave --ranks out"
         )
-    with _progress(len(slides), comm) as progress:
+    with _progress(len(slides), comm) as bar:
         report = predict_slides(
-            members, slides, out, comm, request.options, progress=progress, stop_wanted=signals.requested
+            members,
+            slides,
+            out,
+            comm,
+            request.options,
+            begin=bar.skip,
+            progress=bar.advance,
+            stop_wanted=signals.requested,
         )
     if owner is not None:
         page = _write_page(out, members)
@@ -185,14 +192,9 @@ def load_member(checkpoint: Path) -> Member:
     return member
 
 
-@contextmanager
-def _progress(total: int, comm: Communicator) -> Iterator[Callable[[int, str], None]]:
-    """Yield the function to call with the number of finished slides and a note; it shows the progress on rank 0."""
-    if comm.rank != 0:
-        yield lambda slides, note: None
-        return
-    with console.progress(total, "predicting") as bar:
-        yield lambda slides, note: bar.advance(slides, note)
+def _progress(total: int, comm: Communicator) -> AbstractContextManager[console.Progress]:
+    """Return the progress of ``total`` slides, shown on rank 0; only there is it reported to."""
+    return console.progress(total, "predicting") if comm.rank == 0 else nullcontext(console.Silent())
 
 
 def _write_page(out: Path, members: Sequence[Member]) -> Path:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from data.samples.labels import Labels, load_labels
-from data.samples.matching import match_labels, plain_name
+from data.samples.matching import LabelMatch, match_labels, plain_name
 from hyfi_core.errors import RequestError
 
 ROWS = [
@@ -42,6 +42,10 @@ def test_rows_that_match_nothing_end_the_run_unless_they_are_allowed(tmp_path: P
     with pytest.raises(RequestError, match=r"1 labelled rows match no slide.*\n  z-09\n.*data\.allow_unmatched=true"):
         match.check("labels.csv", allow_unmatched=False)
     match.check("labels.csv", allow_unmatched=True)
+    nothing = LabelMatch("slide_id", {}, ("x",), (), ("a-01",), ("z-09",), {})
+    with pytest.raises(RequestError, match=r"no slide has a label: write each slide_id as .* are like 'a-01'") as told:
+        nothing.check("labels.csv", allow_unmatched=False)
+    assert "allow_unmatched" not in str(told.value)
 
 
 @pytest.mark.parametrize("name", ["a-01.svs", "A-01", "scans/a-01.ome.tiff", r"C:\scans\a-01.ndpi", "a -01"])

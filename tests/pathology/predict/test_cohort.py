@@ -207,6 +207,9 @@ def test_finished_slides_are_skipped_and_other_checkpoints_refused(slide: Path, 
     predict(tmp_path, [slide], member)
     report = (tmp_path / "one" / "report.html").stat().st_mtime_ns
     assert predict(tmp_path, [slide], member).skipped == ("one",)
+    begun: list[int] = []
+    predict_slides([member], find_inputs([slide]), tmp_path, AloneCommunicator(), begin=begun.append)
+    assert begun == [1]
     assert (tmp_path / "one" / "report.html").stat().st_mtime_ns == report
     with pytest.raises(RequestError, match="--overwrite"):
         predict(tmp_path, [slide], other)
