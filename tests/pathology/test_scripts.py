@@ -6,6 +6,7 @@ import csv
 import inspect
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -93,3 +94,9 @@ def test_wrong_requests_are_named_and_write_nothing(slide: Path, tmp_path: Path)
     with pytest.raises(RequestError, match="no option 'mmp'"):
         pathology.predict(save(tmp_path / "checkpoint"), slide, tmp_path / "out", mmp=1.0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint"]
+
+
+def test_type_checkers_read_the_annotations_of_installed_packages() -> None:
+    shipped = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    for package in ("hyfi_core", "data", "pathology", "workflows"):
+        assert "py.typed" in shipped[package] and (ROOT / package / "py.typed").is_file()
