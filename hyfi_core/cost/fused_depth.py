@@ -122,7 +122,7 @@ def _exchange_by_rank_s(sketch: Sketch, value: str, need: Boxes, machine: Machin
 
 
 @dataclass(frozen=True, slots=True)
-class _Reach:
+class _AxisNeed:
     """What a row of ranks needs along y, or a column along x.
 
     Attributes:
@@ -137,10 +137,10 @@ class _Reach:
 
 
 @lru_cache(maxsize=4096)  # networks repeat their blocks
-def _reached(parts: tuple[Interval, ...], need: tuple[Interval, ...]) -> frozenset[_Reach]:
+def _reached(parts: tuple[Interval, ...], need: tuple[Interval, ...]) -> frozenset[_AxisNeed]:
     """Return what the rows need that differ: the ranks of most rows need the same."""
     found = set()
     for at, wanted in enumerate(need):
         from_parts = {other: length(both) for other, both in meeting(parts, wanted)}
-        found.add(_Reach(len(from_parts), sum(from_parts.values()), from_parts.get(at, 0)))
+        found.add(_AxisNeed(len(from_parts), sum(from_parts.values()), from_parts.get(at, 0)))
     return frozenset(found)
