@@ -18,7 +18,7 @@ from hyfi_core.comm.activity import named_ranks
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.described import describe_function, describe_labels
 from hyfi_core.comm.same_weights import SameWeights
-from hyfi_core.comm.weight_watch import Scope
+from hyfi_core.comm.weight_watch import Scope, digest_of
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
 
@@ -163,6 +163,7 @@ class CallConsensus:
         self._stages = stages
         self._updates = 0
         self._max_norm: float | None = None
+        self._loaded: dict[str, str] = {}
         self._model = model
         self._everyone = everyone
         self._replica = everyone if replica.size == everyone.size else replica
@@ -171,6 +172,11 @@ class CallConsensus:
     def updated(self, max_norm: float | None) -> None:
         """Count an optimizer step, clipped to this norm."""
         self._updates, self._max_norm = self._updates + 1, max_norm
+
+    def loaded(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Note a state that was loaded; with several stages no other rank may have the same weights to compare."""
+        if self._everyone.size > 1 and self._stages > 1:
+            self._loaded = {"the state that was loaded": f"one with digest {digest_of(state):08x}"}
 
     def check_training(
         self, shape: Shape, program: str, labels: torch.Tensor, optimizer: torch.optim.Optimizer | None
@@ -189,7 +195,7 @@ class CallConsensus:
         if self._everyone.size == 1:
             return
         settings = _describe_settings(optimizer) if self._stages == 1 else type(optimizer).__name__
-        facts = {"the optimizer": f"{settings}, {self._updates} updates, max_norm={self._max_norm}"}
+        facts = self._loaded | {"the optimizer": f"{settings}, {self._updates} updates, max_norm={self._max_norm}"}
         facts["the loss"] = describe_function(self._loss, self._modules)
         if self._replica is not self._everyone:  # replicas may have images of different shapes
             self._check(self._everyone, "training", None, str(program == "new"), facts, "training")
@@ -202,7 +208,7 @@ class CallConsensus:
         Raises:
             RequestError: on every rank; names what differs and on which ranks.
         """
-        self._check(self._replica, call, shape, program, weights="evaluation")
+        self._check(self._replica, call, shape, program, self._loaded, "evaluation")
 
     def _check(
         self,

@@ -13,7 +13,7 @@ one selection of values is also compared with earlier ones.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
@@ -92,8 +92,7 @@ class WeightWatch:
 
     def digest(self, name: str) -> int:
         """Return a digest of all values of a tensor, in the order of its dims."""
-        flat = self._tensors[name].detach().cpu().contiguous().flatten()
-        return zlib.crc32(flat.view(torch.uint8).numpy().tobytes()) if flat.numel() else 0
+        return _digest(self._tensors[name], 0)
 
     def is_buffer(self, name: str) -> bool:
         """Whether a name is that of a buffer."""
@@ -136,6 +135,19 @@ class WeightWatch:
             first = torch.empty(0) if flat is None else flat[:: -(-len(flat) // SAMPLED_VALUES)]
             self._flat[name] = (address, flat, first)
         return self._flat[name][1:]
+
+
+def digest_of(state: Mapping[str, torch.Tensor]) -> int:
+    """Return a digest of the names and all values of a state."""
+    digest = 0
+    for name in sorted(state):
+        digest = _digest(state[name], zlib.crc32(name.encode(), digest))
+    return digest
+
+
+def _digest(tensor: torch.Tensor, begun: int) -> int:
+    flat = tensor.detach().cpu().contiguous().flatten()
+    return zlib.crc32(flat.view(torch.uint8).numpy().data, begun) if flat.numel() else begun
 
 
 def _changed_values(before: list[_Selection], now: list[_Selection]) -> set[str]:

@@ -245,10 +245,7 @@ class Engine:
         return self._ownership.gather_state_dict()
 
     def owned_state(self) -> dict[str, torch.Tensor]:
-        """Return the entries of the user's ``state_dict`` that this rank owns: every entry has one owner.
-
-        The tensors are the model's own, not copies.
-        """
+        """Return the entries of the user's ``state_dict`` that this rank owns, not copied; every entry has one owner."""
         state = self._model.state_dict()
         return {name: state[name] for name in self._ownership.owned_names()}
 
@@ -261,6 +258,7 @@ class Engine:
         """Load weights and buffers from a ``state_dict`` on every rank; the next call refuses ranks that differ."""
         self.settle()
         self._model.load_state_dict(state)
+        self._consensus.loaded(state)
 
     def traffic(self) -> dict[str, dict[str, int]]:
         """Return messages and bytes sent by this rank in the last step, by kind; including those between its cells."""

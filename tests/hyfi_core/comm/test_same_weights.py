@@ -160,6 +160,24 @@ def test_weights_loaded_on_one_rank_before_the_first_step_or_a_prediction_are_re
         assert "changed on rank 1" in said
 
 
+@pytest.mark.parametrize("call", ["predict", "accumulate"])
+def test_other_states_loaded_on_every_rank_are_refused_although_each_stage_has_one_rank(call: str) -> None:
+    plan = ParallelPlan(grids=((1, 1), (1, 1)), cuts=("1",))
+
+    def loaded(comm: Any, model: nn.Module, factor: Callable[[int], float]) -> float:
+        engine = made(comm, model, plan)
+        engine.load_state_dict({name: value * factor(comm.rank) for name, value in model.state_dict().items()})
+        images = torch.ones(SHAPE, dtype=torch.float64)
+        return float(
+            engine.predict(images).sum() if call == "predict" else engine.accumulate(images, torch.tensor([0, 1]))
+        )
+
+    said = refusal(plan, lambda comm, model: loaded(comm, model, lambda rank: 1.0 + rank))
+    assert "ranks disagree: the state that was loaded is one with digest" in said
+    first, second = run_copies(network(), 2, lambda comm, model: loaded(comm, model, lambda rank: 2.0))
+    assert first == second
+
+
 def test_equal_weights_loaded_on_one_rank_are_no_change() -> None:
     def body(comm: Any, model: nn.Module) -> Any:
         return steps(made(comm, model, PLANS["stages"]), model, load_same if comm.rank == 0 else nothing)
