@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.launch import inside_launcher, made_current
 from workflows.config.load import Config, asks_for_plan, load_config
-from workflows.console import emit_json, progress, say, warn
+from workflows.console import counted, emit_json, progress, say, warn
 from workflows.exit_codes import DONE, STOPPED
 
 if TYPE_CHECKING:
@@ -209,8 +209,9 @@ def _start_text(job: TrainingJob, plan: ParallelPlan, start: int) -> str:
 
     action = f"continues after step {start}" if start else "starts"
     return (
-        f"run {job.config.run.dir} {action}: {len(job.train)} training and {len(job.val)} validation slides, "
-        f"classes {', '.join(job.classes)}, {job.steps} steps of {job.step_samples} slides\n"
+        f"run {job.config.run.dir} {action}: {counted(len(job.train), 'slide')} to train on, {len(job.val):,} to "
+        f"validate on, classes {', '.join(job.classes)}, {counted(job.steps, 'step')} of "
+        f"{counted(job.step_samples, 'slide')}\n"
         f"{describe_updates(job.config.optimizer, job.step_samples)}\n"
         f"{describe_pace(job)}{plan.describe()}"
     )

@@ -42,8 +42,13 @@ def run(store: Path, as_json: bool) -> int:
         _write_list(store, found.faults)
     damaged = len({fault.slide_id for fault in found.faults})
     console.say(
-        f"{found.slides} slides, {found.files} files, {found.size_bytes / 1e6:.1f} MB: "
-        + (f"{len(found.faults)} faults in {damaged} slides" if found.faults else "no faults")
+        f"{console.counted(found.slides, 'slide')}, {console.counted(found.files, 'file')}, "
+        f"{found.size_bytes / 1e6:.1f} MB: "
+        + (
+            f"{console.counted(len(found.faults), 'fault')} in {console.counted(damaged, 'slide')}"
+            if found.faults
+            else "no faults"
+        )
     )
     if as_json:
         faults = [{"slide_id": f.slide_id, "path": str(f.path), "reason": f.reason} for f in found.faults]

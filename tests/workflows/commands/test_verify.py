@@ -35,7 +35,7 @@ def test_faults_are_named_on_standard_error_and_in_a_file(hyfi_here: Hyfi, store
     assert "failed: b:" in done.stderr and "0 bytes" in done.stderr and "Traceback" not in done.stderr
     assert "0 bytes" in (store / "verify.csv").read_text()
     one = hyfi_here("verify", store / "a.zarr")
-    assert one.returncode == 0 and "1 slides" in one.stdout
+    assert one.returncode == 0 and "1 slide, " in one.stdout
 
 
 def test_what_is_no_store_is_a_wrong_request(hyfi_here: Hyfi, tmp_path: Path) -> None:
