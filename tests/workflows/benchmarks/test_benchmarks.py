@@ -16,7 +16,6 @@ from tests.conftest import ROOT
 from workflows.benchmarks import networks
 
 SMALL = {
-    "capture": ["--model", "resnet18", "--size", "512"],
     "cells": ["--size", "256", "--cells", "2"],
     "decode": ["--size", "1024", "--region", "512", "--rounds", "1"],
     "demo_task": ["--help"],  # trains for a quarter of an hour, however little is asked
@@ -29,6 +28,7 @@ SMALL = {
     "overlap": ["--size", "128", "--steps", "1"],
     "overview": None,  # draws from a finished demo: the demo's own test does
     "reduction": ["--rounds", "1"],
+    "scale": ["--model", "resnet18", "--size", "512", "--most", "64"],
     "shares": ["--steps", "2"],
     "snapshot": ["--size", "64", "--every", "1", "--validations", "2"],
     "spatial": ["--size", "128", "--rounds", "1", "--steps", "1"],
