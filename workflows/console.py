@@ -178,4 +178,4 @@ class _LogLines:
         spent_s = self._printed_s - self._started_s
         left_s = (self._total - self._done) * spent_s / (self._done - self._first) if self._total is not None else 0
         left = f", {duration(left_s)} left" if left_s >= 1 and self._estimate else ""
-        warn(f"{self._label}: {self._done:g}{of} after {duration(spent_s)}{left} {note}".rstrip())
+        warn(f"{self._label}: {self._done:g}{of} after {duration(spent_s)}{left}{f', {note}' if note else ''}")

@@ -16,8 +16,8 @@ def test_counts_go_on_where_an_earlier_run_stopped(
             now_s[0] += 3
             shown.advance(1, f"loss 0.{step}")
     said = capsys.readouterr().err.splitlines()
-    assert said[0] == "train: 7/10 after 3 s, 9 s left loss 0.0"
-    assert said[-1] == "train: 10/10 after 12 s loss 0.3"
+    assert said[0] == "train: 7/10 after 3 s, 9 s left, loss 0.0"
+    assert said[-1] == "train: 10/10 after 12 s, loss 0.3"
 
 
 def test_what_an_earlier_run_did_takes_no_time(
@@ -31,7 +31,7 @@ def test_what_an_earlier_run_did_takes_no_time(
             now_s[0] += 5
             shown.advance(1, name)
     said = capsys.readouterr().err.splitlines()
-    assert said[0] == "predicting: 5/8 after 5 s, 15 s left a" and said[-1] == "predicting: 8/8 after 20 s d"
+    assert said[0] == "predicting: 5/8 after 5 s, 15 s left, a" and said[-1] == "predicting: 8/8 after 20 s, d"
     with console._bar(8, "predicting", 0.0, True) as bar:
         bar.skip(4)
         bar.advance(1, "a")
@@ -46,7 +46,7 @@ def test_counts_are_words() -> None:
 def test_the_remaining_time_is_told_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     now_s = [100.0]
     monkeypatch.setattr(console.time, "monotonic", lambda: now_s[0])
-    for estimate, told in ((True, "ingest: 2/4 after 10 min, 10 min left a"), (False, "ingest: 2/4 after 10 min a")):
+    for estimate, told in ((True, "ingest: 2/4 after 10 min, 10 min left, a"), (False, "ingest: 2/4 after 10 min, a")):
         with console.progress(4, "ingest", estimate=estimate) as shown:
             now_s[0] += 600
             shown.advance(2, "a")
