@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -75,14 +76,15 @@ class Engine:
         widest = (max(plan.shares or shape[:1]) // plan.microbatches, *shape[1:])  # the same cuts in all replicas
         self.random = RandomKey(torch.initial_seed() & (2**63 - 1))
         bindings = Bindings(model, self.random)
-        last = lays_channels_last(memory_format, model, autocast)
-        self._subject = Subject(model, shape, loss, output, autocast, self._device, dtype, bindings, {}, {}, last)
+        subject = Subject(model, shape, loss, output, autocast, self._device, dtype, bindings, {}, {})
         if plan.cuts == "auto" and plan.stages > 1:
-            plan = with_cuts(plan, self._subject.program(widest))
+            plan = with_cuts(plan, subject.program(widest))
         if plan.cells == "auto":
             held = comm.broadcast_object(resident_bytes())  # the same choice on all ranks
-            plan = with_cells(plan, self._subject.program(widest), held, self._device)
-        self.plan = plan
+            plan = with_cells(plan, subject.program(widest), held, self._device)
+        self.plan, grids = plan, plan.by_cells().grids
+        last = lays_channels_last(memory_format, model, autocast, lambda: subject.program(widest), grids)
+        self._subject = replace(subject, channels_last=last)
         self._groups = Groups(comm, plan, Placement.of(plan))
         self._gradients: list[tuple[Compiled, StepGradients]] = []
         self.random.seed = int(comm.broadcast_object(self.random.seed))

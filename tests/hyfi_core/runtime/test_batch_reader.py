@@ -13,6 +13,7 @@ from torch import nn
 
 import hyfi_core
 from hyfi_core import ParallelPlan
+from hyfi_core.capture.export import capture
 from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.errors import RequestError
 from hyfi_core.ops.redistribute import is_channels_last
@@ -63,7 +64,7 @@ class Viewed(nn.Module):
 
 
 @pytest.mark.parametrize("grid", [(1, 1), (2, 1)])
-def test_maps_lie_channels_last_where_it_is_faster_and_answers_as_in_one_process(grid: tuple[int, int]) -> None:
+def test_maps_may_lie_channels_last_and_answers_are_as_in_one_process(grid: tuple[int, int]) -> None:
     torch.manual_seed(0)
     model, shape = Viewed(), (2, 3, 12, 16)
     images, labels = torch.randn(shape), torch.tensor([0, 1])
@@ -77,7 +78,7 @@ def test_maps_lie_channels_last_where_it_is_faster_and_answers_as_in_one_process
 
     def body(comm: Any, module: nn.Module) -> Any:
         plan, seen = ParallelPlan((grid,)), []
-        engine = hyfi_core.parallelize(module, shape, plan, comm, loss=loss)
+        engine = hyfi_core.parallelize(module, shape, plan, comm, loss=loss, memory_format="channels_last")
         engine.accumulate(images, labels)
         part = engine._runners[0].reader.read(images, {(0, 0): engine.input_parts[0]})[0, 0]
         seen.append(is_channels_last(part))
@@ -107,8 +108,33 @@ def test_maps_lie_channels_last_where_it_is_faster_and_answers_as_in_one_process
     ],
 )
 def test_channels_last_is_chosen_where_there_are_kernels_for_it(model: Any, autocast: Any, last: bool) -> None:
-    assert lays_channels_last("auto", model, autocast) is last
-    assert lays_channels_last("channels_last", model, autocast) and not lays_channels_last("as_given", model, autocast)
+    def program() -> Any:
+        return capture(model, (1, model.in_channels, 32, 32), torch.float32)
+
+    def chosen(asked: Any) -> bool:
+        return lays_channels_last(asked, model, autocast, program, [(1, 1)])
+
+    assert chosen("auto") is last
+    assert chosen("channels_last") and not chosen("as_given")
+
+
+@pytest.mark.parametrize(
+    ("size", "grid", "cells", "last"),
+    [(20, (1, 1), None, False), (48, (1, 1), None, True), (48, (2, 1), None, False), (48, (1, 1), (2, 1), False)],
+)
+def test_weights_are_reordered_only_if_they_are_used_at_enough_positions(
+    size: int, grid: tuple[int, int], cells: tuple[int, int] | None, last: bool
+) -> None:
+    """The layer of four fifths of the weights has a quarter of the positions: 0.8 x 24 x 24 + 0.2 x 48 x 48 = 922."""
+    model = nn.Sequential(
+        nn.Conv2d(4, 4, 3, 1, 1), nn.Conv2d(4, 16, 3, 2, 1, bias=False), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    )
+
+    def body(comm: Any, module: nn.Module) -> bool:
+        plan = ParallelPlan((grid,), cells=cells)
+        return hyfi_core.parallelize(module, (1, 4, size, size), plan, comm, verify=False)._subject.channels_last
+
+    assert run_copies(model, grid[0] * grid[1], body) == [last] * grid[0]
 
 
 def test_parametrized_weights_are_not_computed_outside_of_a_step() -> None:
