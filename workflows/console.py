@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -51,17 +51,35 @@ class Silent:
         """See `Progress`."""
 
 
+Keep = Callable[[str, str], str]
+_keep: Keep | None = None
+
+
+def keep_lines(keep: Keep | None) -> None:
+    """Call ``keep(level, text)`` with all lines from now on, and print what it returns; None: print them as they are.
+
+    The level is that of `logging`: ``INFO``, ``WARNING`` or ``ERROR``.
+    """
+    global _keep
+    _keep = keep
+
+
 def say(text: str = "") -> None:
     """Print a line to standard output and flush it (logs are read while the job runs)."""
-    _write(sys.stdout, text)
+    _print(sys.stdout, "INFO", text)
 
 
-def warn(text: str) -> None:
+def warn(text: str, level: str = "WARNING") -> None:
     """Print a line to standard error and flush it."""
-    _write(sys.stderr, text)
+    _print(sys.stderr, level, text)
 
 
-def _write(stream: TextIO, text: str) -> None:
+def _print(stream: TextIO, level: str, text: str) -> None:
+    show(stream, text if _keep is None else _keep(level, text))
+
+
+def show(stream: TextIO, text: str) -> None:
+    """Print a line as it is and flush it."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     # Escape what the stream cannot encode: file names may have undecodable bytes, and a log may be ASCII only.
     shown = text.encode(encoding, "backslashreplace").decode(encoding)
@@ -78,7 +96,7 @@ def emit_json(value: Mapping[str, Any] | Sequence[Any]) -> None:
         text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
     except UnicodeEncodeError:  # use JSON's own escapes
         text = json.dumps(plain, allow_nan=False)
-    _write(sys.stdout, text)
+    show(sys.stdout, text)
 
 
 def plain_json(value: Any) -> Any:
@@ -178,4 +196,4 @@ class _LogLines:
         spent_s = self._printed_s - self._started_s
         left_s = (self._total - self._done) * spent_s / (self._done - self._first) if self._total is not None else 0
         left = f", {duration(left_s)} left" if left_s >= 1 and self._estimate else ""
-        warn(f"{self._label}: {self._done:g}{of} after {duration(spent_s)}{left}{f', {note}' if note else ''}")
+        warn(f"{self._label}: {self._done:g}{of} after {duration(spent_s)}{left}{f', {note}' if note else ''}", "INFO")

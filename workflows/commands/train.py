@@ -70,6 +70,11 @@ def train_rank(config: Config, resume: bool, as_json: bool) -> int:
 
     signals.remember_requests()
 
+    from workflows.launch import rank_log
+    from workflows.launch.launch import own_rank
+
+    rank_log.begin(own_rank())
+
     import torch
 
     from workflows.launch.peer_watch import join
@@ -97,6 +102,7 @@ def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, s
         RequestError: On all ranks if one of them refuses; nothing was written.
     """
     from hyfi_core.comm.agree import agree
+    from workflows.launch import rank_log
     from workflows.out_of_memory import remember_advice
     from workflows.training.job import prepare
     from workflows.training.memory import advice_of, check_memory
@@ -127,6 +133,7 @@ def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, s
     if stop.requested_on_any(world):
         return _stopped_at_start(world, config)
     owner = agree(world, lambda: own_run(config, resume, start) if world.rank == 0 else None)
+    rank_log.open_in(config.run.dir, f"{roles.describe()} on {device}")
     try:
         return body(as_json)
     except RequestError as error:  # from one rank, after all have agreed: a failure, not an invalid request

@@ -32,7 +32,7 @@ from hyfi_core.runtime.launch import inside_launcher
 from workflows import signals
 from workflows.console import warn
 from workflows.exit_codes import FAULT, STOPPED, WRONG_REQUEST
-from workflows.launch import mpiexec, peer_watch
+from workflows.launch import mpiexec, peer_watch, rank_log
 from workflows.launch.processes import ExitOrder, kill_session
 from workflows.launch.status import VARIABLE, RunStatus
 from workflows.out_of_memory import GENERAL_ADVICE, kernel_kills, message_of
@@ -210,6 +210,13 @@ def run_as_rank(body: Callable[[], int]) -> int:
     return. A ``RequestError`` must be raised by all ranks (see `hyfi_core.comm.agree`): it is reported once, and every
     rank returns.
     """
+    try:
+        return _run_as_rank(body)
+    finally:
+        rank_log.end()
+
+
+def _run_as_rank(body: Callable[[], int]) -> int:
     status, rank = RunStatus.from_environment(), own_rank()
     if status is not None:
         status.begin(rank)
@@ -259,9 +266,12 @@ def _fail(status: RunStatus | None, rank: int) -> None:
     peer_watch.fail()
     # The launcher prints the error: this rank's output may be lost with the process manager's pipes.
     if status is not None:
+        rank_log.note_error(error)
         status.claim_failure(rank, error)
     else:
-        warn(FAILED.format(rank=rank, error=error) if inside_launcher() else f"hyfi: {memory}" if memory else error)
+        text = FAILED.format(rank=rank, error=error) if inside_launcher() else f"hyfi: {memory}" if memory else error
+        warn(text, "ERROR")
+    rank_log.end()
     sys.stdout.flush()
     sys.stderr.flush()
     # If a rank only exits, mpiexec ends the others, but not every srun does; MPI_Abort ends them everywhere.

@@ -7,6 +7,7 @@ from hyfi_core.runtime.launch import inside_launcher
 from workflows.config.load import Config, load_config, refuse_changes
 from workflows.launch.owner import NAME as OWNER
 from workflows.launch.owner import FolderOwner
+from workflows.launch.rank_log import FOLDER as LOGS
 from workflows.paths import require_writable
 
 
@@ -19,7 +20,7 @@ def check_run(config: Config, resume: bool) -> int:
     """
     folder = config.run.dir
     require_writable(folder / "config.yaml")
-    if not folder.exists() or not any(entry.name != OWNER for entry in folder.iterdir()):
+    if not folder.exists() or not any(entry.name not in (OWNER, LOGS) for entry in folder.iterdir()):
         return 0
     if not (folder / "config.yaml").is_file():
         raise RequestError(f"run.dir {folder}: exists and is not a run (it has no config.yaml); use another run.dir")

@@ -84,6 +84,13 @@ class Roles:
         serving = loaders_of([hosts[rank] for rank in chosen.order], in_order) if ranks[1] else {}
         return cls(ordered, trainers, validators, *ranks, serving)
 
+    def describe(self) -> str:
+        """Return this rank's role and its number among its like: ``trainer 3``."""
+        named = {"trainer": self.trainer_ranks, "loader": self.loader_ranks, "validator": self.validator_ranks}
+        found = ((role, ranks) for role, ranks in named.items() if self.world.rank in ranks)
+        role, ranks = next(found)
+        return f"{role} {ranks.index(self.world.rank)}"
+
 
 def gather_hosts(world: Communicator) -> list[str]:
     """Return the name of each rank's host, on every rank (collective)."""

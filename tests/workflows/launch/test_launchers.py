@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -111,7 +112,9 @@ def test_a_killed_rank_under_torchrun(begin: Begin, tmp_path: Path) -> None:
     job = begin(TORCHRUN, "--standalone", "--nproc-per-node=2", *HYFI, "train", "run.yaml")
     wait_for_step(job, tmp_path, 2)
     os.kill(ranks_of(tmp_path, "LOCAL_RANK=1")[0], signal.SIGKILL)
-    assert "rank 1 was killed or crashed" in end(job, tmp_path, 10)
+    said = end(job, tmp_path, 10)
+    assert re.search(r"^\d{4}-\d\d-\d\d \S+ \S+ rank 0 WARNING hyfi: rank 1 was killed or crashed", said, re.MULTILINE)
+    assert "rank 1 was killed or crashed" in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
 
 
 @pytest.mark.soak  # comm/supervision/test_supervisor.py kills a rank of a smaller program of Open MPI

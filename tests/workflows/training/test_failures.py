@@ -111,6 +111,10 @@ def test_a_trainer_that_raises(start) -> None:
     assert code == 70
     assert errors.count("RuntimeError: the fault that this test asked for") == 1
     assert errors.count("rank 1 failed") == 1
+    logs = {path.name: path.read_text() for path in (job.run / "logs").iterdir()}
+    assert sorted(logs) == ["rank-0.log", "rank-1.log"]
+    assert "rank 1 INFO starts: trainer 1 on cpu" in logs["rank-1.log"]
+    assert "rank 1 ERROR RuntimeError: the fault that this test asked for" in logs["rank-1.log"]
 
 
 def test_a_validator_that_raises(start) -> None:

@@ -1,0 +1,166 @@
+"""The log of each rank of a run: ``RUN/logs/rank-<N>.log``, every line with time, host, rank and level.
+
+::
+
+    2026-03-01 14:02:11 node2 rank 3 WARNING torch.nn: …
+
+    written by          rank 0                       other ranks
+    say, warn           terminal and file            terminal and file (few: errors, lost processes)
+    progress            terminal and file            none
+    logging, warnings   terminal and file            file
+    the rank's error    terminal (once) and file     terminal (once) and file
+
+On the terminal, lines have this form under ``srun``, ``mpiexec`` and ``torchrun``, where lines of several hosts meet;
+``hyfi train`` alone prints them plain. Lines are held back until the folder of the run is this run's; if that never
+happens, they go to the terminal. What libraries print without Python's logging, such as MPI's own messages, stays on
+the terminal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import TextIO
+
+from hyfi_core.runtime.launch import inside_launcher
+from workflows import console
+from workflows.launch.status import RunStatus
+
+FOLDER = "logs"
+
+
+class RankLog(logging.Handler):
+    """Takes over logging, warnings and the lines of `workflows.console` of this process until ``close``.
+
+    Args:
+        rank: This rank, as its launcher counts.
+        marked: Whether lines on the terminal have time, host, rank and level, too.
+    """
+
+    def __init__(self, rank: int, marked: bool) -> None:
+        super().__init__()
+        self._rank, self._marked = rank, marked
+        self._host = socket.gethostname()
+        self._file: TextIO | None = None
+        self._held: list[tuple[str, bool]] | None = []  # lines, and whether the terminal has them already
+        self._before: list[tuple[logging.Logger, list[logging.Handler], bool]] = []
+        logging.captureWarnings(True)
+        console.keep_lines(self.keep)
+        logging.getLogger().addHandler(self)
+        self._take_over()
+
+    def open_in(self, run: Path) -> None:
+        """Write to ``run/logs`` from now on, also what was held back; if that fails, all goes to the terminal."""
+        self._take_over()  # also from libraries that were imported since
+        try:
+            (run / FOLDER).mkdir(parents=True, exist_ok=True)
+            self._file = (run / FOLDER / f"rank-{self._rank}.log").open("a", encoding="utf-8", errors="replace")
+        except OSError as error:
+            self._show_held()
+            console.warn(f"hyfi: {run / FOLDER} cannot be written ({error.strerror}): rank {self._rank} has no log")
+        else:
+            self._file.write("".join(lines for lines, _ in self._held or ()))
+            self._file.flush()
+            self._held = None
+
+    def keep(self, level: str, text: str) -> str:
+        """Write lines to the log and return them as the terminal shows them."""
+        marked = self._written(level, text, shown=True)
+        return marked.rstrip("\n") if self._marked else text
+
+    def note(self, level: str, text: str) -> None:
+        """Write lines to the log alone."""
+        self._written(level, text, shown=True)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write what a library reports through logging or warnings; rank 0 shows it on the terminal, too."""
+        text = record.getMessage().rstrip()
+        if record.exc_info:
+            text += "\n" + logging.Formatter().formatException(record.exc_info)
+        if record.name not in ("py.warnings", "root"):
+            text = f"{record.name}: {text}"
+        shown = self._rank == 0 or (self._file is None and self._held is None)
+        marked = self._written(record.levelname, text, shown)
+        if shown:
+            console.show(sys.stderr, marked.rstrip("\n") if self._marked else text)
+
+    def close(self) -> None:
+        """Give logging, warnings and the console back; lines that have no file go to the terminal."""
+        logging.getLogger().removeHandler(self)
+        logging.captureWarnings(False)
+        console.keep_lines(None)
+        for logger, handlers, propagate in reversed(self._before):
+            logger.handlers, logger.propagate = handlers, propagate
+        self._before.clear()
+        self._show_held()
+        if self._file is not None:
+            self._file.close()
+        super().close()
+
+    def _written(self, level: str, text: str, shown: bool) -> str:
+        """Return lines in the form of the log, after they were written there."""
+        head = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {self._host} rank {self._rank} {level} "
+        marked = "".join(f"{head}{line}\n" for line in text.splitlines() or [""])
+        with self.lock or contextlib.nullcontext():
+            if self._file is not None:
+                with contextlib.suppress(OSError, ValueError):  # a full disk must not end a run, nor a late line
+                    self._file.write(marked)
+                    self._file.flush()
+            elif self._held is not None:
+                self._held.append((marked, shown))
+        return marked
+
+    def _show_held(self) -> None:
+        """Print the lines that were held back and that the terminal does not have yet."""
+        held, self._held = self._held or [], None
+        for lines, shown in held:
+            if not shown:
+                console.show(sys.stderr, lines.rstrip("\n"))
+
+    def _take_over(self) -> None:
+        """Send what libraries print by handlers of their own, such as torch's, through this one."""
+        for logger in (logging.root, *logging.root.manager.loggerDict.values()):
+            if isinstance(logger, logging.Logger) and any(map(_prints, logger.handlers)):
+                self._before.append((logger, logger.handlers, logger.propagate))
+                logger.handlers = [handler for handler in logger.handlers if not _prints(handler)]
+                logger.propagate = True
+
+
+def _prints(handler: logging.Handler) -> bool:
+    return isinstance(handler, logging.StreamHandler) and handler.stream in (sys.stderr, sys.stdout)
+
+
+_log: RankLog | None = None
+
+
+def begin(rank: int) -> None:
+    """Begin the log of this process, which is a rank of a run or the only one."""
+    global _log
+    end()
+    _log = RankLog(rank, marked=inside_launcher() is not None and RunStatus.from_environment() is None)
+
+
+def open_in(run: Path, role: str) -> None:
+    """Write the log of this process to the folder of its run, which this run owns; ``role``: for the first line."""
+    if _log is not None:
+        _log.open_in(run)
+        _log.note("INFO", f"starts: {role}, process {os.getpid()}")
+
+
+def note_error(text: str) -> None:
+    """Write an error to the log of this process; it is printed elsewhere."""
+    if _log is not None:
+        _log.note("ERROR", text)
+
+
+def end() -> None:
+    """End the log of this process."""
+    global _log
+    if _log is not None:
+        _log.close()
+        _log = None
