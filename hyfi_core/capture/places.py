@@ -39,7 +39,7 @@ def explained(error: Exception, model: nn.Module) -> str:
     found = dict(model.named_modules()).get(path or "")
     place = f"in {path} ({type(found).__name__}), " if path else ""
     where = place + (f"at {line}" if line else "")
-    return f"{where.removesuffix(', ') or 'at an unknown line'}: {_what(error)}"
+    return f"{where.removesuffix(', ')}: {_what(error)}".removeprefix(": ")
 
 
 def _what(error: Exception) -> str:

@@ -37,13 +37,14 @@ class ParameterOwnership:
         self._holders = {name: groups.holders(stages) for name, stages in self._stages.items()}
         rank = groups.replica.rank
         mine = [p for name, p in model.named_parameters() if rank in self._holders[name]]
-        self._optimized = mine or [self._placeholder()]
+        untrained = any(p.requires_grad for p in model.parameters()) and not any(p.requires_grad for p in mine)
+        self._optimized = [*mine, self._placeholder()] if untrained or not mine else mine
 
     def optimized(self) -> list[nn.Parameter]:
         """Return the parameters that this rank's optimizer updates, in the model's order.
 
         Frozen ones are included: optimizers skip parameters without gradient, and they may be unfrozen later. A rank
-        without parameters gets one empty parameter, because optimizers refuse empty lists.
+        that has none to train gets an empty parameter, because optimizers refuse empty lists.
         """
         return self._optimized
 
@@ -234,9 +235,15 @@ def made_optimizer(
     """Call the user's function and check the optimizer that it returns.
 
     Raises:
-        RequestError: it returns something else, or an optimizer with a closure.
+        RequestError: it raises ValueError, returns something else, or an optimizer with a closure.
     """
-    optimizer = make(parameters)
+    try:
+        optimizer = make(parameters)
+    except ValueError as error:
+        raise RequestError(
+            f"optimizer raised ValueError: {error}; on this rank it was passed {len(parameters)} parameters, those of "
+            f"the rank's own stages"
+        ) from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise RequestError(
             f"optimizer returned {type(optimizer).__name__}; it must return a torch.optim.Optimizer for the "

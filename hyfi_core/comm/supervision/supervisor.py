@@ -36,6 +36,7 @@ _PERIOD_S = 0.5
 _LONG_S = 1.0  # waits longer than this are written to the board
 _STUCK_S = 3.0  # if no rank computes for this long, the job is deadlocked
 _ENDED_S = 1.5  # the same, if a rank has ended
+_STAY_S = 5.0  # how long a rank that leaves keeps its connections: others then say that they wait for it
 _SLOWEST_BYTES_S = 50e6  # lowest speed of a large message, during which no rank computes either
 _RANKS_PER_PERIOD = 256  # with more ranks, each reads the board less often
 
@@ -166,7 +167,7 @@ class RankSupervisor:
         self._comm.abort(FAULT)
 
     def _leave(self) -> None:
-        """Report that this rank ends. The first rank waits for all others, because it hosts the board."""
+        """Report that this rank ends, and wait for the others."""
         if self._is_forked():
             return
         self._leaving.set()
@@ -178,10 +179,18 @@ class RankSupervisor:
             self._peers.leave()
 
     def _stay(self, board: Board) -> None:
-        while self._comm.rank == 0 and any(status.state != "ended" for status in board.states()):
+        """Wait until all ranks have ended: the first rank, which hosts the board, for ever; others for some seconds.
+
+        MPI does the same when it ends. Under other launchers an early exit would close this rank's connections, and
+        those that wait for it would fail before they can report in which step.
+        """
+        first = self._comm.rank == 0
+        deadline_s = time.monotonic() + _STAY_S
+        pause_s = 0.05 if first else 0.25 * max(1.0, self._comm.size / _RANKS_PER_PERIOD)
+        while (first or time.monotonic() < deadline_s) and any(status.state != "ended" for status in board.states()):
             if board.failed:
                 self._end_quietly(board)
-            time.sleep(0.05)
+            time.sleep(pause_s)
 
     def _watch(self, board: Board) -> None:
         pause_s = _PERIOD_S * max(1.0, self._comm.size / _RANKS_PER_PERIOD)

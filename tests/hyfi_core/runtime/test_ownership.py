@@ -1,13 +1,19 @@
-"""Optimizer states by parameter name: a state of another model is refused with both numbers of parameters."""
+"""What the optimizer of a rank is made of, and its state by parameter name."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+import hyfi_core
+from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.ownership import load_optimizer_state, optimizer_state
+from tests.harness import run_copies
 
 
 def test_a_state_of_another_model_is_refused_with_both_numbers() -> None:
@@ -16,3 +22,41 @@ def test_a_state_of_another_model_is_refused_with_both_numbers() -> None:
     optimizer = torch.optim.SGD(loaded_into.parameters(), 0.1)
     with pytest.raises(RequestError, match="2 saved, 4 now; resume with the same model"):
         load_optimizer_state(optimizer, loaded_into.named_parameters(), saved)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "chimera"])
+def test_an_optimizer_of_trainable_parameters_works_where_a_stage_has_none(schedule: Any) -> None:
+    plan = hyfi_core.ParallelPlan(grids=((1, 1), (1, 1)), cuts=("1",), microbatches=2, schedule=schedule)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    model.double()[0].requires_grad_(False)
+    images, labels = torch.randn(4, 3, 9, 8, dtype=torch.float64), torch.tensor([0, 1, 2, 3])
+
+    def trainable(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in parameters if p.requires_grad], lr=0.1)
+
+    def body(comm: Any, net: nn.Module) -> dict[str, torch.Tensor] | None:
+        engine = hyfi_core.parallelize(net, (4, 3, 9, 8), plan, comm, optimizer=trainable)
+        torch.optim.lr_scheduler.StepLR(engine.optimizer, 1)
+        for _ in range(2):
+            engine.train_step(images, labels)
+        return engine.gather_state_dict()
+
+    found = run_copies(model, plan.ranks, body)[0]
+    optimizer = trainable(model.parameters())
+    for _ in range(2):
+        F.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(torch.allclose(found[name], value, rtol=1e-9) for name, value in model.state_dict().items())
+
+
+def test_an_optimizer_that_refuses_its_parameters_is_told_with_their_number() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 2, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    with pytest.raises(RequestError, match=r"optimizer raised ValueError: .* it was passed 2 parameters"):
+        hyfi_core.parallelize(
+            model,
+            (1, 3, 9, 8),
+            hyfi_core.ParallelPlan(((1, 1),)),
+            AloneCommunicator(),
+            optimizer=lambda params: torch.optim.SGD([p for p in params if p.ndim == 7]),
+        )
