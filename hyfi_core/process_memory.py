@@ -53,6 +53,12 @@ def return_what_is_freed() -> None:
         library.mallopt(_M_ARENA_MAX, 2)
 
 
+def return_freed_now() -> None:
+    """Return freed memory that glibc has kept to the system."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def available_bytes() -> int:
     """Return the available memory of this machine, or of this container if less."""
     amounts = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]

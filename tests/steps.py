@@ -89,13 +89,15 @@ def parallel_steps(
     factory: Factory,
     strict: bool = True,
     loss: Loss = F.cross_entropy,
+    release: bool = False,
 ) -> tuple[Steps, list[Any]]:
     """The same on thread-ranks; also what each rank's engine says of its traffic and events."""
 
     def body(comm: Any, module: nn.Module) -> Any:
         replica = comm.rank // plan.ranks_per_replica
         shape = tuple(batches[0][replica][0].shape)
-        engine = hyfi_core.parallelize(module, shape, plan, comm, loss=loss, optimizer=factory)  # type: ignore[arg-type]
+        given: Any = {"loss": loss, "optimizer": factory, "release": release}
+        engine = hyfi_core.parallelize(module, shape, plan, comm, **given)  # type: ignore[arg-type]
         losses, first = [], None
         for index, step in enumerate(batches):
             losses.append(engine.accumulate(*step[replica]))
@@ -143,10 +145,11 @@ def assert_plan_equals_one_process(
     factory: Factory = sgd,
     steps: int = 5,
     strict: bool = True,
+    release: bool = False,
 ) -> list[Any]:
     """Train some steps both ways in float64 and compare everything."""
     model = model.double()
     batches = make_batches(shape, steps, plan.replicas)
-    found, told = parallel_steps(model, batches, plan, factory, strict)
+    found, told = parallel_steps(model, batches, plan, factory, strict, release=release)
     assert_equal_steps(found, one_process_steps(model, batches, plan.microbatches, factory))
     return told

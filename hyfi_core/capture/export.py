@@ -25,6 +25,7 @@ from hyfi_core.capture.guards import refuse_fake_constants, trace_guards
 from hyfi_core.capture.patching import PATCHING, patched
 from hyfi_core.capture.places import explained, traced_line
 from hyfi_core.capture.program import Operator, Program, Ref, ValueInfo
+from hyfi_core.capture.released import stood_in
 from hyfi_core.capture.stored_tensors import StoredTensors
 from hyfi_core.errors import RequestError
 
@@ -59,10 +60,10 @@ def _exported(
 ) -> ExportedProgram:
     with PATCHING, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             image = torch.empty(shape, dtype=dtype)
         # With gradients even for prediction, so that training and prediction agree on which values carry gradients.
-        with torch.enable_grad(), _quiet(), trace_guards(model, stored):
+        with torch.enable_grad(), _quiet(), stood_in(model, mode), trace_guards(model, stored):
             traced = torch.export.export(model, (image,), strict=False)
         with _own_composites_only(traced):
             exported: ExportedProgram = traced.run_decompositions(_DIFFERENTIABLE)

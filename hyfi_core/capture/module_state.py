@@ -124,6 +124,23 @@ def attributes(model: nn.Module) -> Attributes:
     return found
 
 
+def tensors_in_attributes(model: nn.Module) -> set[int]:
+    """Return the ids of parameters and buffers that attributes of modules, or values outside of the model, hold."""
+    own = own_tensors(model)
+    open_values: list[Hashable] = [*attributes(model).values(), *outside_attributes(model).values()]
+    found, seen = set[int](), set[int]()
+    while open_values:
+        value = open_values.pop()
+        if isinstance(value, _Same):
+            found |= {id(value.item)} & own.keys()
+        elif isinstance(value, _Identities):
+            found |= {*value.ids} & own.keys()
+        elif isinstance(value, tuple) and id(value) not in seen:
+            seen.add(id(value))
+            open_values += value
+    return found
+
+
 def comparable(value: Any, seen: dict[int, Hashable]) -> Hashable:
     """Return a hashable value that changes with an attribute; ``seen``: id of an object -> its value, to reuse."""
     kind = type(value)  # called for every attribute of every module: the common cases must be fast

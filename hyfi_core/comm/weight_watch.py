@@ -91,8 +91,8 @@ class WeightWatch:
         return digest
 
     def digest(self, name: str) -> int:
-        """Return a digest of all values of a tensor, in the order of its dims."""
-        return _digest(self._tensors[name], 0)
+        """Return a digest of all values of a tensor, in the order of its dims; 0 if it has none here."""
+        return 0 if self._tensors[name].is_meta else _digest(self._tensors[name], 0)
 
     def is_buffer(self, name: str) -> bool:
         """Whether a name is that of a buffer."""
@@ -112,7 +112,7 @@ class WeightWatch:
         self._lost |= {name for name in found if id(self._tensors[name]) in arriving}
 
     def _marks(self) -> tuple[list[tuple[int, int]], list[_Selection]]:
-        seen = [(0 if t.is_inference() else t._version, t.data_ptr()) for t in self._tensors.values()]
+        seen = [(0 if t.is_inference() or t.is_meta else t._version, t.data_ptr()) for t in self._tensors.values()]
         return seen, self._selected(self._compared, 0)
 
     def _selected(self, names: Sequence[str], turn: int) -> list[_Selection]:

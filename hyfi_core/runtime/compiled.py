@@ -100,6 +100,7 @@ def compile_model(
     comm: Communicator,
     output: Output | None,
     autocast: torch.dtype | None = None,
+    device: str = "cpu",
     runs_for_memory: dict[Any, FusedRuns] | None = None,
     cells: int = 1,
     channels_last: bool = False,
@@ -115,6 +116,7 @@ def compile_model(
         comm: the ranks of the replica.
         output: selects the logits from the model's output.
         autocast: dtype of autocast.
+        device: type of the device on which the model runs.
         runs_for_memory: cache of fused runs for cells; in evaluation mode these are chosen by memory.
         cells: number of cells of one process.
         channels_last: whether maps are channels-last although weights are not.
@@ -137,7 +139,6 @@ def compile_model(
         runs = _known_runs(runs_for_memory, program, plan, stages[0])
     lowered = _Lowered(stages, placement, comm.rank, frozenset(trained), active, plan, together, runs, cells, spills)
     last = channels_last or any(is_channels_last(p) for p in model.parameters())
-    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
     dtypes = dtypes_under_autocast(program, autocast, device) if autocast is not None and plan.stages > 1 else {}
     return Compiled(
         program,

@@ -34,8 +34,8 @@ from hyfi_core.runtime.compiled import Compiled
 from hyfi_core.runtime.executor import evaluating
 from hyfi_core.runtime.gradients import GradientsOfCells, ParameterHooks, StepGradients, clip
 from hyfi_core.runtime.groups import Groups
-from hyfi_core.runtime.mirror import Mirror
-from hyfi_core.runtime.ownership import ParameterOwnership, made_optimizer, optimizer_state, restricted
+from hyfi_core.runtime.mirror import Mirror, trained_by_stage
+from hyfi_core.runtime.ownership import ParameterOwnership, made_optimizer, optimizer_state, restricted, used_stages
 from hyfi_core.runtime.runner import StageRunner
 from hyfi_core.runtime.subject import CAPTURES_KEPT, Bindings, Loss, RandomKey, Subject
 from hyfi_core.schedule.action import Action, Schedule
@@ -68,6 +68,8 @@ class Engine:
         autocast: torch.dtype | None,
         image_dtype: torch.dtype | None = None,
         memory_format: MemoryFormat = "auto",
+        check: Callable[[ParallelPlan], None] = lambda plan: None,
+        release: bool = False,
     ) -> None:
         self._model = model
         self._device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
@@ -95,7 +97,10 @@ class Engine:
         compiled = self._compiled()  # captures the model, or refuses it
         for tensor in (*model.parameters(), *model.buffers()):
             comm.broadcast(tensor.data)
-        self._ownership = ParameterOwnership(model, compiled, self._groups)
+        check(plan)
+        if release and plan.stages > 1:
+            bindings.release(used_stages(model, compiled), self._groups.has)
+        self._ownership = ParameterOwnership(model, compiled, self._groups, self._device)
         self._mirrors: dict[frozenset[str], Mirror] = {}
         self._mirror: Mirror | None = None
         self._watch = WeightWatch(model, self._arriving, plan.stages > 1)
@@ -259,17 +264,12 @@ class Engine:
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Load weights and buffers from a ``state_dict`` on every rank; the next call refuses ranks that differ."""
         self.settle()
-        self._model.load_state_dict(state)
+        self._model.load_state_dict(self._ownership.here(state))
         self._consensus.loaded(state)
 
     def traffic(self) -> dict[str, dict[str, int]]:
         """Return messages and bytes sent by this rank in the last step, by kind; including those between its cells."""
-        total = self._groups.traffic()
-        for groups in self._cell_groups():
-            for kind, counts in groups.traffic().items():
-                for key, count in counts.items():
-                    total[kind][key] += count
-        return total
+        return self._groups.traffic(*self._cell_groups())
 
     def seconds(self) -> dict[str, float]:
         """Return how long this rank waited for messages in the last step, by kind: ``halo``, ``stage``, ``reduce``."""
@@ -326,7 +326,7 @@ class Engine:
         """Set the pager's limit; refuse a limit that is too small."""
         if self._paging is None:
             return
-        weights = sum(p.nbytes for p in self._model.parameters() if p.requires_grad)
+        weights = sum(p.nbytes for p in self._model.parameters() if p.requires_grad and not p.is_meta)
         new = STATE_COPIES if self._optimizer is not None and not self._optimizer.state else 1
         self._paging.begin((micro, trains), lambda: self._forecasts(micro, trains), new * weights if trains else 0)
 
@@ -371,11 +371,7 @@ class Engine:
         if self.plan.mirror != "point_to_point":
             return
         if compiled.trained not in self._mirrors:
-            named = dict(self._model.named_parameters(remove_duplicate=False))
-            stages = [
-                list({id(named[n]): named[n] for n in names if n in compiled.trained}.values())
-                for names in compiled.parameters
-            ]
+            stages = trained_by_stage(self._model, compiled)
             self._mirrors[compiled.trained] = Mirror(Placement.of(self.plan), self._groups.replica, stages)
         if self._mirror is not self._mirrors[compiled.trained]:
             self.settle()

@@ -59,6 +59,10 @@ class Groups:
         """Return the ranks of a replica that compute with parameters used in these stages, in any direction."""
         return self._ranks(stages, self._plan.directions)
 
+    def has(self, stages: Iterable[int]) -> bool:
+        """Whether this rank has one of these stages, in any direction."""
+        return self.replica.rank in self.users(stages)
+
     def _ranks(self, stages: Iterable[int], directions: int) -> frozenset[int]:
         return frozenset(
             rank
@@ -94,9 +98,9 @@ class Groups:
         for comm in self.counted():
             comm.counts.spans = spans
 
-    def traffic(self) -> dict[str, dict[str, int]]:
-        """Return messages and bytes sent by this rank since the last reset, by kind."""
-        every = [comm.counts for comm in self.counted()]
+    def traffic(self, *others: Groups) -> dict[str, dict[str, int]]:
+        """Return messages and bytes sent by this rank since the last reset, by kind; with those of other groups."""
+        every = [comm.counts for groups in (self, *others) for comm in groups.counted()]
         return {
             kind: {
                 "messages": sum(counts.messages[kind] for counts in every),

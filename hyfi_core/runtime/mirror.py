@@ -23,6 +23,7 @@ from hyfi_core.comm.base import Message, Pending
 from hyfi_core.comm.counted import CountedCommunicator
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.placement import Placement
+from hyfi_core.runtime.compiled import Compiled
 
 _UNFINISHED: dict[int, _InTransit] = {}
 """Exchanges that have not been waited for. MPI accesses their memory even after their mirror has been freed."""
@@ -156,6 +157,14 @@ class Mirror:
         transit = _InTransit(stage, pending, flats)
         _UNFINISHED[id(transit)] = transit
         return transit
+
+
+def trained_by_stage(model: nn.Module, compiled: Compiled) -> list[list[nn.Parameter]]:
+    """Return the trained parameters of each stage, each once, in one order on all ranks."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    return [
+        list({id(named[n]): named[n] for n in names if n in compiled.trained}.values()) for names in compiled.parameters
+    ]
 
 
 def _partners(placement: Placement, rank: int) -> tuple[Mapping[int, int], Mapping[int, int]]:

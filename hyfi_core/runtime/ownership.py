@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hyfi_core.capture.released import named_tensors
 from hyfi_core.comm.base import Message
 from hyfi_core.comm.same_weights import HeldWeights
 from hyfi_core.errors import RequestError
@@ -26,10 +27,11 @@ class ParameterOwnership:
         model: the user's module.
         compiled: its stages.
         groups: the plan's groups.
+        device: of tensors that are gathered.
     """
 
-    def __init__(self, model: nn.Module, compiled: Compiled, groups: Groups) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, compiled: Compiled, groups: Groups, device: torch.device) -> None:
+        self._model, self._device = model, device
         self._compiled = compiled
         self._groups = groups
         self._stages = _stages_by_name(model, compiled)
@@ -67,6 +69,11 @@ class ParameterOwnership:
         """Return the entries of the ``state_dict`` that this rank writes: each is written by one rank of replica 0."""
         return [name for name in self._model.state_dict() if self._owner(name) == self._groups.all.rank]
 
+    def here(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return a state in which tensors on the meta device stand for those that this rank has released."""
+        released = {name for name, tensor in named_tensors(self._model).items() if tensor.is_meta}
+        return {name: t.to("meta") if name in released else t for name, t in state.items()}
+
     def gather_gradients(self) -> dict[str, torch.Tensor] | None:
         """Return copies of all gradients on rank 0, None elsewhere."""
         names = [name for name, p in self._model.named_parameters() if p.requires_grad]
@@ -97,7 +104,7 @@ class ParameterOwnership:
             sends = [Message(0, mine[n].detach().contiguous()) for n in names if self._owner(n) == comm.rank]
             comm.exchange(sends, []).wait()
             return None
-        received = {n: torch.empty(like[n].shape, dtype=like[n].dtype, device=like[n].device) for n in names}
+        received = {n: self._room(like[n]) for n in names}
         comm.exchange([], [Message(self._owner(n), tensor) for n, tensor in received.items()]).wait()
         own = {n: tensor.detach().clone() for n, tensor in mine.items() if self._owner(n) == 0}
         return {n: received[n] if n in received else own[n] for n in order if n in received or n in own}
@@ -106,31 +113,39 @@ class ParameterOwnership:
         """Return the rank of replica 0 that owns an entry."""
         return min(self._holders[name]) if name in self._holders else 0
 
+    def _room(self, like: torch.Tensor) -> torch.Tensor:
+        """Return memory for a tensor; this rank may have released its own."""
+        return torch.empty(like.shape, dtype=like.dtype, device=self._device if like.is_meta else like.device)
+
     def _placeholder(self) -> nn.Parameter:
-        device = next((p.device for p in self._model.parameters()), None)
-        return nn.Parameter(torch.zeros(0, device=device))
+        return nn.Parameter(torch.zeros(0, device=self._device))
 
 
-def _stages_by_name(model: nn.Module, compiled: Compiled) -> dict[str, set[int]]:
-    """Return name of a parameter or buffer -> stages that use it.
+def used_stages(model: nn.Module, compiled: Compiled) -> dict[str, set[int]]:
+    """Return name of a parameter or buffer -> stages that use it; without those that no operator uses.
 
-    Names of one tensor (tied weights) have the same stages. Tensors not used by any operator (a counter in evaluation
-    mode) belong to the stage of their module, or to the first stage.
+    Names of one tensor (tied weights) have the same stages.
     """
-    named = {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
+    named = named_tensors(model)
     by_tensor: dict[int, set[int]] = {}
-    by_module: dict[str, set[int]] = {}
     for stage, names in enumerate(compiled.names):
         for name in names:
             by_tensor.setdefault(id(named[name]), set()).add(stage)
+    return {name: by_tensor[id(tensor)] for name, tensor in named.items() if id(tensor) in by_tensor}
+
+
+def _stages_by_name(model: nn.Module, compiled: Compiled) -> dict[str, set[int]]:
+    """Return name of a parameter or buffer -> stages to which it belongs.
+
+    Tensors not used by any operator (a counter in evaluation mode) belong to the stage of their module, or to the first
+    stage.
+    """
+    used = used_stages(model, compiled)
+    by_module: dict[str, set[int]] = {}
+    for stage, names in enumerate(compiled.names):
+        for name in names:
             by_module.setdefault(name.rpartition(".")[0], set()).add(stage)
-    return {
-        name: by_tensor.get(id(tensor)) or by_module.get(name.rpartition(".")[0]) or {0}
-        for name, tensor in named.items()
-    }
+    return {name: used.get(name) or by_module.get(name.rpartition(".")[0]) or {0} for name in named_tensors(model)}
 
 
 def optimizer_state(

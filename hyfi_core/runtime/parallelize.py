@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.plan.strategy import Strategy, plan_for
 from hyfi_core.runtime.batch_reader import MemoryFormat, check_share, divisor
 from hyfi_core.runtime.engine import Engine, OptimizerFactory
+from hyfi_core.runtime.groups import node_name
 from hyfi_core.runtime.subject import Loss
 
 
@@ -36,6 +38,7 @@ def parallelize(
     image_dtype: torch.dtype | None = None,
     memory_format: MemoryFormat = "auto",
     verify: bool = True,
+    release: bool = False,
 ) -> Engine:
     """Distribute a model over the ranks of a plan.
 
@@ -56,6 +59,9 @@ def parallelize(
             "as_given" by images and weights. Outputs and gradients have the format that they have in one process.
         verify: at start, rank 0 compares the module with its capture on small images, in its current mode and in
             evaluation mode; a difference in values or gradients is refused.
+        release: whether this rank keeps only what its stages use: other parameters and buffers of ``model`` are moved
+            to the meta device, without values, when the engine has been created. Methods of the engine work as before.
+            Each rank needs its own ``model``.
 
     Raises:
         RequestError: plan, ranks, shape or model are not compatible, or differ between ranks: the same error on every
@@ -63,21 +69,31 @@ def parallelize(
     """
     plan = agree(comm, lambda: _checked(model, shape, plan, comm, strategy, optimizer, loss, output))
     own = frozenset(model.modules())
-    settings = {
-        "autocast": autocast,
-        "image_dtype": image_dtype,
-        "memory_format": memory_format,
-        "verify": verify,
-        "optimizer": "given" if optimizer is not None else "none",
-        "loss": describe_function(loss, own),
-        "output": describe_function(output, own),
-    }
+    settings: dict[str, object] = {"autocast": autocast, "image_dtype": image_dtype, "memory_format": memory_format}
+    settings |= {"verify": verify, "release": release, "optimizer": "given" if optimizer is not None else "none"}
+    settings |= {"loss": describe_function(loss, own), "output": describe_function(output, own)}
     compare_requests(comm, model, shape, plan, settings)
-    engine = Engine(model, shape, plan, comm, loss, optimizer, output, autocast, image_dtype, memory_format)
-    if verify:  # last, after models that cannot be captured have been refused
-        micro = (shape[0] // engine.plan.microbatches, *shape[1:])
-        agree(comm, lambda: _verify(model, micro, output, image_dtype) if comm.rank == 0 else None)
-    return engine
+    if release:
+        _refuse_shared(model, comm)
+
+    def check(chosen: ParallelPlan) -> None:
+        micro = (shape[0] // chosen.microbatches, *shape[1:])
+        if verify:  # after models that cannot be captured have been refused
+            agree(comm, lambda: _verify(model, micro, output, image_dtype) if comm.rank == 0 else None)
+
+    given = model, shape, plan, comm, loss, optimizer, output, autocast, image_dtype, memory_format
+    return Engine(*given, check, release)
+
+
+def _refuse_shared(model: nn.Module, comm: Communicator) -> None:
+    """Refuse a module that several ranks of one process share: what one releases, another needs."""
+    holders = comm.gather_objects([node_name(), os.getpid(), id(model)])
+    shared = comm.broadcast_object(None if holders is None else len(set(map(tuple, holders))) < len(holders))
+    if shared:
+        raise RequestError(
+            "release=True, but several ranks share one module: each would release what others need; pass a module of "
+            "its own on each rank, such as copy.deepcopy(model), or release=False"
+        )
 
 
 def _checked(
@@ -146,8 +162,9 @@ def _check_model(model: nn.Module) -> None:
             raise RequestError(f"{name!r} of the model has no shape yet; run the model once, on a small image")
         if tensor.is_meta:
             raise RequestError(
-                f"{name!r} of the model is on the meta device and has no data; call model.to_empty(device='cpu') and "
-                "load or initialise its weights first"
+                f"{name!r} of the model is on the meta device and has no data, or was released by an earlier "
+                "parallelize(..., release=True); pass a new model, or call model.to_empty(device='cpu') and load or "
+                "initialise its weights first"
             )
 
 

@@ -89,11 +89,13 @@ class StageRunner:
                 self.groups.replica,
                 subject.output,
                 subject.autocast,
+                subject.device.type,
                 subject.runs if self._cell else None,
                 self._cells,
                 subject.channels_last,
                 self._pager is not None,
             )
+            subject.bindings.refuse_released(self._cache[key].names, self.groups.users)
         return self._cache[key]
 
     def known(self, shape: Shape) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,6 +12,7 @@ from torch import nn
 
 from hyfi_core.capture.export import capture
 from hyfi_core.capture.program import KEY, Program
+from hyfi_core.capture.released import Former, release
 from hyfi_core.capture.state_watch import StateWatch
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.fused_runs import FusedRuns
@@ -64,12 +65,48 @@ class Bindings:
 
     def __init__(self, model: nn.Module, random: RandomKey) -> None:
         self._model = model
+        self._random = random
+        self._former: Former = []
+        self._stages: Mapping[str, Set[int]] = {}
+        self._read()
+
+    def _read(self) -> None:
+        model = self._model
         self._parameters: Values = dict(model.named_parameters(remove_duplicate=False))
         self._buffers: Values = dict(model.named_buffers(remove_duplicate=False))
         self.parameters_once = dict(model.named_parameters())
-        self._random = random
         self._found: dict[HostedStage, tuple[Values, Values]] = {}
         self._holdings = _holdings(model)
+
+    def release(self, stages: Mapping[str, Set[int]], is_here: Callable[[Set[int]], bool]) -> None:
+        """Release the tensors that only stages on other ranks use.
+
+        Args:
+            stages: name of a parameter or buffer -> stages that use it; the same on every rank.
+            is_here: whether this rank has one of some stages.
+        """
+        self._stages = stages
+        self._former = release(self._model, {name for name, of in stages.items() if not is_here(of)})
+        self._read()
+
+    def refuse_released(self, names: Sequence[Iterable[str]], users: Callable[[Set[int]], Set[int]]) -> None:
+        """Refuse a program that uses tensors on ranks that have released them; the same on every rank.
+
+        Args:
+            names: for each stage, those of the parameters and buffers that it uses.
+            users: returns the ranks of some stages.
+
+        Raises:
+            RequestError: it does; the message names the first.
+        """
+        for stage, of in enumerate(names):
+            for name in of:
+                if name in self._stages and not users({stage}) <= users(self._stages[name]):
+                    raise RequestError(
+                        f"{name!r} of the model is now used in stage {stage}, whose ranks have released it: no "
+                        f"operator of that stage used it in the mode in which parallelize was called; pass "
+                        f"release=False, or choose plan.cuts that keep all its uses in one stage"
+                    )
 
     def refuse_replaced(self) -> None:
         """Refuse a model whose parameters or buffers were replaced.
@@ -121,7 +158,10 @@ class Bindings:
         named = {**self._parameters, **self._buffers}
         here = {id(named[name]) for name in names}
         trained = here & {id(parameter) for parameter in self._parameters.values()}
-        return trained, {id(t): name for name, t in named.items() if id(t) not in here} if staged else {}
+        if not staged:
+            return trained, {}
+        former = {id(tensor): name for reference, name in self._former if (tensor := reference()) is not None}
+        return trained, former | {id(t): name for name, t in named.items() if id(t) not in here}
 
     def _of(self, stage: HostedStage) -> tuple[Values, Values]:
         if stage not in self._found:

@@ -1,0 +1,97 @@
+"""Released tensors: parameters and buffers of a model whose values only other ranks have.
+
+    rank 0    enter.weight  real      fc.weight  meta
+    rank 1    enter.weight  meta      fc.weight  real
+
+A tensor on the meta device takes the place of each: any computation with it is an error of PyTorch. It has the shape,
+strides, dtype, ``requires_grad`` and hooks of the released one, so that the model can be captured again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Collection, Iterator, Mapping
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hyfi_core.capture.module_state import tensors_in_attributes
+from hyfi_core.process_memory import return_freed_now
+
+Former = list[tuple["weakref.ref[torch.Tensor]", str]]
+"""(a released tensor, its name): code outside of the model may still hold it."""
+
+
+def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return name -> parameter or buffer; tied ones under each of their names."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
+
+
+def release(model: nn.Module, names: Collection[str]) -> Former:
+    """Put tensors on the meta device in place of parameters and buffers, and return their memory to the system.
+
+    Those that an attribute of a module holds, too, stay, as do tensors of a subclass: nothing would be freed, or the
+    forward would read the attribute.
+
+    Args:
+        model: changed.
+        names: of the tensors; all names of a tied one.
+    """
+    held = tensors_in_attributes(model)
+    chosen = {n: t for n, t in named_tensors(model).items() if n in names and _is_plain(t) and id(t) not in held}
+    former = [(weakref.ref(tensor), name) for name, tensor in chosen.items()]
+    _replace(model, {id(tensor): _without_values(tensor) for tensor in chosen.values()})
+    chosen.clear()
+    gc.collect()  # a capture leaves circles of references that hold them
+    return_freed_now()
+    return former
+
+
+@contextlib.contextmanager
+def stood_in(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
+    """Context in which fake tensors, on the device of the others, stand in for released ones during a trace."""
+    tensors = {id(tensor): tensor for tensor in named_tensors(model).values()}
+    released = {key: tensor for key, tensor in tensors.items() if tensor.is_meta}
+    if not released:
+        yield
+        return
+    device = next((tensor.device for tensor in tensors.values() if not tensor.is_meta), torch.device("cpu"))
+    with mode:
+        fakes = {key: _like(tensor, device) for key, tensor in released.items()}
+    _replace(model, fakes)
+    try:
+        yield
+    finally:
+        _replace(model, {id(fake): released[key] for key, fake in fakes.items()})
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_meta
+
+
+def _without_values(tensor: torch.Tensor) -> torch.Tensor:
+    made = _like(tensor, torch.device("meta"))
+    vars(made).update(vars(tensor))
+    made._backward_hooks = tensor._backward_hooks  # never called: it gets no gradient; but counted on every rank
+    made._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
+    return made
+
+
+def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+
+def _replace(model: nn.Module, made: Mapping[int, torch.Tensor]) -> None:
+    """Replace parameters and buffers; ``made``: id of the present one -> the new one."""
+    for module in model.modules():
+        for registry in (module._parameters, module._buffers):
+            for name, tensor in registry.items():
+                if tensor is not None and id(tensor) in made:
+                    registry[name] = made[id(tensor)]  # type: ignore[assignment]
+                    if isinstance(module, nn.RNNBase):  # it holds a list of its parameters, too
+                        setattr(module, name, made[id(tensor)])
