@@ -31,7 +31,7 @@ from hyfi_core.runtime.engine import Engine
 from hyfi_core.schedule.picture import draw
 from hyfi_core.schedule.simulate import simulate
 from hyfi_core.schedule.trace import TraceEvent, bubble, to_json
-from workflows.benchmarks.sleeping import SleepingNetwork
+from workflows.benchmarks.reduction import SleepingNetwork
 from workflows.evaluation.models import convert_model
 from workflows.launch.launch import own_rank
 from workflows.launch.mpiexec import find

@@ -23,6 +23,7 @@ SMALL = {
     "forecast": ["--size", "64", "--steps", "1", "--models", "resnet6", "--machine", "cpu"],
     "fused": ["--size", "64", "--rounds", "1"],
     "ingest_memory": ["--size", "1024", "--mpp", "0.5"],
+    "layers": ["--depth", "3", "--filters", "16", "--stages", "2", "--size", "64"],
     "networks": None,  # needs packages of third parties
     "offload": ["--size", "256", "--steps", "25", "--rounds", "1"],
     "overlap": ["--size", "128", "--steps", "1"],
@@ -35,7 +36,7 @@ SMALL = {
     "store": ["SLIDE", "--runs", "1"],
     "view": ["SLIDE", "--tiles", "24", "--gigapixel", "3000"],
 }
-PARTS = {"__init__", "sleeping"}
+PARTS = {"__init__"}
 
 
 def test_all_benchmarks_are_known_here() -> None:

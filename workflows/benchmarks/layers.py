@@ -1,0 +1,102 @@
+"""Benchmark of layer memory: weights, gradients and moments on each rank of a pipeline, and its resident memory.
+
+    python -m workflows.benchmarks.layers [--depth 18] [--filters 208] [--stages 4] [--size 64] [--ways kept released]
+
+AmoebaNet-D ``(depth, filters)`` with AdamW, one rank (a process) for each stage, 1F1B, float32. ``kept``: every rank
+keeps the whole model; ``released``: ``parallelize(release=True)``. For each way and rank, a JSON line in MB: weights
+(with buffers), gradients and moments that are there after two steps; the same for the layers of its stage, counted in a
+model without values; their ratio; growth of resident memory from before the model was built to after the steps, and its
+peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import hyfi_core
+from hyfi_core.capture.export import capture
+from hyfi_core.capture.stages import cut_program
+from hyfi_core.cost.operators import value_bytes
+from hyfi_core.models.amoebanet import amoebanet_d
+from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.process_memory import forget_peak, peak_bytes, resident_bytes, return_freed_now
+from workflows.launch.launch import RANK_SETTINGS
+from workflows.launch.mpiexec import find
+
+WAYS = ("kept", "released")
+CLASSES, STEPS = 2, 2
+
+
+def main() -> None:
+    """Run each way in its own processes; or, as one of them, measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--depth", type=int, default=18)
+    parser.add_argument("--filters", type=int, default=208)
+    parser.add_argument("--stages", type=int, default=4)
+    parser.add_argument("--size", type=int, default=64)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.way is not None:
+        _rank(given)
+        return
+    for way in given.ways:
+        command = [*find().command(given.stages), sys.executable, "-m", "workflows.benchmarks.layers", "--way", way]
+        for name in ("depth", "filters", "stages", "size"):
+            command += [f"--{name}", str(getattr(given, name))]
+        subprocess.run(command, env=os.environ | RANK_SETTINGS | {"OMP_NUM_THREADS": "1"}, check=True)
+
+
+def _rank(given: argparse.Namespace) -> None:
+    comm = hyfi_core.init()
+    torch.manual_seed(0)
+    shape = (given.stages, 3, given.size, given.size)
+    plan = ParallelPlan(((1, 1),) * given.stages, "auto", given.stages, "1f1b")
+    F.conv2d(torch.zeros(1, 1, 8, 8), torch.zeros(1, 1, 3, 3))  # what the first convolution loads
+    before = resident_bytes()
+    forget_peak()
+    model = amoebanet_d(CLASSES, given.depth, given.filters)
+    released = given.way == "released"
+    engine = hyfi_core.parallelize(
+        model, shape, plan, comm, optimizer=lambda p: torch.optim.AdamW(p), verify=False, release=released
+    )
+    images, labels = torch.randn(shape), torch.zeros(given.stages, dtype=torch.long)
+    for _ in range(STEPS):
+        engine.accumulate(images, labels)
+        gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+        engine.update()
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if not t.is_meta]
+    states = [t for state in engine.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+    held = {"weights": sum(t.nbytes for t in tensors), "gradients": gradients, "moments": sum(t.nbytes for t in states)}
+    return_freed_now()
+    grown, peak = resident_bytes() - before, peak_bytes() - before
+    own = _stage_bytes(given, engine.plan, comm.rank)
+    found: dict[str, Any] = {"way": given.way, "rank": comm.rank}
+    found |= {f"{name}_mb": count for name, count in held.items()}
+    found |= {"held_mb": sum(held.values()), "stage_mb": own, "growth_mb": grown, "peak_growth_mb": peak}
+    lines = comm.gather_objects({k: round(v / 1e6, 1) if k.endswith("_mb") else v for k, v in found.items()})
+    for line in lines or ():
+        print(json.dumps({**line, "held_to_stage": round(line["held_mb"] / line["stage_mb"], 3)}), flush=True)
+
+
+def _stage_bytes(given: argparse.Namespace, plan: ParallelPlan, stage: int) -> int:
+    """Return the bytes of a stage's weights and buffers, and of a gradient and two moments of its weights."""
+    with torch.device("meta"):
+        model = amoebanet_d(CLASSES, given.depth, given.filters)
+    program = capture(model, (1, 3, given.size, given.size), torch.float32)
+    assert plan.cuts != "auto"
+    part = cut_program(program, program.outputs, plan.cuts)[stage].program
+    weights, buffers = (sum(value_bytes(program, name) for name in names) for names in (part.parameters, part.buffers))
+    return 4 * weights + buffers
+
+
+if __name__ == "__main__":
+    main()
