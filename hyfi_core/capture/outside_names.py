@@ -71,6 +71,36 @@ def outside_values(model: nn.Module, attributes: Iterable[Any] | None = None) ->
             yield (name if count == 1 else f"{name} ({count})"), value
 
 
+class _KnownClass:
+    """What a class held when it was last read; kept alive, so that no address is used again.
+
+    Attributes:
+        methods: the user's functions in it, unwrapped.
+        values: (name, value) of other attributes that count.
+    """
+
+    def __init__(self, holder: type) -> None:
+        self._held = vars(holder)
+        self._items, self._names = [*self._held.values()], [*self._held]
+        self._ids = [*map(id, self._items)]
+        functions = {name: _unwrapped(value) for name, value in self._held.items()}
+        functions = {name: value for name, value in functions.items() if isinstance(value, types.FunctionType)}
+        self._functions, self._codes = [*functions.values()], [f.__code__ for f in functions.values()]
+        self.methods = {name: function for name, function in functions.items() if _is_users(function)}
+        self.values = [(n, v) for n, v in self._held.items() if isinstance(v, _VALUES) and not n.startswith("__")]
+
+    def is_same(self) -> bool:
+        """Whether it holds the same objects under the same names, and its functions the same code."""
+        return (
+            [*map(id, self._held.values())] == self._ids
+            and [*self._held] == self._names
+            and [function.__code__ for function in self._functions] == self._codes
+        )
+
+
+_CLASSES: dict[type, _KnownClass] = {}
+
+
 class _Walk:
     """One walk over the user's functions and classes, each once."""
 
@@ -127,14 +157,13 @@ class _Walk:
         for holder in kind.__mro__:
             if not self._is_new(holder):
                 continue
-            own = _is_own_class(holder)
-            methods = {name: _unwrapped(value) for name, value in vars(holder).items()}
-            methods = {name: method for name, method in methods.items() if _is_users(method)}
-            if methods or own:
-                for name, value in vars(holder).items():
-                    if isinstance(value, _VALUES) and not name.startswith("__"):
-                        yield f"{holder.__qualname__}.{name}", value
-            for name, method in methods.items():
+            own, known = _is_own_class(holder), _CLASSES.get(holder)
+            if known is None or not known.is_same():
+                known = _CLASSES[holder] = _KnownClass(holder)
+            if known.methods or own:
+                for name, value in known.values:
+                    yield f"{holder.__qualname__}.{name}", value
+            for name, method in known.methods.items():
                 if own or name == "forward":
                     yield f"{holder.__qualname__}.{name}", method
                 yield from self._of_function(method, _DEPTH)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from hyfi_core.capture.program import Operator, Ref, substitute
+from hyfi_core.capture.program import Operator, Ref, refs_in, substitute
 from hyfi_core.rules.builder import Builder, Splits
 from hyfi_core.rules.instructions import Split
 
@@ -49,7 +49,15 @@ def bound(op: Operator) -> tuple[Callable[..., Any], tuple[str, ...]]:
         values = dict(zip(names, tensors, strict=True))
         return op.target(*substitute(op.args, values), **{k: substitute(v, values) for k, v in op.kwargs.items()})
 
-    return call, names
+    if any(True for _ in refs_in(tuple(op.kwargs.values()))):
+        return call, names
+    first = next((at for at, item in enumerate(op.args) if not isinstance(item, Ref)), len(op.args))
+    rest = op.args[first:]
+    if tuple(item.name for item in op.args[:first]) != names or any(True for _ in refs_in(rest)):
+        return call, names
+    # The usual operator, called at every step: its values, each once, and then constants.
+    target, kwargs = op.target, dict(op.kwargs)
+    return lambda *tensors: target(*tensors, *rest, **kwargs), names
 
 
 def renamed(op: Operator, names: dict[str, str]) -> Operator:

@@ -23,6 +23,7 @@ MORE: dict[str, Callable[[Any], Any]] = {
     "one removed, one added": lambda net: (delattr(net, "weights"), setattr(net, "others", [1.0])),
     "empty list filled": lambda net: net.empty.append(1),
     "list in a tuple": lambda net: net.nested[1].append(1),
+    "another name": lambda net: net.__dict__.__setitem__("renamed", net.__dict__.pop("last")),
     "equal number of another type": lambda net: setattr(net, "scale", True),
     "buffer added": lambda net: net.register_buffer("mask", torch.ones(1)),
     "buffer given": lambda net: setattr(net, "later", torch.ones(1)),
@@ -42,6 +43,7 @@ class Watched(StatefulNet):
         self.nested: tuple[int, list[int]] = (1, [])
         self.blocks = nn.Sequential(nn.ReLU())
         self.register_buffer("later", None)
+        self.last = 3
 
 
 @pytest.mark.parametrize("change", [*CHANGES.values(), *MORE.values()], ids=[*CHANGES, *MORE])
@@ -64,6 +66,24 @@ def test_every_change_outside_is_seen(name: str, monkeypatch: pytest.MonkeyPatch
     assert watch.state() is before
     OUTSIDE_CHANGES[name](monkeypatch)
     assert watch.state() != before and watch.state() == module_state(net)
+
+
+def test_another_name_and_a_new_method_of_a_class_are_seen() -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.gain
+
+    gain = 2.0
+    Scaled.gain = gain
+    net = Scaled()
+    watch = StateWatch(net)
+    states = [watch.state()]
+    del Scaled.gain
+    Scaled.factor = gain  # the same object at the same place
+    states.append(watch.state())
+    Scaled.extra_repr = lambda self: "scaled"
+    states.append(watch.state())
+    assert len({*states}) == 3 and states[2] == module_state(net)
 
 
 def test_values_of_tensors_do_not_count() -> None:
