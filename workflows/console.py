@@ -174,26 +174,28 @@ class _LogLines:
     def __init__(self, total: float | None, label: str, done: float, estimate: bool) -> None:
         self._total, self._label, self._estimate = total, label, estimate
         self._first = self._done = self._printed = done
+        self._note = ""
         self._started_s = self._printed_s = time.monotonic()
 
     def advance(self, steps: float = 1, note: str = "") -> None:
-        self._done += steps
+        self._done, self._note = self._done + steps, note
         now_s = time.monotonic()
         share = (self._total or self._done * 2) / LINES_PER_PROGRESS
         if self._done - self._printed >= share and now_s - self._printed_s >= MIN_SECONDS_BETWEEN_LINES:
-            self._print(note)
+            self._print()
 
     def skip(self, steps: float) -> None:
         self._first, self._done, self._printed = self._first + steps, self._done + steps, self._printed + steps
 
     def finish(self) -> None:
         if self._done > self._printed:
-            self._print("")
+            self._print()
 
-    def _print(self, note: str) -> None:
+    def _print(self) -> None:
         self._printed, self._printed_s = self._done, time.monotonic()
         of = f"/{self._total:g}" if self._total is not None else ""
         spent_s = self._printed_s - self._started_s
         left_s = (self._total - self._done) * spent_s / (self._done - self._first) if self._total is not None else 0
         left = f", {duration(left_s)} left" if left_s >= 1 and self._estimate else ""
-        warn(f"{self._label}: {self._done:g}{of} after {duration(spent_s)}{left}{f', {note}' if note else ''}", "INFO")
+        note = f", {self._note}" if self._note else ""
+        warn(f"{self._label}: {self._done:g}{of} after {duration(spent_s)}{left}{note}", "INFO")

@@ -23,6 +23,7 @@ from hyfi_core.comm.same_weights import SameWeights
 from hyfi_core.comm.weight_watch import WeightWatch
 from hyfi_core.cost.cuts import with_cuts
 from hyfi_core.cost.memory import STATE_COPIES, microbatches_in_flight
+from hyfi_core.cost.model_flops import training_flops
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.box import Box, hull
 from hyfi_core.plan.parallel_plan import ParallelPlan
@@ -279,6 +280,10 @@ class Engine:
         """Append (kind, begin, end) of each time spent on messages to ``spans`` from now on; None: no longer."""
         self._groups.record_spans(spans)
 
+    def flops_per_image(self) -> float:
+        """Return the operations of an image's forward and backward; see ``training_flops``."""
+        return training_flops(self._subject.program(self._micro), self._compiled().trained) / self._micro[0]
+
     def spilled(self) -> PagerCounts | None:
         """Return the bytes that the last call wrote, read and recomputed; None if ``plan.spill`` is not set."""
         return None if self._paging is None else self._paging.pager.counts
@@ -291,9 +296,8 @@ class Engine:
 
     def describe(self) -> str:
         """Return the plan as text, with the maps that every rank gathers."""
-        gathered = dict.fromkeys(
-            line for stage in self._compiled().hosted.values() for line in stage.ranked.gathered
-        )  # in the model's current mode
+        stages = self._compiled().hosted.values()  # in the model's current mode
+        gathered = dict.fromkeys(line for stage in stages for line in stage.ranked.gathered)
         lines = [f"gathered on every rank: {line}" for line in gathered]
         if self._paging is not None:
             lines.append(self._paging.describe((self._micro, True), self._forecasts(self._micro, trains=True)))
@@ -353,9 +357,8 @@ class Engine:
 
     def _check_evaluation(self, call: str, images: Images) -> tuple[int, int, int, int]:
         """Return the shape of a micro-batch, on which all ranks agree."""
-        reader = self._runners[0].reader
-        shape = reader.batch_shape(images)
-        micro = reader.micro_shape(shape)
+        shape = self._runners[0].reader.batch_shape(images)
+        micro = self._runners[0].reader.micro_shape(shape)
         self._consensus.check_evaluation(call, shape, self._runners[0].known(micro))
         return micro
 

@@ -19,9 +19,9 @@ from workflows import signals
 from workflows.commands import train
 from workflows.config.load import load_config
 from workflows.launch import launch
+from workflows.launch.stop import StopFlag
 from workflows.training import start
 from workflows.training.metrics_log import read_metrics
-from workflows.training.stop import StopFlag
 
 
 @contextmanager

@@ -22,10 +22,10 @@ from workflows.exit_codes import DONE, STOPPED
 if TYPE_CHECKING:
     from hyfi_core.comm.base import Communicator
     from hyfi_core.plan.parallel_plan import ParallelPlan
+    from workflows.launch.stop import StopFlag
     from workflows.training.job import TrainingJob
     from workflows.training.recorder import Recorder
     from workflows.training.start import Roles, SavedRun
-    from workflows.training.stop import StopFlag
 
     RankBody = Callable[[bool], int]
 
@@ -78,7 +78,7 @@ def train_rank(config: Config, resume: bool, as_json: bool) -> int:
     import torch
 
     from workflows.launch.peer_watch import join
-    from workflows.training.stop import StopFlag
+    from workflows.launch.stop import StopFlag
 
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
@@ -153,20 +153,28 @@ def _trainer(
     job: TrainingJob, roles: Roles, saved: SavedRun | None, coverage: Any, stop: StopFlag, device: str
 ) -> RankBody:
     """Build the engine and return the function that trains with it."""
+    import torch
+
     from workflows.training.loop import TrainingLoop
     from workflows.training.recorder import Recorder
     from workflows.training.run_folder import RunFolder
     from workflows.training.start import make_engine, make_model
+    from workflows.training.throughput import Throughput, peak_flops_per_s
 
     assert roles.trainers is not None
+    peak = peak_flops_per_s(job.config, job.plan.ranks, device)
     first = roles.world.rank == 0
     model = make_model(job, report=first and saved is None).to(made_current(device))
     replica = roles.trainers.rank // job.plan.ranks_per_replica
     engine = make_engine(job, model, job.plan, roles.trainers, job.layout.batch_of(replica))
+    throughput = None
+    if first:
+        height, width = job.config.data.size_px
+        throughput = Throughput(height * width, engine.flops_per_image(), peak, torch.device(device))
 
     def body(as_json: bool) -> int:
         start = saved.training.state["step"] if saved is not None else 0
-        recorder = Recorder(job, engine.plan, start, coverage) if first else None
+        recorder = Recorder(job, engine.plan, start, coverage, throughput) if throughput is not None else None
         if first:
             say(_start_text(job, engine.plan, start))
             RunFolder(job.config.run.dir).write_state("running", job.steps)

@@ -106,7 +106,7 @@ def validate_rank(request: EvaluationRequest) -> int:
     from workflows.evaluation.evaluate import Interrupted
     from workflows.evaluation.evaluator import Evaluator
     from workflows.launch.peer_watch import join
-    from workflows.training.stop import StopFlag
+    from workflows.launch.stop import StopFlag
 
     stop, whole = StopFlag(signals.requested), request.image == "whole"
     world, cells = join(), parse_cells(request.cells)

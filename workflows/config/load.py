@@ -28,6 +28,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "run.keep",
         "run.tensorboard",
         "run.trace",
+        "run.machine",
         "run.device",
         "run.early_stop",
         "plan.grids",

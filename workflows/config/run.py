@@ -57,6 +57,11 @@ class RunConfig(Section):
         description="a whole number ≥ 0: steps of which RUN/trace.json shows what every trainer did when, for "
         "Perfetto; the first step, which captures the model, is not among them unless it is the only one",
     )
+    machine: str | None = Field(
+        None,
+        description="null, the name of a machine model (as of hyfi plan --machine), or a file of hyfi doctor "
+        "--measure: the peak of a device, of which the run states the utilisation; null: only FLOP/s are stated",
+    )
     tensorboard: bool = Field(True, description="true or false: whether TensorBoard events are written")
     ema: float | None = Field(
         None,

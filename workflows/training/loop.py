@@ -13,6 +13,7 @@ from hyfi_core.runtime.checkpoint import step_folder
 from hyfi_core.runtime.checkpoint_together import CheckpointPart, save_together
 from hyfi_core.runtime.engine import Engine
 from workflows.console import say
+from workflows.launch.stop import StopFlag
 from workflows.training.bound_by import RunSetup, StepTime, bound_by
 from workflows.training.ema import MovingAverage
 from workflows.training.feeding import BatchImages, loading_report, loading_text, make_feed, preparation
@@ -21,7 +22,6 @@ from workflows.training.optimisation import lr_factor
 from workflows.training.recorder import Recorder
 from workflows.training.start import Roles, SavedRun
 from workflows.training.step_trace import StepTrace, traced_steps
-from workflows.training.stop import StopFlag
 from workflows.training.validating import Validating
 
 State = Mapping[str, torch.Tensor] | None

@@ -15,6 +15,7 @@ from workflows.training.curves import write_curves
 from workflows.training.job import TrainingJob
 from workflows.training.metrics_log import MetricsLog
 from workflows.training.run_folder import RunFolder
+from workflows.training.throughput import Throughput, describe
 
 Metrics = Mapping[str, Any]
 
@@ -42,6 +43,7 @@ class Recorder:
         plan: The plan with resolved cuts.
         start: The step after which the run continues (0: a new run); later lines of the log are dropped.
         coverage: Rows of ``coverage.csv``.
+        throughput: Converts images per second.
 
     Attributes:
         folder: The run's folder.
@@ -49,8 +51,16 @@ class Recorder:
         last: The step with which early stopping ends the run (see :mod:`workflows.training.best`), or None.
     """
 
-    def __init__(self, job: TrainingJob, plan: ParallelPlan, start: int, coverage: Iterable[Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        job: TrainingJob,
+        plan: ParallelPlan,
+        start: int,
+        coverage: Iterable[Mapping[str, Any]],
+        throughput: Throughput,
+    ) -> None:
         self._job, config = job, job.config
+        self._throughput = throughput
         self._start = start
         self.folder = RunFolder(config.run.dir)
         roles = {**config.roles.model_dump(exclude={"shares"}), "pace_s": job.pace_s}
@@ -73,17 +83,20 @@ class Recorder:
         spent: Mapping[str, float] | None = None,
     ) -> None:
         """Record one step; ``lr``: the rate that it used; ``spent``: other columns of its time."""
+        images_per_s = self._job.step_samples / seconds
+        found = self._throughput.of(images_per_s)
         values = {
             "epoch": self._job.epoch_of(step),
             "loss": loss,
             "lr": lr,
             "seconds": seconds,
-            "images_per_second": self._job.step_samples / seconds,
+            "images_per_second": images_per_s,
             "wait_seconds": wait_seconds,
             **(spent or {}),
+            **found,
         }
         self._log.write("train", step=step, **values)
-        self._step_text = f"loss {loss:.4g}, lr {lr:.3g}, {values['images_per_second']:.3g} images/s"
+        self._step_text = f"loss {loss:.4g}, lr {lr:.3g}, {images_per_s:.3g} images/s, {describe(found)}"
         self._show("train", step, values)
 
     def validated(self, step: int, metrics: Metrics, spare: Iterable[int] = ()) -> None:
@@ -108,7 +121,7 @@ class Recorder:
         say(f"step {step}: validation {text}{' (best)' if self.best == step else ''}")
 
     def line(self) -> str:
-        """Return the text of the progress line: loss, learning rate, speed, latest validation."""
+        """Return the text of the progress line: loss, learning rate, speed, memory, latest validation."""
         return self._step_text + self._validation_text
 
     def rewind(self) -> None:

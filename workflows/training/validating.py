@@ -15,11 +15,11 @@ from workflows.console import say
 from workflows.evaluation.evaluate import Interrupted, gather_logits, predict_slides
 from workflows.evaluation.snapshot import Snapshot, snapshot_bytes, unflatten
 from workflows.evaluation.validation_client import ValidationClient
+from workflows.launch.stop import StopFlag
 from workflows.training.ema import MovingAverage
 from workflows.training.job import TrainingJob
 from workflows.training.recorder import Recorder
 from workflows.training.start import Roles, make_evaluation_set
-from workflows.training.stop import StopFlag
 
 Weights = Mapping[str, torch.Tensor]
 

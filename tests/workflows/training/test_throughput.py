@@ -1,0 +1,52 @@
+"""Pixels and operations per second of a run, and what share of which peak they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hyfi_core.cost.machine import load_machine
+from hyfi_core.errors import RequestError
+from tests.workflows.archive import make_config
+from tests.workflows.runs import run_on
+from workflows.config.load import load_config
+from workflows.training.metrics_log import read_metrics
+from workflows.training.throughput import Throughput, describe, peak_flops_per_s
+
+
+def test_rates_are_those_of_the_images() -> None:
+    known = Throughput(2_000_000, 3e12, 24e12, torch.device("cpu"))
+    found = known.of(2.0)
+    assert (found["gigapixels_per_second"], found["flops_per_second"], found["utilisation"]) == (0.004, 6e12, 0.25)
+    assert found["memory_bytes"] is not None and found["memory_bytes"] > 1e7
+    assert describe({**found, "memory_bytes": 3.14e9}) == "0.004 GP/s, 6 TFLOP/s (25 % of peak), 3.1 GB"
+
+
+def test_without_a_peak_there_is_no_percentage() -> None:
+    found = Throughput(10**9, 5e8, None, torch.device("cpu")).of(0.5)
+    assert found["utilisation"] is None
+    assert describe({**found, "memory_bytes": 0}) == "0.5 GP/s, 250 MFLOP/s, 0 GB"
+
+
+def test_the_peak_is_that_of_the_machine_given(tmp_path: Path) -> None:
+    config = load_config(make_config(tmp_path, tmp_path), [])
+    assert peak_flops_per_s(config, 4, "cpu") is None
+    given = load_config(make_config(tmp_path, tmp_path, run={"machine": "cpu", "precision": "float64"}), [])
+    assert peak_flops_per_s(given, 4, "cpu") == 4 * load_machine("cpu").peak_flops_per_s["float64"]
+    with pytest.raises(RequestError, match=r"run.machine: given cpu, which has the peak of a cpu device.*cuda:1"):
+        peak_flops_per_s(given, 4, "cuda:1")
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_run_counts_its_images_once_on_any_number_of_ranks(tmp_path: Path, store: Path) -> None:
+    config = make_config(tmp_path, store, run={"steps": 2}, data={"batch_size": 4})
+    flops_of = {}
+    for name, ranks, plan in (("one", 1, []), ("four", 4, ["plan.grids=[[1,2]]", "plan.replicas=2"])):
+        assert run_on(ranks, config, f"run.dir={tmp_path / name}", "validation.every_steps=9", *plan) == [0] * ranks
+        record = read_metrics(tmp_path / name / "metrics.jsonl")[0]
+        assert record["utilisation"] is None
+        assert record["gigapixels_per_second"] == pytest.approx(250 * 250 * 4 / record["seconds"] / 1e9)
+        flops_of[name] = record["flops_per_second"] * record["seconds"]
+    assert flops_of["one"] == pytest.approx(flops_of["four"]) and flops_of["one"] > 4 * 250 * 250 * 3 * 8 * 25

@@ -1,0 +1,75 @@
+"""What a run's images per second are in pixels and operations per second, and the memory that rank 0 takes for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hyfi_core.cost.machine import load_machine
+from hyfi_core.errors import RequestError
+from hyfi_core.process_memory import resident_bytes
+from workflows.config.load import Config
+
+_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Converts a run's images per second.
+
+    Attributes:
+        image_px: Pixels of an image.
+        image_flops: Operations of the model for an image, forward and backward.
+        peak_flops_per_s: Peak of all trainers together; None: unknown, and so is utilisation.
+        device: Device of this rank, for its memory.
+    """
+
+    image_px: int
+    image_flops: float
+    peak_flops_per_s: float | None
+    device: torch.device
+
+    def of(self, images_per_s: float) -> dict[str, float | None]:
+        """Return the keys of a step's record: rates, share of the peak (None: unknown), bytes of memory."""
+        flops_per_s = self.image_flops * images_per_s
+        return {
+            "gigapixels_per_second": self.image_px * images_per_s / 1e9,
+            "flops_per_second": flops_per_s,
+            "utilisation": None if self.peak_flops_per_s is None else flops_per_s / self.peak_flops_per_s,
+            "memory_bytes": memory_bytes(self.device),
+        }
+
+
+def describe(found: dict[str, float | None]) -> str:
+    """Return the values of ``Throughput.of`` as text: ``0.17 GP/s, 1.2 TFLOP/s (34 % of peak), 3.1 GB``."""
+    flops_per_s = found["flops_per_second"] or 0.0
+    size, prefix = next(((size, prefix) for size, prefix in _PREFIXES if flops_per_s >= size), (1.0, ""))
+    share = found["utilisation"]
+    peak = "" if share is None else f" ({100 * share:.2g} % of peak)"
+    return (
+        f"{found['gigapixels_per_second']:.2g} GP/s, {flops_per_s / size:.3g} {prefix}FLOP/s{peak}, "
+        f"{(found['memory_bytes'] or 0) / 1e9:.2g} GB"
+    )
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Return the memory that this rank takes: its process now, or on a GPU the peak of its tensors so far."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident_bytes()
+
+
+def peak_flops_per_s(config: Config, trainers: int, device: str) -> float | None:
+    """Return the peak of all trainers by ``run.machine``; None if that is not set.
+
+    Raises:
+        RequestError: There is no such machine, or it computes on another kind of device than the run.
+    """
+    if config.run.machine is None:
+        return None
+    machine = load_machine(config.run.machine)
+    if machine.device != torch.device(device).type:
+        raise RequestError(
+            f"run.machine: given {config.run.machine}, which has the peak of a {machine.device} device, but trainers "
+            f"compute on {device}; give a file of `hyfi doctor --measure FILE.yaml`, or null"
+        )
+    return trainers * machine.peak_flops_per_s[config.run.precision]
