@@ -11,6 +11,8 @@ is checked against the clocks: a stream or the host that touches memory which an
 error in every run, also where the drawn order would hide it. Memory that is freed while another stream may use it is an
 error unless ``record_stream`` was called. Threads that begin before it is entered are not seen, but read the garbage.
 
+Time of the device passes only where a test says so (``Stream.time_s``); events measure it as those of CUDA do.
+
 Not modelled: kernels take no time, devices other than one, the speed of anything.
 """
 
@@ -79,13 +81,16 @@ class Stream:
         self._gpu = gpu
         self.number = len(gpu.streams) + 1  # 0 is the host
         self.clock: Clock = {self.number: 0}
+        self.time_s = 0.0
         self.queue: deque[tuple[int, Callable[[], None]]] = deque()
         gpu.streams.append(self)
 
     def wait_stream(self, other: Stream) -> None:
+        self.time_s = max(self.time_s, other.time_s)
         self._gpu.learn(self.clock, other.clock)
 
     def wait_event(self, event: Event) -> None:
+        self.time_s = max(self.time_s, event.time_s)
         self._gpu.learn(self.clock, event.clock)
 
     def record_event(self, event: Event | None = None) -> Event:
@@ -102,10 +107,11 @@ class Event:
     """Stands in for ``torch.cuda.Event``."""
 
     def __init__(self, gpu: FakeGpu) -> None:
-        self._gpu, self.clock, self._left = gpu, Clock(), 0
+        self._gpu, self.clock, self._left, self.time_s = gpu, Clock(), 0, 0.0
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or self._gpu.current
+        self.time_s = stream.time_s
         self.clock, self._left = dict(stream.clock), self._gpu.random.randint(0, _POLLS)
 
     def wait(self, stream: Stream | None = None) -> None:
@@ -113,7 +119,7 @@ class Event:
 
     def query(self) -> bool:
         self._left -= 1
-        if self._left >= 0:
+        if self._left >= 0 and not self._is_known():
             return False
         self._gpu.learn(self._gpu.host, self.clock)
         return True
@@ -121,6 +127,15 @@ class Event:
     def synchronize(self) -> None:
         self._gpu.host_waits("Event.synchronize")
         self._gpu.learn(self._gpu.host, self.clock)
+
+    def elapsed_time(self, end: Event) -> float:
+        """Return milliseconds of the device's time between two events that have completed."""
+        if not self._is_known() or not end._is_known():
+            raise RuntimeError("elapsed_time: an event has not completed")
+        return (end.time_s - self.time_s) * 1e3
+
+    def _is_known(self) -> bool:
+        return all(self._gpu.host.get(number, 0) >= tick for number, tick in self.clock.items() if number)
 
 
 class FakeGpu:

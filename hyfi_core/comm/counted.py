@@ -1,7 +1,14 @@
-"""A communicator that counts messages, bytes and waiting time by kind of traffic."""
+"""A communicator that counts messages, bytes and waiting time by kind of traffic.
+
+Waits for NCCL return at once: only the GPU's stream waits. Its waiting time is that between two events around the wait,
+which is read when both have completed, so that the host does not wait for it.
+
+    stream   ── kernel ── event ┄┄ waits for messages ┄┄ event ── kernel ──▶
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from time import perf_counter
 from typing import Protocol, Self
@@ -21,16 +28,17 @@ class TrafficCounts:
     Attributes:
         messages: sent since the last reset.
         sent_bytes: the same in bytes.
-        seconds: time spent on starting and waiting for messages.
+        seconds: time spent on starting and waiting for messages; after ``collect`` also that of a GPU's stream.
         spans: these times one by one, appended to this list, which ``reset`` leaves alone; None: not recorded.
     """
 
     def __init__(self) -> None:
         self.spans: list[Span] | None = None
+        self._on_stream: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
         self.reset()
 
     def reset(self) -> None:
-        """Count from zero again."""
+        """Count from zero again; waits of a stream that are not over count later."""
         self.messages = dict.fromkeys(KINDS, 0)
         self.sent_bytes = dict.fromkeys(KINDS, 0)
         self.seconds = dict.fromkeys(KINDS, 0.0)
@@ -46,6 +54,23 @@ class TrafficCounts:
         self.seconds[kind] += end_s - begin_s
         if self.spans is not None:
             self.spans.append((kind, begin_s, end_s))
+
+    def spend_on_stream(self, kind: str, begin: torch.cuda.Event) -> None:
+        """Add the time of the current stream since an event to one kind, when it has passed."""
+        self._on_stream.append((kind, begin, marked()))
+
+    def collect(self) -> None:
+        """Add the waits of streams that are over to ``seconds``."""
+        while self._on_stream and self._on_stream[0][2].query():
+            kind, begin, end = self._on_stream.popleft()
+            self.seconds[kind] += begin.elapsed_time(end) / 1e3
+
+
+def marked() -> torch.cuda.Event:
+    """Return an event on the current stream of the GPU, for measuring time."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 class KindCommunicator(Communicator, Protocol):
@@ -93,11 +118,16 @@ class CountedCommunicator(ForwardingCommunicator):
         start_s = perf_counter()
         pending = self._comm.exchange(sends, receives)
         self.counts.spend(self._kind, start_s)
-        return _TimedPending(pending, self.counts, self._kind)
+        return self._timed(pending, [message.tensor for message in (*sends, *receives)])
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> None:
         """Reduce in place; counts as one message of the tensor's bytes."""
         self._count_reduction(tensor)
+        if self._waits_on_stream((tensor,)):
+            begin = marked()
+            self._comm.all_reduce(tensor, op)
+            self.counts.spend_on_stream(self._kind, begin)
+            return
         start_s = perf_counter()
         self._comm.all_reduce(tensor, op)
         self.counts.spend(self._kind, start_s)
@@ -105,7 +135,14 @@ class CountedCommunicator(ForwardingCommunicator):
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Pending:
         """Start reducing in place; counts as one message of the tensor's bytes."""
         self._count_reduction(tensor)
-        return _TimedPending(self._comm.start_all_reduce(tensor, op), self.counts, self._kind)
+        return self._timed(self._comm.start_all_reduce(tensor, op), (tensor,))
+
+    def _timed(self, pending: Pending, tensors: Sequence[torch.Tensor]) -> Pending:
+        return _TimedPending(pending, self.counts, self._kind, self._waits_on_stream(tensors))
+
+    def _waits_on_stream(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether the GPU's stream waits for these messages instead of the host."""
+        return self._comm.in_order and any(tensor.is_cuda for tensor in tensors)
 
     def _count_reduction(self, tensor: torch.Tensor) -> None:
         if self._comm.size > 1:
@@ -115,10 +152,10 @@ class CountedCommunicator(ForwardingCommunicator):
 class _TimedPending:
     """Pending communication whose waiting time is counted."""
 
-    __slots__ = ("_counts", "_kind", "_pending")
+    __slots__ = ("_counts", "_kind", "_on_stream", "_pending")
 
-    def __init__(self, pending: Pending, counts: TrafficCounts, kind: str) -> None:
-        self._pending, self._counts, self._kind = pending, counts, kind
+    def __init__(self, pending: Pending, counts: TrafficCounts, kind: str, on_stream: bool) -> None:
+        self._pending, self._counts, self._kind, self._on_stream = pending, counts, kind, on_stream
 
     @property
     def needs_polls(self) -> bool:
@@ -128,6 +165,11 @@ class _TimedPending:
         return self._pending.test()
 
     def wait(self) -> None:
+        if self._on_stream:
+            begin = marked()
+            self._pending.wait()
+            self._counts.spend_on_stream(self._kind, begin)
+            return
         start_s = perf_counter()
         self._pending.wait()
         self._counts.spend(self._kind, start_s)

@@ -110,8 +110,10 @@ class Groups:
         }
 
     def seconds(self) -> dict[str, float]:
-        """Return this rank's waiting time since the last reset, by kind."""
+        """Return this rank's waiting time since the last reset, by kind; see ``CountedCommunicator``."""
         every = self.counted()
+        for comm in every:
+            comm.counts.collect()
         return {kind: sum(comm.counts.seconds[kind] for comm in every) for kind in KINDS}
 
 
