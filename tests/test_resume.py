@@ -32,8 +32,8 @@ OTHERS = {
 
 
 def train(comm: Any, module: nn.Module, plan: ParallelPlan, factory: Factory, folder: Path, first: int) -> list[float]:
-    """Five steps from ``first`` on; those that begin at 0 leave a checkpoint, others start from it."""
-    engine = hyfi_core.parallelize(module, SHAPE, plan, comm, optimizer=factory)  # type: ignore[arg-type]
+    """Five steps from ``first`` on; those that begin at 0 leave a checkpoint, others start from it, released."""
+    engine = hyfi_core.parallelize(module, SHAPE, plan, comm, optimizer=factory, release=bool(first))  # type: ignore[arg-type]
     if first:
         engine.load_state_dict(load_checkpoint(folder).weights)
         load_optimizer_state(engine.optimizer, module.named_parameters(), load_training_state(folder).optimizer)

@@ -21,6 +21,7 @@ from hyfi_core.comm.same_weights import SameWeights
 from hyfi_core.comm.weight_watch import Scope, digest_of
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.parallel_plan import ParallelPlan
+from hyfi_core.stored_state import StoredState
 
 T = TypeVar("T")
 Shape = tuple[int, int, int, int]
@@ -176,7 +177,8 @@ class CallConsensus:
     def loaded(self, state: Mapping[str, torch.Tensor]) -> None:
         """Note a state that was loaded; with several stages no other rank may have the same weights to compare."""
         if self._everyone.size > 1 and self._stages > 1:
-            self._loaded = {"the state that was loaded": f"one with digest {digest_of(state):08x}"}
+            digest = state.identity if isinstance(state, StoredState) else f"{digest_of(state):08x}"
+            self._loaded = {"the state that was loaded": f"one with digest {digest}"}
 
     def check_training(
         self, shape: Shape, program: str, labels: torch.Tensor, optimizer: torch.optim.Optimizer | None

@@ -1,8 +1,8 @@
 """Forecast of the memory of a training step on each rank, from shapes alone.
 
-It counts the weights with their gradients and optimizer state, activations saved for backward, and the working set of
-the largest operator. Measured on ResNets of 6 to 50 layers at 512 to 1024 px in float32, a step's real peak is 0.75 to
-1.15 times the sum; `at_least_bytes`, the first two alone, never exceeded the measured peak.
+It counts a stage's weights with their gradients and optimizer state, activations saved for backward, and the working
+set of the largest operator. Measured on ResNets of 6 to 50 layers at 512 to 1024 px in float32, a step's real peak is
+0.75 to 1.15 times the sum; `at_least_bytes`, the first two alone, never exceeded the measured peak.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ class MemoryForecast:
     """Memory of one rank of a stage in training.
 
     Attributes:
-        state_bytes: all weights, and gradients and optimizer state of the stage's own.
+        state_bytes: weights, gradients and optimizer state of the stage.
         saved_bytes: activations kept for backward, of all micro-batches in flight.
         working_bytes: inputs, outputs and gradients of the largest operator.
+        start_bytes: all weights, which a rank holds at start, before it releases those of other stages.
     """
 
     state_bytes: int
     saved_bytes: int
     working_bytes: int
+    start_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -87,7 +89,7 @@ def forecast_memory(program: Program, plan: ParallelPlan) -> tuple[MemoryForecas
         else:
             saved *= in_flight
         working = max((_touched(program, op) for op in operators), default=0)
-        found.append(MemoryForecast(weights + STATE_COPIES * owned, saved // ranks, working // ranks))
+        found.append(MemoryForecast((1 + STATE_COPIES) * owned, saved // ranks, working // ranks, weights))
     return tuple(found)
 
 

@@ -132,9 +132,10 @@ def _run(plan: ParallelPlan, placement: Placement, costs: StageCosts, durations:
 
 
 def _rank_bytes(plan: ParallelPlan, stages: tuple[MemoryForecast, ...]) -> tuple[int, ...]:
-    """Return the memory of each rank of a replica, which is the sum over the stages that it holds."""
+    """Return the memory of each rank of a replica: at start, or the sum over the stages that it holds."""
     placement, needed = Placement.of(plan), [_stage_bytes(plan, stage) for stage in stages]
-    return tuple(sum(needed[stage] for stage, _ in placement.hosted(rank)) for rank in range(placement.size))
+    sums = (sum(needed[stage] for stage, _ in placement.hosted(rank)) for rank in range(placement.size))
+    return tuple(max(stages[0].start_bytes, needs) for needs in sums)
 
 
 def _stage_bytes(plan: ParallelPlan, stage: MemoryForecast) -> int:

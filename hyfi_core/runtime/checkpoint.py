@@ -30,10 +30,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from hyfi_core.errors import RequestError
 from hyfi_core.files import swap_directory, sync_file
+from hyfi_core.stored_state import StoredState
 
 FORMAT = 1
 WEIGHTS_FILE = "model.safetensors"
@@ -51,18 +52,18 @@ class Checkpoint:
 
     Attributes:
         path: the folder, links resolved.
-        weights: host tensors under the names of the user's model; the caller owns them.
+        weights: host tensors under the names of the user's model, read from the files when they are used.
         model: the content of ``model.json``.
         averaged: the weights' moving average, under the same names; None if not kept.
     """
 
     path: Path
-    weights: dict[str, torch.Tensor]
+    weights: Mapping[str, torch.Tensor]
     model: dict[str, Any]
-    averaged: dict[str, torch.Tensor] | None = None
+    averaged: Mapping[str, torch.Tensor] | None = None
 
     @property
-    def inference_weights(self) -> dict[str, torch.Tensor]:
+    def inference_weights(self) -> Mapping[str, torch.Tensor]:
         """The weights for validation and prediction: the moving average if kept, else the weights."""
         return self.weights if self.averaged is None else self.averaged
 
@@ -193,16 +194,20 @@ def _file_name(name: str, number: tuple[int, int]) -> str:
     return name if count == 1 else f"{stem}-{index + 1:05d}-of-{count:05d}{dot}{suffix}"
 
 
-def load_checkpoint(path: Path) -> Checkpoint:
-    """Read the weights and ``model.json`` of a checkpoint folder or link.
+def load_checkpoint(path: Path, share: tuple[int, int] = (0, 1)) -> Checkpoint:
+    """Open the weights and read ``model.json`` of a checkpoint folder or link.
+
+    Args:
+        path: of the folder or link.
+        share: (index, number) of this rank among those that load it together: each compares some of the digests.
 
     Raises:
         RequestError: not a checkpoint, an unknown format, or a missing, truncated or altered file.
     """
     folder, model = _open(path)
-    weights = _read_tensors(folder, WEIGHTS_FILE, model)
+    weights = _stored_tensors(folder, WEIGHTS_FILE, model, share)
     kept = bool(_files_of(AVERAGE_FILE, model))
-    return Checkpoint(folder, weights, model, _read_tensors(folder, AVERAGE_FILE, model) if kept else None)
+    return Checkpoint(folder, weights, model, _stored_tensors(folder, AVERAGE_FILE, model, share) if kept else None)
 
 
 def read_model_json(path: Path) -> dict[str, Any]:
@@ -231,14 +236,14 @@ def amend_model_json(path: Path, more: Mapping[str, Any]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def load_training_state(path: Path) -> TrainingState:
-    """Read optimizer and loader state of a checkpoint folder or link.
+def load_training_state(path: Path, share: tuple[int, int] = (0, 1)) -> TrainingState:
+    """Read loader state and open the optimizer state of a checkpoint folder or link; see ``load_checkpoint``.
 
     Raises:
         RequestError: as ``load_checkpoint``; also if a checkpoint was saved without them.
     """
     folder, model = _open(path)
-    tensors = _read_tensors(folder, OPTIMIZER_TENSORS_FILE, model)
+    tensors = _stored_tensors(folder, OPTIMIZER_TENSORS_FILE, model, share)
     groups = _read_json(folder, OPTIMIZER_FILE, model)["groups"]
     return TrainingState({"tensors": tensors, "groups": groups}, _read_json(folder, STATE_FILE, model))
 
@@ -313,17 +318,16 @@ def _open(path: Path) -> tuple[Path, dict[str, Any]]:
     return folder, model
 
 
-def _read_tensors(folder: Path, name: str, model: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for file in _files_of(name, model) or [name]:
-        _check_file(folder, file, model)
-        try:
-            tensors.update(load_file(folder / file))
-        except (SafetensorError, OSError, ValueError) as error:
-            raise RequestError(
-                f"checkpoint file {folder / file} cannot be read: {error}; use another checkpoint"
-            ) from error
-    return tensors
+def _stored_tensors(folder: Path, name: str, model: Mapping[str, Any], share: tuple[int, int]) -> StoredState:
+    files = _files_of(name, model) or [name]
+    for number, file in enumerate(files):
+        _check_file(folder, file, model, digests=number % share[1] == share[0])
+    try:
+        return StoredState([folder / file for file in files], " ".join(model["files"][f]["sha256"][:8] for f in files))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise RequestError(
+            f"checkpoint file {folder / files[0]} or one with it cannot be read: {error}; use another checkpoint"
+        ) from error
 
 
 def _files_of(name: str, model: Mapping[str, Any]) -> list[str]:
@@ -350,7 +354,7 @@ def _parse(path: Path) -> dict[str, Any]:
     return value
 
 
-def _check_file(folder: Path, name: str, model: Mapping[str, Any]) -> None:
+def _check_file(folder: Path, name: str, model: Mapping[str, Any], digests: bool = True) -> None:
     """Refuse a file that differs from what was saved."""
     path = folder / name
     known = model.get("files", {}).get(name)
@@ -361,7 +365,7 @@ def _check_file(folder: Path, name: str, model: Mapping[str, Any]) -> None:
         raise RequestError(
             f"checkpoint file {path} has {size} bytes, but {known['bytes']} were saved; use another checkpoint"
         )
-    if _fingerprint(path)["sha256"] != known["sha256"]:
+    if digests and _fingerprint(path)["sha256"] != known["sha256"]:
         raise RequestError(
             f"checkpoint file {path} was changed after it was saved (its sha256 differs); use another checkpoint"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -52,6 +52,7 @@ class Engine:
 
     Attributes:
         plan: the plan, with "auto" cuts replaced by names.
+        device: of the model.
         optimizer: this rank's ``torch.optim.Optimizer``; learning-rate schedulers take it.
         random: the key of random operators, the same on all ranks of a replica.
         events: actions of this rank in the last step: (action, begin, end) in seconds; with cells those of the first.
@@ -73,18 +74,18 @@ class Engine:
         release: bool = False,
     ) -> None:
         self._model = model
-        self._device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+        self.device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
         dtype = image_dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         self._micro = (shape[0] // plan.microbatches, *shape[1:])
         widest = (max(plan.shares or shape[:1]) // plan.microbatches, *shape[1:])  # the same cuts in all replicas
         self.random = RandomKey(torch.initial_seed() & (2**63 - 1))
         bindings = Bindings(model, self.random)
-        subject = Subject(model, shape, loss, output, autocast, self._device, dtype, bindings, {}, {})
+        subject = Subject(model, shape, loss, output, autocast, self.device, dtype, bindings, {}, {})
         if plan.cuts == "auto" and plan.stages > 1:
             plan = with_cuts(plan, subject.program(widest))
         if plan.cells == "auto":
             held = comm.broadcast_object(resident_bytes())  # the same choice on all ranks
-            plan = with_cells(plan, subject.program(widest), held, self._device)
+            plan = with_cells(plan, subject.program(widest), held, self.device)
         self.plan, grids = plan, plan.by_cells().grids
         last = lays_channels_last(memory_format, model, autocast, lambda: subject.program(widest), grids)
         self._subject = replace(subject, channels_last=last)
@@ -101,7 +102,7 @@ class Engine:
         check(plan)
         if release and plan.stages > 1:
             bindings.release(used_stages(model, compiled), self._groups.has)
-        self._ownership = ParameterOwnership(model, compiled, self._groups, self._device)
+        self._ownership = ParameterOwnership(model, compiled, self._groups, self.device)
         self._mirrors: dict[frozenset[str], Mirror] = {}
         self._mirror: Mirror | None = None
         self._watch = WeightWatch(model, self._arriving, plan.stages > 1)
@@ -146,7 +147,7 @@ class Engine:
             images: the whole batch ``(B, C, H, W)``, a callable that returns ``(B, C, h, w)`` for a box of it, or an
                 object with ``read(box, first, stop)``. Each cell reads its own box in its turn.
         """
-        with evaluating(self._model, self._device):
+        with evaluating(self._model, self.device):
             self._groups.reset_traffic(*self._cell_groups())
             self._begin_paging(self._check_evaluation("predict", images), trains=False)
             return self._each(lambda runner: runner.predict(images))[0]
@@ -174,7 +175,7 @@ class Engine:
                 f"contributions need a plan of one stage, but this one has {self.plan.stages}; use grids=((rows, "
                 f"columns),)"
             )
-        with evaluating(self._model, self._device):
+        with evaluating(self._model, self.device):
             self._begin_paging(self._check_evaluation("attribute", images), trains=False)
             return self._each(lambda runner: runner.explain(images))[0]
 
@@ -262,7 +263,7 @@ class Engine:
         owned = set(self._ownership.owned_names())
         return restricted(optimizer_state(self.optimizer, self._model.named_parameters()), owned)
 
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load weights and buffers from a ``state_dict`` on every rank; the next call refuses ranks that differ."""
         self.settle()
         self._model.load_state_dict(self._ownership.here(state))
@@ -319,7 +320,7 @@ class Engine:
                 f"does not have; use one rank, or plan.cells=null"
             )
         if plan.spill is not None:
-            self._paging = Paging(plan.spill, plan.memory_bytes, self._device, lambda: turns.cell)
+            self._paging = Paging(plan.spill, plan.memory_bytes, self.device, lambda: turns.cell)
         pager = None if self._paging is None else self._paging.pager
         turns = Turns(cells[0] * cells[1], pager.resume if pager is not None else lambda cell: None)
         members = [(rank, cell) for rank in range(plan.ranks) for cell in range(turns.size)]
@@ -340,7 +341,7 @@ class Engine:
         flights = max(microbatches_in_flight(self.plan, stage) for stage in range(self.plan.stages)) if trains else 1
         found, dtypes = [], dict[str, torch.dtype]()
         if subject.autocast is not None:
-            dtypes.update(dtypes_under_autocast(subject.program(micro), subject.autocast, self._device.type))
+            dtypes.update(dtypes_under_autocast(subject.program(micro), subject.autocast, self.device.type))
         for stage in (stage for of_cell in stages for stage in of_cell):
             one = forecast_pages(stage.ranked, stage.tape, stage.position, dtypes, trains)
             found.append(PagedForecast(one.working_bytes, one.kept_bytes * flights))

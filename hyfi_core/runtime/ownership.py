@@ -215,6 +215,9 @@ def load_optimizer_state(
             f"{sum(len(group['names']) for group in groups)} saved, {sum(map(len, here))} now; "
             "resume with the same model"
         )
+    entries: dict[str, list[str]] = {}
+    for key in saved["tensors"]:
+        entries.setdefault(key.rpartition("/")[0], []).append(key)
     for group, wanted in zip(optimizer.param_groups, groups, strict=True):
         group.update(
             {key: _restored(group.get(key), value) for key, value in wanted.items() if key not in ("names", "values")}
@@ -224,10 +227,8 @@ def load_optimizer_state(
                 continue
             name = names[id(parameter)]
             state = dict(wanted["values"].get(name, {}))
-            for key, value in saved["tensors"].items():
-                owner, _, entry = key.rpartition("/")
-                if owner == name:
-                    state[entry] = _like(parameter, value)
+            for key in entries.get(name, ()):  # only these are read
+                state[key.rpartition("/")[2]] = _like(parameter, saved["tensors"][key])
             if state:
                 optimizer.state[parameter] = state
 

@@ -121,7 +121,7 @@ def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, s
         say(job.labels.describe())
     coverage = agree(world, lambda: check_images(job) if world.rank == 0 else None)
     roles = Roles.of(world, config)
-    saved = agree(world, lambda: SavedRun.load(job, start) if roles.trainers is not None else None)
+    saved = agree(world, lambda: SavedRun.load(job, start, roles.trainers) if roles.trainers is not None else None)
     job = agree(world, lambda: with_shares(job, roles))
     forecast = agree(world, lambda: check_memory(job, roles))
     for line in forecast:
@@ -155,6 +155,7 @@ def _trainer(
     """Build the engine and return the function that trains with it."""
     import torch
 
+    from hyfi_core.comm.agree import agree
     from workflows.training.loop import TrainingLoop
     from workflows.training.recorder import Recorder
     from workflows.training.run_folder import RunFolder
@@ -164,7 +165,8 @@ def _trainer(
     assert roles.trainers is not None
     peak = peak_flops_per_s(job.config, job.plan.ranks, device)
     first = roles.world.rank == 0
-    model = make_model(job, report=first and saved is None).to(made_current(device))
+    model = agree(roles.trainers, lambda: make_model(job, loads=first and saved is None))  # one of them reads the file
+    model = model.to(made_current(device))
     replica = roles.trainers.rank // job.plan.ranks_per_replica
     engine = make_engine(job, model, job.plan, roles.trainers, job.layout.batch_of(replica))
     throughput = None

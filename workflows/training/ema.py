@@ -18,7 +18,7 @@ import torch
 class MovingAverage:
     """The moving average of one rank's tensors, bitwise independent of the plan.
 
-    Memory: one more copy of the weights.
+    Memory: one more copy of the weights that the rank holds.
 
     Args:
         model: The module whose ``state_dict`` is averaged; training updates its tensors in place.
@@ -60,11 +60,11 @@ class MovingAverage:
             target[name].copy_(value)
 
     def _floats(self) -> dict[str, torch.Tensor]:
-        """Return the model's floating-point tensors by name, each tied tensor once."""
+        """Return the model's floating-point tensors that this rank holds by name, each tied tensor once."""
         seen: set[int] = set()
         found = {}
         for name, value in self._model.state_dict().items():
-            if value.is_floating_point() and value.data_ptr() not in seen:
+            if value.is_floating_point() and not value.is_meta and value.data_ptr() not in seen:
                 seen.add(value.data_ptr())
                 found[name] = value
         return found

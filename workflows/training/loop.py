@@ -56,14 +56,15 @@ class TrainingLoop:
         self._replica = roles.trainers.rank // job.plan.ranks_per_replica
         factor = lr_factor(job.config.lr_schedule, job.steps)
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, factor)
-        self._saved, self._start = saved, 0
+        self._resumed, self._start = saved is not None, 0
         if saved is not None:
             self._start = int(saved.training.state["step"])
             saved.restore(engine, model, self._scheduler)
         self._average = make_average(job.config.run.ema, model, saved)
+        if saved is not None:
+            saved.close()
         self._validating = Validating(job, roles, engine, model, self._average, recorder, stop)
-        device = next(model.parameters()).device
-        self._feed = make_feed(job, roles, engine, self._start, device)
+        self._feed = make_feed(job, roles, engine, self._start, engine.device)
         self._time = StepTime()
         steps = traced_steps(self._start, job.steps, job.config.run.trace)
         self._trace = StepTrace(job.config.run.dir / "trace.json", engine, roles.trainers, steps)
@@ -81,7 +82,7 @@ class TrainingLoop:
         Returns:
             Whether the run was stopped.
         """
-        stopped = self._validating.catch_up() if self._saved is not None else False
+        stopped = self._validating.catch_up() if self._resumed else False
         step = self._start
         while step < self._job.steps and not stopped and self._validating.last is None:
             step += 1
@@ -152,11 +153,11 @@ class TrainingLoop:
         """Save a checkpoint (collective).
 
         Returns:
-            The weights to validate, on rank 0; None elsewhere, or if ``step`` is not validated.
+            The weights to send to validators, on rank 0; None elsewhere, or if they do not validate ``step``.
         """
         validate = self._job.validates_after(step)
         with self._average.applied() if self._average is not None else nullcontext():
-            evaluated = self._engine.gather_state_dict() if validate else None
+            evaluated = self._engine.gather_state_dict() if validate and self._validating.remote else None
             averaged = None
             if self._average is not None:
                 averaged = {name: value.clone() for name, value in self._engine.owned_state().items()}

@@ -56,7 +56,7 @@ def hosts_of(ranks: Sequence[tuple[str, int | None, int, int]]) -> list[Host]:
 def rank_bytes(plan: ParallelPlan, stages: Sequence[MemoryForecast], least: bool = False) -> list[int]:
     """Return the bytes that each trainer needs.
 
-    A rank with stages of both directions has the weights and the activations of both.
+    A rank with stages of both directions has the weights and the activations of both; at start it has all weights.
 
     Args:
         plan: The run's plan.
@@ -67,7 +67,8 @@ def rank_bytes(plan: ParallelPlan, stages: Sequence[MemoryForecast], least: bool
     found = []
     for rank in range(plan.ranks):
         hosted = [stages[stage] for stage, _ in placement.hosted(rank % plan.ranks_per_replica)]
-        found.append(PROCESS_BYTES + sum(one.at_least_bytes if least else one.total_bytes for one in hosted))
+        sums = sum(one.at_least_bytes if least else one.total_bytes for one in hosted)
+        found.append(PROCESS_BYTES + max(sums, stages[0].start_bytes))
     return found
 
 

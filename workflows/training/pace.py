@@ -89,9 +89,9 @@ def _timed_turn(job: TrainingJob, roles: Roles) -> Callable[[int], None]:
     """Return the function that runs a turn with this replica only; ``roles.trainers``: the ranks of the replica."""
     single = _single_replica_job(job)
     assert roles.trainers is not None
-    model = start.make_model(single, report=False)
+    model = start.make_model(single, loads=False)
     engine = start.make_engine(single, model, single.plan, roles.trainers, single.layout.batch_of(0))
-    feed = make_feed(single, roles, engine, 0, next(model.parameters()).device)
+    feed = make_feed(single, roles, engine, 0, engine.device)
     prepare = preparation(single.config.run)
 
     def turn(number: int) -> None:

@@ -26,6 +26,7 @@ from hyfi_core.runtime.engine import Engine
 from hyfi_core.runtime.launch import gpus_seen
 from hyfi_core.runtime.ownership import load_optimizer_state
 from hyfi_core.runtime.parallelize import parallelize
+from hyfi_core.stored_state import StoredState
 from workflows.config.load import Config
 from workflows.console import say
 from workflows.evaluation.evaluate import DatasetImages, EvaluationSet
@@ -112,15 +113,18 @@ def check_images(job: TrainingJob) -> list[dict[str, Any]]:
     return [*job.train.coverage_table(), *(row for row in job.val.coverage_table() if row["slide_id"] not in known)]
 
 
-def make_model(job: TrainingJob, report: bool) -> torch.nn.Module:
-    """Return the initial model in the run's precision and memory format; ``report``: print the loaded weights."""
+def make_model(job: TrainingJob, loads: bool) -> torch.nn.Module:
+    """Return the initial model in the run's precision and memory format.
+
+    Args:
+        job: The run.
+        loads: Whether to load ``model.weights`` and say so; not where those of another rank or a checkpoint are taken.
+    """
     torch.manual_seed(job.config.run.seed)
     model = build_model(job.model_json()["model"])
     path = job.config.model.weights
-    if path is not None:
-        loaded = load_weights(model, path)
-        if report:
-            say(f"weights from {path}: {loaded}")
+    if path is not None and loads:
+        say(f"weights from {path}: {load_weights(model, path)}")
     run = job.config.run
     return convert_model(model, run.precision, run.memory_format).train()
 
@@ -153,6 +157,7 @@ def make_engine(
         optimizer=lambda parameters: make_optimizer(optimizer, parameters, job.step_samples),
         autocast=torch.bfloat16 if job.config.run.precision == "bfloat16" else None,
         memory_format="as_given",  # images and weights are in run.memory_format already
+        release=True,
         verify=":" in job.config.model.name,  # built-in models are covered by tests
     )
 
@@ -166,22 +171,22 @@ def make_evaluation_set(job: TrainingJob) -> EvaluationSet:
 
 @dataclass(frozen=True)
 class SavedRun:
-    """The saved state of a run, read completely before anything is written."""
+    """The saved state of a run, opened and checked before anything is written."""
 
     checkpoint: Checkpoint
     training: TrainingState
 
     @classmethod
-    def load(cls, job: TrainingJob, start: int) -> SavedRun | None:
-        """Read the latest checkpoint; None for a new run (``start`` is 0).
+    def load(cls, job: TrainingJob, start: int, trainers: Communicator) -> SavedRun | None:
+        """Open the latest checkpoint, whose digests the trainers divide; None for a new run (``start`` is 0).
 
         Raises:
             RequestError: The checkpoint is damaged; the message names the file.
         """
         if start == 0:
             return None
-        latest = job.config.run.dir / "checkpoints" / "latest"
-        return cls(load_checkpoint(latest), load_training_state(latest))
+        latest, share = job.config.run.dir / "checkpoints" / "latest", (trainers.rank, trainers.size)
+        return cls(load_checkpoint(latest, share), load_training_state(latest, share))
 
     def restore(self, engine: Engine, model: torch.nn.Module, scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
         """Restore weights, optimizer, learning-rate schedule and random state."""
@@ -190,3 +195,9 @@ class SavedRun:
         scheduler.load_state_dict({**self.training.state["lr_schedule"], "lr_lambdas": [None]})
         torch.set_rng_state(torch.tensor(list(bytes.fromhex(self.training.state["rng"])), dtype=torch.uint8))
         engine.random.seed, engine.random.step = self.training.state["random"]
+
+    def close(self) -> None:
+        """Close the files when all has been restored: they may be removed."""
+        for tensors in (self.checkpoint.weights, self.checkpoint.averaged, self.training.optimizer["tensors"]):
+            if isinstance(tensors, StoredState):
+                tensors.close()

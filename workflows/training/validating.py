@@ -8,12 +8,10 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from hyfi_core.comm.base import Communicator
 from hyfi_core.runtime.checkpoint import load_checkpoint, step_folder
 from hyfi_core.runtime.engine import Engine
 from workflows.console import say
 from workflows.evaluation.evaluate import Interrupted, gather_logits, predict_slides
-from workflows.evaluation.snapshot import Snapshot, snapshot_bytes, unflatten
 from workflows.evaluation.validation_client import ValidationClient
 from workflows.launch.stop import StopFlag
 from workflows.training.ema import MovingAverage
@@ -74,12 +72,18 @@ class Validating:
         sent = self._client.open_steps if self._client is not None else ()
         return (*sent, *self._unvalidated)
 
+    @property
+    def remote(self) -> bool:
+        """Whether validators validate, which are sent the weights."""
+        return self._remote
+
     def validate(self, step: int, weights: Weights | None) -> None:
         """Validate the weights of ``step``: now, by the trainers; or send them to the validators.
 
         Args:
             step: Step of the weights.
-            weights: On rank 0: the engine's weights, or their moving average if configured; None elsewhere.
+            weights: With validators, on rank 0: the engine's weights, or their moving average if configured; None
+                elsewhere.
         """
         with self._timed():
             if not self._remote:
@@ -176,7 +180,9 @@ class Validating:
         """Validate saved checkpoints; afterwards the engine has its current weights again, bitwise."""
         if not steps:
             return
-        current = shared_weights(self._trainers, self._engine.gather_state_dict(), self._model.state_dict())
+        self._engine.settle()
+        own = {name: t for name, t in self._model.state_dict().items() if torch.is_tensor(t) and not t.is_meta}
+        current = {name: tensor.clone() for name, tensor in own.items()}
         self._unvalidated = list(steps)
         for step in steps:
             self._unvalidated.remove(step)
@@ -186,7 +192,8 @@ class Validating:
             else:
                 self._engine.load_state_dict(saved)
                 self._validate_in_trainers(step)
-        self._engine.load_state_dict(current)
+        for name, tensor in own.items():
+            tensor.copy_(current[name])
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -195,18 +202,3 @@ class Validating:
             yield
         finally:
             self._seconds = before_s + time.perf_counter() - start_s  # nested contexts are counted once
-
-
-def shared_weights(comm: Communicator, weights: Weights | None, like: Weights) -> dict[str, torch.Tensor]:
-    """Return rank 0's ``weights`` on every rank, in host memory (collective).
-
-    Args:
-        comm: The ranks.
-        weights: On rank 0; None elsewhere.
-        like: Tensors of the same names, shapes and dtypes.
-    """
-    flat = torch.empty(snapshot_bytes(like), dtype=torch.uint8)
-    if weights is not None:
-        Snapshot(0, weights, flat).wait()
-    comm.broadcast(flat)
-    return unflatten(flat, like)
