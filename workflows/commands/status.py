@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from hyfi_core.errors import RequestError
-from workflows.console import emit_json, say
+from workflows.console import counted, duration, emit_json, say
 from workflows.exit_codes import DONE
+from workflows.launch.log_summary import RankReport, first_failed, read_logs
 from workflows.launch.owner import describe_owner, owner_of
+from workflows.launch.rank_log import FOLDER
+from workflows.training.metrics_log import read_metrics
+from workflows.training.stragglers import describe_stragglers
+from workflows.training.throughput import describe_throughput
+
+_RATES = ("images_per_second", "gigapixels_per_second", "flops_per_second", "utilisation", "memory_bytes")
+_LATEST_STEPS = 50
 
 
 def run(folder: Path, as_json: bool) -> int:
@@ -25,12 +35,19 @@ def run(folder: Path, as_json: bool) -> int:
     say(f"{folder}: {found['state']}{_owner_text(found)}")
     if found["step"]:
         of = f" of {found['steps']}" if found["steps"] else ""
-        left = f", about {found['seconds_left']:.0f} s left" if found["seconds_left"] is not None else ""
+        left = f", about {duration(found['seconds_left'])} left" if found["seconds_left"] is not None else ""
         say(f"step {found['step']}{of}, epoch {found['epoch']}, loss {_number(found['loss'])}{left}")
+        if found["throughput"]:
+            say(found["throughput"])
+    slow = describe_stragglers(found["stragglers"])
+    if slow:
+        say(f"{slow} (until step {found['stragglers_step']})")
     if found["validation"]:
         numbers = ", ".join(f"{k} {_number(v)}" for k, v in found["validation"].items() if k in ("loss", "auroc"))
         say(f"last validation, step {found['validation']['step']}: {numbers}")
     say(f"latest checkpoint: {found['latest'] or 'none'}; best: {found['best'] or 'none'}")
+    for line in _logs_text(folder, found["logs"]):
+        say(line)
     if as_json:
         emit_json({"run": folder, **found})
     return DONE
@@ -44,14 +61,16 @@ def read_status(folder: Path) -> dict[str, Any]:
     """
     owner = owner_of(folder)
     saved = _json(folder / "status.json")
-    trained, validated = _last_lines(folder / "metrics.jsonl")
+    records = read_metrics(folder / "metrics.jsonl")
+    trained, validated = (_last([r for r in records if r["kind"] == kind]) for kind in ("train", "validation"))
+    compared = _last([record for record in records if "stragglers" in record])
     state = "running" if owner is not None else saved.get("state", "interrupted")
     if owner is None and state == "running":
         state = "interrupted"
     steps, step = saved.get("steps"), trained.get("step")
     left = None
     if state == "running" and steps and step:
-        left = (steps - step) * float(trained.get("seconds") or 0.0)
+        left = (steps - step) * _step_s(records)
     checkpoints = folder / "checkpoints"
     return {
         "state": state,
@@ -60,11 +79,17 @@ def read_status(folder: Path) -> dict[str, Any]:
         "steps": steps,
         "epoch": trained.get("epoch"),
         "loss": trained.get("loss"),
-        "images_per_second": trained.get("images_per_second"),
+        **{key: trained.get(key) for key in _RATES},
+        "throughput": _throughput_text(trained),
+        "stragglers": compared.get("stragglers", []),
+        "stragglers_step": compared.get("step"),
+        "slowest": compared.get("slowest"),
+        "fullest": compared.get("fullest"),
         "seconds_left": left,
         "validation": {k: v for k, v in validated.items() if k != "kind"} or None,
         "latest": _link(checkpoints / "latest"),
         "best": _link(checkpoints / "best"),
+        "logs": [asdict(report) for report in read_logs(folder)],
     }
 
 
@@ -76,14 +101,37 @@ def _owner_text(found: dict[str, Any]) -> str:
     return f", {describe_owner(owner)}{since}"
 
 
-def _last_lines(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the last training record and the last validation record; empty if there is none."""
-    from workflows.training.metrics_log import read_metrics
+def _last(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return records[-1] if records else {}
 
-    last: dict[str, dict[str, Any]] = {"train": {}, "validation": {}}
-    for record in read_metrics(path):
-        last[record["kind"]] = record
-    return last["train"], last["validation"]
+
+def _step_s(records: Sequence[Mapping[str, Any]]) -> float:
+    """Return the mean time of the latest steps, with the validations and checkpoints between them."""
+    latest = [record for record in records if record["kind"] == "train"][-_LATEST_STEPS:]
+    keys = ("seconds", "validation_seconds", "save_seconds")
+    return sum(float(record.get(key) or 0.0) for record in latest for key in keys) / max(1, len(latest))
+
+
+def _throughput_text(trained: Mapping[str, Any]) -> str:
+    if any(trained.get(key) is None for key in ("gigapixels_per_second", "flops_per_second", "memory_bytes")):
+        return ""  # written by an earlier version
+    found = {key: trained.get(key) for key in _RATES}
+    return f"{found['images_per_second']:.3g} images/s, {describe_throughput(found)} on rank 0"
+
+
+def _logs_text(folder: Path, logs: list[dict[str, Any]]) -> list[str]:
+    """Return lines about the logs: ranks and hosts, warnings, and the first error."""
+    reports = [RankReport(**log) for log in logs]
+    if not reports:
+        return []
+    hosts, noisy = {report.host for report in reports}, [report for report in reports if report.warnings]
+    warned = sum(report.warnings for report in noisy)
+    warnings = f", {counted(warned, 'line')} of warnings on {counted(len(noisy), 'rank')}" if noisy else ""
+    lines = [f"logs: {folder / FOLDER}, {counted(len(reports), 'rank')} on {counted(len(hosts), 'host')}{warnings}"]
+    failed = first_failed(reports)
+    if failed is not None:
+        lines.append(f"failed: rank {failed.rank} on {failed.host} at {failed.error_time}: {failed.error}")
+    return lines
 
 
 def _json(path: Path) -> dict[str, Any]:

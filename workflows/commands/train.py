@@ -54,7 +54,7 @@ def run(config: Path, overrides: list[str], ranks: int | None, resume: bool, as_
         overrides = [*overrides, *chosen_plan(config, overrides, ranks, resume)]
     settings = load_config(config, overrides)
     if inside_launcher() is None:
-        from workflows.training.request import check_ranks, check_run
+        from workflows.launch.request import check_ranks, check_run
 
         check_ranks(settings, ranks if ranks is not None else settings.ranks)
         check_run(settings, resume)
@@ -103,11 +103,11 @@ def train_in(world: Communicator, config: Config, resume: bool, as_json: bool, s
     """
     from hyfi_core.comm.agree import agree
     from workflows.launch import rank_log
+    from workflows.launch.request import check_ranks, check_run, own_run
     from workflows.out_of_memory import remember_advice
     from workflows.training.job import prepare
     from workflows.training.memory import advice_of, check_memory
     from workflows.training.pace import with_shares
-    from workflows.training.request import check_ranks, check_run, own_run
     from workflows.training.start import Roles, SavedRun, check_images, device_of
 
     agree(world, lambda: check_ranks(config, world.size))

@@ -31,7 +31,7 @@ from hyfi_core.runtime.launch import inside_launcher
 from workflows import console
 from workflows.launch.status import RunStatus
 
-FOLDER = "logs"
+FOLDER, STARTS = "logs", "starts: "
 
 
 class RankLog(logging.Handler):
@@ -149,7 +149,7 @@ def open_in(run: Path, role: str) -> None:
     """Write the log of this process to the folder of its run, which this run owns; ``role``: for the first line."""
     if _log is not None:
         _log.open_in(run)
-        _log.note("INFO", f"starts: {role}, process {os.getpid()}")
+        _log.note("INFO", f"{STARTS}{role}, process {os.getpid()}")
 
 
 def note_error(text: str) -> None:

@@ -22,8 +22,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from hyfi_core.comm.base import Communicator
+if TYPE_CHECKING:  # `hyfi status` needs no torch
+    from hyfi_core.comm.base import Communicator
+
 
 KINDS = ("compute", "halo", "stage", "reduce", "wait", "validation", "save")
 MESSAGES = ("halo", "stage", "reduce")
@@ -53,6 +56,7 @@ class StepTime:
         self._now = dict.fromkeys(KINDS, 0.0)
         self._epoch = dict.fromkeys(KINDS, 0.0)
         self._reported = dict.fromkeys(KINDS, 0.0)
+        self._interval = dict.fromkeys(KINDS, 0.0)
 
     def add(self, seconds: Mapping[str, float]) -> None:
         """Add seconds to their kinds; unknown kinds are ignored."""
@@ -76,6 +80,7 @@ class StepTime:
         spent["compute"] = max(0.0, seconds - known)
         for kind in KINDS:
             self._epoch[kind] += spent[kind] - self._reported[kind]
+            self._interval[kind] += spent[kind]
         self._reported = dict.fromkeys(KINDS, 0.0)
         return spent
 
@@ -88,9 +93,14 @@ class StepTime:
         self._epoch, self._reported = dict.fromkeys(KINDS, 0.0), dict(self._now)
         return trainers.gather_objects(mine)
 
+    def end_interval(self) -> Spent:
+        """Return the time by kind of the steps since the last call; reset."""
+        mine, self._interval = self._interval, dict.fromkeys(KINDS, 0.0)
+        return mine
+
     def discard(self) -> None:
-        """Discard this epoch's times so far: those of the first step, which captures the model."""
-        self._epoch = dict.fromkeys(KINDS, 0.0)
+        """Discard the times so far: those of the first step, which captures the model."""
+        self._epoch, self._interval = dict.fromkeys(KINDS, 0.0), dict.fromkeys(KINDS, 0.0)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,14 @@ from workflows.training.optimisation import lr_factor
 from workflows.training.recorder import Recorder
 from workflows.training.start import Roles, SavedRun
 from workflows.training.step_trace import StepTrace, traced_steps
+from workflows.training.stragglers import (
+    INTERVAL_STEPS,
+    describe_stragglers,
+    gather_places,
+    slowest,
+    stragglers,
+)
+from workflows.training.throughput import memory_bytes
 from workflows.training.validating import Validating
 
 State = Mapping[str, torch.Tensor] | None
@@ -65,7 +73,8 @@ class TrainingLoop:
             saved.close()
         self._validating = Validating(job, roles, engine, model, self._average, recorder, stop)
         self._feed = make_feed(job, roles, engine, self._start, engine.device)
-        self._time = StepTime()
+        self._time, self._late_s, self._compared_s = StepTime(), 0.0, 0.0
+        self._places = gather_places(roles.trainers, roles.launched)
         steps = traced_steps(self._start, job.steps, job.config.run.trace)
         self._trace = StepTrace(job.config.run.dir / "trace.json", engine, roles.trainers, steps)
         others = len(roles.loader_ranks), len(roles.validator_ranks)
@@ -95,6 +104,8 @@ class TrainingLoop:
             if self._job.validates_after(step):
                 self._validating.validate(step, state)
             stopped = self._validating.sync()
+            # A slow rank's update is waited for here; after a checkpoint or a validation, it is for that.
+            self._late_s = self._compared_s + (0.0 if self._job.saves_after(step) else self._validating.voted_s)
             self._report_epoch(step)
             if stopped and not self._job.saves_after(step):
                 self._save(step)
@@ -126,22 +137,46 @@ class TrainingLoop:
         loss = sum(float(loss) for loss in losses)  # only now: on a GPU this waits for all of the step
         waited_s = self._feed.wait_s - waited_s
         self._time.add({**self._engine.seconds(), "wait": waited_s, "validation": self._validating.new_seconds()})
-        seconds = time.perf_counter() - start_s
+        self._time.add({"reduce": self._late_s})
+        seconds = time.perf_counter() - start_s + self._late_s
         spent = self._time.end_step(seconds)
         if step == self._start + 1:
             self._time.discard()
+        late = self._compare(step)
         if self._recorder is not None:
             split = {f"{kind}_seconds": spent[kind] for kind in spent if kind != "wait"}
-            self._recorder.trained(step, loss, lr, seconds, waited_s, split)
+            self._recorder.trained(step, loss, lr, seconds, waited_s, {**split, **late})
+
+    def _compare(self, step: int) -> dict[str, Any]:
+        """Compare trainers, after some steps (collective); return keys for the record of this step on trainer 0."""
+        self._compared_s = 0.0
+        if not self._ends_epoch(step) and (step - self._start) % INTERVAL_STEPS:
+            return {}
+        start_s = time.perf_counter()
+        gathered = self._trainers.gather_objects((self._time.end_interval(), memory_bytes(self._engine.device)))
+        self._compared_s = time.perf_counter() - start_s
+        if gathered is None or len(gathered) == 1:
+            return {}
+        spent, needed = [one for one, _ in gathered], [length for _, length in gathered]
+        fullest = self._places[needed.index(max(needed))]
+        return {
+            "slowest": slowest(spent, self._places),
+            "stragglers": stragglers(spent, self._places),
+            "fullest": {"rank": fullest.rank, "host": fullest.host, "memory_bytes": max(needed)},
+        }
+
+    def _ends_epoch(self, step: int) -> bool:
+        return self._job.epoch_of(step + 1) != self._job.epoch_of(step) or step >= self._job.steps
 
     def _report_epoch(self, step: int) -> None:
-        """At the end of an epoch, print what bounded it (collective)."""
-        if self._job.epoch_of(step + 1) == self._job.epoch_of(step) and step < self._job.steps:
+        """At the end of an epoch, print what bounded it, and which ranks are slow (collective)."""
+        if not self._ends_epoch(step):
             return
         self._time.add({"validation": self._validating.new_seconds()})
         spent = self._time.end_epoch(self._trainers)
         if spent is not None and any(sum(one.values()) for one in spent):
-            say(f"epoch {self._job.epoch_of(step)}: {bound_by(spent, self._setup)}")
+            slow = describe_stragglers(stragglers(spent, self._places))
+            say(f"epoch {self._job.epoch_of(step)}: {bound_by(spent, self._setup)}{f'; {slow}' if slow else ''}")
 
     def _close_feed(self, stopped: bool) -> None:
         self._feed.close(stopped)

@@ -15,7 +15,7 @@ from workflows.training.curves import write_curves
 from workflows.training.job import TrainingJob
 from workflows.training.metrics_log import MetricsLog
 from workflows.training.run_folder import RunFolder
-from workflows.training.throughput import Throughput, describe
+from workflows.training.throughput import Throughput, describe_throughput
 
 Metrics = Mapping[str, Any]
 
@@ -80,9 +80,9 @@ class Recorder:
         lr: float,
         seconds: float,
         wait_seconds: float,
-        spent: Mapping[str, float] | None = None,
+        spent: Mapping[str, Any] | None = None,
     ) -> None:
-        """Record one step; ``lr``: the rate that it used; ``spent``: other columns of its time."""
+        """Record one step; ``lr``: the rate that it used; ``spent``: other keys, of its time."""
         images_per_s = self._job.step_samples / seconds
         found = self._throughput.of(images_per_s)
         values = {
@@ -96,7 +96,7 @@ class Recorder:
             **found,
         }
         self._log.write("train", step=step, **values)
-        self._step_text = f"loss {loss:.4g}, lr {lr:.3g}, {images_per_s:.3g} images/s, {describe(found)}"
+        self._step_text = f"loss {loss:.4g}, lr {lr:.3g}, {images_per_s:.3g} images/s, {describe_throughput(found)}"
         self._show("train", step, values)
 
     def validated(self, step: int, metrics: Metrics, spare: Iterable[int] = ()) -> None:

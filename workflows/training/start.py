@@ -53,6 +53,7 @@ class Roles:
         loader_ranks: Ranks of the loaders in ``world``.
         validator_ranks: Ranks of the validators in ``world``.
         loaders_of: For each trainer, the loaders that serve it; empty without loaders.
+        launched: This rank as the launcher counts, by which logs and errors name it.
     """
 
     world: Communicator
@@ -62,6 +63,7 @@ class Roles:
     loader_ranks: range
     validator_ranks: range
     loaders_of: Mapping[int, tuple[int, ...]]
+    launched: int
 
     @classmethod
     def of(cls, world: Communicator, config: Config) -> Roles:
@@ -83,7 +85,7 @@ class Roles:
         validators = ordered.split(0 if ordered.rank in ranks[2] else None, ordered.rank)
         in_order = RankRoles(*(tuple(group) for group in ranks))
         serving = loaders_of([hosts[rank] for rank in chosen.order], in_order) if ranks[1] else {}
-        return cls(ordered, trainers, validators, *ranks, serving)
+        return cls(ordered, trainers, validators, *ranks, serving, world.rank)
 
     def describe(self) -> str:
         """Return this rank's role and its number among its like: ``trainer 3``."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from hyfi_core.cost.machine import load_machine
 from hyfi_core.errors import RequestError
 from hyfi_core.process_memory import resident_bytes
-from workflows.config.load import Config
+
+if TYPE_CHECKING:  # `hyfi status` needs no torch
+    import torch
+
+    from workflows.config.run import Config
 
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
 
@@ -41,7 +44,7 @@ class Throughput:
         }
 
 
-def describe(found: dict[str, float | None]) -> str:
+def describe_throughput(found: Mapping[str, Any]) -> str:
     """Return the values of ``Throughput.of`` as text: ``0.17 GP/s, 1.2 TFLOP/s (34 % of peak), 3.1 GB``."""
     flops_per_s = found["flops_per_second"] or 0.0
     size, prefix = next(((size, prefix) for size, prefix in _PREFIXES if flops_per_s >= size), (1.0, ""))
@@ -55,7 +58,11 @@ def describe(found: dict[str, float | None]) -> str:
 
 def memory_bytes(device: torch.device) -> int:
     """Return the memory that this rank takes: its process now, or on a GPU the peak of its tensors so far."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident_bytes()
+    if device.type != "cuda":
+        return resident_bytes()
+    import torch
+
+    return torch.cuda.max_memory_allocated(device)
 
 
 def peak_flops_per_s(config: Config, trainers: int, device: str) -> float | None:
@@ -64,10 +71,12 @@ def peak_flops_per_s(config: Config, trainers: int, device: str) -> float | None
     Raises:
         RequestError: There is no such machine, or it computes on another kind of device than the run.
     """
+    from hyfi_core.cost.machine import load_machine
+
     if config.run.machine is None:
         return None
     machine = load_machine(config.run.machine)
-    if machine.device != torch.device(device).type:
+    if machine.device != device.partition(":")[0]:
         raise RequestError(
             f"run.machine: given {config.run.machine}, which has the peak of a {machine.device} device, but trainers "
             f"compute on {device}; give a file of `hyfi doctor --measure FILE.yaml`, or null"

@@ -36,6 +36,7 @@ class Validating:
 
     Attributes:
         last: The step with which early stopping ends the run, or None; the same on every trainer.
+        voted_s: Seconds for which the last ``sync`` waited for the other trainers' votes.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Validating:
     ) -> None:
         assert roles.trainers is not None
         self.last: int | None = None
-        self._seconds = 0.0
+        self.voted_s = self._seconds = 0.0
         self._unvalidated: list[int] = []
         self._job, self._world, self._trainers = job, roles.world, roles.trainers
         self._engine, self._model, self._average = engine, model, average
@@ -101,7 +102,9 @@ class Validating:
         with self._timed():
             self._collect()
         vote = torch.tensor([int(self._stop.poll(self._world)), int(self._gave_up), self._recorded_last])
+        start_s = time.perf_counter()
         self._trainers.all_reduce(vote, "max")
+        self.voted_s = time.perf_counter() - start_s
         stopped, gave_up, self.last = bool(vote[0]), bool(vote[1]), int(vote[2]) or None
         if gave_up and self._remote and self.last is None and not stopped:
             with self._timed():

@@ -89,7 +89,7 @@ def test_plan_auto_is_refused_where_nobody_chooses(config: Path) -> None:
 def test_training_chooses_its_plan(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[list[str], int]] = []
     monkeypatch.setattr("workflows.launch.launch.launch", lambda words, ranks: started.append((words, ranks)) or 0)
-    monkeypatch.setattr("workflows.training.request.check_run", lambda settings, resume: 0)
+    monkeypatch.setattr("workflows.launch.request.check_run", lambda settings, resume: 0)
     assert train.run(auto(config), ["roles.loaders=1"], 3, False, False) == 0
     ((words, ranks),) = started
     chosen = load_config(config, [word for word in words if "=" in word])

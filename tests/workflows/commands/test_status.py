@@ -46,3 +46,36 @@ def test_a_run_under_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_no_run_is_a_wrong_request(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"not a run"):
         status.run(tmp_path, as_json=False)
+
+
+def test_an_ended_run_names_the_rank_that_failed_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path, "running")
+    (run / "logs").mkdir()
+    started = "2026-03-01 14:00:0{} node{} rank {} INFO starts: trainer {}, process 7\n"
+    for rank, node, second, error in ((0, 1, 9, "a lost peer"), (1, 1, 0, ""), (2, 2, 8, "ValueError: no such label")):
+        lines = ["2026-03-01 13:00:00 node1 rank 0 ERROR of an earlier start\n", started.format(1, node, rank, rank)]
+        lines.append(f"2026-03-01 14:00:05 node{node} rank {rank} WARNING my.model: slow path\n")
+        if error:
+            lines += [
+                f"2026-03-01 14:00:0{second} node{node} rank {rank} ERROR {text}\n" for text in ("Traceback", error)
+            ]
+        (run / "logs" / f"rank-{rank}.log").write_text("".join(lines))
+    assert status.run(run, as_json=True) == 0
+    *said, result = capsys.readouterr().out.splitlines()
+    assert said[0].endswith(": interrupted")
+    assert said[-2].endswith("logs, 3 ranks on 2 hosts, 3 lines of warnings on 3 ranks")
+    assert said[-1] == "failed: rank 2 on node2 at 2026-03-01 14:00:08: ValueError: no such label"
+    assert [report["error"] for report in json.loads(result)["logs"]] == [
+        "a lost peer",
+        None,
+        "ValueError: no such label",
+    ]
+
+
+def test_the_time_left_counts_validations_and_checkpoints(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "running")
+    steps = [{"kind": "train", "step": n, "seconds": 1.0, "validation_seconds": 4.0 * (n == 2)} for n in (1, 2)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
+    owner = FolderOwner(run, "")
+    assert status.read_status(run)["seconds_left"] == 8 * 3.0
+    owner.release()

@@ -12,10 +12,10 @@ from hyfi_core.errors import RequestError
 from hyfi_core.plan.roles import RankRoles, assign_roles, loaders_of, with_spare
 from workflows.config.load import load_config
 from workflows.config.ranks import RolesConfig
+from workflows.launch.request import check_ranks
 from workflows.training import start
 from workflows.training.job import TrainingJob
 from workflows.training.pace import with_shares
-from workflows.training.request import check_ranks
 from workflows.training.start import Roles
 
 ONE = ["here"] * 6

@@ -13,7 +13,7 @@ from tests.workflows.archive import make_config
 from tests.workflows.runs import run_on
 from workflows.config.load import load_config
 from workflows.training.metrics_log import read_metrics
-from workflows.training.throughput import Throughput, describe, peak_flops_per_s
+from workflows.training.throughput import Throughput, describe_throughput, peak_flops_per_s
 
 
 def test_rates_are_those_of_the_images() -> None:
@@ -21,13 +21,13 @@ def test_rates_are_those_of_the_images() -> None:
     found = known.of(2.0)
     assert (found["gigapixels_per_second"], found["flops_per_second"], found["utilisation"]) == (0.004, 6e12, 0.25)
     assert found["memory_bytes"] is not None and found["memory_bytes"] > 1e7
-    assert describe({**found, "memory_bytes": 3.14e9}) == "0.004 GP/s, 6 TFLOP/s (25 % of peak), 3.1 GB"
+    assert describe_throughput({**found, "memory_bytes": 3.14e9}) == "0.004 GP/s, 6 TFLOP/s (25 % of peak), 3.1 GB"
 
 
 def test_without_a_peak_there_is_no_percentage() -> None:
     found = Throughput(10**9, 5e8, None, torch.device("cpu")).of(0.5)
     assert found["utilisation"] is None
-    assert describe({**found, "memory_bytes": 0}) == "0.5 GP/s, 250 MFLOP/s, 0 GB"
+    assert describe_throughput({**found, "memory_bytes": 0}) == "0.5 GP/s, 250 MFLOP/s, 0 GB"
 
 
 def test_the_peak_is_that_of_the_machine_given(tmp_path: Path) -> None:

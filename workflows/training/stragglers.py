@@ -1,0 +1,95 @@
+"""Which trainers are slow, by kind of time: the slowest over the median.
+
+::
+
+    computing    rank 0 ████    rank 1 ████    rank 2 ████████    rank 3 ████      rank 2: 2 × the median
+    waiting      rank 0 ████    rank 1 ████    rank 2             rank 3 ████      the others wait for it
+
+A rank that computes, loads, validates or saves for longer than the others delays them; a rank that waits for messages
+for longer is one of those that are delayed. So both are recorded, and only the first are named as stragglers.
+"""
+
+from __future__ import annotations
+
+import socket
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from workflows.training.bound_by import KINDS, MESSAGES, NAMES
+
+if TYPE_CHECKING:  # `hyfi status` needs no torch
+    from hyfi_core.comm.base import Communicator
+
+MIN_OVER_MEDIAN = 1.2
+MIN_DELAY = 0.05
+"""A rank is no straggler if it is later than the median by a smaller fraction of the time."""
+INTERVAL_STEPS = 100
+"""Steps after which ranks are compared, if the epoch is not over before."""
+
+
+@dataclass(frozen=True)
+class TrainerPlace:
+    """Where a trainer runs.
+
+    Attributes:
+        rank: Its rank as the launcher counts, by which logs and errors name it.
+        host: Its host.
+    """
+
+    rank: int
+    host: str
+
+
+def gather_places(trainers: Communicator, rank: int) -> list[TrainerPlace]:
+    """Return the places of all trainers, on trainer 0; empty elsewhere (collective)."""
+    return [TrainerPlace(*place) for place in trainers.gather_objects([rank, socket.gethostname()]) or []]
+
+
+def slowest(spent: Sequence[Mapping[str, float]], places: Sequence[TrainerPlace]) -> dict[str, dict[str, Any]]:
+    """Return, for each kind of time that any trainer has spent, the trainer that spent most.
+
+    Args:
+        spent: Seconds by kind of each trainer.
+        places: Where they run.
+
+    Returns:
+        Kind to ``rank``, ``host``, ``seconds`` and ``over_median``; that is None if the median is 0. The median of an
+        even number of trainers is the lower one, so that of two ranks one can be slow.
+    """
+    found = {}
+    for kind in KINDS if len(spent) > 1 else ():
+        seconds = [one[kind] for one in spent]
+        most, median = max(seconds), statistics.median_low(seconds)
+        if most > 0:
+            place = places[seconds.index(most)]
+            over = most / median if median > 0 else None
+            found[kind] = {"rank": place.rank, "host": place.host, "seconds": most, "over_median": over}
+    return found
+
+
+def stragglers(spent: Sequence[Mapping[str, float]], places: Sequence[TrainerPlace]) -> list[dict[str, Any]]:
+    """Return those of ``slowest`` that delay the others so that it matters, the worst first, with their ``kind``."""
+    whole_s = max((sum(one.values()) for one in spent), default=0.0)
+    found = []
+    for kind, entry in slowest(spent, places).items():
+        over = entry["over_median"]
+        delay_s = entry["seconds"] * (1 - 1 / over) if over is not None else entry["seconds"]
+        late = delay_s >= MIN_DELAY * whole_s and (over is None or over >= MIN_OVER_MEDIAN)
+        if late and kind not in MESSAGES:
+            found.append((delay_s, {"kind": kind, **entry, "delay_seconds": delay_s}))
+    return [entry for _, entry in sorted(found, key=lambda pair: -pair[0])]
+
+
+def describe_stragglers(found: Sequence[Mapping[str, Any]]) -> str:
+    """Return the stragglers as text, ``slow: rank 3 on node2, computing 1.42 × the median``; empty without any."""
+    if not found:
+        return ""
+    return "slow: " + "; ".join(_describe(entry) for entry in found)
+
+
+def _describe(entry: Mapping[str, Any]) -> str:
+    over = entry["over_median"]
+    by = f"{over:.3g} × the median" if over is not None else f"{entry['seconds']:.2g} s, most others not at all"
+    return f"rank {entry['rank']} on {entry['host']}, {NAMES[entry['kind']]} {by}"
