@@ -150,7 +150,9 @@ class FakeGpu:
         self.streams: list[Stream] = []
         self.host: Clock = {0: 0}
         self.waits: list[str] = []
-        self.current = Stream(self)
+        self.lock = threading.RLock()
+        self._default = Stream(self)
+        self._local = threading.local()
         self._memory: dict[int, _Memory] = {}
         self._forbidden = False
         self._stack = contextlib.ExitStack()
@@ -169,6 +171,11 @@ class FakeGpu:
             torch.Tensor, "record_stream", lambda tensor, stream: self.memory(tensor).recorded.add(stream.number)
         )
         self._stack.enter_context(record)
+        device = property(lambda storage: CUDA if self.memory(storage).on_gpu else torch.device("cpu"))
+        self._stack.enter_context(mock.patch.object(torch.UntypedStorage, "device", device, create=True))
+        resize = torch.UntypedStorage.resize_
+        resized = mock.patch.object(torch.UntypedStorage, "resize_", lambda s, size: self._resized(resize, s, size))
+        self._stack.enter_context(resized)
         run = threading.Thread.run
         self._stack.enter_context(
             mock.patch.object(threading.Thread, "run", lambda thread: self._in_thread(run, thread))
@@ -184,6 +191,11 @@ class FakeGpu:
         with _Calls(self), _Operators(self):
             run(thread)
 
+    @property
+    def current(self) -> Stream:
+        """The current stream of this thread; that of a new thread is the default stream."""
+        return getattr(self._local, "stream", self._default)
+
     @contextlib.contextmanager
     def no_synchronisation(self) -> Iterator[None]:
         """Context in which the host may not wait for the device."""
@@ -195,17 +207,17 @@ class FakeGpu:
 
     @contextlib.contextmanager
     def _with_stream(self, stream: Stream) -> Iterator[None]:
-        before, self.current = self.current, stream
+        before, self._local.stream = self.current, stream
         try:
             yield
         finally:
-            self.current = before
+            self._local.stream = before
 
     # -- memory
 
-    def memory(self, tensor: torch.Tensor) -> _Memory:
+    def memory(self, tensor: torch.Tensor | torch.UntypedStorage) -> _Memory:
         """Return what is known of a tensor's memory."""
-        storage = tensor.untyped_storage()
+        storage = tensor if isinstance(tensor, torch.UntypedStorage) else tensor.untyped_storage()
         found = self._memory.get(storage._cdata)
         if found is None or found.alive.expired():
             found = self._memory[storage._cdata] = _Memory(StorageWeakRef(storage), owner=self.current.number)
@@ -236,13 +248,26 @@ class FakeGpu:
         """Check that freed memory is not in use by a stream other than the one that it belongs to."""
         for key, memory in [(key, memory) for key, memory in self._memory.items() if memory.alive.expired()]:
             del self._memory[key]
-            if not memory.on_gpu:
-                continue
-            uses = dict(memory.reads) | ({memory.write[0]: memory.write[1]} if memory.write is not None else {})
-            for other, tick in uses.items():
-                known = max(clock.get(other, 0) for clock in (self._clock(memory.owner), self.host))
-                if other and other != memory.owner and known < tick and other not in memory.recorded:
-                    raise RaceError(f"memory was freed while {_name(other)} may still be using it: record_stream")
+            if memory.on_gpu:
+                self._check_unused(memory)
+
+    def _check_unused(self, memory: _Memory) -> None:
+        uses = dict(memory.reads) | ({memory.write[0]: memory.write[1]} if memory.write is not None else {})
+        for other, tick in uses.items():
+            known = max(clock.get(other, 0) for clock in (self._clock(memory.owner), self.host))
+            if other and other != memory.owner and known < tick and other not in memory.recorded:
+                raise RaceError(f"memory was freed while {_name(other)} may still be using it: record_stream")
+
+    def _resized(self, resize: Any, storage: torch.UntypedStorage, size: int) -> Any:
+        """Free the memory of a storage, or allocate it: then work of the current stream may have used it before."""
+        with self.lock:
+            memory = self.memory(storage)
+            if memory.on_gpu:
+                self._check_unused(memory)
+                self.tick(self.current.number)
+                memory.owner, memory.reads = self.current.number, {}
+                memory.write = (self.current.number, self.current.clock[self.current.number])
+            return resize(storage, size)
 
     # -- time
 
@@ -259,10 +284,11 @@ class FakeGpu:
 
     def learn(self, clock: Clock, other: Clock) -> None:
         """Let a timeline wait for another; copies that it has waited for have run."""
-        for number, tick in other.items():
-            clock[number] = max(clock.get(number, 0), tick)
-            if number:
-                self._run(self.streams[number - 1], tick)
+        with self.lock:
+            for number, tick in [*other.items()]:
+                clock[number] = max(clock.get(number, 0), tick)
+                if number:
+                    self._run(self.streams[number - 1], tick)
 
     def later(self, copy: Callable[[], None]) -> None:
         """Run a copy on the current stream, at some later time."""
@@ -374,6 +400,10 @@ class _Operators(TorchDispatchMode):
         self._gpu = gpu
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with self._gpu.lock:
+            return self._dispatched(func, args, kwargs)
+
+    def _dispatched(self, func: Any, args: Any, kwargs: Any) -> Any:
         gpu, kwargs, name = self._gpu, kwargs or {}, func._schema.name.removeprefix("aten::")
         gpu.check_freed()
         gpu.run_some()

@@ -37,6 +37,7 @@ class Page:
         version: of the tensor when the bytes were written.
         ready: whether it is in memory and can be dropped; as counted by the pager.
         reading: whether ``work`` reads.
+        copying: whether ``work`` copies it on another stream of its GPU: a step that may overwrite it must wait.
         work: pending read or write.
         recipe: how it is recomputed; None: it is not.
         stays: whether it must stay in memory until the pager is reset.
@@ -53,6 +54,7 @@ class Page:
     version: int = -1
     ready: bool = False
     reading: bool = False
+    copying: bool = False
     work: Future[None] | None = None
     recipe: Recipe | None = None
     stays: bool = False

@@ -32,7 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hyfi_core.cells.budget import EARLY
 from hyfi_core.cells.page import NEVER, PLACES, Page, PagerCounts, When
 from hyfi_core.cells.recipe import Recipe, tensors_in
-from hyfi_core.cells.spill_store import SpillStore
+from hyfi_core.cells.spill_store import SpillStore, queued
 from hyfi_core.ops.constants import is_constant
 from hyfi_core.process_memory import resident_bytes
 
@@ -250,7 +250,7 @@ class Pager:
         for page in wanted:
             if not page.in_memory:
                 self._compute(page)
-            elif page.reading:
+            elif page.reading or page.copying:
                 self._finish(page)
 
     def _compute(self, page: Page) -> None:
@@ -352,7 +352,8 @@ class Pager:
             page.place = self.store.take(storage)
         page.version, page.written = -1 if tensor is None else tensor._version, True
         self._update_ready(page)
-        page.work = self._threads.submit(self.store.write, storage, page.place)
+        page.copying = storage.device.type == "cuda"
+        page.work = queued(self._threads, self.store.write, storage, page.place)
         self.counts.written_bytes += page.size
         self.counts.store_bytes = max(self.counts.store_bytes, self.store.held_bytes)
 
@@ -364,7 +365,7 @@ class Pager:
         page.in_memory = page.reading = True
         self._memory_bytes += page.size
         self.counts.read_bytes += page.size
-        page.work = self._threads.submit(self.store.read, storage, page.place)
+        page.work = queued(self._threads, self.store.read, storage, page.place)
         self._enqueue(page)
 
     def _finish(self, page: Page) -> None:
@@ -372,7 +373,7 @@ class Pager:
         if page.work is None:
             return
         begin_s = time.perf_counter()
-        work, page.work, page.reading = page.work, None, False
+        work, page.work, page.reading, page.copying = page.work, None, False, False
         work.result()
         self.counts.wait_s += time.perf_counter() - begin_s
 

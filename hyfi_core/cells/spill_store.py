@@ -14,6 +14,8 @@ import errno
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -39,7 +41,10 @@ class SpillPlace:
 
 
 class SpillStore(Protocol):
-    """Stores the bytes of storages; several threads may call ``write`` and ``read`` for different places."""
+    """Stores the bytes of storages; several threads may call ``write`` and ``read`` for different places.
+
+    Storages of a GPU are copied on the thread's current stream, and the thread waits for the copy.
+    """
 
     @property
     def held_bytes(self) -> int:
@@ -69,6 +74,30 @@ class SpillStore(Protocol):
             RequestError: there is too little room; the message says how many bytes are needed.
         """
         ...
+
+
+Job = Callable[[torch.UntypedStorage, SpillPlace], None]
+"""``write`` or ``read`` of a store."""
+
+
+def queued(threads: ThreadPoolExecutor, job: Job, storage: torch.UntypedStorage, place: SpillPlace) -> Future[None]:
+    """Let a thread write or read a storage.
+
+    On a GPU it uses a stream of its own, after what the current stream has been given so far: copies overlap with what
+    the current stream is given later, and only that thread waits for them.
+    """
+    if storage.device.type != "cuda":
+        return threads.submit(job, storage, place)
+    given_so_far = torch.cuda.Event()
+    given_so_far.record()
+    return threads.submit(_on_own_stream, given_so_far, job, storage, place)
+
+
+def _on_own_stream(given_so_far: torch.cuda.Event, job: Job, storage: torch.UntypedStorage, place: SpillPlace) -> None:
+    stream = torch.cuda.Stream(storage.device)
+    with torch.cuda.stream(stream):
+        stream.wait_event(given_so_far)
+        job(storage, place)
 
 
 class SpillFile:
@@ -130,7 +159,8 @@ class SpillFile:
         Raises:
             RequestError: the disk is full.
         """
-        view = _bytes_of(storage)
+        held = _on_host(storage)
+        view = _bytes_of(held)
         try:
             for start, stop in place.ranges:
                 piece, view, done = view[: stop - start], view[stop - start :], 0
@@ -144,6 +174,11 @@ class SpillFile:
 
     def read(self, storage: torch.UntypedStorage, place: SpillPlace) -> None:
         """Read a storage's bytes; see ``SpillStore``."""
+        if storage.device.type != "cpu":
+            buffer = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
+            self.read(buffer.untyped_storage(), place)
+            _tensor_of(storage).copy_(buffer)
+            return
         view = _bytes_of(storage)
         for start, stop in place.ranges:
             piece, view, done = view[: stop - start], view[stop - start :], 0
@@ -247,6 +282,14 @@ def blocks_bytes(size: int) -> int:
 
 def _tensor_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _on_host(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """Return the storage itself, or of one on a device a pinned copy."""
+    if storage.device.type == "cpu":
+        return storage
+    buffer = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
+    return buffer.copy_(_tensor_of(storage)).untyped_storage()
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> memoryview:
