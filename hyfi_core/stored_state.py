@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
+
+from hyfi_core.errors import RequestError
 
 
 class StoredState(Mapping[str, torch.Tensor]):
@@ -45,3 +48,42 @@ class StoredState(Mapping[str, torch.Tensor]):
     def close(self) -> None:
         """Close the files; the state is empty afterwards. Tensors that are still in use stay valid."""
         self._file_of = {}
+
+
+Weights = str | PathLike[str] | Mapping[str, torch.Tensor] | Callable[[str], torch.Tensor]
+"""Where to find a tensor by name: a safetensors file, a folder of them, a state, or a function."""
+
+
+def tensor_reader(weights: Weights) -> Callable[[str], torch.Tensor]:
+    """Return the function that returns a tensor by name.
+
+    Args:
+        weights: see ``Weights``; of a folder, its ``model.safetensors`` or ``model-*-of-*.safetensors``.
+
+    Raises:
+        RequestError: there are no such files, or one of them has another format; from the function, of a file or a
+            state: it has no tensor of this name.
+    """
+    if not isinstance(weights, (str, PathLike, Mapping)):
+        return weights
+    state = weights if isinstance(weights, Mapping) else _stored(Path(weights))
+    where = "the given state" if isinstance(weights, Mapping) else f"{weights}"
+
+    def read(name: str) -> torch.Tensor:
+        if name not in state:
+            known = ", ".join([*state][:3])
+            raise RequestError(f"weights: {where} has no tensor {name!r}; its first names are {known}")
+        return state[name]
+
+    return read
+
+
+def _stored(path: Path) -> StoredState:
+    known = ("model.safetensors", "model-*-of-*.safetensors")
+    files = [path] if path.is_file() else sorted(file for name in known for file in path.glob(name))
+    if not files:
+        raise RequestError(f"weights: {path} is no safetensors file, and no folder with model.safetensors")
+    try:
+        return StoredState(files, str(path))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise RequestError(f"weights: {path} cannot be read: {error}; pass safetensors files") from error

@@ -69,16 +69,37 @@ def stood_in(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
         _replace(model, {id(fake): released[key] for key, fake in fakes.items()})
 
 
+def fill(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    """Put parameters and buffers with values in the place of those on the meta device.
+
+    Args:
+        model: changed.
+        values: by one of the names of each tensor, with its shape, strides and dtype; used as they are.
+    """
+    named = named_tensors(model)
+    made = {}
+    for name, value in values.items():
+        old = named[name]
+        made[id(old)] = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
+        _adopt(made[id(old)], old)
+    _replace(model, made)
+
+
 def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_meta
 
 
 def _without_values(tensor: torch.Tensor) -> torch.Tensor:
     made = _like(tensor, torch.device("meta"))
-    vars(made).update(vars(tensor))
-    made._backward_hooks = tensor._backward_hooks  # never called: it gets no gradient; but counted on every rank
-    made._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
+    _adopt(made, tensor)
     return made
+
+
+def _adopt(made: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Give a tensor another's attributes and hooks; where it gets no gradient, they are only counted."""
+    vars(made).update(vars(tensor))
+    made._backward_hooks = tensor._backward_hooks
+    made._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
 
 
 def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -38,8 +38,9 @@ from hyfi_core.runtime.groups import Groups
 from hyfi_core.runtime.mirror import Mirror, trained_by_stage
 from hyfi_core.runtime.ownership import ParameterOwnership, made_optimizer, optimizer_state, restricted, used_stages
 from hyfi_core.runtime.runner import StageRunner
-from hyfi_core.runtime.subject import CAPTURES_KEPT, Bindings, Loss, RandomKey, Subject
+from hyfi_core.runtime.subject import CAPTURES_KEPT, Bindings, Loss, RandomKey, Subject, device_of
 from hyfi_core.schedule.action import Action, Schedule
+from hyfi_core.stored_state import Weights
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 T = TypeVar("T")
@@ -72,9 +73,10 @@ class Engine:
         memory_format: MemoryFormat = "auto",
         check: Callable[[ParallelPlan], None] = lambda plan: None,
         release: bool = False,
+        source: Weights | None = None,
     ) -> None:
         self._model = model
-        self.device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+        self.device = device_of(model)
         dtype = image_dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         self._micro = (shape[0] // plan.microbatches, *shape[1:])
         widest = (max(plan.shares or shape[:1]) // plan.microbatches, *shape[1:])  # the same cuts in all replicas
@@ -97,11 +99,8 @@ class Engine:
         self._paging: Paging | None = None
         self._turns, self._runners = self._make_runners(comm)
         compiled = self._compiled()  # captures the model, or refuses it
-        for tensor in (*model.parameters(), *model.buffers()):
-            comm.broadcast(tensor.data)
         check(plan)
-        if release and plan.stages > 1:
-            bindings.release(used_stages(model, compiled), self._groups.has)
+        bindings.share(used_stages(model, compiled), self._groups, release, source, self.device)
         self._ownership = ParameterOwnership(model, compiled, self._groups, self.device)
         self._mirrors: dict[frozenset[str], Mirror] = {}
         self._mirror: Mirror | None = None

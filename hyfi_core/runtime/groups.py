@@ -20,11 +20,12 @@ class Groups:
         all: every trainer.
         replica: the ranks of this replica; used between stages.
         stages: (stage, direction) -> the ranks of a stage, in the order of its parts, for all stages of this rank.
+        placement: which ranks hold which stage.
         copies: the same over all replicas if batch norms are synchronised, else ``stages``.
     """
 
     def __init__(self, comm: Communicator, plan: ParallelPlan, placement: Placement) -> None:
-        self._placement = placement
+        self.placement = placement
         self._plan = plan
         self.all = CountedCommunicator(comm)
         self.index = comm.rank // plan.ranks_per_replica
@@ -68,7 +69,7 @@ class Groups:
             rank
             for stage in stages
             for direction in range(directions)
-            for rank in self._placement.group(stage, direction)
+            for rank in self.placement.group(stage, direction)
         )
 
     def reduction(self, holders: frozenset[int]) -> CountedCommunicator | None:

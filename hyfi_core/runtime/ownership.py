@@ -6,18 +6,20 @@ The optimizer state is keyed by parameter *name*, so that it is valid for any pl
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch import nn
 
 from hyfi_core.capture.released import named_tensors
+from hyfi_core.comm.agree import agree
 from hyfi_core.comm.base import Message
 from hyfi_core.comm.same_weights import HeldWeights
 from hyfi_core.errors import RequestError
 from hyfi_core.runtime.compiled import Compiled
 from hyfi_core.runtime.groups import Groups
+from hyfi_core.stored_state import Weights, tensor_reader
 
 
 class ParameterOwnership:
@@ -132,6 +134,71 @@ def used_stages(model: nn.Module, compiled: Compiled) -> dict[str, set[int]]:
         for name in names:
             by_tensor.setdefault(id(named[name]), set()).add(stage)
     return {name: by_tensor[id(tensor)] for name, tensor in named.items() if id(tensor) in by_tensor}
+
+
+def read_values(
+    model: nn.Module, stages: Mapping[str, Set[int]], groups: Groups, weights: Weights, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Return the values of this rank's tensors on the meta device, by one name of each (collective).
+
+    One rank of those that need a tensor reads it, and sends it to the others.
+
+    Args:
+        model: the user's module.
+        stages: name -> stages that use it; every rank needs a tensor that has none.
+        groups: the plan's groups.
+        weights: where they are read.
+        device: for the values.
+
+    Raises:
+        RequestError: on every rank: a tensor is missing or has another shape.
+    """
+    names: dict[int, list[str]] = {}
+    named = named_tensors(model)
+    for name, tensor in named.items():
+        if tensor.is_meta:
+            names.setdefault(id(tensor), []).append(name)
+    needed: dict[frozenset[int], list[list[str]]] = {}
+    for aliases in names.values():
+        users = groups.users(stages.get(aliases[0]) or range(groups.placement.stages))
+        needed.setdefault(users, []).append(aliases)
+    shared = [(groups.reduction(users), needed[users]) for users in sorted(needed, key=sorted)]
+    mine = [(comm, aliases) for comm, of in shared if comm is not None for aliases in of]
+    values = {}
+    for _, aliases in mine:
+        like = named[aliases[0]]
+        values[aliases[0]] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+
+    def read() -> None:
+        reader = tensor_reader(weights)
+        for comm, aliases in mine:
+            if comm.rank == 0:
+                _read_into(values[aliases[0]], reader, aliases)
+
+    agree(groups.all, read)
+    for comm, aliases in mine:
+        comm.broadcast(values[aliases[0]])
+    return values
+
+
+@torch.no_grad()
+def _read_into(value: torch.Tensor, read: Callable[[str], torch.Tensor], aliases: Sequence[str]) -> None:
+    """Read a tensor under one of its names; files may have a tied one once."""
+    for name in aliases:
+        try:
+            found = read(name)
+        except (RequestError, KeyError) as error:
+            if name == aliases[-1]:
+                raise RequestError(
+                    f"{name!r} of the model is on the meta device, and weights has no values for it ({error}); buffers "
+                    f"that are not persistent are not in files: build them outside of torch.device('meta')"
+                ) from error
+            continue
+        if not isinstance(found, torch.Tensor) or found.shape != value.shape:
+            given = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+            raise RequestError(f"weights: {name!r} is {given}, but that of the model has shape {tuple(value.shape)}")
+        value.copy_(found)
+        return
 
 
 def _stages_by_name(model: nn.Module, compiled: Compiled) -> dict[str, set[int]]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from hyfi_core.runtime.batch_reader import MemoryFormat, check_share, divisor
 from hyfi_core.runtime.engine import Engine, OptimizerFactory
 from hyfi_core.runtime.groups import node_name
 from hyfi_core.runtime.subject import Loss
+from hyfi_core.stored_state import Weights
 
 
 def parallelize(
@@ -39,6 +42,7 @@ def parallelize(
     memory_format: MemoryFormat = "auto",
     verify: bool = True,
     release: bool = False,
+    weights: Weights | None = None,
 ) -> Engine:
     """Distribute a model over the ranks of a plan.
 
@@ -62,27 +66,28 @@ def parallelize(
         release: whether this rank keeps only what its stages use: other parameters and buffers of ``model`` are moved
             to the meta device, without values, when the engine has been created. Methods of the engine work as before.
             Each rank needs its own ``model``.
+        weights: for a model on the meta device: a safetensors file, a folder of them, a state, or a function of a name,
+            from which tensors are read to torch's default device, with ``release`` only those of this rank's stages.
 
     Raises:
         RequestError: plan, ranks, shape or model are not compatible, or differ between ranks: the same error on every
             rank, before anything is changed.
     """
-    plan = agree(comm, lambda: _checked(model, shape, plan, comm, strategy, optimizer, loss, output))
+    plan = agree(comm, lambda: _checked(model, shape, plan, comm, strategy, optimizer, loss, output, weights, verify))
     own = frozenset(model.modules())
     settings: dict[str, object] = {"autocast": autocast, "image_dtype": image_dtype, "memory_format": memory_format}
     settings |= {"verify": verify, "release": release, "optimizer": "given" if optimizer is not None else "none"}
     settings |= {"loss": describe_function(loss, own), "output": describe_function(output, own)}
-    compare_requests(comm, model, shape, plan, settings)
+    compare_requests(comm, model, shape, plan, settings | {"weights": _describe_weights(weights)})
     if release:
         _refuse_shared(model, comm)
-
-    def check(chosen: ParallelPlan) -> None:
-        micro = (shape[0] // chosen.microbatches, *shape[1:])
-        if verify:  # after models that cannot be captured have been refused
-            agree(comm, lambda: _verify(model, micro, output, image_dtype) if comm.rank == 0 else None)
-
     given = model, shape, plan, comm, loss, optimizer, output, autocast, image_dtype, memory_format
-    return Engine(*given, check, release)
+    check = partial(_verify, comm, model, shape, output, image_dtype) if verify else lambda chosen: None
+    return Engine(*given, check, release, weights)
+
+
+def _describe_weights(weights: Weights | None) -> str:
+    return str(Path(weights)) if isinstance(weights, (str, os.PathLike)) else type(weights).__name__
 
 
 def _refuse_shared(model: nn.Module, comm: Communicator) -> None:
@@ -105,6 +110,8 @@ def _checked(
     optimizer: OptimizerFactory | None,
     loss: Loss,
     output: Callable[[Any], Any] | None,
+    weights: Weights | None,
+    verify: bool,
 ) -> ParallelPlan:
     """Return the plan; check the arguments of this rank."""
     if not isinstance(model, nn.Module):
@@ -129,6 +136,7 @@ def _checked(
             f"use plan.microbatches={divisor(shape[0], plan.microbatches)}"
         )
     _check_model(model)
+    _check_weights(model, weights, verify)
     _check_functions(loss, output, optimizer)
     if isinstance(optimizer, torch.optim.Optimizer):
         raise RequestError(
@@ -160,19 +168,47 @@ def _check_model(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             raise RequestError(f"{name!r} of the model has no shape yet; run the model once, on a small image")
-        if tensor.is_meta:
-            raise RequestError(
-                f"{name!r} of the model is on the meta device and has no data, or was released by an earlier "
-                "parallelize(..., release=True); pass a new model, or call model.to_empty(device='cpu') and load or "
-                "initialise its weights first"
-            )
+
+
+def _check_weights(model: nn.Module, weights: Weights | None, verify: bool) -> None:
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    name = next((name for name, tensor in tensors if tensor.is_meta), None)
+    if name is not None and weights is None:
+        raise RequestError(
+            f"{name!r} of the model is on the meta device and has no data, or was released by an earlier "
+            "parallelize(..., release=True); pass weights=FILE.safetensors, or a new model with data"
+        )
+    if name is not None and verify:
+        raise RequestError(
+            f"{name!r} of the model is on the meta device, so that rank 0 cannot compare the model with its capture; "
+            f"pass verify=False"
+        )
+    if name is None and weights is not None:
+        raise RequestError(
+            "weights are given, but the model is not on the meta device; load them with model.load_state_dict, or "
+            "build the model under torch.device('meta')"
+        )
+    if not (weights is None or callable(weights) or isinstance(weights, (str, os.PathLike, Mapping))):
+        raise RequestError(
+            f"weights is a {type(weights).__name__}; pass a safetensors file, a state_dict, or a function of a name"
+        )
 
 
 def _verify(
+    comm: Communicator,
     model: nn.Module,
-    shape: tuple[int, int, int, int],
+    shape: Shape,
     output: Callable[[Any], Any] | None,
     image_dtype: torch.dtype | None,
+    plan: ParallelPlan,
+) -> None:
+    """Compare the model with its capture on rank 0, after models that cannot be captured have been refused."""
+    micro = (shape[0] // plan.microbatches, *shape[1:])
+    agree(comm, lambda: _compare_capture(model, micro, output, image_dtype) if comm.rank == 0 else None)
+
+
+def _compare_capture(
+    model: nn.Module, shape: Shape, output: Callable[[Any], Any] | None, image_dtype: torch.dtype | None
 ) -> None:
     dtype = image_dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     unseen = verify_capture(model, shape, dtype, output)

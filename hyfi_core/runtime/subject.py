@@ -12,13 +12,16 @@ from torch import nn
 
 from hyfi_core.capture.export import capture
 from hyfi_core.capture.program import KEY, Program
-from hyfi_core.capture.released import Former, release
+from hyfi_core.capture.released import Former, fill, release
 from hyfi_core.capture.state_watch import StateWatch
 from hyfi_core.errors import RequestError
 from hyfi_core.plan.fused_runs import FusedRuns
 from hyfi_core.runtime.backward import Values
 from hyfi_core.runtime.batch_reader import Shape
 from hyfi_core.runtime.compiled import HostedStage
+from hyfi_core.runtime.groups import Groups
+from hyfi_core.runtime.ownership import read_values
+from hyfi_core.stored_state import Weights
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 Output = Callable[[Any], Any]
@@ -78,15 +81,35 @@ class Bindings:
         self._found: dict[HostedStage, tuple[Values, Values]] = {}
         self._holdings = _holdings(model)
 
-    def release(self, stages: Mapping[str, Set[int]], is_here: Callable[[Set[int]], bool]) -> None:
-        """Release the tensors that only stages on other ranks use.
+    def share(
+        self,
+        stages: Mapping[str, Set[int]],
+        groups: Groups,
+        releases: bool,
+        weights: Weights | None,
+        device: torch.device,
+    ) -> None:
+        """Take the values of rank 0, or read those of tensors on the meta device; release what is used elsewhere only.
 
         Args:
             stages: name of a parameter or buffer -> stages that use it; the same on every rank.
-            is_here: whether this rank has one of some stages.
+            groups: the plan's groups.
+            releases: whether to release, or not to read, the tensors that only stages on other ranks use.
+            weights: of tensors on the meta device.
+            device: for them.
+
+        Raises:
+            RequestError: on every rank: the weights do not fit.
         """
-        self._stages = stages
-        self._former = release(self._model, {name for name, of in stages.items() if not is_here(of)})
+        given = [tensor for tensor in (*self._model.parameters(), *self._model.buffers()) if not tensor.is_meta]
+        for tensor in given:
+            groups.all.broadcast(tensor.data)
+        releases = releases and groups.placement.stages > 1
+        if weights is not None:
+            fill(self._model, read_values(self._model, stages if releases else {}, groups, weights, device))
+        if releases:
+            self._stages = stages
+            self._former = release(self._model, {name for name, of in stages.items() if not groups.has(of)})
         self._read()
 
     def refuse_released(self, names: Sequence[Iterable[str]], users: Callable[[Set[int]], Set[int]]) -> None:
@@ -170,6 +193,14 @@ class Bindings:
             buffers = {value: self._buffers[name] for value, name in program.buffers.items()}
             self._found[stage] = (parameters, buffers)
         return self._found[stage]
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of a model's parameters, or torch's default one for values that will be read."""
+    tensors = (tensor.device for tensor in model.parameters() if not tensor.is_meta)
+    return next(
+        tensors, torch.get_default_device() if any(p.is_meta for p in model.parameters()) else torch.device("cpu")
+    )
 
 
 def _holdings(model: nn.Module) -> list[tuple[int, ...]]:

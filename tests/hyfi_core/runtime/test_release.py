@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import nn
 
 import hyfi_core
@@ -140,6 +142,70 @@ def test_a_state_is_loaded_and_gathered_whole() -> None:
     parameters = dict(Tied().named_parameters(remove_duplicate=False))
     assert list(found) == list(other)
     assert all(torch.equal(found[n], value * 2 if n in parameters else value) for n, value in other.items())
+
+
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return Tied().double()
+
+
+@pytest.mark.parametrize("name", ["two replicas", "chimera", "gems, cells"])
+@pytest.mark.parametrize("release", [True, False])
+def test_a_model_without_values_reads_those_of_its_stages(name: str, release: bool, tmp_path: Path) -> None:
+    torch.manual_seed(6)
+    model, plan = Tied().double(), PLANS[name]
+    state = {name: value for name, value in model.state_dict().items() if name != "third.0.weight"}  # tied: stored once
+    save_file(state, tmp_path / "model.safetensors")
+    batches, asked = make_batches(SHAPE, 2, plan.replicas), [set[str]() for _ in range(plan.ranks)]
+
+    def body(comm: Any, module: Tied) -> Any:
+        def read(wanted: str) -> torch.Tensor:
+            asked[comm.rank].add(wanted)
+            return state[wanted]
+
+        weights: Any = read if name == "chimera" else tmp_path
+        given: Any = {"optimizer": sgd, "verify": False, "release": release, "weights": weights}
+        assert module.third[0].weight is module.first[0].weight
+        engine = hyfi_core.parallelize(module, SHAPE, plan, comm, **given)
+        assert module.third[0].weight is module.first[0].weight
+        losses = [engine.train_step(*step[comm.rank // plan.ranks_per_replica]) for step in batches]
+        return losses, engine.gather_state_dict(), sum(tensor.is_meta for tensor in module.parameters())
+
+    results = run_copies(on_meta(), plan.ranks, body)
+    wanted = one_process_steps(model, batches, plan.microbatches, sgd)
+    for loss, other in zip(results[0][0], wanted.losses, strict=True):
+        assert loss == pytest.approx(other, abs=1e-10)
+    for key, value in wanted.state.items():
+        torch.testing.assert_close(results[0][1][key], value, rtol=1e-9, atol=1e-10)
+    assert (sum(result[2] for result in results) > 0) == (release and name != "gems, cells")  # its ranks hold both
+    if name == "chimera":
+        assert set.union(*asked) == set(state)
+        counts = sum(map(len, asked))
+        assert counts == len(state)  # each is read once
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, r"'enter\.weight' of the model is on the meta device and has no data"),
+        ({"weights": {}, "verify": True}, "rank 0 cannot compare the model with its capture"),
+        ({"weights": 3}, "weights is a int; pass a safetensors file"),
+        ({"weights": "missing.safetensors"}, "missing.safetensors is no safetensors file"),
+        ({"weights": {"enter.weight": torch.zeros(4, 3, 1, 1)}}, r"has no tensor 'enter\.bias'"),
+        ({"weights": lambda name: torch.zeros(7)}, r"weights: 'enter\.weight' is \(7,\), but that of the model has"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(given: dict[str, Any], words: str) -> None:
+    plan = ParallelPlan(((1, 1), (1, 1)), ("first",))
+    settings: Any = {"verify": False, "release": True, **given}
+    refused(on_meta(), words, lambda comm, module: hyfi_core.parallelize(module, SHAPE, plan, comm, **settings))
+
+
+def test_weights_for_a_model_that_has_values_are_refused() -> None:
+    def body(comm: Any, module: nn.Module) -> None:
+        hyfi_core.parallelize(module, SHAPE, ParallelPlan(((1, 2),)), comm, weights=module.state_dict())
+
+    refused(Tied(), "weights are given, but the model is not on the meta device", body)
 
 
 def test_a_module_that_ranks_share_is_refused() -> None:
