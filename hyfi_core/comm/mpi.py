@@ -1,4 +1,4 @@
-"""MPI through mpi4py: for CPU ranks, and for GPU ranks through host memory.
+"""MPI through mpi4py: for CPU ranks, and for GPU ranks through pinned host memory or, if MPI can, directly.
 
 Every operation is non-blocking and is waited for with a back-off (spin, yield, sleep), because MPICH's blocking calls
 use a full core while they wait, which slows down other ranks.
@@ -10,10 +10,13 @@ same tag.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -39,6 +42,61 @@ _DATATYPES = {
     torch.uint8: MPI.UINT8_T,
 }
 _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
+
+
+GPU_VARIABLE = "HYFI_MPI_CUDA"
+"""``0``: messages of GPUs go through host memory, whatever MPI can."""
+_SWITCHED_OFF = ("MPIR_CVAR_ENABLE_GPU", "OMPI_MCA_opal_cuda_support", "OMPI_MCA_mpi_cuda_support")
+_SWITCHED_ON = {"CRAY MPICH": "MPICH_GPU_SUPPORT_ENABLED", "MVAPICH2": "MV2_USE_CUDA"}
+"""MPIs that take addresses of GPUs only if a variable is 1, and crash otherwise."""
+
+
+@dataclass(frozen=True)
+class GpuSupport:
+    """Whether messages are given to MPI in the memory of a GPU.
+
+    Attributes:
+        direct: if not, they go through pinned host memory.
+        reason: how that is known, for people.
+    """
+
+    direct: bool
+    reason: str
+
+
+def gpu_support(version: str, query: Callable[[], int] | None, environment: Mapping[str, str]) -> GpuSupport:
+    """Return whether MPI can be given addresses of GPU memory: only if nothing is known by which it would crash.
+
+    Args:
+        version: ``MPI_Get_library_version``.
+        query: ``MPIX_Query_cuda_support`` of the library; None if it has none.
+        environment: of the process.
+    """
+    off = [name for name in (GPU_VARIABLE, *_SWITCHED_OFF) if environment.get(name, "").lower() in ("0", "false", "no")]
+    if off:
+        return GpuSupport(False, f"{off[0]} is {environment[off[0]]}")
+    transports = environment.get("UCX_TLS", "all").lower()
+    if transports.startswith("^") == ("cuda" in transports) and "all" not in transports.split(","):
+        return GpuSupport(False, f"UCX_TLS is {transports}, without a transport for CUDA")
+    allocator = environment.get("PYTORCH_ALLOC_CONF", "") + environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if "expandable_segments:true" in allocator.lower().replace(" ", ""):
+        return GpuSupport(False, "PyTorch's expandable_segments cannot be shared between processes")
+    switch = next((name for mpi, name in _SWITCHED_ON.items() if mpi in version.upper()), None)
+    if switch is not None:
+        value = environment.get(switch, "not set")
+        return GpuSupport(value == "1", f"{switch} is {value}")
+    if query is None:
+        return GpuSupport(False, "this MPI does not say that it can (no MPIX_Query_cuda_support)")
+    if not query():
+        return GpuSupport(False, "this MPI was built without CUDA (MPIX_Query_cuda_support)")
+    return GpuSupport(True, "MPIX_Query_cuda_support")
+
+
+@functools.cache
+def own_gpu_support() -> GpuSupport:
+    """Return that of the MPI of this process; of mpi4py's library, which has not made its symbols global."""
+    query = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)
+    return gpu_support(MPI.Get_library_version(), query, os.environ)
 
 
 def backed_off(ready: Callable[[], bool], what: Callable[[], str], nbytes: Callable[[], int] = int) -> None:
@@ -70,10 +128,8 @@ def _pieces(tensor: torch.Tensor) -> list[Any]:
     """Return the tensor's bytes for MPI, in pieces of at most ``_MOST_BYTES``; one piece for an empty tensor.
 
     Raises:
-        ValueError: the tensor is not dense, or not on the host.
+        ValueError: the tensor is not dense.
     """
-    if tensor.device.type != "cpu":
-        raise ValueError(f"a tensor on {tensor.device} cannot be sent by host MPI; move it to the host first")
     if not (tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)):
         raise ValueError(
             f"a message must be contiguous; got shape {tuple(tensor.shape)} with strides {tensor.stride()}"
@@ -83,9 +139,13 @@ def _pieces(tensor: torch.Tensor) -> list[Any]:
     return [MPI.memory.fromaddress(start + first, min(most, total - first)) for first in starts]
 
 
-def _host(tensor: torch.Tensor, copy: bool) -> torch.Tensor:
-    """Return the tensor itself if it is on the host, else a pinned host copy (uninitialised unless ``copy``)."""
+def _staged(tensor: torch.Tensor, copy: bool) -> torch.Tensor:
+    """Return a tensor in memory that MPI can be given: itself, or a pinned copy (uninitialised unless ``copy``)."""
     if tensor.device.type == "cpu":
+        return tensor
+    if tensor.device.type == "cuda" and own_gpu_support().direct:
+        # MPI knows no streams: what was given to this one may still write the message, or use memory to receive into.
+        torch.cuda.current_stream(tensor.device).synchronize()
         return tensor
     buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
     return buffer.copy_(tensor) if copy else buffer
@@ -144,13 +204,13 @@ class MpiCommunicator:
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> _Requests:
         """Start sends and receives, receives first."""
-        landing = [_host(m.tensor, copy=False) for m in receives]
+        landing = [_staged(m.tensor, copy=False) for m in receives]
         requests = [
             self._comm.Irecv([piece, MPI.BYTE], m.peer, m.tag)
             for m, buffer in zip(receives, landing, strict=True)
             for piece in _pieces(buffer)
         ]
-        leaving = [_host(m.tensor, copy=True) for m in sends]
+        leaving = [_staged(m.tensor, copy=True) for m in sends]
         requests += [
             self._comm.Isend([piece, MPI.BYTE], m.peer, m.tag)
             for m, buffer in zip(sends, leaving, strict=True)
@@ -159,8 +219,8 @@ class MpiCommunicator:
 
         def land() -> None:
             for message, buffer in zip(receives, landing, strict=True):
-                if buffer is not message.tensor:
-                    message.tensor.copy_(buffer)
+                if buffer is not message.tensor:  # pinned memory is not used again before its copy is done
+                    message.tensor.copy_(buffer, non_blocking=True)
 
         peers = [m.peer for m in (*receives, *sends)]
         return _Requests(requests, lambda: f"an exchange with {self._named(peers)}", [*leaving, *landing], land)
