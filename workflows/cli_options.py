@@ -36,8 +36,8 @@ MachineName = Annotated[
     typer.Option(
         "--machine",
         metavar="M.yaml",
-        help="Machine model: cpu, v100-lassen, a100, h100, bluefield2, or a file of doctor --measure; default: h100 if "
-        "run.device is cuda, else cpu.",
+        help="Machine model: cpu, v100-lassen, p40, a100, h100, bluefield2, or a file of doctor --measure; default: "
+        "h100 if run.device is cuda, else cpu.",
     ),
 ]
 Config = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="The run's YAML, see docs/config.md.")]

@@ -65,7 +65,8 @@ class MachineModel:
         peak_flops_per_s: dtype -> peak of one device; a multiply-add counts as two operations.
         memory_bytes_per_s: of one device, reading and writing together.
         efficiency: kind of operator -> fraction of the peak that (forward, backward) reach: of arithmetic for
-            ``PRODUCTS``, of memory bandwidth for others, with each map counted once.
+            ``PRODUCTS``, of memory bandwidth for others, with each map counted once. Convolutions may reach more
+            than 1, by algorithms with fewer products.
         kernel_s: overhead of one operator.
         message_s: software overhead of one message.
         node: link between devices of a node.

@@ -13,7 +13,8 @@ from hyfi_core.errors import RequestError
 @pytest.mark.parametrize("name", machine_names())
 def test_machines_of_the_package_are_whole(name: str, tmp_path: Path) -> None:
     machine = load_machine(name)
-    assert all(0 < share <= 1 for shares in machine.efficiency.values() for share in shares)
+    limits = {kind: 2.25 if kind == "convolution" else 1.0 for kind in machine.efficiency}  # Winograd's fewer products
+    assert all(0 < share <= limits[kind] for kind, shares in machine.efficiency.items() for share in shares)
     assert machine.network.bytes_per_s <= machine.node.bytes_per_s or machine.device == "cpu"
     copy = tmp_path / "copy.yaml"
     copy.write_text(machine.to_yaml())

@@ -1,0 +1,95 @@
+"""Benchmark of the machine model: published figures against forecasts, with one set of parameters.
+
+    python -m workflows.benchmarks.headlines [--only PATTERN] [--json FILE]
+
+Efficiencies and overheads are those of ``v100-lassen.yaml`` and ``p40.yaml``, the same in both: no point has a fit of
+its own. Prints a table of all points with their errors, then how many points with a stated setting are within 10 %,
+and, last, the plans that are ahead of the published ones. Nothing is trained; networks are captured without memory for
+their images.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from workflows.benchmarks.headlines.ahead import print_ahead
+from workflows.benchmarks.headlines.forecasts import Forecasts
+from workflows.benchmarks.headlines.points import Point, points
+
+_CLOSE = 0.1
+
+
+@dataclass(frozen=True)
+class _Row:
+    point: Point
+    modelled: float
+
+    @property
+    def error(self) -> float:
+        return self.modelled / self.point.published - 1.0
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="*", help="pattern of sources, as in 'torch*'; 'ahead' for the last table")
+    parser.add_argument("--json", type=Path, help="file for the rows of the first table")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    forecasts = Forecasts()
+    rows = []
+    print(f"{'source':<11} {'quantity':<20} {'published':>9} {'modelled':>9} {'error':>6}  setting")
+    for point in points():
+        if fnmatch.fnmatch(point.source, given.only):
+            rows.append(_Row(point, point.modelled(forecasts)))
+            print(_line(rows[-1]), flush=True)
+    for line in _summary(rows):
+        print(line)
+    if given.json is not None:
+        given.json.write_text(json.dumps([_as_json(row) for row in rows], indent=1), encoding="utf-8")
+    if fnmatch.fnmatch("ahead", given.only):
+        print_ahead(forecasts)
+
+
+def _line(row: _Row) -> str:
+    point = row.point
+    return (
+        f"{point.source:<11} {point.what:<20} {point.published:>9.4g} {row.modelled:>9.4g} {row.error:>+6.0%}  "
+        f"{point.setting}"
+    )
+
+
+def _summary(rows: list[_Row]) -> list[str]:
+    found = []
+    for stated, name in ((True, "stated"), (False, "assumed")):
+        errors = [abs(row.error) for row in rows if row.point.stated == stated]
+        if errors:
+            close = sum(error <= _CLOSE for error in errors)
+            found.append(
+                f"{name} settings: {close} of {len(errors)} points within {_CLOSE:.0%}, median error "
+                f"{statistics.median(errors):.1%}, largest {max(errors):.0%}"
+            )
+    return found
+
+
+def _as_json(row: _Row) -> dict[str, object]:
+    point = row.point
+    return {
+        "source": point.source,
+        "what": point.what,
+        "published": point.published,
+        "modelled": row.modelled,
+        "setting": point.setting,
+        "stated": point.stated,
+    }
+
+
+if __name__ == "__main__":
+    main()

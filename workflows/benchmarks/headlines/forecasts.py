@@ -1,0 +1,87 @@
+"""Steps of published networks and plans on a machine; each network is captured once for each shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from hyfi_core.capture.export import capture
+from hyfi_core.capture.program import Program
+from hyfi_core.cost.cuts import with_cuts
+from hyfi_core.cost.machine import MachineModel, load_machine
+from hyfi_core.cost.simulator import StepForecast, forecast_step
+from hyfi_core.cost.stage_cost import LoweredPlans, StageCosts
+from hyfi_core.models.amoebanet import amoebanet_d
+from hyfi_core.models.blocks import Bottleneck
+from hyfi_core.models.resnet import ResNet, resnet50, resnet_v2
+from hyfi_core.plan.parallel_plan import ParallelPlan
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "AmoebaNet-D (18, 208)": lambda: amoebanet_d(1000, 18, 208),
+    "AmoebaNet-D (18, 256)": lambda: amoebanet_d(1000, 18, 256),
+    "AmoebaNet-D (18, 416)": lambda: amoebanet_d(1000, 18, 416),
+    "ResNet-50": lambda: resnet50(1000),
+    "ResNet-101": lambda: ResNet(Bottleneck, (3, 4, 23, 3), 1000),
+    "ResNet-1001": lambda: resnet_v2(1001, classes=10),
+}
+
+
+class Forecasts:
+    """Forecasts of training steps on the machines of the package."""
+
+    def __init__(self) -> None:
+        self._programs: dict[tuple[str, int, int], Program] = {}
+        self._lowered: dict[str, LoweredPlans] = {}
+
+    def step(self, network: str, size: int, images: int, plan: ParallelPlan, machine: str) -> StepForecast:
+        """Return the forecast of a step.
+
+        Args:
+            network: one of ``NETWORKS``.
+            size: height and width of the images.
+            images: of one replica's batch.
+            plan: with automatic or named cuts.
+            machine: one of ``machine_names()``.
+        """
+        program, model = self._program(network, size, images // plan.microbatches), load_machine(machine)
+        return forecast_step(
+            program, with_cuts(plan, program, model), model, known=self._lowered.setdefault(machine, {})
+        )
+
+    def step_s(self, network: str, size: int, images: int, plan: ParallelPlan, machine: str) -> float:
+        """Return the seconds of a step; see ``step``."""
+        return self.step(network, size, images, plan, machine).step_s
+
+    def early_recompute_s(
+        self, network: str, size: int, images: int, plan: ParallelPlan, machine: str, but_last: bool
+    ) -> float:
+        """Return the seconds of a step that recomputes while it waits for cotangents, as torchgpipe's does.
+
+        Our schedules recompute when the cotangents have arrived. In a GPipe schedule, the first micro-batch to go back
+        passes all stages one after the other: its forwards are recomputed ahead in all stages but the last, or, if the
+        last micro-batch keeps its activations, nowhere.
+
+        Args:
+            network: see ``step``, as for the others.
+            size: see ``step``.
+            images: see ``step``.
+            plan: see ``step``; it recomputes.
+            machine: see ``step``.
+            but_last: whether the last micro-batch keeps its activations.
+        """
+        program, model = self._program(network, size, images // plan.microbatches), load_machine(machine)
+        stages = StageCosts(program, plan, model, known=self._lowered.setdefault(machine, {})).stages
+        ahead = [stage.forward_s for stage in stages]
+        return self.step_s(network, size, images, plan, machine) - sum(ahead if but_last else ahead[:-1])
+
+    def machine(self, name: str) -> MachineModel:
+        """Return a machine of the package."""
+        return load_machine(name)
+
+    def _program(self, network: str, size: int, images: int) -> Program:
+        key = network, size, images
+        if key not in self._programs:
+            self._programs[key] = capture(NETWORKS[network](), (images, 3, size, size), torch.float32)
+        return self._programs[key]

@@ -1,0 +1,194 @@
+"""What papers and repositories report, and the plans that stand for their systems."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+
+from hyfi_core.plan.parallel_plan import ParallelPlan, Schedule
+from hyfi_core.plan.placement import Placement
+from hyfi_core.schedule.generate import generate
+from hyfi_core.schedule.lower import lower
+from hyfi_core.schedule.simulate import Costs, simulate
+from workflows.benchmarks.headlines.forecasts import Forecasts
+
+LASSEN, P40 = "v100-lassen", "p40"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One published figure.
+
+    Attributes:
+        source: paper or repository.
+        what: the quantity.
+        published: its value.
+        setting: network, images, ranks and schedule.
+        stated: whether the source states that setting; otherwise it is assumed.
+        modelled: the same quantity from forecasts.
+    """
+
+    source: str
+    what: str
+    published: float
+    setting: str
+    stated: bool
+    modelled: Callable[[Forecasts], float]
+
+
+def points() -> list[Point]:
+    """Return all points, those with a stated setting first."""
+    return [*_formulas(), *_torchgpipe_amoebanet(), *_torchgpipe_resnet(), *_hy_fi(), *_gems()]
+
+
+def _formulas() -> list[Point]:
+    """Bubbles that do not depend on hardware: of GEMS for many repetitions, of Chimera and 1F1B for N = D and 2 D."""
+    found = []
+    for stages in (4, 8, 16):
+        setting = f"{stages} stages, 32 repetitions, backward = 2 forwards"
+        model = partial(_bubble_of, schedule="gems_master", stages=stages, rounds=64, backward_s=2.0)
+        found.append(Point("GEMS", "bubble", (stages - 1) / (stages + 0.5), setting, True, model))
+    for stages in (4, 8, 16):
+        for rounds in (stages, 2 * stages):
+            setting = f"{stages} stages, {rounds} micro-batches, backward = forward"
+            model = partial(_bubble_of, schedule="chimera", stages=stages, rounds=rounds, backward_s=1.0)
+            published = (stages - 2) / (2 * rounds + stages - 2)
+            found.append(Point("Chimera", "bubble", published, setting, True, model))
+    return found
+
+
+def _bubble_of(_: Forecasts, schedule: Schedule, stages: int, rounds: int, backward_s: float) -> float:
+    return bubble(schedule, stages, rounds, backward_s)
+
+
+def bubble(schedule: Schedule, stages: int, rounds: int, backward_s: float) -> float:
+    """Return the bubble of a schedule with balanced stages, a forward of 1 s and free messages."""
+    plan = ParallelPlan(grids=((1, 1),) * stages, microbatches=rounds, schedule=schedule)
+    placement, edges = Placement.of(plan), tuple((stage, stage + 1) for stage in range(stages - 1))
+    lowered = lower(generate(plan, placement), placement, edges, mirror=plan.mirror)
+    costs = Costs(backward_s=backward_s)
+    return simulate(lowered, placement, edges, mirror=plan.mirror, microbatches=rounds, costs=costs).bubble
+
+
+# torchgpipe's benchmarks/amoebanetd-speed: (micro-batches, batch, balance, images/s); 24 layers are the stem, 22 cells
+# and the head.
+_AMOEBANET = (
+    (1, 96, (7, 17), 26.733),
+    (4, 256, (9, 15), 41.133),
+    (32, 1280, (9, 15), 47.386),
+    (1, 160, (3, 4, 5, 12), 26.827),
+    (4, 360, (3, 6, 7, 8), 44.543),
+    (32, 1152, (3, 6, 7, 8), 72.412),
+    (1, 196, (2, 2, 2, 2, 2, 3, 4, 7), 24.918),
+    (4, 480, (2, 2, 2, 3, 3, 4, 4, 4), 70.065),
+    (32, 1280, (2, 2, 2, 3, 3, 4, 4, 4), 132.413),
+)
+
+
+def _torchgpipe_amoebanet() -> list[Point]:
+    found = []
+    for rounds, batch, balance, published in _AMOEBANET:
+        ends = list(accumulate(balance))[:-1]
+        plan = ParallelPlan(
+            grids=((1, 1),) * len(balance),
+            cuts=tuple(f"cells.{end - 2}" for end in ends),
+            microbatches=rounds,
+            schedule="gpipe",
+            recompute=True,
+        )
+
+        def modelled(forecasts: Forecasts, plan: ParallelPlan = plan, batch: int = batch) -> float:
+            network, but_last = "AmoebaNet-D (18, 256)", plan.microbatches > 1
+            return batch / forecasts.early_recompute_s(network, 224, batch, plan, P40, but_last)
+
+        setting = f"AmoebaNet-D (18, 256), 224², {len(balance)} P40, {rounds} micro-batches, batch {batch}"
+        found.append(Point("torchgpipe", "images/s", published, setting, True, modelled))
+    return found
+
+
+# torchgpipe's benchmarks/resnet101-speed: (micro-batches, images of each, cuts, images/s). Its 370 layers are cut where
+# ours are: after a block, or within it after the same norm. Long runs of micro-batches are simulated up to 200.
+_RESNET = (
+    (2, 110, (), 81.796),
+    (200, 15, ("layer3.4",), 135.539),
+    (200, 22, ("layer2.0.bn2", "layer3.4", "layer3.16.bn1"), 265.958),
+    (150, 36, ("layer1.1", "layer2.0", "layer2.3", "layer3.3", "layer3.7", "layer3.13", "layer3.19"), 411.662),
+)
+
+
+def _torchgpipe_resnet() -> list[Point]:
+    network = "ResNet-101"
+
+    def alone(forecasts: Forecasts) -> float:
+        return 118 / forecasts.step_s(network, 224, 118, ParallelPlan(grids=((1, 1),)), P40)
+
+    found = [Point("torchgpipe", "images/s", 95.862, f"{network}, 224², 1 P40, plain, batch 118", True, alone)]
+    for rounds, images, cuts, published in _RESNET:
+        plan = ParallelPlan(
+            grids=((1, 1),) * (len(cuts) + 1),
+            cuts=cuts or "auto",
+            microbatches=rounds,
+            schedule="gpipe",
+            recompute=True,
+        )
+
+        def modelled(forecasts: Forecasts, plan: ParallelPlan = plan, images: int = images) -> float:
+            batch = images * plan.microbatches
+            return batch / forecasts.early_recompute_s(network, 224, batch, plan, P40, True)
+
+        setting = f"{network}, 224², {len(cuts) + 1} P40, micro-batches of {images}"
+        found.append(Point("torchgpipe", "images/s", published, setting, True, modelled))
+    return found
+
+
+# The smallest legal group of Hy-Fi: 5 stages, the first over 2 x 2 ranks, two directions, 2 micro-batches. On equal
+# hardware, layer and pipeline parallelism have 8 stages.
+_GROUP = ((2, 2), (1, 1), (1, 1), (1, 1), (1, 1))
+_STAGES = ((1, 1),) * 8
+SMALL, LARGE = "AmoebaNet-D (18, 416)", "AmoebaNet-D (18, 208)"
+
+LAYER = ParallelPlan(grids=_STAGES, schedule="sequential", microbatches=2)
+PIPELINE = ParallelPlan(grids=_STAGES, schedule="gpipe", microbatches=2)
+HY_FI = ParallelPlan(grids=_GROUP, schedule="chimera", microbatches=2)
+BASIC_SPATIAL = ParallelPlan(grids=_GROUP, schedule="sequential", microbatches=2, fused_halo=1)
+PIPELINED_SPATIAL = ParallelPlan(grids=_GROUP, schedule="gpipe", microbatches=2)
+
+
+def ratio(forecasts: Forecasts, network: str, size: int, slow: ParallelPlan, fast: ParallelPlan) -> float:
+    """Return how much faster one plan is than another, with two images on V100s."""
+    slow_s, fast_s = (forecasts.step_s(network, size, 2, plan, LASSEN) for plan in (slow, fast))
+    return slow_s / fast_s
+
+
+def scaling(forecasts: Forecasts, network: str, size: int, images: int, plan: ParallelPlan, replicas: int) -> float:
+    """Return the images/s of many replicas over so many times those of one."""
+    one, many = (
+        forecasts.step_s(network, size, images, replace(plan, replicas=count), LASSEN) for count in (1, replicas)
+    )
+    return one / many
+
+
+def _hy_fi() -> list[Point]:
+    group = "2 images, 8 V100: 5 stages, the first on 2 x 2 (assumed)"
+    found = []
+    for what, published, network, size, slow, fast in (
+        ("pipeline over layer", 1.589, SMALL, 2048, LAYER, PIPELINE),
+        ("over layer", 2.67, SMALL, 2048, LAYER, HY_FI),
+        ("over pipeline", 1.68, SMALL, 2048, PIPELINE, HY_FI),
+        ("over basic spatial", 1.476, LARGE, 8192, BASIC_SPATIAL, HY_FI),
+        ("over basic spatial", 1.47, LARGE, 16384, BASIC_SPATIAL, HY_FI),
+    ):
+        model = partial(ratio, network=network, size=size, slow=slow, fast=fast)
+        found.append(Point("Hy-Fi", what, published, f"{network}, {size}², {group}", False, model))
+    at_2048 = partial(scaling, network=SMALL, size=2048, images=2, plan=HY_FI, replicas=256)
+    found.append(Point("Hy-Fi", "scaling at 2,048", 0.945, f"{SMALL}, 2048², {group}", False, at_2048))
+    return found
+
+
+def _gems() -> list[Point]:
+    plan = ParallelPlan(grids=((1, 1),) * 4, schedule="gems_mast", microbatches=2)
+    model = partial(scaling, network="ResNet-1001", size=1024, images=2, plan=plan, replicas=256)
+    setting = "ResNet-1001, 1024², 2 images, 4 stages (assumed)"
+    return [Point("GEMS", "scaling at 1,024", 0.9732, setting, False, model)]
