@@ -37,9 +37,10 @@ def children() -> list[int]:
     """Return this process's children that validate."""
     found = []
     for entry in Path("/proc/self/task").iterdir():
-        for pid in (entry / "children").read_text().split():
-            words = Path(f"/proc/{pid}/cmdline").read_bytes()
-            found += [int(pid)] if b"validation_child" in words else []
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread or a child that has just ended
+            for pid in (entry / "children").read_text().split():
+                words = Path(f"/proc/{pid}/cmdline").read_bytes()
+                found += [int(pid)] if b"validation_child" in words else []
     return found
 
 

@@ -162,8 +162,9 @@ def ratio(forecasts: Forecasts, network: str, size: int, slow: ParallelPlan, fas
     return slow_s / fast_s
 
 
-def scaling(forecasts: Forecasts, network: str, size: int, images: int, plan: ParallelPlan, replicas: int) -> float:
-    """Return the images/s of many replicas over so many times those of one."""
+def scaling(forecasts: Forecasts, network: str, size: int, images: int, plan: ParallelPlan, ranks: int) -> float:
+    """Return the images/s of so many ranks over those of one replica, times the number of replicas."""
+    replicas = ranks // plan.ranks_per_replica
     one, many = (
         forecasts.step_s(network, size, images, replace(plan, replicas=count), LASSEN) for count in (1, replicas)
     )
@@ -182,13 +183,13 @@ def _hy_fi() -> list[Point]:
     ):
         model = partial(ratio, network=network, size=size, slow=slow, fast=fast)
         found.append(Point("Hy-Fi", what, published, f"{network}, {size}², {group}", False, model))
-    at_2048 = partial(scaling, network=SMALL, size=2048, images=2, plan=HY_FI, replicas=256)
+    at_2048 = partial(scaling, network=SMALL, size=2048, images=2, plan=HY_FI, ranks=2048)
     found.append(Point("Hy-Fi", "scaling at 2,048", 0.945, f"{SMALL}, 2048², {group}", False, at_2048))
     return found
 
 
 def _gems() -> list[Point]:
     plan = ParallelPlan(grids=((1, 1),) * 4, schedule="gems_mast", microbatches=2)
-    model = partial(scaling, network="ResNet-1001", size=1024, images=2, plan=plan, replicas=256)
+    model = partial(scaling, network="ResNet-1001", size=1024, images=2, plan=plan, ranks=1024)
     setting = "ResNet-1001, 1024², 2 images, 4 stages (assumed)"
     return [Point("GEMS", "scaling at 1,024", 0.9732, setting, False, model)]
