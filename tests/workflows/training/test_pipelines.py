@@ -21,7 +21,10 @@ pytestmark = pytest.mark.usefixtures("in_process")
 TWO_STAGES = ("plan.grids=[[1,1],[1,1]]", "plan.cuts=[norm1]")
 
 
-def test_a_resumed_pipeline_is_that_of_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("validators", [False, pytest.param(True, marks=pytest.mark.soak)])
+def test_a_resumed_pipeline_is_that_of_one_rank(
+    validators: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With initial weights from a file, a moving average, a step that was not validated before the run stopped."""
     torch.manual_seed(1)
     weights = tiny(classes=2, norm="group").double().state_dict()
@@ -54,7 +57,9 @@ def test_a_resumed_pipeline_is_that_of_one_rank(tmp_path: Path, monkeypatch: pyt
     lines = metrics.read_text().splitlines(keepends=True)
     assert '"validation"' in lines[-1]
     metrics.write_text("".join(lines[:-1]))
-    assert run_on(2, config, *TWO_STAGES, "run.steps=4", resume=True) == [0, 0]
+    with_validator = ["roles.validators=1"] if validators else []
+    ranks = 2 + len(with_validator)
+    assert run_on(ranks, config, *TWO_STAGES, *with_validator, "run.steps=4", resume=True) == [0] * ranks
     assert len(held) == 5 and held[0] == set(weights)
     for first, second in (sorted(held[1:3], key=len), sorted(held[3:5], key=len)):
         assert first | second == set(weights) and not first & second
