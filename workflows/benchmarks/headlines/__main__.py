@@ -21,7 +21,7 @@ import torch
 
 from workflows.benchmarks.headlines.ahead import print_ahead
 from workflows.benchmarks.headlines.forecasts import Forecasts
-from workflows.benchmarks.headlines.points import Point, points
+from workflows.benchmarks.headlines.points import NOT_MODELLED, Point, points
 
 _CLOSE = 0.1
 
@@ -52,6 +52,8 @@ def main() -> None:
             print(_line(rows[-1]), flush=True)
     for line in _summary(rows):
         print(line)
+    for what, why in NOT_MODELLED.items() if given.only == "*" else ():
+        print(f"not modelled: {what}: {why}")
     if given.json is not None:
         given.json.write_text(json.dumps([_as_json(row) for row in rows], indent=1), encoding="utf-8")
     if fnmatch.fnmatch("ahead", given.only):

@@ -40,7 +40,7 @@ class Point:
 
 def points() -> list[Point]:
     """Return all points, those with a stated setting first."""
-    return [*_formulas(), *_torchgpipe_amoebanet(), *_torchgpipe_resnet(), *_hy_fi(), *_gems()]
+    return [*_formulas(), *_torchgpipe_amoebanet(), *_torchgpipe_resnet(), *_hy_fi(), *_mpi4dl(), *_gems()]
 
 
 def _formulas() -> list[Point]:
@@ -188,8 +188,40 @@ def _hy_fi() -> list[Point]:
     return found
 
 
+def _mpi4dl() -> list[Point]:
+    """The repository's charts, read to 0.05 images/s; middle of a range. Titles of two charts look swapped."""
+    parts = ((2, 2), (1, 1))
+    systems = {
+        "layer parallel": ParallelPlan(grids=((1, 1),) * 2, schedule="sequential"),
+        "halo D1": ParallelPlan(grids=parts, schedule="sequential", fused_halo=1),
+        "halo D2": ParallelPlan(grids=parts, schedule="sequential"),
+    }
+    charts = (("layer parallel", 0.95, 1.3), ("halo D1", 1.125, 1.5), ("halo D2", 2.125, 2.725))
+    found = []
+    for name, *published in charts:
+        for images, rate in enumerate(published, 1):
+            model = partial(_images_per_s, images=images, plan=systems[name])
+            setting = f"{LARGE}, 2048² (assumed), batch {images}, {systems[name].ranks} V100"
+            found.append(Point("MPI4DL", f"images/s, {name}", rate, setting, False, model))
+    return found
+
+
+def _images_per_s(forecasts: Forecasts, images: int, plan: ParallelPlan) -> float:
+    return images / forecasts.step_s(LARGE, 2048, images, plan, LASSEN)
+
+
 def _gems() -> list[Point]:
     plan = ParallelPlan(grids=((1, 1),) * 4, schedule="gems_mast", microbatches=2)
     model = partial(scaling, network="ResNet-1001", size=1024, images=2, plan=plan, ranks=1024)
     setting = "ResNet-1001, 1024², 2 images, 4 stages (assumed)"
     return [Point("GEMS", "scaling at 1,024", 0.9732, setting, False, model)]
+
+
+NOT_MODELLED = {
+    "HyPar-Flow 110 x on 128 nodes, 481 x on 512": "batch and grid of a node are not stated; no model of its CPU nodes",
+    "Hy-Fi 2.26 x by strong scaling": "the numbers of GPUs are not stated",
+    "GEMS 7 h to 28 min": "the GPUs of both runs are not confirmed",
+    "S-Caffe 2.5 x": "GoogLeNet on K80s: neither the network nor the machine is here",
+    "ORNL 22,528² on 2,304 V100": "no time is published",
+}
+"""Published figures without a forecast, and why."""
