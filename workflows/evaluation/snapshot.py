@@ -2,10 +2,10 @@
 
 ::
 
-    state_dict      conv.weight      conv.bias   bn.count …
-    bytes           |████████████████|██··········|█···········|      each tensor starts at a multiple of 64
+    state_dict      bn.count     conv.bias    conv.weight      in the order of names
+    bytes           |█···········|██··········|████████████████|      each tensor starts at a multiple of 64
 
-Both sides know names, shapes and dtypes from the model, so only the bytes are sent.
+Both sides know names, shapes and dtypes from the model, so only the bytes are sent, whatever order their states have.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def unflatten(flat: torch.Tensor, like: State) -> dict[str, torch.Tensor]:
     if flat.numel() != snapshot_bytes(like):
         raise ValueError(f"a snapshot of {flat.numel()} bytes does not fit a model of {snapshot_bytes(like)} bytes")
     result, start = {}, 0
-    for name, value in like.items():
+    for name, value in sorted(like.items(), key=lambda item: item[0]):
         piece = flat[start : start + value.numel() * value.element_size()]
         result[name] = piece.view(value.dtype).view(value.shape)
         start += _padded_bytes(value)

@@ -190,8 +190,8 @@ class Validating:
         for step in steps:
             self._unvalidated.remove(step)
             saved = load_checkpoint(step_folder(self._job.config.run.dir / "checkpoints", step)).inference_weights
-            if self._remote:  # sent in the model's order, which a file does not have
-                self.validate(step, {name: saved[name] for name in self._model.state_dict()})
+            if self._remote:
+                self.validate(step, saved)
             else:
                 self._engine.load_state_dict(saved)
                 self._validate_in_trainers(step)

@@ -1,4 +1,4 @@
-"""Snapshots of weights on a GPU are copied while training goes on; on a GPU made of CPU tensors, in any order."""
+"""Snapshots of weights: bytes in the order of names; on a GPU made of CPU tensors, copied while training goes on."""
 
 from __future__ import annotations
 
@@ -18,6 +18,13 @@ def weights() -> dict[str, torch.Tensor]:
 
 def on_gpu() -> dict[str, torch.Tensor]:
     return {name: value.to("cuda") for name, value in weights().items()}
+
+
+def test_the_order_of_a_state_does_not_matter() -> None:
+    state = {"a": torch.arange(3.0), "b": torch.ones(3), "c": torch.tensor(7)}
+    snapshot = SnapshotPool().acquire(1, state)
+    found = unflatten(snapshot.flat, {name: torch.zeros_like(state[name]) for name in ("c", "b", "a")})
+    assert all(torch.equal(found[name], value) for name, value in state.items())
 
 
 @pytest.mark.parametrize("seed", SEEDS)
