@@ -95,7 +95,8 @@ from hyfi_core.models.resnet import resnet10
 torch.manual_seed(0)
 model = resnet10(2, width=8).to(memory_format=torch.channels_last)
 images = torch.randn(1, 3, 256, 256).contiguous(memory_format=torch.channels_last)
-engine = hyfi_core.parallelize(model, (1, 3, 256, 256), hyfi_core.ParallelPlan(((1, 1),)), AloneCommunicator())
+plan = hyfi_core.ParallelPlan(((1, 1),))
+engine = hyfi_core.parallelize(model, (1, 3, 256, 256), plan, AloneCommunicator(), verify=False)
 for _ in range(4):
     engine.accumulate(images, torch.zeros(1, dtype=torch.long))
 """

@@ -52,7 +52,7 @@ def inner(a: list[dict[str, torch.Tensor]], b: list[dict[str, torch.Tensor]]) ->
     return sum(float((x[n] * y[n]).sum()) for x, y in zip(a, b, strict=True) for n in x.keys() & y.keys())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(GRIDS, GRIDS, st.tuples(st.integers(1, 7), st.integers(1, 7)), st.booleans())
 def test_the_way_back_is_the_adjoint(
     first: tuple[int, int], second: tuple[int, int], side: tuple[int, int], channels_last: bool

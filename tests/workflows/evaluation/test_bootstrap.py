@@ -51,11 +51,11 @@ def test_all_draws_at_once_are_torchmetrics_on_each_draw(classes, n, seed, level
     found = drawn_metrics(logits, targets, losses, counts)
     for draw, row in enumerate(counts):
         drawn = torch.arange(n).repeat_interleave(row.long())
+        expected = by_torchmetrics(logits[drawn], targets[drawn])
         assert metrics_of_logits(logits[drawn], targets[drawn]) == {
-            name: value if value is None else pytest.approx(value, abs=1e-5)
-            for name, value in by_torchmetrics(logits[drawn], targets[drawn]).items()
+            name: value if value is None else pytest.approx(value, abs=1e-5) for name, value in expected.items()
         }
-        wanted = {**by_torchmetrics(logits[drawn], targets[drawn]), "loss": float(losses[drawn].mean())}
+        wanted = {**expected, "loss": float(losses[drawn].mean())}
         for name, value in wanted.items():
             here = float(found[name][draw])
             assert math.isnan(here) if value is None else here == pytest.approx(value, abs=1e-5), name
