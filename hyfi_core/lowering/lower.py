@@ -49,6 +49,7 @@ class Target:
         replicas: number of replicas over which batch norms compute their statistics.
         gather_bytes: of the largest map that every rank may gather for an operator that cannot be computed part by
             part.
+        alone: whether there is no other rank or cell.
     """
 
     grid: tuple[int, int]
@@ -57,6 +58,7 @@ class Target:
     entries: Mapping[str, Split | None] = field(default_factory=dict)
     replicas: Fraction | int = 1
     gather_bytes: int = GATHER_BYTES
+    alone: bool = False
 
 
 def lower(
@@ -90,7 +92,7 @@ def lower(
             "the model stores a feature map in a buffer, but no rank holds a whole map; register no "
             "buffer with height and width"
         )
-    return in_place(builder.finish(leaves, exits))
+    return in_place(builder.finish(leaves, exits), target.alone)
 
 
 def lowered_operators(program: Program, outputs: tuple[Any, ...], exits: tuple[str, ...]) -> list[Operator]:

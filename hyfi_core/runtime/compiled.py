@@ -228,7 +228,9 @@ class _Lowered:
             if self._shares_memory:
                 ranked = replace(ranked, instructions=tuple(map(for_prediction, ranked.instructions)))
         else:
-            target = Target(grid, position, entries=entries, replicas=self._replicas, gather_bytes=wide)
+            target = Target(
+                grid, position, entries=entries, replicas=self._replicas, gather_bytes=wide, alone=self._plan.ranks == 1
+            )
             runs = fused_runs(program, target, stage.outputs, exits, self._plan.fused_halo)
             ranked = lower(program, target, stage.outputs, exits, runs)
         if self._cells > 1 and not (self._runs is not None and self._shares_memory):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hyfi_core.capture.export import capture
+from hyfi_core.comm.alone import AloneCommunicator
 from hyfi_core.comm.base import Communicator
 from hyfi_core.comm.threads import run_ranks
 from hyfi_core.lowering.lower import Target, lower
@@ -97,6 +98,7 @@ def test_cotangents_of_a_chain_are_written_over(columns: int, monkeypatch: pytes
         watch(kind, lambda saved, cotangents, wanted: cotangents[0])
     for kind in (MaxPool, WholeMaxPool):
         watch(kind, lambda saved, cotangents, wanted: saved[0])
+    monkeypatch.setattr("hyfi_core.lowering.in_place.SMALL_BYTES", 0)
     conv = nn.Conv2d(4, 4, 3, padding=1)
     stem = (nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1))
     model = nn.Sequential(*stem, conv, nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
@@ -110,3 +112,24 @@ def test_cotangents_of_a_chain_are_written_over(columns: int, monkeypatch: pytes
     # The last relu's comes from a mean, one number for many pixels; all others are memory of their own.
     assert asked.count(False) == columns
     assert len(asked) == columns * (3 if columns == 1 else 5)  # one rank alone has the native norm
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_without_other_ranks_relus_of_small_maps_are_no_steps_and_give_the_same_numbers(
+    training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model, images = SharedInput().train(training), torch.randn(2, 3, 24, 24)
+
+    def result() -> tuple[int, float, dict[str, torch.Tensor]]:
+        own = copy.deepcopy(model)
+        engine = parallelize(own, (2, 3, 24, 24), ParallelPlan(((1, 1),)), AloneCommunicator(), verify=False)
+        loss = engine.accumulate(images, torch.tensor([0, 1]))
+        gradients = {name: p.grad for name, p in own.named_parameters() if p.grad is not None}
+        return len(engine._compiled().only.tape.steps), loss, gradients
+
+    steps, loss, gradients = result()
+    monkeypatch.setattr("hyfi_core.lowering.in_place.SMALL_BYTES", 2 * 4 * 24 * 24 * 4 - 1)
+    more, same, others = result()
+    assert (steps, more) == (3, 9) and loss == same
+    assert all(torch.equal(gradients[name], others[name]) for name in others) and len(others) == len(gradients)
