@@ -117,6 +117,19 @@ def test_a_request_to_stop_is_a_checkpoint_and_code_3(slurm: Slurm, tmp_path: Pa
 
 
 @pytest.mark.soak
+def test_a_cancelled_job_of_srun_is_a_checkpoint_and_code_3(slurm: Slurm, tmp_path: Path, store: Path) -> None:
+    """``scancel`` asks the ranks by TERM, as preemption and time limits do; TERM to srun itself would kill them."""
+    config = make_config(tmp_path, store, run={"steps": 5000}, validation={"every_steps": 5000})
+    job = begin(slurm, tmp_path, "srun", "--mpi=pmi2", "-N2", "-n2", *HYFI, "train", str(config), TWO)
+    wait_for_step(job, tmp_path / "run", 2)
+    (number,) = slurm.run("squeue", "-h", "-o", "%A").split()
+    slurm.run("scancel", number)
+    _, err = job.communicate(timeout=60)
+    assert job.returncode == 3, err
+    assert (tmp_path / "run" / "checkpoints" / "latest").exists()
+
+
+@pytest.mark.soak
 def test_a_run_meets_its_time_limit_and_continues_by_itself(slurm: Slurm, tmp_path: Path, store: Path) -> None:
     config = make_config(tmp_path, store, run={"steps": 60}, validation={"every_steps": 20})
     straight = [*HYFI, "train", str(config), TWO, f"run.dir={tmp_path / 'straight'}"]
