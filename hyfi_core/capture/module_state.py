@@ -188,8 +188,12 @@ def describe_value(model: nn.Module, path: str, name: str) -> str:
 
 
 def is_counted(before: Hashable, now: Hashable) -> bool:
-    """Whether a number changed, or one in a container of the same length, or a generator was drawn from."""
-    if before == now or not isinstance(before, tuple) or not isinstance(now, tuple) or len(before) != len(now):
+    """Whether a number changed or was appended to a list, also within containers, or a generator was drawn from."""
+    if before == now or not isinstance(before, tuple) or not isinstance(now, tuple):
+        return False
+    if before[:1] == now[:1] == (list,) and len(now) > len(before):
+        return any(isinstance(item, tuple) and item[0] in (int, float) for item in now[len(before) :])
+    if len(before) != len(now):
         return False
     if before[0] is now[0] and before[0] in (int, float):
         return True

@@ -166,6 +166,7 @@ def test_what_a_trace_computed_with_is_no_constant() -> None:
 CALLS = [0]
 NUMBERS = np.random.default_rng(0)
 SHAPES: list[tuple[int, ...]] = []
+LOGGED: list[int] = []
 OWN = torch.Generator()
 
 
@@ -178,6 +179,7 @@ def counted(net: GuardedNet, y: torch.Tensor) -> torch.Tensor:
     ("middle", "words"),
     [
         (counted, "the forward changes 'CALLS' outside of the model"),
+        (lambda net, y: (LOGGED.append(1), y * len(LOGGED))[1], "the forward changes 'LOGGED' outside of the model"),
         (lambda net, y: y * NUMBERS.random(), "the forward changes 'NUMBERS' outside of the model"),
         (
             lambda net, y: y * torch.rand(1, generator=OWN),
