@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from pathlib import Path
@@ -61,7 +62,7 @@ def test_a_slow_rank_of_a_run_is_named_everywhere(
 
     def slow_on_rank_1(self: Engine, *args: Any, **kwargs: Any) -> None:
         if ranks.setdefault(threading.get_ident(), self._groups.all.rank) == 1:
-            time.sleep(0.3)
+            time.sleep(0.6)  # far longer than a step, also on a busy machine
         whole(self, *args, **kwargs)
 
     monkeypatch.setattr(Engine, "update", slow_on_rank_1)
@@ -70,12 +71,12 @@ def test_a_slow_rank_of_a_run_is_named_everywhere(
     last = read_metrics(tmp_path / "run" / "metrics.jsonl")[-2]
     assert (last["kind"], last["step"]) == ("train", 4)
     compute = last["slowest"]["compute"]
-    assert compute["rank"] == 1 and compute["over_median"] > 2
-    assert [(entry["kind"], entry["rank"]) for entry in last["stragglers"]] == [("compute", 1)]
+    assert compute["rank"] == 1 and compute["over_median"] > 1.2
+    assert ("compute", 1) in [(entry["kind"], entry["rank"]) for entry in last["stragglers"]]
     assert last["fullest"]["memory_bytes"] > 1e7 and last["fullest"]["rank"] in (0, 1)
     assert last["seconds"] > 0.25 and last["images_per_second"] < 8  # rank 0 waits for it, and says so
-    assert "; slow: rank 1 on " in capsys.readouterr().out
+    assert re.search(r"^epoch 0: .*slow: .*rank 1 on \S+, computing", capsys.readouterr().out, re.MULTILINE)
     assert status.run(tmp_path / "run", as_json=True) == 0
     *lines, result = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("slow: rank 1 on ") and line.endswith("(until step 4)") for line in lines)
+    assert any(re.fullmatch(r"slow: .*rank 1 on \S+, computing .*\(until step 4\)", line) for line in lines)
     assert json.loads(result)["stragglers"] == last["stragglers"]
