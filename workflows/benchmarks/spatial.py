@@ -6,8 +6,10 @@ Prints a JSON line for each size: seconds of a training step (the shortest, whic
 ratios of shortest and of median steps. Batch 1, float32, channels-last, batch norm in training mode, without optimizer
 step. All variants ("sides") have the memory settings that ``hyfi`` gives its ranks, except ``as_started``, which is
 plain PyTorch without them. ``as_written`` and ``as_written_two_ranks`` start with contiguous images and weights,
-PyTorch's default. A small size shows the cost of the engine: ``--size 64 --model resnet50 --steps 30 --sides plain
-one_rank``. With ``--keep-memory``, all sides except ``as_started`` keep freed memory: faster, but larger.
+PyTorch's default; ``four_ranks`` are a grid of 2 × 2. ``--memory`` prints, instead of times, by how many MB a process
+grows in its first and in its third step (peak less before, the largest of all ranks, with freed memory returned to the
+system), and the ratios to plain. A small size shows the cost of the engine: ``--size 64 --model resnet50 --steps 30
+--sides plain one_rank``. With ``--keep-memory``, all sides except ``as_started`` keep freed memory: faster, but larger.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -26,11 +29,13 @@ import torch.nn.functional as F
 
 import hyfi_core
 from hyfi_core.models import resnet
+from hyfi_core.process_memory import forget_peak, peak_bytes, resident_bytes, return_what_is_freed
 from workflows.launch.launch import RANK_SETTINGS, own_rank
 from workflows.launch.mpiexec import find
 
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
-SIDES = ("plain", "as_started", "two_ranks", "one_rank", "as_written", "as_written_two_ranks")
+SIDES = ("plain", "as_started", "two_ranks", "one_rank", "as_written", "as_written_two_ranks", "four_ranks")
+GRIDS = {1: (1, 1), 2: (1, 2), 4: (2, 2)}
 
 
 def main() -> None:
@@ -41,13 +46,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--keep-memory", action="store_true")
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES, help="which to compare, plain among them")
+    parser.add_argument(
+        "--sides", nargs="+", choices=SIDES, default=SIDES[:-1], help="which to compare, plain among them"
+    )
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--memory", action="store_true", help="measure memory instead of time")
     given = parser.parse_args()
+    if given.side and given.memory:
+        _report_memory(given.side, given.model, given.size[0])
+        return
     if given.side:
         _report(_side(given.side, given.model, given.size[0]), given.steps)
         return
     for size in given.size:
+        if given.memory:
+            print(json.dumps(_memory(given.model, size, given.sides)), flush=True)
+            continue
         settings = RANK_SETTINGS | (KEEP_MEMORY if given.keep_memory else {})
         print(json.dumps(compare(given.model, size, given.rounds, given.steps, settings, given.sides)), flush=True)
 
@@ -70,16 +84,28 @@ def compare(
     return result
 
 
-def _run(side: str, model: str, size: int, steps: int, settings: dict[str, str]) -> list[float]:
-    ranks = 2 if side.endswith("two_ranks") else 1
+def _memory(model: str, size: int, sides: Sequence[str]) -> dict[str, object]:
+    """Return the growth of each side in the first and in a later step, in MB, and ratios to plain."""
+    grown = {side: _run(side, model, size, 1, RANK_SETTINGS, ["--memory"]) for side in sides}
+    ratios = {
+        f"{side}_to_plain": [round(a / b, 3) for a, b in zip(mb, grown["plain"], strict=True)]
+        for side, mb in grown.items()
+    }
+    return {"model": model, "size_px": size, **{f"{side}_mb": mb for side, mb in grown.items()}, **ratios}
+
+
+def _run(
+    side: str, model: str, size: int, steps: int, settings: dict[str, str], more: Sequence[str] = ()
+) -> list[float]:
+    ranks = 4 if side == "four_ranks" else 2 if side.endswith("two_ranks") else 1
     command = [sys.executable, "-m", "workflows.benchmarks.spatial", "--side", side, "--model", model]
-    command += ["--size", str(size), "--steps", str(steps)]
+    command += ["--size", str(size), "--steps", str(steps), *more]
     environment = {name: value for name, value in os.environ.items() if name not in RANK_SETTINGS | KEEP_MEMORY}
-    environment |= {"OMP_NUM_THREADS": str(2 // ranks)} | ({} if side == "as_started" else settings)
+    environment |= {"OMP_NUM_THREADS": str(max(1, 2 // ranks))} | ({} if side == "as_started" else settings)
     start = find().command(ranks) if ranks > 1 else []
     done = subprocess.run([*start, *command], env=environment, capture_output=True, text=True, check=True)
-    times: list[float] = json.loads(done.stdout.strip().splitlines()[-1])
-    return times
+    lists = [json.loads(found) for found in re.findall(r"\[.*?\]", done.stdout)]
+    return [max(of) for of in zip(*lists, strict=True)]  # times are printed by one rank, memory by all
 
 
 def _side(side: str, name: str, size: int) -> Callable[[], None]:
@@ -97,7 +123,7 @@ def _side(side: str, name: str, size: int) -> Callable[[], None]:
 
         return plain
     comm = hyfi_core.init()
-    plan = hyfi_core.ParallelPlan(grids=((1, comm.size),))
+    plan = hyfi_core.ParallelPlan(grids=(GRIDS[comm.size],))
     engine = hyfi_core.parallelize(model, (1, 3, size, size), plan, comm)
 
     def ours() -> None:
@@ -116,6 +142,17 @@ def _report(step: Callable[[], None], steps: int) -> None:
         times.append(time.perf_counter() - start)
     if own_rank() == 0:
         print(json.dumps(times), flush=True)
+
+
+def _report_memory(side: str, model: str, size: int) -> None:
+    return_what_is_freed()
+    step, grown = _side(side, model, size), []
+    for _ in range(3):
+        forget_peak()
+        before = resident_bytes()
+        step()
+        grown.append(peak_bytes() - before)
+    print(json.dumps([round(grown[0] / 1e6), round(grown[-1] / 1e6)]), flush=True)
 
 
 if __name__ == "__main__":
