@@ -61,13 +61,19 @@ def _exported(
     with PATCHING, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            image = torch.empty(shape, dtype=dtype)
+            image = torch.empty(shape, dtype=dtype, device=_device_of(model))
         # With gradients even for prediction, so that training and prediction agree on which values carry gradients.
         with torch.enable_grad(), _quiet(), stood_in(model, mode), trace_guards(model, stored):
             traced = torch.export.export(model, (image,), strict=False)
         with _own_composites_only(traced):
             exported: ExportedProgram = traced.run_decompositions(_DIFFERENTIABLE)
         return exported
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Return the device of the model's tensors, where the image must be, too; those that were released have none."""
+    held = (tensor.device for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta)
+    return next(held, torch.device("cpu"))
 
 
 def _copied(into: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -165,8 +171,10 @@ def _refuse_numbers(node: torch.fx.Node) -> None:
 
 
 def _is_device_of_capture(node: torch.fx.Node, key: str) -> bool:
-    """Whether an argument is the device of capture, which does not apply to ranks."""
-    return key == "device" and node.target is torch.ops.aten._to_copy.default
+    """Whether an argument says that a tensor stays where it is; one on a GPU may come from the host."""
+    if key != "device" or node.target is not torch.ops.aten._to_copy.default:
+        return False
+    return torch.device(node.kwargs[key]).type == "cpu"  # type: ignore[arg-type]
 
 
 def _canonical(getitem: torch.fx.Node) -> str:
@@ -192,6 +200,8 @@ def _declare(values: dict[str, ValueInfo], name: str, value: Any, traced: str | 
 def _argument(item: Any) -> Any:
     if isinstance(item, torch.fx.Node):
         return Ref(_canonical(item) if item.target is operator.getitem else item.name)
+    if isinstance(item, torch.device):
+        return torch.device(item.type)  # the current one of each rank: programs of ranks are compared
     if isinstance(item, (list, tuple)):
         return (
             tuple(_argument(part) for part in item) if isinstance(item, tuple) else [_argument(part) for part in item]
