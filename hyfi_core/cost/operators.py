@@ -129,9 +129,10 @@ def _kind(program: Program, op: Operator) -> str:
 
 
 def _flops(program: Program, op: Operator, output: str) -> float:
-    """Return 2 x outputs x products per output (the size of the weight divided by its output channels)."""
-    weights = [
-        program.values[n].shape for n in op.inputs if n in program.parameters and len(program.values[n].shape) > 1
-    ]
-    shape = weights[0] if weights else program.values[op.inputs[-1]].shape
-    return 2.0 * prod(program.values[output].shape) * prod(shape) / max(1, shape[0])
+    """Return 2 x outputs x products per output; of a transposed convolution, inputs stand for outputs."""
+    factor = program.values[op.args[2 if op.text.startswith("aten.addmm") else 1].name].shape
+    if op.text.startswith("aten.conv_transpose") or (op.text.startswith("aten.convolution") and op.args[6]):
+        return 2.0 * prod(program.values[op.args[0].name].shape) * prod(factor[1:])
+    if op.text.startswith(("aten.conv", "aten.linear")):
+        return 2.0 * prod(program.values[output].shape) * prod(factor[1:])
+    return 2.0 * prod(program.values[output].shape) * factor[-2 if len(factor) > 1 else -1]
