@@ -3,8 +3,9 @@
     rank 0    enter.weight  real      fc.weight  meta
     rank 1    enter.weight  meta      fc.weight  real
 
-A tensor on the meta device takes the place of each: any computation with it is an error of PyTorch. It has the shape,
-strides, dtype, ``requires_grad`` and hooks of the released one, so that the model can be captured again.
+A tensor on the meta device takes the place of each. It has the shape, strides, dtype, ``requires_grad`` and hooks of
+the released one, so that the model can be captured again. Computing with it and values is an error: PyTorch's own
+convolutions would return memory that was never written, and ``average.add_(weight)`` would do nothing.
 """
 
 from __future__ import annotations
@@ -12,17 +13,51 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree
 
 from hyfi_core.capture.module_state import tensors_in_attributes
+from hyfi_core.errors import RequestError
 from hyfi_core.process_memory import return_freed_now
 
 Former = list[tuple["weakref.ref[torch.Tensor]", str]]
 """(a released tensor, its name): code outside of the model may still hold it."""
+
+
+class ReleasedTensor(torch.Tensor):
+    """A tensor on the meta device that refuses to be computed with together with values."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call PyTorch's function.
+
+        Raises:
+            RequestError: an argument has values; changing the released one in place is allowed, and does nothing.
+        """
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        changes_it = name.endswith("_") and not name.endswith("__") and isinstance(args[0], ReleasedTensor)
+        with torch._C.DisableTorchFunctionSubclass():
+            given = () if changes_it or name == "__get__" else _pytree.tree_leaves((args, kwargs))
+            if any(isinstance(item, torch.Tensor) and not item.is_meta for item in given):
+                raise RequestError(
+                    f"{name} was called with values and a released tensor of the model, whose values are on other "
+                    "ranks only; call the engine (predict, gather_state_dict), or pass release=False"
+                )
+            found = func(*args, **kwargs)
+            plain = isinstance(found, torch.Tensor) and not isinstance(found, ReleasedTensor) and found.is_meta
+            return found.as_subclass(ReleasedTensor) if plain else found
+
+
+class ReleasedParameter(ReleasedTensor, nn.Parameter):
+    """A released parameter."""
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -86,11 +121,15 @@ def fill(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_meta
+    return type(tensor) in (torch.Tensor, nn.Parameter)
 
 
 def _without_values(tensor: torch.Tensor) -> torch.Tensor:
-    made = _like(tensor, torch.device("meta"))
+    like = _like(tensor, torch.device("meta")).detach()
+    if isinstance(tensor, nn.Parameter):
+        made: torch.Tensor = ReleasedParameter(like, tensor.requires_grad)
+    else:
+        made = like.as_subclass(ReleasedTensor)
     _adopt(made, tensor)
     return made
 

@@ -6,6 +6,7 @@ The optimizer state is keyed by parameter *name*, so that it is valid for any pl
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from typing import Any
 
@@ -74,7 +75,10 @@ class ParameterOwnership:
     def here(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return a state in which tensors on the meta device stand for those that this rank has released."""
         released = {name for name, tensor in named_tensors(self._model).items() if tensor.is_meta}
-        return {name: t.to("meta") if name in released else t for name, t in state.items()}
+        found = OrderedDict((name, t.to("meta") if name in released else t) for name, t in state.items())
+        if hasattr(state, "_metadata"):  # the versions of modules, by which some convert or check what they load
+            found._metadata = state._metadata  # type: ignore[attr-defined]
+        return found
 
     def gather_gradients(self) -> dict[str, torch.Tensor] | None:
         """Return copies of all gradients on rank 0, None elsewhere."""

@@ -263,7 +263,7 @@ def test_released_tensors_are_named_by_errors() -> None:
     def body(comm: Any, module: nn.Module) -> None:
         plan = ParallelPlan(((1, 1), (1, 1)), ("first",))
         hyfi_core.parallelize(module, SHAPE, plan, comm, release=True)
-        with pytest.raises(RuntimeError, match="meta"):
+        with pytest.raises(RequestError, match="a released tensor of the model"):
             module(torch.zeros(SHAPE, dtype=torch.float64))
         hyfi_core.parallelize(module, SHAPE, plan, comm)
 
@@ -290,3 +290,39 @@ def test_the_layers_of_a_recurrent_module_are_released() -> None:
     (loss, freed), (_, kept) = run_copies(model, 2, body)
     assert loss == pytest.approx(F.cross_entropy(model(images), labels).item(), abs=1e-12)
     assert freed and not kept
+
+
+@pytest.mark.parametrize("used", ["convolution", "average", "state"])
+def test_a_released_tensor_is_not_computed_with(used: str) -> None:
+    """PyTorch's convolution with it returns memory that was never written, and an addition in place does nothing."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+    def body(comm: Any, module: Any) -> None:
+        plan = ParallelPlan(((1, 1), (1, 1)), ("0",))
+        hyfi_core.parallelize(module, SHAPE, plan, comm, release=True)
+        weight = module[1 - comm.rank].weight
+        assert (
+            weight.is_meta and isinstance(weight, nn.Parameter) and copy.deepcopy(module)[1 - comm.rank].weight.is_meta
+        )
+        with torch.no_grad():
+            weight.mul_(2).add_(torch.ones_like(weight, device="cpu"))  # between steps, on every rank alike
+            if used == "convolution":
+                module(torch.zeros(SHAPE))
+            average = torch.zeros(weight.shape)
+            average.add_(module.state_dict()[f"{1 - comm.rank}.weight"] if used == "state" else weight)
+
+    refused(model, "called with values and a released tensor", body)
+
+
+@pytest.mark.parametrize("release", [True, False])
+def test_the_versions_of_modules_are_loaded_with_a_state(release: bool) -> None:
+    """Without them a batch norm takes a state for an old one, which may lack its counter."""
+    state = Tied().double().state_dict()
+    del state["first.1.num_batches_tracked"]
+
+    def body(comm: Any, module: nn.Module) -> None:
+        engine = hyfi_core.parallelize(module, SHAPE, PLANS["four stages"], comm, release=release)
+        with pytest.raises(RuntimeError, match="Missing key"):
+            engine.load_state_dict(state)
+
+    run_copies(Tied().double(), 4, body)
