@@ -29,6 +29,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
+def plain_number(value: float, digits: int) -> str:
+    """Return a number with about ``digits`` digits; large ones have no exponent: ``0.17``, ``1.4``, ``137``."""
+    return f"{value:.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
+
+
 class Progress(Protocol):
     """Progress of a long job."""
 

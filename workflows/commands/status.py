@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hyfi_core.errors import RequestError
-from workflows.console import counted, duration, emit_json, say
+from workflows.console import counted, duration, emit_json, plain_number, say
 from workflows.exit_codes import DONE
 from workflows.launch.log_summary import RankReport, first_failed, read_logs
 from workflows.launch.owner import describe_owner, owner_of
@@ -116,7 +116,7 @@ def _throughput_text(trained: Mapping[str, Any]) -> str:
     if any(trained.get(key) is None for key in ("gigapixels_per_second", "flops_per_second", "memory_bytes")):
         return ""  # written by an earlier version
     found = {key: trained.get(key) for key in _RATES}
-    return f"{found['images_per_second']:.3g} images/s, {describe_throughput(found)} on rank 0"
+    return f"{plain_number(found['images_per_second'], 3)} images/s, {describe_throughput(found)} on rank 0"
 
 
 def _logs_text(folder: Path, logs: list[dict[str, Any]]) -> list[str]:

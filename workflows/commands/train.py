@@ -163,8 +163,9 @@ def _trainer(
     from workflows.training.throughput import Throughput, peak_flops_per_s
 
     assert roles.trainers is not None
-    peak = peak_flops_per_s(job.config, job.plan.ranks, device)
     first = roles.world.rank == 0
+    # One rank reads the file of run.machine, and all are refused together.
+    peak = agree(roles.trainers, lambda: peak_flops_per_s(job.config, job.plan.ranks, device) if first else None)
     model = agree(roles.trainers, lambda: make_model(job, loads=first and saved is None))  # one of them reads the file
     model = model.to(made_current(device))
     replica = roles.trainers.rank // job.plan.ranks_per_replica

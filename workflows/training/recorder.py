@@ -9,7 +9,7 @@ from typing import Any
 from data.samples.coverage import write_coverage
 from hyfi_core.plan.parallel_plan import ParallelPlan
 from hyfi_core.runtime.checkpoint import prune, saved_steps
-from workflows.console import say
+from workflows.console import plain_number, say
 from workflows.training.best import last_step
 from workflows.training.curves import write_curves
 from workflows.training.job import TrainingJob
@@ -96,7 +96,8 @@ class Recorder:
             **found,
         }
         self._log.write("train", step=step, **values)
-        self._step_text = f"loss {loss:.4g}, lr {lr:.3g}, {images_per_s:.3g} images/s, {describe_throughput(found)}"
+        speed = f"{plain_number(images_per_s, 3)} images/s, {describe_throughput(found)}"
+        self._step_text = f"loss {loss:.4g}, lr {lr:.3g}, {speed}"
         self._show("train", step, values)
 
     def validated(self, step: int, metrics: Metrics, spare: Iterable[int] = ()) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from workflows.console import plain_number
 from workflows.training.bound_by import KINDS, MESSAGES, NAMES
 
 if TYPE_CHECKING:  # `hyfi status` needs no torch
@@ -56,7 +57,7 @@ def slowest(spent: Sequence[Mapping[str, float]], places: Sequence[TrainerPlace]
 
     Returns:
         Kind to ``rank``, ``host``, ``seconds`` and ``over_median``; that is None if the median is 0. The median of an
-        even number of trainers is the lower one, so that of two ranks one can be slow.
+        even number of trainers is the lower one, so that one of two can be slow.
     """
     found = {}
     for kind in KINDS if len(spent) > 1 else ():
@@ -91,5 +92,7 @@ def describe_stragglers(found: Sequence[Mapping[str, Any]]) -> str:
 
 def _describe(entry: Mapping[str, Any]) -> str:
     over = entry["over_median"]
-    by = f"{over:.3g} × the median" if over is not None else f"{entry['seconds']:.2g} s, most others not at all"
+    by = f"{plain_number(entry['seconds'], 2)} s, most others not at all"
+    if over is not None:
+        by = f"{plain_number(over, 3)} × the median"
     return f"rank {entry['rank']} on {entry['host']}, {NAMES[entry['kind']]} {by}"

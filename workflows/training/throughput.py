@@ -1,4 +1,4 @@
-"""What a run's images per second are in pixels and operations per second, and the memory that rank 0 takes for them."""
+"""A run's throughput in pixels and operations per second, and the memory of rank 0."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from hyfi_core.errors import RequestError
 from hyfi_core.process_memory import resident_bytes
+from workflows.console import plain_number
 
 if TYPE_CHECKING:  # `hyfi status` needs no torch
     import torch
 
     from workflows.config.run import Config
 
-_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
+_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 @dataclass(frozen=True)
@@ -45,19 +46,21 @@ class Throughput:
 
 
 def describe_throughput(found: Mapping[str, Any]) -> str:
-    """Return the values of ``Throughput.of`` as text: ``0.17 GP/s, 1.2 TFLOP/s (34 % of peak), 3.1 GB``."""
-    flops_per_s = found["flops_per_second"] or 0.0
-    size, prefix = next(((size, prefix) for size, prefix in _PREFIXES if flops_per_s >= size), (1.0, ""))
+    """Return the values of ``Throughput.of`` as text: ``170 MP/s, 1.2 TFLOP/s (34 % of peak), 3.1 GB``."""
     share = found["utilisation"]
-    peak = "" if share is None else f" ({100 * share:.2g} % of peak)"
-    return (
-        f"{found['gigapixels_per_second']:.2g} GP/s, {flops_per_s / size:.3g} {prefix}FLOP/s{peak}, "
-        f"{(found['memory_bytes'] or 0) / 1e9:.2g} GB"
-    )
+    peak = "" if share is None else f" ({plain_number(100 * share, 2)} % of peak)"
+    pixels, flops = _with_prefix(1e9 * found["gigapixels_per_second"]), _with_prefix(found["flops_per_second"])
+    return f"{pixels}P/s, {flops}FLOP/s{peak}, {plain_number(found['memory_bytes'] / 1e9, 2)} GB"
+
+
+def _with_prefix(value: float) -> str:
+    """Return a number and the prefix of its unit: ``1.2 T``."""
+    size, prefix = next(((size, prefix) for size, prefix in _PREFIXES if value >= size), (1.0, ""))
+    return f"{plain_number(value / size, 3)} {prefix}"
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Return the memory that this rank takes: its process now, or on a GPU the peak of its tensors so far."""
+    """Return the memory of this rank: that of its process now, or on a GPU the peak of its tensors so far."""
     if device.type != "cuda":
         return resident_bytes()
     import torch

@@ -12,6 +12,7 @@ from hyfi_core.errors import RequestError
 from tests.workflows.archive import make_config
 from tests.workflows.runs import run_on
 from workflows.config.load import load_config
+from workflows.exit_codes import WRONG_REQUEST
 from workflows.training.metrics_log import read_metrics
 from workflows.training.throughput import Throughput, describe_throughput, peak_flops_per_s
 
@@ -21,13 +22,18 @@ def test_rates_are_those_of_the_images() -> None:
     found = known.of(2.0)
     assert (found["gigapixels_per_second"], found["flops_per_second"], found["utilisation"]) == (0.004, 6e12, 0.25)
     assert found["memory_bytes"] is not None and found["memory_bytes"] > 1e7
-    assert describe_throughput({**found, "memory_bytes": 3.14e9}) == "0.004 GP/s, 6 TFLOP/s (25 % of peak), 3.1 GB"
+    assert describe_throughput({**found, "memory_bytes": 3.14e9}) == "4 MP/s, 6 TFLOP/s (25 % of peak), 3.1 GB"
+
+
+def test_large_values_have_no_exponent() -> None:
+    found = {"gigapixels_per_second": 123.4, "flops_per_second": 2.5e18, "utilisation": 1.0, "memory_bytes": 139e9}
+    assert describe_throughput(found) == "123 GP/s, 2500 PFLOP/s (100 % of peak), 139 GB"
 
 
 def test_without_a_peak_there_is_no_percentage() -> None:
     found = Throughput(10**9, 5e8, None, torch.device("cpu")).of(0.5)
     assert found["utilisation"] is None
-    assert describe_throughput({**found, "memory_bytes": 0}) == "0.5 GP/s, 250 MFLOP/s, 0 GB"
+    assert describe_throughput({**found, "memory_bytes": 0}) == "500 MP/s, 250 MFLOP/s, 0 GB"
 
 
 def test_the_peak_is_that_of_the_machine_given(tmp_path: Path) -> None:
@@ -37,6 +43,13 @@ def test_the_peak_is_that_of_the_machine_given(tmp_path: Path) -> None:
     assert peak_flops_per_s(given, 4, "cpu") == 4 * load_machine("cpu").peak_flops_per_s["float64"]
     with pytest.raises(RequestError, match=r"run.machine: given cpu, which has the peak of a cpu device.*cuda:1"):
         peak_flops_per_s(given, 4, "cuda:1")
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_file_that_does_not_exist_is_refused_on_all_ranks(tmp_path: Path, store: Path) -> None:
+    config = make_config(tmp_path, store, plan={"grids": [[1, 2]]}, run={"steps": 1, "machine": "missing.yaml"})
+    assert run_on(2, config) == [WRONG_REQUEST] * 2
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.usefixtures("in_process")
