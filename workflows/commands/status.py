@@ -46,7 +46,7 @@ def run(folder: Path, as_json: bool) -> int:
         numbers = ", ".join(f"{k} {_number(v)}" for k, v in found["validation"].items() if k in ("loss", "auroc"))
         say(f"last validation, step {found['validation']['step']}: {numbers}")
     say(f"latest checkpoint: {found['latest'] or 'none'}; best: {found['best'] or 'none'}")
-    for line in _logs_text(folder, found["logs"]):
+    for line in _logs_text(folder, found["state"], found["logs"]):
         say(line)
     if as_json:
         emit_json({"run": folder, **found})
@@ -119,7 +119,7 @@ def _throughput_text(trained: Mapping[str, Any]) -> str:
     return f"{plain_number(found['images_per_second'], 3)} images/s, {describe_throughput(found)} on rank 0"
 
 
-def _logs_text(folder: Path, logs: list[dict[str, Any]]) -> list[str]:
+def _logs_text(folder: Path, state: str, logs: list[dict[str, Any]]) -> list[str]:
     """Return lines about the logs: ranks and hosts, warnings, and the first error."""
     reports = [RankReport(**log) for log in logs]
     if not reports:
@@ -130,7 +130,8 @@ def _logs_text(folder: Path, logs: list[dict[str, Any]]) -> list[str]:
     lines = [f"logs: {folder / FOLDER}, {counted(len(reports), 'rank')} on {counted(len(hosts), 'host')}{warnings}"]
     failed = first_failed(reports)
     if failed is not None:
-        lines.append(f"failed: rank {failed.rank} on {failed.host} at {failed.error_time}: {failed.error}")
+        kind = "failed" if state == "interrupted" else "first error"  # a run can continue after an error of a library
+        lines.append(f"{kind}: rank {failed.rank} on {failed.host} at {failed.error_time}: {failed.error}")
     return lines
 
 

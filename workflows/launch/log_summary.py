@@ -1,17 +1,20 @@
-"""What the logs of a run's ranks say: the hosts, the warnings and errors since the run was last started."""
+"""Summary of the logs of a run's ranks: hosts, warnings and errors since the run was last started."""
 
 from __future__ import annotations
 
 import os
 import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from workflows.launch.rank_log import FOLDER, STARTS
+from workflows.launch.rank_log import FOLDER, STARTS, TIME_FORMAT
 
 _LINE = re.compile(r"(?P<time>\S+ \S+) (?P<host>\S+) rank (?P<rank>\d+) (?P<level>[A-Z]+) (?P<text>.*)")
 _READ_BYTES = 256 * 1024
 """Only the end of a log is read, so that thousands of them take seconds."""
+_STARTS_WITHIN_S = 60.0
+"""A rank that has written nothing since this time before rank 0 started is not a rank of the last start."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,9 @@ class RankReport:
         host: Its host.
         warnings: Number of lines of warnings.
         error: Last line of its error; None if it reported none.
-        error_time: When it did, as text; empty if it did not.
+        error_time: Time of its error, as text; empty without one.
+        start_time: Time of its last start, as text; empty if that was not read.
+        last_time: Time of its last line, as text.
     """
 
     rank: int
@@ -31,12 +36,19 @@ class RankReport:
     warnings: int
     error: str | None
     error_time: str
+    start_time: str
+    last_time: str
 
 
 def read_logs(run: Path) -> list[RankReport]:
-    """Return the reports of all ranks that have a log, by rank."""
+    """Return the reports of all ranks of the last start that have a log, by rank.
+
+    A run that continues on fewer ranks leaves the logs of the others; these are not reported.
+    """
     found = (_report(path) for path in (run / FOLDER).glob("rank-*.log"))
-    return sorted((report for report in found if report is not None), key=lambda report: report.rank)
+    reports = sorted((report for report in found if report is not None), key=lambda report: report.rank)
+    start_s = _seconds(reports[0].start_time) if reports and reports[0].rank == 0 else 0.0
+    return [report for report in reports if _seconds(report.last_time) >= start_s - _STARTS_WITHIN_S]
 
 
 def first_failed(reports: list[RankReport]) -> RankReport | None:
@@ -54,9 +66,19 @@ def _report(path: Path) -> RankReport | None:
     lines = [match for line in text.splitlines() if (match := _LINE.fullmatch(line))]
     if not lines:
         return None
-    begin = max((n for n, line in enumerate(lines) if line["text"].startswith(STARTS)), default=0)
+    starts = [n for n, line in enumerate(lines) if line["text"].startswith(STARTS)]
+    begin = starts[-1] if starts else 0
     errors = [line for line in lines[begin:] if line["level"] in ("ERROR", "CRITICAL")]
     warnings = sum(line["level"] == "WARNING" for line in lines[begin:])
     last = lines[-1]
     error, when = (errors[-1]["text"].strip(), errors[-1]["time"]) if errors else (None, "")
-    return RankReport(int(last["rank"]), last["host"], warnings, error, when)
+    start = lines[begin]["time"] if starts else ""
+    return RankReport(int(last["rank"]), last["host"], warnings, error, when, start, last["time"])
+
+
+def _seconds(text: str) -> float:
+    """Return a time of a log in seconds; 0 if it is none."""
+    try:
+        return time.mktime(time.strptime(text, TIME_FORMAT))
+    except ValueError:
+        return 0.0

@@ -32,6 +32,7 @@ from workflows import console
 from workflows.launch.status import RunStatus
 
 FOLDER, STARTS = "logs", "starts: "
+TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 
 
 class RankLog(logging.Handler):
@@ -45,7 +46,7 @@ class RankLog(logging.Handler):
     def __init__(self, rank: int, marked: bool) -> None:
         super().__init__()
         self._rank, self._marked = rank, marked
-        self._host = socket.gethostname()
+        self._host, self._began = socket.gethostname(), _now()
         self._file: TextIO | None = None
         self._held: list[tuple[str, bool]] | None = []  # lines, and whether the terminal has them already
         self._before: list[tuple[logging.Logger, list[logging.Handler], bool]] = []
@@ -54,8 +55,11 @@ class RankLog(logging.Handler):
         logging.getLogger().addHandler(self)
         self._take_over()
 
-    def open_in(self, run: Path) -> None:
-        """Write to ``run/logs`` from now on, also what was held back; if that fails, all goes to the terminal."""
+    def open_in(self, run: Path, role: str) -> None:
+        """Write to ``run/logs`` from now on: a line with ``role``, then the lines that were held back.
+
+        If that fails, all lines go to the terminal.
+        """
         self._take_over()  # also from libraries that were imported since
         try:
             (run / FOLDER).mkdir(parents=True, exist_ok=True)
@@ -64,6 +68,7 @@ class RankLog(logging.Handler):
             self._show_held()
             console.warn(f"hyfi: {run / FOLDER} cannot be written ({error.strerror}): rank {self._rank} has no log")
         else:
+            self._file.write(f"{self._began} {self._head('INFO')}{STARTS}{role}, process {os.getpid()}\n")
             self._file.write("".join(lines for lines, _ in self._held or ()))
             self._file.flush()
             self._held = None
@@ -104,7 +109,7 @@ class RankLog(logging.Handler):
 
     def _written(self, level: str, text: str, shown: bool) -> str:
         """Return lines in the form of the log, after they were written there."""
-        head = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {self._host} rank {self._rank} {level} "
+        head = f"{_now()} {self._head(level)}"
         marked = "".join(f"{head}{line}\n" for line in text.splitlines() or [""])
         with self.lock or contextlib.nullcontext():
             if self._file is not None:
@@ -114,6 +119,9 @@ class RankLog(logging.Handler):
             elif self._held is not None:
                 self._held.append((marked, shown))
         return marked
+
+    def _head(self, level: str) -> str:
+        return f"{self._host} rank {self._rank} {level} "
 
     def _show_held(self) -> None:
         """Print the lines that were held back and that the terminal does not have yet."""
@@ -131,6 +139,10 @@ class RankLog(logging.Handler):
                 logger.propagate = True
 
 
+def _now() -> str:
+    return time.strftime(TIME_FORMAT)
+
+
 def _prints(handler: logging.Handler) -> bool:
     return isinstance(handler, logging.StreamHandler) and handler.stream in (sys.stderr, sys.stdout)
 
@@ -146,10 +158,9 @@ def begin(rank: int) -> None:
 
 
 def open_in(run: Path, role: str) -> None:
-    """Write the log of this process to the folder of its run, which this run owns; ``role``: for the first line."""
+    """Write the log of this process to the folder of its run, which must be owned; ``role``: for its first line."""
     if _log is not None:
-        _log.open_in(run)
-        _log.note("INFO", f"{STARTS}{role}, process {os.getpid()}")
+        _log.open_in(run, role)
 
 
 def note_error(text: str) -> None:

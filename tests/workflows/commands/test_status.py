@@ -72,6 +72,24 @@ def test_an_ended_run_names_the_rank_that_failed_first(tmp_path: Path, capsys: p
     ]
 
 
+def test_logs_of_ranks_of_an_earlier_start_are_not_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path, "done")
+    (run / "logs").mkdir()
+    start = "2026-03-01 {}:00 node1 rank {} INFO starts: trainer {}, process 7\n"
+    ranks = {
+        0: start.format("15:00", 0, 0) + "2026-03-01 15:10:00 node1 rank 0 ERROR my.model: a value was replaced\n",
+        1: start.format("15:00", 1, 1),
+        2: start.format("14:00", 2, 2) + "2026-03-01 14:10:00 node1 rank 2 ERROR of an earlier start\n",
+    }
+    for rank, lines in ranks.items():
+        (run / "logs" / f"rank-{rank}.log").write_text(lines)
+    assert [report["rank"] for report in status.read_status(run)["logs"]] == [0, 1]
+    assert status.run(run, as_json=False) == 0
+    *_, logs, error = capsys.readouterr().out.splitlines()
+    assert logs.endswith("logs, 2 ranks on 1 host")
+    assert error == "first error: rank 0 on node1 at 2026-03-01 15:10:00: my.model: a value was replaced"
+
+
 def test_the_time_left_counts_validations_and_checkpoints(tmp_path: Path) -> None:
     run = make_run(tmp_path, "running")
     steps = [{"kind": "train", "step": n, "seconds": 1.0, "validation_seconds": 4.0 * (n == 2)} for n in (1, 2)]

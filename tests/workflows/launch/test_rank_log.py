@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 import warnings
@@ -65,7 +66,7 @@ def test_the_file_has_all_and_the_terminal_what_is_rank_0s(
     try:
         library.warning("before the folder is ours")
         assert not (tmp_path / "logs").exists()
-        log.open_in(tmp_path)
+        log.open_in(tmp_path, "trainer 0 on cpu")
         report_everything(library)
         log.note("ERROR", "printed elsewhere")
     finally:
@@ -73,7 +74,8 @@ def test_the_file_has_all_and_the_terminal_what_is_rank_0s(
     found = lines(tmp_path, rank)
     assert {number for number, _, _ in found} == {str(rank)}
     texts = [text for _, _, text in found]
-    assert texts[:3] == ["tests.library: before the folder is ours", "tests.library: two", "lines"]
+    assert texts[0] == f"starts: trainer 0 on cpu, process {os.getpid()}"
+    assert texts[1:4] == ["tests.library: before the folder is ours", "tests.library: two", "lines"]
     assert any("UserWarning: old" in text for text in texts)
     assert [entry[1:] for entry in found[-3:]] == [
         ("INFO", "said"),
@@ -91,7 +93,7 @@ def test_lines_of_many_hosts_are_marked_on_the_terminal_too(
     tmp_path: Path, library: logging.Logger, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = RankLog(0, marked=True)
-    log.open_in(tmp_path)
+    log.open_in(tmp_path, "trainer 0 on cpu")
     report_everything(library)
     console.emit_json({"status": "done"})
     log.close()
@@ -117,7 +119,7 @@ def test_a_folder_that_cannot_be_written_is_no_reason_to_stop(
     (tmp_path / "logs").write_text("a file")
     log = RankLog(3, marked=False)
     library.warning("early")
-    log.open_in(tmp_path)
+    log.open_in(tmp_path, "trainer 3 on cpu")
     library.warning("late")
     log.close()
     err = capsys.readouterr().err

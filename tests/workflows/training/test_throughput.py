@@ -12,7 +12,6 @@ from hyfi_core.errors import RequestError
 from tests.workflows.archive import make_config
 from tests.workflows.runs import run_on
 from workflows.config.load import load_config
-from workflows.exit_codes import WRONG_REQUEST
 from workflows.training.metrics_log import read_metrics
 from workflows.training.throughput import Throughput, describe_throughput, peak_flops_per_s
 
@@ -48,7 +47,8 @@ def test_the_peak_is_that_of_the_machine_given(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("in_process")
 def test_a_file_that_does_not_exist_is_refused_on_all_ranks(tmp_path: Path, store: Path) -> None:
     config = make_config(tmp_path, store, plan={"grids": [[1, 2]]}, run={"steps": 1, "machine": "missing.yaml"})
-    assert run_on(2, config) == [WRONG_REQUEST] * 2
+    with pytest.raises(RequestError, match=r"machine 'missing.yaml': No such file"):
+        run_on(2, config)
     assert not (tmp_path / "run").exists()
 
 
