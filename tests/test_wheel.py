@@ -1,4 +1,4 @@
-"""What is installed from the wheel is whole: every file that the packages read at run time is among its data."""
+"""The wheel is complete: every file that the packages read at run time is among its data."""
 
 from __future__ import annotations
 

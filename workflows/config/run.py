@@ -60,7 +60,7 @@ class RunConfig(Section):
     machine: str | None = Field(
         None,
         description="null, the name of a machine model (as of hyfi plan --machine), or a file of hyfi doctor "
-        "--measure: the peak of a device, of which the run states the utilisation; null: only FLOP/s are stated",
+        "--measure: its peak FLOP/s, from which the run computes its utilisation; null: utilisation is not recorded",
     )
     tensorboard: bool = Field(True, description="true or false: whether TensorBoard events are written")
     ema: float | None = Field(

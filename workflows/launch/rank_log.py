@@ -10,10 +10,9 @@
     logging, warnings   terminal and file            file
     the rank's error    terminal (once) and file     terminal (once) and file
 
-On the terminal, lines have this form under ``srun``, ``mpiexec`` and ``torchrun``, where lines of several hosts meet;
-``hyfi train`` alone prints them plain. Lines are held back until the folder of the run is this run's; if that never
-happens, they go to the terminal. What libraries print without Python's logging, such as MPI's own messages, stays on
-the terminal.
+On the terminal, lines have this form under ``srun``, ``mpiexec`` and ``torchrun``, where lines of several hosts are
+mixed; ``hyfi train`` alone prints them plain. Lines are held back until this run owns its folder; if it never does,
+they go to the terminal. What libraries print without Python's logging, such as MPI's messages, stays on the terminal.
 """
 
 from __future__ import annotations

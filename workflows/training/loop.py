@@ -104,7 +104,7 @@ class TrainingLoop:
             if self._job.validates_after(step):
                 self._validating.validate(step, state)
             stopped = self._validating.sync()
-            # A slow rank's update is waited for here; after a checkpoint or a validation, it is for that.
+            # Rank 0 waits here for updates of slower ranks; after a checkpoint or a validation, it waits for these.
             self._late_s = self._compared_s + (0.0 if self._job.saves_after(step) else self._validating.voted_s)
             self._report_epoch(step)
             if stopped and not self._job.saves_after(step):

@@ -88,7 +88,7 @@ class Roles:
         return cls(ordered, trainers, validators, *ranks, serving, world.rank)
 
     def describe(self) -> str:
-        """Return this rank's role and its number among its like: ``trainer 3``."""
+        """Return this rank's role and its number in that role: ``trainer 3``."""
         named = {"trainer": self.trainer_ranks, "loader": self.loader_ranks, "validator": self.validator_ranks}
         found = ((role, ranks) for role, ranks in named.items() if self.world.rank in ranks)
         role, ranks = next(found)
@@ -120,7 +120,7 @@ def make_model(job: TrainingJob, loads: bool) -> torch.nn.Module:
 
     Args:
         job: The run.
-        loads: Whether to load ``model.weights`` and say so; not where those of another rank or a checkpoint are taken.
+        loads: Whether to load ``model.weights`` and report it; False if another rank or a checkpoint provides them.
     """
     torch.manual_seed(job.config.run.seed)
     model = build_model(job.model_json()["model"])
@@ -180,7 +180,7 @@ class SavedRun:
 
     @classmethod
     def load(cls, job: TrainingJob, start: int, trainers: Communicator) -> SavedRun | None:
-        """Open the latest checkpoint, whose digests the trainers divide; None for a new run (``start`` is 0).
+        """Open the latest checkpoint; None for a new run (``start`` is 0). Each trainer checks a share of its digests.
 
         Raises:
             RequestError: The checkpoint is damaged; the message names the file.

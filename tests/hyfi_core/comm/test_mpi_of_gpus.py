@@ -47,7 +47,7 @@ def exchanged(gpu: FakeGpu, adapter: ModuleType, mpi: FakeMpi) -> list[float]:
 
 
 @pytest.mark.parametrize("direct", [False, True])
-def test_what_is_sent_and_received_is_whole(gpu: FakeGpu, direct: bool) -> None:
+def test_what_is_sent_and_received_is_complete(gpu: FakeGpu, direct: bool) -> None:
     mpi = FakeMpi(peers, gpu.random.randrange(100), gpu)
     assert exchanged(gpu, over(mpi, direct), mpi) == [11.0] * 4
     assert mpi.sent == [(1, numbers(5.0))]

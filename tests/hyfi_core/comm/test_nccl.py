@@ -67,7 +67,7 @@ def test_what_is_received_or_sent_belongs_to_nccl_until_the_wait(comm: TorchComm
 
 @pytest.mark.parametrize("tested", [False, True])
 @pytest.mark.parametrize(("dtype", "op"), [(torch.float32, "sum"), (torch.bfloat16, "sum"), (torch.float32, "max")])
-def test_reductions_are_landed_by_wait_and_by_test(
+def test_reductions_are_completed_by_wait_and_by_test(
     gpu: FakeGpu, comm: TorchCommunicator, dtype: torch.dtype, op: ReduceOp, tested: bool
 ) -> None:
     gradient = on_gpu(2.0, dtype)

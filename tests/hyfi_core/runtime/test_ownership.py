@@ -50,7 +50,7 @@ def test_an_optimizer_of_trainable_parameters_works_where_a_stage_has_none(sched
     assert all(torch.allclose(found[name], value, rtol=1e-9) for name, value in model.state_dict().items())
 
 
-def test_an_optimizer_that_refuses_its_parameters_is_told_with_their_number() -> None:
+def test_an_optimizer_that_refuses_its_parameters_is_reported_with_their_number() -> None:
     model = nn.Sequential(nn.Conv2d(3, 2, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     with pytest.raises(RequestError, match=r"optimizer raised ValueError: .* it was passed 2 parameters"):
         hyfi_core.parallelize(

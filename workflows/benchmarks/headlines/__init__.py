@@ -1,1 +1,1 @@
-"""Published speed-ups, throughputs and bubbles against what the machine model says of the same plans."""
+"""Published speed-ups, throughputs and bubbles compared with forecasts of the machine model."""

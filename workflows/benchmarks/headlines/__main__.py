@@ -1,11 +1,11 @@
-"""Benchmark of the machine model: published figures against forecasts, with one set of parameters.
+"""Benchmark of the machine model: published figures compared with forecasts, with one set of parameters.
 
     python -m workflows.benchmarks.headlines [--only PATTERN] [--json FILE]
 
-Efficiencies and overheads are those of ``v100-lassen.yaml`` and ``p40.yaml``, the same in both: no point has a fit of
-its own. Prints a table of all points with their errors, then how many points with a stated setting are within 10 %,
-and, last, the plans that are ahead of the published ones. Nothing is trained; networks are captured without memory for
-their images.
+Efficiencies and overheads are those of ``v100-lassen.yaml`` and ``p40.yaml``, the same in both: no point is fitted
+separately. Prints a table of all points with their errors; how many points with stated and with assumed settings are
+within 10 %; and the fastest of our plans for some published networks and sizes. Nothing is trained; networks are
+captured without memory for their images.
 """
 
 from __future__ import annotations

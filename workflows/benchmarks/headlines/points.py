@@ -172,7 +172,7 @@ def scaling(forecasts: Forecasts, network: str, size: int, images: int, plan: Pa
 
 
 def _hy_fi() -> list[Point]:
-    group = "2 images, 8 V100: 5 stages, the first on 2 x 2 (assumed)"
+    group = "2 images on 8 V100 (assumed: 5 stages, the first on 2 x 2; layer, pipeline: 8 stages)"
     found = []
     for what, published, network, size, slow, fast in (
         ("pipeline over layer", 1.589, SMALL, 2048, LAYER, PIPELINE),
