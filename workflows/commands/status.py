@@ -113,10 +113,10 @@ def _step_s(records: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _throughput_text(trained: Mapping[str, Any]) -> str:
-    if any(trained.get(key) is None for key in ("gigapixels_per_second", "flops_per_second", "memory_bytes")):
+    if any(trained.get(key) is None for key in _RATES if key != "utilisation"):
         return ""  # written by an earlier version
     found = {key: trained.get(key) for key in _RATES}
-    return f"{plain_number(found['images_per_second'], 3)} images/s, {describe_throughput(found)} on rank 0"
+    return f"{plain_number(trained['images_per_second'], 3)} images/s, {describe_throughput(found)} on rank 0"
 
 
 def _logs_text(folder: Path, state: str, logs: list[dict[str, Any]]) -> list[str]:
