@@ -35,6 +35,7 @@ _PLAIN = (bool, int, str, bytes, complex, enum.Enum, torch.dtype, torch.device, 
 _PLAIN_TYPES = frozenset({bool, int, str, bytes, complex, type(None), torch.dtype, torch.device, torch.memory_format})
 _GENERATORS = (random.Random, np.random.Generator, torch.Generator)
 _CONTAINERS = frozenset({list, tuple, set, frozenset, dict, OrderedDict})
+_TENSORS = frozenset({torch.Tensor, nn.Parameter})
 _DEPTH = 12
 """Depth to which objects in attributes are compared."""
 _OBJECTS = 20_000
@@ -88,7 +89,7 @@ def module_state(model: nn.Module) -> ModuleState:
     paths = list(model.named_modules(remove_duplicate=False))
     tensors = tuple((path, n, p.requires_grad) for path, m in paths for n, p in m._parameters.items() if p is not None)
     buffers = tuple((path, n) for path, m in paths for n, b in m._buffers.items() if b is not None)
-    modules = tuple((path, _Same(module)) for path, module in paths)
+    modules = tuple((path, (_Same(module), type(module))) for path, module in paths)
     return ModuleState((tensors, buffers, modules, tuple((attributes(model) | outside_attributes(model)).items())))
 
 
@@ -103,7 +104,11 @@ def outside_attributes(
         own: ``own_tensors`` of the model, if they are known.
     """
     seen = own_tensors(model) if own is None else dict(own)
-    return {(OUTSIDE, name): _comparable(value, _DEPTH, seen) for name, value in outside_values(model, held)}
+    return {
+        # A program holds these tensors themselves, so that changes in place need no other one.
+        (OUTSIDE, name): (_Same(value),) if type(value) in _TENSORS else _comparable(value, _DEPTH, seen)
+        for name, value in outside_values(model, held)
+    }
 
 
 def own_tensors(model: nn.Module) -> dict[int, Hashable]:
@@ -243,6 +248,8 @@ def _inside(value: Any, depth: int, seen: dict[int, Hashable]) -> Hashable:
     if isinstance(value, (list, tuple, set, frozenset, dict)):
         return _contained(value, depth, seen)
     held = [*_items(getattr(value, "__dict__", {})), *_slots(value)]
+    if isinstance(value, types.FunctionType):
+        held.append(value.__code__)  # a notebook that reloads a file replaces it
     if isinstance(value, functools.partial):
         held += [value.func, value.args, value.keywords]
     return (_Same(value), *(_comparable(item, depth - 1, seen) for item in held))

@@ -15,7 +15,9 @@ looked up at every step.
 
 from __future__ import annotations
 
+import argparse
 import dis
+import enum
 import functools
 import os
 import random
@@ -31,7 +33,9 @@ from torch import nn
 
 from hyfi_core.capture.places import INSTALLED, is_users, is_users_file
 
-_VALUES = (bool, int, float, str, type(None), list, tuple, dict, set)
+_SETTINGS = (torch.dtype, torch.device, complex, bytes, enum.Enum)
+_VALUES = (bool, int, float, str, type(None), list, tuple, dict, set, frozenset, *_SETTINGS)
+_HOLDERS = (types.SimpleNamespace, argparse.Namespace, np.ndarray, nn.Module)
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.Tensor, nn.Parameter, torch.dtype, torch.device})
 _GENERATORS = (random.Random, np.random.Generator, torch.Generator)
 _IDENTITIES = (types.FunctionType, types.BuiltinFunctionType)
@@ -77,6 +81,7 @@ class _KnownClass:
     Attributes:
         methods: the user's functions in it, unwrapped.
         values: (name, value) of other attributes that count.
+        objects: the same of those that are no plain values.
     """
 
     def __init__(self, holder: type) -> None:
@@ -88,6 +93,8 @@ class _KnownClass:
         self._functions, self._codes = [*functions.values()], [f.__code__ for f in functions.values()]
         self.methods = {name: function for name, function in functions.items() if _is_users(function)}
         self.values = [(n, v) for n, v in self._held.items() if isinstance(v, _VALUES) and not n.startswith("__")]
+        others = [(n, v) for n, v in self._held.items() if not isinstance(v, (*_VALUES, types.FunctionType))]
+        self.objects = [(n, v) for n, v in others if type(v) not in _WRAPPERS and not n.startswith("__")]
 
     def is_same(self) -> bool:
         """Whether it holds the same objects under the same names, and its functions the same code."""
@@ -163,6 +170,11 @@ class _Walk:
             if known.methods or own:
                 for name, value in known.values:
                     yield f"{holder.__qualname__}.{name}", value
+            for name, value in known.objects if own else ():
+                if isinstance(value, _HOLDERS):
+                    yield f"{holder.__qualname__}.{name}", value
+                else:
+                    yield from self._found_by_own(f"{holder.__qualname__}.{name}", value, _DEPTH)
             for name, method in known.methods.items():
                 if own or name == "forward":
                     yield f"{holder.__qualname__}.{name}", method
@@ -201,7 +213,7 @@ class _Walk:
             yield from self._found_by_own(name, value, depth)
 
     def _found_by_own(self, name: str, value: Any, depth: int) -> Values:
-        if isinstance(value, types.BuiltinFunctionType):
+        if isinstance(value, (types.BuiltinFunctionType, torch.Tensor)):
             yield name, value
         elif isinstance(value, functools.partial):
             yield name, (value.args, value.keywords)

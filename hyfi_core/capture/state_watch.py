@@ -46,7 +46,7 @@ class _WatchedModule:
     """The attributes of a module when the state was computed."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module, self._held = module, vars(module)
+        self._module, self._kind, self._held = module, type(module), vars(module)
         attributes = [(name, value) for name, value in self._held.items() if name not in REGISTRIES]
         registries: list[dict[str, Any]] = [module._modules, module._buffers, module._parameters]
         self.empty = [value for _, value in attributes if is_empty(value) and not is_constant(value)]
@@ -58,7 +58,9 @@ class _WatchedModule:
 
     def is_same(self) -> bool:
         """Whether nothing was added, removed or replaced; ``empty`` and ``others`` are compared separately."""
-        if vars(self._module) is not self._held or [p.requires_grad for p in self._parameters] != self._trained:
+        if type(self._module) is not self._kind or vars(self._module) is not self._held:
+            return False
+        if [p.requires_grad for p in self._parameters] != self._trained:
             return False
         return all([contents.are_same() for contents in self._contents])
 

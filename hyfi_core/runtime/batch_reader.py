@@ -67,6 +67,7 @@ def lays_channels_last(
     autocast: torch.dtype | None,
     program: Callable[[], Program],
     grids: Sequence[tuple[int, int]],
+    device: torch.device | None = None,
 ) -> bool:
     """Return whether images are converted to channels-last, which all maps then inherit.
 
@@ -80,6 +81,7 @@ def lays_channels_last(
         autocast: dtype of autocast.
         program: captures the model; called only if its shapes decide.
         grids: in how many rows and columns each stage's maps are computed.
+        device: on which the model will be, if it is on the meta device now.
     """
     if asked != "auto":
         return asked == "channels_last"
@@ -90,7 +92,8 @@ def lays_channels_last(
     if kernel is None:
         return False
     dtype = autocast or kernel.dtype
-    if dtype == torch.float32 and kernel.device.type == "cpu":
+    place = device if device is not None and kernel.is_meta else kernel.device
+    if dtype == torch.float32 and place.type == "cpu":
         return _uses_of_weights(program()) >= _LEAST_USES * max(map(prod, grids))
     return dtype in (torch.bfloat16, torch.float16)
 

@@ -89,7 +89,7 @@ class Engine:
             held = comm.broadcast_object(resident_bytes())  # the same choice on all ranks
             plan = with_cells(plan, subject.program(widest), held, self.device)
         self.plan, grids = plan, plan.by_cells().grids
-        last = lays_channels_last(memory_format, model, autocast, lambda: subject.program(widest), grids)
+        last = lays_channels_last(memory_format, model, autocast, lambda: subject.program(widest), grids, self.device)
         self._subject = replace(subject, channels_last=last)
         self._groups = Groups(comm, plan, Placement.of(plan))
         self._gradients: list[tuple[Compiled, StepGradients]] = []

@@ -70,8 +70,24 @@ def helped(x: torch.Tensor) -> torch.Tensor:
     return x * SETTINGS.scale
 
 
+def coded(x: torch.Tensor) -> torch.Tensor:
+    return x.to(DTYPE) * LIMIT
+
+
+DTYPE, LIMIT = torch.float32, torch.ones(1)
+
+
 class Outside(nn.Module):
     power = 1
+    held = types.SimpleNamespace(scale=1.0)
+    shift = Shift()
+    limit = torch.ones(1)
+    dtype = torch.float32
+    part = functools.partial(multiplied, by={"number": 1.0})
+    unit: nn.Module = nn.ReLU()
+
+    class Inner:
+        scale = 1.0
 
     def __init__(self, factor: list[float]) -> None:
         super().__init__()
@@ -80,7 +96,7 @@ class Outside(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = with_default(PARTIAL(Twice.doubled(SHIFT(activation(x))))) * cached() * float(os.environ.get("SCALE", 1))
-        return self.last(helped(x) ** self.power * NUMBER * TABLE["gain"][0]) * self.UNREAD
+        return self.last(helped(coded(x)) ** self.power * NUMBER * TABLE["gain"][0]) * self.UNREAD
 
 
 FACTOR = [1.0]
@@ -99,6 +115,16 @@ CHANGES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "PARTIAL": lambda patch: patch.setitem(PARTIAL.keywords["by"], "number", 2.0),
     "Outside.forward": lambda patch: patch.setattr(Outside, "forward", lambda module, x: x),
     "os.environ": lambda patch: patch.setenv("SCALE", "2"),
+    "DTYPE": lambda patch: patch.setitem(globals(), "DTYPE", torch.float64),
+    "LIMIT": lambda patch: patch.setitem(globals(), "LIMIT", torch.ones(1)),
+    "coded": lambda patch: patch.setattr(coded, "__code__", helped.__code__),
+    "Outside.held": lambda patch: patch.setattr(Outside.held, "scale", 2.0),
+    "Outside.shift": lambda patch: patch.setattr(Outside.shift, "by", 2.0),
+    "Outside.limit": lambda patch: patch.setattr(Outside, "limit", torch.ones(1)),
+    "Outside.dtype": lambda patch: patch.setattr(Outside, "dtype", torch.float64),
+    "Outside.part": lambda patch: patch.setitem(Outside.part.keywords["by"], "number", 2.0),
+    "Outside.unit": lambda patch: patch.setattr(Outside, "unit", nn.Tanh()),
+    "Inner.scale": lambda patch: patch.setattr(Outside.Inner, "scale", 2.0),
 }
 
 

@@ -32,6 +32,7 @@ MORE: dict[str, Callable[[Any], Any]] = {
     "bias frozen": lambda net: net.head.bias.requires_grad_(False),
     "module appended": lambda net: net.blocks.append(nn.ReLU()),
     "module renamed": lambda net: net.__dict__["_modules"].__setitem__("again", net._modules.pop("act")),
+    "class replaced": lambda net: setattr(net.act, "__class__", nn.Identity),
     "method replaced": lambda net: setattr(net, "forward", net.first.forward),
 }
 

@@ -116,6 +116,8 @@ def test_channels_last_is_chosen_where_there_are_kernels_for_it(model: Any, auto
 
     assert chosen("auto") is last
     assert chosen("channels_last") and not chosen("as_given")
+    on_meta = copy.deepcopy(model).to("meta")  # its weights will be read to another device
+    assert lays_channels_last("auto", on_meta, autocast, program, [(1, 1)], torch.device("cpu")) is last
 
 
 @pytest.mark.parametrize(
