@@ -21,7 +21,7 @@ from hyfi_core.ops.redistribute import Redistribute
 from hyfi_core.plan import Box, plan_transfer
 from hyfi_core.runtime import executor
 from hyfi_core.runtime.mirror import finish_all
-from tests.harness import assert_equal_to_one_process, run_copies
+from tests.harness import OffsetImages, assert_equal_to_one_process, run_copies
 
 
 def test_channels_last_is_still_recognised_behind_the_entry_of_a_segment() -> None:
@@ -159,3 +159,29 @@ def test_norms_without_statistics_are_each_replicas_own_in_evaluation_mode() -> 
         wanted = [net.eval()(image) for image in images]
     for rank, found in enumerate(run_ranks(4, body)):
         torch.testing.assert_close(found, wanted[rank // 2], rtol=1e-12, atol=1e-12)
+
+
+def of_every_pixel(answer: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return (answer * torch.linspace(-1.0, 1.0, answer.numel(), dtype=answer.dtype).view(answer.shape)).sum()
+
+
+@pytest.mark.parametrize("grid", [(1, 1), (1, 2)])
+def test_a_branch_that_ends_in_running_statistics_leaves_cotangents_alone(grid: tuple[int, int]) -> None:
+    """It has no cotangent; what was held instead counted as memory of its own, and a sum was written into it."""
+
+    class Branched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.moved(self.conv(x))
+            doubled, moved = x * 2, self.moved(x)
+            self.norm(F.avg_pool2d(self.moved(x), 3, 1, 1))
+            return F.avg_pool2d(moved + doubled + x, 3, 1, 1)
+
+        def moved(self, x: torch.Tensor) -> torch.Tensor:
+            return F.pad(x[:, :, 1:], (0, 0, 0, 1))
+
+    shape = (2, 3, 14, 13)
+    assert_equal_to_one_process(OffsetImages(Branched(), shape), shape, grid, loss=of_every_pixel)

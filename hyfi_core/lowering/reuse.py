@@ -114,7 +114,8 @@ class BackwardMemory:
         active, operator = self._facts.active, call.operator
         if not any(name in active for name in call.inputs):
             return False, {}
-        given = [self._pop(name).memory for name in call.outputs]
+        arriving = [self._pop(name) for name in call.outputs]
+        given = [item.memory for item in arriving]
         may_overwrite = self._alone(given[0], (*self._memories(), *given[1:]))
         everything = _NOTHING.union(*given)
         if isinstance(operator, SplitBackward):
@@ -131,7 +132,9 @@ class BackwardMemory:
                     memory = everything
                 else:
                     memory = self._given_to_others(everything | self._new())
-                found.append((name, _Cotangent(memory, returns_own)))
+                # Without a cotangent there is none of its inputs: what does not lead to the loss has none.
+                certain = returns_own and any(item.certain for item in arriving)
+                found.append((name, _Cotangent(memory, certain)))
         return may_overwrite, self._add(found)
 
     def segment(self, calls: Iterable[LocalCall], inputs: Iterable[str], outputs: Iterable[str]) -> dict[str, Over]:
