@@ -55,6 +55,13 @@ class ReleasedTensor(torch.Tensor):
             plain = isinstance(found, torch.Tensor) and not isinstance(found, ReleasedTensor) and found.is_meta
             return found.as_subclass(ReleasedTensor) if plain else found
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Return another released tensor."""
+        if id(self) not in memo:
+            memo[id(self)] = _released_like(self)
+        copied: torch.Tensor = memo[id(self)]
+        return copied
+
 
 class ReleasedParameter(ReleasedTensor, nn.Parameter):
     """A released parameter."""
@@ -125,13 +132,16 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _without_values(tensor: torch.Tensor) -> torch.Tensor:
-    like = _like(tensor, torch.device("meta")).detach()
-    if isinstance(tensor, nn.Parameter):
-        made: torch.Tensor = ReleasedParameter(like, tensor.requires_grad)
-    else:
-        made = like.as_subclass(ReleasedTensor)
+    made = _released_like(tensor)
     _adopt(made, tensor)
     return made
+
+
+def _released_like(tensor: torch.Tensor) -> torch.Tensor:
+    like = _like(tensor, torch.device("meta")).detach()
+    if isinstance(tensor, nn.Parameter):
+        return ReleasedParameter(like, tensor.requires_grad)
+    return like.as_subclass(ReleasedTensor)
 
 
 def _adopt(made: torch.Tensor, tensor: torch.Tensor) -> None:

@@ -60,6 +60,15 @@ class Board:
         """Return the last report of each rank."""
         return [RankStatus(*json.loads(self._store.get(f"state/{rank}"))) for rank in range(self._size)]
 
+    def leave(self) -> None:
+        """Record that this rank does not use the board any more."""
+        self._store.add("left", 1)
+
+    @property
+    def left(self) -> int:
+        """Return how many ranks do not use the board any more."""
+        return int(self._store.add("left", 0))
+
     def claim_failure(self) -> bool:
         """Return whether this rank is the first to fail."""
         return int(self._store.add("failures", 1)) == 1

@@ -191,6 +191,12 @@ class RankSupervisor:
             if board.failed:
                 self._end_quietly(board)
             time.sleep(pause_s)
+        if not first:
+            board.leave()
+        # A rank that still reads the board of one that has ended prints a warning with a stack.
+        deadline_s = time.monotonic() + _STAY_S
+        while first and board.left < self._comm.size - 1 and time.monotonic() < deadline_s:
+            time.sleep(pause_s)
 
     def _watch(self, board: Board) -> None:
         pause_s = _PERIOD_S * max(1.0, self._comm.size / _RANKS_PER_PERIOD)
