@@ -63,7 +63,6 @@ def hyfi_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
     from workflows.cli import app
 
     monkeypatch.chdir(tmp_path)
-    before = {number: signal.getsignal(number) for number in signals.SIGNALS}
 
     def run(*words: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
         given = [str(word) for word in words]
@@ -76,6 +75,13 @@ def hyfi_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
         return subprocess.CompletedProcess(given, int(ended.value.code or 0), *capfd.readouterr())
 
     yield run
+
+
+@pytest.fixture(autouse=True)
+def _same_signal_handlers() -> Iterator[None]:
+    """Commands that run in this process install handlers, which the next test would find."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    yield
     for number, handler in before.items():
         signal.signal(number, handler)
 

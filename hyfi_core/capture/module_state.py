@@ -5,6 +5,7 @@ dropout.p  bn.momentum  training  config.scale  replaced submodules  forward hoo
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import random
@@ -22,6 +23,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hyfi_core.capture.outside_names import HOOKS, outside_values
+from hyfi_core.capture.places import is_users
 from hyfi_core.capture.stored_tensors import StoredTensor
 
 REGISTRIES = frozenset(
@@ -112,8 +114,11 @@ def outside_attributes(
 
 
 def own_tensors(model: nn.Module) -> dict[int, Hashable]:
-    """Return the start of ``seen`` of ``comparable``: the values of parameters and buffers are inputs of a program."""
-    return {id(tensor): (_Same(tensor),) for tensor in (*model.parameters(), *model.buffers())}
+    """Return the start of ``seen`` of ``comparable``: the values of parameters and buffers are inputs of a program.
+
+    The model's modules are in it, too: their attributes are compared one by one.
+    """
+    return {id(held): (_Same(held),) for held in (*model.parameters(), *model.buffers(), *model.modules())}
 
 
 def attributes(model: nn.Module) -> Attributes:
@@ -243,16 +248,25 @@ def _inside(value: Any, depth: int, seen: dict[int, Hashable]) -> Hashable:
     if isinstance(value, torch.Generator):
         with _disable_current_modes():  # during a trace
             return (_Same(value), value.get_state().numpy().tobytes())
-    if depth == 0 or len(seen) > _OBJECTS or isinstance(value, (type, nn.Module, types.ModuleType)):
+    if depth == 0 or len(seen) > _OBJECTS or isinstance(value, (type, types.ModuleType)):
         return (_Same(value),)
     if isinstance(value, (list, tuple, set, frozenset, dict)):
         return _contained(value, depth, seen)
     held = [*_items(getattr(value, "__dict__", {})), *_slots(value)]
     if isinstance(value, types.FunctionType):
         held.append(value.__code__)  # a notebook that reloads a file replaces it
+        if depth < _DEPTH:  # what an attribute itself takes from around it is outside of the model
+            held += _cells(value)
     if isinstance(value, functools.partial):
         held += [value.func, value.args, value.keywords]
     return (_Same(value), *(_comparable(item, depth - 1, seen) for item in held))
+
+
+def _cells(function: types.FunctionType) -> Iterator[Any]:
+    """Yield what a user's function has taken from the functions around it."""
+    for cell in function.__closure__ or () if is_users(function.__code__) else ():
+        with contextlib.suppress(ValueError):  # not assigned yet
+            yield cell.cell_contents
 
 
 def _slots(value: Any) -> Iterator[Any]:

@@ -184,3 +184,24 @@ def test_names_that_only_attributes_have_do_not_count(monkeypatch: pytest.Monkey
     monkeypatch.setitem(globals(), "UNREAD", 7.0)
     monkeypatch.setattr(SETTINGS, "gain", 7.0)
     assert module_state(model) == before
+
+
+def test_an_attribute_of_a_module_that_is_not_registered_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(Outside(FACTOR))
+    before = module_state(model)
+    monkeypatch.setattr(Outside.unit, "inplace", True)
+    ((path, what),) = changed_since(before, module_state(model))
+    assert path == OUTSIDE and what.endswith("Outside.unit")
+
+
+def test_a_variable_around_a_function_in_an_object_counts() -> None:
+    number = 1.0
+
+    def times(x: torch.Tensor) -> torch.Tensor:
+        return x * number
+
+    model = Outside(FACTOR)
+    model.settings = types.SimpleNamespace(function=times)
+    before = module_state(model)
+    number = 2.0
+    assert changed_since(before, module_state(model)) == [("", "settings")]

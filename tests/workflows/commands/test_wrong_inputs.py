@@ -6,7 +6,6 @@ import csv
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
@@ -29,7 +28,6 @@ Answer = Callable[..., tuple[int, str]]
 def answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Answer]:
     """Runs a command in this process, in ``tmp_path``; returns its exit code and what it said on standard error."""
     monkeypatch.chdir(tmp_path)
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
 
     def run(*words: str | Path) -> tuple[int, str]:
         with pytest.raises(SystemExit) as ended:
@@ -37,8 +35,6 @@ def answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         return int(ended.value.code or 0), capsys.readouterr().err
 
     yield run
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")
