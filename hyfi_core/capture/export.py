@@ -25,7 +25,7 @@ from hyfi_core.capture.guards import refuse_fake_constants, trace_guards
 from hyfi_core.capture.patching import PATCHING, patched
 from hyfi_core.capture.places import explained, traced_line
 from hyfi_core.capture.program import Operator, Program, Ref, ValueInfo
-from hyfi_core.capture.released import stood_in
+from hyfi_core.capture.released import device_of, stood_in
 from hyfi_core.capture.stored_tensors import StoredTensors
 from hyfi_core.errors import RequestError
 
@@ -61,19 +61,13 @@ def _exported(
     with PATCHING, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            image = torch.empty(shape, dtype=dtype, device=_device_of(model))
+            image = torch.empty(shape, dtype=dtype, device=device_of(model))  # a norm refuses another one
         # With gradients even for prediction, so that training and prediction agree on which values carry gradients.
         with torch.enable_grad(), _quiet(), stood_in(model, mode), trace_guards(model, stored):
             traced = torch.export.export(model, (image,), strict=False)
         with _own_composites_only(traced):
             exported: ExportedProgram = traced.run_decompositions(_DIFFERENTIABLE)
         return exported
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    """Return the device of the model's tensors, where the image must be, too; those that were released have none."""
-    held = (tensor.device for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta)
-    return next(held, torch.device("cpu"))
 
 
 def _copied(into: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:

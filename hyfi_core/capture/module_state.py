@@ -103,9 +103,9 @@ def outside_attributes(
     Args:
         model: the user's module.
         held: the attributes of its modules that are neither constant nor empty, if they are known.
-        own: ``own_tensors`` of the model, if they are known.
+        own: ``own_objects`` of the model, if they are known.
     """
-    seen = own_tensors(model) if own is None else dict(own)
+    seen = own_objects(model) if own is None else dict(own)
     return {
         # A program holds these tensors themselves, so that changes in place need no other one.
         (OUTSIDE, name): (_Same(value),) if type(value) in _TENSORS else _comparable(value, _DEPTH, seen)
@@ -113,7 +113,7 @@ def outside_attributes(
     }
 
 
-def own_tensors(model: nn.Module) -> dict[int, Hashable]:
+def own_objects(model: nn.Module) -> dict[int, Hashable]:
     """Return the start of ``seen`` of ``comparable``: the values of parameters and buffers are inputs of a program.
 
     The model's modules are in it, too: their attributes are compared one by one.
@@ -123,7 +123,7 @@ def own_tensors(model: nn.Module) -> dict[int, Hashable]:
 
 def attributes(model: nn.Module) -> Attributes:
     """Return (path of a module, attribute) -> a comparable value; without parameters, buffers and submodules."""
-    seen = own_tensors(model)
+    seen = own_objects(model)
     found: Attributes = {}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
@@ -136,7 +136,7 @@ def attributes(model: nn.Module) -> Attributes:
 
 def tensors_in_attributes(model: nn.Module) -> set[int]:
     """Return the ids of parameters and buffers that attributes of modules, or values outside of the model, hold."""
-    own = own_tensors(model)
+    own = own_objects(model)
     open_values: list[Hashable] = [*attributes(model).values(), *outside_attributes(model).values()]
     found, seen = set[int](), set[int]()
     while open_values:

@@ -73,6 +73,13 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of a model's tensors; if all are on the meta device, torch's default one for their values."""
+    devices = [tensor.device for tensor in (*model.parameters(), *model.buffers())]
+    found = next((device for device in devices if device.type != "meta"), None)
+    return found or (torch.get_default_device() if devices else torch.device("cpu"))
+
+
 def release(model: nn.Module, names: Collection[str]) -> Former:
     """Put tensors on the meta device in place of parameters and buffers, and return their memory to the system.
 
@@ -101,7 +108,7 @@ def stood_in(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
     if not released:
         yield
         return
-    device = next((tensor.device for tensor in tensors.values() if not tensor.is_meta), torch.device("cpu"))
+    device = device_of(model)
     with mode:
         fakes = {key: _like(tensor, device) for key, tensor in released.items()}
     _replace(model, fakes)

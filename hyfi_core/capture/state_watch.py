@@ -24,7 +24,7 @@ from hyfi_core.capture.module_state import (
     is_empty,
     module_state,
     outside_attributes,
-    own_tensors,
+    own_objects,
 )
 
 _MISSING = object()
@@ -93,7 +93,7 @@ class StateWatch:
     def _compute(self) -> ModuleState:
         self._modules = [_WatchedModule(module) for module in self._model.modules()]
         self._empty = [container for module in self._modules for container in module.empty]
-        self._own = own_tensors(self._model)
+        self._own = own_objects(self._model)
         self._others = self._compared()
         self._state = module_state(self._model)
         return self._state

@@ -30,6 +30,7 @@ from hyfi_core.capture.guards import restored
 from hyfi_core.capture.interpret import interpret
 from hyfi_core.capture.patching import PATCHING
 from hyfi_core.capture.program import Program
+from hyfi_core.capture.released import device_of
 from hyfi_core.capture.repeatable import RepeatableDraws
 from hyfi_core.capture.stored_tensors import StoredTensors, StoringRun
 from hyfi_core.errors import RequestError
@@ -121,7 +122,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Context that restores a module's values and attributes, and all random number generators, on exit."""
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = device_of(model)
     tensors = [*model.parameters(), *model.buffers()]
     before = [tensor.detach().clone() for tensor in tensors]
     buffers = [(module, dict(module._buffers)) for module in model.modules()]
@@ -218,7 +219,7 @@ def _cumulative(model: nn.Module) -> set[str]:
 
 
 def _image(shape: Shape, dtype: torch.dtype, model: nn.Module, step: int) -> torch.Tensor:
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = device_of(model)
     noise = _noise(shape, torch.float64, device, step)
     return noise.to(dtype) if dtype.is_floating_point else noise.abs().mul(60).clamp(max=255).to(dtype)
 

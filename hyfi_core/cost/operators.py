@@ -129,7 +129,10 @@ def _kind(program: Program, op: Operator) -> str:
 
 
 def _flops(program: Program, op: Operator, output: str) -> float:
-    """Return 2 x outputs x products per output; of a transposed convolution, inputs stand for outputs."""
+    """Return 2 x outputs x products per output; of a transposed convolution, inputs stand for outputs.
+
+    By arithmetic alone: planning asks thousands of times. ``model_flops`` counts any product, once for a run.
+    """
     factor = program.values[op.args[2 if op.text.startswith("aten.addmm") else 1].name].shape
     if op.text.startswith("aten.conv_transpose") or (op.text.startswith("aten.convolution") and op.args[6]):
         return 2.0 * prod(program.values[op.args[0].name].shape) * prod(factor[1:])

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hyfi_core.capture.autocast import dtypes_under_autocast
+from hyfi_core.capture.released import device_of
 from hyfi_core.cells.budget import PagedForecast, forecast_pages, with_cells
 from hyfi_core.cells.communicator import cell_communicators
 from hyfi_core.cells.page import PagerCounts
@@ -38,7 +39,7 @@ from hyfi_core.runtime.groups import Groups
 from hyfi_core.runtime.mirror import Mirror, trained_by_stage
 from hyfi_core.runtime.ownership import ParameterOwnership, made_optimizer, optimizer_state, restricted, used_stages
 from hyfi_core.runtime.runner import StageRunner
-from hyfi_core.runtime.subject import CAPTURES_KEPT, Bindings, Loss, RandomKey, Subject, device_of
+from hyfi_core.runtime.subject import CAPTURES_KEPT, Bindings, Loss, RandomKey, Subject
 from hyfi_core.schedule.action import Action, Schedule
 from hyfi_core.stored_state import Weights
 

@@ -195,14 +195,6 @@ class Bindings:
         return self._found[stage]
 
 
-def device_of(model: nn.Module) -> torch.device:
-    """Return the device of a model's parameters, or torch's default one for values that will be read."""
-    tensors = (tensor.device for tensor in model.parameters() if not tensor.is_meta)
-    return next(
-        tensors, torch.get_default_device() if any(p.is_meta for p in model.parameters()) else torch.device("cpu")
-    )
-
-
 def _holdings(model: nn.Module) -> list[tuple[int, ...]]:
     """Return the identities of all that the modules of a model hold: modules, parameters and buffers, by name."""
     found, reached = [], [model]

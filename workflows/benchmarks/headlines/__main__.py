@@ -82,15 +82,7 @@ def _summary(rows: list[_Row]) -> list[str]:
 
 
 def _as_json(row: _Row) -> dict[str, object]:
-    point = row.point
-    return {
-        "source": point.source,
-        "what": point.what,
-        "published": point.published,
-        "modelled": row.modelled,
-        "setting": point.setting,
-        "stated": point.stated,
-    }
+    return {**vars(row.point), "modelled": row.modelled}
 
 
 if __name__ == "__main__":

@@ -48,22 +48,18 @@ def _formulas() -> list[Point]:
     found = []
     for stages in (4, 8, 16):
         setting = f"{stages} stages, 32 repetitions, backward = 2 forwards"
-        model = partial(_bubble_of, schedule="gems_master", stages=stages, rounds=64, backward_s=2.0)
+        model = partial(_bubble, schedule="gems_master", stages=stages, rounds=64, backward_s=2.0)
         found.append(Point("GEMS", "bubble", (stages - 1) / (stages + 0.5), setting, True, model))
     for stages in (4, 8, 16):
         for rounds in (stages, 2 * stages):
             setting = f"{stages} stages, {rounds} micro-batches, backward = forward"
-            model = partial(_bubble_of, schedule="chimera", stages=stages, rounds=rounds, backward_s=1.0)
+            model = partial(_bubble, schedule="chimera", stages=stages, rounds=rounds, backward_s=1.0)
             published = (stages - 2) / (2 * rounds + stages - 2)
             found.append(Point("Chimera", "bubble", published, setting, True, model))
     return found
 
 
-def _bubble_of(_: Forecasts, schedule: Schedule, stages: int, rounds: int, backward_s: float) -> float:
-    return bubble(schedule, stages, rounds, backward_s)
-
-
-def bubble(schedule: Schedule, stages: int, rounds: int, backward_s: float) -> float:
+def _bubble(_: Forecasts, schedule: Schedule, stages: int, rounds: int, backward_s: float) -> float:
     """Return the bubble of a schedule with balanced stages, a forward of 1 s and free messages."""
     plan = ParallelPlan(grids=((1, 1),) * stages, microbatches=rounds, schedule=schedule)
     placement, edges = Placement.of(plan), tuple((stage, stage + 1) for stage in range(stages - 1))
