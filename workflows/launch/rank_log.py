@@ -62,15 +62,15 @@ class RankLog(logging.Handler):
         self._take_over()  # also from libraries that were imported since
         try:
             (run / FOLDER).mkdir(parents=True, exist_ok=True)
-            self._file = (run / FOLDER / f"rank-{self._rank}.log").open("a", encoding="utf-8", errors="replace")
+            file = (run / FOLDER / f"rank-{self._rank}.log").open("a", encoding="utf-8", errors="replace")
+            file.write(f"{self._began} {self._head('INFO')}{STARTS}{role}, process {os.getpid()}\n")
+            file.write("".join(lines for lines, _ in self._held or ()))
+            file.flush()
         except OSError as error:
             self._show_held()
             console.warn(f"hyfi: {run / FOLDER} cannot be written ({error.strerror}): rank {self._rank} has no log")
         else:
-            self._file.write(f"{self._began} {self._head('INFO')}{STARTS}{role}, process {os.getpid()}\n")
-            self._file.write("".join(lines for lines, _ in self._held or ()))
-            self._file.flush()
-            self._held = None
+            self._file, self._held = file, None
 
     def keep(self, level: str, text: str) -> str:
         """Write lines to the log and return them as the terminal shows them."""

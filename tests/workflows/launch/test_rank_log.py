@@ -113,10 +113,15 @@ def test_without_a_folder_nothing_is_lost(library: logging.Logger, capsys: pytes
     assert held[:2] == ["tests.library: two", "lines"] and any("UserWarning: old" in text for text in held)
 
 
+@pytest.mark.parametrize("disk_is_full", [False, True])
 def test_a_folder_that_cannot_be_written_is_no_reason_to_stop(
-    tmp_path: Path, library: logging.Logger, capsys: pytest.CaptureFixture[str]
+    disk_is_full: bool, tmp_path: Path, library: logging.Logger, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "logs").write_text("a file")
+    if disk_is_full:
+        (tmp_path / "logs").mkdir()
+        (tmp_path / "logs" / "rank-3.log").symlink_to("/dev/full")
+    else:
+        (tmp_path / "logs").write_text("a file")
     log = RankLog(3, marked=False)
     library.warning("early")
     log.open_in(tmp_path, "trainer 3 on cpu")
