@@ -44,8 +44,9 @@ class WeightWatch:
     ) -> None:
         self._tensors: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         self.names = [*self._tensors]
+        self._held = {name: tensor for name, tensor in self._tensors.items() if not tensor.is_meta}
         self._arriving = arriving
-        self._compared = [name for name in self._tensors if not self.is_buffer(name)] if keeps_values else []
+        self._compared = [name for name in self._held if not self.is_buffer(name)] if keeps_values else []
         self._flat: dict[str, tuple[int, torch.Tensor | None, torch.Tensor]] = {}
         self._changed: dict[Scope, set[str]] = {"training": set(), "evaluation": set()}
         self._lost: set[str] = set()
@@ -92,7 +93,7 @@ class WeightWatch:
 
     def digest(self, name: str) -> int:
         """Return a digest of all values of a tensor, in the order of its dims; 0 if it has none here."""
-        return 0 if self._tensors[name].is_meta else _digest(self._tensors[name], 0)
+        return _digest(self._held[name], 0) if name in self._held else 0
 
     def is_buffer(self, name: str) -> bool:
         """Whether a name is that of a buffer."""
@@ -101,7 +102,7 @@ class WeightWatch:
     def _notice(self) -> None:
         """Add what was changed since the engine last changed something, or since the last notice."""
         before, now = self._left, self._marks()
-        found = {name for name, a, b in zip(self._tensors, before[0], now[0], strict=True) if a != b}
+        found = {name for name, a, b in zip(self._held, before[0], now[0], strict=True) if a != b}
         found |= _changed_values(before[1], now[1])
         if not found:
             return
@@ -112,7 +113,7 @@ class WeightWatch:
         self._lost |= {name for name in found if id(self._tensors[name]) in arriving}
 
     def _marks(self) -> tuple[list[tuple[int, int]], list[_Selection]]:
-        seen = [(0 if t.is_inference() or t.is_meta else t._version, t.data_ptr()) for t in self._tensors.values()]
+        seen = [(0 if t.is_inference() else t._version, t.data_ptr()) for t in self._held.values()]
         return seen, self._selected(self._compared, 0)
 
     def _selected(self, names: Sequence[str], turn: int) -> list[_Selection]:
